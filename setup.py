@@ -5,7 +5,10 @@ from setuptools import find_packages, setup
 setup(
     name="grpo-megatron",
     version="0.1.0",
-    description="GRPO post-training: Megatron-core trains, SGLang generates, Ray places; on GPU clusters and on a laptop CPU.",
+    description=(
+        "GRPO post-training: Megatron-core trains, SGLang generates, Ray places; "
+        "on GPU clusters and on a laptop CPU."
+    ),
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     python_requires=">=3.11,<3.14",

@@ -1,4 +1,4 @@
-"""The text of a Slurm job: slurm/train.sbatch with a head that holds what was asked for."""
+"""Script of a Slurm job: the #SBATCH options and the settings, followed by the body of train.sbatch."""
 
 import shlex
 from dataclasses import dataclass, field
@@ -7,50 +7,69 @@ from pathlib import Path
 from grpo_megatron.errors import UserError
 
 TEMPLATE = Path(__file__).with_name("train.sbatch")
-# In arguments and paths: the number of a task of an array.
+# Stands for the number of an array's task in arguments and paths. train.sbatch replaces it.
 TASK = "{task}"
 
 
 @dataclass(frozen=True)
 class Job:
-    """All that a job is made of. Paths are absolute.
-
-    cpus_per_node: None: all of each node. stop_before: seconds before the time limit at which Slurm tells the run to save and stop; None:
-    never. folder: the run's, in which TASK may stand, as in arguments. arguments: of grpo-megatron after its command. launcher: what
-    programs are started with. step_options: of srun, for each program. variables: environment variables of the job. setup: commands
-    of the shell that come first.
-    """
+    """Everything that the script of a job is rendered from. Paths are absolute."""
 
     name: str
+    """Name of the job in Slurm's queue."""
     nodes: int
+    """Number of nodes."""
     folder: str
+    """Folder of the run. TASK may occur in it."""
     working_folder: str
+    """Folder that the job works in."""
     bin: str
+    """Folder with the programs of the Python environment."""
     arguments: list[str]
+    """Arguments of grpo-megatron after its command. TASK may occur in them."""
     command: str = "train"
+    """Command of grpo-megatron."""
     gpus_per_node: int | None = None
+    """GPUs of each node. None: the job asks for no GPUs."""
     cpus_per_node: int | None = None
+    """CPUs of each node. None: the job takes whole nodes."""
     partition: str | None = None
+    """Option --partition of sbatch."""
     account: str | None = None
+    """Option --account of sbatch."""
     qos: str | None = None
+    """Option --qos of sbatch."""
     time: str | None = None
+    """Time limit as sbatch takes it, such as "24:00:00"."""
     array: str | None = None
+    """Tasks of a job array as sbatch takes them, such as "0-7". None: no array."""
     stop_before: int | None = None
+    """Seconds before the time limit at which Slurm tells the run to save and stop. None: never."""
     requeue: bool = False
+    """Queue the job again if it was stopped before the run was done."""
     sbatch_arguments: list[str] = field(default_factory=list)
+    """Further options of sbatch, such as "--exclude=n7"."""
     launcher: list[str] = field(default_factory=list)
+    """Words in front of every program, such as those of `apptainer`."""
     step_options: list[str] = field(default_factory=list)
+    """Options of srun for every program, such as those of `pyxis`."""
     variables: dict[str, str] = field(default_factory=dict)
+    """Environment variables of the job."""
     setup: list[str] = field(default_factory=list)
+    """Shell commands that the job runs first."""
 
     @property
     def logs(self) -> str:
-        """The folder that Slurm writes into."""
+        """Return the folder that Slurm writes the job's output to."""
         return f"{self.folder}/slurm"
 
 
 def apptainer(image: str, mounts: list[str], gpus: bool) -> list[str]:
-    """What a program is started with to run in this image. mounts: FROM, FROM:TO or FROM:TO:OPTIONS."""
+    """Return the words in front of a program that start it in a container of this image.
+
+    mounts: folders as FROM, FROM:TO or FROM:TO:OPTIONS.
+    gpus: give the container access to the node's GPUs.
+    """
     return [
         "apptainer",
         "exec",
@@ -61,9 +80,13 @@ def apptainer(image: str, mounts: list[str], gpus: bool) -> list[str]:
 
 
 def pyxis(image: str, mounts: list[str], working_folder: str) -> list[str]:
-    """Options of srun for a program in this image. mounts: as for `apptainer`."""
+    """Return the options of srun that start a program in a container of this image.
+
+    mounts: as for `apptainer`.
+    """
     both = [mount if ":" in mount else f"{mount}:{mount}" for mount in mounts]
-    # Enroot gives each container a /tmp of its own, and the programs of a node are in several: they meet in Ray's folder there.
+    # Enroot gives each container a /tmp of its own. The programs of a node run in several containers and
+    # share Ray's folder in /tmp, so the node's /tmp is mounted.
     if not any(mount.split(":")[1] == "/tmp" for mount in both):
         both.append("/tmp:/tmp")
     return [
@@ -74,7 +97,7 @@ def pyxis(image: str, mounts: list[str], working_folder: str) -> list[str]:
 
 
 def render(job: Job) -> str:
-    """The job's script. Raises UserError for a value that Slurm cannot be given."""
+    """Return the job's script. Raises UserError for a value that sbatch cannot be given."""
     settings = {
         "GRPO_BIN": job.bin,
         "GRPO_COMMAND": job.command,
@@ -95,7 +118,7 @@ def render(job: Job) -> str:
         "# Made by slurm/submit.py. Slurm does not make the folder of its output, which must be there.",
         "",
         *map(_setup, job.setup),
-        # Also the empty ones: what the submitter's shell has does not reach the job.
+        # Empty variables too, so that the values of the submitter's shell do not reach the job.
         *(f"export {name}={shlex.quote(value)}" for name, value in settings.items()),
         shlex.join(["set", "--", *job.arguments]),
         "",
@@ -105,13 +128,16 @@ def render(job: Job) -> str:
 
 
 def _setup(command: str) -> str:
-    """A line that runs it in the script's shell and ends the job if it fails."""
+    """Return a line that runs `command` in the script's shell and ends the job if the command fails."""
     failed = shlex.quote(f"error: --setup {command}: it failed with status")
     return f'eval {shlex.quote(command)} || {{ echo {failed} "$?" >&2; exit 2; }}'
 
 
 def sbatch_arguments(job: Job) -> list[str]:
-    """The options of sbatch, as a shell would give them. Raises UserError for a folder that Slurm cannot write its output to."""
+    """Return the options of sbatch, one argument each, unquoted.
+
+    Raises UserError if Slurm cannot write its output to the run's folder.
+    """
     named = {
         "job-name": job.name,
         "nodes": job.nodes,
@@ -125,7 +151,7 @@ def sbatch_arguments(job: Job) -> list[str]:
         "array": job.array,
         "chdir": job.working_folder,
         "output": _pattern(job.logs).replace(TASK, "%a") + ("/%A_%a.log" if job.array else "/%j.log"),
-        # A job that is queued again goes on in its log.
+        # A job that is queued again continues its log.
         "open-mode": "append",
         "signal": job.stop_before and f"B:USR1@{job.stop_before}",
     }
@@ -139,7 +165,11 @@ def sbatch_arguments(job: Job) -> list[str]:
 
 
 def directive(argument: str) -> str:
-    """An argument of sbatch, such as --name=value, as a line after #SBATCH has it: sbatch has quotes and backslashes of its own there."""
+    """Return an argument of sbatch, such as --name=value, in the form for a line after #SBATCH.
+
+    sbatch has its own rules for quotes and backslashes in such lines. Raises UserError if the argument has
+    unprintable characters.
+    """
     if not argument.isprintable():
         raise UserError(f"{argument!r} has characters that sbatch cannot be given")
     name, equals, value = argument.partition("=")
@@ -150,9 +180,13 @@ def directive(argument: str) -> str:
 
 
 def _pattern(path: str) -> str:
-    """A folder as a part of a file name in which Slurm replaces %j and its like."""
+    """Return a folder with % escaped, for a file name in which Slurm replaces %j and the like.
+
+    Raises UserError if the path has a backslash.
+    """
     if "\\" in path:
         raise UserError(
-            f"the run's folder {path} has a backslash, with which Slurm writes no logs; choose another run.root or run.name"
+            f"the run's folder {path} has a backslash, with which Slurm writes no logs; choose another "
+            "run.root or run.name"
         )
     return path.replace("%", "%%")

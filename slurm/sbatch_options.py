@@ -12,7 +12,7 @@ _CPUS = "use --cpus-per-node"
 _LOGS = "the log is written to the run's folder, which run.root and run.name set"
 _WHOLE = "the job takes whole nodes; --cpus-per-node asks for a part of each"
 
-# {long name: (its short form, what to do instead)}
+# {long name: (short form or "", what the user should do instead)}
 _SET: dict[str, tuple[str, str]] = {
     "job-name": ("J", "set run.name"),
     "nodes": ("N", "use --nodes"),
@@ -53,14 +53,15 @@ _SET_WITH_WHOLE_NODES = {
     "mem-per-cpu": ("", _WHOLE),
     "mem-per-gpu": ("", _WHOLE),
 }
-# Short options that may be followed by others in one argument, as in -HN4.
+# Short options without a value. Further options may follow them in one argument, as in -HN4.
 _WITHOUT_VALUE = "hHOQsuvVW"
 
 
 def conflicts(job: Job) -> list[str]:
-    """Describe each of `job.sbatch_arguments` that is no option or contradicts what submit.py sets.
+    """Describe each of `job.sbatch_arguments` that is not an option or contradicts what submit.py sets.
 
-    An option is recognised by its long name, by a beginning of it, and by its short form, alone or after others (-HN4).
+    An option is recognised by its long name, by an abbreviation of that name, and by its short form, also
+    after other short options (-HN4).
     """
     known = _SET | ({} if job.cpus_per_node else _SET_WITH_WHOLE_NODES)
     return [
@@ -80,11 +81,14 @@ def _problems(argument: str, job: Job, known: dict[str, tuple[str, str]]) -> Ite
     elif name == "gres":
         wanted = _gpus_in(value)
         if wanted not in (None, job.gpus_per_node):
-            yield f"it asks for another number of GPUs on a node ({wanted}) than the job ({job.gpus_per_node or 0}); {_GPUS}"
+            yield (
+                f"it asks for another number of GPUs on a node ({wanted}) than the job "
+                f"({job.gpus_per_node or 0}); {_GPUS}"
+            )
     elif name in known:
         yield known[name][1]
     else:
-        # sbatch takes every unambiguous beginning of a name for the name.
+        # sbatch accepts every unambiguous abbreviation of a name.
         longer = next((full for full in (*known, "gres") if full.startswith(name)), None)
         if longer:
             yield f"write out the name; if it stands for --{longer}, {known.get(longer, ('', _GPUS))[1]}"
@@ -100,7 +104,7 @@ def _short_problems(letters: str, known: dict[str, tuple[str, str]]) -> Iterator
 
 
 def _gpus_in(value: str) -> int | None:
-    """Return how many GPUs a --gres value asks for on a node; None if it asks for other things only."""
+    """Return how many GPUs per node a --gres value asks for; None if it asks for no GPUs."""
     found = [
         re.fullmatch(r"gpu(?::[A-Za-z][\w.-]*)?(?::(\d+))?", part.partition("(")[0], re.ASCII)
         for part in value.split(",")

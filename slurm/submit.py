@@ -1,36 +1,28 @@
-"""Makes a Slurm job of a configuration, checks it, and submits it.
+"""Make a Slurm job of a configuration, check it, and submit it.
 
-    python slurm/submit.py --config configs/qwen3_8b_1node.yaml --partition gpu --time 24:00:00 --requeue model.path=/weights
+    python slurm/submit.py --config configs/qwen3_8b_1node.yaml --time 24:00:00 --requeue model.path=/weights
     python slurm/submit.py --config configs/quickstart.yaml --nodes 2 --dry-run > job.sbatch
 
-What is wrong with the configuration on the nodes that are asked for is said at once, and nothing is queued (exit status 2).
-docs/slurm.md.
+If the configuration cannot run on the nodes that are asked for, the reasons are printed at once and nothing
+is queued (exit status 2). See docs/slurm.md.
 """
 
 import argparse
 import dataclasses
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+from job_checks import check_run, cpu_slots, of_command, several_jobs
 from render import TASK, Job, apptainer, pyxis, render, sbatch_arguments
 from sbatch_options import conflicts
 
 from grpo_megatron.capabilities import GPUS
-from grpo_megatron.cluster.bundles import bundles
-from grpo_megatron.commands.evaluate import evaluation_config
 from grpo_megatron.config.load import read_config, read_sources
-from grpo_megatron.config.schema import Config, Placement
+from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
-from grpo_megatron.megatron.spec import scores_on_ranks
-from grpo_megatron.model.families import read_architecture
-from grpo_megatron.paths import folder_problem, is_absent, writing
-from grpo_megatron.planner.advice import checked_plan
-from grpo_megatron.planner.time import Lengths
-from grpo_megatron.preflight.check import check
-from grpo_megatron.preflight.cluster_rules import num_processes
+from grpo_megatron.paths import writing
 from grpo_megatron.preflight.rule import COMMANDS
 
 # Where Dockerfile and apptainer.def install.
@@ -135,7 +127,10 @@ def _positive(text: str) -> int:
 
 
 def prepare(options: argparse.Namespace) -> tuple[Job, list[str]]:
-    """The job, and what could not be checked here. Raises UserError with all that is known to be wrong on the nodes asked for."""
+    """Return the job, and what could not be checked here.
+
+    Raises UserError with everything that is known to be wrong on the nodes asked for.
+    """
     tasks = [str(number) for number in task_numbers(options.array)] if options.array else [""]
     given = options.overrides
     of_first = [argument.replace(TASK, tasks[0]) for argument in given]
@@ -157,7 +152,7 @@ def prepare(options: argparse.Namespace) -> tuple[Job, list[str]]:
         *(f"cluster.{key}={value}" for key, value in facts.items() if value is not None),
     ]
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, name=name))
-    job = _job(options, _of_command(options.command, config), given)
+    job = _job(options, of_command(options.command, config), given)
     if found := conflicts(job):
         raise UserError("\n".join(found))
     notes = [
@@ -169,7 +164,10 @@ def prepare(options: argparse.Namespace) -> tuple[Job, list[str]]:
 
 
 def task_numbers(spec: str) -> list[int]:
-    """Those of an array, such as 0-6:2,9 or 0-7%2. Raises UserError for what sbatch would not take."""
+    """Return the numbers of an array's tasks. Raises UserError for what sbatch would not accept.
+
+    spec: as sbatch takes it, such as 0-6:2,9 or 0-7%2.
+    """
     listed, _, _ = spec.partition("%")
     found: list[int] = []
     for part in listed.split(","):
@@ -186,7 +184,10 @@ def task_numbers(spec: str) -> list[int]:
 
 
 def time_limit(text: str) -> float:
-    """Seconds of what sbatch takes as --time, where 0 is no limit. Raises UserError for anything else."""
+    """Return the seconds of a time limit as sbatch takes it, where 0 means no limit.
+
+    Raises UserError for a text that sbatch would not accept.
+    """
     if text.lower() in ("infinite", "unlimited"):
         return float("inf")
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text, flags=re.ASCII)
@@ -203,14 +204,18 @@ def time_limit(text: str) -> float:
 
 
 def with_facts(options: argparse.Namespace, config: Config) -> Config:
-    """The configuration with the nodes and GPUs that the job gets. Raises UserError where they are not known."""
+    """Return the configuration with the nodes and GPUs that the job gets.
+
+    Raises UserError if they are not known.
+    """
     cluster = config.cluster
     nodes, gpus = options.nodes or cluster.nodes, options.gpus_per_node or cluster.gpus_per_node
     if nodes is None:
         raise UserError("how many nodes? Give --nodes, or cluster.nodes in the configuration")
     if cluster.gpu in GPUS and gpus is None:
         raise UserError(
-            f"cluster.gpu={cluster.gpu}, but how many of a node? Give --gpus-per-node, or cluster.gpus_per_node"
+            f"cluster.gpu={cluster.gpu}, but how many of a node? Give --gpus-per-node, or "
+            "cluster.gpus_per_node"
         )
     gpu = cluster.gpu or (None if gpus else "none")
     return dataclasses.replace(
@@ -218,117 +223,27 @@ def with_facts(options: argparse.Namespace, config: Config) -> Config:
     )
 
 
-def check_run(options: argparse.Namespace, overrides: list[str], task: str) -> list[str]:
-    """What could not be checked. Raises UserError if this run cannot be. task: its number in an array, or empty."""
-    report = check(options.config, overrides, options.command)
-    if not report.violations:
-        config = _of_command(options.command, read_config(options.config, overrides, options.command))
-        if options.command == "eval" and (_several_jobs(options) or options.stop_before):
-            report.violations.append(
-                "an evaluation cannot be continued, it would begin anew in every job: leave out --requeue, --dependency-chain and "
-                "--stop-before, and give it the time that it needs (--time)"
-            )
-        elif _several_jobs(options) and config.run.resume != "auto":
-            report.violations.append(
-                "several jobs of a run (--requeue, --dependency-chain) need run.resume=auto, or each starts anew"
-            )
-        if options.cpus_per_node and options.cpus_per_node < (needed := cpu_slots(config, options.command)):
-            report.violations.append(
-                f"--cpus-per-node {options.cpus_per_node}: a rank or engine takes a CPU, also with a GPU, and this run needs "
-                f"{needed} on a node"
-            )
-        too_large, unknown = memory_problems(config, options.architecture, options.command)
-        report.violations += too_large
-        report.not_checked += unknown
-        if options.dry_run and (problem := _unwritable(Path(config.run.root).absolute())):
-            report.not_checked.append(f"run.root: {problem} here, so no logs could be written")
-    if report.violations:
-        of_task = f" for task {task} of the array" if task else ""
-        raise UserError(
-            f"nothing was submitted{of_task}:\n"
-            + "\n".join(f"  - {problem}" for problem in report.violations)
-        )
-    return report.not_checked
-
-
-def _of_command(command: str, config: Config) -> Config:
-    """As the command has it: an evaluation has a folder beside that of the run, and no ranks to share devices with."""
-    return evaluation_config(config) if command == "eval" else config
-
-
-def _unwritable(folder: Path) -> str | None:
-    """Why it cannot be made, as far as is seen without trying."""
-    there = next(path for path in (folder, *folder.parents) if not is_absent(path))
-    if problem := folder_problem(there):
-        return f"{there} {problem}"
-    return None if os.access(there, os.W_OK) else f"{there} cannot be written to"
-
-
-def memory_problems(config: Config, architecture: str | None, command: str) -> tuple[list[str], list[str]]:
-    """(what does not fit, what cannot be known) of the GPUs' memory. architecture: folder with the model's config.json."""
-    cluster, folder = config.cluster, architecture or config.model.path
-    if architecture and (problem := folder_problem(architecture)):
-        return [
-            f"--architecture {architecture} {problem}; it must be a folder with the model's config.json"
-        ], []
-    if cluster.gpu not in GPUS or command != "train":
-        unused = "memory: --architecture is of no use without --command train on a known cluster.gpu"
-        return [], [unused] if architecture else []
-    if config.megatron.lora.rank:
-        return [], ["memory: the arithmetic is of training the whole model, not of adapters"]
-    if is_absent(folder):
-        return [], [
-            f"memory: {folder} is not a folder here; --architecture names one with the model's config.json"
-        ]
-    if scores_on_ranks(config) and is_absent(config.reward.model.path):
-        return [], [
-            f"memory: the reward model {config.reward.model.path}, which takes its share of it, is not a folder here"
-        ]
-    try:
-        checked_plan(config, read_architecture(folder), Lengths.given(config), with_sync=False)
-    except UserError as error:  # it says what would fit
-        return [str(error)], []
-    return [], []
-
-
-def cpu_slots(config: Config, command: str) -> int:
-    """The fewest CPUs of a node with which all processes have one, and those that must be on one node are.
-
-    As cluster.placement.allocate asks for them: with each GPU comes a CPU.
-    """
-    engine, colocated = config.rollout.engine, config.cluster.placement == Placement.colocated
-    ranks, engines = num_processes(config, command)
-    for cpus in range(1, ranks + engines * engine.tensor_parallel + 1):
-        try:
-            devices = config.cluster.gpus_per_node or cpus
-            wanted = bundles(
-                ranks, config.megatron.tensor_parallel, engines, engine.tensor_parallel, devices, colocated
-            )
-        except UserError:  # a group is larger than that
-            continue
-        free = [cpus] * config.cluster.nodes
-        for size in sorted((*wanted.ranks, *wanted.engines), reverse=True):
-            free.sort(reverse=True)
-            free[0] -= size
-        if min(free) >= 0:
-            return cpus
-    raise UserError("this layout does not fit on any node")
-
-
 def _stop_before(options: argparse.Namespace) -> int | None:
-    """Seconds before the time limit. Raises UserError where the job would have hardly begun by then: it would never get anywhere."""
-    seconds = options.stop_before or (600 if _several_jobs(options) else None)
+    """Return how many seconds before the time limit the run is told to stop, or None.
+
+    Raises UserError if the job would hardly have begun by then, because it would never make progress.
+    """
+    seconds = options.stop_before or (600 if several_jobs(options) else None)
     # Slurm may send the signal a minute early.
     limit = time_limit(options.time) if options.time else float("inf")
     if seconds and limit <= seconds + 60:
         raise UserError(
-            f"--time {options.time} ends less than a minute after the run would be told to stop; --stop-before is {seconds} s"
+            f"--time {options.time} ends less than a minute after the run would be told to stop; "
+            f"--stop-before is {seconds} s"
         )
     return seconds
 
 
 def _grace(options: argparse.Namespace) -> list[str]:
-    """How long a run that is told to stop may take, as an argument: what then is left before the limit is for Ray's end."""
+    """Return how long a run that is told to stop may take, as an argument.
+
+    The time that is then left before the limit is for Ray's shutdown.
+    """
     seconds = _stop_before(options)
     given = any(
         "grace_usr1" in (layer.values.get("run") or {})
@@ -337,12 +252,11 @@ def _grace(options: argparse.Namespace) -> list[str]:
     return [] if given or not seconds else [f"run.grace_usr1={max(seconds - 60, seconds // 2)}"]
 
 
-def _several_jobs(options: argparse.Namespace) -> bool:
-    return options.requeue or options.dependency_chain > 1
-
-
 def _job(options: argparse.Namespace, config: Config, overrides: list[str]) -> Job:
-    """config: see _of_command; in an array run.name has TASK in it, and so may overrides."""
+    """Return the job of a run. In an array, run.name has TASK in it, and overrides may have it too.
+
+    config: the configuration as the command uses it (of_command).
+    """
     here, root, file = Path.cwd(), Path(config.run.root).absolute(), Path(options.config).absolute()
     gpus, in_image = config.cluster.gpus_per_node, options.apptainer or options.pyxis
     mounts = _mounts([str(here), str(root), str(file.parent), *options.mount]) if in_image else []
@@ -385,12 +299,12 @@ def _variables(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _image(name: str) -> str:
-    """A file by its absolute path, anything else, such as docker://grpo-megatron, as it is."""
+    """Return the absolute path of a file. Any other name, such as docker://grpo-megatron, stays as it is."""
     return str(Path(name).absolute()) if Path(name).exists() else name
 
 
 def _mounts(wanted: list[str]) -> list[str]:
-    """Each once. Raises UserError for those that would be read as something else."""
+    """Return each mount once. Raises UserError for one that would be read as something else."""
     for mount in wanted:
         source, *rest = mount.split(":")
         if (
@@ -400,15 +314,18 @@ def _mounts(wanted: list[str]) -> list[str]:
             or (rest and not rest[0].startswith("/"))
         ):
             raise UserError(
-                f"--mount {mount}: it must be FROM or FROM:TO, absolute folders without a comma or colon in their names"
+                f"--mount {mount}: it must be FROM or FROM:TO, absolute folders without a comma or colon in "
+                "their names"
             )
     return list(dict.fromkeys(wanted))
 
 
 def submit(job: Job, script: str, tasks: list[str], chain: int) -> list[str]:
-    """Queues it `chain` times, each to start when the one before has ended; returns the jobs' numbers.
+    """Queue a job `chain` times, each to start when the one before has ended, and return the jobs' numbers.
 
-    tasks: those of an array, or one empty text. Raises UserError where Slurm refuses, or a folder of logs cannot be made.
+    Raises UserError if Slurm refuses the job, or if the folder of its logs cannot be created.
+
+    tasks: numbers of the array's tasks, or one empty text.
     """
     for task in tasks:
         # Slurm does not make it, and a job that cannot write its output fails without a word.
@@ -419,12 +336,13 @@ def submit(job: Job, script: str, tasks: list[str], chain: int) -> list[str]:
     for _ in range(chain):
         after = [f"--dependency=afterany:{queued[-1]}"] if queued else []
         try:
-            # The options are given here too: SBATCH_* variables of the shell go before those of the script.
+            # The options are given here too, because SBATCH_* variables of the shell override the script's.
             command = ["sbatch", "--parsable", *sbatch_arguments(job), *after]
             done = subprocess.run(command, input=script, capture_output=True, text=True)
         except FileNotFoundError:
             raise UserError(
-                "there is no sbatch here; submit from a login node, or give --dry-run and submit what it prints"
+                "there is no sbatch here; submit from a login node, or give --dry-run and submit what it "
+                "prints"
             ) from None
         if done.returncode:
             before = f" (queued before it: {', '.join(queued)})" if queued else ""

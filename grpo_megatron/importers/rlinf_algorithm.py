@@ -1,10 +1,9 @@
-"""Mapping of RLinf's keys to ours: algorithm, sampling and reward."""
+"""Mapping of RLinf's keys to ours: algorithm and reward."""
 
 from typing import Any
 
 from grpo_megatron.importers.mapping import (
     CannotCarry,
-    Convert,
     Source,
     becomes,
     choice,
@@ -103,36 +102,6 @@ def _micro_batch(value: Any, source: Source) -> dict[str, Any]:
     if truth(source["runner.enable_dynamic_batch_size"]):
         raise CannotCarry("means nothing to RLinf with runner.enable_dynamic_batch_size")
     return {"train.max_tokens_per_micro_batch": int(value) * source.number("runner.seq_length")}
-
-
-def _greedy(value: Any, source: Source) -> dict[str, Any]:
-    if truth(value):
-        raise CannotCarry("training samples are never greedy here")
-    return {}
-
-
-def _sampled(value: Any, source: Source) -> dict[str, Any]:
-    return _greedy(not truth(value), source)
-
-
-def _off_is(neutral: Any) -> Convert:
-    """Return a converter that accepts only the neutral value, which switches the filter off.
-
-    Any other value would sample from another distribution than the one that the log-probs belong to.
-    """
-
-    def convert(value: Any, source: Source) -> Any:
-        if value is not None and value != neutral:
-            raise CannotCarry(
-                f"{value}: log-probs would be of another distribution than the one sampled from"
-            )
-        return neutral
-
-    return convert
-
-
-def _top_k(value: Any, source: Source) -> int:
-    return _off_is(-1)(value if value is not None and 0 < value < 500_000 else -1, source)
 
 
 def _scale(value: Any, source: Source) -> dict[str, Any]:
@@ -269,36 +238,6 @@ ALGORITHM = trains(
         (),
         only((False,), "the order within a step is that of the batch here"),
         "only false",
-    ),
-    same("algorithm.sampling_params.temperature", "rollout.temperature", default=1.0),
-    becomes("algorithm.sampling_params.top_p", "rollout.top_p", _off_is(1), "only 1: see rollout.top_k"),
-    becomes(
-        "algorithm.sampling_params.top_k",
-        "rollout.top_k",
-        _top_k,
-        "only -1 (off), as is a number above any vocabulary",
-    ),
-    becomes(
-        "algorithm.sampling_params.max_new_tokens",
-        "rollout.max_response_length",
-        lambda value, source: value,
-        "seq_length - max_prompt_length if not set",
-    ),
-    same("algorithm.sampling_params.stop", "rollout.stop"),
-    same("algorithm.sampling_params.stop_token_ids", "rollout.stop_token_ids"),
-    becomes("algorithm.sampling_params.use_greedy", (), _greedy, "only false"),
-    becomes("algorithm.sampling_params.do_sample", (), _sampled, "only true"),
-    becomes(
-        "algorithm.sampling_params.repetition_penalty",
-        (),
-        only((1, 1.0), "would be another distribution"),
-        "only 1",
-    ),
-    becomes(
-        "algorithm.sampling_params.min_new_tokens",
-        (),
-        only((None, 0, 1), "no lower limit of a response here"),
-        "only 0 and 1",
     ),
 )
 

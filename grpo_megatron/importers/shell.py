@@ -1,8 +1,9 @@
-"""Find the launch commands of a bash script, as far as the script itself says what they are. Nothing is run.
+"""Interpreter that finds the launch commands of a bash script. It runs no program.
 
-A branch whose condition is known is followed. Where a condition is not known all branches are followed: a variable that
-they leave different is then not known, and of an array the words that all branches leave in it are known. Loops over
-known words are followed word by word, functions where they are called.
+If a condition is known, only the branch that it selects is followed. If not, all branches are followed and
+the variables that they end with are merged (shell_merge): a variable that differs between the branches is
+unknown afterwards, and an array keeps the words that all branches agree on. A loop over known words is
+followed once per word. A function is followed at each call.
 """
 
 import fnmatch
@@ -27,24 +28,26 @@ _MOST_TURNS = 50
 
 @dataclass
 class Launch:
-    """A command with settings. words: as the program gets them; what is not known is written $NAME, $(...) or $<...>.
-
-    held: the same words with placeholders instead. reasons: by $NAME, the values that branches give it, and their condition.
-    """
+    """A command that has settings (key=value) among its words."""
 
     words: list[str]
+    """The words that the program gets. An unknown part is written $NAME, $(...) or $<...>."""
     held: list[str]
+    """The same words with placeholders (shell_expand) for the unknown parts."""
     line: int
     reasons: dict[str, str]
+    """{"$NAME": why it is unknown}, such as "1 or 2, depending on [ -n $DEBUG ]"."""
 
 
 @dataclass
 class Script:
-    """notes: what the script uses and is not here. lost: settings that no command gets."""
+    """All that `read_script` has found in a script."""
 
     launches: list[Launch] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    """Messages about other scripts that this script sources. They are not read."""
     lost: list[str] = field(default_factory=list)
+    """Messages about settings that no command receives, as after a missing backslash."""
     variables: Variables = field(default_factory=Variables)
 
 
@@ -56,11 +59,14 @@ class _Status(Enum):
 
 
 class _Left(Exception):
-    """exit or return."""
+    """Raised by `exit` and `return`: nothing after them is followed."""
 
 
 def read_script(text: str, environment: dict[str, str] | None = None) -> Script:
-    """Follow a script that finds `environment` set. Raises ShellSyntaxError for a text that is no bash script."""
+    """Follow a script that starts with the variables of `environment` set.
+
+    Raises ShellSyntaxError if the text is not a bash script.
+    """
     run = _Run(environment)
     nodes = syntax.parse(text.replace("\r\n", "\n").translate(dict.fromkeys(range(2, 7))))
     try:
@@ -73,7 +79,7 @@ def read_script(text: str, environment: dict[str, str] | None = None) -> Script:
 
 
 def _written(nodes: list[syntax.Node]) -> str:
-    """Show a condition as it is written, for messages."""
+    """Return a condition as the script writes it, for messages."""
     last = nodes[-1] if nodes else None
     if isinstance(last, syntax.Not):
         return f"! {_written([last.node])}"
@@ -83,7 +89,7 @@ def _written(nodes: list[syntax.Node]) -> str:
 
 
 def names(variable: str, word: str) -> bool:
-    """Return whether $NAME stands in the word."""
+    """Return whether `variable`, such as $NAME, occurs in the word."""
     return re.search(re.escape(variable) + r"(?!\w)", word) is not None
 
 
@@ -196,7 +202,10 @@ class _Run:
         self._undecided([lambda: self.block(node.body), lambda: None], "how often a loop runs")
 
     def _undecided(self, branches: list[Callable[[], object]], condition: str) -> None:
-        """Follow branches of which any may be taken. After one that leaves the script nothing comes."""
+        """Follow all branches, because any of them may be taken, and merge the variables they end with.
+
+        A branch that leaves the script or function is not merged. Raises _Left if all branches leave.
+        """
         variables = self._variables
         before, ends = variables.values, []
         for branch in branches:
@@ -286,7 +295,7 @@ class _Run:
         return _Status.ran
 
     def _inner_script(self, held: list[str], node: syntax.Command) -> str | None:
-        """The script in `bash -c SCRIPT`, or the here-document of a shell."""
+        """Return the SCRIPT of `bash -c SCRIPT`, or the here-document that a shell reads."""
         for number, word in enumerate(held[:-2]):
             if word.rpartition("/")[2] in _SHELLS and re.fullmatch(r"-[a-z]*c", held[number + 1]):
                 return held[number + 2]
@@ -343,7 +352,7 @@ class _Run:
         return _Status.undecided if number is None else _Status.true if number else _Status.false
 
     def _test(self, words: list[str]) -> _Status:
-        """[ ... ] and [[ ... ]], words as written."""
+        """Evaluate the words, as written, between [ ] or [[ ]]."""
         for operator, decides in ((("||", "-o"), _Status.true), (("&&", "-a"), _Status.false)):
             places = [number for number, word in enumerate(words) if word in operator]
             if places:

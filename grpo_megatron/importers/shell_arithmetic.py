@@ -1,4 +1,4 @@
-"""$((...)): whole numbers with C's operators, as bash has them."""
+"""Bash's integer arithmetic, $((...)), with the operators of C."""
 
 import operator
 import re
@@ -11,11 +11,11 @@ _LIMIT = 2**63
 
 
 class Unknown(Exception):
-    """The expression has a part that is not known, or is none that is understood here."""
+    """The expression has an unknown part, or a form that this module does not support."""
 
 
 def _divide(a: int, b: int) -> int:
-    """Towards zero, as C divides."""
+    """Divide and round towards zero, as C does."""
     if b == 0:
         raise Unknown
     return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
@@ -67,7 +67,10 @@ _UNARY: dict[str, Callable[[int], int]] = {
 
 
 def evaluate(expression: str, value_of: Callable[[str], str | None]) -> int | None:
-    """The number, or None where it cannot be known. value_of: what a variable holds, itself an expression."""
+    """Return the expression's value, or None if it is unknown.
+
+    value_of: returns the text of a variable, which is an expression itself; None if it is unknown.
+    """
     try:
         return _Expression(expression, value_of, 0).value()
     except (Unknown, RecursionError):

@@ -1,7 +1,8 @@
-"""Words of a bash script with their variables replaced by what the script itself sets.
+"""Expansion of a bash script's words with the values that the script itself sets.
 
-What the script does not say ($HOME, $(nproc), a variable that an undecided branch sets) becomes a placeholder:
-an opaque piece of text that no operation looks into, and that `Variables.shown` turns back into words for a person.
+A value that the script does not determine ($HOME, $(nproc), a variable set in an undecided branch) becomes a
+placeholder: an opaque piece of text that no operation looks into. `Variables.shown` turns it back into
+readable text.
 """
 
 import fnmatch
@@ -32,7 +33,10 @@ class Perhaps:
 
 
 class Variables:
-    """What the script has set so far, and the arguments of the function it is in (none: those of the script, not known)."""
+    """The variables set so far, and the arguments of the function that is being followed.
+
+    Outside a function `arguments` is None: the script's own arguments are unknown, unless `set --` sets them.
+    """
 
     def __init__(self, environment: dict[str, str] | None = None) -> None:
         self.values: dict[str, Value] = dict(environment or {})
@@ -41,12 +45,15 @@ class Variables:
         self._perhaps: dict[str, Perhaps] = {}
 
     def hold(self, text: str) -> str:
-        """A placeholder for what is not known. text: how a person reads it."""
+        """Return a placeholder for an unknown value. text: what `shown` replaces it by."""
         self._held.append(self.shown(text))
         return f"\x02{len(self._held) - 1}\x03"
 
     def hold_perhaps(self, word: str, condition: str) -> str:
-        """Return a placeholder for a word of which it is not known whether the command gets it."""
+        """Return a placeholder for a word that a command gets only if `condition` holds.
+
+        A word that already is such a placeholder is returned unchanged.
+        """
         if word in self._perhaps:
             return word
         perhaps = Perhaps(word, condition)
@@ -56,14 +63,17 @@ class Variables:
         return placeholder
 
     def perhaps(self, word: str) -> Perhaps | None:
-        """Return what `hold_perhaps` has made a placeholder of; None for any other word."""
+        """Return the word and condition behind a placeholder of `hold_perhaps`; None for any other word."""
         return self._perhaps.get(word)
 
     def shown(self, text: str) -> str:
         return PLACEHOLDER.sub(lambda match: self._held[int(match[1])], text)
 
     def get(self, name: str) -> Value | None:
-        """None for what is not set. Arguments of the script's caller are not known, hence not set."""
+        """Return the value of a variable, or of an argument such as "1"; None if it is not set.
+
+        The script's own arguments are unknown, so they count as not set.
+        """
         if name.isdigit():
             within = self.arguments is not None and 0 < int(name) <= len(self.arguments)
             return self.arguments[int(name) - 1] if within else None
@@ -79,18 +89,19 @@ class Variables:
         return (value[0] if value else "") if isinstance(value, list) else value
 
     def fields(self, raw: str) -> list[str]:
-        """The words that one word as written becomes: none, one, or several."""
+        """Expand one word, as written, to the words that it becomes: none, one, or several."""
         return _Word(self, raw).fields()
 
     def string(self, raw: str, quoted: bool = False, keep: bool = False) -> str:
-        """The same without splitting, as in an assignment. quoted: single quotes are characters, as within double ones.
+        """Expand one word without splitting it, as in an assignment.
 
-        keep: spaces that stood between quotes are marked, for whoever splits the result.
+        quoted: treat single quotes as ordinary characters, as inside double quotes.
+        keep: mark the spaces that stood between quotes, so that the caller does not split the result there.
         """
         return _Word(self, raw, quoted, keep).string()
 
     def array(self, raw: str) -> Value:
-        """( ... ) of an assignment. One with [index]= is not followed."""
+        """Expand the ( ... ) of an array assignment. Return a placeholder if it uses [index]=."""
         words = [token.text for token in tokens(raw[1:-1]) if token.kind == "word"]
         if any(re.match(r"\[[^\]]*\]\+?=", word) for word in words):
             return self.hold("$<array>")
@@ -98,7 +109,7 @@ class Variables:
 
 
 class _Word:
-    """The expansion of one word. quoted: as between double quotes."""
+    """The expansion of one word. quoted: expand it as inside double quotes."""
 
     def __init__(self, variables: Variables, raw: str, quoted: bool = False, keep: bool = False):
         self._variables = variables
@@ -214,7 +225,7 @@ class _Word:
 
 
 def parameter(variables: Variables, body: str, quoted: bool) -> Value:
-    """What ${body} is; a placeholder if the script does not say."""
+    """Return the value of ${body}, or a placeholder if the script does not determine it."""
     unknown = variables.hold(f"${body}" if _PLAIN.fullmatch(body) else f"$<{body}>")
     if body.startswith("#") and len(body) > 1:
         value = (
@@ -244,7 +255,7 @@ def parameter(variables: Variables, body: str, quoted: bool) -> Value:
 
 
 def home_written_out(word: str) -> str:
-    """Write a ~ at the beginning of an unquoted word as the variable that it stands for."""
+    """Replace a ~ at the beginning of an unquoted word by $HOME."""
     return re.sub(r"\A~(?=/|\Z)", "$HOME", word)
 
 
@@ -265,7 +276,10 @@ def _selected(variables: Variables, indirect: str, name: str, index: str | None)
 def _alternative(
     variables: Variables, name: str, value: Value | None, match: re.Match, plain: str, quoted: bool
 ) -> Value:
-    """${A:-word} and its kin. What is not set in the script counts as not set, as when it is started by itself."""
+    """Return the value of ${A:-word}, ${A:=word}, ${A:?word} or ${A:+word}, with or without the colon.
+
+    A variable that the script does not set counts as not set.
+    """
     colon, kind, word = match.groups()
     word = word if quoted else home_written_out(word)
     is_set = value is not None and not (colon and not value)
@@ -282,7 +296,7 @@ def _alternative(
 
 
 def _changed(variables: Variables, value: Value, operation: str) -> Value | None:
-    """The value shortened, replaced or recased. None if that depends on what is not known."""
+    """Return the value shortened, replaced or recased; None if the result depends on something unknown."""
     if isinstance(value, list):
         if section := re.fullmatch(r":\s*(\d+)(?::\s*(\d+))?", operation):
             start = int(section[1])
@@ -313,7 +327,7 @@ def _changed(variables: Variables, value: Value, operation: str) -> Value | None
 
 
 def _shortened(value: str, operator: str, pattern: str) -> str | None:
-    """${A#p}, ${A##p}, ${A%p}, ${A%%p}."""
+    """Return ${A#p}, ${A##p}, ${A%p} or ${A%%p}; None if the result depends on something unknown."""
     ends = range(len(value) + 1)
     if operator in ("##", "%"):
         ends = reversed(ends)
@@ -329,5 +343,5 @@ def _shortened(value: str, operator: str, pattern: str) -> str | None:
 
 
 def _regular(pattern: str) -> str:
-    """A shell pattern as a regular expression."""
+    """Return a shell pattern as a regular expression."""
     return "(?s:" + fnmatch.translate(pattern)[4:-3] + ")"

@@ -1,4 +1,4 @@
-"""Merge a script's variables after a branch whose condition is not known: keep what all its ways agree on."""
+"""Merging of a script's variables after branches whose condition is not known."""
 
 import difflib
 import re
@@ -9,7 +9,10 @@ _SETTING = re.compile(r"\+{0,2}[A-Za-z_][\w@]*(?:[./][\w@-]+)+=")
 
 
 def is_setting(word: str, variables: Variables) -> bool:
-    """Return whether a word, or the word that it stands for, is a key=value of a dotted key."""
+    """Return whether a word is a setting: key=value with a dotted key.
+
+    A placeholder of `Variables.hold_perhaps` is judged by the word that it stands for.
+    """
     perhaps = variables.perhaps(word)
     return _SETTING.match(perhaps.word if perhaps else word) is not None
 
@@ -19,8 +22,9 @@ def merged(
 ) -> tuple[dict[str, Value], dict[str, str]]:
     """Merge the variables that each branch ends with.
 
-    Returns the variables, and for each `$NAME` that stays open its possible values and the condition. Of arrays, and of
-    text that is made of settings, the words that all branches leave stay, and the others become words that are perhaps there.
+    Return the merged variables, and {"$NAME": its possible values and the condition} for each variable that
+    is unknown. An array, or a text that consists of settings, keeps the words that all branches agree on.
+    Each of its other words becomes a placeholder (`Variables.hold_perhaps`).
     """
     if len(ends) == 1:
         return ends[0], {}

@@ -1,4 +1,7 @@
-"""A bash script as nodes: its commands, branches, loops and functions, with words as they are written. Nothing is run."""
+"""Parser of bash scripts. It returns commands, branches, loops and functions as nodes and runs nothing.
+
+Words are kept as they are written: quotes and variables are not expanded.
+"""
 
 import re
 from dataclasses import dataclass, field
@@ -10,16 +13,18 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 
 @dataclass
 class Command:
-    """words: as written, quotes and all, without redirections. script: the text on its standard input, if that is known here."""
+    """A simple command."""
 
     words: list[str]
+    """Words as written, with their quotes and without redirections."""
     line: int
     script: str | None = None
+    """The here-document that the command reads from standard input."""
 
 
 @dataclass
 class AndOr:
-    """first && second, or first || second."""
+    """The list `first && second` or `first || second`."""
 
     first: "Node"
     operator: str
@@ -28,7 +33,11 @@ class AndOr:
 
 @dataclass
 class If:
-    """branches: (condition, body) of if and every elif."""
+    """An if command.
+
+    branches: (condition, body) of the `if` and of each `elif`.
+    otherwise: the body of `else`.
+    """
 
     branches: list[tuple[list["Node"], list["Node"]]]
     otherwise: list["Node"] = field(default_factory=list)
@@ -36,7 +45,7 @@ class If:
 
 @dataclass
 class Case:
-    """branches: (patterns, body)."""
+    """A case command. branches: (patterns, body)."""
 
     word: str
     branches: list[tuple[list[str], list["Node"]]]
@@ -44,7 +53,11 @@ class Case:
 
 @dataclass
 class Loop:
-    """for (name and items, as written), while, until and C-style for (name None)."""
+    """A for, select, while or until loop.
+
+    name: the variable of a `for NAME in ITEMS`; None for a while, until or C-style for loop.
+    items: the words after `in`, as written.
+    """
 
     name: str | None
     items: list[str]
@@ -59,14 +72,17 @@ class Function:
 
 @dataclass
 class Not:
-    """! in front of a pipeline."""
+    """A pipeline that is negated by a leading `!`."""
 
     node: "Node"
 
 
 @dataclass
 class Group:
-    """{ ...; }, ( ... ), and the parts of a pipeline. subshell: variables set in it are lost at its end."""
+    """A group { ...; }, a subshell ( ... ), or the commands of a pipeline.
+
+    subshell: variables set inside are lost at the end, as in ( ... ) and in a pipeline.
+    """
 
     body: list["Node"]
     subshell: bool = False
@@ -76,7 +92,7 @@ Node = Command | AndOr | Not | If | Case | Loop | Function | Group
 
 
 def parse(text: str) -> list[Node]:
-    """The script as nodes. Raises ShellSyntaxError."""
+    """Return the script as nodes. Raises ShellSyntaxError if the text is not a bash script."""
     try:
         parser = _Parser(tokens(text))
         body = parser.block(())
@@ -118,7 +134,7 @@ class _Parser:
             self._at += 1
 
     def block(self, enders: tuple[str, ...]) -> list[Node]:
-        """Commands up to one of enders, which is left to the caller."""
+        """Parse commands up to one of the words `enders`. The caller consumes that word."""
         nodes = []
         while True:
             self._skip("\n", ";", "&")
@@ -247,7 +263,8 @@ class _Parser:
             branches.append((patterns, self.block(("esac",))))
             if self._is(";&", ";;&"):
                 raise ShellSyntaxError(
-                    f"line {self.ahead().line}: a branch of case that ends with {self.ahead().text} is not read"
+                    f"line {self.ahead().line}: a branch of case that ends with "
+                    f"{self.ahead().text} is not read"
                 )
             self._skip(";;", "\n")
         self._expect("esac")

@@ -1,4 +1,7 @@
-"""The words and operators of a bash script, as they are written: quotes, continued lines, comments, here-documents, arrays."""
+"""Tokeniser of bash scripts: it splits the text into words, operators and here-documents.
+
+Words are kept as they are written. Quotes, continued lines, comments and arrays are recognised.
+"""
 
 import re
 from dataclasses import dataclass
@@ -10,12 +13,12 @@ _CLOSERS = {"{": "}", "(": ")"}
 
 
 class ShellSyntaxError(Exception):
-    """The text is no bash script; the message names the line."""
+    """The text is not a bash script. The message names the line."""
 
 
 @dataclass(frozen=True)
 class Token:
-    """kind: word, operator, or script (what a here-document holds)."""
+    """One token. kind: "word", "operator", or "script" (the text of a here-document)."""
 
     kind: str
     text: str
@@ -27,7 +30,10 @@ def is_redirection(token: Token) -> bool:
 
 
 def end_of_word(text: str, start: int) -> int:
-    """Where the word that begins at start ends. Raises ShellSyntaxError for what is never closed."""
+    """Return the position after the word that begins at `start`.
+
+    Raises ShellSyntaxError if a quote or bracket is never closed.
+    """
     at = start
     while at < len(text):
         char = text[at]
@@ -41,7 +47,7 @@ def end_of_word(text: str, start: int) -> int:
 
 
 def _end_of_piece(text: str, at: int) -> int:
-    """One character of a word, or one quoted or substituted part of it."""
+    """Return the position after one character, or one quoted or substituted part, of a word."""
     if text[at] == "\\":
         return at + 2
     if text[at] == "'":
@@ -56,7 +62,7 @@ def _end_of_piece(text: str, at: int) -> int:
 
 
 def end_of_quote(text: str, start: int) -> int:
-    """After the double quote or backtick that closes the one at start."""
+    """Return the position after the double quote or backtick that closes the one at `start`."""
     at = start + 1
     while at < len(text) and text[at] != text[start]:
         if text[at] == "\\":
@@ -69,13 +75,16 @@ def end_of_quote(text: str, start: int) -> int:
 
 
 def end_of_ansi(text: str, start: int) -> int:
-    """After the quote that closes $'...'."""
+    """Return the position after the quote that closes $'...'."""
     match = re.compile(r"\$'(?:[^'\\]|\\.)*'", re.DOTALL).match(text, start)
     return _closing(text, start, match.end() - 1 if match else -1)
 
 
 def end_of_bracket(text: str, start: int) -> int:
-    """After the bracket that closes the one at start; quotes and brackets inside it are skipped as wholes."""
+    """Return the position after the bracket that closes the one at `start`.
+
+    Quoted text and nested brackets between the two are skipped.
+    """
     opener, closer = text[start], _CLOSERS[text[start]]
     at = start + 1
     while at < len(text) and text[at] != closer:
@@ -96,7 +105,10 @@ def _closing(text: str, start: int, found: int) -> int:
 
 
 def tokens(text: str) -> list[Token]:
-    """Words and operators; a newline is an operator. A here-document follows the token that announces it."""
+    """Return the tokens of a script. A newline is an operator.
+
+    The text of a here-document replaces the delimiter after `<<`. Raises ShellSyntaxError.
+    """
     found: list[Token] = []
     pending: list[int] = []  # here-documents whose text comes after this line
     at = 0
@@ -136,7 +148,10 @@ def _starts_command(found: list[Token]) -> bool:
 
 
 def _read_documents(text: str, at: int, found: list[Token], pending: list[int]) -> int:
-    """The here-documents that begin at this line, each in place of its delimiter."""
+    """Read the here-documents that begin at `at`, and put each into `found` in place of its delimiter.
+
+    pending: indices of the delimiters in `found`. Returns the position after the here-documents.
+    """
     for place in pending:
         if place >= len(found) or found[place].kind != "word":
             raise ShellSyntaxError(f"line {found[place - 1].line}: << without a word")

@@ -160,24 +160,32 @@ DATA = (
 _SANDBOX = "programs run in a sandbox on the node here: reward.function=code"
 
 
-def _reward_entries(old: bool) -> tuple[Entry, ...]:
-    """Return the entries of the reward's keys. old: by their names and sections until the end of 2025."""
-    manager, function, sandbox, kwargs = (
-        (
+def _reward_sections(old: bool) -> tuple[str, str, str, str, str]:
+    """Return where the reward's settings are: manager, function, sandbox, manager's arguments and model.
+
+    old: their names until the end of 2025.
+    """
+    if old:
+        return (
             "reward_model.reward_manager",
             "custom_reward_function",
             "sandbox_fusion",
             "reward_model.reward_kwargs",
+            "reward_model",
         )
-        if old
-        else (
-            "reward.reward_manager.name",
-            "reward.custom_reward_function",
-            "reward.sandbox_fusion",
-            "reward.reward_kwargs",
-        )
+    return (
+        "reward.reward_manager.name",
+        "reward.custom_reward_function",
+        "reward.sandbox_fusion",
+        "reward.reward_kwargs",
+        "reward.reward_model",
     )
-    model, buffer = "reward_model" if old else "reward.reward_model", f"{kwargs}.overlong_buffer_cfg"
+
+
+def _reward_entries(old: bool) -> tuple[Entry, ...]:
+    """Return the entries of the reward's keys. old: by their names and sections until the end of 2025."""
+    manager, function, sandbox, kwargs, model = _reward_sections(old)
+    buffer = f"{kwargs}.overlong_buffer_cfg"
     return (
         *trains(
             becomes(

@@ -81,7 +81,6 @@ class LatentAttention(MegatronModule):
         self.recomputes_core = (
             config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
         )
-        rotated = self.latent.rotated_dim
 
         def column_parallel(columns: int, rows: int):
             plain = {"gather_output": False, "bias": False, "skip_bias_add": False, "is_expert": False}
@@ -95,7 +94,8 @@ class LatentAttention(MegatronModule):
         else:
             self.linear_q_down_proj = _Replicated(config, self.latent.query_rank, arch.hidden_size)
         # Created next to the queries' down projection, because weight syncs send both in one bucket.
-        self.linear_kv_down_proj = _Replicated(config, self.latent.kv_rank + rotated, arch.hidden_size)
+        kv_rows = self.latent.kv_rank + self.latent.rotated_dim
+        self.linear_kv_down_proj = _Replicated(config, kv_rows, arch.hidden_size)
         if self.latent.query_rank is not None:
             self.q_layernorm = RMSNorm(config, self.latent.query_rank, eps=LATENT_NORM_EPS)
             self.linear_q_up_proj = column_parallel(self.latent.query_rank, heads * arch.head_dim)
@@ -103,17 +103,7 @@ class LatentAttention(MegatronModule):
         self.linear_kv_up_proj = column_parallel(
             self.latent.kv_rank, heads * (self.latent.plain_dim + self.latent.value_dim)
         )
-        self.core_attention = submodules.core(
-            config=config,
-            layer_number=layer_number,
-            attn_mask_type=AttnMaskType.causal,
-            attention_type="self",
-            softmax_scale=arch.softmax_factor / math.sqrt(arch.head_dim),
-            k_channels=arch.head_dim,
-            v_channels=self.latent.value_dim,
-            cp_comm_type=cp_comm_type,
-            pg_collection=pg_collection,
-        )
+        self.core_attention = self._make_core(submodules, layer_number, cp_comm_type, pg_collection, arch)
         self.linear_proj = submodules.row_parallel(
             heads * self.latent.value_dim,
             arch.hidden_size,
@@ -124,6 +114,20 @@ class LatentAttention(MegatronModule):
             skip_bias_add=True,
             is_expert=False,
             tp_group=self.tp_group,
+        )
+
+    def _make_core(self, submodules, layer_number, cp_comm_type, pg_collection, arch: Architecture):
+        """Return the attention over this TP rank's heads, with the architecture's sizes and softmax scale."""
+        return submodules.core(
+            config=self.config,
+            layer_number=layer_number,
+            attn_mask_type=AttnMaskType.causal,
+            attention_type="self",
+            softmax_scale=arch.softmax_factor / math.sqrt(arch.head_dim),
+            k_channels=arch.head_dim,
+            v_channels=self.latent.value_dim,
+            cp_comm_type=cp_comm_type,
+            pg_collection=pg_collection,
         )
 
     def forward(self, hidden_states, attention_mask, packed_seq_params=None, **unused):

@@ -170,8 +170,10 @@ def head_bytes(arch: Architecture, config: Config) -> int:
     (Actor.compute_gradients).
     """
     size, tokens = itemsize(config.megatron), config.train.max_tokens_per_micro_batch
-    # In units of a tile: logits in float32 and in the parameters' dtype, and scratch memory.
-    tiles = 3 * _TILE_BYTES if size == 4 else 5 * _TILE_BYTES // 2
+    # Each projection has a tile of logits in float32, and one in the parameters' dtype if that is another.
+    # One more tile of float32 is scratch memory of the gradient.
+    projection = _TILE_BYTES + (_TILE_BYTES // 2 if size == 2 else 0)
+    tiles = projection * (2 if has_exact_kl(config) else 1) + _TILE_BYTES
     block = 4 * _TILE_WORDS * arch.hidden_size  # a tile times the input, for the weight's gradient
     tp = config.megatron.tensor_parallel
     weight = (

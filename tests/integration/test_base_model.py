@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from grpo_megatron.cli import main
 from grpo_megatron.rollout.record import Replay
-from tests.integration.test_train import metrics
+from tests.integration.train_runs import metrics
 
 GSM8K = Path("../shared/data/gsm8k/train.jsonl")
 

@@ -4,7 +4,7 @@ import pytest
 
 from grpo_megatron.cli import main
 from grpo_megatron.rollout.record import Replay
-from tests.integration.test_train import arguments, metrics
+from tests.integration.train_runs import arguments, metrics
 
 STEPS = 2
 

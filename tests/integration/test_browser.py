@@ -21,7 +21,7 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.monitoring.charts import SECTIONS
 from grpo_megatron.monitoring.monitor import Monitor
 from grpo_megatron.monitoring.status import StatusFile
-from tests.unit.test_monitoring import group
+from tests.unit.scored_groups import group
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [

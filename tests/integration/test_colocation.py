@@ -23,7 +23,7 @@ from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.weights.sync.object_store import ObjectStore
 from grpo_megatron.weights.sync.sync import WeightSync
 from tests.integration.test_engine import Weights
-from tests.integration.test_train import STEPS, arguments, metrics
+from tests.integration.train_runs import STEPS, arguments, metrics
 
 pytestmark = pytest.mark.slow
 

@@ -28,7 +28,7 @@ from grpo_megatron.sglang.arguments import engine_environment
 from grpo_megatron.sglang.weight_door import KV_SCALES, by_value
 from grpo_megatron.weights.fp8_blocks import quantise
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
-from tests.integration.test_train import arguments, metrics
+from tests.integration.train_runs import arguments, metrics
 from tests.models import tiny_model
 from tests.ranks import rank_pool
 

@@ -10,8 +10,8 @@ import pytest
 import ray
 
 from grpo_megatron.cluster.processes import ProcessDied
-from tests.integration.test_train import metrics
 from tests.integration.test_weight_transports import largest_mismatch, loop
+from tests.integration.train_runs import metrics
 
 # One CPU each, so that the two ranks of the engine are on two nodes.
 pytestmark = pytest.mark.parametrize("two_nodes", [(1, 0)], indirect=True)

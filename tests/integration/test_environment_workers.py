@@ -1,4 +1,7 @@
-"""Episodes against environments in real processes. The model's turns are given."""
+"""Episodes against environments in real processes. The model's turns are given.
+
+test_environment_closing.py tests how environments are closed.
+"""
 
 import asyncio
 import time
@@ -6,76 +9,17 @@ import time
 import numpy as np
 import pytest
 
-from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, WeightSpan
 from grpo_megatron.batch.train_batch import TrainBatch
-from grpo_megatron.config.reward import OnFailure, RewardConfig
+from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.errors import ProcessLost, UserError
-from grpo_megatron.rollout.environments import Environments, _Host
+from grpo_megatron.rollout.environments import _Host
 from grpo_megatron.rollout.episodes import MultiTurn
 from grpo_megatron.rollout.statistics import group_statistics
 from grpo_megatron.rollout.trajectory import Episode
-from grpo_megatron.sglang.engine import Completion
+from tests.integration.scripted_episodes import LETTERS, Script, joined, letters, of, play, prompt
 from tests.unit.toy_environments import AB, decode, encode
-
-
-def letters(text):
-    """Return ids that a model may well choose, which never include the merged token."""
-    return [ord(c) for c in text]
-
-
-def joined(parts):
-    return [token for part in parts for token in part]
-
-
-class Letters:
-    """The part of a PromptTokenizer that episodes need.
-
-    A message is {u:...} or {a:...}; the model continues after {a:.
-    """
-
-    encode, decode = staticmethod(encode), staticmethod(decode)
-
-    def chat(self, messages, where=""):
-        return "".join(f"{{{message['role'][0]}:{message['content']}}}" for message in messages) + "{a:"
-
-    def after_turn(self, messages):
-        return encode("}" + self.chat(messages))
-
-
-LETTERS = Letters()
-
-
-def prompt(messages=None, **fields):
-    text = LETTERS.chat(messages) if messages else "ask:"
-    return Prompt(7, encode(text), text, "x", fields, messages=messages)
-
-
-class Script:
-    """A model that writes given turns one after the other, cut to the allowed length, and records its
-    contexts.
-    """
-
-    def __init__(self, *turns, version=3):
-        self.turns, self.version = list(turns), version
-        self.asked, self.allowed = [], []
-
-    async def __call__(self, ids, most, routed=0):
-        self.asked.append(list(ids))
-        self.allowed.append(most)
-        text = self.turns.pop(0)
-        new = letters(text)[:most]
-        # The values tell turn and place, to be found again in the sample.
-        logprobs = -np.arange(1, len(new) + 1, dtype=np.float32) - 100 * len(self.asked)
-        reason = "stop" if len(new) == len(text) else "length"
-        span = WeightSpan(self.version, 0, len(new))
-        return Completion((0, 0), np.array(new, dtype=np.int32), logprobs, reason, (span,))
-
-
-def of(name, places, timeout=30.0):
-    rollout = RolloutConfig(environment=f"tests.unit.toy_environments:{name}")
-    return Environments(rollout, RewardConfig(timeout=timeout), decode, places)
 
 
 @pytest.fixture(scope="module")
@@ -86,26 +30,10 @@ def counting(places):
 
 
 @pytest.fixture(scope="module")
-def closing(places):
-    environments = of("Closing", places(1))
-    yield environments
-    environments.close()
-
-
-@pytest.fixture(scope="module")
 def obedient(places):
     environments = of("Obedient", places(1), timeout=1.0)
     yield environments
     environments.close()
-
-
-def play(environments, script, asked=None, limit=100, max_turns=8, state=(0, 0), seed=0, failure_value=None):
-    episode = Episode(asked or prompt(), group_id=2, trajectory_id=5, limit=limit, state=state)
-    failing = {} if failure_value is None else {"on_failure": OnFailure.value, "failure_value": failure_value}
-    turns = MultiTurn(environments, LETTERS, max_turns, seed, **failing)
-    samples = asyncio.run(turns.play(episode, script))
-    assert len(samples) == 1
-    return samples[0]
 
 
 def test_the_transcript_is_exact_to_the_token(counting):
@@ -203,97 +131,6 @@ def test_many_episodes_at_once(counting):
     assert scalars["reward/component/one"] == 3
     capped = [Group(0, prompt(), (play(counting, Script("a", "b"), max_turns=2),))]
     assert group_statistics(capped, pass_reward=1.0)["response/out_of_turns"] == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("turns", "do", "error", "steps"),
-    [
-        (["a", "end"], "", None, "2;"),
-        (["a", "b"], "", None, "2;"),  # out of turns
-        (["a", "b" * 200], "", None, "2;"),  # cut off
-        (["a", "raise"], "", "ZeroDivisionError: planted", "2;"),
-        ([], "reset and raise", "ZeroDivisionError: planted", "0;"),
-        ([], "made to raise", "ZeroDivisionError: planted", None),
-        ([], "", "the engine is gone", "0;"),
-    ],
-)
-def test_an_environment_is_closed_however_its_episode_ends(closing, tmp_path, turns, do, error, steps):
-    asked, script = prompt(file=str(tmp_path / "closed"), do=do), Script(*turns)
-
-    async def respond(ids, most, routed=0):
-        if not turns:
-            raise UserError("the engine is gone")
-        return await script(ids, most)
-
-    if error:
-        with pytest.raises(UserError, match=error):
-            play(closing, respond, asked, max_turns=2)
-    else:
-        play(closing, respond, asked, max_turns=2)
-    assert (tmp_path / "closed").read_text() == steps if steps else not (tmp_path / "closed").exists()
-
-
-def test_an_aborted_episode_is_closed(closing, tmp_path):
-    """Dynamic sampling aborts episodes that a full batch does not need."""
-
-    async def abort():
-        asked = asyncio.Event()
-
-        async def never(ids, most, routed=0):
-            asked.set()
-            await asyncio.Event().wait()
-
-        episode = Episode(prompt(file=str(tmp_path / "closed")), 2, 5, 100, (0, 0))
-        task = asyncio.create_task(MultiTurn(closing, LETTERS, 8, 0).play(episode, never))
-        await asked.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(abort())
-    assert (tmp_path / "closed").read_text() == "0;"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("do", "says"),
-    [
-        ("raise at the end", "failed: ZeroDivisionError: planted at the end; the run goes on"),
-        ("spin at the end", "took longer than reward.timeout=1.0 s; the run goes on"),
-    ],
-)
-def test_one_that_cannot_be_closed_is_one_message(places, tmp_path, capsys, do, says):
-    environments = of("Closing", places(1), timeout=1.0)
-    try:
-        for _ in range(2):
-            assert play(environments, Script("end"), prompt(file=str(tmp_path / "closed"), do=do)).reward == 1
-    finally:
-        environments.close()
-    assert (tmp_path / "closed").read_text() == "1;1;"
-    (line,) = capsys.readouterr().out.strip().splitlines()
-    assert f"environment tests.unit.toy_environments:Closing: close() on record 7 {says}" in line
-
-
-@pytest.mark.slow
-def test_one_in_a_busy_process_is_closed_later(places, tmp_path):
-    environments = of("Closing", places(1), timeout=1.0)
-    asked = prompt(file=str(tmp_path / "closed"))
-
-    async def leave():
-        world, other = environments.episode(asked), environments.episode(asked)
-        await asyncio.gather(world.reset(0), other.reset(0))
-        steps = [asyncio.ensure_future(other.step(encode("sleep"))) for _ in range(5)]
-        await asyncio.sleep(0.1)
-        await world.close()
-        assert not all(step.done() for step in steps)
-
-    try:
-        asyncio.run(leave())
-        play(environments, Script("end"), asked)
-    finally:
-        environments.close()
-    assert (tmp_path / "closed").read_text() == "0;1;"
 
 
 STEP = r"environment tests.unit.toy_environments:Obedient: step\('{}'\) on record 7 "
@@ -397,6 +234,3 @@ def test_one_that_cannot_be_interrupted(places):
             play(environments, Script("deaf"))
     finally:
         environments.close()
-
-
-# -- the configuration

@@ -13,7 +13,7 @@ from grpo_megatron.cli import main
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.rollout.record import Replay
 from tests.integration.question_environments import share_of_digits
-from tests.integration.test_train import arguments, metrics
+from tests.integration.train_runs import arguments, metrics
 from tests.models import transformers_logprobs
 
 pytestmark = pytest.mark.slow

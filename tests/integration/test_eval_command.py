@@ -11,7 +11,7 @@ from grpo_megatron.cli import main
 from grpo_megatron.data import PromptTokenizer, load_prompts
 from grpo_megatron.preflight.load import load_config
 from tests.integration.helpers import digits
-from tests.integration.test_train import arguments
+from tests.integration.train_runs import arguments
 
 
 def greedy_reward(arithmetic, path, length) -> float:

@@ -11,7 +11,7 @@ import pytest
 from grpo_megatron.cli import main
 from grpo_megatron.rollout.record import Replay
 from tests.integration.test_environments import several_turns
-from tests.integration.test_train import metrics
+from tests.integration.train_runs import metrics
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,7 @@ from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample
 from grpo_megatron.data import EpochOrder
 from grpo_megatron.rollout.record import Recorder
-from tests.integration.test_train import arguments, trained
+from tests.integration.train_runs import arguments, trained
 from tests.parallel.checkpoints import global_tensors
 
 STEPS = 60

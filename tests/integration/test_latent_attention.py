@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from grpo_megatron.cli import main
-from tests.integration.test_train import arguments, metrics
+from tests.integration.train_runs import arguments, metrics
 from tests.models import tiny_model
 
 

@@ -7,7 +7,7 @@ import torch
 
 from grpo_megatron.cli import main
 from tests.integration.test_tools import tool
-from tests.integration.test_train import arguments, metrics
+from tests.integration.train_runs import arguments, metrics
 from tests.parallel.test_weights import read_all
 
 

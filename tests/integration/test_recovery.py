@@ -23,7 +23,7 @@ from grpo_megatron.rollout.evaluation import Evaluation
 from grpo_megatron.sglang.client import EngineClient
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.trainer.policy import PolicyTrainer
-from tests.integration.test_train import arguments, metrics, trained
+from tests.integration.train_runs import arguments, metrics, trained
 
 STEPS = 3
 RANK, SCHEDULER, ENGINE = "ray::_Worker", "sglang::scheduler", "ray::SGLangEngine"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from grpo_megatron.cli import main
-from tests.integration.test_train import metrics
+from tests.integration.train_runs import metrics
 
 PROMPT = "1+1"
 

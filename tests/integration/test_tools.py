@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo_megatron.cli import main
-from tests.integration.test_train import arguments, metrics
+from tests.integration.train_runs import arguments, metrics
 from tests.parallel.test_weights import assert_identical, read_all
 
 GSM8K = Path("../shared/data/gsm8k")

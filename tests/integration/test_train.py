@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,50 +30,8 @@ from grpo_megatron.run.checkpoints import Checkpoints
 from grpo_megatron.run.resume import open_checkpoint
 from grpo_megatron.trainer.policy import PolicyTrainer
 from tests.integration.helpers import digits
+from tests.integration.train_runs import STEPS, arguments, assert_same, metrics
 from tests.sockets import SocketWatch
-
-STEPS = 3
-
-
-def arguments(arithmetic, root, *changes) -> list[str]:
-    return [
-        f"run.root={root}",
-        "run.resume=none",
-        f"run.total_steps={STEPS}",
-        f"model.path={arithmetic}/model",
-        f"data.train={arithmetic}/data/train.jsonl",
-        "data.max_prompt_length=16",
-        "data.train_batch_size=6",
-        "rollout.n=4",
-        "rollout.max_response_length=12",
-        "rollout.temperature=0.9",
-        "rollout.engine.dtype=float32",
-        "rollout.engine.max_total_tokens=8192",
-        "reward.function=tests.integration.helpers:digits",
-        "reward.workers=1",
-        "algorithm.use_kl_loss=true",
-        "algorithm.kl_loss_coef=0.05",
-        "algorithm.entropy_coeff=0.001",
-        "train.ppo_mini_batch_size=3",
-        "train.max_tokens_per_micro_batch=128",
-        "megatron.precision=fp32",
-        "optimizer.lr=0.003",
-        "optimizer.lr_warmup_steps=20",
-        # The default amplifies rounding where gradients vanish; layouts are compared here.
-        "optimizer.eps=0.001",
-        *changes,
-    ]
-
-
-def metrics(root, name) -> list[dict]:
-    lines = (Path(root) / name / "metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if "actor/loss" in row]
-
-
-def trained(root, name) -> list[int]:
-    """Return the uid of each prompt that a run has used, in order."""
-    lines = (Path(root) / name / "trained.jsonl").read_text().splitlines()
-    return [uid for line in lines for uid in json.loads(line)["prompts"]]
 
 
 @pytest.fixture(scope="module")
@@ -231,19 +188,6 @@ def replay(arithmetic, root, name, *changes) -> list[dict]:
         == 0
     )
     return metrics(root, name)
-
-
-COMPARED = ("actor/loss", "actor/grad_norm", "actor/kl_to_reference", "actor/lr")
-
-
-def assert_same(rows, expected, rtol):
-    for row, other in zip(rows, expected, strict=True):
-        for name in COMPARED:
-            # The KL is a mean of squares of small differences: log-probs rounded by 1e-6 move it by 1e-8.
-            assert row[name] == pytest.approx(other[name], rel=rtol, abs=1e-8 if "kl" in name else 0), (
-                row["step"],
-                name,
-            )
 
 
 @pytest.mark.slow
@@ -416,25 +360,3 @@ def test_a_reward_that_is_not_a_number_stops_the_run(ray_here, arithmetic, root,
         r"error: reward tests.integration.helpers:nan_reward returned nan for record \d+", message
     )
     assert "Traceback" not in message
-
-
-@pytest.mark.slow
-def test_sft_lowers_the_loss_and_its_export_is_a_start_for_grpo(ray_here, arithmetic, root):
-    common = [
-        f"run.root={root}",
-        "run.name=sft",
-        "run.total_steps=30",
-        f"model.path={arithmetic}/model",
-        "data.max_prompt_length=16",
-    ]
-    data = [
-        f"data.train={arithmetic}/data/sft.jsonl",
-        "data.train_batch_size=32",
-        "rollout.max_response_length=32",
-    ]
-    changes = ["megatron.precision=fp32", "megatron.data_parallel=2", "optimizer.lr=0.003"]
-    assert main(["sft", *common, *data, *changes]) == 0
-    rows = metrics(root, "sft")
-    assert rows[-1]["sft/loss_per_token"] < 0.7 * rows[0]["sft/loss_per_token"]
-    load_config(None, [*arguments(arithmetic, root), f"model.path={root}/sft/hf"])
-    AutoModelForCausalLM.from_pretrained(root / "sft" / "hf")

@@ -124,7 +124,7 @@ COMMANDS = {
     "grpo-megatron selftest --config FILE": SELFTEST,
     "grpo-megatron selftest --config FILE [key=value ...]": SELFTEST,
     "grpo-megatron sft --config FILE [key=value ...]": ByTest(
-        "tests/integration/test_train.py::test_sft_lowers_the_loss_and_its_export_is_a_start_for_grpo",
+        "tests/integration/test_sft.py::test_sft_lowers_the_loss_and_its_export_is_a_start_for_grpo",
         'main(["sft"',
     ),
     "grpo-megatron reward-model --config FILE [key=value ...]": ByTest(

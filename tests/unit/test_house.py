@@ -1,6 +1,4 @@
-"""Rules that a linter does not check: sizes of files and functions, and paths that exist on one machine
-only.
-"""
+"""Rules that a linter does not check: sizes, first words of docstrings, fields, paths of one machine."""
 
 import ast
 import re
@@ -14,14 +12,68 @@ SOURCES = sorted(
 )
 MOST_LINES_OF_A_FILE = 400
 MOST_LINES_OF_A_FUNCTION = 60
+MOST_FIELDS_IN_ONE_PARAGRAPH = 4
+# A docstring that begins with one of these is no sentence: it has no subject yet, or no verb.
+NO_FIRST_WORDS = """
+    about above after against as at because before behind below beside besides between beyond by
+    during for from how if in into like of on out over per since such than that those through to
+    towards under until up what when where whether which while who whom whose why with within
+    without
+"""
 # Somebody's folder; a test may invent a folder of its own, such as one of data.
 WORKPLACE = re.compile(r"(?<![\w.}])/(?:home|root|Users|work|workspace|mnt|scratch)/\w")
+
+
+def first_word(docstring: str) -> str:
+    return docstring.split()[0].strip(".,:;`").lower() if docstring.split() else ""
+
+
+def docstrings_without_a_subject(tree: ast.Module) -> list[str]:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [
+        f"the docstring of {getattr(node, 'name', 'the module')} begins with {word!r}"
+        for node in ast.walk(tree)
+        if isinstance(node, documented)
+        and (word := first_word(ast.get_docstring(node) or "")) in NO_FIRST_WORDS.split()
+    ]
+
+
+def is_record(node: ast.ClassDef) -> bool:
+    """Return whether a class is a dataclass or a NamedTuple."""
+    decorators = [each.func if isinstance(each, ast.Call) else each for each in node.decorator_list]
+    return any(
+        ast.unparse(name).split(".")[-1] in ("dataclass", "NamedTuple") for name in decorators + node.bases
+    )
+
+
+def describes_itself(field: ast.AnnAssign) -> bool:
+    """Return whether a field is of the configuration, where option() and section() take its description."""
+    return isinstance(field.value, ast.Call) and ast.unparse(field.value.func) in ("option", "section")
+
+
+def undocumented_fields(tree: ast.Module) -> list[str]:
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ClassDef) or not is_record(node):
+            continue
+        fields = [
+            item for item in node.body if isinstance(item, ast.AnnAssign) and not describes_itself(item)
+        ]
+        if len(fields) > MOST_FIELDS_IN_ONE_PARAGRAPH:
+            following = dict(zip(node.body, node.body[1:], strict=False))
+            for field in fields:
+                below = following.get(field)
+                if not (isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)):
+                    found.append(f"{node.name}.{ast.unparse(field.target)} has no description below it")
+    return found
 
 
 def complaints(source: str) -> list[str]:
     lines = source.splitlines()
     found = [f"{len(lines)} lines"] if len(lines) > MOST_LINES_OF_A_FILE else []
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    found += docstrings_without_a_subject(tree) + undocumented_fields(tree)
+    for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = node.end_lineno - node.lineno + 1
             found += [f"{node.name} of {length} lines"] if length > MOST_LINES_OF_A_FUNCTION else []
@@ -41,3 +93,12 @@ def test_each_rule_is_noticed():
     assert complaints("x = 1\n" * 401) == ["401 lines"]
     assert complaints(f"async def long():\n{body}") == ["long of 61 lines"]
     assert complaints(f"path = '{'/'.join(['', 'home', 'me'])}'\n") == ["line 1: a path of one machine"]
+    fields = "\n".join(f"    {name}: int" for name in "abcde")
+    assert (
+        complaints(f"@dataclass(frozen=True)\nclass Row:\n{fields}\n")[0]
+        == "Row.a has no description below it"
+    )
+    assert len(complaints(f"class Row(NamedTuple):\n{fields}\n    '''The last one.'''\n")) == 4
+    assert complaints("@dataclass\nclass Row:\n    a: int\n    b: int\n") == []
+    assert complaints('"""Whose end comes first."""\n') == ["the docstring of the module begins with 'whose'"]
+    assert complaints('def f():\n    """Of those, the last."""\n') == ["the docstring of f begins with 'of'"]

@@ -1,68 +1,32 @@
-"""The monitor's reports (scalars, texts, distributions, times). No part of the monitor may stop a run."""
+"""The monitor's reports (scalars, texts, distributions). No part of the monitor may stop a run."""
 
-import io
 import json
 import math
-import os
 import re
-import sys
 import threading
 import time
-from contextlib import suppress
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard import plugin_util
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from grpo_megatron.batch.prompt import Prompt
-from grpo_megatron.batch.sample import Group, Sample, WeightSpan
+from grpo_megatron.batch.sample import Group
 from grpo_megatron.batch.schedule import CostModel
-from grpo_megatron.batch.train_batch import TrainBatch
-from grpo_megatron.commands.assemble import _throughput
-from grpo_megatron.config.load import read_config
 from grpo_megatron.config.schema import Config
 from grpo_megatron.monitoring.charts import OTHERS, SECTIONS, charts_of
 from grpo_megatron.monitoring.monitor import Monitor
-from grpo_megatron.monitoring.phases import Phases
 from grpo_megatron.monitoring.samples import group_text
 from grpo_megatron.monitoring.status import StatusFile
 from grpo_megatron.monitoring.tensorboard import TensorBoard, verbatim
-from grpo_megatron.monitoring.terminal import Terminal, say
 from grpo_megatron.monitoring.throughput import Throughput
 from grpo_megatron.monitoring.timeline import TIMELINE, read_timeline
 from grpo_megatron.rollout.source import Rollout
 from grpo_megatron.rollout.statistics import step_statistics
+from tests.unit.scored_groups import batch_of, group
 
 MARKUP = "<script>alert(1)</script>\n# no heading\n\r**not bold** ![](http://nowhere/x.png)\x0b<b>"
-
-
-def group(number: int, rewards: tuple[float, ...], text: str = "well", version: int = 1) -> Group:
-    prompt = Prompt(number, np.array([1, 2]), "what?", "this")
-    samples = tuple(
-        Sample(
-            group_id=number,
-            trajectory_id=10 * number + i,
-            prompt_ids=prompt.ids,
-            response_ids=np.array([3, 4, 5]),
-            loss_mask=np.ones(3, dtype=bool),
-            rollout_logprobs=np.zeros(3, dtype=np.float32),
-            finish_reason="stop",
-            weight_spans=(WeightSpan(version, 0, 3),),
-            response_text=text,
-            reward=reward,
-            reward_components={"format": 0.5},
-        )
-        for i, reward in enumerate(rewards)
-    )
-    return Group(number, prompt, samples)
-
-
-def batch_of(groups: list[Group]) -> TrainBatch:
-    return TrainBatch.from_samples([sample for one in groups for sample in one.samples])
 
 
 def configured(**options) -> Config:
@@ -162,60 +126,6 @@ def test_times_and_throughput_add_up(monitor_of, tmp_path):
         1e6 * (scalars["time/generate"] + scalars["time/train"]), abs=1
     )
     assert all(step["ts"] <= phase["ts"] for phase in phases)
-
-
-def test_a_phase_within_another_counts_once():
-    """Engines release their memory in the middle of an evaluation that ranks score on the same devices."""
-    begun = []
-    phases, start = Phases(begun.append), time.perf_counter()
-    with phases("evaluate"):
-        time.sleep(0.02)
-        with phases("release"):
-            time.sleep(0.1)
-        with phases("wake"):
-            time.sleep(0.1)
-    whole, seconds = time.perf_counter() - start, phases.total
-    assert sum(seconds.values()) <= whole
-    assert min(seconds["release"], seconds["wake"]) >= 0.1
-    assert 0.02 <= seconds["evaluate"] <= whole - 0.2
-    assert phases.take() == seconds
-    assert begun == ["evaluate", "release", "evaluate", "wake", "evaluate"]
-
-
-def test_utilisation_counts_forward_and_backward_of_every_epoch():
-    batch = batch_of([group(0, (0.0, 1.0))])  # two sequences of 5 tokens
-    throughput = Throughput(CostModel(per_token=10.0, per_pair=2.0), ranks=2, engine_devices=4, peak=1000.0)
-    scalars = throughput.scalars(
-        [batch], epochs=2, seconds=10.0, phases={"train": 2.0, "generate": 5.0, "sync": 1.0}
-    )
-    flops = 3 * 2 * 2 * (10 * 5 + 2 * 15)
-    assert scalars["throughput/mfu_train"] == pytest.approx(flops / (2.0 * 2 * 1000))
-    assert scalars["throughput/mfu_step"] == pytest.approx(flops / (10.0 * 6 * 1000))
-    assert scalars["idle/trainer"] == pytest.approx(0.7)
-    assert scalars["idle/engines"] == pytest.approx(0.4)
-    scoring = throughput.scalars(
-        [batch], epochs=2, seconds=10.0, phases={"train": 2.0, "generate": 5.0, "score": 3.0}
-    )
-    assert (scoring["idle/trainer"], scoring["idle/engines"]) == pytest.approx(
-        (0.5, 0.5)
-    )  # a reward model is on the ranks
-    shared = Throughput(CostModel(), ranks=4, engine_devices=4, shared=True)
-    assert shared.devices == 4
-    assert Throughput(CostModel(), ranks=2, engine_devices=0).scalars([batch], 1, 1.0, {}).keys() >= {
-        "idle/trainer"
-    }
-
-
-def test_a_reward_model_that_is_trained_has_no_vocabulary_head_to_count():
-    model = "configs/models/qwen3-0.6b"
-    config = read_config(None, [f"model.path={model}"])
-    cluster = SimpleNamespace(rank_slots=[0], engine_slots=[])
-    sites = {
-        name: SimpleNamespace(config=config, command=name, cluster=cluster, takes_turns=False)
-        for name in ("sft", "reward-model")
-    }
-    tokens = {name: _throughput(site).cost.per_token for name, site in sites.items()}
-    assert tokens["sft"] - tokens["reward-model"] == 2 * 1024 * (151936 - 1)
 
 
 def test_a_resumed_run_takes_back_what_came_later(monitor_of, tmp_path):
@@ -345,54 +255,6 @@ def test_statistics_of_a_step():
     assert "staleness/mean" not in step_statistics(groups, Rollout(groups), 1.0, None)
     single = [group(0, (1.0,))]
     assert not any("pass@" in name for name in step_statistics(single, Rollout(single), 1.0, None))
-
-
-def test_a_line_that_nobody_can_have_ends_no_run(monkeypatch):
-    """Causes are a full disk behind a job's log, and a session that is gone."""
-    with open("/dev/full", "w") as full:
-        monkeypatch.setattr("sys.stdout", full)
-        say("x" * 10_000)
-        monkeypatch.undo()
-        with suppress(OSError):
-            full.close()
-    reader, writer = os.pipe()
-    os.close(reader)
-    broken = open(writer, "w")  # noqa: SIM115 - closing it raises
-    monkeypatch.setattr("sys.stdout", broken)
-    say("nobody reads")
-    monkeypatch.undo()
-    with suppress(OSError):
-        broken.close()
-
-
-class FakeTerminal(io.StringIO):
-    """A stream that claims to be a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_terminal_has_a_bar_and_a_job_log_has_none(monkeypatch):
-    row = {"throughput/tokens_per_second": 7.0, "time/step": 1.0, "time/train": 0.5}
-
-    def shown(stream) -> str:
-        monkeypatch.setattr(sys, "stderr", stream)
-        terminal = Terminal(total_steps=4, resumed=1)
-        assert terminal.eta is None
-        for step in (2, 3):
-            terminal.start_step()
-            terminal.phase("train")
-            time.sleep(0.15)
-            terminal.finish_step(step)
-            terminal.line(step, row)
-        assert 0.1 < terminal.eta < 30
-        terminal.close()
-        return stream.getvalue()
-
-    bar = shown(FakeTerminal())
-    assert "3/4" in bar
-    assert "train" in bar
-    assert shown(io.StringIO()) == ""
 
 
 def test_time_in_monitoring_is_that_of_the_run_itself(monitor_of, monkeypatch):

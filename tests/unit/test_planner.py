@@ -1,55 +1,29 @@
-"""The planner's memory and times against numbers by hand, and monotonic relations."""
+"""The planner's memory and times against numbers by hand, and monotonic relations.
 
-import json
+test_planner_published.py compares them with published runs.
+"""
+
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from grpo_megatron.capabilities import GPUS
 from grpo_megatron.config.load import read_config
-from grpo_megatron.errors import UserError
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from grpo_megatron.planner.advice import checked_plan, planned_architecture
 from grpo_megatron.planner.memory import COMMUNICATION, CONTEXT, ENGINE_CONTEXT
 from grpo_megatron.planner.plan import plan
 from grpo_megatron.planner.resharding import sync_seconds
-from grpo_megatron.planner.time import ATTENTION, BANDWIDTH, LAYER_SECONDS, LINKS, PRODUCTS, Lengths
-from grpo_megatron.preflight.model import architecture_violations
-from grpo_megatron.preflight.rules import violations
+from grpo_megatron.planner.time import ATTENTION, BANDWIDTH, LAYER_SECONDS, LINKS, PRODUCTS
 from grpo_megatron.weights.sync.cost import Machine, cost, on_nodes
 from grpo_megatron.weights.sync.plan import Layouts
-from tests.unit.published_runs import LIKE_QWEN35_397B, MLPERF, RUNS
 from tests.unit.reward_models import scored_by
+from tests.unit.small_plans import SMALL, moments, planned, small
 from tools.plan_recipes import recipe
 
 # What mem_fraction=0.8 is of an H100, and 0.3.
 POOL, SMALL_POOL = (int(fraction * GPUS["h100-80g"].memory) for fraction in (0.8, 0.3))
-# One GPU trains, one generates; a mini-batch is a whole step.
-SMALL = (
-    "data.train=prompts.jsonl",
-    "model.path=configs/models/qwen3-0.6b",
-    "cluster.gpu=h100-80g",
-    "cluster.nodes=1",
-    "cluster.gpus_per_node=8",
-    "train.old_logprobs=current",
-)
-
-
-def planned(config, **lengths):
-    return plan(
-        config, read_architecture(config.model.path), Lengths(**lengths) if lengths else None, with_sync=False
-    )
-
-
-def small(*overrides):
-    return planned(read_config(None, [*SMALL, *overrides]), prompt=256, response=256)
-
-
-def moments(found):
-    return {moment.name: moment for moment in found.memory.moments}
 
 
 def test_a_dense_model_by_hand():
@@ -367,42 +341,3 @@ def test_a_weight_sync_is_that_of_its_own_cost_model():
     arch = read_architecture(config.model.path)
     arch = replace(arch, num_layers=2, moe=replace(arch.moe, layers=(True, True)))
     assert sync_seconds(config, arch) == pytest.approx(full_cost(config, arch), rel=0.1)
-
-
-@pytest.mark.slow_but(1)
-@pytest.mark.parametrize("name", RUNS)
-def test_published_runs_fit(name):
-    """They are also legal here.
-
-    Their steps took longer than the model, which does not know their software's costs.
-    """
-    run = RUNS[name]
-    config = read_config(None, [f"model.path=configs/models/{run.model}", *run.settings])
-    arch = planned_architecture(config)
-    assert violations(config) + architecture_violations(config, arch) == []
-    response = min(run.sequence - 256, config.rollout.max_response_length)
-    found = planned(config, prompt=256, response=response)
-    assert found.problems == ()
-    assert 1 < run.step / found.times.step < 6
-    row = next(
-        line for line in Path("docs/planner.md").read_text().splitlines() if line.startswith(f"| {name} |")
-    )
-    fullest = f"{found.memory.fullest.total / 1e9:.1f} of 80.7 GB ({found.memory.fullest.name})"
-    assert row.endswith(f"| {fullest} | {run.step} | {found.times.step:.0f} |")
-
-
-@pytest.mark.slow
-def test_the_benchmark_of_mlperf_is_refused_by_its_family_and_its_experts_fit(tmp_path):
-    model = json.loads(Path("configs/models/qwen3-30b-a3b/config.json").read_text())
-    (tmp_path / "config.json").write_text(
-        json.dumps(model | {"architectures": ["Qwen3_5MoeForConditionalGeneration"]})
-    )
-    config = read_config(None, [*MLPERF, f"model.path={tmp_path}"])
-    with pytest.raises(UserError, match="no weight map for the architecture Qwen3_5Moe"):
-        planned_architecture(config)
-    (tmp_path / "config.json").write_text(json.dumps(model | LIKE_QWEN35_397B))
-    arch = planned_architecture(config)
-    found = checked_plan(config, arch, Lengths.given(config), with_sync=False)
-    experts = 60 * 512 * 3 * 4096 * 1024
-    assert found.memory.state.parameters > 2 * experts / (2 * 32)
-    assert found.memory.state.optimizer > 12 * experts / (2 * 32)

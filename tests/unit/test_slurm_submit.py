@@ -1,6 +1,7 @@
-"""Output and refusals of slurm/submit.py.
+"""Output of slurm/submit.py.
 
-test_slurm_script.py runs the script; the integration tests have a real Slurm.
+test_slurm_refusals.py has what it refuses. test_slurm_script.py runs the script. The integration tests
+have a real Slurm.
 """
 
 import os
@@ -11,48 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from job_checks import cpu_slots
 from plan_recipes import RECIPES
-from render import Job, apptainer, directive, pyxis, render
-from submit import cpu_slots, main, task_numbers, time_limit
+from render import apptainer, directive, pyxis, render
+from submit import task_numbers, time_limit
 
 from grpo_megatron.config.load import read_config
 from grpo_megatron.errors import UserError
-
-HOSTILE = """it's "$HOME" \\ `id` #1 * ; $(false) %j {task}"""
-JOB = Job(
-    "run",
-    2,
-    "/runs/run",
-    "/here",
-    "/env/bin",
-    ["--config", "a.yaml", f"model.path={HOSTILE}"],
-    cpus_per_node=3,
-)
-# A model of which nothing is on this machine.
-ABSENT = "model.path=/nowhere"
-
-
-def submit(capsys, *arguments, status=0):
-    """Return the standard output, or the message if it fails."""
-    assert main([str(argument) for argument in arguments]) == status
-    captured = capsys.readouterr()
-    return captured.err if status else captured.out
-
-
-def header(script: str) -> list[str]:
-    """Return the arguments of sbatch in a script."""
-    return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
-
-
-def shell_words(script: str, expression: str) -> list[str]:
-    """Return the words that bash makes of `expression`, such as "$@", after the head of a script that
-    needs no Slurm.
-    """
-    head = script.partition("\nset -euo pipefail\n")[0]
-    shown = subprocess.run(
-        ["bash", "-c", f"{head}\nprintf '%s\\0' {expression}"], capture_output=True, text=True, check=True
-    )
-    return shown.stdout.split("\0")[:-1]
+from tests.unit.slurm_jobs import ABSENT, EVALUATION, HOSTILE, JOB, header, shell_words, submit
 
 
 @pytest.mark.parametrize("name", ["llama3_70b_16node", "qwen3_8b_1node", "qwen3_235b_a22b_16node"])
@@ -156,14 +123,6 @@ def test_numbers_of_an_array(spec, numbers):
 
 
 @pytest.mark.parametrize(
-    "spec", ["", "a", "3-", "-1", "0-4:0", "0-4%", "0-4%0", "4-0", "0-5000", "1%2%3", "1\n", "²"]
-)
-def test_what_is_no_array_is_refused(spec):
-    with pytest.raises(UserError, match="--array"):
-        task_numbers(spec)
-
-
-@pytest.mark.parametrize(
     ("text", "seconds"),
     [
         ("90", 5400),
@@ -179,112 +138,6 @@ def test_what_is_no_array_is_refused(spec):
 )
 def test_time_limits_are_read_as_slurm_does(text, seconds):
     assert time_limit(text) == seconds
-
-
-@pytest.mark.slow_but(6)
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--config", "configs/quickstart.yaml"], "how many nodes? Give --nodes"),
-        (["--config", "nowhere.yaml", "--nodes", 1], "nowhere.yaml"),
-        (["--config", "configs/quickstart.yaml", "--nodes", 1, "run.nmae=x"], "run.name"),
-        (
-            ["--config", "configs/quickstart.yaml", "--nodes", 1, "cluster.gpu=h100-80g"],
-            "but how many of a node? Give --gpus-per-node",
-        ),
-        (
-            ["--config", "configs/quickstart.yaml", "--nodes", 1, "megatron.precision=fp8"],
-            "not possible with cluster.gpu=none",
-        ),
-        (
-            ["--config", "configs/quickstart.yaml", "--nodes", 1, "--time", "1h"],
-            "--time 1h: it must be MINUTES",
-        ),
-        (
-            ["--config", "configs/quickstart.yaml", "--nodes", 1, "--requeue", "--time", "11"],
-            "less than a minute after",
-        ),
-        (
-            ["--config", "configs/quickstart.yaml", "--nodes", 1, "--array", "1", "run.root=a{task}"],
-            "{task} goes into run.name",
-        ),
-        (
-            ["--config", "configs/quickstart.yaml", "--nodes", 1, "--env", "A-B=1"],
-            "--env A-B=1: it must be NAME=VALUE",
-        ),
-        (
-            ["--config", "configs/quickstart.yaml", "--nodes", 1, "--sbatch-arg", "gpu"],
-            "an option of sbatch begins with -",
-        ),
-        (
-            ["--config", "configs/quickstart.yaml", "--nodes", 1, "--pyxis", "a.sqsh", "--mount", "b:c"],
-            "--mount b:c: it must be",
-        ),
-        (
-            ["--config", "configs/llama3_70b_16node.yaml", "--nodes", 8, ABSENT],
-            "needs 128 GPUs; with cluster.gpu=h100-80g there are 64",
-        ),
-        (
-            ["--config", "configs/llama3_70b_16node.yaml", "--gpus-per-node", 4, ABSENT],
-            "groups would cross nodes",
-        ),
-        (
-            ["--config", "configs/quickstart.yaml", "--nodes", 1, "--requeue", "run.resume=here"],
-            "--dependency-chain) need run.resume=auto",
-        ),
-        (
-            ["--config", "configs/quickstart.yaml", "--nodes", 1, "--cpus-per-node", 2],
-            "this run needs 3 on a node",
-        ),
-        (
-            ["--config", "configs/llama3_70b_16node.yaml", "--cpus-per-node", 7, ABSENT],
-            "this run needs 8 on a node",
-        ),
-        (
-            ["--config", "configs/llama3_70b_16node.yaml", ABSENT, "--architecture", "/no/such"],
-            "--architecture /no/such does not exist; it must be a folder",
-        ),
-        (
-            [
-                "--config",
-                "configs/quickstart.yaml",
-                "--nodes",
-                1,
-                "--architecture",
-                "configs/models/llama-3.1-70b/config.json",
-            ],
-            "is a file, not a folder; it must be a folder with the model's config.json",
-        ),
-        (
-            [
-                "--config",
-                "configs/llama3_70b_16node.yaml",
-                ABSENT,
-                "--architecture",
-                "configs/models/llama-3.1-70b",
-                "megatron.sleep=false",
-            ],
-            "the same layout with megatron.sleep=true",
-        ),
-    ],
-)
-def test_what_cannot_run_is_refused_with_a_message(capsys, arguments, says):
-    """There is no --dry-run: if it were not refused, sbatch would be called."""
-    message = submit(capsys, *arguments, status=2)
-    assert says in message
-    assert message.startswith("error: ")
-
-
-@pytest.mark.parametrize(
-    ("root", "why"), [("/proc/runs", "No such file or directory"), ("setup.py", "Not a directory")]
-)
-def test_nothing_is_queued_where_the_logs_cannot_be_written(capsys, root, why):
-    run = (f"run.root={root}", "run.resume=none")
-    message = submit(capsys, "--config", "configs/quickstart.yaml", "--nodes", 1, *run, status=2)
-    assert f"error: {Path(root).absolute()}/quickstart/slurm cannot be written: {why};" in message
-
-
-EVALUATION = ("--config", "configs/qwen3_8b_1node.yaml", "--command", "eval", "data.eval=e.jsonl", ABSENT)
 
 
 def test_an_evaluation_is_a_job_of_its_engines_in_a_folder_of_its_own(capsys, tmp_path):
@@ -305,57 +158,6 @@ def test_an_evaluation_is_a_job_of_its_engines_in_a_folder_of_its_own(capsys, tm
     assert "run.name=qwen3_8b_{task}" in shell_words(tasks, '"$@"')
     (tmp_path / "actor").mkdir()
     assert "is a checkpoint of a run" in submit(capsys, *EVALUATION, f"model.path={tmp_path}", status=2)
-
-
-@pytest.mark.slow_but(2)
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--requeue"], "an evaluation cannot be continued"),
-        (["--dependency-chain", 2], "an evaluation cannot be continued"),
-        (["--stop-before", 90], "an evaluation cannot be continued"),
-        (["rollout.engine.num_engines=9"], "need 9 GPUs; with cluster.gpu=h100-80g there are 8"),
-        (
-            ["rollout.engine.num_engines=1", "rollout.engine.tensor_parallel=12", "--nodes", 2],
-            "takes all GPUs of each",
-        ),
-        (
-            ["rollout.engine.tensor_parallel=3", "rollout.engine.num_engines=2", "--cpus-per-node", 5],
-            "needs 6 on a node",
-        ),
-        (["reward.function=model", "reward.model.path=r"], "eval has engines alone; choose another reward"),
-    ],
-)
-def test_an_evaluation_that_cannot_be_is_refused(capsys, arguments, says):
-    assert says in submit(capsys, *EVALUATION, *arguments, status=2)
-
-
-def test_what_could_not_be_checked_is_said(capsys):
-    assert main(["--config", "configs/llama3_70b_16node.yaml", "--dry-run", ABSENT]) == 0
-    assert (
-        "not checked: memory: /nowhere is not a folder here; --architecture names one"
-        in capsys.readouterr().err
-    )
-    unused = ("--architecture", "configs/models/llama-3.1-70b", "run.root=setup.py", "run.resume=none")
-    assert main(["--config", "configs/quickstart.yaml", "--nodes", "1", "--dry-run", *unused]) == 0
-    says = capsys.readouterr().err
-    assert "not checked: memory: --architecture is of no use" in says
-    assert f"not checked: run.root: {Path('setup.py').absolute()} is a file, not a folder" in says
-
-
-def test_without_the_reward_model_the_memory_is_not_known(capsys):
-    model = (
-        "--architecture",
-        "configs/models/qwen3-8b",
-        ABSENT,
-        "reward.function=model",
-        "reward.model.path=/nowhere",
-    )
-    assert main(["--config", "configs/qwen3_8b_1node.yaml", "--dry-run", *model]) == 0
-    assert (
-        "not checked: memory: the reward model /nowhere, which takes its share of it, is not"
-        in capsys.readouterr().err
-    )
 
 
 @pytest.mark.slow

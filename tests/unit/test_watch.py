@@ -230,9 +230,11 @@ def test_a_rank_that_reads_or_writes_a_checkpoint_slowly_moves(tmp_path, monkeyp
         with path.open("wb") as file:
             written = manifest.DigestedFile(_Slow(file, heart, seen))
             assert written.write(b"ten bytes.") == 10
-        monkeypatch.setattr(
-            manifest, "open", lambda *of, **how: _Slow(open(*of, **how), heart, seen), raising=False
-        )  # noqa: SIM115
+
+        def slow_open(*of, **how):
+            return _Slow(open(*of, **how), heart, seen)
+
+        monkeypatch.setattr(manifest, "open", slow_open, raising=False)
         assert manifest.record_of(path) == written.record()
         assert seen == [0.0] * (3 + 4)
         heart._look()

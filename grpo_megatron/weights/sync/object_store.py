@@ -1,4 +1,7 @@
-"""Through Ray's object store: every rank puts buckets of full HF tensors there, every engine takes all of them."""
+"""Transport through Ray's object store.
+
+Every rank puts buckets of full HF tensors into the store, and every engine loads all of them.
+"""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -8,14 +11,15 @@ from grpo_megatron.weights.sync.interface import WeightSource, WeightTarget
 
 
 class ObjectStore:
-    """Works between any two layouts, over any network, on any machine; costs a copy through the hosts' memory.
+    """Transport that works between any two layouts, over any network and on any machine.
 
-    SGLang's own loaders fill the engine's parameters from the HF tensors, so that it serves engines too whose parameters are
-    not described by a weight map. Their digests are not known then.
+    It costs a copy through the hosts' memory. SGLang's own loaders fill the engine's parameters from the HF
+    tensors, so this transport also serves engines whose parameters no weight map describes. Digests cannot
+    be compared.
     """
 
     def __init__(self, entries: Iterable[Entry], bucket_bytes: int):
-        """bucket_bytes: weight_sync.bucket_bytes, which bounds what a rank holds at a time."""
+        """bucket_bytes: weight_sync.bucket_bytes, the most bytes that a rank holds at a time."""
         self._engine_names = {hf: entry.engine for entry in entries if entry.exported for hf in entry.hf}
         self._bucket_bytes = bucket_bytes
 
@@ -25,7 +29,10 @@ class ObjectStore:
         return {}
 
     def _check(self, delivered: Iterable[str]) -> None:
-        """delivered: HF names in any order. Raises RuntimeError unless each tensor of the map is there exactly once."""
+        """Raise RuntimeError unless each tensor of the weight map was delivered exactly once.
+
+        delivered: HF names in any order.
+        """
         counts = Counter(delivered)
         wrong = [
             f"{name}, which fills {engine}, came {counts[name]} times"
@@ -35,8 +42,8 @@ class ObjectStore:
         wrong += [f"{name} is not in the weight map" for name in counts.keys() - self._engine_names.keys()]
         if wrong:
             raise RuntimeError(
-                f"the weight sync delivered other tensors than the weight map of the architecture has ({len(wrong)} differ): "
-                + "; ".join(sorted(wrong)[:5])
+                "the weight sync delivered other tensors than the weight map of the architecture has "
+                f"({len(wrong)} differ): " + "; ".join(sorted(wrong)[:5])
             )
 
     def close(self) -> None:

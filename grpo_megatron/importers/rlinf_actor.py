@@ -1,0 +1,210 @@
+"""Mapping of RLinf's keys to ours: the actor, which is the trainer's model, layout and optimizer."""
+
+from typing import Any
+
+from grpo_megatron.importers.mapping import (
+    CannotCarry,
+    Convert,
+    Source,
+    becomes,
+    choice,
+    dropped,
+    elsewhere,
+    flag,
+    only,
+    same,
+    trains,
+    truth,
+    unless_null,
+)
+from grpo_megatron.importers.rlinf_algorithm import MODEL
+
+NO_FP16 = "there is no fp16 training here; bf16 is the default"
+
+
+def _precision(value: Any, source: Source) -> str:
+    names = {"bf16": "bf16", "bfloat16": "bf16", "fp32": "fp32", "32": "fp32"}
+    return choice(names, NO_FP16)(value, source)
+
+
+def _sequence_parallel(value: Any, source: Source) -> bool:
+    return truth(value) and source.number(f"{MODEL}.tensor_model_parallel_size") > 1
+
+
+def _model_of_the_actor(value: Any, source: Source) -> dict[str, Any]:
+    """Return the model's folder. Raises CannotCarry if the rollout names another one."""
+    named = source["rollout.model.model_path"] or source["rollout.model_dir"]
+    if named not in (None, value):
+        raise CannotCarry(f"the rollout has another one ({named}), and one model serves both here")
+    return {"model.path": value} if value is not None else {}
+
+
+def _checkpointing(value: Any, source: Source) -> dict[str, Any]:
+    return (
+        {"megatron.recompute": "full"}
+        if truth(value) and f"{MODEL}.recompute_granularity" not in source
+        else {}
+    )
+
+
+def _wsd(ours: str) -> Convert:
+    """Return a converter for a key that has an effect only with the WSD schedule."""
+
+    def convert(value: Any, source: Source) -> dict[str, Any]:
+        return {ours: value} if value is not None and source["actor.lr_sched.lr_decay_style"] == "WSD" else {}
+
+    return convert
+
+
+def _global_batch(value: Any, source: Source) -> int:
+    group = source.number("algorithm.group_size")
+    if int(value) % group:
+        raise CannotCarry(
+            f"is no multiple of algorithm.group_size={group}, and a mini-batch holds whole groups here"
+        )
+    return int(value) // group
+
+
+def _unless_constant(ours: str) -> Convert:
+    """Return a converter for a key that has no effect with a constant schedule."""
+
+    def convert(value: Any, source: Source) -> dict[str, Any]:
+        constant = source["actor.lr_sched.lr_decay_style"] in (None, "constant")
+        return {} if constant or value is None else {ours: value}
+
+    return convert
+
+
+def _warmup_fraction(value: Any, source: Source) -> dict[str, Any]:
+    if value in (None, 0):
+        return {}
+    raise CannotCarry("a share of a schedule's length: give optimizer.lr_warmup_steps")
+
+
+ACTOR = (
+    *trains(
+        becomes(
+            "actor.global_batch_size",
+            "train.ppo_mini_batch_size",
+            _global_batch,
+            unit="samples per optimizer step -> prompts (divided by group_size)",
+        ),
+    ),
+    same(f"{MODEL}.tensor_model_parallel_size", "megatron.tensor_parallel"),
+    same(f"{MODEL}.pipeline_model_parallel_size", "megatron.pipeline_parallel"),
+    same(f"{MODEL}.context_parallel_size", "megatron.context_parallel"),
+    same(f"{MODEL}.expert_model_parallel_size", "megatron.expert_parallel"),
+    becomes(f"{MODEL}.sequence_parallel", "megatron.sequence_parallel", _sequence_parallel, "needs TP > 1"),
+    becomes(f"{MODEL}.precision", "megatron.precision", _precision),
+    becomes(
+        f"{MODEL}.recompute_granularity",
+        "megatron.recompute",
+        choice({"None": "none", "full": "full", "selective": "selective"}),
+    ),
+    same(f"{MODEL}.recompute_modules", "megatron.recompute_modules"),
+    same(f"{MODEL}.expert_tensor_parallel_size", "megatron.expert_tensor_parallel"),
+    becomes(
+        f"{MODEL}.virtual_pipeline_model_parallel_size",
+        "megatron.virtual_pipeline",
+        unless_null("megatron.virtual_pipeline"),
+    ),
+    *trains(
+        same(f"{MODEL}.moe_aux_loss_coeff", "moe.aux_loss_coeff"),
+        same(f"{MODEL}.moe_z_loss_coeff", "moe.z_loss_coeff"),
+        becomes(
+            f"{MODEL}.model_path",
+            "model.path",
+            _model_of_the_actor,
+            "only that of the rollout, if both are set",
+        ),
+    ),
+    dropped(f"{MODEL}.*", "no counterpart: the layers are Megatron's as the model's config.json has them"),
+    becomes("actor.fsdp_config.gradient_checkpointing", "megatron.recompute", _checkpointing, "true: full"),
+    *trains(
+        becomes(
+            "actor.fsdp_config.mixed_precision.param_dtype",
+            "megatron.precision",
+            only(("bf16", "bfloat16", None), NO_FP16),
+            "only bf16",
+        ),
+    ),
+    dropped("actor.fsdp_config.*", "the trainer is Megatron: see the megatron section"),
+    becomes(
+        "actor.megatron.distributed_timeout_minutes",
+        "megatron.collective_timeout",
+        lambda value, source: 60 * value,
+        unit="minutes -> seconds",
+    ),
+    dropped("actor.megatron.*", "no counterpart in how Megatron is run"),
+    becomes("actor.enable_offload", "megatron.sleep", flag, "weights, gradients and optimizer together"),
+    dropped("actor.enable_dp_load_balance", "samples are always shared among ranks by their tokens here"),
+    dropped("actor.training_backend", "the trainer is Megatron"),
+    becomes("actor.offload_weight", "megatron.sleep", flag, "weights, gradients and optimizer together"),
+    becomes("actor.offload_optimizer", "optimizer.offload", flag),
+    becomes("actor.offload_grad", "megatron.sleep", flag, "weights, gradients and optimizer together"),
+    *trains(
+        same("actor.optim.lr", "optimizer.lr"),
+        same("actor.optim.adam_beta1", "optimizer.beta1"),
+        same("actor.optim.adam_beta2", "optimizer.beta2"),
+        same("actor.optim.adam_eps", "optimizer.eps"),
+        same("actor.optim.weight_decay", "optimizer.weight_decay"),
+        same("actor.optim.clip_grad", "optimizer.clip_grad"),
+    ),
+    becomes("actor.optim.use_distributed_optimizer", "megatron.distributed_optimizer", flag),
+    becomes("actor.optim.overlap_grad_reduce", "megatron.overlap", flag, "with the gathering of parameters"),
+    becomes("actor.optim.overlap_param_gather", "megatron.overlap", flag, "with the reduction of gradients"),
+    becomes("actor.optim.optimizer_cpu_offload", "optimizer.offload", flag),
+    dropped("actor.optim.overlap_*", "see megatron.overlap"),
+    dropped("actor.optim.optimizer_enable_pin", "see optimizer.offload"),
+    dropped("actor.optim.use_precision_aware_optimizer", "moments and main weights are float32 here"),
+    dropped("actor.optim.*loss_scale*", "belongs to fp16; bf16 needs no loss scale"),
+    becomes("actor.optim.bf16", (), elsewhere, "read with actor.model.precision"),
+    *trains(
+        becomes("actor.optim.fp16", "megatron.precision", only((False, None), NO_FP16), "only false"),
+        becomes(
+            "actor.optim.optimizer",
+            (),
+            only(("adam", "adamw", None), "the optimizer is AdamW here"),
+            "only adam",
+        ),
+        becomes("actor.optim.min_lr", "optimizer.lr_min", _unless_constant("optimizer.lr_min")),
+        dropped("actor.optim.*", "no counterpart in the optimizer section"),
+        becomes("actor.lr_sched.lr_warmup_init", (), only((0, None), "a warm-up begins at 0 here"), "only 0"),
+        becomes(
+            "actor.lr_sched.lr_wsd_decay_iters",
+            "optimizer.wsd_decay_steps",
+            _wsd("optimizer.wsd_decay_steps"),
+        ),
+        becomes(
+            "actor.lr_sched.lr_wsd_decay_style",
+            "optimizer.wsd_decay_style",
+            _wsd("optimizer.wsd_decay_style"),
+        ),
+        same("actor.lr_sched.lr_warmup_iters", "optimizer.lr_warmup_steps"),
+        becomes("actor.lr_sched.lr_warmup_fraction", "optimizer.lr_warmup_steps", _warmup_fraction, "only 0"),
+        becomes(
+            "actor.lr_sched.lr_decay_style",
+            "optimizer.lr_schedule",
+            choice({"constant": "constant", "cosine": "cosine", "linear": "linear", "WSD": "wsd"}),
+        ),
+        becomes(
+            "actor.lr_sched.lr_decay_iters",
+            "optimizer.lr_decay_steps",
+            _unless_constant("optimizer.lr_decay_steps"),
+        ),
+        becomes("actor.lr_sched.min_lr", "optimizer.lr_min", _unless_constant("optimizer.lr_min")),
+    ),
+    dropped("actor.lr_sched.max_lr", "the peak is optimizer.lr"),
+    *trains(
+        becomes(
+            "actor.lr_sched.weight_decay_incr_style",
+            (),
+            only(("constant", None), "weight decay is constant here"),
+            "only constant",
+        ),
+    ),
+    dropped("actor.lr_sched.*", "no counterpart in the schedule of the rate"),
+    dropped("actor.tokenizer.*", "the tokenizer is that of model.path"),
+    same("actor.seed", "run.seed"),
+    dropped("actor.*", "no counterpart"),
+)

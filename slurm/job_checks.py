@@ -1,0 +1,133 @@
+"""Checks of a job before it is queued: the run's configuration, memory and CPUs on the nodes asked for."""
+
+import argparse
+import os
+from pathlib import Path
+
+from grpo_megatron.capabilities import GPUS
+from grpo_megatron.cluster.bundles import bundles
+from grpo_megatron.commands.evaluate import evaluation_config
+from grpo_megatron.config.load import read_config
+from grpo_megatron.config.schema import Config, Placement
+from grpo_megatron.errors import UserError
+from grpo_megatron.megatron.spec import scores_on_ranks
+from grpo_megatron.model.families import read_architecture
+from grpo_megatron.paths import folder_problem, is_absent
+from grpo_megatron.planner.advice import checked_plan
+from grpo_megatron.planner.time import Lengths
+from grpo_megatron.preflight.check import check
+from grpo_megatron.preflight.cluster_rules import num_processes
+
+
+def check_run(options: argparse.Namespace, overrides: list[str], task: str) -> list[str]:
+    """Check one run and return what could not be checked here.
+
+    Raises UserError with everything that is wrong with the run.
+
+    task: the run's number in a job array, or empty.
+    """
+    report = check(options.config, overrides, options.command)
+    if not report.violations:
+        config = of_command(options.command, read_config(options.config, overrides, options.command))
+        if options.command == "eval" and (several_jobs(options) or options.stop_before):
+            report.violations.append(
+                "an evaluation cannot be continued, it would begin anew in every job: leave out --requeue, "
+                "--dependency-chain and --stop-before, and give it the time that it needs (--time)"
+            )
+        elif several_jobs(options) and config.run.resume != "auto":
+            report.violations.append(
+                "several jobs of a run (--requeue, --dependency-chain) need run.resume=auto, or each starts "
+                "anew"
+            )
+        if options.cpus_per_node and options.cpus_per_node < (needed := cpu_slots(config, options.command)):
+            report.violations.append(
+                f"--cpus-per-node {options.cpus_per_node}: a rank or engine takes a CPU, also with a GPU, "
+                f"and this run needs {needed} on a node"
+            )
+        too_large, unknown = memory_problems(config, options.architecture, options.command)
+        report.violations += too_large
+        report.not_checked += unknown
+        if options.dry_run and (problem := _unwritable(Path(config.run.root).absolute())):
+            report.not_checked.append(f"run.root: {problem} here, so no logs could be written")
+    if report.violations:
+        of_task = f" for task {task} of the array" if task else ""
+        raise UserError(
+            f"nothing was submitted{of_task}:\n"
+            + "\n".join(f"  - {problem}" for problem in report.violations)
+        )
+    return report.not_checked
+
+
+def of_command(command: str, config: Config) -> Config:
+    """Return the configuration as a command uses it.
+
+    An evaluation has a folder next to the run's, and no ranks that it could share devices with.
+    """
+    return evaluation_config(config) if command == "eval" else config
+
+
+def _unwritable(folder: Path) -> str | None:
+    """Return why a folder cannot be created, as far as can be seen without trying, or None."""
+    there = next(path for path in (folder, *folder.parents) if not is_absent(path))
+    if problem := folder_problem(there):
+        return f"{there} {problem}"
+    return None if os.access(there, os.W_OK) else f"{there} cannot be written to"
+
+
+def memory_problems(config: Config, architecture: str | None, command: str) -> tuple[list[str], list[str]]:
+    """Return (what does not fit into the GPUs' memory, what cannot be known about it).
+
+    architecture: folder with the model's config.json.
+    """
+    cluster, folder = config.cluster, architecture or config.model.path
+    if architecture and (problem := folder_problem(architecture)):
+        return [
+            f"--architecture {architecture} {problem}; it must be a folder with the model's config.json"
+        ], []
+    if cluster.gpu not in GPUS or command != "train":
+        unused = "memory: --architecture is of no use without --command train on a known cluster.gpu"
+        return [], [unused] if architecture else []
+    if config.megatron.lora.rank:
+        return [], ["memory: the arithmetic is of training the whole model, not of adapters"]
+    if is_absent(folder):
+        return [], [
+            f"memory: {folder} is not a folder here; --architecture names one with the model's config.json"
+        ]
+    if scores_on_ranks(config) and is_absent(config.reward.model.path):
+        return [], [
+            f"memory: the reward model {config.reward.model.path}, which takes its share of it, is not a "
+            "folder here"
+        ]
+    try:
+        checked_plan(config, read_architecture(folder), Lengths.given(config), with_sync=False)
+    except UserError as error:  # it says what would fit
+        return [str(error)], []
+    return [], []
+
+
+def cpu_slots(config: Config, command: str) -> int:
+    """Return the fewest CPUs per node with which every process has one.
+
+    Processes that must be on one node are. As in cluster.placement.allocate, a CPU comes with each GPU.
+    """
+    engine, colocated = config.rollout.engine, config.cluster.placement == Placement.colocated
+    ranks, engines = num_processes(config, command)
+    for cpus in range(1, ranks + engines * engine.tensor_parallel + 1):
+        try:
+            devices = config.cluster.gpus_per_node or cpus
+            wanted = bundles(
+                ranks, config.megatron.tensor_parallel, engines, engine.tensor_parallel, devices, colocated
+            )
+        except UserError:  # a group is larger than that
+            continue
+        free = [cpus] * config.cluster.nodes
+        for size in sorted((*wanted.ranks, *wanted.engines), reverse=True):
+            free.sort(reverse=True)
+            free[0] -= size
+        if min(free) >= 0:
+            return cpus
+    raise UserError("this layout does not fit on any node")
+
+
+def several_jobs(options: argparse.Namespace) -> bool:
+    return options.requeue or options.dependency_chain > 1

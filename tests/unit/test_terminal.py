@@ -1,0 +1,57 @@
+"""Lines and the progress bar of a terminal or a job's log. Neither may stop a run."""
+
+import io
+import os
+import sys
+import time
+from contextlib import suppress
+
+from grpo_megatron.monitoring.terminal import Terminal, say
+
+
+def test_a_line_that_nobody_can_have_ends_no_run(monkeypatch):
+    """Causes are a full disk behind a job's log, and a session that is gone."""
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        say("x" * 10_000)
+        monkeypatch.undo()
+        with suppress(OSError):
+            full.close()
+    reader, writer = os.pipe()
+    os.close(reader)
+    broken = open(writer, "w")  # noqa: SIM115 - closing it raises
+    monkeypatch.setattr("sys.stdout", broken)
+    say("nobody reads")
+    monkeypatch.undo()
+    with suppress(OSError):
+        broken.close()
+
+
+class FakeTerminal(io.StringIO):
+    """A stream that claims to be a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_has_a_bar_and_a_job_log_has_none(monkeypatch):
+    row = {"throughput/tokens_per_second": 7.0, "time/step": 1.0, "time/train": 0.5}
+
+    def shown(stream) -> str:
+        monkeypatch.setattr(sys, "stderr", stream)
+        terminal = Terminal(total_steps=4, resumed=1)
+        assert terminal.eta is None
+        for step in (2, 3):
+            terminal.start_step()
+            terminal.phase("train")
+            time.sleep(0.15)
+            terminal.finish_step(step)
+            terminal.line(step, row)
+        assert 0.1 < terminal.eta < 30
+        terminal.close()
+        return stream.getvalue()
+
+    bar = shown(FakeTerminal())
+    assert "3/4" in bar
+    assert "train" in bar
+    assert shown(io.StringIO()) == ""
