@@ -20,11 +20,11 @@ from grpo_megatron.preflight.cluster_rules import num_processes
 
 
 def check_run(options: argparse.Namespace, overrides: list[str], task: str) -> list[str]:
-    """Check one run and return what could not be checked here.
-
-    Raises UserError with everything that is wrong with the run.
+    """Check one run and return what could not be checked on this machine.
 
     task: the run's number in a job array, or empty.
+
+    Raises UserError with everything that is wrong with the run.
     """
     report = check(options.config, overrides, options.command)
     if not report.violations:
@@ -61,7 +61,8 @@ def check_run(options: argparse.Namespace, overrides: list[str], task: str) -> l
 def of_command(command: str, config: Config) -> Config:
     """Return the configuration as a command uses it.
 
-    An evaluation has a folder next to the run's, and no ranks that it could share devices with.
+    An evaluation gets a folder of its own next to the run's. Its engines share no devices, because it has no
+    ranks.
     """
     return evaluation_config(config) if command == "eval" else config
 
@@ -100,15 +101,17 @@ def memory_problems(config: Config, architecture: str | None, command: str) -> t
         ]
     try:
         checked_plan(config, read_architecture(folder), Lengths.given(config), with_sync=False)
-    except UserError as error:  # it says what would fit
+    except UserError as error:  # its message tells what would fit
         return [str(error)], []
     return [], []
 
 
 def cpu_slots(config: Config, command: str) -> int:
-    """Return the fewest CPUs per node with which every process has one.
+    """Return the fewest CPUs per node with which every rank and engine process gets one.
 
-    Processes that must be on one node are. As in cluster.placement.allocate, a CPU comes with each GPU.
+    Processes that must share a node, such as a tensor-parallel group, are kept on one node. A process takes
+    a CPU even if it has a GPU, as in cluster.placement.allocate. Raises UserError if the layout fits on no
+    node.
     """
     engine, colocated = config.rollout.engine, config.cluster.placement == Placement.colocated
     ranks, engines = num_processes(config, command)
@@ -118,7 +121,7 @@ def cpu_slots(config: Config, command: str) -> int:
             wanted = bundles(
                 ranks, config.megatron.tensor_parallel, engines, engine.tensor_parallel, devices, colocated
             )
-        except UserError:  # a group is larger than that
+        except UserError:  # a group needs more devices than a node has
             continue
         free = [cpus] * config.cluster.nodes
         for size in sorted((*wanted.ranks, *wanted.engines), reverse=True):

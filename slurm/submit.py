@@ -1,4 +1,4 @@
-"""Make a Slurm job of a configuration, check it, and submit it.
+"""Make a Slurm job from a configuration, check it, and submit it.
 
     python slurm/submit.py --config configs/qwen3_8b_1node.yaml --time 24:00:00 --requeue model.path=/weights
     python slurm/submit.py --config configs/quickstart.yaml --nodes 2 --dry-run > job.sbatch
@@ -25,7 +25,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.paths import writing
 from grpo_megatron.preflight.rule import COMMANDS
 
-# Where Dockerfile and apptainer.def install.
+# Folder of the programs in the images of Dockerfile and apptainer.def.
 IN_IMAGE = "/opt/grpo_megatron/.venv/bin"
 
 
@@ -127,7 +127,7 @@ def _positive(text: str) -> int:
 
 
 def prepare(options: argparse.Namespace) -> tuple[Job, list[str]]:
-    """Return the job, and what could not be checked here.
+    """Return the job, and notes about what could not be checked on this machine.
 
     Raises UserError with everything that is known to be wrong on the nodes asked for.
     """
@@ -137,7 +137,7 @@ def prepare(options: argparse.Namespace) -> tuple[Job, list[str]]:
     config = with_facts(options, read_config(options.config, of_first, options.command))
     name = config.run.name
     if options.array:
-        # Each task is a run of its own, beside the others.
+        # Each task is a run of its own, with a folder next to those of the other tasks.
         if any(argument.startswith("run.root=") and TASK in argument for argument in given):
             raise UserError(f"--array: {TASK} goes into run.name, not into run.root")
         named = [argument.removeprefix("run.name=") for argument in given if argument.startswith("run.name=")]
@@ -196,7 +196,7 @@ def time_limit(text: str) -> float:
             f"--time {text}: it must be MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS"
         )
     days, parts = match[1], [int(part) for part in match.groups()[1:] if part]
-    # The first number is of hours after days or before two others, else of minutes.
+    # The first number counts hours if days precede it or two numbers follow it, otherwise minutes.
     units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
     return 86400 * int(days or 0) + sum(
         part * unit for part, unit in zip(parts, units, strict=False)
@@ -226,7 +226,7 @@ def with_facts(options: argparse.Namespace, config: Config) -> Config:
 def _stop_before(options: argparse.Namespace) -> int | None:
     """Return how many seconds before the time limit the run is told to stop, or None.
 
-    Raises UserError if the job would hardly have begun by then, because it would never make progress.
+    Raises UserError if the job would be told to stop when it has hardly begun: it would never make progress.
     """
     seconds = options.stop_before or (600 if several_jobs(options) else None)
     # Slurm may send the signal a minute early.
@@ -240,9 +240,10 @@ def _stop_before(options: argparse.Namespace) -> int | None:
 
 
 def _grace(options: argparse.Namespace) -> list[str]:
-    """Return how long a run that is told to stop may take, as an argument.
+    """Return run.grace_usr1=SECONDS, the time in which a run that is told to stop must end.
 
-    The time that is then left before the limit is for Ray's shutdown.
+    Ray shuts down in the seconds that remain before the time limit. The list is empty if the user sets
+    run.grace_usr1, or if Slurm does not tell the run to stop before the limit.
     """
     seconds = _stop_before(options)
     given = any(
@@ -253,7 +254,7 @@ def _grace(options: argparse.Namespace) -> list[str]:
 
 
 def _job(options: argparse.Namespace, config: Config, overrides: list[str]) -> Job:
-    """Return the job of a run. In an array, run.name has TASK in it, and overrides may have it too.
+    """Return the job of a run. In an array, run.name contains TASK, and overrides may contain it too.
 
     config: the configuration as the command uses it (of_command).
     """
@@ -321,14 +322,14 @@ def _mounts(wanted: list[str]) -> list[str]:
 
 
 def submit(job: Job, script: str, tasks: list[str], chain: int) -> list[str]:
-    """Queue a job `chain` times, each to start when the one before has ended, and return the jobs' numbers.
+    """Queue a job `chain` times and return the job ids. Each job starts when the one before has ended.
+
+    tasks: numbers of the array's tasks; [""] if there is no array.
 
     Raises UserError if Slurm refuses the job, or if the folder of its logs cannot be created.
-
-    tasks: numbers of the array's tasks, or one empty text.
     """
     for task in tasks:
-        # Slurm does not make it, and a job that cannot write its output fails without a word.
+        # Slurm does not create the folder, and a job that cannot write its output fails silently.
         folder = Path(job.logs.replace(TASK, task))
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -347,7 +348,7 @@ def submit(job: Job, script: str, tasks: list[str], chain: int) -> list[str]:
         if done.returncode:
             before = f" (queued before it: {', '.join(queued)})" if queued else ""
             raise UserError(f"Slurm refuses the job{before}: {done.stderr.strip()}")
-        # With several clusters: NUMBER;CLUSTER.
+        # On a site with several clusters sbatch prints NUMBER;CLUSTER.
         queued.append(done.stdout.strip().partition(";")[0])
     return queued
 

@@ -278,7 +278,7 @@ def _alternative(
 ) -> Value:
     """Return the value of ${A:-word}, ${A:=word}, ${A:?word} or ${A:+word}, with or without the colon.
 
-    A variable that the script does not set counts as not set.
+    A variable that the script does not set counts as unset, although the user's environment could set it.
     """
     colon, kind, word = match.groups()
     word = word if quoted else home_written_out(word)
