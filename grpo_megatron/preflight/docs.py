@@ -12,6 +12,8 @@ COMMAND = "grpo-megatron config docs > docs/config.md"
 
 _HEAD = f"""# Configuration keys
 
+[All pages](index.md)
+
 Generated from grpo_megatron/config/schema.py by `{COMMAND}`; not edited by hand.
 
 `grpo-megatron config explain KEY` adds what a key interacts with and the rules about it. Every number must be

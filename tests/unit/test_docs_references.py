@@ -34,6 +34,21 @@ def broken_links(page: Path) -> list[str]:
     return found
 
 
+def test_the_index_lists_every_page_and_each_links_back():
+    index = ROOT / "docs/index.md"
+    pages = [page for page in PAGES if page.parent == index.parent and page != index]
+    listed = [target for _, target in links(index) if "/" not in target]
+    missing = {page.name for page in pages} - set(listed)
+    assert not missing, f"docs/index.md does not list {sorted(missing)}"
+    without = [
+        page.name
+        for page in pages
+        if page.read_text(encoding="utf-8").splitlines()[1:4] != ["", "[All pages](index.md)", ""]
+    ]
+    assert not without, f"below their titles, these pages lack [All pages](index.md): {without}"
+    assert "docs/index.md" in [target for _, target in links(ROOT / "README.md")]
+
+
 @each_page
 def test_paths_exist(page):
     assert missing_paths(page) == []
