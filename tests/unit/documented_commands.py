@@ -197,6 +197,9 @@ COMMANDS = {
     "make quickstart-real": ByTest(
         "tests/unit/test_quickstart_arguments.py::test_the_real_model_is_trained", "tools/quickstart_real.py"
     ),
+    "python tools/quickstart_real.py run.total_steps=24 eval.every=24": ByTest(
+        "tests/unit/test_quickstart_arguments.py::test_the_real_model_is_trained", "tools/quickstart_real.py"
+    ),
     "make test": SUITE,
     "make test-all": SUITE,
     "make lint": SUITE,
