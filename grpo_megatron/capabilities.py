@@ -1,7 +1,8 @@
-"""Capabilities of a run's machines.
+"""Capabilities of a run's machines: GPUs, their memory and speed, FP8, and the number of nodes.
 
-`Capabilities.of_this_machine` examines the machine that it runs on. `Capabilities.of_facts` takes values of
-the configuration instead, so that a configuration can be checked on another machine.
+Checks of a configuration and the planner use them. `Capabilities.of_this_machine` examines the machine that
+it runs on. `Capabilities.of_facts` takes values of the configuration instead, so that a configuration can be
+checked on another machine.
 """
 
 import re
@@ -24,10 +25,10 @@ BLACKWELL = (10, 0)
 
 
 def start_method() -> str:
-    """Return how to start processes that use torch: `fork` if torch is a CPU build, else `spawn`.
+    """Return the multiprocessing start method for processes that use torch.
 
-    A process cannot use CUDA if its parent asked for CUDA devices before the fork. Many libraries ask for
-    them when they are imported.
+    It is `fork` if torch is a CPU build. Otherwise it is `spawn`: a process cannot use CUDA if its parent
+    asked for CUDA devices before the fork, and many libraries ask for them when they are imported.
     """
     import torch
 
@@ -49,15 +50,15 @@ class Speed:
     host: float
     """Bytes/s to the host's memory, in each direction."""
     network: float
-    """Bytes/s of one GPU between nodes, in the maker's own machine with such GPUs."""
+    """Bytes/s of each GPU's share of the network between nodes, in the maker's own machine (DGX)."""
 
 
 @dataclass(frozen=True)
 class GPU:
-    """A model of GPU.
+    """Properties of a GPU model.
 
     compute_capability: CUDA's (major, minor)
-    memory: bytes, as CUDA reports them
+    memory: size of the GPU's memory in bytes, as CUDA reports it
     speed: None if it is not known
     """
 
@@ -89,7 +90,9 @@ GPUS = {
 
 
 def peak_flops(gpu: str | None) -> float | None:
-    """Return the bf16 FLOP/s of the GPU that cluster.gpu names; None: of this machine's GPU.
+    """Return the peak FLOP/s of a GPU in dense bf16, from which the monitor computes the FLOPs utilisation.
+
+    gpu: value of cluster.gpu; None: the GPU of this machine.
 
     Returns None if the speed is not known.
     """
@@ -102,10 +105,12 @@ def peak_flops(gpu: str | None) -> float | None:
 
 
 def _name_in_gpus(device: str) -> str | None:
-    """Return the name in GPUS of a device, or None. device: as CUDA calls it: `NVIDIA H100 80GB HBM3`.
+    """Return the key of GPUS for a device; None if there is none.
 
-    PCIe and NVL variants have none, because they are slower than the entries of GPUS. L40S exists for PCIe
-    only.
+    device: CUDA's name of it, such as `NVIDIA H100 80GB HBM3`.
+
+    PCIe and NVL variants are slower than the entries of GPUS, so the result for them is None. L40S exists
+    for PCIe only, and its name does not say so.
     """
     if "PCIe" in device or "NVL" in device:
         return None
@@ -114,10 +119,10 @@ def _name_in_gpus(device: str) -> str | None:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Known capabilities of a run's machines. An unknown capability is not held against a configuration."""
+    """Known facts about a run's machines. Checks accept a configuration if a fact is not known."""
 
     where: str
-    """Where the machines are, for messages, such as `here`."""
+    """Words for error messages that say which machines these are, such as `here` or `in the Ray cluster`."""
     gpus: bool | None = None
     """Whether ranks and engines run on GPUs; None: not known."""
     gpu: GPU | None = None
@@ -146,10 +151,13 @@ class Capabilities:
 
     @classmethod
     def of_facts(cls, gpu: str | None, nodes: int | None, gpus_per_node: int | None) -> "Capabilities":
-        """Return the capabilities that cluster.gpu, cluster.nodes and cluster.gpus_per_node describe.
+        """Return the capabilities of a cluster that this process cannot examine.
 
-        Each value is None if it is not known. gpu is `none`, a name in GPUS, or the name of an unknown GPU.
-        TransformerEngine is assumed to be installed where there are GPUs; a rank without it reports that when
+        gpu: value of cluster.gpu: `none`, a name in GPUS, or the name of another GPU; None: not known.
+        nodes: value of cluster.nodes; None: not known.
+        gpus_per_node: value of cluster.gpus_per_node; None: not known.
+
+        TransformerEngine is assumed to be installed where there are GPUs. A rank without it reports that when
         it starts.
         """
         if gpu is None:
@@ -160,9 +168,10 @@ class Capabilities:
         return cls(where, True, GPUS.get(gpu), None, nodes, gpus_per_node)
 
     def emulating(self, emulate_kernels: bool) -> "Capabilities":
-        """Return the capabilities with TransformerEngine's kernels emulated on the CPU, if that is set.
+        """Return the capabilities of a run with the setting megatron.emulate_kernels.
 
-        Layers then see a Hopper GPU.
+        If it is True, TransformerEngine's kernels are emulated on the CPU, for tests without a GPU. The
+        result then claims a Hopper GPU (H100). If it is False, the capabilities stay as they are.
         """
         if not emulate_kernels:
             return self
@@ -189,7 +198,11 @@ _WITHOUT_CUDA = "TransformerEngine needs CUDA, which is not available"
 
 
 def emulated_transformer_engine() -> tuple[Path, str | None]:
-    """Return the folder with TransformerEngine's Python code, and why it cannot be used (None if it can)."""
+    """Find TransformerEngine's Python code, which the emulation on a CPU uses without installing the package.
+
+    Returns (folder, problem): folder is where `make install` unpacks the wheel. problem is None, or says that
+    the wheel has not been unpacked.
+    """
     if not (_UNPACKED / "transformer_engine").is_dir():
         return (
             _UNPACKED,
@@ -200,7 +213,11 @@ def emulated_transformer_engine() -> tuple[Path, str | None]:
 
 
 def _transformer_engine_problem(installed: str | None, gpus: bool) -> str | None:
-    """Return why TransformerEngine cannot be used, or None. installed: its version, if it is installed."""
+    """Return why TransformerEngine cannot be used; None if it can.
+
+    installed: its version; None: it is not installed.
+    gpus: whether CUDA is available.
+    """
     if installed is None:
         return "TransformerEngine is not installed"
     first, beyond = TRANSFORMER_ENGINE_RELEASES
@@ -218,5 +235,6 @@ def version(package: str) -> str | None:
 
 
 def release(text: str) -> tuple[int, ...]:
+    """Return the first three numbers of a version, for comparisons: (2, 11, 0) of `2.11.0+cu128`."""
     digits = text.split("+")[0].split(".")[:3]
     return tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in digits)

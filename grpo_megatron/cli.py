@@ -37,8 +37,8 @@ from grpo_megatron.run.guard import Guard
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit status.
 
-    arguments: None: the arguments of this process. In that case a run also gets a keeper (commands.keeper), a
-        process that kills whatever the run leaves behind.
+    arguments: the words after `grpo-megatron`; None: those of this process. With None, a run also gets a
+        keeper (commands.keeper), a process that kills whatever the run leaves behind.
     """
     _open_what_is_closed()
     options = _parse(arguments)
@@ -73,8 +73,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _open_what_is_closed() -> None:
     """Open os.devnull in place of each standard stream that is closed.
 
-    Some launchers close stdout (`>&-`). The next file to be opened would then get its descriptor, and with it
-    everything that libraries print.
+    Some launchers close stdout (`>&-`). The next file that is opened would then get descriptor 1, and
+    everything that libraries print would go into that file.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -101,7 +101,7 @@ def _say(message: object) -> None:
 
 
 def _let_go() -> None:
-    """Redirect stdout and stderr to os.devnull if they cannot be flushed.
+    """Redirect stdout and stderr to os.devnull if they cannot be flushed. Called just before the exit.
 
     When a terminal or pipe is gone, the interpreter's last flush would fail and make the exit status 120.
     """
@@ -116,10 +116,9 @@ def _let_go() -> None:
 
 
 def _tell(result: str) -> None:
-    """Print the result of a run on stdout.
+    """Print the result of a run on stdout. If stdout cannot be written to, show a warning on stderr.
 
-    If that fails only a warning is shown. A file in the run's folder has the result too, so the run has not
-    failed.
+    The run has not failed then, because a file in its folder has the result too.
     """
     try:
         print(result, flush=True)
@@ -159,10 +158,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _intermixed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
-    """Parse arguments in which key=value words stand before, between and after options.
+    """Parse arguments in which `key=value` words stand before, between and after options.
 
-    argparse takes only one contiguous group of such words, and its parse_intermixed_args does not support
-    subcommands.
+    Replaces argparse's parse_intermixed_args, which does not support subcommands. argparse's parse_args takes
+    only one contiguous group of such words.
     """
     options, left = parser.parse_known_args(arguments)
     takes_more = hasattr(options, "overrides")
@@ -175,9 +174,10 @@ def _intermixed(parser: argparse.ArgumentParser, arguments: list[str] | None) ->
 
 
 def _command(options: argparse.Namespace) -> Callable[[Guard], int]:
-    """Return the function that executes the command.
+    """Return the function that executes the chosen command.
 
-    It takes a Guard, which only runs use, and returns the exit status. It raises UserError or Stopped.
+    The function takes a Guard and returns the exit status. Only the commands in _RUNS use the Guard. The
+    function raises UserError, or Stopped if a run has stopped on request.
     """
     if options.command == "doctor":
         return lambda guard: _doctor()
@@ -191,7 +191,10 @@ def _command(options: argparse.Namespace) -> Callable[[Guard], int]:
 
 
 def _add_looks(commands) -> None:
-    """Add the commands that read a run's folder. commands: what ArgumentParser.add_subparsers returns."""
+    """Add `status` and `report`, which read a run's folder.
+
+    commands: what ArgumentParser.add_subparsers returned.
+    """
     status = commands.add_parser(
         "status", help="what a run does now; exit status 1 if it failed, was interrupted or is gone"
     )

@@ -34,7 +34,11 @@ from grpo_megatron.weights.sync.sync import WeightSync
 
 
 class Controller:
-    """The GRPO algorithm and its counters. All other work is done by the objects that it is given."""
+    """The GRPO training loop and its counters.
+
+    It decides what happens in which order. The objects that it is given do the work: rollouts sample, the
+    trainer trains, weight_sync updates the engines, the saver writes checkpoints.
+    """
 
     def __init__(
         self,
@@ -51,12 +55,16 @@ class Controller:
         stop: StopRequest | None = None,
         score: Callable[[list[Group]], list[Group]] | None = None,
     ):
-        """prompts, weight_sync: None if recorded rollouts are replayed, which need neither
-        turns: arranges the sharing of devices between ranks and engines; None: each have their own
-        decode: token ids -> text, to show the tokens that engine and trainer disagree about most
-        stop: checked after each step
-        score: sets the rewards of groups, if a reward model on the ranks gives them; None: groups come with
-            rewards
+        """Connect the parts of a run, at step 0. `load_state_dict` continues from a checkpoint.
+
+        prompts, weight_sync: None if recorded rollouts are replayed, which need neither
+        evaluation: scores held-out prompts; None: there are none
+        saver: writes checkpoints
+        turns: moves the shared devices between engines and trainer ranks; None: each side has its own devices
+        decode: converts token ids to text, to show the tokens that engine and trainer disagree about most
+        stop: request to stop the run, checked after each step; None: there is never one
+        score: returns groups with the rewards of a reward model that runs on the trainer's ranks; None:
+            the rollouts come with rewards
         """
         self.config = config
         self.trainer, self.rollouts, self.prompts, self.weight_sync = trainer, rollouts, prompts, weight_sync
@@ -79,9 +87,10 @@ class Controller:
         self.evaluated = 0  # the step after which the "after" evaluation was made
 
     def run(self) -> dict:
-        """Train until run.total_steps. Return the evaluations before and after training, and totals.
+        """Train until step run.total_steps.
 
-        Raises Stopped after a step if the run was asked to stop.
+        Returns a dict with the last step, the evaluations "before" and "after" training, and the totals of
+        tokens, seconds and the largest mismatch. Raises Stopped after a step if the run was asked to stop.
         """
         self.sync_weights()
         if not self.evaluations.get("before"):
@@ -152,7 +161,11 @@ class Controller:
         self.report(groups, mini_batches, {**metrics, **mismatch, **measured}, sampled | memory)
 
     def shape_and_filter(self, groups: list[Group]) -> list[Group]:
-        """Return the groups to train on, with the rewards to train on."""
+        """Return the groups to train on, with the rewards to train on.
+
+        Applies the penalty for overlong responses, the shuffling of rewards (a control experiment) and the
+        group filters, as far as they are configured.
+        """
         groups = shape_overlong(
             groups, self.config.rollout.max_response_length, self.config.reward.overlong_buffer
         )
@@ -161,9 +174,10 @@ class Controller:
         return apply_filters(groups, self.config.algorithm)
 
     def old_and_reference_logprobs(self, mini_batches: list[MiniBatch]) -> Metrics:
-        """Fill in old_logp and ref_logp of the batches.
+        """Set each batch's log-probs of the old policy (old_logp) and of the reference model (ref_logp).
 
-        Returns the mismatch of engine and trainer if the old log-probs were recomputed, else no metrics.
+        Returns metrics of the mismatch between engine and trainer if the old log-probs were recomputed;
+        otherwise empty, because the first optimizer step measures it.
         """
         mismatch = []
         for mini in mini_batches:
@@ -183,7 +197,10 @@ class Controller:
         return merge(mismatch)
 
     def set_coefficients(self, mini_batches: list[MiniBatch]) -> Metrics:
-        """Set advantage, weight and policy factor of every token. Return metrics about them."""
+        """Set the coefficients of every token in the loss, such as advantage and weight.
+
+        Returns metrics about them.
+        """
         batches = [mini.batch for mini in mini_batches]
         advantages, metrics = step_advantages(batches, self.config.algorithm, self.kl_controller)
         parts = []
@@ -194,7 +211,11 @@ class Controller:
         return metrics | merge(parts)
 
     def train(self, mini_batches: list[MiniBatch]) -> list[Metrics]:
-        """Make one optimizer step per mini-batch and epoch. Return the metrics of each step."""
+        """Make one optimizer step per mini-batch in each of train.ppo_epochs epochs.
+
+        Returns the metrics of each optimizer step, in order. The entropy bonus is off while the last step's
+        entropy is at or above algorithm.entropy_floor.
+        """
         floor, current = (
             self.config.algorithm.entropy_floor,
             self.config.train.old_logprobs == OldLogprobs.current,
@@ -211,7 +232,11 @@ class Controller:
         return trained
 
     def act_on_mismatch(self, mismatch: Metrics, mini_batches: list[MiniBatch]) -> None:
-        """Show the tokens that engine and trainer disagree about most, and act as mismatch.action says."""
+        """Log the tokens that engine and trainer disagree about most, and apply mismatch.action.
+
+        Depending on that setting, a mismatch beyond the limit shows a warning or raises UserError. Does
+        nothing if `mismatch` is empty.
+        """
         if mismatch:
             report = mismatch_report(
                 mismatch, [mini.batch for mini in mini_batches], self.config.mismatch, self.decode
@@ -223,16 +248,18 @@ class Controller:
                 self.monitor.say(f"step {self.step}: {report.text}")
 
     def ranks_turn(self) -> None:
-        """Prepare for work of the trainer: engines on its devices release their memory."""
+        """Have engines on the trainer's devices release their memory, so that the ranks can work.
+
+        Does nothing if the engines have devices of their own.
+        """
         if self.turns:
             self.turns.to_ranks()
 
     def engines_turn(self) -> dict[str, float]:
-        """Prepare for work of the engines alone, and return metrics about that.
+        """Prepare for a time in which only the engines work. Return memory metrics of ranks put to sleep.
 
-        Engines on the trainer's devices get their memory back, with the weights that were synced last.
-        Engines with devices of their own need nothing, but the trainer's ranks sleep if megatron.sleep is
-        set.
+        Engines on the trainer's devices get their memory back, and the last synced weights are synced again.
+        Engines on devices of their own need nothing. The trainer's ranks then sleep if megatron.sleep is set.
         """
         if self.turns:
             if self.turns.state == State.training:
@@ -248,7 +275,8 @@ class Controller:
 
         changed: whether the weights differ from those synced last; if so, they get a new version.
 
-        Afterwards the engines have the devices, if they share them with the ranks.
+        If engines and ranks share devices, the engines have them afterwards. Does nothing in a replay of
+        recorded rollouts.
         """
         if not self.weight_sync:
             return

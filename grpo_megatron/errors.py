@@ -29,16 +29,16 @@ class Stopped(Exception):
 
 
 def shortened(text: object, length: int = 80) -> str:
-    """Return a text as a message can quote it: at most `length` characters, the rest replaced by `…`."""
+    """Return `text` cut to at most `length` characters, for a message. A last `…` marks the cut."""
     text = str(text)
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
 def printable(text: str) -> str:
-    """Return a text that a terminal can show safely, with control characters replaced.
+    """Return `text` with control characters replaced, so that a terminal can show it safely.
 
-    The text may quote anything, such as a model's output. Control characters could rewrite what the terminal
-    shows.
+    The text may quote anything, such as a model's output. Control characters in it could rewrite what the
+    terminal shows.
     """
     return "".join(
         "\N{REPLACEMENT CHARACTER}" if category(c).startswith("C") and c not in "\n\t" else c for c in text
@@ -46,7 +46,10 @@ def printable(text: str) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Return the type and text of an exception from foreign code, as a message can quote them."""
+    """Return type and text of an exception that a user's or a library's code raised, for an error message.
+
+    The text is shortened and safe for a terminal.
+    """
     try:
         text = str(error)
     except Exception:  # str() may fail, as for an int with too many digits to print

@@ -10,13 +10,12 @@ from grpo_megatron.paths import file_problem, reading
 
 
 def json_text(value: Any, **layout: Any) -> str:
-    """Return `value` as JSON. This is the only way in which this project writes JSON.
+    """Return `value` as JSON text. Replaces json.dumps in this project, because of NaN and infinity.
 
     layout: arguments of json.dumps such as indent.
 
-    JSON has no NaN and no infinity. Python would write them as bare words, which jq, pandas and browsers
-    refuse. They become null, as with other writers of JSON. pandas reads null as NaN, and so does
-    `float_or_nan`.
+    JSON has no NaN and no infinity. json.dumps would write them as bare words, which jq, pandas and browsers
+    refuse. Here they become null. pandas reads null as NaN, and so does `float_or_nan`.
     """
     try:
         return json.dumps(value, allow_nan=False, **layout)
@@ -35,15 +34,15 @@ def _without_nan(value: Any) -> Any:
 
 
 def float_or_nan(value: float | None) -> float:
-    """Return a number that `json_text` wrote. null stands for a number that was not finite."""
+    """Return a number that was read from JSON. None becomes NaN: `json_text` writes null for NaN."""
     return math.nan if value is None else value
 
 
 def read_object(path: str | Path) -> dict[str, Any]:
     """Return the JSON object in a file.
 
-    Raises UserError that names the file if it cannot be read or holds anything else. The error's __cause__ is
-    an OSError if reading failed.
+    Raises UserError if the file cannot be read; the error's __cause__ is then an OSError if the read itself
+    failed. Raises UserError also if the file contains anything but a JSON object. The message names the file.
     """
     problem = file_problem(path)
     if problem:
@@ -59,9 +58,9 @@ def read_object(path: str | Path) -> dict[str, Any]:
 
 
 def parse_object(raw: bytes, where: str) -> dict[str, Any]:
-    """Return the JSON object in `raw`. Raises UserError.
+    """Return the JSON object that `raw` contains. Raises UserError if it contains anything else.
 
-    where: the file for the message, with the line if it has several objects.
+    where: name of the file for the error message, with the line number if the file has an object per line.
     """
     try:
         value = json.loads(raw.decode("utf-8"))

@@ -1,8 +1,11 @@
 """Metrics that know how they combine over micro-batches, ranks and optimizer steps.
 
+Each class has three methods: `merge` combines two parts of a metric, `concrete` replaces tensors by Python
+numbers, and `result` returns the final value.
+
 A mean keeps numerator and denominator, because a mean of means over parts of unequal size is not the overall
-mean. Values may be tensors on any device until `concrete` copies all of them to the host at once. Copying one
-after the other would wait for the GPU each time.
+mean. Values may be tensors on any device until the function `concrete` copies all of them to the host at
+once. Copying one after the other would wait for the GPU each time.
 """
 
 import math
@@ -16,12 +19,17 @@ import torch
 
 
 def nan_max(a: float, b: float) -> float:
-    """Return max(a, b), or NaN if either is NaN. Python's max() may lose a NaN, depending on the order."""
+    """Return max(a, b), or NaN if either is NaN.
+
+    Replaces Python's max(), which returns NaN or the other number depending on the order of the arguments.
+    """
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
 @dataclass(frozen=True)
 class Mean:
+    """A mean, kept as the sum of the values and their count (or the sum of their weights)."""
+
     total: Any
     count: Any
 
@@ -95,9 +103,10 @@ class Max:
 
 @dataclass(frozen=True)
 class Top:
-    """The k rows with the largest first number, of all rows that were seen. For people; not a scalar.
+    """The k rows with the largest first column, such as the tokens with the largest mismatch.
 
-    rows: tensor [n, columns] or list of tuples. A first number of -inf means that there is no row.
+    It is shown as text, and is not a scalar metric.
+    rows: tensor [n, columns] or list of tuples; a row whose first column is -inf does not count
     """
 
     rows: Any
@@ -105,7 +114,11 @@ class Top:
 
     @classmethod
     def of(cls, rows: torch.Tensor, mask: torch.Tensor, k: int = 5) -> "Top":
-        """Return the top rows of rows [n, columns]. mask: bool [n], True for the rows that count."""
+        """Return the metric with the k top rows.
+
+        rows: [n, columns].
+        mask: bool [n], True for the rows that count.
+        """
         first = torch.where(mask, rows[:, 0], -torch.inf)
         chosen = first.topk(min(k, len(rows))).indices
         return cls(torch.cat([first[chosen, None], rows[chosen, 1:]], dim=1), k)
@@ -136,18 +149,22 @@ def _edges(device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RatioQuantiles:
-    """Quantiles of a ratio, from a histogram of its logarithm.
+    """The quantiles 1%, 50% and 99% of probability ratios, from a histogram of their logarithms.
 
-    The logarithm of a quantile is exact within 8% of its size, or within 1e-6. NaN counts as infinitely
-    large.
-    counts: [number of bins]
+    A histogram can be merged over ranks, which exact quantiles cannot. The logarithm of a quantile is exact
+    within 8% of its absolute value, or within 1e-6. NaN counts as infinitely large.
+    counts: int [number of bins], how many log-ratios are in each bin of _EDGES
     """
 
     counts: Any
 
     @classmethod
     def of(cls, log_ratio: torch.Tensor, mask: torch.Tensor) -> "RatioQuantiles":
-        """Return the metric of log_ratio [n]. mask: bool [n], True for the values that count."""
+        """Return the metric of some log-ratios.
+
+        log_ratio: [n], natural logarithms.
+        mask: bool [n], True for the values that count.
+        """
         bins = torch.bucketize(log_ratio.double(), _edges(log_ratio.device))
         counts = torch.zeros(len(_EDGES) + 1, dtype=torch.int64, device=log_ratio.device)
         return cls(counts.index_add_(0, bins, mask.long()))
@@ -160,7 +177,7 @@ class RatioQuantiles:
         return self if isinstance(self.counts, list) else RatioQuantiles(self.counts.tolist())
 
     def result(self) -> dict[str, float]:
-        """Return {name of the quantile: ratio}; NaN if nothing was counted."""
+        """Return {`p01`, `p50` or `p99`: ratio}. The ratios are NaN if nothing was counted."""
         sums = torch.tensor(self.concrete().counts).cumsum(0).tolist()
         if not sums[-1]:
             return dict.fromkeys(_QUANTILES, math.nan)
@@ -181,8 +198,9 @@ Metrics = dict[str, Metric]
 
 
 def concrete(parts: list[Metrics]) -> list[Metrics]:
-    """Return the same metrics with Python numbers in place of tensors. All tensors are copied to the host at
-    once.
+    """Return the same metrics with Python numbers in place of tensors, so that ranks can report them.
+
+    All tensors are copied to the host at once. Copying one by one would wait for the GPU each time.
     """
     values = [value for part in parts for metric in part.values() for value in vars(metric).values()]
     numbers = iter(_numbers([value for value in values if torch.is_tensor(value)]))
@@ -197,7 +215,7 @@ def concrete(parts: list[Metrics]) -> list[Metrics]:
 
 
 def _numbers(tensors: list[torch.Tensor]) -> list:
-    """Return each tensor as a number or nested lists of numbers."""
+    """Return each tensor as a number or nested lists of numbers, with one copy to the host for all."""
     if not tensors:
         return []
     # In float64 every count is exact.
@@ -212,7 +230,7 @@ def _numbers(tensors: list[torch.Tensor]) -> list:
 
 
 def merge(parts: list[Metrics]) -> Metrics:
-    """Combine the metrics of several micro-batches, ranks or steps, each by its own rule."""
+    """Combine the metrics of several micro-batches, ranks or steps, each by its class's own `merge`."""
     merged: Metrics = {}
     for part in parts:
         for name, metric in part.items():
@@ -221,7 +239,10 @@ def merge(parts: list[Metrics]) -> Metrics:
 
 
 def to_floats(metrics: Metrics) -> dict[str, float]:
-    """Return the scalar metrics. Quantiles are named NAME_QUANTILE; `Top` is left out."""
+    """Return the scalar metrics as {name: value}.
+
+    RatioQuantiles become one scalar each, such as NAME_p99. `Top` is left out, because it is not a scalar.
+    """
     floats = {}
     for name, metric in metrics.items():
         if isinstance(metric, RatioQuantiles):

@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """Return call(), run in a thread that is abandoned after `seconds`.
+    """Return call() with a time limit. `call` runs in its own thread, which is abandoned after `seconds`.
 
-    There is no other way to get away from a file system or a service that hangs. Raises TimeoutError, which
-    is an OSError, and whatever `call` raises.
+    Used for calls to a file system or a service that may hang, because such a call cannot be interrupted.
+    Raises TimeoutError (an OSError) after the time limit. Errors that `call` raises are passed on.
     """
     answer: Future[T] = Future()
 
@@ -39,9 +39,9 @@ def within(seconds: float, call: Callable[[], T]) -> T:
 
 
 def file_problem(path: str | Path) -> str | None:
-    """Return what is wrong with `path` as a file to read, or None.
+    """Return why `path` cannot be read as a file; None if it can.
 
-    The text is the end of a sentence, such as `does not exist`.
+    The text is the end of a sentence that begins with the path, such as `does not exist`.
     """
     mode = _mode(path)
     if isinstance(mode, str):
@@ -54,7 +54,7 @@ def file_problem(path: str | Path) -> str | None:
 
 
 def folder_problem(path: str | Path) -> str | None:
-    """Return what is wrong with `path` as a folder to read from, or None; see file_problem."""
+    """Return why `path` cannot be read as a folder, as the end of a sentence; None if it can."""
     mode = _mode(path)
     if isinstance(mode, str):
         return mode
@@ -64,10 +64,10 @@ def folder_problem(path: str | Path) -> str | None:
 
 
 def output_folder_problem(path: str | Path) -> str | None:
-    """Return what is wrong with `path` as a folder to write to, or None; see file_problem.
+    """Return why no files can be written to the folder `path`, as the end of a sentence; None if they can.
 
-    The folder need not exist. It must then be possible to create it in the nearest folder above that exists.
-    The check creates a temporary folder there, because permissions say nothing about /proc or a full disk.
+    If the folder does not exist, the nearest existing folder above it is checked. The check creates a
+    temporary folder and deletes it, because permissions say nothing about /proc or a full disk.
     """
     there = nearest_folder(path)
     if problem := folder_problem(there):
@@ -86,9 +86,9 @@ def nearest_folder(path: str | Path) -> Path:
 
 
 def output_file_problem(path: str | Path) -> str | None:
-    """Return what is wrong with `path` as a file to write, or None. The file may exist already.
+    """Return why the file `path` cannot be written, as the end of a sentence; None if it can.
 
-    See output_folder_problem.
+    The file may exist already. If it does not, its folder is checked with `output_folder_problem`.
     """
     if is_absent(path):
         problem = output_folder_problem(parent := Path(path).absolute().parent)
@@ -97,9 +97,10 @@ def output_file_problem(path: str | Path) -> str | None:
 
 
 def is_absent(path: str | Path) -> bool:
-    """Return True if nothing is at `path`.
+    """Return True if there is no file, folder or link at `path`.
 
-    Something of the wrong kind or a link that leads nowhere does not count as absent.
+    A symbolic link with a missing target counts as present. So does a path that cannot be examined, for
+    example for lack of permission.
     """
     return _mode(path) == _ABSENT
 
@@ -121,7 +122,7 @@ def _mode(path: str | Path) -> int | str:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Call fsync on a file, or on a folder to make its list of files durable."""
+    """Call fsync on a file or a folder. For a folder, new names in it then survive a crash of the node."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -130,8 +131,9 @@ def sync_to_disk(path: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file atomically: if the process is killed, the old or the new file is there. Raises
-    OSError.
+    """Write a UTF-8 file atomically: if the process is killed, the old or the new file is there.
+
+    Raises OSError. The old file is then unchanged.
     """
     new = path.with_name(f"{path.name}.new")
     try:
@@ -144,15 +146,19 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def numbered(path: Path) -> Path:
-    """Return the first of PATH.1, PATH.2, ... that does not exist: a place to move `path` to without losing
-    anything.
+    """Return the first of PATH.1, PATH.2, ... that does not exist.
+
+    Callers rename `path` to it when they need the name for something new and must not lose the old content.
     """
     return next(free for n in range(1, 10**6) if not (free := path.with_name(f"{path.name}.{n}")).exists())
 
 
 @contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Convert errors of the disk into a UserError that names `path`. Other exceptions pass through."""
+    """Convert errors of writing within the context into a UserError that names `path`.
+
+    These are OSErrors, and other exceptions that report a full disk. All others pass through.
+    """
     try:
         yield
     except Exception as error:
@@ -170,9 +176,10 @@ def writing(path: str | Path) -> Iterator[None]:
 
 @contextmanager
 def reading(path: str | Path) -> Iterator[None]:
-    """Convert an OSError into a UserError that names the node and `path`.
+    """Convert an OSError within the context into a UserError that names this node and `path`.
 
-    The content of a file that cannot be read is unknown, so it must not be taken for damaged or absent.
+    A file that cannot be read may be sound. With this error, callers do not treat it as damaged or absent,
+    which could make a run start anew.
     """
     try:
         yield

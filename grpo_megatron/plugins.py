@@ -12,7 +12,11 @@ from grpo_megatron.errors import UserError, described, shortened
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments that plugins of one kind are called with, by position and by keyword."""
+    """The arguments that plugins of one kind, such as reward functions, are called with.
+
+    positional, keywords: names of the arguments that are passed by position and by keyword
+    may_be_async: True if the caller awaits the results of async functions
+    """
 
     positional: tuple[str, ...] = ()
     keywords: tuple[str, ...] = ()
@@ -21,7 +25,8 @@ class Call:
     def problem(self, function: Callable) -> str | None:
         """Return why `function` cannot be called with these arguments; None if it can.
 
-        Some functions written in C have no signature to check. They are accepted.
+        The text continues a sentence that names the function. Some functions written in C have no signature
+        to check. They are accepted.
         """
         if not self.may_be_async and is_async(function):
             return "is async, and its result would not be awaited"
@@ -46,17 +51,18 @@ class Call:
 
 
 def is_async(function: Callable) -> bool:
-    """Return whether a function, or an object with `__call__`, must be awaited."""
+    """Return whether the result of a function, or of an object with `__call__`, must be awaited."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 class Registry:
-    """Functions of one kind by name; `@registry("name")` adds one and returns it unchanged.
+    """Plugin functions of one kind by name, such as all reward functions.
 
+    The decorator `@registry("name")` adds a function and returns it unchanged.
     kind: what the functions are, for error messages
     key: the configuration key that chooses one, for error messages
-    built_in: names that the key accepts beside the registered ones, for error messages
-    call: the arguments that the functions must accept; None: this is not checked here
+    built_in: other names that the key accepts, which the code that uses the registry handles; for messages
+    call: the arguments that the functions must accept; None: this is not checked
     """
 
     def __init__(self, kind: str, key: str, built_in: tuple[str, ...] = (), call: Call | None = None):
@@ -89,8 +95,8 @@ class Registry:
         name: a registered name, or `module:name` for an attribute of the module or a function that it
             registers.
 
-        Modules are also found in the working directory. Raises UserError if there is no such function, or if
-        it cannot be called as functions of this kind are.
+        Modules are also found in the working directory. Raises UserError if there is no such function. Raises
+        UserError also if a function given as `module:name` does not accept the arguments `call`.
         """
         module_name, separator, attribute = name.partition(":")
         if not separator:
@@ -111,7 +117,10 @@ class Registry:
         return function
 
     def problems(self, name: str) -> list[str]:
-        """Return the message that `get` would raise, as a list of at most one sentence."""
+        """Return the message of the error that `get` would raise, as a list; empty if there is none.
+
+        Used by checks of the configuration, which collect all messages before they raise.
+        """
         try:
             self.get(name)
         except UserError as error:
@@ -120,9 +129,11 @@ class Registry:
 
 
 def import_module(name: str, setting: str):
-    """Import a module and return it. Raises UserError if that fails, whatever the module's code raises.
+    """Import a user's module, also from the working directory, and return it.
 
-    setting: the `key=value` that asks for the module, for messages.
+    setting: the `key=value` of the configuration that asks for the module, for messages.
+
+    Raises UserError if the import fails, whatever the module's code raises.
     """
     if not all(part.isidentifier() for part in name.split(".")):
         raise UserError(f"{setting} cannot be imported: {shortened(repr(name))} is not the name of a module")

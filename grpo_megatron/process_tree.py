@@ -17,11 +17,11 @@ _STARTED = 19
 
 
 def start_mark(pid: object) -> str | None:
-    """Return a mark of when process `pid` started: `BOOT_ID:CLOCK_TICKS_SINCE_BOOT`; None if it cannot be
-    told.
+    """Return when process `pid` started, as `BOOT_ID:CLOCK_TICKS_SINCE_BOOT`; None if it does not exist.
 
-    The mark stays the same when the clock is set. The time since the epoch that psutil reports does not: it
-    is computed from the time of the boot, which the kernel derives from the present clock.
+    Together with the pid it identifies a process, also after the pid was given to another one. It replaces
+    psutil's create_time, which changes when the clock is set, because psutil computes it from the present
+    clock.
     """
     if type(pid) is not int:
         return None
@@ -43,10 +43,13 @@ def _boot_id() -> str:
 
 
 def is_running(pid: object, started: object) -> bool:
-    """Return True if a process of this machine has this pid and start_mark; False also for invalid values.
+    """Return True if the process that once had this pid and start time still runs on this machine.
 
-    The pid alone is not enough, because it may have been given to another process. Earlier versions recorded
-    seconds since the epoch. These are compared as they are, so they differ if the clock was set in between.
+    started: what `start_mark` returned for it, or, from earlier versions, seconds since the epoch. Seconds
+        may be wrong if the clock was set in between.
+
+    The values come from files. For invalid ones the result is False. The pid alone is not enough, because it
+    may have been given to another process.
     """
     if isinstance(started, str):
         return start_mark(pid) == started
@@ -57,7 +60,11 @@ def is_running(pid: object, started: object) -> bool:
 
 
 def adopt_orphans() -> None:
-    """Make this process the new parent of each descendant whose parent dies, so that none can escape."""
+    """Make this process the parent of each descendant whose own parent dies.
+
+    Otherwise such an orphan would become a child of init, and `kill_descendants` would not find it. Raises
+    OSError.
+    """
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
@@ -75,8 +82,9 @@ def end_with_parent(parent: int) -> None:
 def kill_descendants(seconds: float = 30.0) -> list[str]:
     """Send SIGKILL to all descendants of this process until none is left.
 
-    Returns those that are still there after `seconds`, as `name (pid)`. Only a process that is about to end
-    may call this: it collects the exit statuses of its children, which other code may be waiting for.
+    Returns the descendants that are still there after `seconds`, each as `name (pid)`. Only a process that is
+    about to end may call this, because it collects the exit statuses of all children, which other code may be
+    waiting for.
     """
     deadline = time.monotonic() + seconds
     while left := _living_descendants():
@@ -112,8 +120,9 @@ def _reap() -> None:
 
 
 def killed_for_memory() -> int:
-    """Return how many processes the kernel has killed since boot because memory was short; 0 if it does not
-    say.
+    """Return how many processes the kernel's out-of-memory killer has killed since boot; 0 if not known.
+
+    A rise of this count during a run explains a process that ended by SIGKILL.
     """
     try:
         with open("/proc/vmstat", encoding="ascii") as file:

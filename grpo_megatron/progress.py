@@ -8,7 +8,7 @@ _moves = 0
 
 
 def moved() -> None:
-    """Count progress: some megabytes, or a piece of a tensor, were read or written.
+    """Increment the progress counter. I/O loops call this after every few megabytes read or written.
 
     Any thread may call this.
     """
@@ -17,5 +17,8 @@ def moved() -> None:
 
 
 def moves() -> int:
-    """Return the counter. If it differs from an earlier value, the process has made progress since then."""
+    """Return the progress counter for the heartbeat.
+
+    If it differs from an earlier value, the process has made progress since then.
+    """
     return _moves

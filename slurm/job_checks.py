@@ -1,4 +1,4 @@
-"""Checks of a job before it is queued: the run's configuration, memory and CPUs on the nodes asked for."""
+"""Checks of a job before it is queued: the run's configuration, and the memory and CPUs of its nodes."""
 
 import argparse
 import os
@@ -20,9 +20,10 @@ from grpo_megatron.preflight.cluster_rules import num_processes
 
 
 def check_run(options: argparse.Namespace, overrides: list[str], task: str) -> list[str]:
-    """Check one run and return what could not be checked on this machine.
+    """Check one run of a job before it is queued. Return notes about what cannot be checked on this machine.
 
-    task: the run's number in a job array, or empty.
+    overrides: key=value arguments of the run.
+    task: number of the run in a job array, or empty.
 
     Raises UserError with everything that is wrong with the run.
     """
@@ -59,16 +60,19 @@ def check_run(options: argparse.Namespace, overrides: list[str], task: str) -> l
 
 
 def of_command(command: str, config: Config) -> Config:
-    """Return the configuration as a command uses it.
+    """Return the configuration that a grpo-megatron command really uses, for the checks of the job.
 
-    An evaluation gets a folder of its own next to the run's. Its engines share no devices, because it has no
-    ranks.
+    An evaluation gets a folder of its own, with _eval at the end of its name. It has no trainer ranks, so its
+    engines share no devices.
     """
     return evaluation_config(config) if command == "eval" else config
 
 
 def _unwritable(folder: Path) -> str | None:
-    """Return why a folder cannot be created, as far as can be seen without trying, or None."""
+    """Return the reason why a folder cannot be written to, or None. Nothing is created to find out.
+
+    If the folder does not exist, its nearest parent that exists decides.
+    """
     there = next(path for path in (folder, *folder.parents) if not is_absent(path))
     if problem := folder_problem(there):
         return f"{there} {problem}"
@@ -76,9 +80,12 @@ def _unwritable(folder: Path) -> str | None:
 
 
 def memory_problems(config: Config, architecture: str | None, command: str) -> tuple[list[str], list[str]]:
-    """Return (what does not fit into the GPUs' memory, what cannot be known about it).
+    """Check that a training run fits into the GPUs' memory.
 
-    architecture: folder with the model's config.json.
+    Returns (problems, notes). problems: what does not fit. notes: why memory could not be checked.
+
+    architecture: folder with the model's config.json, if model.path is not on this machine.
+    command: command of grpo-megatron. Memory is computed for "train" only.
     """
     cluster, folder = config.cluster, architecture or config.model.path
     if architecture and (problem := folder_problem(architecture)):
@@ -109,9 +116,9 @@ def memory_problems(config: Config, architecture: str | None, command: str) -> t
 def cpu_slots(config: Config, command: str) -> int:
     """Return the fewest CPUs per node with which every rank and engine process gets one.
 
-    Processes that must share a node, such as a tensor-parallel group, are kept on one node. A process takes
-    a CPU even if it has a GPU, as in cluster.placement.allocate. Raises UserError if the layout fits on no
-    node.
+    Processes that must share a node, such as a tensor-parallel group, are kept on one node. A process takes a
+    CPU even if it has a GPU, because cluster.placement.allocate asks Ray for both. Raises UserError if no
+    number of CPUs is enough for the layout.
     """
     engine, colocated = config.rollout.engine, config.cluster.placement == Placement.colocated
     ranks, engines = num_processes(config, command)

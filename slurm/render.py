@@ -1,4 +1,4 @@
-"""Script of a Slurm job: the #SBATCH options and the settings, followed by the body of train.sbatch."""
+"""Rendering of a Slurm job's script: the #SBATCH options and settings, then the body of train.sbatch."""
 
 import shlex
 from dataclasses import dataclass, field
@@ -13,20 +13,23 @@ TASK = "{task}"
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that the script of a job is rendered from. Paths are absolute."""
+    """Everything that the script of a job is rendered from. Paths are absolute.
+
+    `{task}` (TASK) in a path or argument stands for the number of a task of a job array.
+    """
 
     name: str
     """Name of the job in Slurm's queue."""
     nodes: int
     """Number of nodes."""
     folder: str
-    """Folder of the run. TASK may occur in it."""
+    """Folder of the run. It may contain `{task}`."""
     working_folder: str
     """Folder that the job works in."""
     bin: str
     """Folder with the programs of the Python environment."""
     arguments: list[str]
-    """Arguments of grpo-megatron after its command. TASK may occur in them."""
+    """Arguments of grpo-megatron after its command. They may contain `{task}`."""
     command: str = "train"
     """Command of grpo-megatron."""
     gpus_per_node: int | None = None
@@ -50,9 +53,9 @@ class Job:
     sbatch_arguments: list[str] = field(default_factory=list)
     """Further options of sbatch, such as "--exclude=n7"."""
     launcher: list[str] = field(default_factory=list)
-    """Words in front of every program, such as those of `apptainer`."""
+    """Words in front of every program that start it in a container, such as `apptainer exec IMAGE`."""
     step_options: list[str] = field(default_factory=list)
-    """Options of srun for every program, such as those of `pyxis`."""
+    """Options of srun for every program, such as `--container-image=IMAGE`."""
     variables: dict[str, str] = field(default_factory=dict)
     """Environment variables of the job."""
     setup: list[str] = field(default_factory=list)
@@ -65,10 +68,10 @@ class Job:
 
 
 def apptainer(image: str, mounts: list[str], gpus: bool) -> list[str]:
-    """Return the words in front of a program that start it in a container of this image.
+    """Return the words to put in front of a command so that it runs in an Apptainer container of this image.
 
     mounts: folders as FROM, FROM:TO or FROM:TO:OPTIONS.
-    gpus: give the container access to the node's GPUs.
+    gpus: True to give the container access to the node's GPUs.
     """
     return [
         "apptainer",
@@ -80,9 +83,9 @@ def apptainer(image: str, mounts: list[str], gpus: bool) -> list[str]:
 
 
 def pyxis(image: str, mounts: list[str], working_folder: str) -> list[str]:
-    """Return the options of srun that start a program in a container of this image.
+    """Return the options of srun that start a program in a container of this image, by Pyxis and Enroot.
 
-    mounts: as for `apptainer`.
+    mounts: folders as FROM, FROM:TO or FROM:TO:OPTIONS.
     """
     both = [mount if ":" in mount else f"{mount}:{mount}" for mount in mounts]
     # Enroot gives each container a /tmp of its own. The programs of a node run in several containers and
@@ -97,7 +100,11 @@ def pyxis(image: str, mounts: list[str], working_folder: str) -> list[str]:
 
 
 def render(job: Job) -> str:
-    """Return the job's script. Raises UserError for a value that sbatch cannot be given."""
+    """Return the text of the job's script.
+
+    Raises UserError if an option has unprintable characters. Raises UserError also if the path of the run's
+    folder has a backslash.
+    """
     settings = {
         "GRPO_BIN": job.bin,
         "GRPO_COMMAND": job.command,
@@ -128,7 +135,10 @@ def render(job: Job) -> str:
 
 
 def _setup(command: str) -> str:
-    """Return a line that runs `command` in the script's shell and ends the job if the command fails."""
+    """Return a line of the script that runs a --setup command and ends the job if the command fails.
+
+    The command runs in the script's own shell, so that the variables that it exports reach the run.
+    """
     failed = shlex.quote(f"error: --setup {command}: it failed with status")
     return f'eval {shlex.quote(command)} || {{ echo {failed} "$?" >&2; exit 2; }}'
 
@@ -136,7 +146,7 @@ def _setup(command: str) -> str:
 def sbatch_arguments(job: Job) -> list[str]:
     """Return the options of sbatch, one argument each, unquoted.
 
-    Raises UserError if Slurm cannot write its output to the run's folder.
+    Raises UserError if the path of the run's folder has a backslash, because Slurm then writes no logs.
     """
     named = {
         "job-name": job.name,
@@ -165,9 +175,9 @@ def sbatch_arguments(job: Job) -> list[str]:
 
 
 def directive(argument: str) -> str:
-    """Return an argument of sbatch, such as --name=value, in the form for a line after #SBATCH.
+    """Return an option of sbatch, such as --name=value, in the form for a #SBATCH line of the script.
 
-    sbatch has its own rules for quotes and backslashes in such lines. Raises UserError if the argument has
+    sbatch has its own rules for quotes and backslashes in such lines. Raises UserError if the option has
     unprintable characters.
     """
     if not argument.isprintable():
@@ -180,7 +190,7 @@ def directive(argument: str) -> str:
 
 
 def _pattern(path: str) -> str:
-    """Return a folder with % escaped, for a file name in which Slurm replaces %j and the like.
+    """Return a folder's path with % doubled, because Slurm replaces %j and the like in names of log files.
 
     Raises UserError if the path has a backslash.
     """

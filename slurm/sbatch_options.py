@@ -1,4 +1,4 @@
-"""Options of sbatch that submit.py sets itself, so that --sbatch-arg cannot contradict them."""
+"""Options of sbatch that submit.py sets itself. --sbatch-arg is refused if it contradicts them."""
 
 import re
 from collections.abc import Iterator
@@ -58,10 +58,10 @@ _WITHOUT_VALUE = "hHOQsuvVW"
 
 
 def conflicts(job: Job) -> list[str]:
-    """Describe each of `job.sbatch_arguments` that is not an option or contradicts what submit.py sets.
+    """Return a line for each of `job.sbatch_arguments` that is no option or contradicts one of submit.py's.
 
-    An option is recognised by its long name, by an abbreviation of that name, and by its short form, also
-    after other short options (-HN4).
+    An option is recognised by its long name, by an abbreviation of that name, and by its short form, even
+    after other short options, such as N in -HN4.
     """
     known = _SET | ({} if job.cpus_per_node else _SET_WITH_WHOLE_NODES)
     return [

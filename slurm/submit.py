@@ -127,9 +127,11 @@ def _positive(text: str) -> int:
 
 
 def prepare(options: argparse.Namespace) -> tuple[Job, list[str]]:
-    """Return the job, and notes about what could not be checked on this machine.
+    """Make the job that the command line asks for, and check it.
 
-    Raises UserError with everything that is known to be wrong on the nodes asked for.
+    Returns (job, notes). notes: what could not be checked on this machine.
+
+    Raises UserError with everything that is known to keep the run from working on the job's nodes.
     """
     tasks = [str(number) for number in task_numbers(options.array)] if options.array else [""]
     given = options.overrides
@@ -164,9 +166,11 @@ def prepare(options: argparse.Namespace) -> tuple[Job, list[str]]:
 
 
 def task_numbers(spec: str) -> list[int]:
-    """Return the numbers of an array's tasks. Raises UserError for what sbatch would not accept.
+    """Return the numbers of a job array's tasks.
 
-    spec: as sbatch takes it, such as 0-6:2,9 or 0-7%2.
+    spec: the tasks as sbatch takes them, such as 0-6:2,9 or 0-7%2.
+
+    Raises UserError for a text that sbatch would not accept, or for more than 1000 tasks.
     """
     listed, _, _ = spec.partition("%")
     found: list[int] = []
@@ -184,7 +188,7 @@ def task_numbers(spec: str) -> list[int]:
 
 
 def time_limit(text: str) -> float:
-    """Return the seconds of a time limit as sbatch takes it, where 0 means no limit.
+    """Return the seconds of a time limit in sbatch's format; infinity for no limit (0, infinite, unlimited).
 
     Raises UserError for a text that sbatch would not accept.
     """
@@ -204,9 +208,10 @@ def time_limit(text: str) -> float:
 
 
 def with_facts(options: argparse.Namespace, config: Config) -> Config:
-    """Return the configuration with the nodes and GPUs that the job gets.
+    """Return the configuration with the numbers of nodes and GPUs that the job asks for.
 
-    Raises UserError if they are not known.
+    They come from the command line, otherwise from the configuration. Raises UserError if neither says how
+    many nodes, or how many of the GPUs that the configuration names.
     """
     cluster = config.cluster
     nodes, gpus = options.nodes or cluster.nodes, options.gpus_per_node or cluster.gpus_per_node
@@ -224,9 +229,10 @@ def with_facts(options: argparse.Namespace, config: Config) -> Config:
 
 
 def _stop_before(options: argparse.Namespace) -> int | None:
-    """Return how many seconds before the time limit the run is told to stop, or None.
+    """Return how many seconds before the time limit Slurm tells the run to save and stop. None: never.
 
-    Raises UserError if the job would be told to stop when it has hardly begun: it would never make progress.
+    Raises UserError if the time limit would end less than a minute after that moment, because then the run
+    would be stopped at its start and never make progress.
     """
     seconds = options.stop_before or (600 if several_jobs(options) else None)
     # Slurm may send the signal a minute early.
@@ -240,7 +246,7 @@ def _stop_before(options: argparse.Namespace) -> int | None:
 
 
 def _grace(options: argparse.Namespace) -> list[str]:
-    """Return run.grace_usr1=SECONDS, the time in which a run that is told to stop must end.
+    """Return [run.grace_usr1=SECONDS], the time that a run has to save and end when Slurm tells it to stop.
 
     Ray shuts down in the seconds that remain before the time limit. The list is empty if the user sets
     run.grace_usr1, or if Slurm does not tell the run to stop before the limit.
@@ -254,9 +260,9 @@ def _grace(options: argparse.Namespace) -> list[str]:
 
 
 def _job(options: argparse.Namespace, config: Config, overrides: list[str]) -> Job:
-    """Return the job of a run. In an array, run.name contains TASK, and overrides may contain it too.
+    """Return the job of a run. In a job array, run.name contains `{task}`, and overrides may contain it too.
 
-    config: the configuration as the command uses it (of_command).
+    config: the configuration as the command of grpo-megatron uses it (see of_command).
     """
     here, root, file = Path.cwd(), Path(config.run.root).absolute(), Path(options.config).absolute()
     gpus, in_image = config.cluster.gpus_per_node, options.apptainer or options.pyxis
@@ -300,12 +306,15 @@ def _variables(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _image(name: str) -> str:
-    """Return the absolute path of a file. Any other name, such as docker://grpo-megatron, stays as it is."""
+    """Return the absolute path of an image file. Any other name, such as docker://NAME, stays as it is."""
     return str(Path(name).absolute()) if Path(name).exists() else name
 
 
 def _mounts(wanted: list[str]) -> list[str]:
-    """Return each mount once. Raises UserError for one that would be read as something else."""
+    """Return each mount once, in the given order.
+
+    Raises UserError for a mount that the container's program would misread, such as a relative folder.
+    """
     for mount in wanted:
         source, *rest = mount.split(":")
         if (
@@ -324,9 +333,11 @@ def _mounts(wanted: list[str]) -> list[str]:
 def submit(job: Job, script: str, tasks: list[str], chain: int) -> list[str]:
     """Queue a job `chain` times and return the job ids. Each job starts when the one before has ended.
 
+    script: text of the job's script.
     tasks: numbers of the array's tasks; [""] if there is no array.
 
-    Raises UserError if Slurm refuses the job, or if the folder of its logs cannot be created.
+    Raises UserError if Slurm refuses the job. Raises UserError also if the folder of the job's logs cannot be
+    created.
     """
     for task in tasks:
         # Slurm does not create the folder, and a job that cannot write its output fails silently.

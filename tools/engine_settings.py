@@ -67,9 +67,9 @@ def release_folder() -> Path:
 
 
 def configurations(tiny: str) -> dict[str, Config]:
-    """Return {name: configuration} of those that have engines.
+    """Return {name: configuration} of each file in configs/ that has engines, and of some with FP8 engines.
 
-    tiny: folder with the config.json of the model that recipes make.
+    tiny: folder that stands for a model that the recipe of a configuration makes itself.
     """
     found = {}
     for path in sorted((ROOT / "configs").glob("*.yaml")):
@@ -82,7 +82,10 @@ def configurations(tiny: str) -> dict[str, Config]:
 
 
 def asked(config: Config) -> dict:
-    """Return {arguments, environment} of an engine of this configuration, as sglang.pool starts it."""
+    """Return the arguments and environment with which sglang.pool starts an engine on a GPU.
+
+    The keys are "arguments" and "environment", as faked_h100.py reads them.
+    """
     engine, routing = config.rollout.engine, config.moe.routing_replay == RoutingReplay.engine
     arguments = engine_arguments(
         engine, config.model, 0, bool(config.rollout.stop), gpu=True, routing=routing
@@ -99,9 +102,9 @@ def asked(config: Config) -> dict:
 
 @contextmanager
 def all_asked() -> Iterator[dict[str, dict]]:
-    """Yield {name: arguments and environment} of every configuration.
+    """Yield {name: arguments and environment of its engines} for every configuration in the table.
 
-    The models exist only in this context.
+    The folder of the tiny model that some arguments name exists only in the `with` block.
     """
     with tempfile.TemporaryDirectory() as tiny:
         Path(tiny, "config.json").write_text(json_text(_TINY), encoding="utf-8")
@@ -109,7 +112,10 @@ def all_asked() -> Iterator[dict[str, dict]]:
 
 
 def resolved(given: dict[str, dict]) -> dict[str, dict]:
-    """Return SGLang's decisions (see faked_h100.resolve). Raises RuntimeError if SGLang refuses an engine."""
+    """Return {configuration: SGLang's decisions for its engines} (see faked_h100.resolve).
+
+    given: {configuration: arguments and environment}. Raises RuntimeError if SGLang refuses an engine.
+    """
     environment = os.environ | {
         "PYTHONPATH": f"{release_folder()}:{ROOT}",
         "CUDA_VISIBLE_DEVICES": "",
@@ -139,7 +145,10 @@ def row(name: str, found: dict) -> tuple[str, ...]:
 
 
 def table(decisions: dict[str, dict]) -> str:
-    """Return the table and, below it, the environment variables of the engines' schedulers."""
+    """Return the table of docs/gpu.md as Markdown and, below it, the environment variables of the engines.
+
+    decisions: {configuration: SGLang's decisions for its engines}.
+    """
     rows = [HEAD, ("---",) * len(HEAD), *(row(name, found) for name, found in decisions.items())]
     environments = {
         name: {key: value for key, value in found.items() if key.isupper() and value}
@@ -158,7 +167,7 @@ def _settings(variables: list[tuple[str, str]]) -> str:
 
 
 def parts_of(page: str) -> tuple[str, str, str]:
-    """Return the text before the table, the table, and the text after it."""
+    """Split the text of docs/gpu.md into the text before the table, the table, and the text after it."""
     before, _, rest = page.partition(BEGIN)
     inside, _, after = rest.partition(END)
     return before, inside.strip(), after

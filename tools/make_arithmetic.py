@@ -26,10 +26,12 @@ from grpo_megatron.json_files import json_text
 
 
 def problem(a: int, b: int, sign: str, slips: tuple[int, int] = (0, 0)) -> tuple[str, str, int]:
-    """Return (prompt, worked steps, answer). Subtraction requires a >= b.
+    """Return (prompt, worked steps, answer), such as ("12+34", "2+4=6,1+3+0=4", 46).
 
-    slips: errors that are added to the results of the two steps. What follows from a wrong result is computed
-        correctly.
+    Subtraction requires a >= b.
+
+    slips: errors that are added to the results of the two steps, ones and tens. The computation goes on with
+    the wrong result.
     """
     if sign == "+":
         ones = a % 10 + b % 10 + slips[0]
@@ -50,7 +52,7 @@ def noisy(answer: int, rng: random.Random, wrong: float) -> int:
 
 
 def preference(prompt: str, steps: str, answer: int, rng: random.Random) -> dict[str, str]:
-    """Return a pair of a right response, which is preferred, and a wrong one.
+    """Return a record with a right response, which is preferred, and a wrong one.
 
     The wrong response has an answer that does not follow from its steps, or a slip in a step, or one wrong
     digit. All three kinds are needed, because training does not penalise an error that no rejected response

@@ -19,9 +19,9 @@ TEMPLATE = (
 
 
 def make_tokenizer(kind: str = "characters"):
-    """Return a tokenizer.
+    """Return a tokenizer with a chat template, in which each character or byte is a token.
 
-    kind: "characters" (those of the arithmetic task) or "bytes" (any text).
+    kind: "characters" (digits, signs and blank of the arithmetic task) or "bytes" (any text).
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -62,8 +62,9 @@ def make(
     positions: int = 2048,
     experts: int = 0,
 ) -> int:
-    """Write the checkpoint in float32 and return its number of parameters.
+    """Write a random Qwen3 checkpoint in float32 and return its number of parameters.
 
+    positions: longest sequence, in tokens.
     experts: number of experts, of which each token uses 2. 0: a dense model.
     """
     import torch

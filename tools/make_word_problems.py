@@ -64,9 +64,10 @@ HELD_OUT_SHARE = 0.25
 
 @dataclass(frozen=True)
 class Kind:
-    """One operation, and the wordings that ask for it.
+    """A kind of problem: one operation, and the wordings that ask for it.
 
-    smallest, largest: range of both numbers.
+    smallest, largest: range of both numbers, ends included.
+    answer: function that computes the answer from both numbers.
     wordings: templates with {x} and {y} for numbers, {a} and {b} for persons, {o} for objects.
     """
 
@@ -108,7 +109,10 @@ KINDS = (
 
 
 def pairs_of(kind: Kind, rng: random.Random) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Divide the pairs of different numbers, the larger one first, into (training, held-out)."""
+    """Return (training pairs, held-out pairs) of different numbers for a kind of problem.
+
+    The larger number comes first in each pair, and each pair is in one of the two lists only.
+    """
     numbers = range(kind.smallest, kind.largest + 1)
     pairs = [(x, y) for x in numbers for y in numbers if x > y]
     rng.shuffle(pairs)
@@ -128,7 +132,7 @@ def problem(
 
 
 def make(out: Path, seed: int, train: int, held_out: int) -> dict[str, int]:
-    """Write both files and return the number of problems in each. No problem occurs twice."""
+    """Write train.jsonl and eval.jsonl and return the number of problems in each. No problem occurs twice."""
     rng = random.Random(seed)
     divided = [pairs_of(kind, rng) for kind in KINDS]
     out.mkdir(parents=True, exist_ok=True)
@@ -148,7 +152,7 @@ def make(out: Path, seed: int, train: int, held_out: int) -> dict[str, int]:
 
 
 def number(text: str) -> int:
-    """Parse a number of problems.
+    """Parse the number of problems to make, for argparse. It must be 1 to 2000.
 
     All problems are different, so that making more than 2000 could take forever.
     """

@@ -42,7 +42,10 @@ def tracked_files() -> list[Path]:
 
 
 def imported_modules(path: Path) -> set[str]:
-    """Return the names of all modules that a source file imports, at its top or inside its functions."""
+    """Return the names of the modules that a source file imports, at its top or inside its functions.
+
+    `from a import b` gives both a and a.b, because b may be a module.
+    """
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -54,7 +57,7 @@ def imported_modules(path: Path) -> set[str]:
 
 
 def tests_of(files: list[Path]) -> list[Path]:
-    """Return the unit tests that import a module of the same package as one of the files."""
+    """Return the files in tests/unit that import a module of the same package as one of `files`."""
     packages = {".".join(file.parent.parts) for file in files}
     tests = sorted(Path("tests/unit").glob("test_*.py"))
     return [
@@ -67,9 +70,9 @@ def tests_of(files: list[Path]) -> list[Path]:
 def with_late_decorators(source: str) -> str:
     """Return source text that decorates each function after its definition: `f = decorator(f)`.
 
-    mutmut does not mutate functions with a decorator, which would leave out the advantage estimators, the
-    surrogates and all properties. Only staticmethod and classmethod, which mutmut knows, and setters, which
-    need the property's name, stay in place.
+    mutmut does not mutate functions with a decorator, so that advantage estimators, surrogates and properties
+    would be left out. Decorators with staticmethod or classmethod stay in place, because mutmut knows these.
+    Setters stay too, because they need the property's name.
     """
     lines = source.splitlines(keepends=True)
     functions = [
@@ -92,7 +95,11 @@ def with_late_decorators(source: str) -> str:
 
 
 def make_copy(files: list[Path], tests: list[Path]) -> None:
-    """Copy the tracked files into .mutants/ and write mutmut's settings beside them."""
+    """Copy the tracked files into .mutants/ and write mutmut's settings beside them.
+
+    files: source files to mutate.
+    tests: test files or folders to run.
+    """
     shutil.rmtree(COPY, ignore_errors=True)
     tracked = tracked_files()
     for path in tracked:
@@ -122,7 +129,10 @@ def mutmut(*words: str) -> int:
 
 
 def results(files: list[Path]) -> Iterator[tuple[Path, dict[str, int | None]]]:
-    """Yield each file with {mutant: exit status of its tests, or None if they have not run}."""
+    """Yield (file, {mutant: exit status of its tests}) for each mutated file.
+
+    The exit status is None if the tests have not run.
+    """
     for file in files:
         meta = COPY / "mutants" / f"{file}.meta"
         if meta.exists():
@@ -130,13 +140,16 @@ def results(files: list[Path]) -> Iterator[tuple[Path, dict[str, int | None]]]:
 
 
 def function_of(mutant: str) -> str:
-    """Return the readable name of a mutant's function: `module._pack` for `module.x__pack__mutmut_4`."""
+    """Return a readable name of a mutant's function: `module._pack` for `module.x__pack__mutmut_4`."""
     module, _, name = re.sub(r"__mutmut_\d+$", "", mutant).rpartition(".")
     return f"{module}.{name.removeprefix('xǁ').removeprefix('x_').replace('ǁ', '.')}"
 
 
 def changed_lines(file: Path) -> dict[str, str]:
-    """Return {last part of the mutant's name: the lines that it removes and adds} for a file's mutants."""
+    """Return {mutant: the lines that it removes and adds} for a file's mutants, to show them to the user.
+
+    The keys are the last parts of the mutants' names.
+    """
     source = (COPY / "mutants" / file).read_text(encoding="utf-8")
     texts = {
         node.name: (ast.get_source_segment(source, node) or "").splitlines()[1:]

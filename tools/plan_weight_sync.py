@@ -33,8 +33,9 @@ MODELS = Path(__file__).resolve().parent.parent / "configs" / "models"
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its parallel layouts.
+    """A model and parallel layouts whose weight sync is planned.
 
+    model: folder with the model's config.json.
     trainer: the trainer's sizes. The data-parallel size follows from the number of nodes.
     engine: the layout of one engine.
     colocated: True if engines and trainer share GPUs.
@@ -47,7 +48,11 @@ class Case:
 
 
 def layouts_of(case: Case, nodes: int, gpus_per_node: int) -> Layouts:
-    """Return the layouts on this many nodes. Raises UserError if they are not legal."""
+    """Return the layouts of trainer and engines on this many nodes.
+
+    The data-parallel size and the number of engines follow from the number of GPUs. Raises UserError if the
+    layouts are not legal for the model, or do not use all of the trainer's GPUs.
+    """
     gpus = nodes * gpus_per_node
     for_trainer = gpus if case.colocated else gpus // 2
     replica = case.trainer.tp * case.trainer.cp * case.trainer.pp
@@ -114,7 +119,7 @@ def show(rows: list[tuple[str, ...]]) -> None:
 
 
 def show_links(case: Case, nodes: int, gpus_per_node: int) -> None:
-    """Print every link of the plan, between or within nodes, with its bytes."""
+    """Print the bytes of every link of the weight sync, from a rank to the engines' receivers."""
     layouts = layouts_of(case, nodes, gpus_per_node)
     for link, size in ReshardPlan(layouts).volumes(itemsize=2).items():
         via = f" through rank {link.carrier}" if link.carrier != link.sender else ""
@@ -138,8 +143,9 @@ def table() -> list[Case]:
 
 
 def parsed(text: str, allowed: tuple[str, ...]) -> dict[str, int]:
-    """Parse sizes such as "tp=8,pp=4". Raises UserError unless each is an allowed name with a positive
-    number.
+    """Parse parallel sizes such as "tp=8,pp=4" into {"tp": 8, "pp": 4}.
+
+    Raises UserError for a name that is not in `allowed`, or a size that is not a positive number.
     """
     found = {}
     for part in text.split(","):

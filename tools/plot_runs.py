@@ -12,11 +12,12 @@ from pathlib import Path
 
 
 def read_scalar(folder: str | Path, scalar: str) -> tuple[list[int], list[float]]:
-    """Return (steps, values) of a scalar in a folder's TensorBoard logs.
+    """Return (steps, values) of a scalar in a folder's TensorBoard logs, sorted by step.
 
-    A step that was logged twice has the later value.
+    If a step was logged twice, the later value counts.
 
-    Raises ValueError, with the names of the scalars that exist, if there are no logs or no such scalar.
+    Raises ValueError if there are no logs. Raises ValueError also if there is no such scalar; the message
+    then names those that exist.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -38,9 +39,9 @@ def read_scalar(folder: str | Path, scalar: str) -> tuple[list[int], list[float]
 
 
 def plot(out: str, scalar: str, runs: dict[str, str], title: str | None = None) -> None:
-    """Write the PNG.
+    """Plot a scalar of several runs over the steps and write it as a PNG file to `out`.
 
-    runs: {label of a curve: folder}.
+    runs: {label of a curve: folder with TensorBoard logs}.
     """
     import matplotlib
 

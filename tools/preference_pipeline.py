@@ -26,7 +26,12 @@ JUDGE, POLICY = "reward_model_quickstart", "reward_model_grpo"
 
 
 def judged(samples: Path) -> dict[str, float]:
-    """Return the mean score of the responses in an evaluation's file, and the share with the right answer."""
+    """Return "reward" and "right" of an evaluation of the policy, as means over its responses.
+
+    reward: score by the reward model. right: share of the responses that end with the right answer.
+
+    samples: file of the evaluation.
+    """
     lines = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
     pairs = [(response, f" #{line['answer']}") for line in lines for response in line["responses"]]
     score = sum(response["reward"] for response, _ in pairs) / len(pairs)

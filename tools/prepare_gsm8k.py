@@ -19,7 +19,13 @@ INSTRUCTION = "Let's think step by step and put the final answer within \\boxed{
 
 
 def prepare(source: str, out: Path, instruction: str) -> int:
-    """Write the prompts and return their number. Raises UserError for a record without a final answer."""
+    """Write the prompts to `out` and return their number.
+
+    source: original GSM8K file.
+    instruction: text that follows each question.
+
+    Raises UserError for a record without a final answer.
+    """
     lines = []
     for number, record in enumerate(read_records(source, ["question", "answer"])):
         answer = hashes(record["answer"])

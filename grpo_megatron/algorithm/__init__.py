@@ -1,1 +1,1 @@
-"""The algorithm, as pure tensor functions. This package does not import torch.distributed."""
+"""The RL algorithm (advantages, losses, corrections) as pure tensor functions without torch.distributed."""

@@ -27,27 +27,30 @@ GROUP_RELATIVE = ("grpo", "rloo", "reinforce_plus_plus_baseline", "gpg")
 
 
 def smallest_group(estimator: str) -> int:
-    """Return how many trajectories a group must have, so that the estimator can compare them."""
+    """Return how many trajectories a group needs for this estimator: 2 if it compares them, else 1.
+
+    The rollout drops groups that failed rewards made smaller than this.
+    """
     return 2 if estimator in GROUP_RELATIVE else 1
 
 
 @dataclass(frozen=True)
 class Trajectories:
-    """The N trajectories that have a trained token, in the order of their ids."""
+    """The N trajectories of a batch that have a trained token, in the order of their ids."""
 
     reward: np.ndarray
-    """float64 [N]. Reward of the outcome."""
+    """float64 [N]. Reward of the whole trajectory, without `token_reward`."""
     score: np.ndarray
-    """float64 [N]. Reward of the outcome plus the rewards of the tokens."""
+    """float64 [N]. `reward` plus the sum of `token_reward` over the trajectory's trained tokens."""
     group: np.ndarray
-    """int64 [N]. Index of the group, 0 .. P-1."""
+    """int64 [N]. Index of the group (all trajectories of one prompt), 0 .. number of groups - 1."""
     of_token: np.ndarray
-    """int64 [T]. Index of each token's trajectory, -1 outside the mask."""
+    """int64 [T]. Index of each token's trajectory, -1 for untrained tokens."""
 
     def to_tokens(self, values: np.ndarray) -> np.ndarray:
-        """Return float64 [T]: each trained token gets its trajectory's value from `values` [N].
+        """Return float64 [T]: the value of each trained token's trajectory, 0 for other tokens.
 
-        Other tokens get 0.
+        values: float [N], one per trajectory.
         """
         spread = np.zeros(len(self.of_token))
         trained = self.of_token >= 0
@@ -57,26 +60,27 @@ class Trajectories:
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """The S sequences and T tokens of a whole batch."""
+    """Input of an advantage estimator: the S sequences and T tokens of a whole batch."""
 
     reward: np.ndarray
-    """[S]. Outcome of the sequence's trajectory, the same for all of its sequences."""
+    """float [S]. Reward of the sequence's trajectory, the same for all sequences of that trajectory."""
     group_id: np.ndarray
-    """int64 [S]. Any numbers. Groups may have any size and order."""
+    """int64 [S]. Id of the sequence's prompt group. Ids need not be consecutive, nor groups equally large."""
     trajectory_id: np.ndarray
-    """int64 [S]. Any numbers. The sequences of a trajectory are in the order of time."""
+    """int64 [S]. Id of the sequence's trajectory. Sequences of one trajectory are in the order of time."""
     sequence_id: np.ndarray
     """int64 [T], ascending. Index of each token's sequence."""
     mask: np.ndarray
     """bool [T]. True for trained tokens."""
     token_reward: np.ndarray | None = None
-    """float64 [T] or None. What each token adds to the reward (the KL penalty)."""
+    """float64 [T] or None. Reward of each single token, such as the negative KL penalty."""
 
     @cached_property
     def trajectories(self) -> Trajectories:
         """The trajectories that have a trained token.
 
-        Raises ValueError for a reward that is not finite, or that differs within a trajectory.
+        Raises ValueError if a reward is not finite. Raises ValueError also if the sequences of one trajectory
+        have different rewards.
         """
         sequences, sequence_of = np.unique(self.sequence_id[self.mask], return_inverse=True)
         _, first, trajectory = np.unique(
@@ -100,13 +104,17 @@ class AdvantageInputs:
 
 
 def centred_in_groups(values: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """Return values minus the mean of their group, float64 [N]. Exactly zero in groups of equal values."""
+    """Return each value minus the mean of its group, float64 [N]. Exactly zero in groups of equal values.
+
+    values, group: [N], one value and one group index per trajectory.
+    """
     count = np.bincount(group)
     mean = np.bincount(group, values) / np.maximum(count, 1)
     return np.where(_constant_groups(values, group)[group], 0.0, values - mean[group])
 
 
 def _constant_groups(values: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """Return bool [number of groups]: True for groups in which all values are equal."""
     num_groups = group.max(initial=-1) + 1
     low, high = np.full(num_groups, np.inf), np.full(num_groups, -np.inf)
     np.minimum.at(low, group, values)
@@ -115,9 +123,12 @@ def _constant_groups(values: np.ndarray, group: np.ndarray) -> np.ndarray:
 
 
 def whitened(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Return (v - mean) / sqrt(var + 1e-8) over the masked tokens, var over n-1; float64 [T], 0 elsewhere.
+    """Return the values scaled to mean 0 and variance 1 over the trained tokens, float64 [T].
 
-    If all masked values are equal, the result is exactly zero.
+    A trained token gets (value - mean) / sqrt(variance + 1e-8), where the variance divides by n - 1. Other
+    tokens get 0. If all trained tokens have the same value, the result is exactly zero.
+
+    values, mask: [T]. `mask` is True for trained tokens.
     """
     chosen = values[mask]
     out = np.zeros(len(values))
@@ -127,9 +138,9 @@ def whitened(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 
 def returns_to_go(inputs: AdvantageInputs) -> np.ndarray:
-    """Return the undiscounted sum of a trajectory's rewards from each trained token on; float64 [T].
+    """Return the undiscounted sum of rewards from each trained token to the end of its trajectory.
 
-    The outcome is earned at the trajectory's last token.
+    The result is float64 [T]. The trajectory's own reward counts as earned at its last token.
     """
     found = inputs.trajectories
     returns = found.to_tokens(found.reward)
@@ -147,9 +158,10 @@ def returns_to_go(inputs: AdvantageInputs) -> np.ndarray:
 
 @advantage_estimator("grpo")
 def grpo(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
-    """Return (score - group mean) / (group std + 1e-6), std over n-1 (arXiv:2402.03300 section 4.1.2).
+    """Return GRPO's advantages: (score - group mean) / (group std + 1e-6) (arXiv:2402.03300 section 4.1.2).
 
-    Without algorithm.norm_adv_by_std_in_grpo, there is no division (Dr.GRPO, arXiv:2503.20783 section 3.2).
+    The standard deviation divides by n - 1. With algorithm.norm_adv_by_std_in_grpo=false, the score is not
+    divided by it (Dr.GRPO, arXiv:2503.20783 section 3.2).
     """
     found = inputs.trajectories
     centred = centred_in_groups(found.score, found.group)
@@ -162,9 +174,9 @@ def grpo(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
 
 @advantage_estimator("rloo")
 def rloo(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
-    """Return score - mean score of the group's other trajectories.
+    """Return REINFORCE leave-one-out: score - mean score of the group's other trajectories.
 
-    This is REINFORCE leave-one-out (arXiv:2402.14740 section 2.2).
+    See arXiv:2402.14740 section 2.2.
     """
     found = inputs.trajectories
     count = np.bincount(found.group)
@@ -174,16 +186,16 @@ def rloo(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
 
 @advantage_estimator("reinforce_plus_plus")
 def reinforce_plus_plus(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
-    """Return the undiscounted returns from each token on, whitened over trained tokens (arXiv:2501.03262)."""
+    """Return REINFORCE++ advantages: `returns_to_go`, whitened over all trained tokens (arXiv:2501.03262)."""
     return whitened(returns_to_go(inputs), inputs.mask)
 
 
 @advantage_estimator("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
-    """Return score - group mean, whitened over all trained tokens (arXiv:2501.03262, REINFORCE++-baseline).
+    """Return REINFORCE++-baseline: score - group mean, whitened over all trained tokens (arXiv:2501.03262).
 
-    The whitening subtracts the mean over tokens. That mean is not zero if responses differ in length, so a
-    group of equal rewards gets the same small shift as all others, unless no group has a signal.
+    The whitening subtracts the mean over tokens, which is not zero if responses differ in length. So a group
+    whose rewards are all equal gets a small nonzero advantage. Only if every group is like that is it zero.
     """
     found = inputs.trajectories
     return whitened(found.to_tokens(centred_in_groups(found.score, found.group)), inputs.mask)
@@ -191,10 +203,10 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, options: AlgorithmConf
 
 @advantage_estimator("gpg")
 def gpg(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
-    """Return alpha (score - group mean) (GPG, arXiv:2504.02546).
+    """Return GPG's advantages: alpha (score - group mean) (arXiv:2504.02546).
 
-    alpha = N / number of trajectories in groups with a signal. It compensates for groups of equal scores.
-    Their gradient is zero, but they count in the mean of the loss.
+    alpha = number of trajectories / number of trajectories in groups whose scores differ. It compensates for
+    groups of equal scores: their gradient is zero, but they count in the mean of the loss.
     """
     found = inputs.trajectories
     with_signal = ~_constant_groups(found.score, found.group)[found.group]
@@ -203,10 +215,10 @@ def gpg(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
 
 
 def advantages(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
-    """Return the configured estimator's advantages after adv_whiten and adv_clip.
+    """Return the advantages of algorithm.adv_estimator, after algorithm.adv_whiten and algorithm.adv_clip.
 
-    The result is float32 [T], 0 outside the mask. Raises ValueError if the estimator returns a wrong shape or
-    a value that is not finite.
+    The result is float32 [T], 0 for untrained tokens. Raises ValueError if the estimator returns a wrong
+    shape. Raises ValueError also if it returns a value that is not finite.
     """
     values = np.asarray(advantage_estimator.get(options.adv_estimator)(inputs, options), dtype=np.float64)
     if values.shape != inputs.mask.shape:

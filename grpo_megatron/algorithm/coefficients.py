@@ -1,10 +1,11 @@
-"""The coefficients of each token's loss: advantage, weight, and the factor of the policy term.
+"""The numbers that multiply each token's loss: advantage, weight, and the factor of the policy term.
 
-The weight is the token's share in the mean over the step. It multiplies the whole loss of the token. The
-factor corrects the mismatch between engine and trainer. It multiplies only the policy term.
+The weight is the token's share in the mean over the optimizer step. It multiplies the whole loss of the
+token. The factor corrects the mismatch between the engine's and the trainer's log-probs. It multiplies only
+the policy term, not KL and entropy.
 
-These are pure functions of the mini-batches of one step. The controller writes their results into the
-batches.
+These are pure functions of the mini-batches of one step. The training controller (controller.py) writes
+their results into the batches.
 """
 
 from dataclasses import dataclass, replace
@@ -25,10 +26,11 @@ from grpo_megatron.metrics import Mean, Metrics
 def step_advantages(
     batches: list[TrainBatch], options: AlgorithmConfig, kl_controller: KLController
 ) -> tuple[list[np.ndarray], Metrics]:
-    """Return the advantages of each mini-batch of a step, float32 [T] each, and metrics.
+    """Return (advantages, metrics): one float32 [T] array per mini-batch of a step, and scalars for the logs.
 
-    They are computed over all mini-batches together. If configured, the KL is part of the reward. The
-    coefficient of kl_controller is then updated after its use.
+    The advantages are computed over all mini-batches together. With algorithm.use_kl_in_reward, the KL to the
+    reference policy is subtracted from the rewards, and the coefficient in `kl_controller` is updated
+    afterwards.
     """
     metrics: Metrics = {}
     whole = TrainBatch.concatenate(batches)
@@ -53,9 +55,13 @@ def step_advantages(
 
 
 def mean_over_trajectories(values: np.ndarray, batch: TrainBatch) -> tuple[float, int]:
-    """Return the mean over trajectories of their mean over trained tokens, and the number of trajectories.
+    """Return (mean, count) over the trajectories that have a trained token.
 
-    Trajectories without a trained token are ignored. The result is (0.0, 0) if there are no others.
+    - mean: each trajectory's mean over its trained tokens, averaged over the trajectories. 0.0 if there is no
+      trajectory.
+    - count: number of these trajectories.
+
+    values: float [T], one per token.
     """
     sequence = batch.sequence_id[batch.loss_mask]
     _, trajectory, counts = np.unique(batch.trajectory_id[sequence], return_inverse=True, return_counts=True)
@@ -67,12 +73,12 @@ def mean_over_trajectories(values: np.ndarray, batch: TrainBatch) -> tuple[float
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The coefficients of each token of one optimizer step."""
+    """The numbers that multiply each token's loss in one optimizer step."""
 
     weight: np.ndarray
-    """float32 [T]."""
+    """float32 [T]. The token's share in the mean over the step. Multiplies its whole loss."""
     policy_factor: np.ndarray | None
-    """float32 [T] or None (1 everywhere). Multiplies only the policy term."""
+    """float32 [T] or None (1 everywhere). Multiplies only the policy term, not KL and entropy."""
     loss_mask: np.ndarray
     """bool [T]. True for trained tokens."""
 
@@ -80,13 +86,14 @@ class Coefficients:
 def step_coefficients(
     batch: TrainBatch, config: Config, correction: Correction | None
 ) -> tuple[Coefficients, Metrics]:
-    """Return the coefficients of one optimizer step, and metrics of the mismatch correction.
+    """Return (coefficients, metrics) of one optimizer step. The metrics describe the mismatch correction.
 
-    correction: None if the mismatch is not known before training, or if nothing is done about it.
+    correction: what to do about differences between the engine's and the trainer's log-probs. None if they
+        become known only in the training forward pass, or if no correction is configured.
 
-    A token that the correction masks keeps KL and entropy, unless algorithm.mask_applies_to is "all". By
-    default it counts as 0 in the means, as it also does if the mismatch is known only in the training
-    forward. With mismatch.renormalize, the means are taken over the tokens that are kept.
+    A token that the correction masks loses its policy term. It keeps KL and entropy, unless
+    algorithm.mask_applies_to is "all". By default it still counts in the denominator of the mean. With
+    mismatch.renormalize, the mean is taken only over the tokens that are kept.
     """
     mode, longest = config.algorithm.loss_agg_mode, config.rollout.max_response_length
     if correction is None:

@@ -1,8 +1,13 @@
 """Correction of the mismatch between engine and trainer: a factor for each token's policy term, and a mask.
 
-delta is the trainer's minus the engine's log-prob at a trained token. rho = exp(delta) is the token's ratio.
-rho_y is the product of the ratios of a sequence's trained tokens. With train.old_logprobs=recompute they are
-known before training, otherwise only in the training forward. The same object serves both cases.
+Engine and trainer compute slightly different log-probs for the same tokens and weights. Notation:
+
+- delta: the trainer's minus the engine's log-prob of a trained token, in nats.
+- rho = exp(delta): the token's ratio.
+- rho_y: the product of the ratios of a sequence's trained tokens.
+
+With train.old_logprobs=recompute, delta is known before training. Otherwise it becomes known only in the
+training forward pass. A `Correction` can be called in both cases.
 """
 
 from collections.abc import Callable
@@ -41,7 +46,7 @@ MASKING = (MismatchCorrection.icepop, MismatchCorrection.mis)
 
 @dataclass(frozen=True)
 class Weighting:
-    """The importance weight of the policy term. Its kinds are:
+    """Importance weighting: multiplies the policy term by a ratio of trainer to engine. Its kinds are:
 
     - tis: min(rho, high) (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
       Training").
@@ -55,9 +60,9 @@ class Weighting:
     high: float
 
     def __call__(self, delta: torch.Tensor, sequence_sum: SequenceSum) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the factor [t], and the tokens that are kept, bool [t].
+        """Return (factor, kept): float [t] for the policy term, and bool [t], False for masked tokens.
 
-        delta: [t], 0 outside the mask.
+        delta: float [t], 0 for untrained tokens.
         """
         ratio = _exp(sequence_sum(delta) if self.kind in OF_SEQUENCES else delta)
         if self.kind in MASKING:
@@ -67,7 +72,7 @@ class Weighting:
 
 @dataclass(frozen=True)
 class Rejection:
-    """The masking of tokens, or of whole sequences, if a measure of the mismatch is outside [low, high].
+    """Rejection: masks tokens, or whole sequences, whose measure of the mismatch is outside [low, high].
 
     The measures are:
 
@@ -83,10 +88,10 @@ class Rejection:
     high: float
 
     def __call__(self, delta: torch.Tensor, mask: torch.Tensor, sequence_sum: SequenceSum) -> torch.Tensor:
-        """Return the tokens that are kept, bool [t].
+        """Return bool [t]: True for tokens that are kept.
 
-        delta: [t], 0 outside the mask.
-        mask: bool [t].
+        delta: float [t], 0 for untrained tokens.
+        mask: bool [t], True for trained tokens.
         """
         level, _, measure = self.kind.value.rpartition("_")
         near = delta.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -106,14 +111,14 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Correction:
-    """All corrections of the mismatch."""
+    """The configured corrections of the mismatch, applied together. A token is kept if none masks it."""
 
     weighting: Weighting | None = None
-    """None: no weighting."""
+    """None: the factor of a kept token is 1."""
     rejection: Rejection | None = None
     """None: no rejection."""
     max_difference: float | None = None
-    """Tokens with a larger |delta| are masked too. None: no limit."""
+    """Tokens with a larger |delta|, in nats, are masked too. None: no limit."""
 
     @classmethod
     def from_config(cls, config: MismatchConfig) -> "Correction | None":
@@ -134,9 +139,13 @@ class Correction:
     def __call__(
         self, rollout_logp: torch.Tensor, logp: torch.Tensor, mask: torch.Tensor, sequence_sum: SequenceSum
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the factor [t], 0 where masked, and the kept tokens, bool [t]. Both are detached.
+        """Return (factor, kept), both detached.
 
-        Outside the mask they are 1 and True.
+        - factor: float [t], multiplies the policy term. 0 for masked tokens, 1 for untrained ones.
+        - kept: bool [t]. False for masked tokens, True for untrained ones.
+
+        rollout_logp, logp: float [t], the engine's and the trainer's log-probs.
+        mask: bool [t], True for trained tokens.
         """
         delta = torch.where(mask, logp.detach() - rollout_logp, 0)
         factor, kept = torch.ones_like(delta), torch.ones_like(mask)
@@ -150,8 +159,10 @@ class Correction:
 
 
 def _exp(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Return exp(log_ratio), clamped so that it cannot overflow."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def _bounds(published: tuple[float, float], low: float | None, high: float | None) -> tuple[float, float]:
+    """Return (low, high), with the published value for each bound that the user did not configure."""
     return published[0] if low is None else low, published[1] if high is None else high

@@ -18,17 +18,17 @@ group_filter = Registry("filter", "algorithm.filters", call=Call(("groups",)))
 
 @group_filter("nonzero_variance")
 def nonzero_variance(groups: list[Group]) -> list[Group]:
-    """Return the groups whose rewards differ (DAPO, arXiv:2503.14476 section 3.2).
+    """Return the groups in which not all rewards are equal (DAPO, arXiv:2503.14476 section 3.2).
 
-    The other groups have no group-relative advantage.
+    In the other groups, the group-relative advantage of every trajectory is zero.
     """
     return [group for group in groups if min(group.rewards) != max(group.rewards)]
 
 
 def mask_truncated(groups: list[Group]) -> list[Group]:
-    """Return the groups, without trained tokens in samples that were cut off at the length limit.
+    """Return the same groups, but exclude samples that were cut off at the length limit from training.
 
-    This is DAPO's overlong filtering (section 3.4).
+    Their loss mask becomes all False. This is DAPO's overlong filtering (arXiv:2503.14476 section 3.4).
     """
 
     def masked(sample):
@@ -40,9 +40,9 @@ def mask_truncated(groups: list[Group]) -> list[Group]:
 
 
 def apply_filters(groups: list[Group], options: AlgorithmConfig) -> list[Group]:
-    """Apply algorithm.filters in their order, then algorithm.overlong_filter.
+    """Return the groups to train on: apply algorithm.filters in order, then algorithm.overlong_filter.
 
-    Raises UserError if the filters leave nothing.
+    Raises UserError if algorithm.filters leave no group.
     """
     kept = filtered(groups, options.filters)
     if not kept:
@@ -54,7 +54,10 @@ def apply_filters(groups: list[Group], options: AlgorithmConfig) -> list[Group]:
 
 
 def filtered(groups: list[Group], names: list[str]) -> list[Group]:
-    """Return the groups that remain after all filters."""
+    """Return the groups that remain after the filters with these names, applied in order.
+
+    Dynamic sampling calls this for each single group, to find out whether it counts.
+    """
     for name in names:
         groups = group_filter.get(name)(groups) if groups else []
     return groups

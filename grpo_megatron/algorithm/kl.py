@@ -27,16 +27,16 @@ MAX_LOG_RATIO = 20.0
 
 
 def kl_penalty(logp: torch.Tensor, ref_logp: torch.Tensor, kl_type: str) -> torch.Tensor:
-    """Return the KL estimate at each token, with shape and dtype of logp. The gradient flows through logp.
+    """Return an estimate of KL(policy || reference) at each token, in nats, with shape and dtype of `logp`.
 
-    With d = log ref - log policy: k1 = -d, abs = |d|, k2 = d²/2, k3 = exp(d) - 1 - d >= 0 (Schulman,
-    "Approximating KL Divergence", 2020). k3 uses expm1, which keeps its digits if policy and reference are
-    close. d is clamped to ±20.
+    The gradient flows through `logp`.
 
-    Only k2 has the gradient of the KL in expectation. A type with + has the value of the type and the
-    gradient of k2 (straight-through).
+    kl_type: a key of KL_TYPES. With d = ref_logp - logp, clamped to ±20: k1 = -d, abs = |d|, k2 = d²/2,
+        k3 = exp(d) - 1 - d >= 0 (Schulman, "Approximating KL Divergence", 2020). A type with + has the value
+        of the type before the + and the gradient of k2 (straight-through), because only the expected gradient
+        of k2 is the gradient of the KL.
 
-    Raises ValueError for another type.
+    Raises ValueError for any other type.
     """
     known = KL_TYPES.get(kl_type)
     if known is None:
@@ -49,22 +49,23 @@ def kl_penalty(logp: torch.Tensor, ref_logp: torch.Tensor, kl_type: str) -> torc
 
 
 def unbiased_kl(kl: torch.Tensor, log_ratio: torch.Tensor) -> torch.Tensor:
-    """Return ratio · kl, with the gradient through both; shapes as given.
+    """Return the KL estimate weighted with the policy ratio, which corrects for samples of the old policy.
 
-    log_ratio: logp - old_logp of the token.
+    The result is exp(log_ratio) · kl, with gradients through both factors. Its expectation over samples of
+    the old policy equals the expectation of `kl` under the current policy. For the types k1 and k3, its
+    gradient is also the gradient of the KL (DeepSeek-V3.2, arXiv:2512.02556, unbiased KL estimate).
 
-    For samples of the old policy, the expectation of the result is that of kl under the current policy. For
-    k1 and k3, its gradient is the KL's too (DeepSeek-V3.2, arXiv:2512.02556, unbiased KL estimate).
+    kl, log_ratio: [t]. `log_ratio` is logp - old_logp of the token.
     """
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * kl
 
 
 @dataclass
 class KLController:
-    """The coefficient of the KL in the reward, either fixed or adapted to reach a target.
+    """The coefficient of the KL in the reward, either fixed or adapted so that the KL approaches a target.
 
-    Adaptive (Ziegler et al. 2019, arXiv:1909.08593 section 2.2), after n trajectories of mean KL k:
-    coef *= 1 + clip(k / target - 1, -0.2, 0.2) · n / horizon
+    An adaptive coefficient changes after n trajectories of mean KL k to (Ziegler et al. 2019,
+    arXiv:1909.08593 section 2.2): coef *= 1 + clip(k / target - 1, -0.2, 0.2) · n / horizon
     """
 
     coef: float
@@ -77,10 +78,10 @@ class KLController:
         return cls(config.kl_coef, config.type == KLControl.adaptive, config.target_kl, config.horizon)
 
     def update(self, kl: float, trajectories: int) -> None:
-        """Adapt the coefficient.
+        """Adapt the coefficient to the KL of a step. A fixed coefficient does not change.
 
-        kl: mean over trajectories of the mean over their tokens, in nats.
-        trajectories: number of trajectories.
+        kl: in nats, averaged over each trajectory's tokens and then over the trajectories.
+        trajectories: number of trajectories of the step.
         """
         if self.adaptive:
             error = min(max(kl / self.target - 1, -0.2), 0.2)
@@ -90,6 +91,6 @@ class KLController:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict) -> None:
-        """Restore an adaptive coefficient. A fixed one keeps the value of the configuration."""
+        """Restore an adaptive coefficient. A fixed one keeps the value of algorithm.kl_ctrl.kl_coef."""
         if self.adaptive:
             self.coef = state["coef"]

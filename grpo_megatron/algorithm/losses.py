@@ -26,28 +26,28 @@ class LossInputs:
     mask: torch.Tensor
     """bool. True for trained tokens."""
     advantage: torch.Tensor
-    """float32."""
+    """float32. Advantage of the token."""
     rollout_logp: torch.Tensor
     """float32. Log-prob under the engine's policy."""
     ref_logp: torch.Tensor
     """float32. Log-prob under the reference policy."""
     old_logp: torch.Tensor | None
-    """float32. None: the current policy is the old policy, and its detached log-probs are used."""
+    """float32. Log-prob under the policy before the step. None: the current one, detached (ratio 1)."""
     sequence_sum: Callable[[torch.Tensor], torch.Tensor]
-    """[t] -> [t]. At each token, the sum over all tokens of its sequence on all ranks; detached."""
+    """[t] -> [t]. Gives each token the detached sum over all tokens of its sequence, over all CP ranks."""
     policy_factor: torch.Tensor | None = None
     """float32. Multiplies only the policy term. None: 1."""
     number: torch.Tensor | None = None
-    """int64. Identifies the token in the metric of the worst mismatches. None: no such metric."""
+    """int64. Id of each token in the metric mismatch/worst. None: that metric is not computed."""
 
 
 class TokenLoss(Protocol):
     """A loss with one value per token."""
 
     needs_full_kl: bool
-    """True if the loss needs the argument full_kl."""
+    """True if the loss needs the argument full_kl, the exact KL over the vocabulary."""
     limits: dict[str, float]
-    """{metric: largest value}. A step that exceeds one is dropped."""
+    """{metric: largest value}. An optimizer step whose metric is larger does not change the weights."""
 
     def __call__(
         self,
@@ -56,12 +56,12 @@ class TokenLoss(Protocol):
         inputs: LossInputs,
         full_kl: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Metrics]:
-        """Return the loss [t], zero outside the mask, and metrics.
+        """Return (loss, metrics). The loss is float32 [t], zero for untrained tokens.
 
-        logp, entropy: float32 [t].
-        full_kl: float32 [t], the exact KL to the reference, given if needs_full_kl.
+        logp, entropy: float32 [t], of the current policy.
+        full_kl: float32 [t], the exact KL to the reference policy, given if needs_full_kl.
 
-        All three are computed only inside the mask. Outside it they are zero.
+        All three are computed only for trained tokens, and are zero for the others.
         """
 
 
@@ -74,11 +74,11 @@ class PolicyLoss:
     """
 
     clip_ratio_low: float = 0.2
-    """The ratio is clipped below 1 - this."""
+    """The policy ratio is clipped below 1 - clip_ratio_low."""
     clip_ratio_high: float = 0.2
-    """The ratio is clipped above 1 + this."""
+    """The policy ratio is clipped above 1 + clip_ratio_high."""
     use_kl_loss: bool = False
-    """True to add the KL to the reference."""
+    """True to add the KL to the reference policy."""
     kl_loss_coef: float = 0.0
     """Coefficient of the KL."""
     kl_loss_type: str = "k3"
@@ -90,17 +90,17 @@ class PolicyLoss:
     surrogate: str = "clip"
     """Name of the surrogate objective."""
     clip_ratio_c: float | None = None
-    """Dual clip: the loss of a negative advantage is at most this times |advantage|. None: off."""
+    """Dual clip: the loss of a negative advantage is at most clip_ratio_c · |advantage|. None: off."""
     kl_loss_unbiased: bool = False
-    """True to weight the KL with the ratio, see kl.unbiased_kl."""
+    """True to weight the KL with the policy ratio, see kl.unbiased_kl."""
     mask_applies_to: str = "policy"
     """With "all", tokens that the correction masks also lose KL and entropy. Token weights do not change."""
     early_stop_imp_ratio: float | None = None
-    """Largest mean of the ratio over the step's trained tokens. A step beyond it is dropped."""
+    """Largest mean policy ratio of a step. A step above it does not change the weights. None: no limit."""
     correction: Correction | None = None
-    """Correction of the mismatch if it is known only in the training forward. Multiplies the policy term."""
+    """Correction of the mismatch, if known only in the training forward. None: none, or done before."""
     mismatch_limit: float | None = None
-    """Largest |log-prob difference| of engine and trainer. A step beyond it is dropped."""
+    """Largest |log-prob difference| of engine and trainer. A step above it does not change the weights."""
 
     @classmethod
     def from_config(
@@ -108,8 +108,8 @@ class PolicyLoss:
     ) -> "PolicyLoss":
         """Return the configured loss.
 
-        known_before: True if the trainer's log-probs are known before training. The mismatch is then handled
-            before training, and not in this loss.
+        known_before: True if the trainer's log-probs of the sampled tokens are computed before training. The
+            mismatch with the engine is then corrected in step_coefficients, and not in this loss.
         """
         same = {
             name: getattr(algorithm, name) for name in cls.__dataclass_fields__ if hasattr(algorithm, name)
@@ -165,7 +165,7 @@ class PolicyLoss:
         return torch.where(trained, loss, 0.0), metrics
 
     def _factor(self, logp: torch.Tensor, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the factor of the policy term [t], and the tokens that keep that term, bool [t]."""
+        """Return (factor, kept): float [t] for the policy term, and bool [t], False for masked tokens."""
         factor, kept = torch.ones_like(logp), torch.ones_like(inputs.mask)
         if self.correction:
             factor, kept = self.correction(inputs.rollout_logp, logp, inputs.mask, inputs.sequence_sum)
@@ -174,6 +174,7 @@ class PolicyLoss:
         return factor, kept
 
     def _kl(self, logp, log_ratio, inputs: LossInputs, full_kl) -> torch.Tensor:
+        """Return the KL to the reference policy at each token [t], exact or estimated as configured."""
         if self.needs_full_kl:
             return full_kl
         kl = kl_penalty(logp, torch.where(inputs.mask, inputs.ref_logp, logp.detach()), self.kl_loss_type)
@@ -196,4 +197,5 @@ class CrossEntropyLoss:
 
 
 def _masked_sum(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the detached float32 sum over trained tokens, for a metric."""
     return torch.where(mask, values.detach().float(), 0.0).sum()

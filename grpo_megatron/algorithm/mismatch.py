@@ -23,13 +23,17 @@ def mismatch_metrics(
 ) -> Metrics:
     """Return metrics of how far the engine's log-probs are from the trainer's.
 
-    All tensors are [t], mask is bool.
+    With delta = logp - rollout_logp and ratio = exp(delta), the metrics over trained tokens are:
 
-    The metrics are: max and mean of |delta|; k3 = mean of ratio - 1 - delta, an estimate of KL(engine ||
-    trainer); quantiles of the ratio.
+    - mismatch/max and mismatch/mean: of |delta|, in nats.
+    - mismatch/k3: mean of ratio - 1 - delta, an estimate of KL(engine || trainer).
+    - mismatch/ratio: quantiles of the ratio.
+    - mismatch/worst: the tokens with the largest |delta|, as rows (|delta|, number, engine's log-prob,
+      trainer's log-prob). Only if `number` is given.
 
-    number: int64 [t], identifies the tokens. If given, the worst tokens are added as rows (|delta|, number,
-        engine's log-prob, trainer's).
+    rollout_logp, logp: float [t], log-probs of the engine and of the trainer.
+    mask: bool [t], True for trained tokens.
+    number: int64 [t], an id of each token, by which it can be found in the batch.
     """
     logp = logp.detach()
     delta = torch.where(mask, logp - rollout_logp, 0)
@@ -50,9 +54,9 @@ def mismatch_metrics(
 
 
 def measure_mismatch(batch: TrainBatch) -> Metrics:
-    """Return mismatch_metrics of a batch.
+    """Return `mismatch_metrics` of a batch, with its old_logp as the trainer's log-probs.
 
-    Its old log-probs must be those of the weights that the engine sampled with.
+    They must have been computed with the same weights that the engine sampled with.
     """
     arrays = (batch.rollout_logp, batch.old_logp, batch.loss_mask, batch.number)
     return mismatch_metrics(*map(torch.from_numpy, arrays))
@@ -60,12 +64,12 @@ def measure_mismatch(batch: TrainBatch) -> Metrics:
 
 @dataclass(frozen=True)
 class MismatchReport:
-    """The result of `mismatch_report`."""
+    """Message to the user about the mismatch of a step, made by `mismatch_report`."""
 
     worst: str
-    """The worst tokens in their context."""
+    """The tokens with the largest mismatch in their context, one per line."""
     text: str
-    """Message to the user, or empty."""
+    """Message to the user. Empty if the mismatch is below mismatch.threshold or need not be reported."""
     stop: bool
     """True if the run must stop."""
 
@@ -73,10 +77,10 @@ class MismatchReport:
 def mismatch_report(
     metrics: Metrics, batches: list[TrainBatch], config: MismatchConfig, decode: Decode | None
 ) -> MismatchReport:
-    """Return the report on the mismatch of a step.
+    """Return what to tell the user about the mismatch of a step, and whether the run must stop.
 
-    metrics: mismatch_metrics of the step's batches.
-    decode: function from token ids to text. If None, the ids are shown.
+    metrics: `mismatch_metrics` of the step's batches.
+    decode: function from token ids to text, for showing the worst tokens. If None, their ids are shown.
     """
     whole = TrainBatch.concatenate(batches)
     decode = decode or (lambda ids: " ".join(map(str, ids)))
@@ -94,13 +98,13 @@ def mismatch_report(
 def describe_worst(
     worst: list[tuple], tokens: np.ndarray, cu_seqlens: np.ndarray, decode: Decode, context: int = 12
 ) -> str:
-    """Return one line per row of mismatch/worst: both log-probs, and the >>marked<< token in its context.
+    """Return one line per row of `worst`: both log-probs, and the >>marked<< token in its context.
 
-    A row's `number` is a stream position. Its log-prob is that of the next token.
-
-    tokens: int [T], of the whole step.
-    cu_seqlens: [S+1], of the whole step.
-    context: number of tokens shown before. Half as many are shown after.
+    worst: rows (|delta|, number, engine's log-prob, trainer's log-prob) of the metric mismatch/worst.
+        `number` is an index into `tokens`. The log-probs are those of the token after it.
+    tokens: int [T], the token ids of the whole step.
+    cu_seqlens: int [S+1], start of each of the step's sequences in `tokens`.
+    context: how many tokens to show before the marked one. Half as many are shown after it.
     """
     lines = []
     for difference, number, engine, trainer in worst:

@@ -19,7 +19,7 @@ class PairInputs:
     weight: torch.Tensor
     """float32 [P]. Weight of each pair's loss, fixed over the whole optimizer step."""
     margin: torch.Tensor
-    """float32 [P]. How far the chosen sequence's score should exceed the other's."""
+    """float32 [P]. How far the chosen sequence's score should exceed the rejected sequence's."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,10 @@ class PreferenceLoss:
         return {}
 
     def __call__(self, scores: torch.Tensor, inputs: PairInputs) -> tuple[torch.Tensor, Metrics]:
-        """Return the loss [P] and metrics for the scores, float32 [2P]."""
+        """Return (loss, metrics). The loss is float32 [P], one value per pair.
+
+        scores: float32 [2P]. Score 2i is that of the chosen sequence of pair i, 2i + 1 of the rejected one.
+        """
         chosen, rejected = scores.view(-1, 2).unbind(1)
         ahead = chosen - rejected
         loss = -F.logsigmoid(ahead - inputs.margin)

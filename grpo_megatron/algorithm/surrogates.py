@@ -1,8 +1,8 @@
 """The configurable parts of the policy gradient: the level of the ratio, and the surrogate objective.
 
 A surrogate is a function (PolicyTerms, SurrogateOptions) -> (loss [t], clipped bool [t]), registered by
-`@surrogate("name")`. `clipped` marks tokens whose gradient the surrogate removes or limits. It is only
-counted.
+`@surrogate("name")`. `clipped` marks tokens whose gradient the surrogate removes or limits. It is used only
+for the clip_fraction metrics.
 """
 
 from collections.abc import Callable
@@ -31,11 +31,11 @@ class PolicyTerms:
     """Inputs of a surrogate for t tokens. All tensors are [t]."""
 
     logp: torch.Tensor
-    """float32, differentiable."""
+    """float32, differentiable. Log-prob of the token under the current policy."""
     log_ratio: torch.Tensor
-    """float32, differentiable. Log ratio to the old policy at the configured level."""
+    """float32, differentiable. Log of current over old policy, per token or per sequence (RATIO_LEVELS)."""
     advantage: torch.Tensor
-    """float32."""
+    """float32. Advantage of the token."""
     mask: torch.Tensor
     """bool. True for trained tokens."""
 
@@ -53,11 +53,11 @@ def token_ratio(log_ratio: torch.Tensor, mask: torch.Tensor, sequence_sum: Calla
 
 
 def sequence_ratio(log_ratio: torch.Tensor, mask: torch.Tensor, sequence_sum: Callable) -> torch.Tensor:
-    """Return GSPO's log importance ratio at each token, [t]: the mean over its sequence's trained tokens.
+    """Return GSPO's log ratio [t]: each token gets the mean log ratio of its sequence's trained tokens.
 
-    log s_i = 1/|y_i| sum_t log r_it (arXiv:2507.18071 eq. 7). The value is that of the sequence, and the
-    gradient is that of the token's own log-prob (the GSPO-token form, eq. 14). With equal weights 1/|y_i|
-    over the tokens, the sum is exactly GSPO's gradient, and no collective is differentiated through.
+    This is log s_i of arXiv:2507.18071 eq. 7. The gradient is that of the token's own log-prob (the
+    GSPO-token form, eq. 14), so that no gradient has to pass through a collective. If all tokens of a
+    sequence have the same loss weight, the sum of these gradients is exactly GSPO's.
     """
     total = sequence_sum(torch.where(mask, log_ratio.detach(), 0.0))
     mean = total / sequence_sum(mask.to(log_ratio.dtype)).clamp(min=1)
@@ -65,10 +65,11 @@ def sequence_ratio(log_ratio: torch.Tensor, mask: torch.Tensor, sequence_sum: Ca
 
 
 def sequence_sum_ratio(log_ratio: torch.Tensor, mask: torch.Tensor, sequence_sum: Callable) -> torch.Tensor:
-    """Return the unnormalised log ratio of the whole sequence, log pi(y) - log pi_old(y), at each token, [t].
+    """Return [t]: each token gets the summed log ratio of its whole sequence, log pi(y) - log pi_old(y).
 
-    The gradient at a token is n_i times its own. With weights proportional to 1/n_i (group-sum,
-    seq-mean-token-mean), the sum over the n_i tokens is exactly the gradient of the sequence's ratio.
+    The gradient at a token is that of its own log-prob, multiplied by n, the number of trained tokens of its
+    sequence. With loss weights proportional to 1/n (modes group-sum and seq-mean-token-mean), the sum over
+    the tokens is exactly the gradient of the sequence's ratio.
     """
     total = sequence_sum(torch.where(mask, log_ratio.detach(), 0.0))
     count = sequence_sum(mask.to(log_ratio.dtype))
@@ -85,8 +86,9 @@ RATIO_LEVELS = {"token": token_ratio, "sequence": sequence_ratio, "sequence_sum"
 def clip(terms: PolicyTerms, options: SurrogateOptions) -> LossAndClipped:
     """Return PPO's clipped objective as a loss, with DAPO's separate limits and an optional dual clip.
 
-    -min(r A, clip(r, 1 - low, 1 + high) A) (arXiv:1707.06347 eq. 7, arXiv:2503.14476 eq. 8). If A < 0 and
-    clip_ratio_c = c is set, it is at most -c A (arXiv:1912.09729 eq. 5).
+    With ratio r and advantage A: -min(r A, clip(r, 1 - low, 1 + high) A) (arXiv:1707.06347 eq. 7,
+    arXiv:2503.14476 eq. 8). If A < 0 and clip_ratio_c = c is set, the loss is at most -c A
+    (arXiv:1912.09729 eq. 5).
     """
     ratio, advantage = terms.ratio, terms.advantage
     unclipped = -advantage * ratio
@@ -101,10 +103,11 @@ def clip(terms: PolicyTerms, options: SurrogateOptions) -> LossAndClipped:
 
 @surrogate("cispo")
 def cispo(terms: PolicyTerms, options: SurrogateOptions) -> LossAndClipped:
-    """Return the REINFORCE loss weighted with the clipped ratio. No token loses its gradient.
+    """Return CISPO's loss: REINFORCE weighted with the clipped ratio, so that no token loses its gradient.
 
-    -sg(clip(r, 1 - low, 1 + high)) A logp (MiniMax-M1, arXiv:2506.13585 eq. 4, 5). The ratio itself gets no
-    gradient (sg). A low of 1 or more means no lower limit, as in the paper.
+    With ratio r and advantage A: -sg(clip(r, 1 - low, 1 + high)) A logp (MiniMax-M1, arXiv:2506.13585 eq. 4,
+    5). sg (stop gradient): the ratio itself gets no gradient. clip_ratio_low of 1 or more means no lower
+    limit, as in the paper.
     """
     ratio = terms.ratio.detach()
     limited = ratio.clamp(1 - options.clip_ratio_low, 1 + options.clip_ratio_high)
@@ -113,8 +116,9 @@ def cispo(terms: PolicyTerms, options: SurrogateOptions) -> LossAndClipped:
 
 @surrogate("reinforce")
 def reinforce(terms: PolicyTerms, options: SurrogateOptions) -> LossAndClipped:
-    """Return -A logp (Williams 1992).
+    """Return the REINFORCE loss, -advantage · logp (Williams 1992).
 
-    It has no ratio, so it is exact only for the first optimizer step on a batch.
+    It does not correct for samples of an older policy, so it is exact only for the first optimizer step on a
+    batch.
     """
     return -terms.advantage * terms.logp, torch.zeros_like(terms.mask)

@@ -20,7 +20,10 @@ def padded_to(lengths, multiple: int):
 
 
 def on_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a host tensor to a device without making the host wait. On a CPU, return the same memory."""
+    """Copy a CPU tensor to `device` without making the CPU wait for the copy.
+
+    If `device` is a CPU, the result shares its memory with `values`.
+    """
     if device.type == "cuda":
         values = values.pin_memory()
     return values.to(device, non_blocking=True)
@@ -28,7 +31,7 @@ def on_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """The way token streams are padded and split on one rank."""
+    """The rules by which one rank pads a micro-batch's token stream and takes its share of it."""
 
     tp: int = 1
     """Size of the tensor-parallel (TP) group."""
@@ -37,27 +40,29 @@ class Layout:
     cp_rank: int = 0
     """This rank's index in its CP group."""
     sequence_parallel: bool = False
-    """True if activations are split over TP between matrix products, so that the pack must be divisible."""
+    """True if activations are split over TP between matrix products. A pack must then be divisible by tp."""
     alignment: int = 1
     """Multiple that the FP8 kernels require of every GEMM dimension. 1 means no requirement."""
     pack_tokens: int = 0
-    """Fixed size of every pack over all CP ranks, in positions, for pipeline stages. 0: no fixed size."""
+    """Size of every pack in tokens over all CP ranks, if pipeline stages need equal sizes. 0: any size."""
 
     @property
     def sequence_multiple(self) -> int:
-        """Each sequence is padded to a multiple of this number: two chunks per CP rank (zig-zag)."""
+        """Divisor of each padded sequence: 2 · cp, since each CP rank takes two chunks (zig-zag); else 1."""
         return 2 * self.cp if self.cp > 1 else 1
 
     @property
     def pack_multiple(self) -> int:
-        """The whole pack, over all CP ranks, is padded to a multiple of this number."""
+        """Divisor of the size of a whole padded pack, counted over all CP ranks."""
         split = self.cp * (self.tp if self.sequence_parallel else 1)
         return math.lcm(self.sequence_multiple, split, split * self.alignment)
 
     def pack(self, lengths) -> "Pack":
-        """Return the pack of a micro-batch.
+        """Return the index mapping between a micro-batch's token stream and this rank's share of it.
 
-        lengths: tokens of each sequence, in stream order, each at least 1.
+        lengths: number of tokens of each sequence, in stream order, each at least 1.
+
+        Raises ValueError for other lengths. Raises ValueError also if the sequences exceed pack_tokens.
         """
         lengths = np.asarray(lengths, dtype=np.int64)
         if lengths.ndim != 1 or lengths.size == 0 or lengths.min() < 1:
@@ -74,16 +79,17 @@ class Layout:
         return Pack(self, lengths, padded)
 
     def tensor_parallel_share(self, tensor: torch.Tensor, tp_rank: int) -> torch.Tensor:
-        """Return the part of [t, ...] whose activations a TP rank holds between the matrix products.
+        """Return the rows of `tensor` [t, ...] whose activations a TP rank has between the matrix products.
 
-        The shape is [t / tp, ...] under sequence parallelism, else [t, ...].
+        Under sequence parallelism the result is [t / tp, ...], else all rows [t, ...].
         """
         return tensor.chunk(self.tp)[tp_rank] if self.sequence_parallel else tensor
 
     def _empty_sequences(self, padded: np.ndarray) -> np.ndarray:
-        """Return padded lengths of empty sequences that fill a pack up to pack_tokens.
+        """Return the lengths of sequences of pure padding that fill a pack up to pack_tokens, int64.
 
-        None is longer than the longest real sequence. Otherwise attention over padding would cost the most.
+        padded: int64 [S], padded lengths of the real sequences. No empty sequence is longer than the longest
+            of them, because attention over one long stretch of padding would cost the most.
         """
         rest = self.pack_tokens - int(padded.sum())
         if rest < 0 or self.pack_tokens % self.pack_multiple:
@@ -102,9 +108,10 @@ def _cumulative(lengths: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Pack:
-    """One micro-batch under a Layout: T = sum(lengths) tokens, S sequences, t local positions.
+    """The index mapping of one micro-batch: T = sum(lengths) tokens in S sequences, t of them on this rank.
 
-    With pack_tokens, some sequences at the end may be empty: they consist only of padding.
+    t counts the padding on this rank too. With Layout.pack_tokens, sequences at the end may consist only of
+    padding (length 0).
     """
 
     layout: Layout
@@ -113,19 +120,22 @@ class Pack:
 
     @cached_property
     def cu_seqlens(self) -> np.ndarray:
-        """Start of each sequence in the stream without padding, int32 [S+1]."""
+        """Start of each sequence in the stream without padding, and the stream's end, int32 [S+1]."""
         return _cumulative(self.lengths)
 
     @cached_property
     def cu_seqlens_padded(self) -> np.ndarray:
-        """Start of each sequence in the padded stream, over all CP ranks, int32 [S+1]."""
+        """Start of each sequence in the padded stream of all CP ranks, and the stream's end, int32 [S+1]."""
         return _cumulative(self.padded_lengths)
 
     def pieces(self, cp_rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first position and the length of each contiguous piece on a CP rank, both int64 [S, p].
+        """Return (first, length) of each contiguous piece of a sequence on a CP rank, both int64 [S, p].
 
-        Without CP, a sequence is one piece. With CP, it is cut into 2·cp chunks, and rank r holds the chunks
-        r and 2·cp-1-r (zig-zag), so that causal attention costs the same on all ranks.
+        - first: position of the piece's first token within its padded sequence.
+        - length: number of tokens of the piece.
+
+        Without CP, a sequence is one piece (p = 1). With CP, it is cut into 2·cp chunks, and rank r gets the
+        chunks r and 2·cp-1-r (p = 2, zig-zag), so that causal attention costs the same on all ranks.
         """
         cp = self.layout.cp
         if cp == 1:
@@ -134,6 +144,7 @@ class Pack:
         return chunk * np.array([[cp_rank, 2 * cp - 1 - cp_rank]]), np.repeat(chunk, 2, axis=1)
 
     def _positions(self, cp_rank: int) -> np.ndarray:
+        """Return the position of each token of a CP rank within its padded sequence, int64 [t]."""
         first, length = (x.ravel() for x in self.pieces(cp_rank))
         ends = np.cumsum(length)
         return np.arange(ends[-1]) + np.repeat(first - (ends - length), length)
@@ -145,7 +156,10 @@ class Pack:
 
     @cached_property
     def gathered_index(self) -> np.ndarray:
-        """Row of each padded-stream position in the concatenated local parts of all CP ranks, int64."""
+        """Row of each position of the padded stream in an all-gather of the CP ranks' parts, int64 [t · cp].
+
+        Attention uses it to bring gathered keys and values into stream order.
+        """
         starts = self.cu_seqlens_padded[:-1].astype(np.int64)[self.sequence_id]
         rows = np.concatenate([starts + self._positions(rank) for rank in range(self.layout.cp)])
         index = np.empty(len(rows), dtype=np.int64)
@@ -165,16 +179,19 @@ class Pack:
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences that are not only padding."""
+        """Number of sequences with at least one real token."""
         return int(np.count_nonzero(self.lengths))
 
     def last_tokens(self, tp_rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (row, sequence) of the last tokens of sequences that this rank holds, both int64 [n].
+        """Return (row, sequence) for each sequence whose last token is on this rank, both int64 [n].
 
-        The rank holds a token if it has its activations. `row` is the token's local row, `sequence` its
-        sequence's index.
+        A reward model's score head reads the hidden state of these tokens.
 
-        tp_rank: matters only under sequence parallelism, see Layout.tensor_parallel_share.
+        - row: row of the token in this rank's activations.
+        - sequence: index of its sequence.
+
+        tp_rank: index in the TP group. It matters only under sequence parallelism, where each TP rank has
+            only a part of the rows.
         """
         is_last = self.position_ids == self.lengths[self.sequence_id] - 1
         share = self.layout.tensor_parallel_share(
@@ -184,20 +201,17 @@ class Pack:
         return rows, share[rows]
 
     def sum_over_context(self, values: torch.Tensor, cp_group=None) -> torch.Tensor:
-        """Sum one value per sequence [S] over the CP ranks.
-
-        The result is detached, like that of `sequence_sum`.
-        """
+        """Return the sum over the CP ranks of one value per sequence, [S]. The result is detached."""
         return _sum_over(values.detach().clone(), cp_group, self.layout.cp)
 
     @cached_property
     def place(self) -> np.ndarray:
-        """Same as `index`, but T for padding, which is the position after the last token. int64 [t]."""
+        """Same as `index`, but T instead of -1 for padding, so that `gather` can drop it. int64 [t]."""
         return np.where(self.index < 0, self.num_tokens, self.index)
 
     @cached_property
     def sequence_or_none(self) -> np.ndarray:
-        """Same as `sequence_id`, but S for padding. int64 [t]."""
+        """Same as `sequence_id`, but with S for padding, so that sums can leave it out. int64 [t]."""
         return np.where(self.index < 0, len(self.lengths), self.sequence_id)
 
     @cached_property
@@ -205,18 +219,18 @@ class Pack:
         return {}
 
     def tensor(self, name: str, device: torch.device) -> torch.Tensor:
-        """Return the array of this name as a tensor on a device. The tensor is cached."""
+        """Return this pack's array attribute `name`, such as "index", as a cached tensor on a device."""
         if (name, device) not in self._on_device:
             self._on_device[name, device] = on_device(torch.from_numpy(getattr(self, name)), device)
         return self._on_device[name, device]
 
     @property
     def num_tokens(self) -> int:
-        """T: number of tokens of the micro-batch, without padding, over all CP ranks."""
+        """Number T of tokens of the micro-batch, without padding, over all CP ranks."""
         return int(self.cu_seqlens[-1])
 
     def _local(self, stream: np.ndarray, fill) -> np.ndarray:
-        """Return this rank's part [t, ...] of the stream [T, ...], with `fill` in its padding."""
+        """Return this rank's part [t, ...] of the stream [T, ...]. Padding gets the value `fill`."""
         if len(stream) != self.num_tokens:
             raise ValueError(f"stream has {len(stream)} tokens, the pack {self.num_tokens}")
         local = np.asarray(stream)[self.index]  # T >= 1, so index -1 reads a valid element
@@ -226,12 +240,12 @@ class Pack:
     def scatter(self, stream: np.ndarray, fill=0) -> torch.Tensor:
         """Return this rank's part [t, ...] of the stream [T, ...] as a CPU tensor of the same dtype.
 
-        Padding is `fill`.
+        Padding gets the value `fill`.
         """
         return torch.from_numpy(self._local(stream, fill))
 
     def local_positions(self, mask: np.ndarray) -> torch.Tensor:
-        """Return the positions of the masked tokens within this rank's part: int64 [n], on the CPU.
+        """Return the rows, within this rank's part [t], of tokens whose mask is True: int64 [n], on the CPU.
 
         mask: bool [T], over the whole stream.
         """
@@ -248,10 +262,10 @@ class Pack:
         return _sum_over(stream[:-1], cp_group, self.layout.cp)
 
     def sequence_sum(self, local: torch.Tensor, cp_group=None) -> torch.Tensor:
-        """Return the sum of local [t] over each sequence, without padding and over all CP ranks: [S].
+        """Return the sum of `local` [t] over each sequence, without padding and over all CP ranks: [S].
 
-        It is intentionally not differentiable across ranks. Sequence-level losses detach it: the detached
-        value times exp(logp - logp.detach()) has the exact gradient of each token.
+        The result is detached, so that no gradient has to pass through a collective. Sequence-level losses
+        multiply it by exp(logp - logp.detach()), which has the value 1 and the exact gradient of each token.
         """
         sums = local.new_zeros(len(self.lengths) + 1)
         sums.index_add_(0, self.tensor("sequence_or_none", local.device), local.detach())
@@ -259,6 +273,7 @@ class Pack:
 
 
 def _sum_over(tensor: torch.Tensor, cp_group, cp: int) -> torch.Tensor:
+    """Sum `tensor` over the `cp` ranks of a context-parallel group, in place, and return it."""
     if cp > 1:
         if cp_group is None:
             raise ValueError("context parallelism needs the cp_group to gather over")

@@ -11,11 +11,12 @@ from grpo_megatron.batch.schedule import CostModel, Schedule, schedule
 def schedule_pairs(
     lengths, max_tokens: int, cost: CostModel = CostModel(), sequence_multiple: int = 1, **options
 ) -> Schedule:
-    """Schedule pairs of sequences like `schedule` does single sequences.
+    """Distribute pairs of sequences over micro-batches and data-parallel ranks, with the rules of `schedule`.
 
-    The two sequences of a pair stay adjacent.
+    The two sequences of a pair stay adjacent in one micro-batch, because the loss of a reward model couples
+    them.
 
-    lengths: int [2P], tokens of each sequence.
+    lengths: int [2P], number of tokens of each sequence.
     options: further arguments of `schedule`.
     """
     padded = padded_to(np.asarray(lengths, dtype=np.int64), sequence_multiple)

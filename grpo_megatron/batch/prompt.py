@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt as the prompt source hands it out."""
+    """One prompt of a data set, ready to be sent to an engine."""
 
     uid: int
     """Index of the record among all training records, the same in every epoch."""
@@ -24,7 +24,7 @@ class Prompt:
     fields: dict[str, Any] = field(default_factory=dict)
     """The other fields of the record, as plain Python values that can be written as JSON."""
     source: str = ""
-    """Name of the file or data set."""
+    """Name of the file or data set that the record is from."""
     messages: list[dict[str, Any]] | None = None
     """The chat that the text renders, or None if the prompt is not a chat."""
     tools: list[dict[str, Any]] | None = None

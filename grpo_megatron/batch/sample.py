@@ -21,16 +21,16 @@ class WeightSpan:
 class Sample:
     """One sequence of a trajectory. Most trajectories have one sequence.
 
-    A trajectory is one response, or one episode with an environment. A new sequence begins when the input of
-    a turn does not start with what the model read and wrote before (rollout.history=template). Its prompt_ids
-    are then everything that the model read for that turn. All sequences of a trajectory have the trajectory's
-    reward, components and finish_reason, and together they count once.
+    A trajectory is one response, or one episode with an environment. With rollout.history=template, the input
+    of a turn may not start with the tokens that the model read and wrote before. A new sequence then begins,
+    whose prompt_ids are everything that the model read for that turn. All sequences of a trajectory have the
+    trajectory's reward, components and finish_reason. In means over trajectories they count as one.
 
     A sample is immutable. `scored` returns a copy with a reward.
     """
 
     group_id: int
-    """Id of the group, which is all trajectories of one prompt."""
+    """Id of the group that this sample belongs to. A group is all trajectories of one prompt."""
     trajectory_id: int
     """Id of the trajectory that this sequence belongs to."""
     prompt_ids: np.ndarray
@@ -44,11 +44,11 @@ class Sample:
     finish_reason: str
     """One of "stop", "length", "abort" and, for an episode, "max_turns"."""
     weight_spans: tuple[WeightSpan, ...] = ()
-    """Weight version of each response token that the model wrote, as spans."""
+    """Spans of the response tokens that the model wrote, with the weight version that generated each span."""
     response_text: str = ""
     """The response as text."""
     reward: float | None = None
-    """Reward of the trajectory, or None if it is not known yet or is left out (`reward_failed`)."""
+    """Reward of the trajectory. None if it is not computed yet, or if it failed and is left out."""
     reward_components: dict[str, float] = field(default_factory=dict)
     """Further numbers of the reward for the logs, by name."""
     routing: np.ndarray | None = None
@@ -86,7 +86,7 @@ class Sample:
 
     @property
     def is_left_out(self) -> bool:
-        """True if reward.on_failure=leave_out removes this sample's trajectory from its group."""
+        """True if computing the reward failed and reward.on_failure=leave_out removes the trajectory."""
         return self.reward_failed and self.reward is None
 
     def scored(self, reward: float | None, components: dict[str, float]) -> "Sample":

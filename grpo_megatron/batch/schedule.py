@@ -27,11 +27,11 @@ _EXCHANGE_BUDGET = 30_000
 
 @dataclass(frozen=True)
 class CostModel:
-    """Relative FLOPs of a training or log-prob pass over one sequence.
+    """An estimate of the relative FLOPs of a training or log-prob pass over one sequence.
 
     A sequence of L tokens costs per_token · L + per_pair · L (L + 1) / 2: per_token for the linear layers of
-    one token, per_pair for one (query, key) pair of causal attention. Only their ratio matters; the default
-    is about that of a dense 7B model.
+    one token, per_pair for one (query, key) pair of causal attention. Only the ratio of the two matters. The
+    default is about the ratio of a dense 7B model.
     """
 
     per_token: float = 1.0
@@ -45,7 +45,7 @@ class CostModel:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Sequence indices per rank and micro-batch: micro_batches[dp_rank][i], with the same i on all ranks."""
+    """Sequence indices per micro-batch: micro_batches[dp_rank][i]. All ranks compute their i-th together."""
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
 
@@ -55,7 +55,7 @@ class Schedule:
         return len(self.micro_batches[0])
 
     def sequences(self, dp_rank: int) -> list[int]:
-        """Return all sequences of a rank, micro-batch by micro-batch."""
+        """Return the indices of all sequences of a rank, micro-batch by micro-batch."""
         return [i for micro_batch in self.micro_batches[dp_rank] for i in micro_batch]
 
 
@@ -69,24 +69,24 @@ def schedule(
     multiple_of: int = 1,
     lockstep: bool = False,
 ) -> Schedule:
-    """Partition S sequences into micro-batches for `dp` ranks. The result is deterministic.
+    """Partition S sequences into micro-batches for `dp` data-parallel ranks. The result is deterministic.
 
-    lengths: int [S], tokens of each sequence.
+    lengths: int [S], number of tokens of each sequence.
     max_tokens: token limit of a micro-batch over all CP ranks, padding to `sequence_multiple` (see Layout)
         included.
     cost: cost estimate that is used to balance the ranks.
     packing: if False, every sequence is a micro-batch of its own.
     multiple_of: divisor of the micro-batches per rank (the pipeline size under a virtual pipeline, else 1).
-    lockstep: ranks wait for each other in every micro-batch (expert parallelism), not only once a step.
+    lockstep: True if ranks wait for each other in every micro-batch (expert parallelism), not once a step.
 
     Every sequence occurs once, all ranks get equally many micro-batches, and no micro-batch is empty. The
     ranks do nearly equal work in total and in each micro-batch i, as far as the lengths allow. The two goals
-    conflict if one long sequence outweighs every other micro-batch. Then its rank gets less work in the
-    others, except in lockstep, where that would only make the others wait more often. Cheap micro-batches
+    conflict if one sequence costs more than any other micro-batch. Then its rank gets less work in the other
+    micro-batches, except with lockstep, where the other ranks would only wait more often. Cheap micro-batches
     come first and last, where a pipeline fills and drains.
 
-    Raises UserError if a sequence exceeds max_tokens, or if there are too few sequences for the number of
-    micro-batches. Raises ValueError for lengths below 1.
+    Raises UserError if a sequence exceeds max_tokens. Raises UserError also if the sequences cannot be split
+    into equally many micro-batches per rank. Raises ValueError for lengths below 1.
     """
     padded = _padded(lengths, max_tokens, sequence_multiple)
     order = np.argsort(padded, kind="stable")
@@ -151,7 +151,7 @@ class _MicroBatch:
     cost: float
 
     def replace(self, old: int, new: int, sequences: "_Sequences") -> None:
-        """Replace member `old` by `new`. 0 stands for no sequence."""
+        """Replace the sequence `old` by `new`. 0 stands for no sequence."""
         if old:
             self.members.remove(old)
         if new:
@@ -161,7 +161,7 @@ class _MicroBatch:
 
 
 class _Sequences:
-    """The sequences, numbered 1..S from shortest to longest. 0 stands for no sequence and costs nothing."""
+    """Lengths and costs of the sequences, numbered 1..S from shortest to longest. 0 means no sequence."""
 
     def __init__(self, length: np.ndarray, cost: np.ndarray, max_tokens: int):
         # Lists, because single elements are read, which is several times faster than in arrays.
@@ -180,11 +180,11 @@ class _Sequences:
 
 
 def _pack(sequences: _Sequences, step: int) -> list[list[int]]:
-    """Pack sequences as evenly as possible; the number of micro-batches is a multiple of `step` if possible.
+    """Pack sequences evenly into micro-batches whose count is a multiple of `step`, if possible.
 
-    Dealing the longest sequence to the emptiest micro-batch is the most even way, but overflows if the fit is
-    tight. Then first-fit-decreasing is used, and its last micro-batches, which hold the shortest sequences,
-    are dealt again evenly: all of them, or a quarter, or a 16th ...
+    Dealing each sequence, longest first, to the emptiest micro-batch is the most even way. It fails if there
+    is little room to spare. Then first-fit-decreasing is used, and its last micro-batches, which contain the
+    shortest sequences, are dealt again evenly: all of them, or the last quarter, or the last 16th ...
     """
     everything = range(len(sequences), 0, -1)
     fewest = padded_to(-(-sum(sequences.length) // sequences.max_tokens), step)
@@ -204,7 +204,7 @@ def _pack(sequences: _Sequences, step: int) -> list[list[int]]:
 
 
 def _emptiest_first(chosen: Sequence[int], count: int, sequences: _Sequences) -> list[list[int]] | None:
-    """Deal `chosen`, longest first, to the emptiest of `count` micro-batches. Return None if that fails."""
+    """Deal `chosen`, longest first, to the emptiest of `count` micro-batches. None if one overflows."""
     if count > len(chosen):
         return None
     length, limit = sequences.length, sequences.max_tokens
@@ -221,10 +221,10 @@ def _emptiest_first(chosen: Sequence[int], count: int, sequences: _Sequences) ->
 
 
 def _first_fit(sequences: _Sequences, pairs: bool) -> list[list[int]]:
-    """Pack by first-fit-decreasing: fill one micro-batch at a time with the longest sequence that still fits.
+    """Pack by first-fit-decreasing: fill one micro-batch at a time with the longest sequence it has room for.
 
-    pairs: replace the last sequence of a micro-batch by two that fill it better. This saves the last few of
-        thousands of micro-batches, but may cost one if all sequences are long.
+    pairs: True to replace the last sequence of a micro-batch by two that fill it better, if there are such.
+        This saves a few of thousands of micro-batches, but may cost one if all sequences are long.
     """
     length, left = sequences.length, _Left(sequences.length)
     little = sequences.max_tokens // 4096
@@ -256,11 +256,11 @@ class _Left:
         self._low = 1
 
     def longest(self, room: int) -> int:
-        """Return the longest sequence of at most `room` tokens, or 0 if there is none."""
+        """Return the longest remaining sequence of at most `room` tokens, or 0 if there is none."""
         return self._find(bisect_right(self._length, room) - 1)
 
     def shortest(self) -> int:
-        """Return the number of tokens of the shortest sequence. At least one sequence must be left."""
+        """Return the number of tokens of the shortest remaining sequence. At least one must remain."""
         while self._next[self._low] != self._low:
             self._low += 1
         return self._length[self._low]
@@ -269,7 +269,10 @@ class _Left:
         self._next[s] = s - 1
 
     def pair(self, room: int, more_than: int) -> tuple[int, int] | None:
-        """Return two sequences with a total in (more_than, room] tokens, the largest total of 16 tries."""
+        """Return two sequences with more than `more_than` and at most `room` tokens in total, or None.
+
+        Of 16 tries, the pair with the largest total is returned.
+        """
         best = None
         a = self.longest(room - self.shortest())
         for _ in range(16):
@@ -291,7 +294,7 @@ class _Left:
 
 
 def _split(packed: list[list[int]], count: int) -> list[list[int]]:
-    """Halve the micro-batches with the most sequences until there are `count`: uneven, but never too long."""
+    """Halve the micro-batches with the most sequences until there are `count`. The last resort: uneven."""
     heap = [(-len(members), members) for members in packed]
     heapq.heapify(heap)
     while len(heap) < count and heap[0][0] < -1:
@@ -309,9 +312,9 @@ def _rounds(micro_batches: list[_MicroBatch], dp: int) -> list[list[_MicroBatch]
 def _exchange(
     heavy: _MicroBatch, light: _MicroBatch, gap: float, sequences: _Sequences
 ) -> tuple[float, int, int]:
-    """Return the exchange that best closes a gap: (gap left, sequence of heavy, shorter one of light or 0).
+    """Return (left, a, b): swapping a of `heavy` for the shorter b of `light` best reduces the gap in cost.
 
-    (gap, 0, 0) means that no exchange helps. 0 stands for no sequence.
+    left: the gap after the swap. b = 0: a moves without a swap. (gap, 0, 0): no swap helps.
     """
     length, cost, members = sequences.length, sequences.cost, light.members
     room = sequences.max_tokens - light.tokens
@@ -357,7 +360,7 @@ def _level_rounds(rounds: list[list[_MicroBatch]], sequences: _Sequences) -> Non
 
 
 def _deal(rounds: list[list[_MicroBatch]]) -> list[list[_MicroBatch]]:
-    """Return ranks[dp_rank][i]: each round's costliest micro-batch goes to the least loaded rank so far."""
+    """Return ranks[dp_rank][i]. In each round, the costliest micro-batch goes to the least loaded rank."""
     dp = len(rounds[0])
     costs = [[mb.cost for mb in members] for members in rounds]
     load = np.zeros(dp)

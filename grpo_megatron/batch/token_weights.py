@@ -1,8 +1,8 @@
 """Loss aggregation, expressed as one weight per token.
 
-The loss of an optimizer step is ``sum_t w_t * l_t``. Its gradient is a plain sum over tokens, micro-batches
-and ranks, so no rank ever divides by a count of its own. The kind of mean is decided only here, over the
-whole optimizer step.
+The loss of an optimizer step is the sum over all tokens of weight times token loss. Its gradient is a plain
+sum over tokens, micro-batches and ranks, so no rank ever divides by a count of its own. The kind of mean
+(algorithm.loss_agg_mode) is decided only here, over the whole optimizer step.
 """
 
 from dataclasses import replace
@@ -21,11 +21,11 @@ LOSS_AGG_MODES = (
 
 
 def token_weights(batch: TrainBatch, mode: str, max_response_length: int) -> np.ndarray:
-    """Return the weight w_t of each token of one optimizer step, float32 [T]. Untrained tokens have weight 0.
+    """Return the loss weight of each token of one optimizer step, float32 [T], 0 for untrained tokens.
 
     N is the number of trained tokens. S and P are the numbers of trajectories and groups with at least one
-    trained token. n_i is the number of trained tokens in trajectory i, and L is max_response_length. The
-    modes are:
+    trained token. n_i is the number of trained tokens in the token's trajectory i. L is max_response_length.
+    The modes are:
 
     - token-mean: 1/N (DAPO, arXiv:2503.14476)
     - seq-mean-token-sum: 1/S
@@ -65,12 +65,13 @@ def token_weights(batch: TrainBatch, mode: str, max_response_length: int) -> np.
 def weights_after_rejection(
     batch: TrainBatch, kept: np.ndarray, mode: str, max_response_length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (weight, policy_factor), both float32 [T], for rejected tokens that lose only their policy term.
+    """Return (weight, policy_factor), both float32 [T], if rejected tokens lose only their policy term.
 
-    kept: bool [T], False for rejected tokens.
+    - weight: `token_weights` over all trained tokens. KL and entropy are averaged with it.
+    - policy_factor: multiplies the policy term, so that it is averaged over the kept tokens only:
+      weight · policy_factor = `token_weights` over the kept trained tokens.
 
-    `weight` covers all trained tokens and applies to KL and entropy. weight times policy_factor equals
-    `token_weights` over the kept trained tokens.
+    kept: bool [T], False for tokens that the mismatch correction rejected.
     """
     weight = token_weights(batch, mode, max_response_length)
     policy = token_weights(replace(batch, loss_mask=batch.loss_mask & kept), mode, max_response_length)

@@ -46,9 +46,9 @@ class TrainBatch:
     loss_mask: np.ndarray
     """bool [T]. True for trained tokens."""
     weight: np.ndarray
-    """float32 [T]. Weight of the token's loss in the sum over the step, see token_weights."""
+    """float32 [T]. Weight of the token's loss in the step's sum of token losses (batch/token_weights.py)."""
     advantage: np.ndarray
-    """float32 [T]. Zero for untrained tokens."""
+    """float32 [T]. Advantage of each token. Zero for untrained tokens."""
     rollout_logp: np.ndarray
     """float32 [T]. Log-prob under the engine's policy, when the token was sampled."""
     old_logp: np.ndarray
@@ -58,9 +58,9 @@ class TrainBatch:
     routing: np.ndarray | None = None
     """int [T, L, k] or None. The k experts that the engine chose per token in each of L MoE layers."""
     policy_factor: np.ndarray | None = None
-    """float32 [T] or None (1 everywhere). Factor of the policy term of the loss."""
+    """float32 [T] or None (1 everywhere). Multiplies the policy term of the loss, not KL and entropy."""
     number: np.ndarray | None = None
-    """int64 [T] or None. Index of each token in the step, by which a metric identifies it."""
+    """int64 [T] or None. Index of each token in the step. The metric mismatch/worst refers to it."""
 
     def __post_init__(self):
         for name in ("group_id", "trajectory_id", "reward"):
@@ -76,6 +76,7 @@ class TrainBatch:
 
     @classmethod
     def from_samples(cls, samples: list[Sample]) -> "TrainBatch":
+        """Return the samples as one batch. Weights, advantages, old and reference log-probs are still 0."""
         if not samples:
             raise ValueError("a TrainBatch needs at least one sample")
         lengths = np.array([sample.num_tokens for sample in samples])
@@ -106,7 +107,7 @@ class TrainBatch:
 
     @classmethod
     def concatenate(cls, parts: list["TrainBatch"]) -> "TrainBatch":
-        """Return the sequences of all parts, one part after the other. The arrays are copies."""
+        """Return one batch with the sequences of all parts, in order. Its arrays are copies."""
         arrays = {
             "cu_seqlens": np.concatenate([[0], np.cumsum(np.concatenate([p.lengths for p in parts]))]).astype(
                 np.int32
@@ -144,7 +145,7 @@ class TrainBatch:
         return np.repeat(np.arange(self.num_sequences), self.lengths)
 
     def token_index(self, sequences) -> np.ndarray:
-        """Return the stream positions of the given sequences' tokens, in the order of `sequences`, int64."""
+        """Return the indices, in the token stream, of all tokens of the given sequences (indices), int64."""
         return np.concatenate([np.arange(self.cu_seqlens[i], self.cu_seqlens[i + 1]) for i in sequences])
 
     def select(self, sequences) -> "TrainBatch":

@@ -1,6 +1,6 @@
-"""Print the IPv4 address of a network interface of this node, or the one that a host name stands for here.
+"""Print the IPv4 address of a network interface of this node, or the one that this node resolves a name to.
 
-Job scripts use it.
+slurm/train.sbatch uses it to find the address at which the job's nodes reach each other.
 
 python -m grpo_megatron.cluster.address (--interface NAME | --host NAME)
 """
@@ -18,7 +18,7 @@ from grpo_megatron.errors import UserError
 def of_interface(name: str) -> str:
     """Return the IPv4 address of a network interface of this node.
 
-    Raises UserError, with the interfaces that there are, if it does not exist or has no IPv4 address.
+    Raises UserError if the interface does not exist or has no IPv4 address. The message lists the others.
     """
     found = _by_interface()
     if found.get(name):
@@ -29,9 +29,9 @@ def of_interface(name: str) -> str:
 
 
 def loopback_interface() -> str:
-    """Return the name of this node's loopback interface, found by its address (127.0.0.1 or the like).
+    """Return the name of this node's loopback interface, to restrict gloo and NCCL to it.
 
-    Raises UserError if there is none.
+    It is found by its address (127.0.0.1 or the like). Raises UserError if there is none.
     """
     for interface, addresses in _by_interface().items():
         if any(ip_address(address).is_loopback for address in addresses):
@@ -53,7 +53,7 @@ def _by_interface() -> dict[str, list[str]]:
 def of_host(name: str) -> str:
     """Return the IPv4 address that this node resolves a host name to. Raises UserError if there is none.
 
-    A loopback address is returned only if there is no other one.
+    If the name has several addresses, one that is not a loopback address is preferred.
     """
     try:
         addresses = [found[4][0] for found in socket.getaddrinfo(name, None, socket.AF_INET)]

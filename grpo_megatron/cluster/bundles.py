@@ -1,4 +1,4 @@
-"""Sizes of the groups of devices that must be on one node together.
+"""Sizes of the bundles, which are the groups of devices that Ray must reserve together on one node.
 
 The processes of a tensor-parallel group exchange data in every layer, so a group must not cross nodes.
 """
@@ -11,11 +11,11 @@ from grpo_megatron.errors import UserError
 
 @dataclass(frozen=True)
 class Bundles:
-    """Sizes of the groups of devices that are each on one node.
+    """Numbers of devices of the bundles that a run reserves. Each bundle is on one node.
 
-    ranks: groups of the trainer's ranks
-    engines: groups of engines with devices of their own; colocated engines share those of the ranks
-    part: devices of an engine on one node: all of them, unless the engine is larger than a node
+    ranks: sizes of the bundles for trainer ranks
+    engines: sizes of the bundles for engines; empty if the engines share the devices of the ranks
+    part: number of an engine's devices on one node: all of them, unless the engine is larger than a node
     """
 
     ranks: tuple[int, ...]
@@ -26,13 +26,15 @@ class Bundles:
 def bundles(
     num_ranks: int, group: int, num_engines: int, engine_tp: int, per_node: int, colocated: bool
 ) -> Bundles:
-    """Return the groups of devices that this many ranks and engines need.
+    """Return the sizes of the bundles of devices that a run needs from Ray.
 
     group: tensor-parallel size of the trainer
     engine_tp: tensor-parallel size of an engine
-    per_node: most devices of a node
+    per_node: number of devices of the largest node
+    colocated: whether engines and ranks share devices
 
-    Raises UserError if a group would cross nodes, or an engine would take several nodes without filling each.
+    Raises UserError if a tensor-parallel group of ranks would cross nodes. Raises UserError also if an engine
+    would take several nodes without filling each.
     """
     if group > per_node and num_ranks:
         raise UserError(

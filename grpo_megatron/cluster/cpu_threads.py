@@ -32,7 +32,10 @@ def usable_cores() -> int:
 
 
 def openmp_variables(threads: int) -> dict[str, str]:
-    """Return the environment variables of a rank or an engine that uses `threads` threads on a CPU."""
+    """Return the OpenMP variables for the environment of a rank or an engine that computes on CPUs.
+
+    threads: number of threads that the process may use for one operator.
+    """
     return {
         "OMP_NUM_THREADS": str(threads),
         # Threads that spin while they wait for work take cores from the run's other processes and from
@@ -50,7 +53,11 @@ def _usable_cores() -> int:
 
 
 def cores_of(bundle_on: Mapping[str, int], group: PlacementGroup) -> dict[str, int]:
-    """Return the number of usable cores of each node. bundle_on: {node: one of the group's bundles there}."""
+    """Return {id of a node: number of its usable cores}. A Ray task on each node counts them.
+
+    bundle_on: {id of a node: index of one of the group's bundles there}.
+    group: the placement group in which the tasks run.
+    """
     here = ray.get_runtime_context().get_node_id()  # asking another process would take a second
     asked = {
         node: _usable_cores.options(
@@ -71,10 +78,11 @@ def threads_by_node(
 ) -> dict[str, int]:
     """Return {node: threads of each process there} for one side, the trainer ranks or the engine ranks.
 
-    setting: a number as text, or `auto`. `auto` means the driver's OMP_NUM_THREADS if `environ` has it, else
-        a node's cores divided among its processes.
-    nodes: the node of each process.
-    cores: {node: usable cores}.
+    setting: value of cpu_threads in the configuration: a number as text, or `auto`. `auto` means
+        OMP_NUM_THREADS if `environ` has it, else a node's cores divided among this side's processes there.
+    nodes: the node of each process of this side.
+    cores: {node: number of usable cores}.
+    environ: environment variables of the driver.
     """
     processes = Counter(nodes)
     if setting == AUTO:
@@ -85,13 +93,13 @@ def threads_by_node(
 
 
 def threads_text(what: str, threads: Mapping[str, int]) -> str:
-    """Return a text such as `2 threads for each trainer rank`."""
+    """Return a text for the user such as `2 threads for each trainer rank`. threads: {node: threads}."""
     number = _range(threads)
     return f"{number} thread{'' if number == '1' else 's'} for each {what}"
 
 
 def cores_text(cores: Mapping[str, int]) -> str:
-    """Return a text such as `8 usable cores on each node`."""
+    """Return a text for the user such as `8 usable cores on each node`. cores: {node: cores}."""
     number = _range(cores)
     return f"{number} usable core{'' if number == '1' else 's'} on each node"
 

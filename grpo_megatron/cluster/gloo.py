@@ -14,7 +14,10 @@ from torch.distributed import distributed_c10d
 
 
 def share_device() -> None:
-    """Make all gloo groups that this process creates from now on share one device. It may be called again."""
+    """Make all gloo groups that this process creates from now on share one device, to save CPU time.
+
+    Patches ProcessGroupGloo.__init__ of torch. Calling it again changes nothing.
+    """
     groups = distributed_c10d.ProcessGroupGloo
     if not hasattr(groups.__init__, "__wrapped__"):
         # Wrap __init__ rather than replace the class: torch checks whether groups are instances of this
@@ -23,6 +26,11 @@ def share_device() -> None:
 
 
 def _with_shared_devices(initialize):
+    """Return a replacement for ProcessGroupGloo.__init__ that passes on the shared devices.
+
+    initialize: the original one.
+    """
+
     @functools.wraps(initialize)
     def __init__(self, store, rank: int, size: int, timeout: datetime.timedelta):
         options = distributed_c10d.ProcessGroupGloo._Options()
@@ -36,9 +44,10 @@ def _with_shared_devices(initialize):
 
 @functools.cache
 def _devices(interfaces: str) -> list:
-    """Return the devices that torch would choose.
+    """Create the devices that torch would create for a group. The cache makes all groups share them.
 
-    interfaces: names of network interfaces, separated by commas; empty: the interface of the host's name.
+    interfaces: value of GLOO_SOCKET_IFNAME: names of network interfaces, separated by commas. If empty, it is
+        the interface that the host's name resolves to.
     """
     groups = distributed_c10d.ProcessGroupGloo
     named = [groups.create_device(interface=name) for name in interfaces.split(",") if name]

@@ -16,7 +16,7 @@ _TOOLKIT = "/usr/local/cuda"
 
 
 def cuda_home(environ: Mapping[str, str]) -> str | None:
-    """Return the CUDA toolkit's folder, or None if there is none.
+    """Return the folder of the CUDA toolkit with which kernels are built at run time; None if there is none.
 
     The user's choice comes first, then /usr/local/cuda, then the folder of the nvcc on PATH. Libraries that
     build kernels ask for the nvcc on PATH before they look into /usr/local/cuda. They guess wrong where that
@@ -32,13 +32,13 @@ def cuda_home(environ: Mapping[str, str]) -> str | None:
 
 
 def gpu_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to set for a process on a GPU. Ray replaces `${PATH}` by each node's own.
+    """Return the environment variables to set for every rank or engine on a GPU.
 
-    environ: the driver's environment. Every process of the run gets the driver's NCCL settings and CUDA
-        toolkit.
+    They are the NCCL settings, which must be the same in all processes, the CUDA toolkit, and PATH. PATH
+    begins with the folder of the Python executable, because pip installs `ninja` there and SGLang needs it
+    to build kernels. Its part `${PATH}` is replaced by Ray with the PATH of the process's node.
 
-    SGLang, Triton and torch.compile build kernels at run time. SGLang looks for `ninja` on PATH, and pip
-    installs it next to the Python executable.
+    environ: the driver's environment variables, whose NCCL settings and CUDA toolkit are passed on.
     """
     found = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}${{PATH}}"}
     found |= {name: environ.get(name, value) for name, value in NCCL_DEFAULTS.items()}
@@ -49,14 +49,16 @@ def gpu_environment(environ: Mapping[str, str]) -> dict[str, str]:
 def preload_environment(
     environ: Mapping[str, str], cuda: str | None, packages: str | Path = sysconfig.get_path("purelib")
 ) -> dict[str, str]:
-    """Return the variables with which torch_memory_saver's library can be preloaded.
+    """Return LD_LIBRARY_PATH for processes that preload torch_memory_saver, which releases GPU memory.
 
     The library needs libcudart and does not say where it is. pip installs libcudart into a folder that the
     loader does not search. torch knows the folder, but is loaded later.
 
     environ: the environment of the process whose children preload the library.
-    cuda: torch.version.cuda.
+    cuda: torch.version.cuda, such as `13.0`.
     packages: the folder that pip installs into.
+
+    The result is empty if pip has not installed libcudart.
     """
     major = (cuda or "").partition(".")[0]
     folders = [
@@ -69,7 +71,7 @@ def preload_environment(
 
 
 def conflicts(environ: Mapping[str, str]) -> list[str]:
-    """Return one line for each variable of the user that does not have the effect it seems to have."""
+    """Return a warning for each environment variable of the user that a run overrides or cannot use."""
     nccl, found = gpu_environment(environ), []
     if nccl["NCCL_NVLS_ENABLE"] != "0" and nccl["NCCL_CUMEM_ENABLE"] == "0":
         found.append(
@@ -92,7 +94,10 @@ def conflicts(environ: Mapping[str, str]) -> list[str]:
 
 
 def filled_in(variables: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` with the variables set, as Ray sets them on a node with this environment."""
+    """Return `environ` with `variables` set in the way of Ray, which replaces `${PATH}`.
+
+    The doctor uses it to start probes with the environment of a rank or an engine, without Ray.
+    """
     return dict(environ) | {
         name: value.replace("${PATH}", environ.get("PATH", "")) for name, value in variables.items()
     }

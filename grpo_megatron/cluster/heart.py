@@ -45,10 +45,12 @@ _MOST_SPANS = 256
 
 
 class Span(NamedTuple):
-    """A phase that has ended.
+    """A phase of a process that has ended, for the timeline.
 
-    number: index of the span in its process
+    number: index of the span in its process, from 1
+    phase: name of the call, such as `train_step`
     start: seconds since the epoch
+    seconds: how long the phase took
     """
 
     number: int
@@ -62,23 +64,23 @@ class Beat:
     """One heartbeat: what a process is doing."""
 
     number: int = 0
-    """Index of the heartbeat in its process."""
+    """Index of the heartbeat in its process, from 1."""
     role: str = ""
     """Which process this is, such as `rank 1 (tp1 pp0 cp0 dp0 ep0)`."""
     phase: str | None = None
-    """The call that the process is in; None if it is idle."""
+    """Name of the call that the process executes, such as `train_step`; None if it is idle."""
     alone: bool = False
-    """True if the process does not wait for other processes in this phase."""
+    """True if the process does not wait for other processes in this phase, so that it is judged by itself."""
     seconds: float = 0.0
     """Seconds since the phase began."""
     still: float = 0.0
     """Seconds since the process last made progress."""
     place: str = ""
-    """Where the process is in its code, if it was there at the heartbeat before; else empty."""
+    """File, line and function that the process is in, if it made no progress since the last heartbeat."""
     stacks: str = ""
-    """Full stacks, if there has been no progress for long; else empty."""
+    """Stacks of all threads, if there has been no progress for _STACKS_SECONDS; else empty."""
     spans: list[Span] = field(default_factory=list)
-    """The phases that ended lately."""
+    """The phases that ended lately. Several heartbeats repeat them, in case the driver misses one."""
 
     def encode(self) -> bytes:
         return json_text(vars(self)).encode()
@@ -90,22 +92,22 @@ class Beat:
 
 
 class View(Protocol):
-    """The heartbeat thread's view of what its process does."""
+    """The interface by which the heartbeat thread observes what its process does."""
 
     def progress(self) -> Any:
         """Return a value that differs from the one at the last heartbeat if the process has made progress."""
 
     def place(self) -> str:
-        """Return where the process is in its code, short enough for a line."""
+        """Return the file, line and function that the process is in, for a line of a message."""
 
     def stacks(self) -> str:
-        """Return the full stacks."""
+        """Return the stacks of all threads as text, for the report about a hang."""
 
 
 class PythonThreads:
-    """The process's Python threads, except the one that asks.
+    """A View of a process that works in Python threads. The heartbeat thread itself is left out.
 
-    `place` is that of the main thread, in which Ray runs the methods of actors.
+    `place` describes the main thread, in which Ray runs the methods of actors.
     """
 
     def progress(self) -> dict[int, list]:
@@ -132,13 +134,17 @@ class PythonThreads:
 
 
 class Heart:
-    """The heartbeat of a process: notes the phases it is in and, once started, sends them to the driver.
+    """The sender of a process's heartbeats. It records the phases that the process is in.
 
-    role: see Beat.
+    After `start`, a thread sends them to the driver every BEAT_SECONDS.
+    role: which process this is in messages, such as `rank 1 (tp1 pp0 cp0 dp0 ep0)`
     """
 
     def __init__(self, view: View | None = None):
-        """view: None: the process does its work in Python threads."""
+        """Prepare the heartbeats, without sending any.
+
+        view: observes the process; None: the process does its work in Python threads.
+        """
         self._view = view or PythonThreads()
         self.role = ""
         self._lock = threading.Lock()
@@ -148,15 +154,17 @@ class Heart:
         self._beat, self._seen, self._looked = Beat(), None, time.monotonic()
 
     def tick(self) -> None:
-        """Count progress within a phase that may be long, such as a finished micro-batch."""
+        """Record progress. Called within phases that may be long, such as for each micro-batch."""
         self._moves += 1
 
     @contextmanager
     def phase(self, name: str, alone: bool = False) -> Iterator[None]:
-        """Put the process into a phase while the context is open. alone: see Beat.
+        """Record that the process is in the phase `name` while the context is open.
 
-        Contexts with the same name may overlap. The phase then lasts from the start of the first to the end
-        of the last.
+        alone: True if the process does not wait for other processes in this phase.
+
+        Contexts with the same name may overlap. The phase then lasts from the start of the first context to
+        the end of the last.
         """
         with self._lock:
             self._open.setdefault(name, _Phase(alone)).count += 1
@@ -174,7 +182,7 @@ class Heart:
                     self._spans.append(Span(self._ended, name, phase.start, time.monotonic() - phase.began))
 
     def start(self) -> None:
-        """Start the thread that sends heartbeats. Call it in a Ray actor only."""
+        """Start the thread that sends heartbeats. Call it in a Ray actor only, whose id is the key."""
         # Imported here and in `beat`, because the training engine also has a Heart where Ray is not
         # installed. It is never started there.
         import ray
@@ -211,7 +219,7 @@ class Heart:
         )
 
     def beat(self) -> None:
-        """Send a heartbeat now, with the spans that have ended so far."""
+        """Send a heartbeat now, with the spans that ended lately. Spans that are old enough are dropped."""
         from ray.experimental import internal_kv
 
         with self._lock:
@@ -224,7 +232,11 @@ class Heart:
 
 
 class _Phase:
-    """A phase in progress. count: number of contexts that are open."""
+    """A phase in progress.
+
+    count: number of open contexts with this phase's name
+    start, began: when it began, in seconds since the epoch and by time.monotonic
+    """
 
     def __init__(self, alone: bool):
         self.alone, self.count = alone, 0

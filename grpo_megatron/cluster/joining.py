@@ -21,9 +21,10 @@ ANSWER_SECONDS = 30.0
 
 @contextmanager
 def refusals_said(address: str | None) -> Iterator[None]:
-    """Convert errors of ray.init within the context into UserError, if a user can act on them.
+    """Convert errors of ray.init within the context into UserErrors that say what the user can do.
 
-    address: of the cluster to join; None: a cluster is started here.
+    Errors that a user can do nothing about pass through. Raises UserError also if no cluster answers.
+    address: address of the Ray cluster to join; None: a cluster is started on this machine.
     """
     if address:
         _must_answer(address)
@@ -51,10 +52,10 @@ def refusals_said(address: str | None) -> Iterator[None]:
 
 
 def own_folder() -> Path:
-    """Create a folder for the files of the Ray cluster that is started here. No other run or user has it.
+    """Create a folder for the files of the Ray cluster that this process starts.
 
-    Ray's default, /tmp/ray, belongs to the user who first ran Ray on the machine. Other users cannot start
-    Ray there. Raises UserError if the folder cannot be created.
+    It replaces Ray's default, /tmp/ray, which belongs to the user who first ran Ray on the machine, so that
+    other users cannot start Ray. Raises UserError if the folder cannot be created.
     """
     variable, base = _folder()
     try:
@@ -68,15 +69,15 @@ def own_folder() -> Path:
 
 
 def _folder() -> tuple[str, str]:
-    """Return the variable that decides where Ray's files are, and its value."""
+    """Return (variable, folder): the environment variable that says where Ray's files go, and the folder."""
     set_one = next((name for name in ("RAY_TMPDIR", "TMPDIR") if os.environ.get(name)), "")
     return (set_one, os.path.abspath(os.environ[set_one])) if set_one else ("RAY_TMPDIR", "/tmp")
 
 
 def _must_answer(address: str) -> None:
-    """Raise UserError if nothing answers at `address` for ANSWER_SECONDS.
+    """Raise UserError if `address` is malformed, or if no server answers there for ANSWER_SECONDS.
 
-    Ray itself would try for minutes to reach the address, and write the reason into a log only.
+    The check comes before ray.init, which would try for minutes and write the reason into a log only.
     """
     if address == "auto" or "://" in address:
         return  # Ray finds these itself

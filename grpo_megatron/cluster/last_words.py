@@ -37,13 +37,15 @@ _killed_before = killed_for_memory()
 
 
 def last_words(log: str, error: RayError | None = None) -> tuple[str, list[str]]:
-    """Return how the process ended, and at most three lines that tell why.
+    """Find out how a dead process ended, for the message about its loss.
 
-    error: the death as Ray reported it.
+    log: path of the process's log.
+    error: the death as Ray reported it; None: not known.
 
-    The lines are those of a crash, or else of the last traceback, or else the last errors. In a log without
-    any of these they are the last lines, leaving out those that every start writes. If Ray killed the process
-    for lack of memory, the lines name the processes that used most.
+    Returns (how, lines): how it ended, as words in brackets or "", and at most three lines that tell why. The
+    lines are those of a crash, or else of the last traceback, or else the last errors. In a log without any
+    of these they are its last lines. If Ray killed the process for lack of memory, the lines name the
+    processes that used most.
     """
     if how := killed_by_ray(error):
         return how, _needed_memory(plain(error))
@@ -60,7 +62,7 @@ def last_words(log: str, error: RayError | None = None) -> tuple[str, list[str]]
 
 
 def worth_showing(lines: list[str]) -> list[str]:
-    """Return the lines without blank ones, progress bars, harmless notes and warnings."""
+    """Return the lines of a log without blank lines, progress bars, harmless notes and warnings."""
     kept, below_warning = [], False
     for line in lines:
         if re.search(r"warn", line, re.IGNORECASE) or any(text in line for text in _HARMLESS):
@@ -72,7 +74,11 @@ def worth_showing(lines: list[str]) -> list[str]:
 
 
 def _cause(lines: list[str]) -> list[str]:
-    """Return the lines that tell most: of the last traceback, else the last errors, else the last lines."""
+    """Return at most three lines that explain a failure best.
+
+    These are the place and the exception of the last traceback, or else the last errors, or else the last
+    lines. Errors that only report the end of another process are ignored.
+    """
     found = [block for block in _tracebacks(lines) if not _AFTEREFFECTS.search(block[-1])]
     if found:
         place = [line for line in found[-1][:-1] if line.lstrip().startswith("File ")]
@@ -82,7 +88,7 @@ def _cause(lines: list[str]) -> list[str]:
 
 
 def _tracebacks(lines: list[str]) -> list[list[str]]:
-    """Return the lines of each traceback: the indented ones, and the exception below them."""
+    """Return the lines of each Python traceback in a log. The last line of each is the exception."""
     found = []
     for start, line in enumerate(lines):
         if _TRACEBACK in line:
@@ -98,6 +104,11 @@ def _tracebacks(lines: list[str]) -> list[list[str]]:
 
 
 def _how(error: RayError | None, crash: str) -> str:
+    """Return how a process ended, as words in brackets after its name; "" if it is not known.
+
+    error: the death as Ray reported it.
+    crash: the log's line that names the signal of a crash, or "".
+    """
     if crash:
         return f" ({crash.removeprefix(_CRASH)})"
     text = plain(error) if error else ""
@@ -121,7 +132,7 @@ def _how(error: RayError | None, crash: str) -> str:
 
 
 def killed_by_ray(error: Exception | None) -> str:
-    """Return how full the node's memory was, if Ray's memory monitor killed the process; else ""."""
+    """Return words in brackets that say so if Ray's memory monitor killed the process; else ""."""
     if not isinstance(error, OutOfMemoryError):
         return ""
     report = plain(error)
@@ -132,7 +143,10 @@ def killed_by_ray(error: Exception | None) -> str:
 
 
 def _needed_memory(report: str) -> list[str]:
-    """Return two lines: the three processes with most memory in Ray's report, and what to change."""
+    """Return lines about a lack of memory: the three processes with most memory, and what to change.
+
+    report: Ray's text about the process that it killed.
+    """
     users = re.findall(r"^(\d+)\t([\d.]+)\t(.+)$", report, re.MULTILINE)[:_LINES]
     said = ", ".join(
         f"{shortened(command, 60)} (process {pid}) with {size} GB" for pid, size, command in users
@@ -147,7 +161,10 @@ def _needed_memory(report: str) -> list[str]:
 
 
 def _on_this_machine(report: str) -> bool:
-    """Return whether the process was on this machine, the only one whose kernel can be asked about kills."""
+    """Return True if the dead process was on this machine, whose kernel can be asked whether it killed any.
+
+    report: Ray's text about the death, which has the address of the node.
+    """
     address = re.search(r"^\s*ip: (\S+)$", report, re.MULTILINE)
     here = {one.address for interface in psutil.net_if_addrs().values() for one in interface}
     return address is not None and address[1] in here

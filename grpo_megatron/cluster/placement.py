@@ -1,9 +1,10 @@
 """Deciding which process runs on which device.
 
-CPUs and GPUs have one process model: every trainer rank, and every engine's part on a node, is a Ray actor
-that is bound to one bundle of a placement group. Processes that must be on one node share a bundle. Slots are
-sorted by node and device, so that neighbouring ranks are neighbours in hardware. A process's environment
-variables are set before it starts, and so are libraries to preload.
+A slot is one device of this run: a GPU, or on CPUs a share of a node. Ray reserves the slots in bundles, and
+a bundle is on one node. Every trainer rank, and every engine's part on a node, is a Ray actor that is bound
+to a bundle. Processes that must be on one node share a bundle. Slots are sorted by node and device, so that
+neighbouring ranks are neighbours in hardware. A process's environment variables are set before it starts,
+and so are libraries to preload.
 """
 
 import os
@@ -42,7 +43,12 @@ NODE_ORDER = "node-order"
 
 @dataclass(frozen=True)
 class Slot:
-    """One device: its bundle's index in the placement group, its node, and its index there (None: a CPU)."""
+    """One device that a process of this run uses.
+
+    bundle: index of the device's bundle in Ray's placement group
+    node: id of the Ray node
+    device: index of the GPU on its node; None: the process computes on CPUs
+    """
 
     bundle: int
     node: str
@@ -51,7 +57,10 @@ class Slot:
 
 @dataclass
 class Cluster:
-    """A connection to Ray and the slots of this run. Close it when done."""
+    """The slots that Ray has reserved for this run. As a context, it releases them at the end.
+
+    If this run has started its own Ray cluster, the end of the context ends that too.
+    """
 
     group: PlacementGroup
     """Ray's reservation of all slots of the run."""
@@ -60,7 +69,7 @@ class Cluster:
     engine_slots: list[list[Slot]]
     """One list for each engine, with a slot for each of its tensor-parallel ranks."""
     gpu_share: float = 0.0
-    """Share of a device that Ray accounts to each process on it."""
+    """Part of a GPU that each process reserves from Ray: 1, or less if ranks and engines share GPUs."""
     rank_threads: dict[str, int] = field(default_factory=dict)
     """Intra-op threads of each trainer rank by node, on CPUs."""
     engine_threads: dict[str, int] = field(default_factory=dict)
@@ -71,10 +80,10 @@ class Cluster:
     """Folder of that Ray cluster's files."""
 
     def options(self, slot: Slot, env: dict[str, str], devices: list[int | None] | None = None) -> dict:
-        """Return the Ray actor options that bind a process to `slot`.
+        """Return the Ray actor options that bind a process to `slot` and set its environment variables.
 
-        env: variables that the process needs beside those of every process on a GPU, see gpu_environment.
-        devices: GPU ids that the process may see; None: the slot's own.
+        env: further environment variables. They override those that every process on a GPU gets.
+        devices: indices of the GPUs that the process may see; None: only that of the slot.
         """
         env = dict(env) | _loopback_alone()
         if slot.device is not None:
@@ -100,7 +109,7 @@ class Cluster:
 
     @property
     def engine_nodes(self) -> list[list[list[Slot]]]:
-        """Slots of each engine, as a list for each of its nodes."""
+        """Slots of each engine, grouped by node: engine_nodes[engine][node] is a list of slots."""
         return [
             # The slots of a node are neighbours.
             [list(slots) for _, slots in groupby(engine, key=lambda slot: slot.node)]
@@ -108,7 +117,10 @@ class Cluster:
         ]
 
     def divide_cores(self, config: Config) -> None:
-        """Set the threads of ranks and engines from the cores of their nodes, and show the numbers."""
+        """Set rank_threads and engine_threads from the settings and the nodes' cores, and show the numbers.
+
+        Only for a run on CPUs.
+        """
         engine_slots = list(chain(*self.engine_slots))
         cores = cores_of({slot.node: slot.bundle for slot in (*self.rank_slots, *engine_slots)}, self.group)
         sides = {
@@ -126,7 +138,7 @@ class Cluster:
         )
 
     def must_be_whole(self) -> None:
-        """Raise ProcessLost if a node of these slots has left the Ray cluster."""
+        """Raise ProcessLost if a node of this run has left the Ray cluster. No restart can then succeed."""
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         used = set(self.nodes)
         if used - alive:
@@ -144,7 +156,7 @@ class Cluster:
     def close(self, failed: bool = False) -> None:
         """Release the slots, and end the Ray cluster that this run has started.
 
-        failed: keep Ray's logs.
+        failed: True if the run has failed. The logs of its own Ray cluster are then kept.
         """
         remove_placement_group(self.group)
         if self._guard:
@@ -154,7 +166,10 @@ class Cluster:
 
 
 def _loopback_alone() -> dict[str, str]:
-    """Return variables that keep a process's communication on loopback; empty if Ray is not on loopback."""
+    """Return the variables that make gloo and NCCL use loopback only; empty if Ray does not use loopback.
+
+    Ray uses loopback if this run has started it on one machine. Other machines then cannot connect.
+    """
     if not ip_address(ray.util.get_node_ip_address()).is_loopback:
         return {}
     # Find the interface by its kind, because no interface need have Ray's address: the first node of a job is
@@ -167,11 +182,14 @@ def _loopback_alone() -> dict[str, str]:
 def allocate(
     config: Config, num_ranks: int, num_engines: int, timeout: float = 120.0, guard: Guard | None = None
 ) -> Cluster:
-    """Reserve slots for trainer ranks and engines. guard: is told what to watch, if this starts Ray.
+    """Connect to Ray or start it, and reserve slots for the trainer ranks and engines of a run.
 
-    Colocated engines use the first ranks' slots, others get their own. A tensor-parallel group is on one
-    node; only an engine larger than a node fills several. Raises UserError if the cluster or nodes are too
-    small.
+    Colocated engines use the slots of the ranks, others get their own. A tensor-parallel group is on one
+    node; only an engine larger than a node fills several.
+    timeout: seconds to wait for the reservation.
+    guard: receives the Ray daemons to watch, if this starts Ray; None: they are not watched.
+
+    Raises UserError if the cluster has too few free devices, or its nodes are too small for a group.
     """
     engine_tp = config.rollout.engine.tensor_parallel
     colocated = config.cluster.placement == Placement.colocated
@@ -225,7 +243,8 @@ def _wait_until_reserved(group: PlacementGroup, total: int, sizes: list[int], ti
     """Wait until Ray has reserved all bundles of the group. Raises UserError if it has not after `timeout`.
 
     total: number of devices that the run needs, for the message
-    sizes: of the bundles, for the message
+    sizes: number of devices of each bundle, for the message
+    timeout: seconds
     """
     if not group.wait(timeout):
         have = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
@@ -237,7 +256,12 @@ def _wait_until_reserved(group: PlacementGroup, total: int, sizes: list[int], ti
 
 
 def _slots(group: PlacementGroup, gpus: bool) -> list[list[Slot]]:
-    """Return the slots of each bundle."""
+    """Return the slots of each bundle of a reserved placement group.
+
+    gpus: whether they are GPUs. A Ray task in each bundle then reports which ones Ray has assigned to it.
+
+    Raises UserError if GPUs have names other than numbers. Raises ProcessLost if a node does not answer.
+    """
     nodes, sizes = (
         placement_group_table(group)["bundles_to_node_id"],
         [int(bundle["CPU"]) for bundle in group.bundle_specs],
@@ -264,13 +288,17 @@ def _slots(group: PlacementGroup, gpus: bool) -> list[list[Slot]]:
 
 
 def neighbouring_stages(slots: list, sizes: ParallelSizes, per_node: int) -> list:
-    """Return the slots in rank order, such that a replica's pipeline stages are on neighbouring nodes.
+    """Reorder the ranks' slots so that the pipeline stages of each replica are on neighbouring nodes.
 
-    slots: sorted by node. Megatron numbers the ranks stage by stage, so in that order all replicas' first
-        stages would come before any second one.
+    Megatron numbers the ranks stage by stage. If ranks took the slots in the order of nodes, the first stages
+    of all replicas would come before any second stage, and stages of one replica would be far apart.
 
-    Nodes are moved as a whole. So are groups of ranks that share experts, because these exchange more data
-    than stages do. If the sizes of both do not divide a stage, the order stays as it is.
+    slots: one for each rank, sorted by node.
+    per_node: number of devices of the largest node.
+
+    Returns the slots in rank order. Only whole nodes are moved, and only whole groups of ranks that share
+    experts, because these exchange more data than stages do. If that is impossible, because the ranks of a
+    stage are not a multiple of both, the slots are returned unchanged.
     """
     of_stage = sizes.world_size // sizes.pp
     block = lcm(sizes.tp * sizes.cp, sizes.ep * sizes.etp, per_node)
@@ -282,9 +310,11 @@ def neighbouring_stages(slots: list, sizes: ParallelSizes, per_node: int) -> lis
 
 
 def _sorted(of_bundles: list[list[Slot]]) -> list[Slot]:
-    """Return all slots sorted by node (NODE_ORDER if the nodes have it, else the address) and device.
+    """Return the slots of all bundles in one list, sorted by node and device.
 
-    A last bundle that is smaller than the others stays last. Before them it would shift their groups.
+    Nodes are in the order of their label NODE_ORDER (position in the network) if they have it, else of their
+    addresses. A smaller last bundle stays last. Before the others, it would shift their tensor-parallel
+    groups across bundles.
     """
     if not of_bundles:
         return []
@@ -305,6 +335,10 @@ def _sorted(of_bundles: list[list[Slot]]) -> list[Slot]:
 
 @ray.remote(max_calls=0)  # it uses no GPU, so its process may be reused
 def _visible_devices() -> list[int]:
+    """Return the indices of the GPUs that Ray has assigned to this task.
+
+    Raises UserError if Ray names GPUs by anything but their indices.
+    """
     devices = ray.get_gpu_ids()
     if not all(str(device).isdecimal() for device in devices):
         raise UserError(

@@ -44,10 +44,10 @@ _PATIENCE_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Place:
-    """The place of one worker.
+    """Where a worker's process runs.
 
-    process: its name and log file
-    node: id of its Ray node
+    process: name and log file of the process
+    node: id of the Ray node
     """
 
     process: Process
@@ -56,11 +56,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits for the code of a worker.
+    """Limits for the code that a worker runs, such as a reward function.
 
-    seconds: of one call
-    memory: bytes beyond what the process has when it is ready; None: no limit
-    file: bytes of one file; None: no limit
+    seconds: time limit of one call
+    memory: bytes that the process may allocate in addition to those it has when it is ready; None: no limit
+    file: largest size in bytes of a file that it writes; None: no limit
     """
 
     seconds: float
@@ -68,7 +68,10 @@ class Bounds:
     file: int | None = None
 
     def apply(self) -> None:
-        """Limit this process and all that it starts. The time limit is applied to each call elsewhere."""
+        """Apply the limits of memory and file size to this process and its children, by setrlimit.
+
+        The time limit is not applied here, because it is per call.
+        """
         if self.memory is not None:
             # RLIMIT_DATA counts private memory that can be written. RLIMIT_AS would also count Ray's object
             # store, which every worker maps.
@@ -85,12 +88,12 @@ def _limit(which: int, most: int) -> None:
 
 @ray.remote
 class PoolWorker:
-    """The process of a worker: a Ray actor that holds the object that `build` makes.
+    """The process of a worker: a Ray actor with an object that runs the user's code.
 
-    The object has a method `work(items, seconds)`. It takes the items in order, begins none after `seconds`,
-    but does at least one. It returns the results of those that it has done. The object may have an attribute
-    `is_worn`: True if a new process is to replace this one. It may then do no item at all, but not in its
-    first call.
+    `start` makes the object by calling `build`. The object has a method `work(items, seconds)`, which works
+    on the items in order and returns the results of those that it has done. It begins no further item after
+    `seconds`, but does at least one. The object may have an attribute `is_worn`: True if a new process must
+    replace this one. A worn object may return no results, but not in its first call.
     """
 
     def __init__(self, log: str):
@@ -98,9 +101,10 @@ class PoolWorker:
         redirect_output(log)
 
     def start(self, build: Callable[[], Any], folder: str, bounds: Bounds) -> None:
-        """Build the object, and apply the limits.
+        """Build the object that runs the calls, and apply the limits to this process.
 
-        folder: the driver's working directory, where modules and files are looked for.
+        build: makes the object.
+        folder: the driver's working directory, where the user's modules and files are.
         """
         with contextlib.suppress(OSError):  # this node may not have it
             os.chdir(folder)
@@ -110,7 +114,11 @@ class PoolWorker:
         bounds.apply()
 
     def work(self, items: bytes) -> tuple[bytes, bool]:
-        """Return the pickled results, and whether this process is worn."""
+        """Work on a batch of pickled items, as many as the time for a batch allows.
+
+        Returns (results, is_worn): the pickled results of the first items, and whether a new process must
+        replace this one. If a call exceeds its time limit by far, this process ends.
+        """
         self._shorten_log()
         # This ends the process even in code that never returns to Python, and writes the stacks to the log.
         faulthandler.dump_traceback_later(
@@ -123,19 +131,20 @@ class PoolWorker:
             faulthandler.cancel_dump_traceback_later()
 
     def _shorten_log(self) -> None:
-        """Empty the log when it has half of the file limit, which applies to the log too.
+        """Empty the log when it has half of the largest size of a file.
 
-        With a full log every reward that prints would fail, in the next process as well.
+        The limit of files applies to the log too. With a full log every reward that prints would fail, in the
+        next process as well.
         """
         if self._bounds.file is not None and os.fstat(1).st_size > self._bounds.file // 2:
             os.ftruncate(1, 0)
 
 
 class BatchLost(Exception):
-    """The process of a batch is gone, and has been replaced.
+    """The worker's process died or was killed before it returned a batch's results. It has been replaced.
 
-    begun: it was working on this batch.
-    hung: it was killed because a call did not return.
+    begun: True if the process was working on this batch, False if it was still working on the one before
+    hung: True if it was killed because a call of this batch did not return
     """
 
     def __init__(self, begun: bool, hung: bool, text: str):
@@ -144,7 +153,13 @@ class BatchLost(Exception):
 
 
 class Worker:
-    """One worker as the driver sees it: starts the process, sends batches, replaces it if it dies."""
+    """The driver's handle on one worker: starts its process, sends batches, and replaces it if it dies.
+
+    what: what runs in the worker, such as `reward math`, for messages
+    place: where the process runs
+    build: Ray's reference to the function that makes the worker's object
+    bounds: limits for the code in the worker
+    """
 
     def __init__(self, what: str, place: Place, build: ray.ObjectRef, bounds: Bounds):
         self._what, self._place, self._build, self._bounds = what, place, build, bounds
@@ -159,10 +174,10 @@ class Worker:
 
     @property
     def takes_more(self) -> bool:
-        """Return True if the worker can have its next batch early.
+        """True if the worker may get its next batch while it still works on one.
 
-        That is not so while it starts, nor while it retries a call alone. If the process died in the next
-        batch, the answer to that call would be lost, and the call would be blamed.
+        False while it starts, and while it retries a single call. If the process died in the next batch, the
+        answer to that single call could be lost, and the call would be taken for the cause.
         """
         return self._starting is None and not self._forgotten and not self.is_for_one
 
@@ -176,13 +191,18 @@ class Worker:
         )
 
     def forget(self) -> None:
-        """Stop waiting for the batches that the worker has, because their callers are gone."""
+        """Mark the batches that the worker has as forgotten, because their callers' event loop has ended.
+
+        Their answers are fetched and dropped before the next batch.
+        """
         self.busy, self._forgotten = 0, list(self._asked)
 
     async def work(self, items: bytes) -> bytes:
-        """Send a batch to the worker, and return its pickled results. The first batch waits for the start.
+        """Send a batch of pickled items to the worker, and return the pickled results.
 
-        Raises BatchLost, ProcessLost if the worker cannot be started, or what the work raised.
+        The first batch waits until the process has started. Raises BatchLost if the process is lost in the
+        meantime. Raises ProcessLost if the process cannot be started. Errors of the worker's code are passed
+        on.
         """
         while self._forgotten:
             with contextlib.suppress(Exception):  # no caller waits for it any more
@@ -215,7 +235,10 @@ class Worker:
                 ) from error
 
     def _replace(self, guilty: ray.ObjectRef | None) -> None:
-        """Start another process in place of this one. It has no batches yet. guilty: see _guilty."""
+        """Kill the process, and start another one, which has no batches yet.
+
+        guilty: the batch that the process was working on when it was lost; None: it was not lost.
+        """
         self._guilty, self._asked = guilty, []
         self.close()
         self._start()
@@ -262,9 +285,9 @@ class Worker:
 
 
 async def _fetched(reference: ray.ObjectRef, process: Process, call: str) -> Any:
-    """Return the answer to a call. Raises what the remote code raised, see process_error.
+    """Wait for the answer to a remote call. An error of the remote code is raised with the process's name.
 
-    The loss of the process is raised as Ray reports it.
+    The loss of the process is raised as Ray's own error, which `Worker` handles.
     """
     try:
         return await reference

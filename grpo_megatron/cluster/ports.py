@@ -1,6 +1,6 @@
-"""Print the first of N free ports in a row on this node.
+"""Print the first of N consecutive free ports on this node.
 
-Job scripts use it to find a place where processes can listen for those of other nodes.
+slurm/train.sbatch uses it to choose the ports of Ray's head, to which the job's other nodes connect.
 
 python -m grpo_megatron.cluster.ports --first PORT [--count N]
 """
@@ -13,16 +13,21 @@ _BEYOND = 65536
 
 
 def free_address(ports: int = 1) -> str:
-    """Return host:port of this node. This port and the following ones, `ports` in all, are free now."""
+    """Return HOST:PORT at which another process can start a server, with HOST being this node in Ray.
+
+    ports: number of consecutive ports, from PORT on, that are free now.
+    """
     import ray
 
     return f"{ray.util.get_node_ip_address()}:{free_ports(ports)}"
 
 
 def free_ports(count: int, first: int = 0) -> int:
-    """Return a port from which on `count` ports in a row are free now on every interface.
+    """Return the first of `count` consecutive ports that are free now on every interface of this node.
 
-    first: where to start looking; 0: anywhere. Raises OSError if there are none.
+    first: lowest port to try; 0: let the system choose.
+
+    Raises OSError if there are no such ports.
     """
     while first + count <= _BEYOND:
         with ExitStack() as held:
@@ -37,7 +42,12 @@ def free_ports(count: int, first: int = 0) -> int:
 
 
 def _hold(held: ExitStack, port: int) -> int:
-    """Bind a port (0: any free one) until `held` is closed, and return it. Raises OSError if it is taken."""
+    """Bind a port until `held` is closed, to find out whether it is free. Return the port.
+
+    port: 0: any free one.
+
+    Raises OSError if the port is taken.
+    """
     holder = held.enter_context(socket.socket())
     # With SO_REUSEADDR a port is free as soon as its last server has ended. Without it, the port stays taken
     # for a minute, while the system keeps connections that the server has closed. Each job on a node then

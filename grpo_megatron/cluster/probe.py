@@ -1,4 +1,4 @@
-"""Capabilities of a Ray cluster's machines, as one of them reports them."""
+"""Capabilities of the machines of a Ray cluster that this run joins, found by asking one of them."""
 
 from dataclasses import replace
 
@@ -14,12 +14,12 @@ _WHERE = "in the Ray cluster"
 def capabilities_of_ray(timeout: float = 120.0) -> Capabilities:
     """Return the capabilities of the Ray cluster that this process is connected to.
 
-    The nodes are assumed to be alike. If there is a node with GPUs, it is asked, without reserving a GPU: all
-    of them may be reserved for this run already.
+    They are used to check the configuration. The nodes are assumed to be alike, so a Ray task on one node
+    with GPUs reports them. The task reserves no GPU, because this run may have reserved all of them already.
 
-    timeout: seconds to wait for the answer.
+    timeout: seconds to wait for the task.
 
-    Raises UserError if the node does not answer.
+    Raises UserError if the node does not answer, or if torch finds no GPU where Ray counts some.
     """
     nodes = [node for node in ray.nodes() if node["Alive"]]
     with_gpus = [node for node in nodes if node["Resources"].get("GPU")]

@@ -19,11 +19,14 @@ _GRACE_SECONDS = 5.0
 
 
 class ProcessDied(ProcessLost):
-    """A trainer rank or an engine is gone. The message names it, the call that it was in, and its log."""
+    """A trainer rank, engine or worker died or cannot be reached.
+
+    The message names the process, the call that it was in, and its log.
+    """
 
 
 class Process(NamedTuple):
-    """A process as messages name it.
+    """Name and log of a process, for messages.
 
     name: such as `trainer rank 1 of 8`
     log: path of its log file
@@ -33,9 +36,10 @@ class Process(NamedTuple):
     log: str
 
     def died(self, call: str, error: RayError | None = None) -> ProcessDied:
-        """Return the error for the loss of this process during `call`, with the cause.
+        """Return the error to raise when this process was lost. Its message has the cause from the log.
 
-        error: the loss as Ray reported it.
+        call: the method that the process was in.
+        error: the loss as Ray reported it; None: not known.
         """
         how, lines = last_words(self.log, error)
         what = "was lost" if isinstance(error, LOST) and not isinstance(error, ENDED) else "died"
@@ -45,7 +49,7 @@ class Process(NamedTuple):
 
 
 def redirect_output(path: str) -> None:
-    """Send this process's and its children's stdout and stderr to a file."""
+    """Send stdout and stderr of this process, and of the children that it starts, to a log file."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
@@ -58,14 +62,19 @@ def redirect_output(path: str) -> None:
 def gather(
     references: dict[int, ray.ObjectRef], processes: list[Process], call: str, timeout: float | None = None
 ) -> dict:
-    """Return the results of {process index: reference}. Raise as soon as the first call fails.
+    """Wait for a call to many processes, and return {process index: result}. Raise when the first one fails.
 
-    Waiting for all of them first could wait for ranks in a collective whose partner is dead.
+    It replaces ray.get(list), which waits for all of them. That could take forever, because the other ranks
+    may be in a collective whose partner is dead.
 
-    call: what was called, for messages.
-    timeout: seconds, after which ProcessLost is raised; None: no limit.
+    references: {process index: Ray's reference to the result}.
+    processes: names and logs, by process index.
+    call: name of the method that was called, for messages.
+    timeout: seconds; None: no limit.
 
-    If a UserError was the cause on the other side, that UserError is raised.
+    Raises ProcessLost after `timeout`. Raises ProcessDied if a process was lost, even if another one failed
+    first because of that. Raises UserError if the remote code raised one, and RuntimeError for its other
+    errors.
     """
     numbers = {reference: number for number, reference in references.items()}
     pending, results = list(numbers), {}
@@ -108,7 +117,12 @@ def _raise_if_one_died(pending: list, numbers: dict, processes: list[Process], c
 
 
 def fetch(reference: ray.ObjectRef, process: Process, call: str) -> Any:
-    """Return ray.get(reference). Raise what Ray's error means for a run, see `process_error`."""
+    """Return ray.get(reference). An error of Ray is converted into one that names the process and its log.
+
+    call: name of the method that was called, for messages.
+
+    Raises ProcessDied, UserError or RuntimeError, see `process_error`.
+    """
     try:
         return ray.get(reference)
     except RayError as error:
@@ -116,12 +130,12 @@ def fetch(reference: ray.ObjectRef, process: Process, call: str) -> Any:
 
 
 def process_error(error: RayError, process: Process, call: str) -> Exception:
-    """Return what Ray's error means for a run, as an exception to raise.
+    """Convert an error of Ray from a call to a process into the exception that the driver raises.
 
-    - ProcessDied: the process is lost, and the run can go on with another.
-    - UserError: the process raised one, or its machine lacks something.
-    - RuntimeError: the process's code failed.
-    - Any other error of Ray stays as it is.
+    - ProcessDied: the process, or one that it waited for, is lost. A run can go on with a new one.
+    - UserError: the remote code raised a UserError, or its machine lacks something, such as disk space.
+    - RuntimeError: the remote code raised any other exception.
+    - Any other error of Ray is returned unchanged.
     """
     if isinstance(error, RayTaskError):
         cause, said = raised_there(error)

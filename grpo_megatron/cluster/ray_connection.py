@@ -44,12 +44,14 @@ _ASKED_FOR = {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
 
 
 def connect(address: str | None, num_slots: int) -> Path | None:
-    """Join the Ray cluster at `address`, or start one here if it is None.
+    """Join a Ray cluster, or start one on this machine. All signal handlers stay as they are.
 
-    Return the folder of Ray's files if it started one, else None. All signal handlers stay as they are.
+    address: HOST:PORT of the cluster to join; None: start one.
+    num_slots: number of devices that the run needs. A cluster that is started gets at least as many CPUs.
 
-    Raises UserError if nothing answers at the address, the cluster refuses this process, or Ray's files
-    cannot be created.
+    Returns the folder of Ray's files if a cluster was started. Returns None if one was joined, or if this
+    process is connected already. Raises UserError if nothing answers at the address, if the cluster refuses
+    this process, or if the folder of Ray's files cannot be created.
     """
     if ray.is_initialized():
         return None
@@ -86,9 +88,10 @@ def connect(address: str | None, num_slots: int) -> Path | None:
 
 
 def _into_the_log(data: dict, ignore_prefix: bool) -> None:
-    """Write Ray's paragraphs about deaths to the log, not to stdout, because the run reports deaths itself.
+    """Write Ray's messages to the driver's log. Replaces Ray's print_to_stdstream, which prints them.
 
-    Descriptor 2 is a log if the run has a keeper. Python's sys.stderr may still be a terminal.
+    They are long texts about dead processes, whose death the run reports itself. If the run has a keeper,
+    descriptor 2 is the log. sys.stderr may still be a terminal.
     """
     os.write(2, "".join(f"(ray) {line}\n" for line in data["lines"]).encode("utf-8", "backslashreplace"))
 
@@ -97,8 +100,8 @@ def _into_the_log(data: dict, ignore_prefix: bool) -> None:
 def _handlers_stay():
     """Keep this process's SIGTERM handler while ray.init runs in the context.
 
-    ray.init installs its own, in Python at several moments and in C++. Without this function, a request to
-    stop was lost, or ended in SIGABRT.
+    ray.init would replace it, in Python at several moments and also in C++. A request to stop the run would
+    then be lost, or end the process by SIGABRT.
     """
     utils, handler = ray._private.utils, signal.getsignal(signal.SIGTERM)
     setting = utils.set_sigterm_handler
@@ -113,9 +116,9 @@ def _handlers_stay():
 
 @contextlib.contextmanager
 def _raylet_has_time():
-    """Let ray.init wait START_SECONDS for the node that it starts.
+    """Let ray.init, called in the context, wait up to START_SECONDS for the node that it starts.
 
-    Ray's own limit is a constant in its code.
+    Replaces Ray's function get_node, whose shorter time limit cannot be configured.
     """
     ask, until = services.get_node, time.monotonic() + START_SECONDS
 
@@ -136,13 +139,19 @@ def _raylet_has_time():
 
 
 def end_ray(guard: Guard) -> None:
-    """End the Ray cluster that this process has started, after its daemons are no longer watched."""
+    """End the Ray cluster that this process has started.
+
+    guard: stops watching Ray's daemons first, so that it does not take their end for a failure.
+    """
     guard.needs(None)
     ray.shutdown()
 
 
 def daemons() -> list[psutil.Process]:
-    """Return the daemons of the Ray cluster that this process has started or is starting."""
+    """Return Ray's daemons (raylet and GCS) of the cluster that this process has started or is starting.
+
+    The guard watches them, because no run can go on without them.
+    """
     found = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):  # ray.init starts many short-lived processes
@@ -152,6 +161,7 @@ def daemons() -> list[psutil.Process]:
 
 
 def _raylet_runs() -> bool:
+    """Return True if the raylet that this process has started still runs, so that waiting makes sense."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return any(
             daemon.name() == "raylet" and daemon.status() != psutil.STATUS_ZOMBIE for daemon in daemons()

@@ -60,7 +60,10 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def what_is_lacking(error: RayError) -> str | None:
-    """Return what the machine lacks and what to do, with Ray's words; None for any other error."""
+    """Return a message if the error means that a machine lacks something, such as disk space; else None.
+
+    The message says what to do, and ends with Ray's own words.
+    """
     for kind, advice in LACKING.items():
         if isinstance(error, kind):
             said = next((line for line in reversed(plain(error).splitlines()) if line.strip()), "")
@@ -74,9 +77,11 @@ def plain(error: BaseException) -> str:
 
 
 def raised_there(error: ray_errors.RayTaskError) -> tuple[BaseException | None, str]:
-    """Return the exception that the remote code raised and its first line, such as `ValueError: no layer`.
+    """Return the exception that the code in a remote process raised, and a line about it for a message.
 
-    If the exception itself could not be sent, the line is the last one of its traceback.
+    Returns (cause, line): line is type and first line of the exception, such as `ValueError: no layer`. If
+    the exception could not be sent to this process, cause is not its own type (None, or a RayTaskError), and
+    line is the last one of its traceback.
     """
     cause = error.cause if isinstance(error.cause, BaseException) else None
     if cause is None or isinstance(cause, ray_errors.RayTaskError):

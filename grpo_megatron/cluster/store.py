@@ -1,8 +1,9 @@
-"""A key-value store (torch's TCPStore) by which processes find each other, for those that know its secret.
+"""A key-value store (torch's TCPStore) by which processes find each other, protected by a secret.
 
 torch's own server listens on every interface and answers everyone. Here it listens on loopback only.
-Processes on other nodes reach it through a gate on this node's address, which first asks for a proof that the
-caller knows the secret.
+Processes on other nodes reach it through a proxy that listens on this node's address. The proxy first asks
+for a proof (an HMAC of a nonce) that the caller knows the secret. Clients do the same through a second proxy
+on their own loopback, because TCPStore itself cannot send the proof.
 """
 
 import asyncio
@@ -29,9 +30,10 @@ _Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """Address of a store.
+    """Address and secret of a store. It is sent to all processes that may use the store.
 
-    secret: hex digits, empty on loopback. Everyone who has it may read and write everything.
+    host, port: where the server's proxy listens, or the store itself if it is on loopback only
+    secret: hex digits; empty on loopback. Every process that has it may read and write all keys.
     """
 
     host: str
@@ -39,15 +41,15 @@ class StoreAddress:
     secret: str = field(default="", repr=False)
 
     def connect(self, timeout: float) -> dist.TCPStore:
-        """Connect to the store. Raises torch's DistNetworkError if there is no server.
+        """Return a client of the store. Raises torch's DistNetworkError if there is no server.
 
-        timeout: most seconds that one request to the store waits for its answer.
+        timeout: seconds that a request to the store may wait for its answer, such as for a missing key.
         """
         port = _way_to(self) if self.secret else self.port
         return dist.TCPStore(_LOOPBACK, port, is_master=False, timeout=timedelta(seconds=timeout))
 
     async def forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forward one connection of a client on this node to the gate."""
+        """Forward one connection of a client on this node to the server's proxy, with the proof."""
         there_reader, there_writer = await asyncio.open_connection(self.host, self.port)
         nonce = await there_reader.readexactly(_NONCE_BYTES)
         there_writer.write(_proof(self.secret, nonce))
@@ -56,7 +58,7 @@ class StoreAddress:
 
 @cache
 def _way_to(address: StoreAddress) -> int:
-    """Return a port on loopback that leads to the gate of `address`.
+    """Start a client's proxy: return a port on loopback from which connections are forwarded to `address`.
 
     The port is cached, because an engine connects anew in each weight sync. With one port for each
     connection, it ran out of file descriptors.
@@ -65,11 +67,18 @@ def _way_to(address: StoreAddress) -> int:
 
 
 class StoreServer:
-    """A store that this process serves as long as it lives. address: for those that may use it."""
+    """A store that this process serves until it ends.
+
+    store: the server's own client of the store
+    address: for the other processes that may use the store
+    """
 
     def __init__(self, host: str, timeout: float):
-        """host: an address of this node; on loopback there is no gate
-        timeout: as in StoreAddress.connect
+        """Start the server in this process.
+
+        host: the address of this node at which other processes connect. If it is on loopback, there is no
+            proxy and no secret.
+        timeout: seconds that a request of `store` may wait for its answer
         """
         listening = socket.create_server((_LOOPBACK, 0))
         self._port = listening.getsockname()[1]
@@ -88,9 +97,9 @@ class StoreServer:
             self.address = StoreAddress(host, _listen(host, self._admit), self._secret)
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forward a connection to the store if the caller proves that it knows the secret.
+        """Handle a connection to the server's proxy: forward it to the store if the caller knows the secret.
 
-        Otherwise close it without an answer.
+        Otherwise the connection is closed without an answer.
         """
         nonce = secrets.token_bytes(_NONCE_BYTES)
         writer.write(nonce)
@@ -100,13 +109,15 @@ class StoreServer:
 
 
 def _proof(secret: str, nonce: bytes) -> bytes:
+    """Return the HMAC by which a client proves that it knows the secret without sending it."""
     return hmac.digest(bytes.fromhex(secret), nonce, hashlib.sha256)
 
 
 def _listen(host: str, handler: _Handler) -> int:
-    """Handle connections to a free port of `host`, an address of this node, in a new thread.
+    """Start a thread that accepts connections on a free port of this node. Return the port.
 
-    Returns the port.
+    host: an address of this node.
+    handler: is called with the streams of each connection.
     """
     listening = socket.create_server((host, 0))
 

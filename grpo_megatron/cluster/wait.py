@@ -1,4 +1,4 @@
-"""Wait until a Ray cluster has all of its nodes. Job scripts use it.
+"""Wait until all nodes of a job have joined its Ray cluster. slurm/train.sbatch uses it before a run starts.
 
 python -m grpo_megatron.cluster.wait --address HOST:PORT --nodes N --timeout SECONDS
 """
@@ -22,6 +22,7 @@ print("nodes alive:", sum(node["Alive"] for node in ray.nodes()))
 
 
 def listening(address: str) -> bool:
+    """Return True if a server accepts connections at HOST:PORT."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=2):
@@ -31,11 +32,11 @@ def listening(address: str) -> bool:
 
 
 def alive_nodes(address: str) -> int:
-    """Return the number of alive nodes of the Ray cluster; 0 while it does not answer.
+    """Return the number of alive nodes of the Ray cluster at HOST:PORT; 0 while it does not answer.
 
-    A subprocess counts them, because a failed ray.init cannot be repeated in one process. The subprocess ends
-    with this process. When it did not, it was left behind after the end of a job, still asking for a head
-    that was gone.
+    A subprocess counts them, because a failed ray.init cannot be repeated in one process. The kernel kills
+    the subprocess when this process ends. Otherwise it would stay after the end of a job, and go on asking
+    for a Ray head that is gone.
     """
     if not listening(address):
         return 0

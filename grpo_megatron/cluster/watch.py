@@ -36,12 +36,12 @@ _ANSWER_SECONDS = 5.0
 
 
 class ProcessHangs(ProcessLost):
-    """Processes made no progress in a call for too long, and were killed."""
+    """Processes made no progress in a call for longer than cluster.hang_timeout, and were killed."""
 
 
 @dataclass(eq=False)
 class Watched:
-    """A process and its last heartbeat."""
+    """A process that the hang detector watches, and its newest heartbeat."""
 
     process: Process
     """Name and log of the process."""
@@ -52,7 +52,7 @@ class Watched:
     silent: float = 0.0
     """Seconds since the newest heartbeat."""
     spans: int = 0
-    """Index of the last span that was passed on."""
+    """Index of the last span that was passed on to the timeline."""
 
     @property
     def name(self) -> str:
@@ -61,11 +61,11 @@ class Watched:
 
 @dataclass(frozen=True)
 class Hang:
-    """Processes that hang, and those at work beside them.
+    """The processes of a run at the moment when some of them are found to hang.
 
-    silent: there has been no heartbeat for too long
-    still: heartbeats arrive, but report no progress for too long
-    others: in a call, and making progress
+    silent: processes whose last heartbeat is too old
+    still: processes whose heartbeats have reported no progress for too long
+    others: processes that are in a call and make progress
     """
 
     silent: list[Watched]
@@ -74,11 +74,11 @@ class Hang:
 
     @property
     def at_fault(self) -> list[Watched]:
-        """The processes to blame.
+        """The processes that are assumed to be the cause of the hang, and are killed.
 
-        These are the silent ones, if there are any. Otherwise they are the processes at that place in the
-        code where the fewest processes are. Processes that wait in a collective are ignored, unless all of
-        them do.
+        These are the silent ones, if there are any. Otherwise the still processes are grouped by their
+        position in the code, and those of the smallest group are the cause: most ranks wait for a few.
+        Processes that wait in a collective are ignored, unless all of them do.
         """
         if self.silent:
             return self.silent
@@ -93,7 +93,7 @@ class Hang:
         return [watched for group in by_place.values() if len(group) == fewest for watched in group]
 
     def message(self) -> str:
-        """Return a description of at most five lines."""
+        """Return a description of the hang of at most five lines, for the message of ProcessHangs."""
         at_fault = self.at_fault
         lines = [self.line(watched) for watched in at_fault[:_SHOWN]]
         if len(at_fault) > _SHOWN:
@@ -109,6 +109,7 @@ class Hang:
         return "\n".join(lines)
 
     def line(self, watched: Watched) -> str:
+        """Return a line about one process: in which call it is, where, and for how long."""
         beat = watched.beat
         if watched in self.silent:
             last = f", last in `{beat.phase}`" if beat.phase else ""
@@ -118,10 +119,10 @@ class Hang:
 
 
 def find_hang(all_watched: list[Watched], timeout: float) -> Hang | None:
-    """Return the hang, or None if there is none.
+    """Return the hang among the processes of a run, or None if there is none.
 
-    Processes in the same call may wait for each other, so they hang only if none of them makes progress. A
-    process that is `alone` in its phase hangs if it makes no progress itself.
+    Processes in the same call may wait for each other, so they hang only if none of them has made progress
+    for `timeout` seconds. A process whose heartbeat says `alone` is judged by itself.
     """
     heard = [watched for watched in all_watched if watched.beat]
     silent = [watched for watched in heard if watched.silent > timeout]
@@ -141,12 +142,14 @@ def find_hang(all_watched: list[Watched], timeout: float) -> Hang | None:
 
 
 def at_work(all_watched: list[Watched], now: float) -> list[dict[str, Any]]:
-    """Return a row for each call that processes are in. All times are in seconds since the epoch.
+    """Return a row for status.json for each call that processes are in. Times are in seconds since the epoch.
 
     - "name": the process that has been in the call longest, and how many others are in it
     - "phase": the call
     - "since": when the first of them entered the call
     - "heard": when the one that has been silent longest sent its last heartbeat
+
+    now: the present time, in seconds since the epoch.
     """
     calls = defaultdict(list)
     for watched in all_watched:
@@ -170,9 +173,11 @@ class Watch:
     """
 
     def __init__(self, folder: str, timeout: float, take_work: TakeWork | None = None):
-        """folder: for the stacks of processes that hang
-        timeout: seconds within which there must be progress
-        take_work: is called every two seconds, in another thread, with the calls that are in progress
+        """Prepare to watch processes, which `add` names.
+
+        folder: receives a file with the stacks of processes that hang
+        timeout: a process hangs if it makes no progress for this many seconds
+        take_work: is called every two seconds, in another thread, with the rows of `at_work`
         """
         self._folder, self._timeout, self._take_work = Path(folder), timeout, take_work
         self._lock = threading.Lock()
@@ -183,24 +188,35 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def add(self, process: Process, actor: ray.actor.ActorHandle) -> None:
-        """Watch an actor that has a Heart, from its first heartbeat on."""
+        """Watch a process from its first heartbeat on.
+
+        process: its name and log.
+        actor: Ray's handle of it. The actor sends heartbeats (it has a started Heart).
+        """
         with self._lock:
             self._watched[_key(actor)] = Watched(process, actor)
 
     def remove(self, actor: ray.actor.ActorHandle) -> None:
-        """Stop watching an actor.
+        """Stop watching an actor, because it is about to be killed.
 
-        Its last heartbeat stays in Ray's store. Removing it would take a minute if Ray's head is what died.
+        Its last heartbeat stays in Ray's key-value store. Removing it would take a minute if Ray's head has
+        died.
         """
         with self._lock:
             self._watched.pop(_key(actor), None)
 
     def tell_spans(self, take: TakeSpan) -> None:
-        """Pass phases that end from now on to `take`, in another thread and some seconds after their end."""
+        """Pass phases of the processes that end from now on to `take`, which adds them to the timeline.
+
+        It is called in another thread, some seconds after a phase has ended.
+        """
         self._take_span = take
 
     def flush(self) -> None:
-        """Pass on all phases that have ended so far. Calls every process, so all must be well and idle."""
+        """Pass on all phases that have ended so far, so that the timeline is complete at the end of a run.
+
+        Every process is asked for a heartbeat, so all of them must be alive and idle.
+        """
         with self._lock:
             beats = [watched.actor.beat.remote() for watched in self._watched.values()]
         if beats:  # without actors Ray may not run, and ray.wait would start it or look for it
@@ -249,11 +265,11 @@ class Watch:
                 return
 
     def _judge(self) -> Hang | None:
-        """Return the hang, if there is one, without counting dead processes.
+        """Return the hang, if there is one. Dead processes do not count, and are no longer watched.
 
         A dead process is silent too, but does not hang. The next call to it reports its death, with cause and
-        log. Killing it would change nothing, so its silence must not become the verdict, after which nothing
-        is watched.
+        log. If its silence were reported as a hang, this detector would end, and a later hang would stay
+        unnoticed.
         """
         with self._lock:
             watched = dict(self._watched)
@@ -279,7 +295,10 @@ class Watch:
                 ray.kill(watched.actor)
 
     def _read(self, passed: float) -> None:
-        """Read all heartbeats. passed: seconds since the last time."""
+        """Read the heartbeats of all watched processes from Ray's store.
+
+        passed: seconds since the last time, which are added to the silence of processes without a new one.
+        """
         with self._lock:
             watched = {key.encode(): watched for key, watched in self._watched.items()}
         values = (
@@ -302,7 +321,7 @@ class Watch:
         watched.beat, watched.silent = beat, 0.0
 
     def _write_stacks(self, hang: Hang) -> None:
-        """Write the stacks to a file, and name the file in the verdict."""
+        """Write the Python stacks of all processes in a call to a file, and name the file in the message."""
         path = self._folder / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.txt"
         rest = [
             watched for watched in (*hang.silent, *hang.still, *hang.others) if watched not in hang.at_fault
@@ -318,7 +337,7 @@ class Watch:
 
 
 def _dead(silent: list[Watched]) -> list[Watched]:
-    """Return those of the silent processes that have ended, as far as Ray knows."""
+    """Return those of the silent processes that have ended, as far as Ray knows. Each is called for that."""
     asked = {one.actor.beat.remote(): one for one in silent}
     ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_SECONDS) if asked else ([], [])
     dead = []

@@ -25,7 +25,7 @@ Build = Callable[[int, StoreAddress, Heart], tuple[Any, Any]]
 
 @ray.remote
 class _Worker:
-    """One rank in its own process."""
+    """One rank in its own process: a Ray actor with the object that calls go to, and the heartbeat."""
 
     def __init__(self, log: str):
         redirect_output(log)
@@ -33,7 +33,10 @@ class _Worker:
         self._heart.start()
 
     def serve_store(self, timeout: float) -> StoreAddress:
-        """Start the store at which all ranks meet, and return its address. Called on rank 0."""
+        """Start the key-value store by which all ranks find each other. Return its address. Called on rank 0.
+
+        timeout: seconds that a request to the store may wait for its answer.
+        """
         self._store = StoreServer(ray.util.get_node_ip_address(), timeout)
         return self._store.address
 
@@ -49,34 +52,38 @@ class _Worker:
             return getattr(self._target, method)(*arguments)
 
     def beat(self) -> None:
-        """Send a heartbeat now, so that the driver learns what was done until now."""
+        """Send a heartbeat now. The hang detector calls this, also to find out whether a rank is dead."""
         self._heart.beat()
 
     def occupied(self) -> int:
         return occupied()
 
     def stream(self, method: str, *arguments) -> Iterator[Any]:
+        """Yield the items of the generator `method` one by one. Ray streams them to the caller."""
         with self._heart.phase(method):
             yield from getattr(self._target, method)(*arguments)
 
 
 class WorkerGroup:
-    """A group of processes that are called together.
+    """A group of processes that are called together, such as the ranks of the trainer.
 
-    Except for `submit` and `close`, methods return when all ranks are done. They raise if a rank failed, died
-    or took too long.
+    Except for `submit` and `close`, methods return when all ranks are done. If a rank fails, dies or takes
+    too long, they raise the errors of cluster.processes.gather.
 
-    ranks: what `build` returned about each rank.
+    ranks: second result of `build` for each rank, such as its parallel coordinates
     """
 
     def __init__(
         self, name: str, options: list[dict], log_dir: str, build: Build, timeout: float, watch: Watch
     ):
-        """name: of one process in messages, such as `trainer rank`
-        options: Ray's actor options for each process, see placement.Cluster.options
-        build: runs in every process
-        timeout: most seconds of any one call
-        watch: the hang detector, which is told of all processes
+        """Start the processes and build their objects.
+
+        name: name of one process in messages, such as `trainer rank`
+        options: Ray's actor options for each process, which bind it to a device
+        log_dir: folder of the processes' logs
+        build: is called in every process, and makes the object that calls go to
+        timeout: time limit in seconds of any one call
+        watch: the hang detector, to which all processes are added
         """
         world = len(options)
         self.processes = [
@@ -111,9 +118,9 @@ class WorkerGroup:
         self.start()
 
     def submit(self, method: str, *arguments) -> list[ray.ObjectRef]:
-        """Call `method` on every rank with the same arguments, without waiting.
+        """Call `method` on every rank with the same arguments, without waiting for the results.
 
-        Returns references in rank order.
+        Returns Ray's references to the results, in rank order.
         """
         return [worker.call.remote(method, *arguments) for worker in self._workers]
 
@@ -122,7 +129,7 @@ class WorkerGroup:
     ) -> list[Any]:
         """Call `method` on every rank, and return all results in rank order.
 
-        arguments: a tuple for each rank; None: no arguments.
+        arguments: a tuple of positional arguments for each rank; None: no arguments.
         timeout: seconds; None: the group's timeout.
         """
         arguments = [()] * len(self._workers) if arguments is None else arguments
@@ -131,7 +138,7 @@ class WorkerGroup:
         return list(self._gather(calls, method, timeout).values())
 
     def occupied(self) -> list[int]:
-        """Return the bytes that each rank's process occupies, see memory.occupied."""
+        """Return the bytes of memory that each rank has reserved on its GPU, or without a GPU on its host."""
         return list(
             self._gather(
                 {rank: worker.occupied.remote() for rank, worker in enumerate(self._workers)}, "occupied"
@@ -145,11 +152,12 @@ class WorkerGroup:
 
     @contextmanager
     def stream(self, method: str, *arguments) -> Iterator[Iterator[ray.ObjectRef]]:
-        """Yield references to the items of the ranks' generators `method`, rank by rank, within a context.
+        """Run the generator `method` on every rank. Yield an iterator over all items, rank by rank.
 
-        Items are made as they are taken, and all of them must be taken. Their bytes stay in the object store;
-        the driver only passes references on. If a rank fails, the error names it, even if the consumer failed
-        first because of the rank's item.
+        It is for large items such as buckets of weights. The iterator returns Ray's references. The items'
+        bytes stay in Ray's object store. A rank makes an item only when the ones before were taken (at most
+        two in advance), and the caller must take all of them. If a rank fails, the error names it, even if
+        the caller failed first because of an item that did not come.
         """
         # Each rank is limited to two items in advance. Without a limit, all of them would be in the object
         # store.

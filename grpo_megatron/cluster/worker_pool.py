@@ -34,10 +34,11 @@ class WorkerHangs(UserError):
 
 
 def worker_places(nodes: Sequence[str], per_node: int, log_dir: str, role: str = "reward") -> list[Place]:
-    """Return the places of a pool's workers. Consecutive workers are on different nodes.
+    """Return the node, name and log of each worker of a pool. Consecutive workers are on different nodes.
 
     nodes: ids of Ray's nodes.
-    role: of this pool only, for the names and logs of its workers.
+    per_node: number of workers on each node.
+    role: prefix for the names and logs of the workers, which no other pool of the run has.
     """
     found = [node for _ in range(per_node) for node in nodes]
     return [
@@ -48,6 +49,8 @@ def worker_places(nodes: Sequence[str], per_node: int, log_dir: str, role: str =
 
 @dataclass(eq=False)
 class _Job:
+    """A call that waits in the queue, or is in a batch."""
+
     item: Any
     future: asyncio.Future | None  # None: no caller waits for it
     alone: bool = False  # its process has died once
@@ -66,14 +69,19 @@ class _Job:
 
 
 class WorkerPool:
-    """Workers at given places, and a queue of calls to them. What is called first begins first."""
+    """A pool of worker processes, and a queue of calls to them. Calls begin in the order of the queue."""
 
     def __init__(
         self, what: str, build: Callable[[], Any], bounds: Bounds, places: Sequence[Place], again: bool = True
     ):
-        """build: makes the object of a worker, in its process
+        """Start a worker at each place.
+
         what: what runs in the workers, such as `reward math`, for messages
-        again: retry a call once if its process died; False if objects of earlier calls died with the process
+        build: makes the object that does the calls, in the process of a worker
+        bounds: limits of time, memory and file size for the user's code
+        places: node, name and log of each worker
+        again: whether a call is tried once more if its process died. False for calls that depend on earlier
+            ones, such as those of an environment with state, which died with the process.
         """
         self._again, self._again_said = again, Rarely()
         reference = ray.put(build)  # once for all workers, because it may hold a tokenizer
@@ -84,10 +92,11 @@ class WorkerPool:
         self._most = 1  # most calls of a batch; grows as long as workers finish whole batches in time
 
     async def call(self, item: Any) -> Any:
-        """Return the result of the workers' `work` for one item.
+        """Have a worker do one item, and return the result.
 
-        Many calls may wait at a time, all in one event loop. Raises what `work` raised, WorkerDied,
-        WorkerHangs, or ProcessLost if a worker does not start.
+        Many calls may wait at the same time, all in one event loop. Raises WorkerDied or WorkerHangs if the
+        call is assumed to be the cause. Raises ProcessLost if a worker does not start. Errors of the worker's
+        object are passed on.
         """
         future = asyncio.get_running_loop().create_future()
         self._waiting.append(_Job(item, future))
@@ -101,7 +110,10 @@ class WorkerPool:
         return await future
 
     def tell(self, item: Any) -> None:
-        """Queue an item without waiting for it. It is done before the next call. Its errors are ignored."""
+        """Queue an item without waiting for its result, such as the message to close an environment.
+
+        It is sent to a worker before the next call or together with it. Its errors are ignored.
+        """
         self._waiting.append(_Job(item, None))
 
     def _dispatch(self) -> None:
@@ -122,7 +134,10 @@ class WorkerPool:
                 task.add_done_callback(self._running.discard)
 
     def _next_batch(self) -> list[_Job]:
-        """Return the jobs for one worker; empty if no caller waits any more for those that are left."""
+        """Take the jobs of the next batch from the queue, as many as one worker should get.
+
+        Jobs whose callers have gone are dropped. If no others are left, the batch is empty.
+        """
         idle = sum(not worker.busy for worker in self._all) or len(self._all)
         share = max(1, min(self._most, math.ceil(len(self._waiting) / idle)))
         jobs: list[_Job] = []
@@ -158,6 +173,11 @@ class WorkerPool:
         self._dispatch()
 
     def _blame(self, jobs: list[_Job], lost: BatchLost) -> None:
+        """Decide what happens to the jobs of a lost batch: they are queued again, or they fail.
+
+        A job fails if it must have been the cause: it was alone in its batch, and either it hung or this was
+        its second try. If calls are not to be tried again, all jobs of the batch fail.
+        """
         if not lost.begun and self._again:
             self._waiting.extendleft(reversed(jobs))
             return

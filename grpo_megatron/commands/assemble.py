@@ -1,4 +1,8 @@
-"""Starts the processes of a run from its configuration, and ends them again, in one way for every command."""
+"""Starts and ends the processes of a run. The commands train, sft, reward-model, eval and selftest use it.
+
+`open_site` starts Ray and the engines, `assemble` starts the trainer's ranks, and `persist` repeats the
+attempt after the loss of a process.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +45,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of a run, up and ready."""
+    """The parts of one attempt of a run, with all processes started. `assemble` yields it."""
 
     config: Config
     """Configuration of the run."""
@@ -70,10 +74,11 @@ class Run:
         return self.state["step"] if self.state else 0
 
     def finish(self, result: dict[str, Any]) -> dict[str, Any]:
-        """Complete the last checkpoint, and export the model if so configured. Return the result.
+        """Complete the last checkpoint, export the model if checkpoint.export_hf is set, write result.json.
 
-        The result also gets the places of all outputs and the time taken. It is written to result.json.
-        Raises NotWritten if the last checkpoint could not be written, but not before the export.
+        result: the command's own results. The paths of all outputs and the time taken are added to it.
+
+        Returns `result`. Raises NotWritten after the export if the last checkpoint could not be written.
         """
         failure = None
         try:
@@ -101,7 +106,10 @@ class Run:
 
 @dataclass
 class Site:
-    """The parts of a run that survive the loss of its trainer."""
+    """The parts of a run that are kept when a process is lost and the trainer's ranks start again.
+
+    `open_site` yields it.
+    """
 
     config: Config
     """Configuration of the run."""
@@ -114,7 +122,7 @@ class Site:
     checkpoint: Checkpoint | None
     """The checkpoint to begin from; None for a new run."""
     cluster: Cluster
-    """The connection to Ray, and the slots of all processes."""
+    """The connection to Ray, and the slots (devices) of all processes."""
     watch: Watch
     """Hang detector for all processes."""
     engines: EnginePool | None
@@ -136,13 +144,14 @@ class Site:
 
     @property
     def takes_turns(self) -> bool:
-        """True if the engines are on the ranks' devices."""
+        """True if engines and trainer ranks share devices, so that they must work in turns."""
         return self.engines is not None and self.config.cluster.placement == Placement.colocated
 
     def last_checkpoint(self) -> Checkpoint | None:
-        """Return the checkpoint to continue from after a failure; None: from the beginning.
+        """Return the checkpoint for the next attempt after a failure; None: start from the beginning.
 
-        It is the newest sound one that the run itself wrote, else the one that it began from.
+        It is the newest undamaged checkpoint that this run has written. If there is none, it is the one that
+        the run began from.
         """
         # If run.resume names a checkpoint, the earlier ones in the run's own folder belong to another course
         # of training. So do the later ones, until they have been set aside.
@@ -155,10 +164,10 @@ class Site:
         )
 
     def recover(self) -> None:
-        """Free the slots of what is left after the loss of a process, and restart engines that cannot go on.
+        """Prepare for the next attempt after the loss of a process: restart the engines that cannot go on.
 
-        All ranks are lost together with the process. Raises ProcessLost if a node is gone, because no other
-        node can take its place in Ray's placement group.
+        Engines that share devices with the ranks are all restarted. Raises ProcessLost if a node is gone,
+        because no other node can take its place in Ray's placement group.
         """
         self.cluster.must_be_whole()
         if self.engines:
@@ -172,10 +181,16 @@ def open_site(
     guard: Guard | None = None,
     must_fit: Callable[[dict], str] = lambda state: "",
 ) -> Iterator[Site]:
-    """Start Ray, and engines if `command` generates (see preflight.rule), and yield the parts of the run.
+    """Open the run's folder, start Ray, and start engines if `command` generates. Yield the Site.
 
-    The configuration has passed preflight.start.check_start. must_fit: see open_run_folder.
-    Raises UserError if a checkpoint or folder is not right, before any process starts.
+    config: must have passed preflight.start.check_start.
+    command: name of the command, such as `train`.
+    guard: receives requests to stop; None: one that never ends the run.
+    must_fit: raises UserError if the driver's state in a checkpoint belongs to other data. It returns a note
+        to show, or "".
+
+    Raises UserError, before any process starts, if the checkpoint or the run's folder cannot be used. The
+    end of the context ends the engines and Ray.
     """
     started, guard = time.perf_counter(), guard or Guard()
     num_ranks, num_engines = num_processes(config, command)
@@ -227,7 +242,7 @@ def open_site(
 
 
 def _throughput(site: Site) -> Throughput:
-    """Return the cost model and the number of devices, by which the monitor computes throughput."""
+    """Return the object with which the monitor computes tokens/s, FLOPs utilisation and idle shares."""
     cluster = site.cluster
     return Throughput(
         cost=read_architecture(
@@ -241,7 +256,7 @@ def _throughput(site: Site) -> Throughput:
 
 
 def _start_ranks(site: Site) -> PolicyTrainer:
-    """Return the trainer, whose ranks build the model that the site's command trains."""
+    """Start the trainer's ranks, which build the model that the site's command trains."""
     config = site.config
     return PolicyTrainer(
         site.cluster,
@@ -257,9 +272,12 @@ def _start_ranks(site: Site) -> PolicyTrainer:
 
 @contextmanager
 def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
-    """Start the trainer's ranks, wait for the site's engines, and yield the run. The context ends the ranks.
+    """Start the trainer's ranks, wait for the site's engines, and yield the Run for one attempt.
 
-    checkpoint: what the run continues from. Raises DamagedCheckpoint if the ranks find it damaged.
+    checkpoint: the ranks load it; None: they begin with the model of the configuration.
+
+    Raises DamagedCheckpoint if the ranks find the checkpoint damaged. The end of the context ends the ranks,
+    but not the engines.
     """
     config, engines = site.config, site.engines
     resumed = checkpoint.step if checkpoint else 0
@@ -312,8 +330,9 @@ def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
 def persist(site: Site, attempt: Callable[[Site, Checkpoint | None], Result]) -> Result:
     """Return attempt(site, checkpoint). After the loss of a process, try again from the newest checkpoint.
 
-    There are at most run.max_restarts such attempts. A checkpoint of the run itself that the ranks find
-    damaged is passed over. Any other failure would happen again, so it ends the run.
+    There are at most run.max_restarts such repetitions. If the ranks find a checkpoint damaged, the newest
+    one before it is tried, unless run.resume names the damaged one. Any other error is raised, because it
+    would occur again.
     """
     checkpoint, restarts = site.checkpoint, 0
     while True:

@@ -7,7 +7,10 @@ from grpo_megatron.preflight.rule import COMMANDS
 
 
 def add_parser(commands) -> None:
-    """Add the command's parser. commands: what ArgumentParser.add_subparsers returns."""
+    """Add the parser of `grpo-megatron config`.
+
+    commands: what ArgumentParser.add_subparsers returned.
+    """
     parser = commands.add_parser("config", help="show, explain, compare and check configurations")
     actions = parser.add_subparsers(dest="action", required=True)
     show = actions.add_parser("show", help="every value in effect, and where it comes from")
@@ -35,9 +38,10 @@ def add_parser(commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Execute the command. Return 0, 1 if diff found differences, or 2 if check found violations.
+    """Execute `grpo-megatron config` and return the exit status.
 
-    Raises UserError.
+    The status is 1 if `diff` found differences, 2 if `check` found violations, and otherwise 0. Raises
+    UserError if a file or key cannot be used.
     """
     if options.action == "show":
         from grpo_megatron.preflight.show import show

@@ -1,4 +1,4 @@
-"""Common parts of the tools for checkpoints, as programs."""
+"""Common parts of the command lines of the programs in tools/ that convert or show checkpoints."""
 
 import argparse
 import signal
@@ -21,9 +21,11 @@ def add_processes(parser: argparse.ArgumentParser) -> None:
 
 
 def call(parser: argparse.ArgumentParser, work: Callable[[], int | None], continues: bool = False) -> None:
-    """Call `work` and exit with its status, or with 2 and a message for a UserError.
+    """Call `work` and exit with the status that it returns (None: 0), or with 2 after a UserError.
 
-    continues: the same command would continue after an interruption, which the message then says.
+    parser: shows the message of the error.
+    work: does all that the program is for.
+    continues: True if the same command would continue after an interruption; the message then says so.
     """
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|image Python extension).*")
     # SIGTERM raises KeyboardInterrupt, so that other processes are ended on the way out.

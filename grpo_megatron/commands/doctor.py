@@ -31,9 +31,11 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check.
+    """Result of one check, which is printed as one line.
 
-    level: ok, note (something is not possible here), or problem (something is broken)
+    level: OK, NOTE (something is not possible on this machine), or PROBLEM (something is broken)
+    subject: what was checked, such as `cuDNN`
+    text: what was found
     """
 
     level: str
@@ -52,7 +54,8 @@ def _python() -> Finding:
 def _driver() -> Finding | None:
     """Check the version of NVIDIA's driver. Return None if there is no driver.
 
-    If a driver is too old, torch says only that CUDA is not available.
+    The check is needed because torch does not give the reason if the driver is too old. It then says only
+    that CUDA is not available.
     """
     try:
         text = _DRIVER.read_text(encoding="utf-8")
@@ -99,10 +102,11 @@ def _devices() -> list[Finding]:
 
 
 def _package(package: str, expected: str | None, missing: str, required: bool) -> Finding:
-    """Check the version of a package.
+    """Check that a package is installed in the right version.
 
-    expected: the version that this project is written for.
-    missing: the consequence if the package is not installed.
+    expected: the version that this project is tested with; None: any.
+    missing: the consequence if the package is not installed, for the finding's text.
+    required: True if a missing package is a problem, False if it is only a note.
     """
     have = version(package)
     if have is None:
@@ -144,9 +148,9 @@ def _shared_memory() -> Finding:
 
 
 def _sandbox() -> Finding:
-    """Check how programs that a model wrote can be contained here.
+    """Check which kind of sandbox for programs that a model wrote works on this machine.
 
-    For each kind of containment, a test program tries to get out of it.
+    The kinds are Linux namespaces and Landlock. In each, a test program tries to escape.
     """
     problems = {containment: problem_with(containment) for containment in (NAMESPACES, LANDLOCK)}
     possible = [containment for containment, problem in problems.items() if problem is None]
@@ -168,9 +172,11 @@ def _tried(subject: str, probe: Callable[..., str], *arguments: str) -> Finding:
 
 
 def _imported(module: str, missing: str, required: bool) -> Finding:
-    """Check that a module can be imported. missing: the consequence if it is not installed.
+    """Check that a module can be imported, in a process of its own.
 
-    A module that is installed and cannot be imported is a problem in any case.
+    missing: the consequence if the module is not installed, for the finding's text.
+    required: True if a module that is not installed is a problem, False if it is only a note. A module that
+        is installed but cannot be imported is always a problem.
     """
     if util.find_spec(module.split(".")[0]) is None:
         return Finding(PROBLEM if required else NOTE, module, f"not installed: {missing}")
@@ -186,9 +192,9 @@ _BUILDERS = {
 
 
 def _builders() -> Iterator[Finding]:
-    """Check the programs with which SGLang, Triton and torch.compile build kernels.
+    """Check that the programs and headers are there with which SGLang and Triton build kernels at run time.
 
-    The search is the same as in ranks and engines.
+    The programs are searched for in the environment that ranks and engines get.
     """
     environment = filled_in(gpu_environment(os.environ), os.environ)
     for program, source in _BUILDERS.items():
@@ -209,7 +215,7 @@ def _builders() -> Iterator[Finding]:
 
 
 def _gpu_libraries() -> Iterator[Finding]:
-    """Check what a machine with a GPU needs beyond the packages of every machine."""
+    """Check the libraries and programs that only a machine with a GPU needs."""
     import torch
 
     cudnn = torch.backends.cudnn.version()
@@ -242,7 +248,7 @@ def _gpu_libraries() -> Iterator[Finding]:
 
 
 def _computes(here: Capabilities) -> Iterator[Finding]:
-    """Check matrix products in each precision for training, and a collective over this machine's devices."""
+    """Check the precision and speed of matrix products in fp32, bf16 and FP8, and an all-reduce."""
     yield _tried("matrix product, fp32", probes.matrix_product, "fp32")
     yield _tried("matrix product, bf16", probes.matrix_product, "bf16")
     if here.fp8_problem:
@@ -256,7 +262,7 @@ _TE, _SAVER = "TransformerEngine", "torch_memory_saver"
 
 
 def examine() -> Iterator[Finding]:
-    """Check this machine. A check that could crash its process runs in another one."""
+    """Run all checks of this machine in order. A check that could crash runs in its own process."""
     yield _python()
     yield from _devices()
     yield _package("megatron-core", MEGATRON_CORE, "no training", required=True)
@@ -284,7 +290,7 @@ def examine() -> Iterator[Finding]:
 
 
 def doctor() -> int:
-    """Print the findings as they come. Return 1 if there is a problem, else 0."""
+    """Run all checks and print each finding at once. Return the exit status: 1 if there is a problem."""
     problems = 0
     for finding in examine():
         problems += finding.level == PROBLEM

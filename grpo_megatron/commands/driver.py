@@ -40,9 +40,10 @@ _WRITING_SECONDS = 2.0
 
 
 def drive(command: Callable[[Guard], int], keeper: Connection) -> int:
-    """Call command(guard) for a run with a keeper, and return its exit status.
+    """Call command(guard) in the driver process of a run, and return the exit status.
 
-    If it raises, show the error's message on stderr and return the status of the error.
+    keeper: the connection to the keeper process, which started this one. If the command raises, the error's
+        message is shown on stderr, and the error decides the exit status.
     """
     guard = DriverGuard(keeper)
     try:
@@ -63,7 +64,10 @@ def describe(error: UserError | Stopped) -> str:
 
 
 class DriverGuard(Guard):
-    """A Guard that ends the run. Must be created in the main thread."""
+    """The Guard of a driver process with a keeper. Its thread handles signals and lost Ray daemons.
+
+    It must be created in the main thread, because it installs signal handlers.
+    """
 
     def __init__(self, keeper: Connection):
         super().__init__()
@@ -114,9 +118,9 @@ class DriverGuard(Guard):
                     self._needed = self._needed | {os.pidfd_open(process.pid): (process.pid, name)}
 
     def disk_is_full(self, error: BaseException) -> str:
-        """Return the message for a write that failed on a full disk, in any library.
+        """Return the last message of a run whose write failed on a full disk, in our code or in a library.
 
-        Not every such error names the file.
+        If the error names no file, the message names the run's folder.
         """
         path = getattr(error, "filename", None) or self._folder
         return (
@@ -125,10 +129,10 @@ class DriverGuard(Guard):
         )
 
     def finish(self, message: str | None, status: int) -> None:
-        """Show the last message of a run that has ended by itself.
+        """Show the last message of a run that was not ended by the guard's thread.
 
-        Does not return if the guard's thread is ending the process already. That thread's message then
-        explains the failure.
+        Does not return if the guard's thread is ending the process already, for example after the death of a
+        Ray daemon. That thread's message then explains the failure.
         """
         self._ending.acquire()
         self._end(message, status)
@@ -148,7 +152,7 @@ class DriverGuard(Guard):
                 time.sleep(_LOOK_SECONDS)
 
     def _look(self) -> None:
-        """Wait a little for events, and handle them.
+        """Wait up to _LOOK_SECONDS for signals and ended processes, and handle them.
 
         Requests to stop come first, so that a failure in handling other events does not keep the run from
         ending.
@@ -247,9 +251,10 @@ class DriverGuard(Guard):
         self.log.close()
 
     def _note_end(self, state: State, message: str) -> None:
-        """Record the end in status.json.
+        """Record the run's final state in status.json before os._exit.
 
-        Otherwise the file would still say that the run is running, because os._exit skips the context's end.
+        os._exit skips StatusFile.__exit__, which does this for other ends. The file would still say that the
+        run is running.
         """
         if self.status:
             with contextlib.suppress(TimeoutError):  # a disk that hangs
@@ -265,9 +270,9 @@ class DriverGuard(Guard):
 
 
 class _Log:
-    """The log of the driver: what libraries and child processes write to the descriptors 1 and 2.
+    """The driver's log file. It receives what libraries and child processes write to descriptors 1 and 2.
 
-    Python's own stdout and stderr stay at the terminal. The log is a temporary file until the run has a
+    sys.stdout and sys.stderr still write to the terminal. The log is a temporary file until the run has a
     folder.
     """
 
@@ -290,7 +295,7 @@ class _Log:
         os.close(descriptor)
 
     def move(self, path: str) -> None:
-        """Move the log to this file, and go on there."""
+        """Copy the log to the file `path`, write to that file from now on, and delete the earlier one."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.write(descriptor, Path(self.path).read_bytes())
@@ -319,9 +324,9 @@ class _Log:
             os.write(2, "".join(lines).encode("utf-8", "backslashreplace"))
 
     def close(self) -> None:
-        """Delete the log if it is still a temporary file.
+        """Delete the log if it is a temporary file that no message refers to.
 
-        That is so if the run has no folder yet, and there was no unexpected error.
+        That is so if the run got no folder and there was no unexpected error.
         """
         if self._temporary:
             Path(self.path).unlink(missing_ok=True)
@@ -329,7 +334,10 @@ class _Log:
 
 
 def _is_open(port: int) -> bool:
-    """Return True if a process listens on this port of this machine, or is too busy to answer."""
+    """Return False if this machine refuses connections to `port`, because no process listens there any more.
+
+    A process that is too busy to answer in time counts as open.
+    """
     try:
         socket.create_connection(("127.0.0.1", port), timeout=0.2).close()
     except ConnectionRefusedError:
@@ -340,7 +348,10 @@ def _is_open(port: int) -> bool:
 
 
 def _how_it_ended(descriptor: int) -> str:
-    """Return how a process ended. descriptor: from pidfd_open."""
+    """Return how a process ended, such as `was killed by SIGKILL`, for a message.
+
+    descriptor: what os.pidfd_open returned for the process.
+    """
     try:
         # WNOWAIT leaves the exit status for the process's parent.
         end = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -27,10 +27,11 @@ from grpo_megatron.run.resume import RESULT, Checkpoint
 
 
 def evaluation_config(config: Config) -> Config:
-    """Return the configuration for an evaluation in a folder of its own.
+    """Return the configuration of an evaluation, with the suffix `_eval` at run.name.
 
-    A training run that the model may come from has another folder, and continues there. Raises UserError if
-    the model is a checkpoint of a run.
+    The evaluation thus has its own folder, and a training run with the same configuration can still be
+    continued. The engines have devices of their own, because there are no trainer ranks. Raises UserError if
+    model.path is a run's checkpoint, which engines cannot load.
     """
     path = config.model.path
     if Path(path, ACTOR).is_dir():
@@ -47,9 +48,10 @@ def evaluation_config(config: Config) -> Config:
 
 
 def evaluate(config: Config, guard: Guard | None = None) -> dict[str, Any]:
-    """Sample and score all prompts of data.eval, and return the result.
+    """Sample responses to all prompts of data.eval, score them, and return the result.
 
-    The result is also written to result.json in the run's folder.
+    The result has the scores and the paths of the outputs. It is also written to result.json in the
+    evaluation's folder. guard: receives requests to stop; None: one that never ends the run.
     """
     config = evaluation_config(config)
     check_start(config, "eval")
@@ -86,7 +88,7 @@ def evaluate(config: Config, guard: Guard | None = None) -> dict[str, Any]:
 
 
 def table(scores: Scores) -> str:
-    """Return the scores as a table with a row for each data set and a column for each metric.
+    """Return the scores as a text table for the terminal: a row for each data set, a column for each metric.
 
     `-` means that a data set does not have the metric.
     """

@@ -26,10 +26,12 @@ _LEAVING_SECONDS = 5.0
 
 
 def keep(drive: Callable[[Connection], int]) -> int:
-    """Run drive(connection to the keeper) in a child process. Return its exit status.
+    """Fork the driver process, which calls `drive`, and wait for it as its keeper. Return the exit status.
 
-    Returns when no process of the run is left, with 128 + N if signal N has killed the driver. The child
-    returns from this function too, with what `drive` returned.
+    drive: takes the driver's end of a connection to the keeper, and returns the exit status.
+
+    This function returns twice. In the driver it returns what `drive` returned. In the keeper it returns when
+    no process of the run is left, with 128 + N if signal N has killed the driver.
     """
     # Signals that are ignored, such as with nohup, stay ignored.
     watched = {number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN} | {
@@ -52,6 +54,13 @@ def keep(drive: Callable[[Connection], int]) -> int:
 
 
 class _Keeper:
+    """The keeper's view of the driver: it passes signals on, waits for the end, and kills what is left.
+
+    driver: pid of the driver
+    connection: to the driver
+    watched: signals that are blocked in the keeper, and that it waits for
+    """
+
     def __init__(self, driver: int, connection: Connection, watched: set[int]):
         self._driver, self._connection, self._watched = driver, connection, watched
         self._killed_for_memory = killed_for_memory()
@@ -60,7 +69,10 @@ class _Keeper:
         self._told: int | None = None
 
     def status(self) -> int:
-        """Wait for the end of the driver, kill what is left, and return the exit status."""
+        """Wait for the end of the driver, kill its remaining descendants, and return the exit status.
+
+        Shows a message if the driver could not show one itself.
+        """
         wait_status = self._wait()
         left = kill_descendants()
         self._hear()
@@ -90,9 +102,9 @@ class _Keeper:
         return status
 
     def _wait(self) -> int | None:
-        """Return the driver's wait status as from waitpid.
+        """Wait for the end of the driver, and pass signals on to it. Return its wait status as from waitpid.
 
-        Returns None if the driver was interrupted twice and did not end.
+        Returns None if the driver has not ended _LEAVING_SECONDS after the second SIGINT.
         """
         interrupted, deadline = 0, None
         while deadline is None or time.monotonic() < deadline:
@@ -110,7 +122,7 @@ class _Keeper:
         return None
 
     def _reap(self) -> int | None:
-        """Return the driver's wait status if it has ended. Also reaps adopted orphans."""
+        """Return the driver's wait status if it has ended, else None. Also reaps adopted orphans."""
         try:
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -122,7 +134,10 @@ class _Keeper:
             return None
 
     def _hear(self) -> None:
-        """Read the driver's messages: its folder, and the status if it shows the last message itself."""
+        """Read the driver's messages: the run's folder, and the exit status that it announced.
+
+        The driver announces a status when it shows the run's last message itself.
+        """
         with contextlib.suppress(EOFError, OSError):
             while self._connection.poll():
                 told = self._connection.recv()

@@ -1,13 +1,17 @@
 """The command line of `grpo-megatron plan`.
 
-It shows what a run would take of a cluster, whether that fits, and which layouts would.
+It shows the memory and time that a run would take on a cluster, and whether that fits into the GPUs' memory.
+With --search it shows the quickest layouts (parallel sizes and placement) that fit.
 """
 
 import argparse
 
 
 def add_parser(commands) -> None:
-    """Add the command's parser. commands: what ArgumentParser.add_subparsers returns."""
+    """Add the parser of `grpo-megatron plan`.
+
+    commands: what ArgumentParser.add_subparsers returned.
+    """
     parser = commands.add_parser(
         "plan", help="memory and time of a run by arithmetic; refuses what cannot fit; no weights are read"
     )
@@ -33,9 +37,10 @@ def add_parser(commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Execute the command and return 0.
+    """Print the plan, or with --search the quickest layouts, and return 0.
 
-    Raises UserError if the configuration is not legal, cannot be planned, or does not fit.
+    Raises UserError if the configuration is invalid, cannot be planned, or needs more memory than the GPUs
+    have.
     """
     from grpo_megatron.config.load import read_config
     from grpo_megatron.planner.advice import checked_plan, planned_architecture, searched_plans

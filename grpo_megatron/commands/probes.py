@@ -1,4 +1,8 @@
-"""Probes of `grpo-megatron doctor`. Each runs in its own process, which a broken library may crash."""
+"""Probes of `grpo-megatron doctor`: each tries out one library or device.
+
+`attempt` runs a probe in a process of its own, because a broken library may crash it. A probe returns one
+line of text for the user, and raises an exception if it fails.
+"""
 
 import importlib
 import os
@@ -26,10 +30,14 @@ class ProbeError(Exception):
 
 
 def attempt(probe: Callable[..., str], *arguments: str, timeout: float = 180.0) -> str:
-    """Run a probe, which is a function of this module, in another process, and return its text.
+    """Run a probe in another process, and return its text.
 
-    The process has the environment of a rank or an engine. timeout: seconds. Raises ProbeError with the last
-    line of an exception, or with what ended the process.
+    probe: a function of this module.
+    timeout: seconds.
+
+    The process has the environment variables of a rank or an engine. Raises ProbeError if the probe raised;
+    the message is the last line of the exception. Raises ProbeError also if the process crashed or took too
+    long.
     """
     environment = filled_in(gpu_environment(os.environ), os.environ)
     said = _output_of(["-W", "ignore", "-c", _CHILD, probe.__name__, *arguments], timeout, environment)
@@ -39,7 +47,11 @@ def attempt(probe: Callable[..., str], *arguments: str, timeout: float = 180.0) 
 
 
 def _output_of(arguments: list[str], timeout: float, environment: dict[str, str] | None = None) -> str:
-    """Return what Python prints with these arguments. Raises ProbeError if it fails."""
+    """Run Python with these arguments and return what it prints. Raises ProbeError if it fails.
+
+    timeout: seconds.
+    environment: None: that of this process.
+    """
     command = [sys.executable, *arguments]
     try:
         done = subprocess.run(
@@ -56,7 +68,7 @@ def _output_of(arguments: list[str], timeout: float, environment: dict[str, str]
 
 
 def import_of(module: str) -> str:
-    """Import a module with all that it loads. Return its version."""
+    """Import a module, so that missing or broken libraries below it show. Return its version."""
     return getattr(importlib.import_module(module), "__version__", "can be imported")
 
 
@@ -81,9 +93,10 @@ if freed < size // 2 or int(memory[-1]) != 3:
 
 
 def memory_saver() -> str:
-    """Release GPU memory and allocate it again, like an engine that shares its device with the trainer.
+    """Check torch_memory_saver: release GPU memory and allocate it again.
 
-    This takes one more process, because torch_memory_saver's library must be loaded before anything else.
+    An engine that shares its device with the trainer does the same. This takes one more process, because
+    torch_memory_saver's library must be preloaded when a process starts.
     """
     import torch
     import torch_memory_saver
@@ -95,10 +108,12 @@ def memory_saver() -> str:
 
 
 def kernel(capability: str = "") -> str:
-    """Build SGLang's kernel for SwiGLU, which engines of nearly all models build when they start.
+    """Check that kernels can be built: compile SGLang's SwiGLU kernel, which nearly all models need.
 
     capability: compute capability to build for, such as `9.0`. If empty, it is that of this machine's GPU,
         and the kernel is also run.
+
+    Raises ProbeError if the build fails or the kernel's results are wrong.
     """
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TVM_FFI_CACHE_DIR"] = folder  # a kernel that was built earlier would prove nothing
@@ -141,9 +156,11 @@ _ROUNDING = {"fp32": 1e-5, "bf16": 1e-2, "fp8": 0.1}
 
 
 def matrix_product(precision: str) -> str:
-    """Compare a square matrix product with one in float64, and time it.
+    """Check a square matrix product against one in float64, and time it.
 
     precision: fp32, bf16, or fp8 (with TransformerEngine).
+
+    Raises ProbeError if the error is larger than rounding explains.
     """
     import torch
 
@@ -165,7 +182,10 @@ def matrix_product(precision: str) -> str:
 
 
 def _fp8_product(weight):
-    """Return the forward pass of a linear layer with this weight: casts to FP8, scales and product."""
+    """Return a function that multiplies by `weight` in FP8, as TransformerEngine's linear layer does.
+
+    It includes the casts to FP8 and the computation of scales.
+    """
     import torch
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8CurrentScaling
@@ -195,7 +215,7 @@ def _seconds(work: Callable, cuda: bool) -> float:
 
 
 def all_reduce() -> str:
-    """Sum a tensor over one process per GPU with NCCL, or over two processes with gloo."""
+    """Check a collective: sum a tensor over one process per GPU (NCCL), or over two processes (gloo)."""
     import torch
 
     cuda = torch.cuda.is_available()
@@ -214,7 +234,12 @@ _ELEMENTS, _ELEMENTS_ON_GPU = 2**20, 2**26
 
 
 def _all_reduce_rank(rank: int, world: int, store: str, report: str) -> None:
-    """Take part in the all-reduce as one rank. report: the file that rank 0 writes the seconds to."""
+    """Take part in the all-reduce as one rank, and check the sum.
+
+    world: number of ranks.
+    store: init method of torch.distributed, by which the ranks find each other.
+    report: path of the file that rank 0 writes the median seconds to.
+    """
     import torch
     import torch.distributed as dist
 

@@ -10,12 +10,13 @@ from grpo_megatron.report.read import CONFIG, RecordedRun, read_run
 
 
 def report(folder: str, against: str | None, out: str | None) -> int:
-    """Write the page, print its path, and return 0.
+    """Write the HTML page about a run, print the page's path, and return 0.
 
-    against: folder of a run to compare with.
+    folder: the run's folder.
+    against: folder of another run to compare with; None: no comparison.
     out: path of the page; None: report.html in the run's folder.
 
-    Raises UserError if a folder is not a run's, or the page cannot be written.
+    Raises UserError if a folder is not that of a run, or if the page cannot be written.
     """
     recorded = read_run(folder)
     other = read_run(against) if against else None
@@ -30,9 +31,10 @@ def report(folder: str, against: str | None, out: str | None) -> int:
 
 
 def _changes(run: RecordedRun, other: RecordedRun) -> Changes | str:
-    """Return the differences of the configurations.
+    """Return the differences of two runs' configurations, as {key: (value in `run`, value in `other`)}.
 
-    If they cannot be told, such as for a key of an earlier version, return the reason as a sentence.
+    If the configurations cannot be compared, for example because one has a key of an earlier version, the
+    reason is returned as a sentence.
     """
     try:
         found = diff(str(run.folder / CONFIG), str(other.folder / CONFIG))

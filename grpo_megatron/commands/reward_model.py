@@ -1,6 +1,6 @@
-"""`grpo-megatron reward-model`: trains a reward model on preferences.
+"""`grpo-megatron reward-model`: trains a reward model on pairs of a preferred and a rejected response.
 
-It uses the same trainer, with a scalar head and another loss.
+It uses the trainer of `train`, with a scalar head on the model and a loss on pairs.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,13 @@ _SHOWN_EVERY = 10
 
 
 def reward_model(config: Config, guard: Guard | None = None) -> dict[str, Any]:
-    """Train on preferences, export the model, and return the result. Raises Stopped if asked to stop."""
+    """Train a reward model on the pairs of data.train, export it, and return the result.
+
+    guard: receives requests to stop; None: one that never ends the run.
+
+    If an earlier start of this command has finished the run, its result is returned. Raises Stopped if the
+    run was asked to stop.
+    """
     if result := finished_result(config, "reward-model", say):
         return result
     check_start(config, "reward-model")
@@ -56,13 +62,16 @@ def _load(key: str, sources: Any, conversations: Conversations, config: Config) 
 
 
 def _parts(pairs: Sequence[Pair], size: int) -> list[list[Pair]]:
-    """Return the pairs in parts of about `size`, none of them much smaller."""
+    """Split the pairs into parts of `size` or somewhat more, all nearly equal, without a small last part.
+
+    If there are fewer than `size` pairs, they are one part.
+    """
     count = max(1, len(pairs) // size)
     return [[pairs[i] for i in numbers] for numbers in np.array_split(np.arange(len(pairs)), count)]
 
 
 class _Training:
-    """One attempt, which begins at the run's checkpoint."""
+    """The training loop of a reward model, for one attempt. It continues from the checkpoint of `run`."""
 
     def __init__(self, run: Run, training: Sequence[Pair], held_out: Sequence[Pair]):
         config = run.config
@@ -75,9 +84,10 @@ class _Training:
             self._loss = run.state.get("loss")  # missing in checkpoints of earlier versions
 
     def run(self, stop: StopRequest) -> dict[str, Any]:
-        """Train until run.total_steps.
+        """Train until step run.total_steps, with evaluations, log lines and checkpoints.
 
-        Return evaluations before and after, the last loss, and the number of tokens of all steps.
+        Returns a dict with the last step, the last loss, the number of tokens of all steps, and the
+        evaluations "before" and "after" training.
         """
         run, every, last = self._run, self._config.eval.every, self._config.run.total_steps
         if "before" not in self._evaluations:
@@ -112,9 +122,9 @@ class _Training:
             run.monitor.line(step, scalars)
 
     def _evaluate(self, step: int) -> dict[str, float]:
-        """Return metrics of the held-out pairs; empty if there are none.
+        """Score the held-out pairs, and return loss and accuracy on them; empty if there are none.
 
-        Pairs are scored in parts of the size of a training batch.
+        The pairs are scored in parts of about the size of a training batch. step: for the log.
         """
         if not self._held_out:
             return {}

@@ -25,9 +25,12 @@ from grpo_megatron.sglang.pool import EnginePool
 
 
 def selftest_config(config: Config, steps: int) -> Config:
-    """Return the run's configuration with learning rate 0, without anything beside the loop.
+    """Return the configuration of a self-test: that of a training run, with learning rate 0.
 
-    Raises UserError if the run has no engines.
+    steps: number of steps of the training loop. Evaluations, filters, checkpoints and the export are off,
+        because they would cost time or bias the measurement.
+
+    Raises UserError if the run replays recorded rollouts, because it then has no engine to compare with.
     """
     if config.rollout.replay:
         raise UserError(
@@ -61,7 +64,11 @@ def selftest_config(config: Config, steps: int) -> Config:
 
 
 def investigate(controller: SelftestController, engines: EnginePool) -> Verdict:
-    """Run the loop and return the verdict. Raises UserError for a failure that is not about a mismatch."""
+    """Run the training loop with learning rate 0, measure the mismatch, and look for its cause.
+
+    Returns the verdict, also if engines generated with weights that were too old. Raises UserError for a
+    failure that is not about a mismatch.
+    """
     try:
         controller.run()
         return Investigation(controller, engines).run()
@@ -70,9 +77,11 @@ def investigate(controller: SelftestController, engines: EnginePool) -> Verdict:
 
 
 def selftest(config: Config, steps: int = 3, guard: Guard | None = None) -> Verdict:
-    """Run the self-test and write selftest.json into the run's folder.
+    """Run the self-test, write selftest.json into its folder, and return the verdict.
 
-    config: of a training run. steps: of the loop.
+    config: configuration of the training run that is to be checked.
+    steps: number of steps of the training loop.
+    guard: receives requests to stop; None: one that never ends the run.
     """
     with assembled_loop(selftest_config(config, steps), SelftestController, guard) as (controller, run):
         verdict = investigate(controller, run.engines)
@@ -83,8 +92,8 @@ def selftest(config: Config, steps: int = 3, guard: Guard | None = None) -> Verd
 
 
 def as_json(verdict: Verdict) -> dict:
-    """Return the verdict's fields, and whether it passed.
+    """Return the verdict's fields and "passed", as selftest.json has them.
 
-    Values that were not measured are NaN, which becomes null in JSON.
+    Values that were not measured are NaN, for which json_text writes null.
     """
     return {"passed": verdict.passed, **vars(verdict)}

@@ -1,5 +1,7 @@
 """The self-test's search for the cause of a mismatch between engine and trainer.
 
+The mismatch |delta| of a token is the difference between the log-probs that engine and trainer give it.
+
 It changes one condition after the other (another weight sync, another temperature, other token ids, another
 precision), and measures each time how much of the mismatch is left.
 """
@@ -24,7 +26,10 @@ SAMPLING_Z = 6.0
 
 
 class SelftestController(Controller):
-    """The training loop. It keeps every step's samples with both log-probs."""
+    """The training loop of the self-test. It keeps every step's samples with both log-probs for the search.
+
+    seen: the mini-batches of each step
+    """
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -37,9 +42,10 @@ class SelftestController(Controller):
 
 @dataclass(frozen=True)
 class Tokens:
-    """The trained tokens of some mini-batches.
+    """The tokens of some mini-batches that are trained on, with the log-probs to compare.
 
-    engine, trainer: log-probs of engine and trainer, float64 [n]
+    engine: log-probs that the engine reported when it sampled, float64 [n]
+    trainer: log-probs that the trainer computed for the same tokens, float64 [n]
     """
 
     mini_batches: list[MiniBatch]
@@ -58,11 +64,15 @@ class Tokens:
 
     @property
     def mismatch(self) -> float:
+        """Mean |delta| over the tokens."""
         return float(np.abs(self.trainer - self.engine).mean())
 
 
 class Investigation:
-    """Changes one condition after the other, and measures how much of the mismatch is left."""
+    """Search for the cause of the mismatch, after the training loop of the self-test has run.
+
+    It changes one condition after the other, and measures how much of the mismatch is left.
+    """
 
     def __init__(self, controller: SelftestController, engines: EnginePool):
         self.controller, self.engines, self.config = controller, engines, controller.config
@@ -83,7 +93,10 @@ class Investigation:
         return verdict
 
     def measured(self) -> tuple[Verdict, list[Tokens]]:
-        """Return the numbers and the tokens of each step."""
+        """Return (verdict, steps): the numbers of the verdict, and the tokens of each step.
+
+        The verdict has each step's mismatch and the limit, but no explanations yet.
+        """
         steps = [Tokens.of(mini_batches) for mini_batches in self.controller.seen]
         verdict = Verdict(
             mean=[tokens.mismatch for tokens in steps],
@@ -93,7 +106,10 @@ class Investigation:
         return verdict, steps
 
     def mismatch_explained(self, verdict: Verdict, steps: list[Tokens]) -> list[str]:
-        """Return why the mismatch is beyond the limit; empty if it is not."""
+        """Return an explanation if the mismatch is beyond the limit or the engine's weights are old; else [].
+
+        steps: the tokens of each step.
+        """
         stale = self.weight_version(steps[-1])
         if stale:
             return [stale]
@@ -120,7 +136,13 @@ class Investigation:
     def probe(
         self, tokens: Tokens, temperature: float | None = None, rounding: torch.dtype | None = None
     ) -> np.ndarray:
-        """Return the trainer's log-probs and entropies, float64 [2, n]."""
+        """Have the trainer compute log-probs and entropies of the tokens again, under other conditions.
+
+        temperature: sampling temperature; None: the one found so far.
+        rounding: dtype in whose precision the trainer adds rounding errors; None: none are added.
+
+        Returns float64 [2, n]: the log-probs and the entropies.
+        """
         temperature = self.temperature if temperature is None else temperature
         self.controller.ranks_turn()
         parts = [
@@ -132,11 +154,17 @@ class Investigation:
         return np.concatenate(parts, axis=1).astype(np.float64)
 
     def rounding(self, tokens: Tokens, dtype: torch.dtype) -> float:
-        """Return the mean change of the trainer's log-probs by rounding errors of this dtype."""
+        """Return how much rounding errors of this dtype change the trainer's log-probs, in the mean.
+
+        The limit of an acceptable mismatch is a multiple of this.
+        """
         return float(np.abs(self.probe(tokens, rounding=dtype)[0] - tokens.trainer).mean())
 
     def scores(self, tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
-        """Return log-probs at temperature 1 of the trained ids, float64 [n]: the trainer's, the engine's."""
+        """Have trainer and engine score the same token ids at temperature 1, without sampling.
+
+        Returns (trainer, engine): their log-probs of the trained tokens, float64 [n] each.
+        """
         self.controller.engines_turn()
         scored = []
         for mini in tokens.mini_batches:
@@ -148,7 +176,10 @@ class Investigation:
         return self.probe(tokens, 1.0)[0], np.concatenate(scored)
 
     def sample_again(self) -> Tokens:
-        """Return new samples with their log-probs, under the same weights."""
+        """Sample once more under the same weights, after another weight sync. Return the tokens.
+
+        If the mismatch is gone, the engine had generated with older weights before.
+        """
         controller = self.controller
         controller.step += 1
         controller.engines_turn()
@@ -159,10 +190,11 @@ class Investigation:
         return Tokens.of(mini_batches)
 
     def surprise(self, steps: list[Tokens]) -> float:
-        """Return by how many standard errors the mean of -log p exceeds the mean entropy, over the samples.
+        """Test whether the engine draws tokens from the distribution that its log-probs describe.
 
-        Both have the same mean if each token is drawn from the trainer's distribution, whatever ends a
-        response, because their difference is a martingale.
+        Returns the difference of mean surprise (-log p of the engine) and mean entropy (of the trainer), in
+        standard errors. Both means are the same if each token is drawn from the trainer's distribution,
+        whatever ends a response, because their difference is a martingale.
         """
         excess = np.concatenate([-tokens.engine - self.probe(tokens)[1] for tokens in steps])
         return float(excess.mean() / max(excess.std() / np.sqrt(len(excess)), 1e-12))
@@ -190,9 +222,10 @@ class Investigation:
         )
 
     def weight_version(self, tokens: Tokens) -> str | None:
-        """Check that the engine follows when all weights are doubled and synced, then halved and synced.
+        """Check that weight syncs reach the engine: double all weights and sync, then halve them and sync.
 
-        Both changes are exact. Return an explanation if the engine does not follow the trainer.
+        Both changes are exact in floating point. Returns an explanation if the engine's log-probs do not
+        change as much as the trainer's, else None.
         """
         before = self.scores(tokens)
         self.controller.ranks_turn()
@@ -240,7 +273,12 @@ class Investigation:
         )
 
     def tokenizer(self, tokens: Tokens, enough: float) -> str | None:
-        """Check whether the engine agrees with the trainer when it scores the ids that the trainer saw."""
+        """Return an explanation if the engine agrees with the trainer once it scores the same token ids.
+
+        The ids were then changed between sampling and training. Returns None if the mismatch stays.
+
+        enough: mean |delta| at or below which the mismatch counts as gone.
+        """
         trainer, engine = self.scores(tokens)
         left = float(np.abs(trainer - engine).mean())
         if left > enough:
@@ -281,9 +319,9 @@ class Investigation:
 
 
 def _minimum(function, grid: np.ndarray, rounds: int = 12) -> tuple[float, float]:
-    """Return (place, value) of a function's minimum.
+    """Return (x, value) of a function's minimum, found by a golden-section search of `rounds` steps.
 
-    Takes the best of the grid's points, then does a golden-section search around it.
+    The search goes on between the neighbours of the best point of `grid`, which is sorted.
     """
     values = [function(x) for x in grid]
     best = int(np.argmin(values))

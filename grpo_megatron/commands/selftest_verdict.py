@@ -5,18 +5,18 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Verdict:
-    """Result of a self-test."""
+    """Result of a self-test. |delta| of a token is the difference between engine's and trainer's log-prob."""
 
     mean: list[float] = field(default_factory=list)
     """Mean |delta| of each step."""
     maximum: list[float] = field(default_factory=list)
     """Largest |delta| of each step."""
     limit: float = float("nan")
-    """Limit of the mean, from the trainer's own rounding."""
+    """Largest acceptable mean |delta| of a step, derived from the trainer's own rounding errors."""
     sampling_z: float = float("nan")
-    """Surprise of the samples minus the trainer's entropy, in standard errors."""
+    """Mean surprise (-log p) of the samples minus the trainer's mean entropy, in standard errors."""
     explanations: list[str] = field(default_factory=list)
-    """One sentence for each cause, which begins with the cause's name."""
+    """One sentence for each cause that was found. It begins with the cause's name, such as `top-p`."""
 
     @property
     def passed(self) -> bool:
@@ -24,7 +24,7 @@ class Verdict:
 
     @property
     def beyond_limit(self) -> list[int]:
-        """Indices of steps, from 0, whose mean |delta| is beyond the limit or NaN."""
+        """Indices, from 0, of the steps whose mean |delta| is above the limit or NaN."""
         return [step for step, mean in enumerate(self.mean) if not mean <= self.limit]
 
     def text(self) -> str:

@@ -1,4 +1,4 @@
-"""`grpo-megatron sft`: supervised warm start, by the same trainer with another loss."""
+"""`grpo-megatron sft`: supervised warm start before GRPO, with the trainer of `train` and another loss."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -27,9 +27,12 @@ _SHOWN_EVERY = 50
 
 
 def sft(config: Config, guard: Guard | None = None) -> dict[str, Any]:
-    """Fine-tune on prompt/response pairs, export the model, and return the result.
+    """Fine-tune on the prompt/response pairs of data.train, export the model, and return the result.
 
-    Raises Stopped if asked to stop.
+    guard: receives requests to stop; None: one that never ends the run.
+
+    If an earlier start of this command has finished the run, its result is returned. Raises Stopped if the
+    run was asked to stop.
     """
     if result := finished_result(config, "sft", say):
         return result
@@ -51,7 +54,10 @@ def sft(config: Config, guard: Guard | None = None) -> dict[str, Any]:
 
 
 def _run(run: Run, examples: Sequence[Sample], stop: StopRequest) -> dict[str, Any]:
-    """Train until run.total_steps. Return the last loss and the number of tokens of all steps."""
+    """Train until step run.total_steps, with log lines and checkpoints.
+
+    Returns a dict with the last step, the last loss, and the number of tokens of all steps.
+    """
     config = run.config
     order = EpochOrder.of(examples, config.run.seed, config.data.shuffle)
     if run.state:
@@ -87,7 +93,8 @@ def next_batch(
 ) -> tuple[TrainBatch, Schedule]:
     """Return the next data.train_batch_size examples as one optimizer step.
 
-    Tokens are weighted so that the loss is their mean.
+    Returns (batch, schedule): the batch has token weights that make the loss the mean over its tokens. The
+    schedule says how the batch is split among the ranks.
     """
     batch = TrainBatch.from_samples([examples[i] for i in order.take(config.data.train_batch_size)])
     batch.weight = token_weights(batch, "token-mean", config.rollout.max_response_length)

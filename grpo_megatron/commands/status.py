@@ -16,9 +16,11 @@ from grpo_megatron.run.checkpoints import CHECKPOINTS, newest_folder
 
 
 def status(folder: str, as_json: bool) -> int:
-    """Print the status. Return 0 if the run goes on or has finished, 1 if it ended in another way.
+    """Print the status of the run in a folder. Return 0 if it goes on or has finished, else 1.
 
-    Raises UserError.
+    as_json: print all recorded values as JSON rather than as text for people.
+
+    Raises UserError if the folder is not a run's, or if its status file is damaged.
     """
     found = read_status(folder)
     with reading(Path(folder, CHECKPOINTS)):

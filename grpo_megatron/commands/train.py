@@ -59,9 +59,10 @@ def _transport(run: Run) -> Transport:
 
 
 def _probe(run: Run, prompts: PromptSource) -> WeightProbe:
-    """Return a probe with the first prompts, which are repeated if there are too few for all replicas.
+    """Return the probe that compares log-probs of engine and trainer on a few prompts after a weight sync.
 
-    A prompt of one token is doubled.
+    It uses the first prompts, and repeats them if there are too few for all data-parallel replicas. A prompt
+    of one token is doubled, because a first token has no log-prob.
     """
     count = max(_PROBES, run.trainer.sizes.dp)
     found = [
@@ -72,7 +73,10 @@ def _probe(run: Run, prompts: PromptSource) -> WeightProbe:
 
 
 class _Data:
-    """Data that is read before any process starts, so that an error in it costs nothing."""
+    """Tokenizer, prompts and held-out prompts of a training run.
+
+    They are read before Ray, ranks and engines start, so that an error in the data shows within seconds.
+    """
 
     def __init__(self, config: Config):
         if config.rollout.record:
@@ -88,15 +92,18 @@ class _Data:
         self._beginning = deepcopy(self._prompts.state_dict()) if self._prompts else None
 
     def must_fit(self, state: dict[str, Any]) -> str:
-        """Raise UserError if a checkpoint's state belongs to other data.
+        """Raise UserError if the driver's state in a checkpoint belongs to other training data.
 
-        Return a note, see EpochOrder.must_fit.
+        Returns a note for the user about what could not be compared, or "".
         """
         # A replayed run has no prompts.
         return self._prompts.must_fit(state["prompts"]) if self._prompts and state["prompts"] else ""
 
     def prompts(self) -> PromptSource | None:
-        """Return the prompts, starting from the first; None if recorded rollouts are replayed."""
+        """Return the training prompts, starting from the first; None if recorded rollouts are replayed.
+
+        Each attempt calls this, and may then load a later position from its checkpoint.
+        """
         if self._prompts:
             self._prompts.load_state_dict(self._beginning)
         return self._prompts
@@ -110,7 +117,12 @@ def _loop(
     controller_class: type[Controller] = Controller,
     stop: StopRequest | None = None,
 ) -> Iterator[tuple[Controller, Run]]:
-    """Build the loop for one attempt, which begins at the checkpoint."""
+    """Build the GRPO training loop for one attempt, and yield (controller, run).
+
+    checkpoint: the attempt begins there; None: at step 0.
+    controller_class: the self-test passes a class of its own.
+    stop: request to stop; None: the loop never stops early.
+    """
     config, prompts = site.config, data.prompts()
     with ExitStack() as cleanup:
         if site.engines:
@@ -164,9 +176,10 @@ def _loop(
 def assembled_loop(
     config: Config, controller_class: type[Controller] = Controller, guard: Guard | None = None
 ) -> Iterator[tuple[Controller, Run]]:
-    """Yield a controller with all that it calls, ready to run the whole GRPO loop.
+    """Start all parts of a training run and yield (controller, run), for the self-test, tests and benchmarks.
 
-    The loop saves nothing when it is asked to stop.
+    The caller runs the training loop, with controller.run(). In contrast to `train`, there is no second
+    attempt after the loss of a process, and a request to stop does not make the loop save a checkpoint.
     """
     check_start(config, "train")
     data = _Data(config)
@@ -179,9 +192,12 @@ def assembled_loop(
 
 
 def train(config: Config, guard: Guard | None = None) -> dict[str, Any]:
-    """Run GRPO and return the result, which is also written to result.json in the run's folder.
+    """Train with GRPO and return the result, which is also written to result.json in the run's folder.
 
-    Raises Stopped if asked to stop.
+    guard: receives requests to stop; None: one that never ends the run.
+
+    If an earlier start of this command has finished the run, its result is returned. Raises Stopped if the
+    run was asked to stop.
     """
     if result := finished_result(config, "train", say):
         return result

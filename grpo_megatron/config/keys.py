@@ -1,4 +1,4 @@
-"""Text forms of a key of the schema: its type, its default, its value in YAML."""
+"""Texts about a key of the schema, for help and YAML files: its type, its default, its value."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ _PLAIN = {int: "integer", float: "number", bool: "true or false", str: "text", t
 
 
 def type_name(field: dataclasses.Field) -> str:
-    """Return the type of a key in words.
+    """Return the type of a key in words, for help and error messages.
 
     Examples: `integer`, `number or null`, `one of recompute, rollout, current`.
     """
@@ -42,7 +42,7 @@ def default_of(field: dataclasses.Field) -> Any:
 
 
 def value_text(value: Any) -> str:
-    """Return a value as it is written in a YAML file, on one line."""
+    """Return a value as one line of YAML that loads to the same value."""
     if isinstance(value, Enum):
         value = value.name
     if value == MISSING:
@@ -70,9 +70,9 @@ def _item_text(value: Any) -> str:
 
 
 def _number(value: float) -> str:
-    """Return a float as YAML 1.1 text.
+    """Return a float as text that YAML 1.1 reads as a number.
 
-    YAML 1.1 reads 1e-06 as text, and 1.0e-06 as a number.
+    Python writes 1e-06, which YAML 1.1 reads as text. It reads 1.0e-06 as a number.
     """
     text = repr(value)
     if "e" in text and "." not in text:
@@ -81,10 +81,10 @@ def _number(value: float) -> str:
 
 
 def nested_yaml(values: dict[str, Any], comments: dict[str, str]) -> str:
-    """Return YAML sections of the values, in their order.
+    """Return settings as the text of a YAML file with nested sections, in the given order.
 
     values: {dotted key: value}.
-    comments: {dotted key: comment at the end of its line}.
+    comments: {dotted key: comment at the end of its line}, for any of the keys.
     """
     lines: list[str] = []
     above: list[str] = []

@@ -1,4 +1,4 @@
-"""Limits of the values of a single key."""
+"""Limits on the value of a single key. Rules between several keys are in preflight."""
 
 import math
 import re
@@ -14,7 +14,10 @@ _SMALLEST, _LARGEST = 1e-18, 1e18
 
 
 class Text(str, Enum):
-    """Condition on a text. Unless the schema gives another one, a text must not be empty."""
+    """Condition on the value of a text key. The enum's values are phrases of error messages.
+
+    Unless the schema gives another condition, it is `filled`.
+    """
 
     any = ""
     filled = "must not be empty"
@@ -50,9 +53,10 @@ def _compiles(pattern: str) -> bool:
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of a number and condition on a text. In a list they apply to each item. null is always legal.
+    """Legal values of one key: bounds of a number, or a condition on a text.
 
-    Whatever its bounds, a float must fit in float32 and an integer in 64 bits.
+    In a list they apply to each item. null is always legal. Whatever its bounds, a float must be in the range
+    of float32 and an integer must have at most 64 bits.
     """
 
     above: float | None = None
@@ -69,7 +73,10 @@ class Limits:
     """Condition on a text without `choices`."""
 
     def of_numbers(self) -> str:
-        """Return the bounds in words, such as `must be greater than 0`; empty if there are none."""
+        """Return the bounds in words, for help and error messages; empty if there are none.
+
+        An example is `must be greater than 0`.
+        """
         words = [f"greater than {self.above}"] if self.above is not None else []
         words += [f"at least {self.at_least}"] if self.at_least is not None else []
         words += [f"less than {self.below}"] if self.below is not None else []
@@ -79,7 +86,10 @@ class Limits:
         return f"must be {' and '.join(words)}" if words else ""
 
     def problems(self, key: str, value: Any) -> Iterator[str]:
-        """Yield one sentence for each problem with the value of this key."""
+        """Yield one sentence for each violation of these limits by a value.
+
+        key: dotted key of the value, with which the sentences begin.
+        """
         if isinstance(value, list):
             for item in value:
                 yield from self.problems(f"each of {key}", item)

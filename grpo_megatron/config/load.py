@@ -26,11 +26,13 @@ _LONGEST_KEY = 100  # comparing a longer key with all known keys takes seconds
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """Settings of one file, preset or argument.
+    """Settings from one source: a YAML file, a preset or a `key=value` argument.
 
-    source: file, preset or argument, for messages.
-    values: nested plain values, with ${references} unresolved.
-    lines: {dotted key: line in the file}; empty if there is no file.
+    A configuration is merged from the schema's defaults and its layers.
+
+    source: path of the file, `preset NAME`, or the argument itself. Error messages name it.
+    values: nested plain values as written. ${references} to other keys are not resolved yet.
+    lines: {dotted key: line in the file, from 1}. Empty for a preset or an argument.
     """
 
     source: str
@@ -40,7 +42,10 @@ class Layer:
 
 @cache
 def known_keys(cls: type = Config, prefix: str = "") -> dict[str, dataclasses.Field]:
-    """Return {dotted key: field} of the whole schema, including sections."""
+    """Return {dotted key: dataclass field} of the whole schema, in its order.
+
+    It includes sections such as `rollout`. Callers leave out the parameters, which serve the recursion.
+    """
     found = {}
     for field in dataclasses.fields(cls):
         found[prefix + field.name] = field
@@ -50,15 +55,16 @@ def known_keys(cls: type = Config, prefix: str = "") -> dict[str, dataclasses.Fi
 
 
 def read_config(path: str | None, overrides: list[str], command: str = "train") -> Config:
-    """Return the typed configuration, with all required keys set.
+    """Return the typed configuration for a command, with all required keys set.
 
-    It is made of the defaults, algorithm.preset, the YAML file and the `key=value` overrides. A later source
-    overrides an earlier one. Rules across keys are not checked.
+    It merges four sources, each of which overrides those before it: the schema's defaults, the preset named
+    by algorithm.preset, the YAML file, and the `key=value` overrides. Limits of values and rules between keys
+    are not checked here; preflight.load.load_config checks them too.
 
-    command: one of preflight.rule.COMMANDS; it decides which keys are required.
+    command: train, sft, reward-model or eval. It decides which keys are required.
 
-    Raises UserError for an unreadable file, an unknown key (naming the nearest one), a wrong type or a
-    missing value.
+    Raises UserError for an unreadable file, an unknown key (the message names the nearest known one), a value
+    of the wrong type, or a required key without a value.
     """
     config = as_config(merge(layers(path, overrides)))
     missing = missing_keys(config, command)
@@ -68,26 +74,30 @@ def read_config(path: str | None, overrides: list[str], command: str = "train") 
 
 
 def layers(path: str | None, overrides: list[str]) -> list[Layer]:
-    """Return the settings of preset, file and arguments, in the order in which they apply.
+    """Return the layers of preset, YAML file and arguments, in the order in which they apply.
 
-    Raises UserError for what cannot be read. Keys and types are checked in `merge`.
+    Raises UserError for a source that cannot be read or parsed, and for an unknown preset. `merge` checks
+    keys and types.
     """
     sources = read_sources(path, overrides)
     return [*read_preset(sources), *sources]
 
 
 def read_sources(path: str | None, overrides: list[str]) -> list[Layer]:
-    """Return the layer of the file, then those of the arguments.
+    """Return the layer of the YAML file, then one layer for each argument; without the preset.
 
-    Raises UserError for what cannot be read.
+    path: the YAML file; None: no file.
+
+    Raises UserError for a file or an argument that cannot be read or parsed.
     """
     return [*_read_file(path), *map(_read_override, overrides)]
 
 
 def read_preset(sources: list[Layer]) -> list[Layer]:
-    """Return the layer of the preset that `algorithm.preset` names; empty without a preset.
+    """Return the layer of the preset that `algorithm.preset` names; an empty list without a preset.
 
-    The last `algorithm.preset` in the sources counts. Raises UserError for an unknown preset.
+    A preset is a published recipe, a file in grpo_megatron/presets. If several sources name one, the last
+    counts. Raises UserError for an unknown preset.
     """
     sections = [layer.values.get("algorithm") for layer in sources]
     named = [section["preset"] for section in sections if isinstance(section, dict) and "preset" in section]
@@ -104,9 +114,10 @@ def read_preset(sources: list[Layer]) -> list[Layer]:
 
 
 def merge(settings: list[Layer]) -> DictConfig:
-    """Return the defaults overridden by `settings`.
+    """Return the schema's defaults overridden by the layers. A later layer overrides an earlier one.
 
-    Raises UserError for an unknown key or a wrong type.
+    Required keys may still be without a value. Raises UserError for an unknown key or a value of the wrong
+    type.
     """
     created = [_create(layer) for layer in settings]
     try:
@@ -122,9 +133,9 @@ def merge(settings: list[Layer]) -> DictConfig:
 
 @cache
 def _defaults() -> DictConfig:
-    """Return the defaults, which callers must copy, as OmegaConf.merge does.
+    """Return the schema's defaults. Callers must not modify them; OmegaConf.merge copies them.
 
-    They are cached because making them takes longer than everything else in a merge.
+    They are cached because building them takes longer than everything else in a merge.
     """
     return OmegaConf.structured(Config)
 
@@ -139,9 +150,10 @@ def _create(layer: Layer) -> DictConfig:
 
 
 def as_config(merged: DictConfig) -> Config:
-    """Return the typed form of a merged configuration.
+    """Return the typed form of a merged configuration. A required key without a value becomes "".
 
-    Raises UserError for a ${reference} that cannot be resolved.
+    Raises UserError for a ${reference} that cannot be resolved. Raises UserError also for an integer beyond
+    64 bits or NaN, which can come from a number that was written as text.
     """
     try:
         config = OmegaConf.to_object(_fill_missing(merged))
@@ -158,7 +170,7 @@ def as_config(merged: DictConfig) -> Config:
 
 
 def flat(config: Config) -> dict[str, Any]:
-    """Return {dotted key: value} in the order of the schema, without sections."""
+    """Return {dotted key: value} of all keys, in the order of the schema. Sections have no entry."""
     return {
         key: reduce(getattr, key.split("."), config)
         for key, field in known_keys().items()
@@ -167,7 +179,7 @@ def flat(config: Config) -> dict[str, Any]:
 
 
 def missing_keys(config: Config, command: str) -> list[str]:
-    """Return the keys that this command requires and that have no value."""
+    """Return the keys that a command requires and that have no value, such as `model.path`."""
     values = flat(config)
     return [key for key in _required(command) if values[key] in (None, "", [], MISSING)]
 
@@ -218,9 +230,13 @@ def _read_override(text: str) -> Layer:
 
 
 def _check_section(source: str, values: dict, prefix: str = "") -> None:
-    """Refuse unknown keys, and values that OmegaConf would misread.
+    """Check the settings of one layer before OmegaConf reads them, section by section.
 
-    A bare `off`, which YAML reads as false, is corrected in place.
+    Raises UserError for an unknown key, and for a value that OmegaConf would misread. It also changes
+    `values`: a bare `off`, which YAML reads as false, becomes the text again where it is a choice.
+
+    values: settings of the section, from the layer.
+    prefix: dotted name of the section with a dot at its end; empty for the top level.
     """
     known = known_keys()
     for name, value in values.items():
@@ -248,7 +264,10 @@ def _unknown(key: str, name: str, value: Any) -> str:
 
 
 def _checked(source: str, key: str, value: Any) -> Any:
-    """Return the value of a key that is not a section, corrected for OmegaConf."""
+    """Return the value of a key in a form that OmegaConf reads as it was meant.
+
+    Raises UserError for a value that OmegaConf would misread. The key must not be a section.
+    """
     kind = known_keys()[key].type
     if kind is bool and isinstance(value, (int, float)) and value not in (0, 1):
         # OmegaConf would read every number but 0 as true.
@@ -284,9 +303,12 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _buried_key(key: str, value) -> str | None:
-    """Return the known key that ends a nested unknown one, or None.
+    """Return the known key at the end of an unknown nested one, for a `did you mean` hint; else None.
 
-    An example is rollout.n in actor_rollout_ref.rollout.n.
+    It finds rollout.n in verl's actor_rollout_ref.rollout.n.
+
+    key: the unknown dotted key.
+    value: its value. The first key of each nested mapping in it continues the dotted key.
     """
     while isinstance(value, dict) and value:
         name, value = next(iter(value.items()))
@@ -295,9 +317,9 @@ def _buried_key(key: str, value) -> str | None:
 
 
 def nearest_key(key: str) -> str | None:
-    """Return the known key most similar to this one, or None.
+    """Return the known key most similar to an unknown one, for a `did you mean` hint; else None.
 
-    The right name in a wrong section counts as most similar.
+    A key with the same last name in another section counts as most similar.
     """
     if len(key) > _LONGEST_KEY:
         return None
@@ -330,7 +352,7 @@ def _fill_missing(merged):
 
 
 def _plain(error: Exception) -> str:
-    """Return the first line of OmegaConf's message, with the key and its type."""
+    """Return the first line of OmegaConf's error message, with the key and its expected type."""
     text = shortened((str(error).strip() or type(error).__name__).splitlines()[0], 300)
     key = getattr(error, "full_key", None)
     if not key:

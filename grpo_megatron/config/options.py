@@ -7,8 +7,9 @@ from grpo_megatron.config.limits import Limits
 
 
 def option(default: Any, help: str, unit: str = "", **limits: Any) -> Any:
-    """Return a dataclass field with its one-line help, which `grpo-megatron config` prints.
+    """Return the dataclass field of one key of the schema, with its default, help and limits.
 
+    help: one line, which `grpo-megatron config` prints.
     unit: unit of a quantity, such as `seconds`.
     limits: arguments of Limits, such as `above=0`.
     """
@@ -19,6 +20,7 @@ def option(default: Any, help: str, unit: str = "", **limits: Any) -> Any:
 
 
 def section(cls: type, help: str) -> Any:
+    """Return the dataclass field of a section of the schema. The fields of `cls` are its keys."""
     return field(default_factory=cls, metadata={"help": help, "unit": "", "limits": Limits()})
 
 

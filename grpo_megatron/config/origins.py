@@ -1,4 +1,4 @@
-"""The resolved value of every key and its origin."""
+"""The value of every key and where it was set, for `grpo-megatron config show` and `diff`."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ COMMAND_LINE = "command line"
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-    """Resolved values and their origins, both by dotted key.
+    """Value and origin of every key, both by dotted key. ${references} are resolved.
 
     An origin is `default`, `preset NAME`, `FILE:line` or `command line`.
     """
@@ -22,9 +22,10 @@ class Resolved:
 
 
 def resolve(path: str | None, overrides: list[str]) -> Resolved:
-    """Return the values and origins of all keys.
+    """Return the value of every key, and where it was set.
 
-    Neither required keys nor rules are checked. Raises UserError like `merge`.
+    It checks neither that required keys have a value nor the rules between keys. Raises UserError for a
+    source that cannot be read, an unknown key, or a value of the wrong type.
     """
     settings = layers(path, overrides)
     values = flat(as_config(merge(settings)))
@@ -41,9 +42,13 @@ def resolve(path: str | None, overrides: list[str]) -> Resolved:
 
 
 def leaves(layer: dict, parents: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield (names from the top, value as written) for each value that a layer sets, known or unknown.
+    """Yield (names, value) for each value that a layer sets, of known and unknown keys.
 
-    Sections are descended into.
+    names: parts of the dotted key, such as ("rollout", "n").
+    value: as written. Sections are descended into, as are mappings under an unknown key.
+
+    layer: nested values, such as Layer.values.
+    parents: names of the sections around `layer`.
     """
     known = known_keys()
     for name, value in layer.items():

@@ -303,7 +303,7 @@ class EvalConfig:
 
 @dataclass
 class Config:
-    """The whole configuration of a run."""
+    """The whole configuration of a run. Each field is a section of the YAML file."""
 
     run: RunConfig = section(RunConfig, "the run itself")
     model: ModelConfig = section(ModelConfig, "the model")

@@ -1,8 +1,7 @@
-"""YAML reader that returns plain values and the line of each key.
+"""YAML reader for configuration files and arguments. It returns plain values and the line of each key.
 
-It is stricter than YAML where a run would follow something other than what was meant, as with a key that is
-set a second time. It is also bounded, so that no text can keep a command busy: nested aliases can stand for
-billions of values in a few lines.
+It refuses some legal YAML that could silently change a run, such as a key that is set twice. It also limits
+size and depth, because nested aliases can stand for billions of values in a few lines.
 """
 
 import re
@@ -30,7 +29,8 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.1 loader that keeps some values as text which YAML 1.1 would convert.
 
     These are dates, 1:30 (90 seconds), 007 (octal) and `=`. It reads everything else as yaml.safe_dump
-    expects. 1e-6 is text for both, and becomes a number if the schema asks for one.
+    expects. 1e-6 is text in YAML 1.1 too, and becomes a number if the schema asks for one. The number and
+    depth of the values are limited while they are read.
     """
 
     def __init__(self, text: str):
@@ -56,7 +56,10 @@ _Loader.add_implicit_resolver(f"{_TAG}float", _FLOAT, list("-+0123456789."))
 
 
 class _Refused(Exception):
-    """Error in the text. line: counted from 1."""
+    """Error in a YAML text. `read_yaml` turns it into a UserError that names the source.
+
+    line: line of the error, from 1.
+    """
 
     def __init__(self, line: int, problem: str):
         super().__init__(problem)
@@ -76,10 +79,10 @@ def _limit(values: int, depth: int, line: int, characters: int = 0) -> None:
 
 @dataclass
 class YamlText:
-    """Content of a YAML text.
+    """The value of a YAML text, and the lines of its keys for error messages.
 
-    value: its value.
-    lines: {dotted key: line of the key, from 1}, for its mappings.
+    value: plain value; None for an empty text.
+    lines: {dotted key: line of the key, from 1}; empty if the value is no mapping.
     """
 
     value: Any
@@ -87,14 +90,15 @@ class YamlText:
 
 
 def read_yaml(text: str, where: str, key: str = "") -> YamlText:
-    """Read a value that is None, bool, int, float or str, or a list or (str-keyed) dict of such values.
+    """Read a YAML text into plain values: None, bool, int, float, str, list, and dict with str keys.
 
     where: the file or argument, for messages.
-    key: dotted key that the value belongs to, for messages. Without it the text is a file, and messages name
-    the line.
+    key: dotted key that the text is the value of, for messages about an argument. Empty for a file, in which
+        messages name the line.
 
-    Raises UserError for invalid YAML, a key that is set twice, a tag, an integer beyond 64 bits, characters
-    that cannot be written, and a text that is too large, too deep, or contains itself.
+    Raises UserError for invalid YAML, a key that is set twice, a tag, an integer beyond 64 bits, or
+    characters that cannot be written. Raises UserError also for a text that is too large or too deep, or an
+    alias that contains itself.
     """
     if len(text) > MAX_CHARACTERS:
         raise UserError(f"{where}: more than {MAX_CHARACTERS} characters, this is no configuration")
@@ -117,7 +121,7 @@ def read_yaml(text: str, where: str, key: str = "") -> YamlText:
 
 
 def _place(line: int, key: str) -> str:
-    """Return the line as messages show it. A single argument gets none, since it is one line."""
+    """Return `:line` for a message about a file; empty for an argument, which has only one line."""
     return "" if key else f":{line}"
 
 
@@ -126,16 +130,17 @@ def _about(key: str, problem: str) -> str:
 
 
 def _problem(error: yaml.YAMLError) -> str:
-    """Return the parser's message on one line, without its excerpt of the text."""
+    """Return the YAML parser's message on one line, without its excerpt of the text."""
     parts = [getattr(error, "context", None), getattr(error, "problem", None)]
     said = ", ".join(part for part in parts if part) or str(error)
     return shortened(" ".join(said.split()), 200)
 
 
 class _Inspection:
-    """Visitor that refuses legal YAML that cannot be a configuration.
+    """Check of parsed YAML for legal content that no configuration can have.
 
-    It visits every node once, however often aliases refer to it.
+    Examples are tags, keys that are set twice, and aliases that contain themselves. Each node is visited
+    once, however often aliases refer to it, so that the check is quick.
     """
 
     def __init__(self, loader: _Loader):
@@ -143,7 +148,12 @@ class _Inspection:
         self._seen: dict[int, tuple[int, int, int] | None] = {}
 
     def visit(self, node: yaml.Node, key: str) -> tuple[int, int, int]:
-        """Return (values, depth, characters) of a node, counting an alias each time it is used.
+        """Check a node and all nodes within it, and return their size. Raises _Refused.
+
+        Returns (values, depth, characters). An alias counts each time it is used.
+        - values: number of values, including the node itself.
+        - depth: levels of nesting, 1 for a single value.
+        - characters: total length of the scalar values.
 
         key: dotted key of this value.
         """
@@ -200,9 +210,11 @@ class _Inspection:
             )
 
     def _name_keys(self, node: yaml.MappingNode, prefix: str) -> None:
-        """Make every key a text, even if YAML would read it as another type.
+        """Make every key of a mapping a text, even if YAML would read it as another type.
 
-        A key that occurs twice is refused, because YAML parsers would silently keep the last one.
+        Raises _Refused for a key that occurs twice, because YAML parsers would silently keep the last one.
+
+        prefix: dotted key of the mapping.
         """
         lines: dict[str, int] = {}
         for name, _ in node.value:
@@ -221,9 +233,10 @@ class _Inspection:
 
 
 def _note_lines(node: yaml.Node, prefix: str, lines: dict[str, int]) -> None:
-    """Collect the line of each key, after construction.
+    """Add {dotted key: line, from 1} of each key within a node to `lines`.
 
-    By then merged keys (<<) come before a mapping's own keys, so that the own keys' lines override theirs.
+    It runs after the loader has constructed the value. By then the keys merged by << come before a mapping's
+    own keys, so that the own keys' lines override theirs.
     """
     if isinstance(node, yaml.MappingNode):
         for name, value in node.value:

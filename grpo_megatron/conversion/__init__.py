@@ -1,1 +1,1 @@
-"""Conversion of checkpoints between HF's format and Megatron's, and their comparison."""
+"""Conversion of checkpoints between HF's and Megatron's formats and from GGUF to HF, and their comparison."""

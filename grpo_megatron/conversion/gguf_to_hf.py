@@ -34,15 +34,15 @@ _KNOWN_SPLITS = (
 
 
 def gguf_to_hf(source: str, target: str, dtype: torch.dtype, tokenizer: str | None = None) -> int:
-    """Write an HF checkpoint and return its number of parameters.
+    """Convert a GGUF file, the format of llama.cpp, to an HF checkpoint. Return the number of parameters.
 
     source: the GGUF file.
-    target: folder of the checkpoint. It must be empty or absent.
+    target: folder of the HF checkpoint. It must be empty or absent.
     dtype: dtype of the written tensors.
-    tokenizer: folder with the tokenizer to use instead of the one in the file.
+    tokenizer: folder with an HF tokenizer to use instead of the one in the file.
 
-    Raises UserError if the file is damaged or holds a model that an HF checkpoint cannot express, and if the
-    target is not empty.
+    Raises UserError if the file is damaged, or if its model or tokenizer cannot be converted. Raises
+    UserError also if `target` is not empty.
     """
     refuse_existing(target)
     file = GGUFFile(source)
@@ -62,7 +62,10 @@ def gguf_to_hf(source: str, target: str, dtype: torch.dtype, tokenizer: str | No
 def _write_tensors(
     file: GGUFFile, folder: str, arch: Architecture, dtype: torch.dtype
 ) -> list[tuple[str, dict[str, int]]]:
-    """Write the model's tensors and return the shards for `hf_checkpoint.finish`."""
+    """Write all tensors of the model into `folder`, as shards of at most 1 GiB.
+
+    Returns [(file of the shard, {tensor name: bytes})], which `hf_checkpoint.finish` needs for the index.
+    """
     writer = hf_checkpoint.HFWriter(folder, "0", max_shard_bytes=2**30)
     shapes = hf_shapes(weight_map(arch))
     for name, shape in tqdm(shapes.items(), desc=file.path, unit="tensor", disable=None):
@@ -80,6 +83,7 @@ def _write_tensors(
 
 
 def _write_companions(file: GGUFFile, folder: str, dtype: torch.dtype, tokenizer: str | None) -> None:
+    """Write config.json, generation_config.json and the tokenizer's files into `folder`."""
     config = file.config() | {"dtype": str(dtype).removeprefix("torch.")}
     Path(folder, "config.json").write_text(json_text(config, indent=2), encoding="utf-8")
     if tokens := file.special_tokens():
@@ -104,7 +108,11 @@ def _write_companions(file: GGUFFile, folder: str, dtype: torch.dtype, tokenizer
 
 
 def _make_tokenizer(file: GGUFFile):
-    """Return the tokenizer that the file describes, as transformers reads it, with its chat template."""
+    """Return the GGUF file's tokenizer and chat template as a transformers tokenizer.
+
+    Raises UserError if the rule that splits a text into words is not in _KNOWN_SPLITS. Raises UserError also
+    if transformers cannot read the tokenizer.
+    """
     from transformers import AutoTokenizer
 
     split = file.value("tokenizer.ggml.pre") or "default"
@@ -127,7 +135,11 @@ def _make_tokenizer(file: GGUFFile):
 
 
 def _as_the_file_says(file: GGUFFile, tokenizer):
-    """Correct what transformers 5.19 reads differently from what the file says."""
+    """Return the tokenizer, corrected where transformers 5.19 reads it differently from what the file says.
+
+    Added tokens beyond the vocabulary are removed. SmolLM's splitting of numbers into digits is added. A BOS
+    token is put before each text if the file asks for it.
+    """
     from tokenizers import Tokenizer, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 

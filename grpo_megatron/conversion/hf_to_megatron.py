@@ -1,7 +1,8 @@
 """Conversion of an HF checkpoint to Megatron's distributed format, which loads in any parallel layout.
 
-Each output file is one unit of work. Its chunks are assembled one after the other in the same buffer. Each
-chunk consists of rectangles of HF tensors, as the model's layout defines.
+Each output file is one unit of work for a worker process. The file consists of chunks, which are parts of
+Megatron tensors. The process assembles one chunk after the other in the same buffer from rectangles of HF
+tensors, so that it needs little memory.
 """
 
 import sys
@@ -32,18 +33,18 @@ _NOTE = "converted.json"
 
 @dataclass(frozen=True)
 class _Chunk:
-    """The part tensor[at : at + shape] of a Megatron tensor."""
+    """A part of a Megatron tensor, tensor[at : at + shape], that is assembled and written in one step."""
 
     key: str
     """Megatron's key of the tensor."""
     at: Shape
-    """Position of the chunk's first element in the tensor."""
+    """Index of the chunk's first element in the tensor, one number per dimension."""
     shape: Shape
     """Shape of the chunk."""
     dtype: torch.dtype
     """Dtype of the written elements."""
     pieces: tuple[Piece, ...]
-    """Rectangles of HF tensors in the chunk, with positions relative to the chunk's first element."""
+    """Rectangles of HF tensors that form the chunk. Their `at` counts from the chunk's first element."""
 
     @property
     def nbytes(self) -> int:
@@ -52,13 +53,19 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class _Unit:
+    """One output file, such as __0_0.distcp, and the chunks that it consists of."""
+
     name: str
     chunks: list[_Chunk]
 
 
 @dataclass
 class _Converter:
-    """The job of each process: read from the HF checkpoint and write the units' files."""
+    """The job of each worker process (see pool.Job): convert chunks of the HF checkpoint and write the files.
+
+    source: folder of the HF checkpoint.
+    folder: folder that the files are written to.
+    """
 
     source: str
     folder: Path
@@ -68,7 +75,7 @@ class _Converter:
         self.buffer = Buffer()
 
     def do(self, unit: _Unit, advance) -> list[tuple[int, int]]:
-        """Write the unit's file. Return (offset, length in bytes) of each chunk in it."""
+        """Write the unit's file. Return (offset, length in bytes) of each chunk in it, for the metadata."""
         places = []
         with new_file(self.folder / unit.name) as file:
             for chunk in unit.chunks:
@@ -86,13 +93,16 @@ class _Converter:
 
 
 def hf_to_megatron(source: str, target: str, processes: int) -> Progress:
-    """Convert an HF checkpoint. The weights go to `target`/actor, configuration and tokenizer to `target`/hf.
+    """Convert an HF checkpoint to Megatron's distributed format, in the dtype of config.json.
 
-    The weights are in Megatron's distributed format, with the dtype of config.json. If an earlier call with
-    the same source and target was interrupted, this one continues it.
+    The weights go to `target`/actor, configuration and tokenizer to `target`/hf. If an earlier call with the
+    same source and target was interrupted, this one continues it. Returns the bytes written and the seconds
+    taken.
 
-    Raises UserError if the source is incomplete, damaged or pickled, if the target is not empty, or if the
-    disk is full.
+    processes: largest number of worker processes.
+
+    Raises UserError if the source is incomplete, damaged or pickled. Raises UserError also if the target is
+    not empty, or if the disk is full.
     """
     refuse_existing(target)
     arch = read_architecture(source)
@@ -156,7 +166,11 @@ def _units(saved: SavedModel, arch: Architecture) -> list[_Unit]:
 def _finish(
     folder: PartialFolder, weights: Path, saved: SavedModel, arch: Architecture, units: list[_Unit]
 ) -> None:
-    """Write the files that complete the checkpoint: metadata, the saved objects, and common.pt."""
+    """Write the files that a Megatron checkpoint needs besides the tensors.
+
+    These are a file with the objects that are no tensors, an empty common.pt, and the metadata, which says in
+    which file and at which offset each chunk is.
+    """
     tensors = {part.key: Stored(part.dtype or arch.dtype, part.full, ()) for part in saved.parts}
     for unit in units:
         for chunk, place in zip(unit.chunks, folder.note(_inside(unit)), strict=True):

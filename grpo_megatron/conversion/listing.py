@@ -1,4 +1,7 @@
-"""Listing of a checkpoint's tensors (name, shape, dtype, bytes, digest), and comparison of two listings."""
+"""Listing of a checkpoint's tensors (name, shape, dtype, bytes, digest), and comparison of two listings.
+
+This is the work of tools/inspect_checkpoint.py.
+"""
 
 import hashlib
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +33,7 @@ _OPTIMIZER = "optimizer."
 
 @dataclass(frozen=True)
 class Described:
-    """One tensor.
+    """Name, shape and dtype of a tensor, without its values.
 
     digest: SHA-256 of the elements in row-major order, little-endian; None if it was not requested.
     """
@@ -51,9 +54,11 @@ class Described:
 
 @dataclass(frozen=True)
 class Listing:
-    """All tensors of a checkpoint.
+    """All tensors of a checkpoint, to be printed or compared with another checkpoint.
 
-    tensors: named by HF, or by Megatron's keys for a Megatron checkpoint whose model is not known.
+    path: the checkpoint, as the user named it.
+    kind: "HF", "Megatron" or "Megatron, its own keys".
+    tensors: under HF's names. Under Megatron's keys for a Megatron checkpoint whose model is not known.
     """
 
     path: str
@@ -80,6 +85,8 @@ class Listing:
 
 @dataclass
 class _Hasher:
+    """The job of each worker process (see pool.Job): compute the digests of tensors."""
+
     tensors: Tensors
 
     def start(self) -> None:
@@ -100,16 +107,15 @@ class _Hasher:
 
 
 def listing(path: str, hf: str | None, keys: bool, digests: bool, processes: int) -> Listing:
-    """Return the listing of an HF checkpoint or a Megatron checkpoint.
+    """Return the listing of an HF checkpoint or a Megatron checkpoint, without optimizer states.
 
-    The Megatron checkpoint may be a converted one, a trainer's, or Megatron-LM's. Only weights are listed,
-    not an optimizer's states.
-
+    path: the checkpoint. One of Megatron's may come from hf_to_megatron, a training run, or Megatron-LM.
     hf: HF folder of the model that a Megatron checkpoint belongs to. A converted checkpoint contains its own.
     keys: True to list a Megatron checkpoint by Megatron's keys instead of HF's names.
     digests: True to compute digests.
+    processes: largest number of worker processes that compute digests.
 
-    Raises UserError if the path is no checkpoint, or a damaged one.
+    Raises UserError if there is no checkpoint at `path`, or a damaged one.
     """
     if hf_files(path):
         kind, source = "HF", HFTensors(path, raw=True)
@@ -147,7 +153,7 @@ def _with_digests(path: str, source: Tensors, tensors: list[Described], processe
 
 
 def differences(first: Listing, second: Listing) -> list[str]:
-    """Return one line for each tensor that differs between the two listings."""
+    """Return one line for each tensor that is in one listing only, or has another shape, dtype or digest."""
     a, b = ({tensor.name: tensor for tensor in listing.tensors} for listing in (first, second))
     found = [f"{name}: only in {first.path}" for name in sorted(a.keys() - b.keys())]
     found += [f"{name}: only in {second.path}" for name in sorted(b.keys() - a.keys())]

@@ -1,7 +1,8 @@
 """Conversion of a Megatron checkpoint (converted or a trainer's, saved in any layout) to an HF checkpoint.
 
-Each safetensors file is one unit of work. Its header is known before any tensor is read. Each tensor then
-passes through one buffer, some rows at a time, to its place in the file.
+Each safetensors file is one unit of work for a worker process. The file's header is known before any tensor
+is read. The process then copies each tensor through one buffer, some rows at a time, to its offset in the
+file.
 """
 
 from dataclasses import dataclass
@@ -37,10 +38,10 @@ _FP8_BUCKET = BUCKET_BYTES // 8  # smaller, because quantising works on several 
 
 @dataclass(frozen=True)
 class HFTensor:
-    """A tensor to be written.
+    """A tensor of the HF checkpoint to be written.
 
-    dtype: dtype in which it is read, and written unless fp8 is set.
-    fp8: True to write it as float8_e4m3fn with a scale for each block.
+    dtype: dtype in which it is read, and written unless `fp8` is set.
+    fp8: True to write it as float8_e4m3fn with a scale for each block of 128 x 128 elements.
     """
 
     name: str
@@ -50,7 +51,10 @@ class HFTensor:
 
     @property
     def stored(self) -> list[tuple[str, Shape, torch.dtype]]:
-        """Return (name, shape, dtype) of each tensor that the file holds for this one."""
+        """Return (name, shape, dtype) of each tensor that the file contains for this one.
+
+        There are two if `fp8` is set: the values and their scales.
+        """
         if not self.fp8:
             return [(self.name, self.shape, self.dtype)]
         scales = tuple(-(-size // fp8_blocks.BLOCK) for size in self.shape)
@@ -61,12 +65,14 @@ class HFTensor:
 
     @property
     def nbytes(self) -> int:
-        """Return the number of bytes in the file."""
+        """Return the number of bytes that the tensor, with its scales, takes in the file."""
         return sum(prod(shape) * dtype.itemsize for _, shape, dtype in self.stored)
 
 
 @dataclass(frozen=True)
 class _Unit:
+    """One safetensors file and the tensors that it contains."""
+
     name: str
     tensors: list[HFTensor]
 
@@ -76,7 +82,10 @@ class _Unit:
 
 @dataclass
 class _Converter:
-    """The job of each process: read the Megatron checkpoint and write the units' files."""
+    """The job of each worker process (see pool.Job): read the Megatron checkpoint and write the HF files.
+
+    folder: folder that the files are written to.
+    """
 
     source: MegatronTensors
     folder: Path
@@ -124,9 +133,12 @@ class _Converter:
 
 
 def companions_of(source: str, hf: str | None) -> str:
-    """Return the folder with configuration and tokenizer of a Megatron checkpoint.
+    """Return the folder with config.json and tokenizer of a Megatron checkpoint's model.
 
-    Raises UserError if it is not known.
+    source: the checkpoint. A converted one has such a folder, hf/.
+    hf: folder that the user names, which takes precedence.
+
+    Raises UserError if the folder has no config.json.
     """
     folder = hf or f"{source}/{COMPANIONS}"
     if not Path(folder, "config.json").is_file():
@@ -144,14 +156,17 @@ def megatron_to_hf(
 ) -> Progress:
     """Write the weights of a Megatron checkpoint, without optimizer states, as an HF checkpoint.
 
+    If an earlier call with the same arguments was interrupted, this one continues it. Returns the bytes
+    written and the seconds taken.
+
     hf: folder with configuration and tokenizer. A converted checkpoint contains its own.
+    processes: largest number of worker processes.
     dtype: dtype of the written tensors. None: that of config.json.
-    fp8: True to write the matrices of attention, experts and MLPs in FP8 blocks, like DeepSeek-V3.
+    fp8: True to write the matrices of attention, experts and MLPs in FP8 with a scale for each block of 128 x
+    128, like DeepSeek-V3.
 
-    If an earlier call with the same arguments was interrupted, this one continues it.
-
-    Raises UserError if the source is incomplete, damaged, pickled or of another model, if the target is not
-    empty, or if the disk is full.
+    Raises UserError if the source is incomplete, damaged, pickled or of another model. Raises UserError also
+    if the target is not empty, or if the disk is full.
     """
     refuse_existing(target)
     weights, companions = weights_folder(source), companions_of(source, hf)
@@ -194,7 +209,14 @@ def megatron_to_hf(
 def hf_tensors(
     saved: SavedModel, shapes: dict[str, Shape], dtype: torch.dtype, fp8: bool = False
 ) -> list[HFTensor]:
-    """Return all tensors of the HF checkpoint in the order of the weight map."""
+    """Return the tensors to write, in the order of `shapes`, with the dtype of each.
+
+    A tied output layer is left out, because the Megatron checkpoint does not store it.
+
+    shapes: HF name -> shape, for all tensors of the model.
+    dtype: dtype of all tensors but those that are the same in every precision, such as a router's bias.
+    fp8: True to mark the matrices of the layers, except routers, for FP8.
+    """
     fixed = {piece.hf: part.dtype for part in saved.parts for piece in part.pieces}
     router = {piece.hf for part in saved.parts if ".router." in part.key for piece in part.pieces}
     return [
@@ -219,7 +241,10 @@ def _units(tensors: list[HFTensor]) -> list[_Unit]:
 
 
 def _describe(folder: Path, tensors: list[HFTensor], fp8: bool) -> None:
-    """Record in config.json how the weights are stored. The file was copied, so that it may say otherwise."""
+    """Make quantization_config in the output's config.json match the written weights.
+
+    The file is a copy from the folder of the original model, whose weights may be stored differently.
+    """
     config = read_object(folder / "config.json")
     config.pop("quantization_config", None)
     if fp8:

@@ -20,15 +20,18 @@ _PLAN, _LOCK, _NOTES, _RESULT = "plan.json", "lock", "notes", "result"
 
 
 class PartialFolder:
-    """The folder `target`.partial: the finished files of the result, and a note for each of them.
+    """The folder `target`.partial, in which a conversion collects its output until it is complete.
 
-    A name is final only when the thing is complete: a file is written as NAME.tmp, synced to disk and then
-    renamed. The folder itself is renamed at the end.
+    It contains the finished output files and a note for each of them, so that an interrupted conversion can
+    be continued. A note is any JSON value, such as the offsets of the chunks in the file. Each file is
+    written as NAME.tmp, synced to disk and then renamed, so that a file under its final name is complete. At
+    the end, the folder with the output files is renamed to `target`.
 
-    plan: what the result is made of, JSON-serialisable.
+    plan: JSON-serialisable description of what the output is made from, such as source files and dtype. A
+    conversion continues only one that had the same plan.
 
-    Raises UserError if the target exists, if the partial folder was begun with another plan, or if another
-    process is writing it.
+    Raises UserError if `target` exists and is not an empty folder. Raises UserError also if the partial
+    folder was begun with another plan, or if another process is writing it.
     """
 
     def __init__(self, target: str, plan: dict[str, Any]):
@@ -64,12 +67,18 @@ class PartialFolder:
         (self.root / _PLAN).write_text(json_text(plan), encoding="utf-8")
 
     def note(self, name: str) -> Any:
-        """Return the note of a file of the result, or None if the file is not finished."""
+        """Return the note of an output file, or None if the file is not finished.
+
+        name: path of the file relative to the target folder.
+        """
         path = self._note_of(name)
         return read_object(path)["note"] if path.is_file() and (self.result / name).is_file() else None
 
     def add_note(self, name: str, note: Any) -> None:
-        """Record that a file is finished, with a note."""
+        """Record that an output file is finished, so that a continued conversion skips it.
+
+        note: JSON value for the continued conversion, which reads it with the method `note`.
+        """
         path = self._note_of(name)
         with writing(path):
             aside = path.with_suffix(".tmp")
@@ -80,7 +89,7 @@ class PartialFolder:
         return self._notes / f"{name.replace('/', '-')}.json"
 
     def check_space(self, needed: int) -> None:
-        """Raise UserError if the disk has fewer free bytes than needed."""
+        """Raise UserError if the disk has fewer than `needed` free bytes, before a conversion fills it."""
         free = shutil.disk_usage(self.root).free
         if free < needed:
             raise UserError(
@@ -89,7 +98,7 @@ class PartialFolder:
             )
 
     def finish(self) -> None:
-        """Rename the folder to its target. All files must have been written."""
+        """Rename the folder with the output files to `target`. All files must have been written."""
         with writing(self.root):
             for folder in (self.result, *(path for path in self.result.rglob("*") if path.is_dir())):
                 sync_to_disk(folder)
@@ -99,7 +108,7 @@ class PartialFolder:
 
 
 def refuse_existing(target: str) -> None:
-    """Raise UserError unless the target is absent or an empty folder. Nothing is ever overwritten."""
+    """Raise UserError unless the target is absent or an empty folder, so that nothing is overwritten."""
     path = Path(target)
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise UserError(f"{target} is not empty; choose another folder, or delete it")
@@ -107,9 +116,9 @@ def refuse_existing(target: str) -> None:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Any]:
-    """Open a file for writing that gets its final name once it is complete and synced to disk.
+    """Open NAME.tmp for writing. Sync it to disk and rename it to `path` when the `with` block is complete.
 
-    Raises UserError if the disk is full.
+    Raises UserError if the file cannot be written, for example because the disk is full.
     """
     aside = path.with_name(f"{path.name}.tmp")
     with writing(path):
@@ -121,9 +130,12 @@ def new_file(path: Path) -> Iterator[Any]:
 
 
 def files_of(folder: str | Path, suffixes: tuple[str, ...]) -> list[list]:
-    """Return [name, bytes, modification time in ns] of a folder's files.
+    """Return [name, bytes, modification time in ns] of each file in a folder, for a PartialFolder's plan.
 
-    An interrupted conversion may be continued only if this list is still the same.
+    An interrupted conversion is continued only if its source files are unchanged, so that this list is the
+    same.
+
+    suffixes: endings of the names of the files to list.
     """
     found = [path for path in Path(folder).rglob("*") if path.is_file() and path.name.endswith(suffixes)]
     return [

@@ -1,4 +1,4 @@
-"""Pool of processes that do units of work and end when the process that started them ends."""
+"""Pool of worker processes that convert checkpoints. They end when the process that started them ends."""
 
 import multiprocessing
 import os
@@ -19,15 +19,18 @@ from grpo_megatron.process_tree import end_with_parent
 
 
 class Job(Protocol):
-    """The work of every process. It is sent to the process once, before the first unit."""
+    """Interface of the work that the worker processes do.
+
+    The object is sent to each process once, before the first unit of work.
+    """
 
     def start(self) -> None:
-        """Open the files. Called in the process that does the work."""
+        """Open files and allocate buffers. Called once in each worker process, before the first unit."""
 
     def do(self, unit: Any, advance: Callable[[int], None]) -> Any:
-        """Do one unit and return its result. Raises UserError.
+        """Do one unit of work and return its result. Raises UserError if the unit cannot be done.
 
-        advance: call it with the number of bytes done since the last call.
+        advance: function to call with the number of bytes done since its last call, for the progress bar.
         """
 
 
@@ -52,14 +55,17 @@ def default_processes() -> int:
 def run(
     job: Job, units: list, processes: int, title: str, total: int, done: Callable[[Any, Any], None]
 ) -> Progress:
-    """Do all units in the order of the list. Return how many bytes were done in how many seconds.
+    """Do all units of work in the order of the list. Return the bytes done and the seconds taken.
 
-    With one process or one unit, the work is done in this process; otherwise in `processes` new ones.
+    With one process or one unit, the calling process does the work. Otherwise new worker processes do it.
 
-    total: bytes of all units, for the progress bar on a terminal.
-    done: called in this process with each unit and its result.
+    job: the work, which is sent to every worker process.
+    processes: largest number of worker processes.
+    title: label of the progress bar on a terminal, such as the target folder.
+    total: bytes of all units, for the progress bar.
+    done: called in the calling process with each unit and its result.
 
-    Raises UserError if a unit does, or if a process dies. No process is left then.
+    Raises UserError if a unit raises it, or if a worker process dies. All worker processes are ended then.
     """
     with tqdm(total=total, desc=title, unit="B", unit_scale=True, disable=None, smoothing=0.1) as bar:
         if min(processes, len(units)) <= 1:
@@ -77,7 +83,10 @@ def run(
 
 @contextmanager
 def _workers(job: Job, count: int):
-    """Start the processes, yield {connection: process} when all are ready, and kill them at the end."""
+    """Start `count` worker processes and yield {connection: process} when all have started the job.
+
+    The processes are killed when the `with` block ends.
+    """
     context = multiprocessing.get_context("spawn")
     workers = {}
     try:
@@ -98,6 +107,7 @@ def _workers(job: Job, count: int):
 
 
 def _distribute(workers: dict, units: list, advance: Callable[[int], None]) -> Iterator[tuple[Any, Any]]:
+    """Yield (unit, result) as units are completed. A worker that has completed its unit gets the next one."""
     waiting, busy = list(units), {}
 
     def give(connection) -> None:

@@ -1,4 +1,7 @@
-"""Readers of a checkpoint's HF tensors, in either format: shapes, dtypes, and any rectangle of a tensor."""
+"""Readers of the HF tensors in a checkpoint of HF's or Megatron's format.
+
+They read any rectangle of a tensor, so that no tensor has to be in memory as a whole.
+"""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -25,17 +28,20 @@ _HEAD, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
 class Tensors(Protocol):
-    """Reader of tensors. It is sent to another process and opened there."""
+    """Interface of a reader of a checkpoint's tensors. It is sent to a worker process and opened there."""
 
     def open(self) -> None: ...
 
     def read(self, name: str, start: Shape, out: torch.Tensor) -> None:
-        """Fill `out` with tensor[start : start + out.shape], cast to its dtype. Raises UserError."""
+        """Fill `out` with tensor[start : start + out.shape], cast to the dtype of `out`.
+
+        Raises UserError if the checkpoint is damaged or lacks the tensor.
+        """
 
 
 @dataclass
 class HFTensors:
-    """Reader of an HF checkpoint.
+    """Reader of the tensors in an HF checkpoint.
 
     raw: True to read FP8 tensors as they are stored, without dequantising them.
     """
@@ -52,9 +58,10 @@ class HFTensors:
 
 @dataclass
 class MegatronTensors:
-    """Reader of the HF tensors in a Megatron checkpoint.
+    """Reader of HF tensors that a Megatron checkpoint contains as parts of Megatron's tensors.
 
-    places: HF name -> [(Megatron's key, rectangle of the HF tensor in it)].
+    folder: folder with the checkpoint's weight files.
+    places: HF name -> [(key of a Megatron tensor, rectangle of the HF tensor that is in it)].
     """
 
     folder: Path
@@ -87,7 +94,10 @@ class MegatronTensors:
 
 @dataclass
 class KeyTensors:
-    """Reader of a Megatron checkpoint's tensors under Megatron's own keys."""
+    """Reader of a Megatron checkpoint's tensors under Megatron's own keys, for a model that is not known.
+
+    folder: folder with the checkpoint's weight files.
+    """
 
     folder: Path
 
@@ -99,14 +109,15 @@ class KeyTensors:
 
 
 def hf_files(path: str) -> bool:
-    """Return True if the folder contains an HF checkpoint, complete or not."""
+    """Return True if the folder has files of an HF checkpoint: safetensors, or their index, or both."""
     return any(Path(path).glob("*.safetensors")) or any(Path(path).glob("*.safetensors.index.json"))
 
 
 def weights_folder(source: str) -> Path:
-    """Return the folder with the shards of a Megatron checkpoint. Raises UserError if there is none.
+    """Return the folder with the weight files of a Megatron checkpoint: `source`/actor or `source` itself.
 
-    The checkpoint may be a converted one, a trainer's, or Megatron-LM's.
+    The checkpoint may come from hf_to_megatron, from a training run, or from Megatron-LM. Raises UserError if
+    there is none.
     """
     root = Path(source)
     if advice := gguf_advice(root):
@@ -125,9 +136,14 @@ def weights_folder(source: str) -> Path:
 
 
 def megatron_tensors(folder: Path, saved: SavedModel) -> MegatronTensors:
-    """Return a reader of the model's HF tensors in the checkpoint.
+    """Return a reader of the model's HF tensors in a Megatron checkpoint.
 
-    Raises UserError unless the checkpoint has all tensors that this model saves, in their shapes.
+    folder: folder with the checkpoint's weight files.
+    saved: location of each HF tensor in a checkpoint of this model.
+
+    Raises UserError unless the checkpoint has all tensors that this model saves, in their shapes. Raises
+    UserError also if weights would be lost: those of adapters, or an output layer that config.json calls
+    tied.
     """
     stored = read_metadata(folder)
     if any(is_adapter(key) for key in stored):
@@ -162,7 +178,7 @@ def megatron_tensors(folder: Path, saved: SavedModel) -> MegatronTensors:
 
 
 def _differ(folder: Path, first: str, second: str) -> bool:
-    """Return True if two matrices of a Megatron checkpoint differ in shape or values."""
+    """Return True if the Megatron tensors with the keys `first` and `second` differ in shape or values."""
     reader = TorchDistReader(folder)
     shape, dtype = reader.tensors[first].shape, reader.tensors[first].dtype
     if reader.tensors[second].shape != shape:
@@ -177,13 +193,16 @@ def _differ(folder: Path, first: str, second: str) -> bool:
 
 
 class Buffer:
-    """Memory for one bucket. It is reused, because allocating memory takes longer than filling it."""
+    """Memory for a part of a tensor. It is reused, because allocating memory takes longer than filling it."""
 
     def __init__(self):
         self._raw = np.empty(0, np.uint8)
 
     def tensor(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor that has its own storage and is valid until the next call."""
+        """Return an uninitialised tensor in this memory. The next call reuses the memory, also its values.
+
+        The tensor's storage has exactly its size.
+        """
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         if self._raw.nbytes < size:
             self._raw = np.empty(size, np.uint8)
@@ -199,9 +218,12 @@ def buckets(
     buffer: Buffer,
     multiple: int = 1,
 ):
-    """Yield the tensor from the first row to the last, in pieces of at most `limit` bytes.
+    """Yield a tensor's rows from first to last, in parts of at most `limit` bytes.
 
-    Each piece is valid until the next one is read.
+    Each part is valid until the next one is read, because all parts use the same buffer.
+
+    multiple: all parts but the last have a number of rows that is divisible by it. A part has at least so
+    many rows, even beyond `limit`.
     """
     for start, size in rows_within(shape, dtype.itemsize, limit, multiple):
         out = buffer.tensor(size, dtype)

@@ -1,6 +1,8 @@
-"""Division of a conversion into units of work. A unit is one output file.
+"""Division of a checkpoint conversion into units of work for the worker processes.
 
-There are enough files to occupy several processes and to continue after an interruption, but not too many.
+In a conversion, a unit is one output file. In a listing or comparison, it is a list of tensors of about the
+same size. There are enough units to occupy several processes and to continue after an interruption, but not
+too many.
 """
 
 from collections.abc import Iterable
@@ -15,17 +17,18 @@ _ABOUT = 32  # number of files to aim at, within these bounds of their size
 
 
 def file_bytes(total: int) -> int:
-    """Return the size of a file, in bytes, for a checkpoint of `total` bytes.
+    """Return the size limit of a unit's file, in bytes, for a checkpoint of `total` bytes.
 
-    A tensor that is larger and not cut gets a file of its own.
+    The limit is a 32nd of the total, but at least 256 MiB and at most 4 GiB. A larger tensor that is not
+    split gets a file of its own.
     """
     return min(max(total // _ABOUT, _LEAST), _MOST)
 
 
 def filled(items: Iterable[tuple[Item, int]], limit: int) -> list[tuple[list[Item], int]]:
-    """Group (item, bytes) in order into [(items, their bytes)].
+    """Group (item, bytes) pairs, in order, so that each group has at most `limit` bytes: a unit of work.
 
-    Each group has at most `limit` bytes, or a single item.
+    Returns [(items of the group, sum of their bytes)]. An item larger than `limit` is a group by itself.
     """
     found: list[tuple[list[Item], int]] = []
     for item, size in items:

@@ -1,4 +1,7 @@
-"""Check that a Megatron checkpoint equals an HF checkpoint, by comparing all bits and both models' logits."""
+"""Check that a Megatron checkpoint equals an HF checkpoint, by comparing all bits and both models' logits.
+
+This is the work of tools/verify_checkpoint.py.
+"""
 
 from dataclasses import dataclass
 
@@ -26,6 +29,8 @@ _LENGTHS = (48, 17)  # lengths of the sequences whose logits are compared
 
 @dataclass
 class _Comparer:
+    """The job of each worker process (see pool.Job): compare tensors of the two checkpoints bit by bit."""
+
     hf: HFTensors
     megatron: MegatronTensors
 
@@ -61,9 +66,12 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def different_bits(hf: str, megatron: str, processes: int) -> tuple[list[str], Progress]:
-    """Return a line for each HF tensor that would not come back unchanged, and what was read.
+    """Compare all tensors of an HF checkpoint with those in a Megatron checkpoint bit by bit.
 
-    Nothing is written. Raises UserError if a checkpoint is damaged, incomplete or of another model.
+    Returns (lines, progress). lines: one for each HF tensor whose values the Megatron checkpoint does not
+    have unchanged. progress: bytes read and seconds taken. Nothing is written.
+
+    Raises UserError if a checkpoint is damaged, incomplete or of another model.
     """
     from grpo_megatron.megatron.saved_model import saved_model
 
@@ -96,10 +104,10 @@ def different_bits(hf: str, megatron: str, processes: int) -> tuple[list[str], P
 
 
 def logits_difference(hf: str, megatron: str) -> tuple[float, float]:
-    """Return (largest difference, largest magnitude) of the float32 logits of our model and transformers'.
+    """Compare the float32 logits of our Megatron model with those of transformers' model on random tokens.
 
-    The input is random tokens. A reward model has one logit per token, its score. Both models are loaded
-    completely in float32, one after the other.
+    Returns (largest difference, largest magnitude of transformers' logits). A reward model has one logit per
+    token, its score. Both models are loaded completely in float32, one after the other.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 

@@ -21,11 +21,11 @@ _SAVED = ("state.json", "dataset_dict.json")  # every folder written by save_to_
 
 
 class _ArrowRecords(Records):
-    """Records of Arrow tables.
+    """Base class of records that are read from Arrow tables.
 
     In Arrow, a struct has every key that occurs in any record, with null where a record lacks the key. Such a
-    null cannot be told from a null that was written on purpose, so `meant` removes both before a chat
-    template sees the value.
+    null looks like a null that was written on purpose. So `meant` removes both before a chat template sees
+    the value, because templates test whether a key is present.
     """
 
     def meant(self, value: Any) -> Any:
@@ -33,9 +33,9 @@ class _ArrowRecords(Records):
 
 
 class ParquetRecords(_ArrowRecords, FileRecords):
-    """The records of a Parquet file, read by row group.
+    """The records of a Parquet file, read one row group at a time.
 
-    At most 256 MiB of decoded row groups stay in memory, or a single group if it is larger.
+    A cache keeps up to 256 MiB of decoded row groups in memory, or one row group if it is larger.
     """
 
     def __init__(self, path: str):
@@ -88,10 +88,10 @@ class ParquetRecords(_ArrowRecords, FileRecords):
 
 
 class HubRecords(_ArrowRecords):
-    """The records of `hf:NAME[:CONFIG[:SPLIT]]`.
+    """The records of a data set of the HF `datasets` library, named `hf:NAME[:CONFIG[:SPLIT]]`.
 
-    NAME is what `datasets.load_dataset` finds, or a folder written by `save_to_disk`. The library memory-maps
-    its files.
+    NAME is anything that `datasets.load_dataset` accepts, or a folder written by `save_to_disk`. The library
+    memory-maps its files, so the records are not all in memory.
     """
 
     def __init__(self, source: str):
@@ -160,10 +160,7 @@ def _saved(source: str, folder: str, config: str, split: str):
 
 
 def _reasons(error: BaseException) -> str:
-    """Return the messages of an error and of its causes.
-
-    The last error often says only that something failed.
-    """
+    """Return the messages of an error and of its causes, because the last error often gives no reason."""
     said: list[str] = []
     while error is not None:
         message = " ".join(str(error).split())
@@ -182,7 +179,7 @@ def _row(table, row: int, where: str) -> dict[str, Any]:
 
 
 def _line(error: Exception) -> str:
-    """Return the first line of the error's message, or the kind of error if it has no message.
+    """Return the first line of a library's error message, for quoting, or its type if it has no message.
 
     Unprintable characters are replaced, because the message may quote bytes of the file.
     """

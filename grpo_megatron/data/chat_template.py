@@ -1,4 +1,4 @@
-"""Chat templates: rendering of messages, and finding the part of the text that the model writes itself."""
+"""Chat templates: rendering messages as text, and finding the part of that text that the model writes."""
 
 import json
 import re
@@ -43,9 +43,9 @@ class Turn:
     text: str
     """The text that the model writes, without the closing."""
     closing: str
-    """See TurnShape.closing."""
+    """The text that the model writes to end the turn, such as `<|im_end|>`. May be empty."""
     is_closed: bool
-    """See TurnShape.is_closed."""
+    """True if `closing` ends the turn. If False, the tokenizer's end token has to follow it."""
 
 
 class ChatTemplate:
@@ -58,6 +58,8 @@ class ChatTemplate:
 
         tokenizer: a tokenizer of transformers.
         text: a template that replaces the tokenizer's own. None means the tokenizer's own.
+        arguments: data.chat_template_args, passed to the template in every call.
+        tools: JSON schemas of the functions that the environment offers to the model in every chat.
 
         Raises UserError if the template cannot be compiled, or if it does not read one of the arguments.
         """
@@ -89,7 +91,9 @@ class ChatTemplate:
 
         where: place of the record, named in error messages.
         tools: JSON schemas of the tools that the record offers.
-        generation: whether to add the beginning of the model's next turn.
+        generation: True to add the beginning of the model's next turn.
+
+        Raises UserError if the template fails or cannot show a part of the chat.
         """
         if tools and self._tools:
             raise UserError(
@@ -126,10 +130,10 @@ class ChatTemplate:
     def prompt(
         self, messages: list[dict[str, Any]], where: str, tools: list[dict[str, Any]] | None = None
     ) -> str:
-        """Return the text that the model continues.
+        """Return the text of a chat that the model continues.
 
-        If the chat ends with an assistant message, that message is a begun turn: the text ends where the
-        message ends.
+        If the chat ends with an assistant message, the model continues that message, so the text ends where
+        the message ends. Otherwise the text ends with the beginning of the model's turn.
         """
         *earlier, last = messages
         if last["role"] != "assistant":
@@ -149,9 +153,10 @@ class ChatTemplate:
         return before + self.text_behind(before, last["content"])
 
     def text_behind(self, before: str, text: str) -> str:
-        """Return the beginning of a turn's text in the form in which it follows the text `before`.
+        """Return `text`, the beginning of a turn of the model, as it is to be appended to the text `before`.
 
-        If the template already put a tag at the beginning of the turn, the tag is not repeated.
+        If `before` already ends with a tag that the text begins with, such as <think>, the tag is removed
+        from the text. White space that the template puts at the beginning of a turn is added.
         """
         if not text:
             return text
@@ -162,9 +167,10 @@ class ChatTemplate:
 
     @cached_property
     def shape(self) -> TurnShape:
-        """Return the text that the template puts around a finished turn of the model.
+        """The text that the template puts around a finished turn of the model.
 
-        Raises UserError if the template fails for a finished turn, or if it leaves out the text of the turn.
+        It is found by rendering a trial chat. Raises UserError if the template fails for it, or if it leaves
+        out what the assistant says.
         """
         where = "a finished conversation"
         text = self.render([_QUESTION, {"role": "assistant", "content": _WORD}], where, generation=False)
@@ -187,14 +193,15 @@ class ChatTemplate:
     def turn(
         self, messages: list[dict[str, Any]], where: str, tools: list[dict[str, Any]] | None, begun: str = ""
     ) -> Turn:
-        """Return the last message of the chat, an assistant message, as the model writes it.
+        """Return the last message of a chat, which is the assistant's, as a turn that the model writes.
 
-        The turn is the text that the template adds when this message is appended to the chat.
+        The turn is the text that the template adds when this message is appended to the chat. Supervised
+        training and preference pairs train on it.
 
-        begun: the part of the message's content that belongs to the prompt already.
+        begun: the beginning of the message's content that the prompt contains already.
 
-        Raises UserError if the template leaves out a part of the message, or if the turn's beginning or end
-        cannot be found.
+        Raises UserError if the template leaves out a part of the message. Raises UserError also if the
+        rendered text does not show where the turn begins or ends.
         """
         *earlier, last = messages
         before = self.render(earlier, where, tools)
@@ -218,6 +225,7 @@ class ChatTemplate:
         return self._closed(before, whole[len(before) :], where)
 
     def _without(self, key: str, messages: list[dict[str, Any]], where: str, tools) -> str | None:
+        """Return the chat rendered without `key` of its last message. turn() tests whether that differs."""
         last = {name: value for name, value in messages[-1].items() if name != key}
         try:
             return self.render(
@@ -227,6 +235,7 @@ class ChatTemplate:
             return None  # the template at least reads the key
 
     def _closed(self, before: str, text: str, where: str) -> Turn:
+        """Split the rendered text of a turn into what the model writes and the token that ends the turn."""
         shape = self.shape
         if text.endswith(shape.tail):
             return Turn(before, text[: len(text) - len(shape.tail)], shape.closing, shape.is_closed)
@@ -243,15 +252,16 @@ class ChatTemplate:
 
     @cached_property
     def _call_forms(self) -> list[tuple[str | None, type]]:
-        """Return the forms in which the template shows tool calls.
+        """The forms of a message with tool calls that this template renders correctly, the usual one first.
 
-        A form is a pair (value for empty content, type of the arguments). Templates differ. Some print None,
-        others show calls only if the content is None. Some write arguments given as text as a JSON string
-        within JSON, others fail if the arguments are an object. The usual form comes first.
+        A form is a pair (content of a message without text, type of a call's arguments), because templates
+        differ. If the content is None, some print "None", while others show calls only then. If the arguments
+        are JSON text, some quote it once more, while others fail if the arguments are an object.
         """
         return [form for form in product((None, ""), (dict, str)) if self._shows_calls(*form)]
 
     def _shows_calls(self, content: str | None, kind: type) -> bool:
+        """Return whether the template correctly renders a trial chat with a tool call in this form."""
         arguments: Any = {"key": _WORD}
         function = {"name": "lookup", "arguments": arguments if kind is dict else json_text(arguments)}
         call = {"id": "call00001", "type": "function", "function": function}
@@ -272,7 +282,7 @@ class ChatTemplate:
         return _WORD in text and not prints_nothing and f'\\"{_WORD}' not in text
 
     def _fitted(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return the message with empty content and call arguments in a form that the template shows."""
+        """Return the message in a form that the template shows, as to empty content and call arguments."""
         if not message.get("tool_calls"):
             return message if message["content"] is not None else {**message, "content": ""}
         given = _function(message["tool_calls"][0]).get("arguments", {})
@@ -287,14 +297,14 @@ class ChatTemplate:
 
 
 def _squeezed(text: str) -> str:
-    """Return the text without white space, which templates change around reasoning and contents."""
+    """Return the text without white space, for comparisons: templates change it around contents."""
     return "".join(text.split())
 
 
 def _function(call: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a call that holds its name and arguments.
+    """Return the object with the name and the arguments of a tool call.
 
-    Some data sets omit the object around it.
+    It is the call's `function`, or the call itself in data sets that leave that level out.
     """
     return call.get("function", call)
 
@@ -323,7 +333,11 @@ def _arguments(given: Any, kind: type) -> Any:
 
 
 def _names_read(template: str | dict[str, str]) -> set[str]:
-    """Return the variable names that a template, or any of several templates, reads from outside."""
+    """Return the names of the variables that a chat template expects from its caller.
+
+    template: the text, or several named templates, as a tokenizer may have. Raises UserError if it cannot be
+        compiled.
+    """
     from jinja2 import TemplateError, meta
     from transformers.utils.chat_template_utils import _compile_jinja_template
 

@@ -1,4 +1,7 @@
-"""Conversations as a reward model reads them: a prompt and a finished response. The last token is scored."""
+"""Conversations as a reward model reads them: a prompt and a finished response.
+
+A reward model's score is read at the last token of the conversation.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +17,12 @@ _TOKENIZER = "tokenizer.json"
 
 
 class Conversations:
-    """The conversations that one reward model scores.
+    """The rules by which responses become token ids that one reward model scores.
 
-    pad: id of the padding token of transformers' *ForSequenceClassification, or None. The model treats this
-        token as padding wherever it occurs, and scores the last token that is not padding. With None, it
-        scores the last token, whatever it is.
+    tokenizer: tokenizer of the reward model.
+    pad: id of the model's padding token, or None. Like transformers' *ForSequenceClassification, the model
+        treats this token as padding wherever it occurs, and is scored at the last token that is not padding.
+        With None, it is scored at the very last token.
     """
 
     def __init__(self, tokenizer: PromptTokenizer, pad: int | None):
@@ -26,11 +30,13 @@ class Conversations:
         self._ending = tokenizer.after_response()
 
     def finished(self, response: np.ndarray) -> np.ndarray:
-        """Return the int32 response [R] plus the end of a conversation, up to the token that is scored.
+        """Return the response with the tokens that end a conversation added, up to the token that is scored.
 
-        The part of that end that the response already has, such as the end token at which the engine stopped,
-        is not repeated. The result is empty if it consists only of padding. The prompt's last token is scored
-        then.
+        If the response already ends with some of these tokens, such as the end token at which the engine
+        stopped, they are not repeated. The result is empty if it would consist only of padding. The score is
+        then read at the prompt's last token.
+
+        response: int32 [R].
         """
         have = next(
             (n for n in range(len(self._ending), 0, -1) if np.array_equal(response[-n:], self._ending[:n])), 0
@@ -47,15 +53,15 @@ def same_tokenizer(folder: str, other: str) -> bool:
 
 
 def conversations_of(reward_model: str, policy: str, data: DataConfig) -> Conversations:
-    """Return the conversations of a reward model that is not trained in this run.
+    """Return the conversations for a reward model that scores the policy's responses in this run.
 
-    If the reward model has the policy's tokenizer, its conversations follow data.chat_template. If it has
-    another tokenizer, they use the template in its own folder, unless data.chat_template=none.
+    If the reward model has the policy's tokenizer, data.chat_template is used. If it has another one, the
+    chat template in the reward model's own folder is used, unless data.chat_template=none.
 
     reward_model: folder of the reward model.
-    policy: folder of the policy.
+    policy: folder of the policy model.
 
-    Raises UserError if the tokenizer or the template is missing.
+    Raises UserError if the reward model's tokenizer or chat template is missing.
     """
     try:
         if data.chat_template != NO_TEMPLATE and not same_tokenizer(reward_model, policy):
@@ -74,15 +80,15 @@ def conversations_of(reward_model: str, policy: str, data: DataConfig) -> Conver
 
 
 def stated_pad_token(model_path: str) -> int | None:
-    """Return pad_token_id of the model's config.json, or None."""
+    """Return pad_token_id of the model's config.json, or None if it has none."""
     return read_object(Path(model_path) / "config.json").get("pad_token_id")
 
 
 def pad_token(model_path: str) -> int | None:
-    """Return the padding token of a reward model that is made from this checkpoint.
+    """Return the id of the padding token for a new reward model trained from this checkpoint, or None.
 
-    It is the one in config.json, else the tokenizer's padding token, else its end token. If a conversation
-    ends with this token, the token is left out, in training and in scoring.
+    It is the one in config.json, else the tokenizer's padding token, else the tokenizer's end token. At the
+    end of a conversation, this token is left out in training and in scoring.
     """
     stated = stated_pad_token(model_path)
     if stated is not None:

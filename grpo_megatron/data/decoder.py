@@ -14,15 +14,16 @@ _UNCLEAN = "a , b . c ? d ! it 's we 're I 'm do n't"
 class Decoder:
     """A decoder of token ids into text without end and padding tokens.
 
-    It can be sent to other processes, which then import few modules. All other special tokens stay in the
-    text: tags such as <think> or <tool_call> may be among them, and rewards look for these.
+    Worker processes of rewards and environments get a pickled copy, which imports few modules. All other
+    special tokens stay in the text: tags such as <think> or <tool_call> may be special tokens, and rewards
+    look for them.
     """
 
     def __init__(self, tokenizer, left_out: Iterable[int]):
-        """Prepare the decoder.
+        """Take the decoding part of a tokenizer.
 
         tokenizer: a tokenizer of transformers.
-        left_out: ids of end and padding tokens.
+        left_out: ids of the end and padding tokens, which do not appear in texts.
         """
         # The compiled part of the tokenizer loads 100 times faster.
         self._tokenizer = tokenizer.backend_tokenizer if _adds_nothing(tokenizer) else tokenizer
@@ -34,7 +35,7 @@ class Decoder:
 
 
 def end_tokens(tokenizer, model_path: str) -> set[int]:
-    """Return the ids of the end and padding tokens that the tokenizer and the model's files name."""
+    """Return the ids of the end and padding tokens that the tokenizer and the model's folder name."""
     stated: list[int | None] = []
     for name in ("config.json", "generation_config.json"):
         path = Path(model_path) / name
@@ -47,7 +48,7 @@ def end_tokens(tokenizer, model_path: str) -> set[int]:
 
 
 def _adds_nothing(tokenizer) -> bool:
-    """Return True if a tokenizer of transformers decodes exactly as its compiled part does."""
+    """Return True if a tokenizer of transformers decodes like its compiled part, the tokenizers library."""
     from transformers import PreTrainedTokenizerFast
 
     kind = type(tokenizer)

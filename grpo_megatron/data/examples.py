@@ -21,19 +21,19 @@ from grpo_megatron.errors import UserError
 
 
 def load_examples(config: Config, tokenizer: PromptTokenizer) -> tuple[Sequence[Sample], int]:
-    """Return the prompt/response pairs of data.train as samples, and how many were left out as too long.
+    """Return (samples, left_out): the prompt/response pairs of data.train, and how many were too long.
 
-    Every response ends as the chat template ends an assistant turn. If the template has no token for that,
-    the response ends with the tokenizer's end token.
+    Every response ends with the token by which the chat template ends an assistant turn. If the template has
+    no such token, the response ends with the tokenizer's end token.
 
     A response may also be the rest of a chat, such as an episode with an environment. It is then a list of
     messages that begins and ends with an assistant message, and all assistant messages are trained on.
 
-    Every sample is made once here, so that errors in the data are found before the run starts. It is made
-    again each time it is requested.
+    Every sample is made once here, so that errors in the data are found before the run starts. It is not
+    kept, but made again each time it is requested.
 
-    Raises UserError, naming the record, for a bad record, and for a pair that is too long unless
-    data.overlong_prompts=skip.
+    Raises UserError, naming the record, if a record is invalid. Raises UserError also if a pair is too long,
+    unless data.overlong_prompts=skip.
     """
     parts, first, left_out = [], 0, 0
     for source in as_list(config.data.train):
@@ -59,7 +59,7 @@ class ExampleMaker:
     """Index of this source's record 0 among the records of all sources."""
 
     def __call__(self, number: int) -> Sample:
-        """Return the sample of record `number`.
+        """Return the sample of the record with index `number`.
 
         Raises UserError, naming the record, if it is damaged or incomplete.
         """
@@ -84,7 +84,7 @@ class ExampleMaker:
         )
 
     def fits(self, number: int) -> bool:
-        """Make a sample and return True if it is short enough.
+        """Make the sample of a record, as a check, and return True if it is within the length limits.
 
         Raises UserError if the sample is too long, unless data.overlong_prompts=skip.
         """

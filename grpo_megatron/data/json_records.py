@@ -63,6 +63,8 @@ class JsonRecords(FileRecords):
     def _elements(self, base: int) -> Iterator[tuple[int, int, int]]:
         """Yield (start byte, end byte, 0) of each element of the array. The end is exclusive.
 
+        base: byte offset at which the array begins, after a byte-order mark.
+
         Only the brackets and commas around the elements are examined here. An element that is not JSON is
         found when it is read.
         """
@@ -94,10 +96,11 @@ class JsonRecords(FileRecords):
         )
 
     def _is_blank(self, start: int, end: int) -> bool:
+        """Return whether the bytes [start, end) of the file are only white space."""
         return end - start < _BLOCK and not os.pread(self._file.fileno(), end - start, start).strip()
 
     def _nothing_from(self, position: int) -> None:
-        """Raise UserError if anything but white space follows the array."""
+        """Raise UserError if anything but white space follows the array, which ends before `position`."""
         self._file.seek(position)
         while chunk := self._file.read(_BLOCK):
             if chunk.strip():

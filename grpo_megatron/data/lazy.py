@@ -12,7 +12,8 @@ T = TypeVar("T")
 class Made(Sequence[T]):
     """A sequence that stores integers, such as record indices, and calls `make` to build the requested item.
 
-    contents: digest of each source that the items are made from, by the source's name.
+    contents: digest of each source that the items are made from, by the source's name. Checkpoints store it,
+        so that a resumed run can tell whether the data has changed.
     """
 
     def __init__(
@@ -31,15 +32,15 @@ class Made(Sequence[T]):
 
 
 def contents_of(items: Sequence) -> dict[str, str]:
-    """Return the digests of the sources that the items are made from, by the source's name.
+    """Return the digest of each source that the items are made from, by the source's name.
 
-    The result is empty for a plain list.
+    The result is empty if `items` is a plain list.
     """
     return dict(getattr(items, "contents", {}))
 
 
 class Chain(Sequence[T]):
-    """The concatenation of several sequences. `contents` merges those of the parts, see Made."""
+    """The concatenation of several sequences. Its `contents` are those of all parts."""
 
     def __init__(self, parts: Sequence[Sequence[T]]):
         self._parts = parts

@@ -6,10 +6,7 @@ from grpo_megatron.config.data import DataConfig, OverlongPrompts
 
 
 def within_limit(prompt: np.ndarray, data: DataConfig) -> np.ndarray:
-    """Return the prompt.
-
-    With data.overlong_prompts=truncate_left, it is cut to its last data.max_prompt_length tokens.
-    """
+    """Return the prompt. With data.overlong_prompts=truncate_left, only its last max_prompt_length tokens."""
     return (
         prompt[-data.max_prompt_length :]
         if data.overlong_prompts == OverlongPrompts.truncate_left
@@ -18,9 +15,10 @@ def within_limit(prompt: np.ndarray, data: DataConfig) -> np.ndarray:
 
 
 def too_long(prompt: int, response: int, data: DataConfig, longest: int) -> str | None:
-    """Return a message if a prompt or response of this many tokens exceeds the limits, else None.
+    """Return an error message if a prompt or a response is longer than allowed, else None.
 
-    longest: maximal length of a response, in tokens.
+    prompt, response: their lengths in tokens.
+    longest: maximal length of a response in tokens.
     """
     if prompt <= data.max_prompt_length and response <= longest:
         return None

@@ -13,12 +13,15 @@ CALL_KEYS = ("tool_calls", "function_call")
 
 
 def chat_messages(prompt: Any, where: str, name: str = "prompt") -> list[dict[str, Any]]:
-    """Return the messages with text contents and without keys that are null.
+    """Return a record's chat messages in the form that chat templates expect.
 
-    Many libraries write null for keys that a message lacks, but templates test whether a key is present. The
-    content of an assistant message stays None if the message consists only of tool calls or reasoning.
+    The contents are plain text, and keys that are null are removed: many libraries write null for keys that a
+    message lacks, but templates test whether a key is present. The content of an assistant message is None if
+    the message consists only of tool calls or reasoning.
 
-    name: name of the field, used in the text of a UserError.
+    Raises UserError if `prompt` is not a list of messages.
+
+    name: name of the record's field, for error messages.
     """
     if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
         raise UserError(
@@ -33,6 +36,7 @@ def chat_messages(prompt: Any, where: str, name: str = "prompt") -> list[dict[st
 
 
 def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return one message in the form that chat templates expect. Raises UserError if it is invalid."""
     message = _without_nulls(given)
     role = message.get("role")
     if not isinstance(role, str) or not role.strip():
@@ -49,6 +53,7 @@ def _without_nulls(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tool_calls(given: Any, where: str) -> list[dict[str, Any]]:
+    """Return a message's tool calls, given as a list or as its JSON text. Raises UserError for others."""
     calls = _json_value(given) if isinstance(given, str) else given
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise UserError(
@@ -65,9 +70,9 @@ def _tool_calls(given: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _content(message: dict[str, Any], where: str) -> str | None:
-    """Return the text of a message.
+    """Return the content of a message as text, or None if it has only tool calls or reasoning.
 
-    Its content may also be a list of parts `{"type": "text", "text": ...}`.
+    The content may be given as a list of parts `{"type": "text", "text": ...}`.
     """
     content = message.get("content")
     if isinstance(content, str):
@@ -93,11 +98,10 @@ def written_beside_content(message: dict[str, Any]) -> list[str]:
 
 
 def chat_in_text(text: str, where: str) -> list[dict[str, Any]] | None:
-    """Return the messages if the text is a JSON list of messages, as in CSV files.
+    """Return the messages of a chat that a record has as JSON text, such as data that was once a CSV file.
 
-    Return None for any other text.
-
-    Raises UserError if the text is such a list in Python syntax instead of JSON.
+    Return None if the text is anything else. Raises UserError if it is a list of messages in Python syntax
+    instead of JSON.
     """
     if not text.lstrip().startswith("[") or "role" not in text:
         return None
@@ -132,9 +136,11 @@ def _json_value(text: str) -> Any:
 
 
 def offered_tools(given: Any, where: str) -> list[dict[str, Any]]:
-    """Return the JSON schemas of the tools that a record offers.
+    """Return the JSON schemas of the tools that a record offers to the model.
 
-    given: a list of schemas, or the JSON text of such a list.
+    Raises UserError if the record's value is not a list of schemas.
+
+    given: the list, or its JSON text.
     """
     tools = _json_value(given) if isinstance(given, str) else given
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):

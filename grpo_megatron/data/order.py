@@ -11,12 +11,12 @@ from grpo_megatron.errors import ANOTHER_RUN, UserError
 
 
 class EpochOrder:
-    """An endless stream of indices 0..size-1, each once per epoch.
+    """An endless stream of indices 0..size-1, in which each occurs once per epoch.
 
-    The order depends only on the seed and the epoch.
+    The order of an epoch depends only on the seed and the epoch, so that a resumed run continues it.
 
-    contents: digest of each source that the indices refer to, by the source's name. Checkpoints store it.
-        `EpochOrder.of` takes it from a sequence of items.
+    contents: digest of each source of the records, by the source's name. Checkpoints store it, so that a
+        resumed run can tell whether the data has changed.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class EpochOrder:
 
     @classmethod
     def of(cls, items: Sequence, seed: int, shuffle: bool) -> "EpochOrder":
-        """Return a new order over the given items."""
+        """Return a new order over the indices of `items`, with the digests of their sources."""
         return cls(len(items), seed, shuffle, contents_of(items))
 
     def _make_order(self) -> np.ndarray:
@@ -37,6 +37,7 @@ class EpochOrder:
         return np.random.default_rng([self.seed, self.epoch]).permutation(self.size)
 
     def take(self, count: int) -> list[int]:
+        """Return the next `count` indices. They may go on into the next epoch."""
         taken: list[int] = []
         while len(taken) < count:
             if self.position == self.size:
@@ -93,13 +94,13 @@ class EpochOrder:
 
 
 class PromptSource:
-    """The training prompts of one or several sources, handed out in order.
+    """The training prompts of one or several sources, handed out step by step.
 
-    The state is the position in each source's order.
+    A checkpoint stores the position in each source's order.
 
-    Without weights, all sources form one data set, and each prompt occurs once per epoch. With weights, every
-    source has its own order and supplies its share of the prompts, exact to within one prompt. If a resumed
-    run has other weights, the new shares hold for the prompts handed out after the resume.
+    Without data.train_weights, all sources form one data set, and each prompt occurs once per epoch. With
+    weights, every source has its own order and supplies its share of the prompts, exact to within one prompt.
+    If a resumed run has other weights, the new shares hold for the prompts handed out after the resume.
     """
 
     def __init__(
@@ -119,15 +120,16 @@ class PromptSource:
         self._lent: list[tuple[int, int, int]] = []
 
     def next(self, count: int) -> list[Prompt]:
+        """Hand out the next `count` prompts, first those that `settle` took back."""
         return [
             self._prompt(*(self._returned.pop(0) if self._returned else self._next_place()))
             for _ in range(count)
         ]
 
     def settle(self, unused: list[Prompt]) -> None:
-        """Take back the prompts that were handed out since the last call but not used.
+        """End a step: take back the prompts that it was handed out but did not use.
 
-        They are handed out first next time.
+        They are the first to be handed out in the next step. All other prompts of the step are used up.
         """
         places = {uid: (source, index) for source, index, uid in self._lent}
         self._returned = [places[prompt.uid] for prompt in unused] + self._returned
@@ -148,7 +150,7 @@ class PromptSource:
     def first(self, count: int) -> list[Prompt]:
         """Return the first `count` prompts of the first source, or all if it has fewer.
 
-        They are not handed out.
+        This does not use them up: training still gets them.
         """
         return [self._sources[0][number] for number in range(min(count, len(self._sources[0])))]
 
@@ -176,6 +178,7 @@ class PromptSource:
         return next(filter(None, notes), "")
 
     def load_state_dict(self, state: dict) -> None:
+        """Continue from a saved state. Raises UserError if it belongs to other data."""
         self.must_fit(state)
         if state.get("shares", self._shares) != self._shares:
             # Start counting again. Otherwise one source would supply every prompt until it has its new share

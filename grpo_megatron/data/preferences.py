@@ -31,7 +31,7 @@ class PairMaker:
     records: Records
     """The records of one source."""
     conversations: Conversations
-    """Tokenizer and end-of-conversation rules of the reward model."""
+    """Tokenizer of the reward model, and the rules by which a conversation ends."""
     config: DataConfig
     """The section `data` of the configuration."""
     longest: int
@@ -40,11 +40,11 @@ class PairMaker:
     """Index of this source's record 0 among the records of all sources."""
 
     def __call__(self, number: int) -> Pair:
-        """Return the pair of record `number`.
+        """Return the pair of the record with index `number`.
 
         With data.overlong_prompts=truncate_left, long prompts are cut on the left.
 
-        Raises UserError, naming the record, for anything that is wrong with it.
+        Raises UserError, naming the record, if it is damaged or invalid.
         """
         record, where = self.records[number], self.records.where(number)
         margin = 0.0 if self.config.margin_key is None else _margin(record, self.config.margin_key, where)
@@ -52,6 +52,7 @@ class PairMaker:
         return chosen, self._sample(record, self.config.rejected_key, number, where, 0.0)
 
     def _sample(self, record: dict[str, Any], key: str, number: int, where: str, reward: float) -> Sample:
+        """Return the sample of the response in the record's field `key`."""
         tokenizer = self.conversations.tokenizer
         prompt_ids, said = self._said(record, key, where)
         response = self.conversations.finished(tokenizer.encode(said))
@@ -71,7 +72,10 @@ class PairMaker:
         )
 
     def _said(self, record: dict[str, Any], key: str, where: str) -> tuple[np.ndarray, str]:
-        """Return the int32 ids of the prompt and the text of the assistant's response."""
+        """Return (prompt_ids, response): int32 ids, and the text of the assistant's response.
+
+        key: field of the record with the response, or with a chat that ends with it.
+        """
         tokenizer, value = self.conversations.tokenizer, self.records.meant(required(record, key, where))
         tools = record_tools(self.records, record, self.config, where)
         if isinstance(value, str):
@@ -95,10 +99,10 @@ class PairMaker:
     def _conversation(
         self, messages: list[dict[str, Any]], record: dict[str, Any], where: str
     ) -> list[dict[str, Any]]:
-        """Return the whole conversation.
+        """Return the whole conversation, from the prompt to the response.
 
-        messages: the whole conversation, or, if the first message is the assistant's, only the part after the
-            record's prompt.
+        messages: the whole conversation already, or only the part after the record's prompt. It is the latter
+            if its first message is the assistant's.
         """
         tokenizer = self.conversations.tokenizer
         if messages[0]["role"] != "assistant":
@@ -109,7 +113,7 @@ class PairMaker:
         return [*asked, *messages]
 
     def problem(self, pair: Pair) -> str | None:
-        """Return a message that says which part of the pair is too long, or None."""
+        """Return an error message if a prompt or response of the pair is too long, else None."""
         prompt, response = (max(len(ids) for ids in both) for both in zip(*map(_parts, pair), strict=True))
         return too_long(prompt, response, self.config, self.longest)
 
@@ -130,16 +134,17 @@ def _margin(record: dict[str, Any], key: str, where: str) -> float:
 def load_pairs(
     sources: Any, conversations: Conversations, data: DataConfig, longest: int
 ) -> tuple[Sequence[Pair], dict[str, int]]:
-    """Return the pairs of data.train or data.eval, and the number of pairs left out for each reason.
+    """Return (pairs, counts): the preference pairs of `sources`, and how many were left out, by reason.
 
     The reasons are that a pair is too long, or that its two responses are identical. Every record is read,
     checked and tokenized once here, so that errors in the data are found before the run starts. Only the
     indices of the remaining records are kept in memory.
 
-    longest: maximal length of a response, in tokens.
+    sources: data.train or data.eval, one source or a list.
+    longest: maximal length of a response, in tokens. A response is never cut.
 
-    Raises UserError, naming the record, for a bad record, and for a pair that is too long unless
-    data.overlong_prompts=skip. A response is never cut.
+    Raises UserError, naming the record, if a record is invalid. Raises UserError also if a pair is too long,
+    unless data.overlong_prompts=skip.
     """
     parts, first, counts = [], 0, {"too long": 0, "with two responses that are alike": 0}
     for source in as_list(sources):
@@ -169,10 +174,10 @@ def load_pairs(
 
 
 def pair_batch(pairs: Sequence[Pair]) -> TrainBatch:
-    """Return P pairs as one batch: sequence 2i is the chosen one of pair i, sequence 2i + 1 the rejected one.
+    """Return P pairs as one batch. Sequence 2i is the chosen one of pair i, sequence 2i + 1 the rejected one.
 
-    The margin of a pair is the difference between the `reward` of its two sequences. The loss weight of a
-    pair, 1 / P, is split evenly over the last tokens of its two sequences.
+    The margin of a pair is stored as the difference between the `reward` of its two sequences. Its loss
+    weight, 1 / P, is stored half and half at the last tokens of its two sequences.
     """
     batch = TrainBatch.from_samples([sample for pair in pairs for sample in pair])
     batch.weight[batch.cu_seqlens[1:] - 1] = 0.5 / len(pairs)

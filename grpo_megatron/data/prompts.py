@@ -1,4 +1,4 @@
-"""Prompts made from records: text, tokens, reference answer, and the policy for prompts that are too long."""
+"""Prompts made from records: text, tokens and reference answer. Handles prompts that are too long."""
 
 import math
 import re
@@ -24,7 +24,7 @@ RecordCheck = Callable[[Prompt, str], None]
 
 
 def as_list(value: Any) -> list[str]:
-    """Return the sources of data.train or data.eval, which may be one source or a list, as a list."""
+    """Return data.train or data.eval, which may be one source, a list of sources or None, as a list."""
     return [] if value is None else [value] if isinstance(value, str) else list(value)
 
 
@@ -46,6 +46,7 @@ def reference_answer(value: Any, where: str) -> str | list[str]:
 
 
 def _answer_text(value: Any, where: str) -> str:
+    """Return the text of one reference answer. Raises UserError if it is no text, number or bool."""
     if isinstance(value, str):
         return value
     if isinstance(value, float):
@@ -76,14 +77,14 @@ class PromptMaker:
     """Name of the source."""
 
     def __call__(self, number: int) -> Prompt:
-        """Return the prompt as it is handed out: cut to its last data.max_prompt_length tokens."""
+        """Return the prompt of the record with index `number`, cut to its last max_prompt_length tokens."""
         prompt = self.whole(number)
         return Prompt(**{**vars(prompt), "ids": prompt.ids[-self.config.max_prompt_length :]})
 
     def whole(self, number: int) -> Prompt:
-        """Return the prompt with all of its tokens.
+        """Return the prompt of the record with index `number` in full length.
 
-        Raises UserError, naming the record, for anything wrong with it.
+        Raises UserError, naming the record, if it is damaged or invalid.
         """
         config, where = self.config, self.records.where(number)
         record = self.records[number]
@@ -101,7 +102,10 @@ class PromptMaker:
 
 
 def record_prompt(records: Records, record: dict[str, Any], config: DataConfig, where: str) -> Any:
-    """Return the value of the field data.prompt_key, in the form that PromptTokenizer accepts."""
+    """Return the record's prompt, which is a text, a list of chat messages, or a list of token ids.
+
+    Raises UserError if the field data.prompt_key is missing.
+    """
     return records.meant(required(record, config.prompt_key, where))
 
 
@@ -120,17 +124,18 @@ def load_prompts(
     first_uid: int = 0,
     check: RecordCheck | None = None,
 ) -> tuple[Sequence[Prompt], dict[str, int]]:
-    """Return the prompts of one source, and how many were skipped or truncated because of their length.
+    """Return (prompts, counts) of one source. `counts` has the numbers of "skipped" and "truncated" prompts.
 
     Every record is read, checked and tokenized once here, so that errors in the data are found before the run
     starts. Only the indices of the remaining records are kept in memory. A prompt is read and tokenized again
     each time it is requested.
 
     first_uid: uid of the first record. Each further record counts up by 1.
-    check: called for each remaining prompt, for example rollout.episodes.record_check.
+    check: function (prompt, place of its record) that raises UserError for a prompt that cannot be used, such
+        as one that the reward cannot score.
 
-    Raises UserError, naming the record, for a bad record, and for an overlong prompt if
-    data.overlong_prompts=error. Raises UserError if no prompt is left.
+    Raises UserError, naming the record, if a record is invalid, or if its prompt is too long and
+    data.overlong_prompts=error. Raises UserError also if no prompt is left.
     """
     records = open_records(source)
     name = re.sub(r"[^\w.-]+", "_", Path(source).stem)  # becomes part of file names and metric tags

@@ -48,9 +48,11 @@ def open_records(source: str) -> Records:
 
 
 def read_records(source: str, keys: list[str]) -> Records:
-    """Open a source as `open_records` does, and read every record once.
+    """Open one source of records, and read every record once as a check.
 
-    Raises UserError if a record is damaged or lacks one of the keys.
+    keys: fields that every record must have.
+
+    Raises UserError if the source cannot be read, or if a record is damaged or lacks one of the keys.
     """
     records = open_records(source)
     for number, record in enumerate(records):

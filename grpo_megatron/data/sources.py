@@ -1,6 +1,7 @@
-"""All prompts of a run, for training and evaluation.
+"""Loading of all prompts of a run, for training and evaluation.
 
-The argument `check` is called for each record, see load_prompts.
+The argument `check` is called with each prompt and raises UserError if the prompt cannot be used, for example
+because the reward cannot score it.
 """
 
 from itertools import count
@@ -15,6 +16,7 @@ from grpo_megatron.data.tokenizer import PromptTokenizer
 def training_prompts(
     config: Config, tokenizer: PromptTokenizer, check: RecordCheck | None = None
 ) -> PromptSource:
+    """Load the prompts of data.train, and tell the user how many there are in each source."""
     sources, uid = [], 0
     for source in as_list(config.data.train):
         prompts, counts = load_prompts(source, tokenizer, config.data, uid, check)
@@ -28,12 +30,12 @@ def training_prompts(
 def held_out_prompts(
     config: Config, tokenizer: PromptTokenizer, check: RecordCheck | None = None
 ) -> dict[str, list[Prompt]]:
-    """Return the evaluation prompts of each data set, by the data set's name.
+    """Load the evaluation prompts of data.eval, and return them by the data set's name.
 
-    A number is appended to a name that occurs twice, and to the name `average`, which the mean over all data
-    sets uses.
+    A number is appended to a name that occurs twice. The same holds for the name `average`, which is reserved
+    for the mean over all data sets.
 
-    The prompts are held in memory, because an evaluation samples all of them at once.
+    The prompts stay in memory, because an evaluation samples all of them at once.
     """
     loaded: list[tuple[str, list[Prompt]]] = []
     for source in as_list(config.data.eval):

@@ -16,10 +16,10 @@ _DIGESTED_BYTES = 4 * 2**20  # bytes read at a time for a digest
 
 
 class Records(Sequence[dict[str, Any]]):
-    """The records of one source in their order, each a dict of plain Python values (see values.plain).
+    """The records of one source in order, each a dict of plain Python values that can be written as JSON.
 
-    Only the positions of records are kept in memory. Requesting a damaged record raises a UserError that
-    names it.
+    The records themselves are not kept in memory. Requesting a damaged record raises a UserError that names
+    it.
     """
 
     source: str
@@ -28,18 +28,18 @@ class Records(Sequence[dict[str, Any]]):
         return self._read(range(len(self))[number])
 
     def where(self, number: int) -> str:
-        """Return the place of a record, as error messages name it."""
+        """Return the source and the place of a record in it, for error messages."""
         return f"{self.source}: record {number}"
 
     def meant(self, value: Any) -> Any:
-        """Return a value of a record without anything that the file format added to it."""
+        """Return a value of a record without what the file format added to it, such as Arrow's nulls."""
         return value
 
     def digest(self) -> str:
-        """Return the XXH3-128 digest of the content of all records. It changes if any record changes.
+        """Return the XXH3-128 digest of all records, so that a resumed run can tell whether they changed.
 
         All records are read for this. That takes much less time than the checks at the start of a run, which
-        read them anyway.
+        read all records too.
         """
         digest = xxhash.xxh3_128()
         for record in self:
@@ -52,7 +52,11 @@ class Records(Sequence[dict[str, Any]]):
 
 
 class FileRecords(Records):
-    """The records of a file. The file stays open and must not change, because positions in it are stored."""
+    """Base class of the records of one file.
+
+    The file stays open and must not change, because positions in it are stored. Requesting a record after a
+    change raises UserError.
+    """
 
     def __init__(self, path: str):
         self.source = path

@@ -51,11 +51,11 @@ class PromptTokenizer:
     def __init__(self, model_path: str, data: DataConfig | None = None, tools: Sequence[dict[str, Any]] = ()):
         """Load the tokenizer of a model folder and check the settings against it.
 
-        data: its chat template, template arguments, system prompt and suffix are used. None means the
+        data: section `data` of the configuration, for chat template, system prompt and suffix. None means the
             defaults.
         tools: JSON schemas of the functions that the model may call in every prompt. The template shows them.
 
-        Raises UserError if the tokenizer cannot be used, or if the settings do not fit it.
+        Raises UserError if the tokenizer cannot be used, or if the settings contradict it.
         """
         data = data or DataConfig()
         self.tokenizer = load_tokenizer(model_path)
@@ -71,7 +71,7 @@ class PromptTokenizer:
         self.decoder = Decoder(self.tokenizer, {*self.turn_ends, *end_tokens(self.tokenizer, model_path)})
 
     def prompt(self, prompt: Any, where: str, tools: Tools = None) -> tuple[str, np.ndarray]:
-        """Return the text of a prompt and its int32 ids [P], P > 0.
+        """Return (text, ids) of a prompt. The ids are int32 [P], P > 0.
 
         where: place of the record, named in error messages.
         tools: JSON schemas of the tools that the record offers.
@@ -94,9 +94,9 @@ class PromptTokenizer:
     def chat_prompt(
         self, messages: list[dict[str, Any]], where: str, tools: Tools = None
     ) -> tuple[str, np.ndarray]:
-        """Return the text and the int32 ids of a chat prompt, see `prompt`.
+        """Return (text, int32 ids) of a prompt that is a chat.
 
-        messages: the chat, as the method `messages` returns it.
+        messages: the chat, with system prompt and suffix, as the method `messages` returns it.
         """
         text = self._needed_template().prompt(messages, where, tools)
         if not text.strip():
@@ -149,9 +149,9 @@ class PromptTokenizer:
         return self._needed_template().render(messages, where, tools)
 
     def after_turn(self, messages: list[dict[str, Any]], tools: Tools = None) -> np.ndarray:
-        """Return the int32 ids that the template puts after a turn of the model.
+        """Return the int32 ids from the end of one turn of the model to the beginning of its next turn.
 
-        They contain the end of that turn, the given messages, and the beginning of the model's next turn.
+        They contain the first turn's end token and `messages`, which were written in between.
         """
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _STAND_IN}, *messages]
         _, found, behind = self.chat(chat, "an observation", tools).partition(_STAND_IN)
@@ -163,7 +163,10 @@ class PromptTokenizer:
         return self.encode(behind)
 
     def continued(self, ids: list[int], messages: list[dict[str, Any]], tools: Tools = None) -> list[int]:
-        """Return `ids`, which end with a turn of the model, followed by the tokens of `after_turn`."""
+        """Return `ids`, which end with a turn of the model, up to the beginning of the model's next turn.
+
+        messages: what follows the turn, such as an environment's answer.
+        """
         behind, shape = self.after_turn(messages, tools).tolist(), self._needed_template().shape
         end = self._ids(shape.closing) if shape.is_closed else behind[:1]
         # The model usually wrote the end of its turn itself. Then it is not added again.
@@ -181,9 +184,9 @@ class PromptTokenizer:
         return np.array([] if end is None else [end], dtype=np.int32)
 
     def closing(self, text: str, is_closed: bool, where: str) -> np.ndarray:
-        """Return the int32 ids that close a turn of the model.
+        """Return the int32 ids that end a turn of the model: those of `text`, and an end token if needed.
 
-        See TurnShape for `text` (its `closing`) and `is_closed`.
+        text, is_closed: `closing` and `is_closed` of the turn (see chat_template.Turn).
         """
         end = self.tokenizer.eos_token_id
         if is_closed:
@@ -200,7 +203,7 @@ class PromptTokenizer:
         return np.array(self._ids(text), dtype=np.int32)
 
     def encode_behind(self, before: str, text: str) -> np.ndarray:
-        """Return the int32 ids of `text` as it is tokenized directly after the text `before`."""
+        """Return the int32 ids of `text` as the tokenizer makes them if the text `before` precedes it."""
         return np.array(
             self._behind(before, text) if self._depends_on_text_before else self._ids(text), dtype=np.int32
         )
@@ -269,9 +272,9 @@ class PromptTokenizer:
             )
 
     def _ends_of_template(self) -> tuple[int, ...]:
-        """Return the token that ends turns in the template, if any.
+        """Return the id of the token that ends turns in the template, which need not be the tokenizer's.
 
-        It is not always the tokenizer's end token.
+        The result is empty if the template has no such token.
         """
         try:
             shape = self.template.shape if self.template else None
@@ -285,7 +288,7 @@ class PromptTokenizer:
         return self.template
 
     def decode(self, ids: np.ndarray) -> str:
-        """Return the text without end and padding tokens, as `decoder` does in other processes."""
+        """Return the text of int32 ids without end and padding tokens. Worker processes use `decoder`."""
         return self.decoder(ids)
 
     def decode_all(self, ids: np.ndarray) -> str:
@@ -320,10 +323,10 @@ def load_tokenizer(model_path: str):
 
 
 def _vocab_size(model_path: str, tokenizer) -> int:
-    """Return the number of tokens of the model, or of the tokenizer if the folder contains no model.
+    """Return the vocabulary size of the model, or of the tokenizer if the folder contains no model.
 
-    A model may have more tokens than its tokenizer, because embeddings are padded to convenient sizes. Fewer
-    is an error.
+    A model may have more tokens than its tokenizer, because embeddings are padded to convenient sizes. Raises
+    UserError if it has fewer.
     """
     needed = max(tokenizer.get_vocab().values()) + 1
     config = Path(model_path) / "config.json"
@@ -344,7 +347,7 @@ def _template(
 ) -> ChatTemplate | None:
     """Return the template that data.chat_template names, or None for `none`.
 
-    Raises as `_read_template` does.
+    Raises UserError if it is missing or unreadable, or if settings contradict each other.
     """
     text = _read_template(model_path, tokenizer, data)
     return (
@@ -357,7 +360,7 @@ def _template(
 def _read_template(model_path: str, tokenizer, data: DataConfig) -> str | None:
     """Return the text of the template file that data.chat_template names, or None if it names no file.
 
-    Raises UserError for settings that contradict each other.
+    Raises UserError if settings contradict each other, or if the file or the template is missing.
     """
     name = data.chat_template
     ours = sorted(set(_OURS) & set(data.chat_template_args))

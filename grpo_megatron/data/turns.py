@@ -1,4 +1,4 @@
-"""Tokens of a response for supervised training, and a mask of those that the model has to write."""
+"""Tokens of a response for supervised training, and a mask of the tokens that the model has to write."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,27 +15,27 @@ from grpo_megatron.errors import UserError
 
 @dataclass(frozen=True)
 class Asked:
-    """The prompt of a record."""
+    """The prompt that a response of supervised training answers."""
 
     text: str
-    """The text that was tokenized."""
+    """Text of the prompt."""
     messages: list[dict[str, Any]] | None
-    """See Prompt.messages."""
+    """The chat that the text renders, or None if the prompt is not a chat."""
     tools: Tools
-    """See Prompt.tools."""
+    """JSON schemas of the tools that the record offers to the model, or None."""
 
 
 def written(
     tokenizer: PromptTokenizer, asked: Asked, response: Any, where: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the int32 ids [R] of everything after the prompt, and a bool mask [R].
+    """Return (ids, mask) of everything after the prompt, for supervised training.
 
-    The mask is true for tokens that the model writes.
+    - ids: int32 [R]. They are the same as in an episode with rollout.history=append.
+    - mask: bool [R], True for tokens that the model writes.
 
-    response: a string, which is one turn as the model writes it, or a list of messages, which the chat
-        template renders. The first and the last message must be the assistant's. The tokens are the same as
-        in an episode with rollout.history=append.
-    where: the record and its field, named in error messages.
+    response: one turn of the model as text, or a list of messages, which the chat template renders. The first
+        and the last message must be the assistant's.
+    where: the record and its field, for error messages.
     """
     parts = [
         (ids, by_model)
@@ -65,6 +65,7 @@ def _messages(response: Any, where: str) -> str | list[dict[str, Any]]:
 def _parts(
     tokenizer: PromptTokenizer, asked: Asked, response: str | list[dict[str, Any]], where: str
 ) -> Iterator:
+    """Yield (int32 ids, whether the model writes them) of each part of the response, in order."""
     if isinstance(response, str):
         yield _turn(tokenizer, _text_turn(tokenizer, asked, response), where)
     elif asked.messages is None:
@@ -74,7 +75,7 @@ def _parts(
 
 
 def _text_turn(tokenizer: PromptTokenizer, asked: Asked, text: str) -> Turn:
-    """Return the turn whose text is given as the model writes it."""
+    """Return a turn whose text was given as a plain string, without an end token that it may contain."""
     template, closing, is_closed = tokenizer.template, "", False
     if template:
         closing, is_closed = template.shape.closing, template.shape.is_closed
@@ -89,6 +90,7 @@ def _text_turn(tokenizer: PromptTokenizer, asked: Asked, text: str) -> Turn:
 
 
 def _turn(tokenizer: PromptTokenizer, turn: Turn, where: str) -> tuple[np.ndarray, bool]:
+    """Return (int32 ids of a turn with its end token, True)."""
     text = tokenizer.encode_behind(turn.before, turn.text)
     return np.concatenate([text, tokenizer.closing(turn.closing, turn.is_closed, where)]), True
 
@@ -96,9 +98,9 @@ def _turn(tokenizer: PromptTokenizer, turn: Turn, where: str) -> tuple[np.ndarra
 def _plain_parts(
     tokenizer: PromptTokenizer, asked: Asked, response: list[dict[str, Any]], where: str
 ) -> Iterator:
-    """Yield the parts after a prompt that is not a chat.
+    """Yield (int32 ids, whether the model writes them) of each message after a prompt that is not a chat.
 
-    Contents are used verbatim, as in an episode of that kind.
+    The contents of the messages are used verbatim, because there is no chat template.
     """
     before = asked.text
     for message in response:
@@ -118,7 +120,7 @@ def _plain_parts(
 def _chat_parts(
     tokenizer: PromptTokenizer, asked: Asked, response: list[dict[str, Any]], where: str
 ) -> Iterator:
-    """Yield each assistant turn, and between two turns the text that the template puts there."""
+    """Yield (int32 ids, whether the model writes them) of each assistant turn and of the text between."""
     template, chat, begun = tokenizer.template, list(asked.messages), ""
     if chat[-1]["role"] == "assistant":
         begun = chat.pop()["content"]
@@ -140,7 +142,10 @@ def _chat_parts(
 def _between(
     tokenizer: PromptTokenizer, earlier: Turn, turn: Turn, messages: list[dict[str, Any]], tools: Tools
 ) -> np.ndarray:
-    """Return the int32 ids between two assistant turns."""
+    """Return the int32 ids between two assistant turns: other messages, and the beginning of the next turn.
+
+    messages: the messages between the two turns.
+    """
     behind = f"{earlier.before}{earlier.text}{earlier.closing}"
     if turn.before.startswith(behind):
         return tokenizer.encode_behind(behind, turn.before[len(behind) :])

@@ -15,15 +15,17 @@ _KEYS_SHOWN = 20
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """Return the value built only from str, int, float, bool, None, list and dict.
+    """Return a record's value built only from str, int, float, bool, None, list and dict.
 
-    The result can be pickled and written as JSON.
+    So it can be written as JSON, and sent to other processes without importing the library that read it.
 
     Dates and times become ISO 8601 text, durations become seconds, and decimals become their digits. Bytes
     become text if they are UTF-8, else `{"base64": ...}`, which cannot be mistaken for text.
 
     Raises ValueError for a value that is nested too deeply, for text that is not Unicode, and for any other
-    type. The message is written to follow the name of the field.
+    type. The caller puts the name of the field before the message, such as "field x is nested more than ...".
+
+    depth: number of lists and objects around the value.
     """
     if value is None or isinstance(value, (bool, int, float)):
         return value
@@ -52,9 +54,9 @@ def plain(value: Any, depth: int = 0) -> Any:
 
 
 def plain_record(record: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the record with plain values. Raises UserError if a value has no plain form.
+    """Return the record with all values converted by `plain`. Raises UserError if that is impossible.
 
-    where: place of the record, named in error messages.
+    where: place of the record, for error messages.
     """
     result = {}
     for key, value in record.items():
@@ -66,6 +68,7 @@ def plain_record(record: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _text(text: str) -> str:
+    """Return the text. Raises ValueError if it cannot be encoded as UTF-8."""
     if not text.isascii():
         try:
             text.encode("utf-8")
@@ -86,9 +89,9 @@ def without_nulls(value: Any) -> Any:
 
 
 def lookup(record: dict[str, Any], key: str) -> Any:
-    """Return record[key].
+    """Return the value of a field, or None if the record does not have it.
 
-    If there is no such key, `a.b` means key b of the object a. Return None if that is missing too.
+    key: name of the field. If there is no field `a.b`, this means key b of the object in field a.
     """
     if key in record or "." not in key:
         return record.get(key)
@@ -99,9 +102,11 @@ def lookup(record: dict[str, Any], key: str) -> Any:
 
 
 def required(record: dict[str, Any], key: str, where: str) -> Any:
-    """Return what `lookup` finds.
+    """Return the value of a field that a record must have. `a.b` may name key b of the object in field a.
 
-    If it is missing or null, raise UserError, which lists the record's keys.
+    Raises UserError if the field is missing or null. The message lists the record's keys.
+
+    where: place of the record, for the message.
     """
     value = lookup(record, key)
     if value is None:

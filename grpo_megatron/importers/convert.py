@@ -1,4 +1,7 @@
-"""Conversion of another system's settings into ours, with a report of what became of each setting."""
+"""Conversion of another system's settings into ours, with a report of what became of each setting.
+
+"Ours" means the configuration of grpo_megatron, in this whole package.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +25,7 @@ from grpo_megatron.importers.typed import takes_text, typed
 
 @dataclass
 class Import:
-    """The values of our keys, and a record of what became of every key of the other system."""
+    """Result of an import: the values of our keys, and a record of what became of each setting."""
 
     system: str
     """Name of the other system, such as "verl"."""
@@ -39,24 +42,24 @@ class Import:
     not_carried: list[str] = field(default_factory=list)
     """Known settings that have no counterpart here, each with the reason."""
     absorbed: list[str] = field(default_factory=list)
-    """Settings that need nothing here, or that another key decides."""
+    """Settings that need no key of ours, or that another setting decides, one line each."""
     unknown: list[str] = field(default_factory=list)
     """Settings whose keys the mapping does not contain."""
     unread: list[str] = field(default_factory=list)
-    """Words of a script that could not be read and may be settings, or change some."""
+    """Words of a launch script that could not be read. They may be settings, or change some."""
     notes: list[str] = field(default_factory=list)
-    """Arguments that the script takes from its caller."""
+    """Arguments that the launch script takes from its caller, such as "$@"."""
 
     @property
     def changes_training(self) -> list[str]:
-        """Return the findings that a person must accept, first those that no key of ours could settle."""
+        """Return the texts of the findings. Those that no key of ours could settle come first."""
         return [
             finding.text for finding in sorted(self.findings, key=lambda finding: bool(finding.settled_by))
         ]
 
     @property
     def needs_acceptance(self) -> bool:
-        """Return True if the result may train something else.
+        """Return True if a person must accept the result, because it may train something else.
 
         An unknown key or an unread word counts as well, because it can mean anything.
         """
@@ -79,11 +82,13 @@ class Import:
 
 
 def import_settings(system: System, settings: Settings, given: dict[str, Any] | None = None) -> Import:
-    """Convert settings of another system. Every setting ends up in one field of the result; none is dropped.
+    """Convert settings of another system into values of our keys.
+
+    Each setting ends up in one field of the result, so that the report can account for all of them.
 
     given: values of our keys that a person sets, already in the types of those keys. They take precedence.
 
-    Raises UserError for settings that are no GRPO run of this system.
+    Raises UserError if most of the settings are not those of this system, or not those of a GRPO run.
     """
     result = Import(system.name, given=given or {}, unread=list(settings.unread), notes=list(settings.notes))
     source = Source(settings.values, system.entries)
@@ -135,7 +140,7 @@ def import_settings(system: System, settings: Settings, given: dict[str, Any] | 
 
 
 def _carry(key: str, value: Any, entry: Entry, source: Source, result: Import, undecided: str | None) -> None:
-    """Carry one key of the other system over.
+    """Convert one setting of the other system and record the outcome in `result`.
 
     undecided: text that lists the possible values, if the script leaves the key's value open; otherwise None.
     """
@@ -170,10 +175,13 @@ def _carry(key: str, value: Any, entry: Entry, source: Source, result: Import, u
 
 
 def _leave(line: str, entry: Entry, result: Import, not_known: bool = False) -> None:
-    """Record a key that is not carried over.
+    """Record in `result` a setting that is not carried over.
 
     It becomes a finding, which a person must accept, if it decides what is trained or if its value is not
-    known (not_known). A key of ours that was given by hand settles it.
+    known. It does not if a person has set one of the keys `entry.ours` by hand.
+
+    line: text about the setting, for the report.
+    not_known: True if the value of the setting is not known.
     """
     settled = [name for name in entry.ours if name in result.given]
     if settled:
@@ -185,7 +193,10 @@ def _leave(line: str, entry: Entry, result: Import, not_known: bool = False) -> 
 
 
 def _converted(key: str, value: Any, entry: Entry, source: Source) -> dict[str, Any]:
-    """Return our keys and their values, in the types of our keys. Raises CannotCarry."""
+    """Return {our key: value} for a setting. The values have the types of our keys.
+
+    Raises CannotCarry if the value has no counterpart here.
+    """
     if "$" in str(value) and not all(map(takes_text, entry.ours)):
         raise NotKnown(f"not known here; set it by hand ({', '.join(entry.ours)})")
     if isinstance(value, dict):
@@ -205,7 +216,10 @@ def _converted(key: str, value: Any, entry: Entry, source: Source) -> dict[str, 
 
 
 def _carry_default(entry: Entry, source: Source, result: Import) -> None:
-    """Carry over the other system's default where ours differs, because the imported run used theirs."""
+    """Set our keys to the other system's default for a setting that the imported run left at its default.
+
+    Keys of ours that have the same default are not set.
+    """
     try:
         carried = _converted(entry.theirs, entry.default, entry, source)
     except CannotCarry as reason:
@@ -220,7 +234,7 @@ def _carry_default(entry: Entry, source: Source, result: Import) -> None:
 
 
 def to_yaml(result: Import) -> str:
-    """Return the values as YAML of our configuration, each with a comment that says where it comes from."""
+    """Return the values as YAML of our configuration. A comment says which setting each value comes from."""
     return (
         nested_yaml(result.values, {key: " ".join(origin.split()) for key, origin in result.origins.items()})
         + "\n"

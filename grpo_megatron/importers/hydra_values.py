@@ -18,8 +18,8 @@ def hydra_value(text: str, shown: Callable[[str], str]) -> Any:
 
     A text that the grammar rejects, such as a path with a tilde, is returned unchanged.
 
-    text: may contain placeholders of shell_expand.
-    shown: turns a placeholder into readable words, which replace it in the returned value.
+    text: may contain placeholders of shell_expand, which stand for parts that are not known.
+    shown: function that turns a placeholder into readable words, which replace it in the returned value.
     """
     if text in ("", "None"):
         return None
@@ -47,7 +47,10 @@ def hydra_value(text: str, shown: Callable[[str], str]) -> Any:
 
 
 def as_words(value: Any) -> Any:
-    """Write ${references} as $<references>, also within lists and mappings, so that nothing resolves them."""
+    """Write ${references} as $<references>, so that OmegaConf does not resolve them in our configuration.
+
+    This includes texts within lists and mappings.
+    """
     if isinstance(value, dict):
         return {as_words(name): as_words(one) for name, one in value.items()}
     if isinstance(value, list):

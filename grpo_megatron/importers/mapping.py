@@ -1,4 +1,7 @@
-"""Building blocks of a mapping from another system's keys to ours: one Entry per key of that system."""
+"""Building blocks for the mapping of another system's configuration keys to ours, those of grpo_megatron.
+
+The mapping has one Entry for each key, or pattern of keys, of the other system.
+"""
 
 import math
 import re
@@ -18,7 +21,7 @@ class CannotCarry(Exception):
 
 
 class NotKnown(CannotCarry):
-    """Raised for a value that the other system's file leaves open. A person has to give it by hand."""
+    """Raised for a value that the other system's file leaves open, such as $N. A person has to give it."""
 
 
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -38,7 +41,12 @@ def plain(value: Any) -> Any:
 
 
 class Source:
-    """The settings of the other system. A key that is not set has that system's default."""
+    """The settings of the other system, for the converters of the entries.
+
+    values: dotted key -> value, for the keys that the imported run sets. Other keys have that system's
+    default.
+    entries: the mapping, which contains the defaults.
+    """
 
     def __init__(self, values: dict[str, Any], entries: tuple["Entry", ...]):
         self._values = values
@@ -48,14 +56,17 @@ class Source:
         return key in self._values
 
     def __getitem__(self, key: str) -> Any:
-        """Return None for a key without a value or default. Raises NotKnown for an unreplaced $VARIABLE."""
+        """Return the value of a key, otherwise the other system's default, otherwise None.
+
+        Raises NotKnown for a text with a $VARIABLE whose value is not known.
+        """
         value = self._values.get(key, self._defaults.get(key))
         if isinstance(value, str) and "$" in value:
             raise NotKnown(f"{key}={value} is not known here")
         return plain(value)
 
     def below(self, section: str) -> dict[str, Any]:
-        """Return the values that are set in a section. Their keys are relative to the section."""
+        """Return the values that are set below a section. Their keys are relative to the section."""
         return {
             key.removeprefix(f"{section}."): self[key]
             for key in self._values
@@ -69,7 +80,7 @@ class Source:
         return int(value) if float(value).is_integer() else float(value)
 
     def count(self, key: str) -> int:
-        """Return a whole number of at least 1. Raises CannotCarry for anything else."""
+        """Return the value of a key as a whole number of at least 1. Raises CannotCarry for anything else."""
         value = self.number(key)
         if not isinstance(value, int) or value < 1:
             raise CannotCarry(f"{key}={value} is no number of at least 1")
@@ -87,15 +98,15 @@ class Entry:
     theirs: str
     """Key of the other system, such as `data.shuffle`; a pattern if it contains `*`."""
     ours: tuple[str, ...] = ()
-    """Keys of ours that it becomes. None: the key is not carried over, and `note` says why."""
+    """Keys of ours that it becomes. Empty: no key of ours is set, and `note` says why."""
     note: str = ""
     """What differs between the two keys, for the documentation and the report."""
     convert: Convert | None = None
-    """Turns the value into values of `ours`. None: the value stays as it is."""
+    """Function that turns the value into values of `ours`. None: the value stays as it is."""
     default: Any = UNSET
-    """The other system's default, carried over if the key is not set, because ours may differ; else UNSET."""
+    """The other system's default. It is carried over if the key is not set. UNSET: nothing is."""
     unit: str = ""
-    """`theirs -> ours` if the unit changes."""
+    """Both units as `theirs -> ours`, such as `MiB -> bytes`; empty if the unit stays."""
     changes_training: bool = False
     """True if a value that cannot be carried over changes what is trained, which a person must accept."""
 
@@ -106,7 +117,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Finding:
-    """A statement about what is trained that follows from several keys together.
+    """A difference between what the original and the imported run train. A person must accept it.
 
     settled_by: our keys. If a person gives one of them by hand, the finding no longer applies.
     """
@@ -117,12 +128,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class System:
-    """Another system and the mapping of its keys.
+    """Another system and the mapping of its keys to ours.
 
     name: the system's usual name.
     entries: exact keys and patterns. The first exact key that matches wins, then the first pattern.
-    findings: returns differences in what is trained that follow from several keys.
-    refusal: returns why these settings are not a run that can be imported, or None.
+    findings: function that returns the differences in what is trained that no entry of a single key reports.
+    refusal: function that returns the reason why these settings are not a run that can be imported, or None.
     """
 
     name: str
@@ -173,12 +184,16 @@ def dropped(theirs: str, why: str) -> Entry:
 
 
 def trains(*entries: Entry) -> tuple[Entry, ...]:
-    """Return the entries with changes_training set: they decide what is trained."""
+    """Return the entries with changes_training set, because these keys decide what is trained."""
     return tuple(replace(entry, changes_training=True) for entry in entries)
 
 
 def choice(names: dict[str, Any], why: str = "there is no such choice here") -> Convert:
-    """Return a converter that looks the value up in a table. For any other value it raises CannotCarry."""
+    """Return a converter that looks up the value in a table. For any other value it raises CannotCarry.
+
+    names: the other system's value, as text -> our value, or {our key: value} for several keys.
+    why: message for other values.
+    """
 
     def convert(value: Any, source: Source) -> Any:
         if str(value) not in names:
@@ -189,7 +204,10 @@ def choice(names: dict[str, Any], why: str = "there is no such choice here") -> 
 
 
 def truth(value: Any) -> bool:
-    """Return the value as a bool. Raises CannotCarry for anything that is neither true nor false."""
+    """Return the value, which may be a text such as "true", as a bool.
+
+    Raises CannotCarry for anything that is neither true nor false.
+    """
     if isinstance(value, bool):
         return value
     named = {"true": True, "false": False, "none": False, "null": False, "1": True, "0": False}
@@ -199,9 +217,10 @@ def truth(value: Any) -> bool:
 
 
 def only(expected: tuple[Any, ...], why: str) -> Convert:
-    """Return a converter that accepts the expected values and carries nothing.
+    """Return a converter for a key that has no counterpart here. It sets no key of ours.
 
-    It raises CannotCarry for any other value, which would mean something that does not exist here.
+    It accepts the expected values, which ask for what is done here anyway. For any other value it raises
+    CannotCarry with the message `why`.
     """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
@@ -213,7 +232,7 @@ def only(expected: tuple[Any, ...], why: str) -> Convert:
 
 
 def elsewhere(value: Any, source: Source) -> dict[str, Any]:
-    """Carry nothing, because the converter of another key reads this key."""
+    """Set no key of ours: converter for a key that the converter of another key reads."""
     return {}
 
 
@@ -222,9 +241,12 @@ def flag(value: Any, source: Source) -> bool:
 
 
 def room_for(longest: Callable[[Source], int]) -> Convert:
-    """Return a converter for the switch that turns dynamic batches on.
+    """Return a converter for the other system's switch for dynamic batch sizes.
 
-    It makes room for the longest sequence: a micro-batch here holds at least one, whatever another key says.
+    Micro-batches are always packed by tokens here, whatever the switch says. The converter only raises
+    train.max_tokens_per_micro_batch if our default is smaller than the longest sequence.
+
+    longest: function that returns the longest sequence of the run, prompt and response, in tokens.
     """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
@@ -246,7 +268,10 @@ def unless_null(ours: str) -> Convert:
 
 
 def every(ours: str) -> Convert:
-    """Return a converter for an interval in steps. "Never" is -1 in the other system and 0 here."""
+    """Return a converter for an interval in steps. "Never" is -1 in the other system and 0 here.
+
+    ours: our key for the interval.
+    """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
         return {ours: max(0, value) if isinstance(value, int) else value}
@@ -255,7 +280,10 @@ def every(ours: str) -> Convert:
 
 
 def run_name(value: Any, source: Source) -> str:
-    """Return a value for run.name, which has to be the name of a single folder."""
+    """Return a run's name that can be the name of a single folder: slashes become dashes.
+
+    Raises CannotCarry for an empty name, or one with a variable that is not known.
+    """
     name = str(value).strip().replace("/", "-")
     if "$" in name or value is None or name in ("", ".", "..", "???"):
         raise CannotCarry("no name that is known here; give run.name=NAME")
@@ -267,9 +295,11 @@ def total_steps(value: Any, source: Source) -> dict[str, Any]:
 
 
 def epochs(steps: str) -> Convert:
-    """Return a converter for the number of epochs.
+    """Return a converter for the number of epochs. It sets nothing, because a run is measured in steps here.
 
-    steps: the other system's key for the number of steps. If it is set, the epochs decide nothing.
+    It raises CannotCarry unless the settings also give the number of steps.
+
+    steps: the other system's key for the number of steps.
     """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:

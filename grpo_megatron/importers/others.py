@@ -1,4 +1,4 @@
-"""Recognition of launch files of systems whose settings cannot be imported."""
+"""Recognition of launch files of systems whose settings cannot be imported, to tell the user so by name."""
 
 import re
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Other:
     marks: tuple[str, ...]
 
     def found_in(self, text: str) -> list[str]:
-        """Return the text that each mark matches first. Marks without a match are left out."""
+        """Return the first match of each mark in the text. Marks without a match are left out."""
         matches = (re.search(mark, text, re.M) for mark in self.marks)
         return [match[0].strip() for match in matches if match]
 
@@ -147,7 +147,7 @@ OTHERS = (
 
 
 def refusal(text: str) -> str | None:
-    """Return a message if this is a launch file of a system that cannot be imported, otherwise None."""
+    """Return a message if this is a launch file of a known system that cannot be imported, otherwise None."""
     if _IMPORTED.search(text):
         return None
     found = {other.name: other.found_in(text) for other in OTHERS}

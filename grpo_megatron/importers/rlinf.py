@@ -1,4 +1,4 @@
-"""Mapping of RLinf's keys to ours: run, data and rollout.
+"""Mapping of RLinf's keys to ours: run, data and rollout, and the complete mapping RLINF.
 
 RLinf's settings are the YAML of one of its reasoning tasks.
 """
@@ -195,7 +195,10 @@ def _refusal(source: Source, settings: Settings) -> str | None:
 
 
 def _findings(source: Source, settings: Settings) -> list[Finding]:
-    """Return the differences in what is trained that follow from several keys."""
+    """Return differences in what is trained that the entries of single keys do not report.
+
+    Examples are a base configuration that was not read, and a missing reward.
+    """
     found = []
     for key in ("rollout.model.model_type", f"{MODEL}.model_type"):
         value = settings.values.get(key)

@@ -32,7 +32,10 @@ def _sequence_parallel(value: Any, source: Source) -> bool:
 
 
 def _model_of_the_actor(value: Any, source: Source) -> dict[str, Any]:
-    """Return the model's folder. Raises CannotCarry if the rollout names another one."""
+    """Return model.path from the actor's model folder.
+
+    Raises CannotCarry if the rollout names another model, because one model serves both here.
+    """
     named = source["rollout.model.model_path"] or source["rollout.model_dir"]
     if named not in (None, value):
         raise CannotCarry(f"the rollout has another one ({named}), and one model serves both here")
@@ -48,7 +51,7 @@ def _checkpointing(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _wsd(ours: str) -> Convert:
-    """Return a converter for a key that has an effect only with the WSD schedule."""
+    """Return a converter to `ours` for a key that has an effect only with the WSD learning-rate schedule."""
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
         return {ours: value} if value is not None and source["actor.lr_sched.lr_decay_style"] == "WSD" else {}
@@ -66,7 +69,7 @@ def _global_batch(value: Any, source: Source) -> int:
 
 
 def _unless_constant(ours: str) -> Convert:
-    """Return a converter for a key that has no effect with a constant schedule."""
+    """Return a converter to `ours` for a key that has no effect with a constant learning rate."""
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
         constant = source["actor.lr_sched.lr_decay_style"] in (None, "constant")

@@ -1,4 +1,4 @@
-"""Mapping of RLinf's keys to ours: sampling."""
+"""Mapping of RLinf's keys to ours: sampling of training responses."""
 
 from typing import Any
 
@@ -25,9 +25,11 @@ def _sampled(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _off_is(neutral: Any) -> Convert:
-    """Return a converter that accepts only the neutral value, which switches the filter off.
+    """Return a converter for a filter of sampled tokens, such as top-p, that must be off.
 
-    Any other value would sample from another distribution than the one that the log-probs belong to.
+    With any other value, tokens would be sampled from another distribution than the log-probs belong to.
+
+    neutral: the only accepted value, which switches the filter off.
     """
 
     def convert(value: Any, source: Source) -> Any:

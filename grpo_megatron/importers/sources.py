@@ -33,13 +33,13 @@ class Settings:
     values: dict[str, Any] = field(default_factory=dict)
     """Dotted key -> value. A value that is not known is text with a $ in it, such as `$N` or `$<8 or 16>`."""
     undecided: dict[str, str] = field(default_factory=dict)
-    """Keys of `values` with several possible values -> these values and the condition that decides."""
+    """Key of `values` whose value is not certain -> text that says what it depends on."""
     unread: list[str] = field(default_factory=list)
-    """Words that may be settings or change some, each with an explanation."""
+    """Words of a launch script that may be settings or change some, each with an explanation."""
     notes: list[str] = field(default_factory=list)
-    """Arguments that the script takes from its caller; without arguments they change nothing."""
+    """Arguments that the launch script takes from its caller, such as "$@". Often there are none."""
     lost: list[str] = field(default_factory=list)
-    """Settings that occur in the script and reach no command."""
+    """Settings that occur in the launch script but are passed to no command."""
     program: str | None = None
     """Python module, .py file or .sh file that is launched; None for YAML."""
     base: dict[str, str] = field(default_factory=dict)
@@ -49,13 +49,14 @@ class Settings:
 def read_settings(
     text: str, launch: int | None = None, is_yaml: bool = False, environment: dict[str, str] | None = None
 ) -> Settings:
-    """Read YAML sections or a launch command. The text itself shows which of the two it is.
+    """Read another system's settings from the text of a YAML file or a launch script, whichever it is.
 
-    launch: number of the script's launch command to import, counted from 1.
+    launch: number of the script's launch command to import, counted from 1. None: all of them must be equal.
     is_yaml: True to accept nothing but YAML.
     environment: variables that are set when the script starts.
 
-    Raises UserError if the text is neither, or if it is a file of a system that cannot be imported.
+    Raises UserError if the text is neither, or if several launch commands differ and `launch` is None. Raises
+    UserError also if it is a file of a system that cannot be imported.
     """
     if problem := others.refusal(text):
         raise UserError(problem)
@@ -101,7 +102,10 @@ def _flat(tree: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _resolved(tree: dict) -> dict:
-    """Return the tree with its ${references} replaced, except for those that cannot be resolved."""
+    """Return the tree with its ${references} replaced by what they refer to.
+
+    References that cannot be resolved, and those to environment variables, stay as they are.
+    """
     with _arithmetic():
         config = OmegaConf.create(tree)
         return _resolve_node(config, OmegaConf.to_container(config, resolve=False), ())
@@ -125,7 +129,10 @@ def _resolve_node(config, raw: Any, path: tuple) -> Any:
 
 @contextmanager
 def _arithmetic() -> Iterator[None]:
-    """Register, within this block only, the resolvers that RLinf's files use."""
+    """Register OmegaConf resolvers that RLinf's files use, such as ${multiply:a,b}.
+
+    OmegaConf's registry is global, so they are removed when the `with` block ends.
+    """
     resolvers = {
         "add": lambda *numbers: sum(numbers),
         "subtract": lambda a, b: a - b,
@@ -165,7 +172,7 @@ def _read_command(text: str, number: int | None, environment: dict[str, str] | N
 
 
 def _settings(launch: Launch) -> list[str]:
-    """Return the words of the command that are settings or may be some."""
+    """Return the words of a launch command that are settings or may be some: key=value, ~key, $VARIABLE."""
     return [
         word
         for word in launch.words
@@ -176,7 +183,12 @@ def _settings(launch: Launch) -> list[str]:
 
 
 def _chosen(launches: list[Launch], number: int | None) -> Launch:
-    """Return the launch command to import. Raises UserError if several differ and none is named."""
+    """Return the launch command to import.
+
+    number: its number, counted from 1. None: the first one, if all of them have equal settings.
+
+    Raises UserError if there is no such command, or if they differ and `number` is None.
+    """
     if number is not None:
         if not 1 <= number <= len(launches):
             raise UserError(f"--launch {number}: the script has {len(launches)} launch commands")
@@ -194,9 +206,9 @@ def _chosen(launches: list[Launch], number: int | None) -> Launch:
 
 
 def _program(launch: Launch) -> str | None:
-    """Return what the command runs: the module after the last -m before the settings, or a .py or .sh file.
+    """Return the program that a launch command starts: the last .py or .sh file before the settings.
 
-    None if there is neither.
+    If there is no such file, return the module after the last -m before the settings, or None.
     """
     first = next(
         (place for place, word in enumerate(launch.words) if _ARGUMENT.match(word)), len(launch.words)
@@ -208,7 +220,7 @@ def _program(launch: Launch) -> str | None:
 
 
 class _Arguments:
-    """Reads the words of a launch command into Settings."""
+    """Reader of the words of a launch command. Its method `read` adds what they say to `settings`."""
 
     def __init__(self, launch: Launch, variables: Variables, settings: Settings):
         self._launch, self._variables, self._settings = launch, variables, settings
@@ -240,7 +252,10 @@ class _Arguments:
             self._settings.undecided[key] = reasons
 
     def _leave_open(self, key: str, found: list[tuple[Any, str]]) -> None:
-        """Record all possible values of a key that depends on a condition."""
+        """Record all possible values of a key that is set only under a condition that is not known.
+
+        found: (value, condition) of each place that may set the key.
+        """
         always = [self._settings.values[key]] if key in self._settings.values else []
         values = list(dict.fromkeys(map(str, [*always, *(value for value, _ in found)])))
         if always and len(values) == 1:

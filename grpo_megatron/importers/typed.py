@@ -1,4 +1,4 @@
-"""Conversion of the other system's values to the types of our keys."""
+"""Conversion of the other system's values to the types that our keys have in the configuration schema."""
 
 import math
 import types
@@ -14,7 +14,7 @@ _FIELDS = known_keys()
 
 
 def typed(key: str, value: Any) -> Any:
-    """Return the value in the type of our key.
+    """Return the value in the type of our key, such as 1 for "1" if the key is an int.
 
     Raises CannotCarry, with a message that names the type, if the value cannot be converted.
     """

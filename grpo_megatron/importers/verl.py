@@ -73,7 +73,13 @@ def _micro_batch(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _discounting(estimators: tuple[str, ...], why: str):
-    """Return a converter for gamma or lam, which only some of verl's estimators read."""
+    """Return a converter for gamma or lam. It sets nothing, because advantages are not discounted here.
+
+    It raises CannotCarry for a value other than 1 if the run's estimator reads the key.
+
+    estimators: verl's estimators that read the key.
+    why: message for CannotCarry.
+    """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
         if value != 1 and source["algorithm.adv_estimator"] in estimators:
@@ -104,14 +110,17 @@ def _of_other_losses(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _generated_batches(value: Any, source: Source) -> dict[str, Any]:
-    """Return the limit on generated batches. verl's 0 means no limit."""
+    """Return the limit on generated batches per step. verl's 0, no limit, becomes 10000.
+
+    Without filter_groups verl does not read the key, and nothing is returned.
+    """
     if not truth(source["algorithm.filter_groups.enable"]):
         return {}
     return {"rollout.dynamic_sampling.max_batches": float(value) or 10000.0}
 
 
 def _loss_mode(source: Source) -> str:
-    """Return the name of the policy loss that verl uses.
+    """Return verl's name of the policy loss that a run uses.
 
     In bypass mode verl overwrites loss_mode with that mode's own loss_type.
     """

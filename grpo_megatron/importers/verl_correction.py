@@ -1,6 +1,7 @@
 """Mapping of verl's algorithm.rollout_correction to ours.
 
-The keys are weights (rollout_is) and masks (rollout_rs) for the mismatch between engine and trainer.
+The keys correct for the difference between the log-probs of engine and trainer: rollout_is by weights,
+rollout_rs by masks.
 
 verl also works with the log-ratio of trainer to engine, but its k1 criteria use the negative of it. Bounds of
 token_k1, seq_sum_k1 and seq_mean_k1 are therefore bounds of the ratio of engine to trainer. For example,
@@ -38,7 +39,12 @@ def _number(key: str, text: Any) -> float | int:
 
 
 def _thresholds(key: str, value: Any) -> tuple[float | None, float]:
-    """Return (lower bound or None, upper bound) of a number or of a text "lower_upper"."""
+    """Parse a threshold of verl: a number, which is the upper bound, or a text "lower_upper".
+
+    Returns (lower bound or None, upper bound). Raises CannotCarry for None and anything else.
+
+    key: verl's key of the threshold, for the message.
+    """
     if value is None:
         raise CannotCarry(f"verl needs {key} with it")
     lower, separator, upper = str(value).rpartition("_")
@@ -102,9 +108,10 @@ def _kept(kind: str, low: float, high: float) -> dict[str, Any]:
 
 
 def _what_a_mask_takes(source: Source) -> dict[str, Any]:
-    """Return the keys that make a mask act on KL, entropy and the means as well.
+    """Return the values of ours with which a mask also takes tokens out of KL, entropy and the means.
 
-    Outside of bypass mode, verl removes rejected tokens from the batch, so that all of these lose them.
+    verl does so outside of bypass mode, because it removes rejected tokens from the batch. In bypass mode
+    nothing is returned.
     """
     if bypasses(source):
         return {}

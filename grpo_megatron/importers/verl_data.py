@@ -48,9 +48,12 @@ def _overlong_length(buffer: str) -> Convert:
 
 
 def _overlong_end(buffer: str) -> Convert:
-    """Return a converter for the length at which the overlong buffer ends.
+    """Return a converter for verl's length limit at which the overlong buffer ends.
 
-    Here the buffer always ends at the length of the longest response, so that no other value can be carried.
+    Here the buffer always ends at rollout.max_response_length. The converter sets nothing, and raises
+    CannotCarry for any other limit if the buffer is enabled.
+
+    buffer: verl's section with the settings of the buffer.
     """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
@@ -161,9 +164,9 @@ _SANDBOX = "programs run in a sandbox on the node here: reward.function=code"
 
 
 def _reward_sections(old: bool) -> tuple[str, str, str, str, str]:
-    """Return where the reward's settings are: manager, function, sandbox, manager's arguments and model.
+    """Return verl's keys and sections for (reward manager, function, sandbox, manager's arguments, model).
 
-    old: their names until the end of 2025.
+    old: True for the names that verl used until the end of 2025.
     """
     if old:
         return (
@@ -183,7 +186,10 @@ def _reward_sections(old: bool) -> tuple[str, str, str, str, str]:
 
 
 def _reward_entries(old: bool) -> tuple[Entry, ...]:
-    """Return the entries of the reward's keys. old: by their names and sections until the end of 2025."""
+    """Return the entries of verl's reward keys.
+
+    old: True for the names that verl used until the end of 2025.
+    """
     manager, function, sandbox, kwargs, model = _reward_sections(old)
     buffer = f"{kwargs}.overlong_buffer_cfg"
     return (

@@ -1,4 +1,4 @@
-"""Differences in what is trained that follow from several settings of a verl run together."""
+"""Differences in what a verl run trains that the entries of single keys do not report."""
 
 import re
 
@@ -22,7 +22,10 @@ def refusal(source: Source, settings: Settings) -> str | None:
 
 
 def findings(source: Source, settings: Settings) -> list[Finding]:
-    """Return the differences in what is trained that follow from several keys."""
+    """Return differences in what is trained that the entries of single keys do not report.
+
+    Examples are the reward, a model for images, and a base configuration that was not read.
+    """
     found = [
         Finding(
             "reward: verl scores a record by the rule of its data_source, or by a function of "

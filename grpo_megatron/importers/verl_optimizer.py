@@ -54,9 +54,9 @@ def _schedule(source: Source) -> str:
 
 
 def _wsd(ours: str, names: dict[str, str] | None = None) -> Convert:
-    """Return a converter for a key that has an effect only with the WSD schedule.
+    """Return a converter to `ours` for a key that has an effect only with the WSD learning-rate schedule.
 
-    names: verl's values -> ours, where the names differ.
+    names: verl's values -> ours, where they differ.
     """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def _unless_constant(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _min_ratio(value: Any, source: Source) -> dict[str, Any]:
-    """Convert a fraction of the peak learning rate into a rate."""
+    """Return optimizer.lr_min for verl's minimum, which is a fraction of the peak learning rate."""
     return _unless_constant(value * source.number(f"{ACTOR}.optim.lr"), source) if value else {}
 
 

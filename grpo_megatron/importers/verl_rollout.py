@@ -1,4 +1,4 @@
-"""Mapping of verl's keys to ours: the engine that generates."""
+"""Mapping of verl's keys to ours: the engine that generates responses."""
 
 from typing import Any
 
@@ -28,9 +28,12 @@ def _validation(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _off_is(neutral: Any, why: str):
-    """Return a converter that accepts only the neutral value, which switches the filter off.
+    """Return a converter for a filter of sampled tokens, such as top-p, that must be off.
 
-    Any other value would sample from another distribution than the one that the log-probs belong to.
+    With any other value, tokens would be sampled from another distribution than the log-probs belong to.
+
+    neutral: the only accepted value, which switches the filter off.
+    why: message of CannotCarry for other values.
     """
 
     def convert(value: Any, source: Source) -> Any:
@@ -59,9 +62,11 @@ def _max_turns(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _same_as(length: str) -> Convert:
-    """Return a converter for a length that has no key of its own here.
+    """Return a converter for a length that has no key of its own here. It sets nothing.
 
-    length: the key whose value verl takes for it by default, the only value that can be carried over.
+    It raises CannotCarry for a value other than that of `length`.
+
+    length: verl's key of the length that is carried over, and the default of this one.
     """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Training engine: models, ranks and optimizers. It knows nothing of rewards or prompts."""
+"""Training engine: what runs on one trainer rank (model, optimizer, checkpoints, weight export).
+
+It does not depend on prompts or reward functions.
+"""
 
 from grpo_megatron.megatron import cpu
 

@@ -1,7 +1,8 @@
 """Actor: one rank of the trained model, with its optimizer and reference weights.
 
-Actor is a plain class: a run wraps it in a Ray actor, the tests call it directly. A method whose docstring
-says "Collective" must be called on all ranks, with the same arguments unless stated otherwise.
+Actor is a plain class. PolicyTrainer calls it through a Ray actor; the tests in tests/parallel call it
+directly. A method whose docstring says "Collective" must be called on all ranks at the same time. Arguments
+are the same on all ranks, except micro-batches, which are those of the rank's data-parallel replica.
 """
 
 from collections.abc import Iterator
@@ -64,7 +65,7 @@ class Actor:
     def __init__(self, spec: ActorSpec, heart: Heart | None = None):
         """Build the model, load its weights and set up the optimizer.
 
-        heart: heartbeat of this process; the actor reports micro-batches and phases to it. None: no reports.
+        heart: heartbeat of this process, for the driver's hang detector. None: report no progress.
         """
         self.spec, self._heart = spec, heart or Heart()
         self.rank = rank_info()
@@ -100,14 +101,14 @@ class Actor:
         self._set_up_training()
 
     def _load(self, folder: str) -> None:
-        """Fill the parameters from a checkpoint. Benchmarks override this to do without a checkpoint."""
+        """Fill the parameters from an HF checkpoint. Benchmarks override this to run without a checkpoint."""
         if self.arch.scalar_head:
             load_reward_model(self.chunks, folder, self.entries, self.spec.seed)
         else:
             load_hf(self.chunks, hf_checkpoint.HFCheckpoint(folder), self.entries)
 
     def _set_up_training(self) -> None:
-        """Wrap each chunk in DDP and build the optimizer over all of them."""
+        """Wrap each model chunk in Megatron's DDP, and build the optimizer over all chunks."""
         spec = self.spec
         self._gathers_in_forward = spec.overlap and spec.distributed_optimizer
         self.ddp, self.optimizer = wrap_for_training(self.chunks, spec, self.model_spec.params_dtype)
@@ -117,10 +118,11 @@ class Actor:
 
     @contextmanager
     def _settled_weights(self):
-        """Keep all parameters complete within the context: no forward hook gathers them, and nothing trains.
+        """Wait until all parameters have their newest values, and keep them so within the context.
 
-        With overlap, the distributed optimizer's new values arrive only during the next training forward
-        pass. Code that reads or swaps weights before would get the old values, or have its own overwritten.
+        Enter it before weights are read or swapped. With megatron.overlap, the distributed optimizer's new
+        values arrive only during the next training forward pass: code would read old values, or its own would
+        be overwritten.
         Raises RuntimeError between `begin_reference` and `end_reference`.
         """
         self._reference_passes.require_policy()
@@ -136,26 +138,26 @@ class Actor:
                 ddp.enable_forward_pre_hook()
 
     def _until_saved(self, weights_only: bool = False) -> None:
-        """Wait until a checkpoint that is being written has read what is about to change.
+        """Wait until the checkpoint thread, which reads tensors without a copy, no longer needs them.
 
-        Checkpoints are written from live memory.
-        weights_only: only the weights change, not the optimizer's states.
+        weights_only: the caller is about to change only weights, not the optimizer's states.
         """
         if self._writer:
             self._writer.wait_until_read(weights_only)
 
     def make_room(self) -> None:
-        """Free what later passes rebuild: the step's micro-batches, FP8 copies of weights, cached memory."""
+        """Free memory that later passes can rebuild: prepared micro-batches, FP8 weight copies, caches."""
         self.mini_batches.clear()
         self.memory.drop_fp8_casts()
         return_to_system()
 
     def sleep(self) -> dict[str, Bytes]:
-        """Free the memory of weights, gradients and optimizer states until `wake`. Collective.
+        """Free the device memory of weights, gradients and optimizer states until `wake`. Collective.
 
-        In between, only `checkpoint_written`, `finish_checkpoint` and `wake` may be called.
-        Returns {"before": ..., "asleep": ...}: the resident bytes by kind before and after. The kind
-        "occupied" is all memory of the process.
+        Rollout engines use the memory in the meantime. Until `wake`, only `checkpoint_written` and
+        `finish_checkpoint` may be called.
+        Returns {"before": {kind: bytes}, "asleep": {kind: bytes}}: memory before and after. The kinds are
+        those of TrainingMemory.resident, and "occupied" for all memory of this process.
         """
         report = {"before": self.memory.resident() | {"occupied": occupied()}}
         with self._settled_weights():
@@ -166,13 +168,13 @@ class Actor:
         return report | {"asleep": self.memory.resident() | {"occupied": occupied()}}
 
     def wake(self) -> None:
-        """Undo `sleep`. Collective."""
+        """Bring weights, gradients and optimizer states back after `sleep`. Collective."""
         self.memory.wake()
 
     def begin_reference(self) -> None:
-        """Put the reference's weights in the policy's place until `end_reference`. Collective.
+        """Let the model compute with the reference's weights until `end_reference`. Collective.
 
-        Any number of passes of the reference may run in between, and nothing else: a weight sync or a
+        In between, only `logprobs(reference=True)` may be called, any number of times. A weight sync or a
         checkpoint would take the reference's weights for the policy's.
         """
         if self.reference is None:
@@ -193,11 +195,11 @@ class Actor:
     ) -> np.ndarray | None:
         """Return the log-prob of every target, float32 [T], in the order of the micro-batches. Collective.
 
-        Returns None except on the rank that reports for its data-parallel replica.
-        micro_batches: those of this rank's replica.
+        Only one rank per data-parallel replica returns them (RankInfo.reports); the others return None.
         reference: compute with the reference's weights; `begin_reference` must have been called.
-        key: names the mini-batch, so that its other passes reuse its layout and, if configured, its routing.
-        keep_hidden: with `reference`, keep the reference's hidden states for the exact KL.
+        key: (step, index of the mini-batch). Later passes with the same key reuse the prepared inputs and,
+            with moe.routing_replay, the choice of experts.
+        keep_hidden: with `reference`, keep the last hidden states for the exact KL of `train_step`.
         """
         if reference and not self._reference_passes.begun:
             raise RuntimeError("a pass of the reference needs begin_reference first")
@@ -211,7 +213,8 @@ class Actor:
     def scores(self, micro_batches: MicroBatches) -> np.ndarray | None:
         """Return the reward model's score of every sequence, float32 [S], in their order. Collective.
 
-        Returns None as `logprobs` does.
+        The frozen reward model computes them if there is one, otherwise the trained model.
+        Only one rank per data-parallel replica returns them; the others return None.
         """
         prepared = self.mini_batches.get(None, micro_batches)
         with self._settled_weights():
@@ -222,11 +225,11 @@ class Actor:
     def probe(
         self, micro_batches: MicroBatches, temperature: float, rounding: torch.dtype | None
     ) -> np.ndarray | None:
-        """Return log-prob and entropy of every target, float32 [2, T], under changed conditions. Collective.
+        """Return log-prob and entropy of every target, float32 [2, T], to compare with engines. Collective.
 
-        Returns None as `logprobs` does.
-        temperature: replaces the configured one.
-        rounding: add rounding errors of this dtype in every layer, see `rounding_noise`. None: add none.
+        Only one rank per data-parallel replica returns them; the others return None.
+        temperature: divides the logits, in place of the configured temperature.
+        rounding: multiply each layer's output by random rounding errors of this dtype. None: do not.
         """
         prepared = self.mini_batches.get(None, micro_batches)
         # No earlier pass recorded a routing of these sequences. Only the engine's samples may bring one.
@@ -239,7 +242,7 @@ class Actor:
         return torch.cat(parts, dim=1).cpu().numpy() if self.rank.reports else None
 
     def scale_weights(self, factor: float, share: float = 1.0) -> None:
-        """Multiply every parameter by `factor`. Collective.
+        """Multiply every parameter by `factor`, so that the self-test can sync changed weights. Collective.
 
         The optimizer's master weights do not change, so the next optimizer step undoes the change.
         share: fraction of the elements to multiply, chosen at random. Below 1, replicas then differ, and
@@ -267,12 +270,13 @@ class Actor:
         key: Key | None = None,
         drop: bool = False,
     ) -> TrainResult | None:
-        """Take one optimizer step on sum_t w_t l_t over all replicas. Collective.
+        """Take one optimizer step on the weighted sum of all replicas' token losses. Collective.
 
-        Returns None as `logprobs` does. key: as in `logprobs`.
-        step_tokens: tokens of the step over all replicas.
-        current_is_old: the current policy is the old policy, see config OldLogprobs.
-        drop: drop the step, as if the gradient were not finite, and only return the measurements.
+        Only one rank per data-parallel replica returns a TrainResult; the others return None.
+        step_tokens: tokens of the optimizer step over all replicas, padding excluded.
+        current_is_old: take the current log-probs as those of the old policy (train.old_logprobs=current).
+        key: (step, index of the mini-batch), see `logprobs`.
+        drop: compute loss and gradient norm, but leave the weights unchanged.
         """
         metrics = self.compute_gradients(micro_batches, loss, step_tokens, current_is_old, key)
         beyond = beyond_limits(loss.limits, metrics)
@@ -293,7 +297,7 @@ class Actor:
     ) -> Metrics:
         """Compute the gradients of `train_step` into the parameters' `main_grad`. Collective.
 
-        Returns this replica's metrics on its reporting rank, and an empty dict on the others.
+        Returns this replica's metrics on one rank of the replica, and an empty dict on its other ranks.
         """
         self._reference_passes.require_policy()
         for ddp in self.ddp:
@@ -318,7 +322,7 @@ class Actor:
         return metrics | routers if self.rank.reports else {}
 
     def reset_reference(self) -> None:
-        """Make the current weights the reference. Collective."""
+        """Make the policy's current weights the reference model's weights. Collective."""
         if self.reference is None:
             raise RuntimeError("this actor was built without reference weights")
         self._until_saved(weights_only=True)  # the checkpoint's weights include the reference's
@@ -326,9 +330,9 @@ class Actor:
             self.reference.take_current()
 
     def sync_order(self, order: Order) -> Answer:
-        """Do this rank's part of a weight sync.
+        """Do this rank's part of a weight sync to the engines, and return its answer to the driver.
 
-        The sender and its channel are kept until an order with another setup comes.
+        The sender and its connections are kept until an order with another setup comes.
         """
         with_te = self.model_spec.transformer_engine
         self._sender = sender_for(order.setup, self._sender, self.rank.rank, self.device, with_te)
@@ -336,9 +340,10 @@ class Actor:
             return self._sender.send(order, lora.MergedWeights(self.chunks), self._heart.tick)
 
     def weight_buckets(self, max_bytes: int) -> Iterator[Bucket]:
-        """Yield the current weights under HF names in buckets; each weight comes from one rank. Collective.
+        """Yield the current weights under HF names in buckets of at most `max_bytes`. Collective.
 
-        Exhaust the iterator on every rank, because gathering is collective over the TP group.
+        Each weight comes from one rank only. Exhaust the iterator on every rank, also on those that yield
+        nothing, because weights are gathered collectively over the TP group.
         """
         with self._settled_weights():
             # Ranks that yield no weight still run the loop, because it drives the collectives.
@@ -346,9 +351,9 @@ class Actor:
             yield from make_buckets(tensors, max_bytes, engine_stacks(self.entries.values()))
 
     def save_hf(self, folder: str, dtype: torch.dtype | None = None) -> None:
-        """Write an HF checkpoint, see `export.save_hf`. Collective. Raises UserError if the disk is full.
+        """Write the current weights as an HF checkpoint. Collective.
 
-        dtype: dtype of the written tensors. None: the training precision.
+        dtype: dtype of the written tensors. None: that of the parameters. Raises UserError if the disk fails.
         """
         with writing(folder), self._settled_weights():
             dtype = dtype or self.model_spec.params_dtype
@@ -357,8 +362,8 @@ class Actor:
     def begin_checkpoint(self, folder: str) -> None:
         """Start writing weights, optimizer and learning-rate state as they are now. Collective.
 
-        Other methods may be called in the meantime; those that change the state wait until it has been read.
-        The checkpoint is complete when `finish_checkpoint` has returned.
+        A thread writes them while other methods may be called. Methods that change what is still to be
+        written wait for the thread. The checkpoint is complete when `finish_checkpoint` has returned.
         """
         if self._writer:
             raise RuntimeError("the last checkpoint has not been finished")
@@ -370,26 +375,26 @@ class Actor:
                 self._until_saved()
 
     def checkpoint_written(self) -> bool:
-        """Return True if `finish_checkpoint` has nothing to wait for on this rank."""
+        """Return True if this rank has written its file, or no checkpoint is in progress."""
         return self._writer is None or self._writer.done()
 
     def finish_checkpoint(self) -> SaveReport:
         """Wait until the checkpoint of `begin_checkpoint` is on disk. Collective. May be called while asleep.
 
-        Raises NotWritten on all ranks, naming those that could not write.
+        Raises NotWritten on all ranks if any rank could not write. The message names these ranks.
         """
         writer, self._writer = self._writer, None
         return writer.finish()
 
     def verify_checkpoint(self, folder: str, files: dict[str, FileRecord]) -> None:
-        """Check that every file of a checkpoint is as recorded. Collective. Raises DamagedCheckpoint.
+        """Check a checkpoint's files before `load_checkpoint`. Collective. Raises DamagedCheckpoint.
 
-        Call this before anything of the checkpoint is read.
+        files: {file name: its recorded size and checksum}.
         """
         checkpoint_files.verify(folder, files)
 
     def load_checkpoint(self, folder: str) -> None:
-        """Load weights, optimizer and learning-rate state, and the reference if it was reset. Collective."""
+        """Restore weights, optimizer, learning-rate state, and a reference that was reset. Collective."""
         self._until_saved()
         with self._settled_weights(), self.memory.optimizer_at_hand():
             sharded_state.load(folder, [ddp.module for ddp in self.ddp], self.optimizer, self.reference)

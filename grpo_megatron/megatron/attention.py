@@ -1,6 +1,7 @@
-"""Causal attention with rotary embedding over packs, for Megatron's local layer spec.
+"""Causal attention with rotary embedding over packs of sequences, for Megatron's local layers.
 
-Megatron's own core attention refuses packed sequences. This one also runs on CUDA without TransformerEngine.
+It replaces Megatron's local attention, which refuses packed sequences. It runs on a CPU, and on CUDA without
+TransformerEngine.
 """
 
 import math
@@ -19,7 +20,10 @@ from grpo_megatron.batch.layout import Pack, on_device
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotary embedding of x [t, heads, d]. cos, sin: [t, 1, d], with the first half of sin negated."""
+    """Rotary embedding with a backward pass that saves only cos and sin, not x.
+
+    x: [t, heads, d]. cos, sin: [t, 1, d], with the first half of sin's channels negated.
+    """
 
     @staticmethod
     def forward(ctx, x, cos, sin):
@@ -38,9 +42,10 @@ def _rotated(x, cos, sin):
 
 
 def rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Return x [t, heads, d] with its first channels rotated, as many as the rotation has.
+    """Apply the rotary embedding to queries or keys x [t, heads, d].
 
-    rotation: cos and sin, see PackedSequences.rotation.
+    rotation: (cos, sin) from PackedSequences.rotation. If they have r < d channels, only the first r channels
+        of x are rotated.
     """
     turned = rotation[0].shape[-1]
     if turned == x.shape[-1]:
@@ -50,10 +55,11 @@ def rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torc
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """Queries whose attention is computed together: n stretches of q consecutive queries.
+    """Attention of n sequences (or sections of one) of equal size, computed by one kernel call.
 
-    Their keys are the first n * k rows of key part `part`. If q = k, attention is causal. If q < k, the
-    queries belong to the last q of the k keys.
+    Each has q consecutive queries and k keys. The queries belong to the last q of the k keys, so attention is
+    plainly causal if q = k. The keys are the first n * k rows of the tensor with index `part` into which the
+    pack's keys are split.
     """
 
     n: int
@@ -64,9 +70,9 @@ class AttentionBatch:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's description of a pack, with the plan by which PackedAttention computes it.
+    """Megatron's description of a pack, plus the batches in which PackedAttention computes its attention.
 
-    query_rows, key_rows and inverse are None if the rows are in that order already.
+    query_rows, key_rows and inverse reorder rows. They are None where the order does not change.
     """
 
     position_ids: torch.Tensor | None = None
@@ -74,16 +80,16 @@ class PackedSequences(PackedSeqParams):
     batches: tuple[AttentionBatch, ...] = ()
     """Batches of queries, in the order in which they are computed."""
     query_rows: torch.Tensor | None = None
-    """int64: rows of this rank's part of the pack, in the order of the batches.
+    """int64: for each query of the concatenated batches, its row in this rank's part of the pack.
 
-    Shorter members of a batch repeat their last row.
+    Sequences shorter than the longest one of their batch repeat their last row.
     """
     key_rows: torch.Tensor | None = None
-    """int64: rows of the keys of all CP ranks, in the order of the key parts."""
+    """int64: order of the keys, gathered from all CP ranks, before they are split into parts."""
     key_sizes: tuple[int, ...] = ()
-    """Rows of each key part."""
+    """Number of keys of each part, see AttentionBatch.part."""
     inverse: torch.Tensor | None = None
-    """int64 [t]: row of each position of the pack in the batches' concatenated outputs."""
+    """int64 [t]: for each token of the pack, its row in the batches' concatenated outputs."""
     short: bool = False
     """True: compute batches by batched matrix products. False: use torch's flash kernel."""
     _kept: dict = field(default_factory=dict, repr=False)
@@ -92,8 +98,9 @@ class PackedSequences(PackedSeqParams):
     def rotation(
         self, frequencies: torch.Tensor, dtype: torch.dtype, factor: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin times `factor`, both [t, 1, d], for `rotate`.
+        """Return (cos, sin) of each token's rotation times `factor`, both [t, 1, d], for `rotate`.
 
+        frequencies: angle per position of each channel pair, in radians, [d / 2].
         The result is cached by dtype, so frequencies and factor must be the same in every layer.
         """
         if dtype not in self._kept:
@@ -107,7 +114,7 @@ class PackedSequences(PackedSeqParams):
         return self._kept[dtype]
 
     def mask(self, batch: AttentionBatch, dtype: torch.dtype) -> torch.Tensor:
-        """Return the mask [q, k] to add to the scores.
+        """Return the causal mask [q, k] to add to the attention scores: -inf on later keys, else 0.
 
         The mask is cached, so that all layers save the same tensor for the backward pass.
         """
@@ -134,12 +141,12 @@ _MASKED_QUERIES = 1024
 def describe_pack(
     pack: Pack, device: torch.device, own_attention: bool = True, equal_only: bool | None = None
 ) -> PackedSequences:
-    """Return the pack as Megatron and PackedAttention need it, with tensors on `device`.
+    """Describe a pack for the attention of all layers, with tensors on `device`.
 
-    own_attention: include the plan for PackedAttention; TransformerEngine's attention needs none.
-    equal_only: without CP, let only neighbours of equal length share a batch. This wastes nothing and moves
-        no row, but makes more kernels. None: True on a CPU for packs with long sequences, where starting a
-        kernel costs little in comparison.
+    own_attention: True: PackedAttention computes attention and needs batches. False: TransformerEngine does.
+    equal_only: without CP, compute only neighbouring sequences of equal length together. This needs no
+        padding and no reordering, but more kernel calls. None: True on a CPU for packs with long sequences,
+        where a kernel call costs little in comparison.
     """
     cu_seqlens = on_device(torch.from_numpy(pack.cu_seqlens), device)
     cu_seqlens_padded = on_device(torch.from_numpy(pack.cu_seqlens_padded), device)
@@ -174,7 +181,10 @@ def describe_pack(
 
 
 def _whole_sequences(pack: Pack, device: torch.device, groups: list[np.ndarray]) -> dict:
-    """Return the plan without CP: batches of whole sequences. groups: indices of each batch's sequences."""
+    """Return the fields of PackedSequences for a pack without CP, with batches of whole sequences.
+
+    groups: for each batch, the indices of its sequences.
+    """
     lengths, starts = pack.padded_lengths, pack.cu_seqlens_padded[:-1].astype(np.int64)
     batches, rows, real = [], [], []
     for members in groups:
@@ -208,7 +218,11 @@ def _similar(lengths: np.ndarray, share: float) -> list[np.ndarray]:
 
 
 def _masked_stretches(pack: Pack, device: torch.device) -> dict:
-    """Return the plan under CP: queries in stretches, keys in the order of the sequences."""
+    """Return the fields of PackedSequences under CP.
+
+    A batch is a section of at most _MASKED_QUERIES queries of one sequence on this rank, with the keys of all
+    CP ranks up to its last query.
+    """
     batches = []
     firsts, lengths = pack.pieces(pack.layout.cp_rank)
     for sequence in range(len(firsts)):
@@ -289,9 +303,9 @@ class PackedAttention(MegatronModule):
         return _take(torch.cat(outputs), packed.inverse)
 
     def _attend(self, packed: PackedSequences, batch: AttentionBatch, query, key, value) -> torch.Tensor:
-        """Compute one batch. Return [n * q, heads * e].
+        """Compute the attention of one batch. Return [n * q, heads * e].
 
-        query: [n * q, heads, d]. key: [at least n * k, kv_heads, d]. value: as key, with e in place of d.
+        query: [n * q, heads, d]. key: [at least n * k, kv_heads, d]. value: [like key, kv_heads, e].
         """
         seen = batch.n * batch.k
         if seen < len(key):
@@ -311,12 +325,12 @@ class PackedAttention(MegatronModule):
 
 
 class _ShortAttention(torch.autograd.Function):
-    """Computes softmax(scale * q k^T + mask) v by batched matrix products.
+    """Attention softmax(scale * q k^T + mask) v for short sequences on a CPU, by batched matrix products.
 
+    It replaces torch's flash kernel there, because it is twice as fast.
     query [n, q, heads, d], key [n, k, kv_heads, d], value [n, k, kv_heads, e], float32 mask [q, k] ->
     [n * q, heads * e]. The query heads that share a kv head become rows of one matrix. bf16 inputs are
-    computed in float32 too, because scores must not be rounded. This is twice as fast as torch's flash
-    kernel.
+    computed in float32, so that scores are not rounded.
     """
 
     @staticmethod
@@ -354,7 +368,10 @@ def _rows_of_heads(x: torch.Tensor, groups: int = 1) -> torch.Tensor:
 
 
 def _heads_of_rows(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Undo `_rows_of_heads`. shape: the shape before it, [n, length, heads, any]."""
+    """Reshape [n * kv_heads, groups * length, d] to [n, length, heads, d], which undoes `_rows_of_heads`.
+
+    shape: [n, length, heads, any].
+    """
     n, length, heads, _ = shape
     kv_heads, d = len(x) // n, x.shape[-1]
     return (

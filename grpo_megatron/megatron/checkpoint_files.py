@@ -1,7 +1,7 @@
-"""Files of a checkpoint. Every rank writes its own file from a thread; any rank can read all of them.
+"""Files of a training checkpoint. Every rank writes its own file from a thread; any rank can read all files.
+
 The format is torch.distributed.checkpoint's, with the names of Megatron's fully reshardable checkpoints.
-Megatron's own writers cannot be used, because they copy everything that they write. docs/checkpoints.md has
-the comparison.
+Megatron's own writers are not used, because they copy everything that they write (docs/checkpoints.md).
 """
 
 import ctypes
@@ -38,7 +38,7 @@ _COMMON = "common.pt"
 
 
 class _Written(NamedTuple):
-    """Place of a piece of a tensor, or of an object, in its rank's file."""
+    """Location of one rectangle of a tensor, or of one object, in the file of the rank that wrote it."""
 
     name: str
     """Global name of the tensor or object."""
@@ -51,17 +51,17 @@ class _Written(NamedTuple):
     dtype: torch.dtype | None = None
     """Dtype of the tensor. None for an object."""
     offset: tuple[int, ...] = ()
-    """Offset of the piece in the whole tensor."""
+    """Offset of the rectangle in the whole tensor."""
     size: tuple[int, ...] = ()
-    """Shape of the piece."""
+    """Shape of the rectangle."""
 
 
 class Writer:
-    """Writes one rank's file from the live tensors, in a thread.
+    """Writes one rank's file of a checkpoint in a thread, so that training goes on meanwhile.
 
-    Code that changes the tensors must first call `wait_until_read`. Only the piece that is being written is
-    copied. Weights come first, because they may be swapped with the reference's long before the optimizer's
-    states change.
+    It reads the weights and optimizer states that training uses, without copying them all first. Code that
+    changes them must call `wait_until_read` before. Weights are written first, because they may be swapped
+    with the reference's long before the optimizer's states change.
     """
 
     def __init__(
@@ -73,11 +73,13 @@ class Writer:
         common: dict,
         begun: float,
     ):
-        """Start writing.
+        """Start the thread.
 
+        folder: folder of the checkpoint; the same on all ranks.
+        weights, states: this rank's rectangles of the weights and of the optimizer's states.
         objects: {global name: bytes} of everything that is not a tensor.
-        common: what rank 0 writes beside all shards.
-        begun: when saving began, by time.perf_counter.
+        common: values that apply to all ranks, such as the learning-rate schedule. Rank 0 writes them.
+        begun: time.perf_counter() when saving began, for the report.
         """
         self._begun = begun
         self._folder, self._rank, self._common = folder, dist.get_rank(), common
@@ -139,22 +141,22 @@ class Writer:
             )
 
     def wait_until_read(self, weights_only: bool = False) -> None:
-        """Wait until the live tensors have been read and may change.
+        """Wait until the thread has read all tensors, so that the caller may change them.
 
-        weights_only: wait for the weights, not for the optimizer's states.
+        weights_only: wait for the weights only, not for the optimizer's states.
         """
         begun = time.perf_counter()
         (self._weights_read if weights_only else self._all_read).wait()
         self._waited += time.perf_counter() - begun
 
     def done(self) -> bool:
-        """Return True if this rank's file is on disk, or has failed."""
+        """Return True if the thread has ended: this rank's file is on disk, or writing it has failed."""
         return not self._thread.is_alive()
 
     def finish(self) -> SaveReport:
-        """Wait for all ranks' files and write what makes them a checkpoint. Collective.
+        """Wait for all ranks' files, then let rank 0 write the checkpoint's metadata. Collective.
 
-        Raises NotWritten on all ranks if one could not write.
+        Raises NotWritten on all ranks if any rank could not write its file.
         """
         begun = time.perf_counter()
         self._thread.join()
@@ -191,9 +193,9 @@ class Writer:
 
 
 def _contents(files: dict[str, list[_Written]]) -> tuple[dict[str, Stored], dict[str, tuple[str, int, int]]]:
-    """Return the contents of all ranks' files, in the form that write_metadata takes.
+    """Return (tensors, objects) in all ranks' files, in the form that write_metadata takes.
 
-    Raises RuntimeError unless every element of every tensor was written exactly once.
+    Raises RuntimeError if the rectangles of a tensor do not have as many elements as the tensor.
     """
     parts, objects = defaultdict(list), {}
     for file, items in files.items():
@@ -214,9 +216,10 @@ def _contents(files: dict[str, list[_Written]]) -> tuple[dict[str, Stored], dict
 
 
 class _Targets:
-    """Targets of the pieces that are read; implements what FileSystemReader wants of a planner.
+    """Tells torch's FileSystemReader where to put what it reads: the methods it calls on a "load planner".
 
-    objects: the objects that were read.
+    pieces: {tensor name: the rectangles to fill}.
+    objects: {name: content} of the objects that were read.
     """
 
     def __init__(self, pieces: dict[str, list[Rectangle]]):
@@ -235,9 +238,11 @@ class _Targets:
 
 
 def verify(folder: str, files: dict[str, FileRecord]) -> None:
-    """Read all files of a checkpoint folder, each on one rank, and check them. Collective.
+    """Check all files of a checkpoint against their records. Each rank reads its share of them. Collective.
 
-    Raises on all ranks DamagedCheckpoint if a file is not as recorded, and UserError if one cannot be read.
+    files: {file name: its recorded size and checksum}.
+    Raises DamagedCheckpoint on all ranks if a file differs from its record. Raises UserError on all ranks if
+    a file cannot be read.
     """
     mine = sorted(files)[dist.get_rank() :: dist.get_world_size()]
     found: list = [None] * dist.get_world_size()
@@ -248,10 +253,14 @@ def verify(folder: str, files: dict[str, FileRecord]) -> None:
 def read(
     folder: str, pieces: list[Rectangle], objects: list[str], optional: Sequence[str] = ()
 ) -> dict[str, io.BytesIO]:
-    """Fill the pieces in place, whatever layout wrote them. Return the objects of the given names.
+    """Read rectangles of tensors, and objects, from a checkpoint that any parallel layout may have written.
 
-    optional: names of further objects, which are returned if the checkpoint has them.
-    Raises UserError if the checkpoint lacks something, has another shape, or is damaged.
+    pieces: rectangles to fill in place.
+    objects: names of objects to read.
+    optional: names of further objects to read if the checkpoint has them.
+    Returns {name: content} of the objects.
+    Raises UserError if the checkpoint lacks a tensor or object, if a tensor has another shape, or if a file
+    is damaged.
     """
     reader = FileSystemReader(folder)
     metadata = load_metadata(folder)
@@ -293,7 +302,7 @@ def _object_item(name: str) -> ReadItem:
 
 
 def read_common(folder: str) -> dict:
-    """Return what `Writer` was given as `common`. Raises UserError if it is missing or damaged."""
+    """Return the `common` values of the Writer that wrote a checkpoint. Raises UserError if damaged."""
     try:
         return torch.load(Path(folder, _COMMON), weights_only=True)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:

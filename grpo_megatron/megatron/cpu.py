@@ -26,7 +26,7 @@ _CUDA_TENSOR_TYPES = ("torch.cuda.FloatTensor", "torch.cuda.HalfTensor", "torch.
 
 
 class _Stream:
-    """Stand-in for a CUDA stream. A CPU works in program order, so waiting is never needed."""
+    """Replacement for torch.cuda.Stream. A CPU works in program order, so waiting is never needed."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -76,7 +76,10 @@ class _Nvtx:
 
 
 class CpuCuda(types.ModuleType):
-    """Stand-in for ``torch.cuda`` inside rewritten modules. Unknown names fall through to torch."""
+    """Replacement for ``torch.cuda`` inside Megatron on a machine without CUDA.
+
+    Rewritten modules see it in place of torch.cuda. Names it does not define come from the real torch.cuda.
+    """
 
     Stream = _Stream
     Event = _Event
@@ -137,7 +140,7 @@ def _is_name(node, name):
 
 
 class CudaToCpu(ast.NodeTransformer):
-    """Syntax tree transformer that replaces CUDA by the CPU in one Megatron module."""
+    """Syntax tree transformer that makes one Megatron module use the CPU where it says CUDA."""
 
     def visit_Call(self, node):
         func = node.func
@@ -212,10 +215,10 @@ def _patch_mappings(module):
 
 
 def install() -> None:
-    """Prepare this process for importing Megatron.
+    """Register the patches that Megatron needs on this machine, to be applied when it is imported.
 
-    Raises RuntimeError if Megatron was imported before, because its modules are then already bound to
-    ``torch.cuda``.
+    A second call does nothing. Raises RuntimeError if Megatron was imported before, because its modules then
+    already refer to ``torch.cuda``.
     """
     ours = changes()
     if ours.mend:
@@ -236,7 +239,7 @@ def install() -> None:
 def must_be_new(prefix: str) -> None:
     """Raise RuntimeError if a module whose name starts with `prefix` was already imported.
 
-    Such modules must be changed while they are imported.
+    The patches change modules while these are imported, so they would have no effect afterwards.
     """
     loaded = next((name for name in sys.modules if name.startswith(prefix)), None)
     if loaded:

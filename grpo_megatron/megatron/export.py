@@ -1,4 +1,4 @@
-"""Export of the trained model as an HF checkpoint, written by the ranks that hold it."""
+"""Export of the trained model as an HF checkpoint. All ranks write in parallel."""
 
 import itertools
 from collections.abc import Iterable
@@ -27,12 +27,15 @@ def save_hf(
     dtype: torch.dtype,
     adapters: dict[str, Entry],
 ) -> None:
-    """Write an HF checkpoint aside, then put it in the place of the old one. Collective over all ranks.
+    """Write the current weights as an HF checkpoint. Collective over all ranks.
 
-    spec: names the original model, for configuration and tokenizer.
-    dtype: of the written tensors.
-    adapters: weight-map entries of the adapters, which are merged into the weights and also written to
-        `folder`/adapter.
+    The files are written to `folder`.partial, which then replaces `folder`, so a crash leaves the old one.
+    chunks: model chunks of this rank.
+    entries: the weight map {Megatron name: entry}.
+    spec: names the original model, whose configuration and tokenizer are copied.
+    dtype: dtype of the written tensors.
+    adapters: weight-map entries of the LoRA adapters. They are merged into the weights, and also written to
+        `folder`/adapter on their own.
     """
     rank, partial, model_path = rank_info(), f"{folder}.partial", spec.model_path
     if rank.rank == 0:
@@ -53,7 +56,7 @@ def save_hf(
 
 
 def _of_reward_model(arch: Architecture, model_path: str) -> dict[str, Any]:
-    """Return what a reward model's config.json says differently from that of a language model."""
+    """Return the config.json entries that make transformers load the checkpoint as a reward model."""
     return {
         "architectures": [reward_architecture(arch)],
         "id2label": {"0": "reward"},
@@ -63,9 +66,10 @@ def _of_reward_model(arch: Architecture, model_path: str) -> dict[str, Any]:
 
 
 def _write(folder: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, dict[str, int]]]:
-    """Write this rank's tensors. Return the shards of all ranks, in the order of their pipeline stages.
+    """Write this rank's tensors as its own safetensors files. Collective, because all ranks exchange names.
 
-    A shard is (file, {tensor: bytes}).
+    tensors: (HF name, tensor) pairs; may be empty on a rank.
+    Returns the files of all ranks in the order of pipeline stages: (file, {tensor name: bytes}).
     """
     rank = rank_info()
     writer = hf_checkpoint.HFWriter(folder, f"{rank.rank:05d}")

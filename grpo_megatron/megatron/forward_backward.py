@@ -23,9 +23,12 @@ from grpo_megatron.metrics import Metrics
 def _run(
     chunks: list, micro_batches: list[MicroBatch], loss_func, forward_only: bool, routing: Routing
 ) -> list:
-    """Run Megatron's schedule over the micro-batches. Return what loss_func stored, on the last stage.
+    """Run Megatron's pipeline schedule over the micro-batches.
 
-    chunks: the (wrapped) model chunks of this stage.
+    chunks: model chunks of this rank, wrapped in DDP or Float16Module.
+    loss_func: (output of the last stage, micro-batch) -> its result; with a backward pass, (loss, token
+        count, metrics).
+    Returns the results (with a backward pass: the metrics) of all micro-batches on the last pipeline stage.
     """
 
     def forward_step(iterator: Iterator[MicroBatch], model):
@@ -72,10 +75,10 @@ def forward_logprobs(
     routing: Routing = Routing.own,
     keep_hidden: Callable[[MicroBatch, torch.Tensor], None] | None = None,
 ) -> list[torch.Tensor]:
-    """Return the log-probs of the targets: one float32 [T] per micro-batch, on the device.
+    """Return the log-probs of the target tokens: one float32 [T] per micro-batch, on the device.
 
-    The list is empty except on the last stage.
-    keep_hidden: called with each micro-batch and its last hidden states [t, h].
+    The list is empty except on the last pipeline stage.
+    keep_hidden: called with each micro-batch and its last hidden states [t, h], to store the reference's.
     """
 
     def collect(hidden: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
@@ -91,9 +94,9 @@ def forward_logprobs(
 def forward_probe(
     chunks: list, micro_batches: list[MicroBatch], head: Head, routing: Routing = Routing.own
 ) -> list[torch.Tensor]:
-    """Return log-probs of the targets and entropies: one float32 [2, T] per micro-batch, on the device.
+    """Return log-prob and entropy of every target token: one float32 [2, T] per micro-batch, on the device.
 
-    The list is empty except on the last stage.
+    Used to compare trainer and engines. The list is empty except on the last pipeline stage.
     """
 
     def collect(hidden: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
@@ -105,9 +108,9 @@ def forward_probe(
 
 @torch.no_grad()
 def forward_scores(chunks: list, micro_batches: list[MicroBatch], head: ScoreHead) -> list[torch.Tensor]:
-    """Return the scores of the sequences: one float32 [S] per micro-batch, on the device.
+    """Return a reward model's scores of the sequences: one float32 [S] per micro-batch, on the device.
 
-    The list is empty except on the last stage.
+    The list is empty except on the last pipeline stage.
     """
     return _run(chunks, micro_batches, head, forward_only=True, routing=Routing.own)
 
@@ -119,10 +122,10 @@ def forward_backward(
     step_tokens: int,
     routing: Routing = Routing.own,
 ) -> list[Metrics]:
-    """Compute the gradients of the objective, summed over micro-batches and ranks, into the model's buffers.
+    """Compute the gradients of the objective, summed over micro-batches and ranks, into DDP's buffers.
 
-    Returns the metrics of each micro-batch, on the last stage.
-    step_tokens: M, the tokens of the optimizer step over all ranks, padding excluded.
+    step_tokens: M of the module docstring: tokens of the optimizer step over all ranks, padding excluded.
+    Returns the metrics of each micro-batch on the last pipeline stage, and an empty list on the others.
     """
 
     def compute(hidden: torch.Tensor, micro_batch: MicroBatch):

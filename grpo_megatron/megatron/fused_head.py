@@ -26,7 +26,10 @@ _GPU_TILE = (128 << 20, 4096)
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tiles of this rank's [t, words] logits. No tile contains rows of the weight that pad the vocabulary."""
+    """Division of this TP rank's [t, words] logits into tiles, so that only one tile is in memory at a time.
+
+    Rows of the weight that only pad the vocabulary are in no tile.
+    """
 
     start: int
     """Id of this rank's first word."""
@@ -35,9 +38,9 @@ class Tiling:
     tokens: int
     """Number of tokens t."""
     chunk_tokens: int
-    """Tokens of a tile."""
+    """Most tokens of a tile."""
     chunk_vocab: int
-    """Words of a tile."""
+    """Most words of a tile."""
 
     @classmethod
     def of(cls, weight, tokens: int, vocab_size: int, group, chunk_tokens, chunk_vocab) -> "Tiling":
@@ -70,7 +73,10 @@ class Tiling:
         return _Scratch(torch.empty(self.chunk_tokens * self.chunk_vocab, dtype=dtype, device=like.device))
 
     def columns(self, target: torch.Tensor, words: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the column of each target in a tile of these words, int64 [n, 1], and which are in it."""
+        """Find the target tokens' columns in a tile with these words.
+
+        Returns (column, inside): int64 [n, 1], 0 for a target outside of the tile; bool [n], True inside.
+        """
         column = target - (self.start + words.start)
         inside = (column >= 0) & (column < words.stop - words.start)
         return torch.where(inside, column, 0)[:, None], inside
@@ -78,7 +84,7 @@ class Tiling:
 
 @dataclass(frozen=True)
 class _Scratch:
-    """Memory of one tile, reused for tile after tile."""
+    """Memory of one tile. Each call returns it as a [rows, columns] matrix, so all tiles reuse it."""
 
     memory: torch.Tensor
 
@@ -87,9 +93,10 @@ class _Scratch:
 
 
 class _Projection:
-    """Computes logits / temperature of one tile, float32, in memory that the next call overwrites.
+    """Computes the logits of one tile, divided by the temperature, as float32.
 
-    exact: do not round the float32 sums to the weight's dtype in between.
+    The result is in memory that the next call overwrites.
+    exact: keep the float32 sums of the matrix product. Otherwise they are rounded to the weight's dtype.
     """
 
     def __init__(
@@ -140,7 +147,11 @@ class _Sums:
         self.sums = torch.zeros(5 if with_reference else 3, tokens, dtype=torch.float32, device=device)
 
     def add(self, tokens: slice, z, r, column, inside, scratch: _Scratch) -> None:
-        """Add a tile of logits and overwrite it. r: the reference's logits, or None."""
+        """Add a tile to the sums of its tokens.
+
+        z: the policy's tile of logits. r: the reference's tile, or None. Both are overwritten.
+        column, inside: from Tiling.columns.
+        """
         self.sums[2, tokens] += torch.where(inside, z.gather(1, column)[:, 0], 0.0)
         peak = torch.stack([z.amax(1), r.amax(1)]) if self.with_reference else z.amax(1)[None]
         self._raise_maximum(tokens, torch.maximum(self.maximum[:, tokens], peak))
@@ -155,7 +166,7 @@ class _Sums:
         sums[1] += a.mul_(exp).sum(1)
 
     def reduce(self, group) -> None:
-        """Sum over the words of all TP ranks."""
+        """Add up the sums of all TP ranks, each of which has only its own words. Collective."""
         if group.size() > 1:
             highest = self.maximum.clone()
             dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
@@ -176,10 +187,10 @@ class _Sums:
 
 @dataclass(frozen=True)
 class HeadTask:
-    """Inputs of FusedHead that are not differentiable."""
+    """Inputs of FusedHead other than tensors that may need a gradient."""
 
     target: torch.Tensor
-    """int64 [t]: the word whose log-prob is computed."""
+    """int64 [t]: id of the word whose log-prob is computed."""
     temperature: float
     """Logits are divided by this."""
     vocab_size: int
@@ -195,7 +206,9 @@ class HeadTask:
 
 
 class FusedHead(torch.autograd.Function):
-    """Autograd function for projection, log-softmax, entropy and KL. With p = softmax(z), q = softmax(r):
+    """Autograd function for output projection, log-softmax, entropy and KL, without storing all logits.
+
+    With z and r the logits / temperature of policy and reference, p = softmax(z) and q = softmax(r):
 
     logp_target = log p_target          d logp / dz_j = [j = target] - p_j
     H    = -sum p log p                 d H    / dz_j = -p_j (log p_j + H)
@@ -276,7 +289,7 @@ class FusedHead(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Coefficients:
-    """Coefficients of the loss's gradient in the logits.
+    """Coefficients from which the backward pass computes the loss's gradient in a tile's logits.
 
     d loss / d logits of word j = e^a_j (constant + linear a_j + ref c_j) + target [j = target]
     Each is float32 [t], or None if the outputs that need it are unused. They combine the three derivatives of
@@ -324,9 +337,9 @@ class _Coefficients:
 
 
 class _WeightGradient:
-    """Gradient of the weight, block of words after block. Sums over tokens are in float32.
+    """Gradient of the output weight, summed over tokens in float32, one tile's words after the other.
 
-    parameter: the gradient is added to its `main_grad`. None: the gradient is a tensor of its own.
+    parameter: the gradient is added to its `main_grad`. None: the gradient is a new tensor.
     """
 
     def __init__(self, weight: torch.Tensor, tiling: Tiling, parameter: torch.nn.Parameter | None):
@@ -345,9 +358,9 @@ class _WeightGradient:
     def add(
         self, words: slice, grad_logits: torch.Tensor, hidden: torch.Tensor, first: bool, last: bool
     ) -> None:
-        """Add the gradient of a tile. Tiles of the same words must follow each other.
+        """Add the gradient of one tile. All tiles with the same words must follow each other.
 
-        first, last: whether the tile is the first or the last of its words.
+        first, last: True if the tile is the first, or the last, with these words.
         """
         out = self.out[words]
         sums = out if self.block is None else self.block[: len(out)]
@@ -359,8 +372,9 @@ class _WeightGradient:
     def result(self) -> torch.Tensor | None:
         """Return the gradient for autograd.
 
-        With main_grad, return a tensor that is not read, so that the parameter's hooks run; or zeros where it
-        is read after all. Megatron's LinearWithGradAccumulationAndAsyncCommunication does the same.
+        If the gradient went into main_grad, autograd only needs some tensor, so that the parameter's hooks
+        run. Its values are undefined, or zeros if Megatron has marked the parameter as `zero_out_wgrad`.
+        Megatron's LinearWithGradAccumulationAndAsyncCommunication does the same.
         """
         if self.parameter is None:
             return self.out
@@ -372,7 +386,10 @@ class _WeightGradient:
 
 
 def _add_product(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, overwrite: bool = False) -> None:
-    """Compute out += left @ right, or out = left @ right. out is float32, the factors may be narrower."""
+    """Compute out += left @ right in place, or out = left @ right with `overwrite`.
+
+    out: float32. left and right may have a narrower dtype.
+    """
     if out.dtype == left.dtype:
         out.addmm_(left, right, beta=0 if overwrite else 1)
     elif overwrite:

@@ -1,6 +1,6 @@
-"""Host memory for data that waits outside of the device.
+"""Host memory for tensors that are moved out of device memory for a while.
 
-With CUDA it is page-locked, so that copies run beside computation.
+With CUDA it is page-locked, so that copies to and from the device run beside computation.
 """
 
 import mmap
@@ -10,7 +10,7 @@ import torch
 
 
 class _Pages(mmap.mmap):
-    """Memory pages of this process. With CUDA they are locked until the last tensor on them is gone."""
+    """Anonymous memory pages. With CUDA they are page-locked until the last tensor that uses them is gone."""
 
     def __new__(cls, size: int):
         return super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -28,19 +28,19 @@ class _Pages(mmap.mmap):
 
 
 def host_memory(size: int) -> torch.Tensor:
-    """Return a tensor uint8 [size] in host memory. size must be above 0.
+    """Allocate a uint8 tensor of `size` > 0 bytes in host memory, page-locked with CUDA.
 
-    With CUDA this is slow, because every page is touched and locked. Keep the memory; do not allocate it in
-    every step. torch's own page-locked memory (`pin_memory`) comes in powers of two: 70 GB would take 128.
+    It replaces torch's `pin_memory`, which allocates powers of two: 70 GB would take 128.
+    Page-locking is slow, so keep the tensor and reuse it in every step.
     """
     return torch.frombuffer(_Pages(size), dtype=torch.uint8)
 
 
 @dataclass
 class HostArena:
-    """Host memory for tensors that are released together. It is kept for the next ones.
+    """Allocator of host tensors that are released together. It keeps its memory for the next step's tensors.
 
-    block_bytes: the arena grows by at least this much.
+    block_bytes: the allocator asks for memory in blocks of at least this size.
     """
 
     block_bytes: int = 1 << 30
@@ -60,5 +60,5 @@ class HostArena:
         return self._blocks[number][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def clear(self) -> None:
-        """Release all tensors of this arena. The next ones will overwrite them."""
+        """Release all tensors that `like` returned. Their memory will be overwritten by later tensors."""
         self._used = [0] * len(self._blocks)

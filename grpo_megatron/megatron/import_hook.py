@@ -1,8 +1,7 @@
 """Import hook that changes modules of Megatron (and TransformerEngine) while they are imported.
 
-One finder in ``sys.meta_path`` holds the changes. The beginning of a module's name decides how its syntax
-tree is rewritten and which additional names it sees. The whole name decides which functions are called right
-after it is loaded.
+It lets this project patch Megatron without a modified copy of it: `cpu` and `emulation` register their
+changes here. One finder in ``sys.meta_path`` holds them.
 """
 
 import ast
@@ -16,11 +15,11 @@ from typing import Any
 
 @dataclass
 class Changes:
-    """Changes to modules that are made while they are imported.
+    """Changes to make to modules while they are imported.
 
-    rewriters: {beginning of a module's name: transformer of its syntax tree}.
-    names: {name: value} that rewritten modules see.
-    mend: {module: functions that are called with it after it is loaded}.
+    rewriters: {prefix of module names: class that transforms the module's syntax tree}.
+    names: {name: value} of global variables that rewritten modules get in addition.
+    mend: {module name: functions to call with the module right after it is loaded, to replace its functions}.
     """
 
     rewriters: dict[str, type[ast.NodeTransformer]] = field(default_factory=dict)
@@ -67,7 +66,10 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def changes() -> Changes:
-    """Return the changes of this process. Add to them before the modules they concern are imported."""
+    """Return the Changes that apply to this process's imports; install the import hook at the first call.
+
+    Callers add to them. An addition has no effect on modules that were imported before.
+    """
     for finder in sys.meta_path:
         if isinstance(finder, _Finder):
             return finder.changes

@@ -1,10 +1,10 @@
-"""Multi-head latent attention (arXiv:2405.04434, section 2.1) over packs.
+"""Multi-head latent attention (DeepSeek, arXiv:2405.04434, section 2.1) over packs of sequences.
 
-It works with local and with TransformerEngine's layers.
+It works with Megatron's local layers and with TransformerEngine's.
 
-Megatron's own class is not used. With its local layers, the gradient of the key part that all heads share
-misses the heads of other tensor-parallel ranks. Its rotation of packs asks for the lengths of all sequences
-in every layer.
+It replaces Megatron's own class for two reasons. With Megatron's local layers, the gradient of the key
+channels that all heads share misses the heads of other tensor-parallel ranks. And its rotary embedding of
+packs reads the lengths of all sequences from the device in every layer.
 """
 
 import math
@@ -28,10 +28,10 @@ from grpo_megatron.model.architecture import LATENT_NORM_EPS, Architecture
 
 @dataclass(frozen=True)
 class LatentAttentionParts:
-    """Classes from which LatentAttention is built.
+    """Classes from which LatentAttention is built, so that it works with either kind of layers.
 
-    column_parallel, row_parallel: linear layers.
-    core: attention over heads whose queries and keys are rotated already.
+    column_parallel, row_parallel: classes of the tensor-parallel linear layers.
+    core: class of the attention over heads; it must not apply a rotary embedding.
     """
 
     column_parallel: type
@@ -40,7 +40,7 @@ class LatentAttentionParts:
 
 
 class _Replicated(torch.nn.Linear):
-    """Linear layer without bias that every TP rank holds whole.
+    """Linear layer without bias that is not split over TP: every TP rank holds the whole weight.
 
     Under sequence parallelism each rank applies it to its own tokens.
     """
@@ -55,13 +55,13 @@ class _Replicated(torch.nn.Linear):
 
 
 class LatentAttention(MegatronModule):
-    """Attention whose queries, keys and values come from low-rank latents.
+    """Attention whose keys and values, and optionally queries, come from low-rank latents.
 
-    All heads share one rotated part of the key.
+    The rotary embedding applies to a few channels only. Those of the key are shared by all heads.
 
     forward: hidden states [t, 1, h], under sequence parallelism [t / tp, 1, h] -> (the same shape, None).
-    The constructor takes what Megatron's layers pass to attention. Parameters are named as in Megatron's
-    class.
+    The constructor takes the arguments that Megatron's transformer layer passes to its attention. Parameters
+    have the names of Megatron's MLASelfAttention.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class LatentAttention(MegatronModule):
         )
 
     def _make_core(self, submodules, layer_number, cp_comm_type, pg_collection, arch: Architecture):
-        """Return the attention over this TP rank's heads, with the architecture's sizes and softmax scale."""
+        """Build the attention over this TP rank's heads, with the architecture's sizes and softmax scale."""
         return submodules.core(
             config=self.config,
             layer_number=layer_number,
@@ -151,7 +151,10 @@ class LatentAttention(MegatronModule):
         return self.linear_proj(attended.reshape(attended.shape[0], 1, -1))
 
     def _projected(self, hidden, packed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return this TP rank's query and key [t, heads, plain + rotated] and value [t, heads, value_dim]."""
+        """Return (query, key, value) of this TP rank's heads, with the rotary embedding applied.
+
+        query and key: [t, heads, plain_dim + rotated_dim]. value: [t, heads, value_dim].
+        """
         latent = self.latent
         if latent.query_rank is None:
             query = self.linear_q_proj(hidden)[0]
@@ -175,5 +178,8 @@ class LatentAttention(MegatronModule):
         return query, key, value.contiguous()
 
     def _halves(self, x: torch.Tensor) -> torch.Tensor:
-        """Reorder [..., d] from adjacent pairs of channels to all first channels, then all second ones."""
+        """Reorder channels [..., d] as `rotate` expects them, if the checkpoint has them in adjacent pairs.
+
+        `rotate` pairs channel i with channel i + d / 2.
+        """
         return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if self.latent.interleaved else x

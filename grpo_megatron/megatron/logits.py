@@ -1,4 +1,7 @@
-"""Logits of a checkpoint, computed on one rank for comparisons. Training never computes whole logits."""
+"""Logits of a Megatron checkpoint, to verify a conversion between HF and Megatron checkpoints.
+
+Training never computes all logits at once, so this is a separate, simple implementation on one rank.
+"""
 
 import tempfile
 
@@ -17,9 +20,10 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 @torch.no_grad()
 def logits_of(folder: str, arch: Architecture, sequences: list[torch.Tensor]) -> torch.Tensor:
-    """Return the logits of all tokens, float32 [t, vocabulary], one sequence after the other.
+    """Load a whole model on this rank and return its logits of all tokens, float32 [t, vocabulary].
 
-    The whole model is loaded on this rank. folder: folder of the sharded checkpoint.
+    folder: folder of the Megatron checkpoint.
+    sequences: token ids; the rows of the result are those of the first sequence, then of the second, ...
     """
     pack = Layout().pack(np.array([len(tokens) for tokens in sequences]))
     with tempfile.TemporaryDirectory() as store:

@@ -1,7 +1,7 @@
-"""The head: computes log-prob, entropy and KL to a reference per token from hidden states.
+"""Head of a language model: computes log-prob, entropy and KL to a reference per token from hidden states.
 
-Megatron's own post-processing always turns hidden states into logits first. Here the projection is part of
-the function (`fused_head`), so a [t, V] tensor never exists.
+Megatron's own output layer first computes all logits. Here the output projection is fused with what follows
+(`fused_head`), so a tensor of all logits, [t, vocabulary], never exists.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,10 @@ from grpo_megatron.megatron.fused_head import FusedHead, HeadTask, Tiling
 
 
 class HiddenStatesOutput(ColumnParallelLinear):
-    """Output layer that returns its input without projecting it. Parameters and their names are unchanged."""
+    """Output layer that returns hidden states instead of logits. Its parameters keep their names.
+
+    `token_logprobs` reads its weight and does the projection.
+    """
 
     def forward(self, input_, weight=None, runtime_gather_output=None):
         return input_, None
@@ -30,7 +33,10 @@ def hand_out_hidden_states(model) -> None:
 
 
 class HeadOutput(NamedTuple):
-    """Values of each computed token, float32 [t] or [n], natural logarithm, equal on every TP rank."""
+    """Result of `token_logprobs`: one value per computed token, float32, natural logarithm.
+
+    The values are equal on every TP rank.
+    """
 
     logp: torch.Tensor
     """Log-prob of the target."""
@@ -68,13 +74,14 @@ def token_logprobs(
         must stay unchanged until the backward pass, which reads them again.
     chunk_tokens, chunk_vocab: size of a tile. None: 8 MiB of float32 logits and at most 1024 tokens on a CPU,
         128 MiB and 4096 tokens on a GPU. Results differ by rounding only.
-    accumulate_into_main_grad: add the weight's gradient to `weight.main_grad`, as Megatron's
-        gradient_accumulation_fusion does, and leave no meaningful `weight.grad`.
+    accumulate_into_main_grad: add the weight's gradient to `weight.main_grad` (DDP's buffer), as Megatron's
+        gradient_accumulation_fusion does. `weight.grad` is then meaningless.
     exact_logits: do not round logits to the weight's dtype. The gradient's products still use that dtype.
     positions: int64 [n], the tokens to compute. Outputs are then [n], and other tokens cost nothing. None:
         all t.
 
-    Raises ValueError for a target, temperature or chunk size that does not fit, or a missing main_grad.
+    Raises ValueError if shapes do not match, if temperature or a chunk size is not positive, or if main_grad
+    is missing.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be above 0, is {temperature}")
@@ -95,9 +102,9 @@ def token_logprobs(
 
 
 def _of_reference(reference, hidden, weight, sequence_parallel: bool, tp_group):
-    """Return (hidden states, weight) of the reference without gradient, or (None, None) if there is none.
+    """Return (hidden states of all tokens, weight) of the reference model, both detached.
 
-    Raises ValueError if their shapes differ from the policy's.
+    Returns (None, None) without a reference. Raises ValueError if the shapes differ from the policy's.
     """
     if reference is None:
         return None, None
@@ -113,9 +120,9 @@ def _of_reference(reference, hidden, weight, sequence_parallel: bool, tp_group):
 
 
 def _all_tokens(hidden, sequence_parallel: bool, group):
-    """Return hidden states [t, h] on every TP rank.
+    """Return the hidden states of all t tokens, [t, h], on every TP rank.
 
-    The backward pass sums the ranks' gradients, because each rank has only those of its words.
+    The backward pass sums the TP ranks' gradients, because each rank computes only those of its own words.
     """
     if sequence_parallel:
         return tensor_parallel.gather_from_sequence_parallel_region(

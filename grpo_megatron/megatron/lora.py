@@ -1,8 +1,8 @@
-"""Adapters (LoRA, arXiv:2106.09685): two small matrices beside a frozen one, under every layout.
+"""LoRA adapters (arXiv:2106.09685) for tensor-parallel layers: frozen W, used as W + (alpha / rank) B A.
 
 In a column-parallel layer, B is split over TP by rows. In a row-parallel layer, A is split over TP by
-columns. The other matrix is whole on every rank. Only the product with A travels between the ranks; it has
-`rank` columns.
+columns. The other matrix is whole on every rank. TP ranks exchange only the product of the input with A,
+which has `rank` columns.
 """
 
 import math
@@ -26,14 +26,17 @@ from grpo_megatron.model.pieces import box
 
 
 class _Adapted:
-    """Common part of both kinds of layer with an adapter.
+    """Base class of column-parallel and row-parallel layers with an adapter.
 
-    Shapes: weight [out, in], lora_a [rank, in], lora_b [out, rank]. out and in are those of this rank's shard
-    of the weight.
+    Shapes: weight [out, in], lora_a [rank, in], lora_b [out, rank]. out and in are the sizes of this TP
+    rank's shard of the weight.
     """
 
     def _add_adapter(self, lora: LoraConfig, whole: str) -> None:
-        """Add the adapter's matrices; `attach` fills them. whole: the matrix that is not split over TP."""
+        """Create the adapter's matrices, uninitialised; `attach` fills them.
+
+        whole: name of the matrix that is not split over TP, "lora_a" or "lora_b".
+        """
         rows, columns = self.weight.shape
         self.rank, self.alpha = lora.rank, lora.alpha
         self.lora_a = torch.nn.Parameter(self.weight.new_empty(lora.rank, columns))
@@ -43,7 +46,10 @@ class _Adapted:
         getattr(self, whole).sequence_parallel = self.sequence_parallel
 
     def _with_adapter(self, output: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-        """Return `output` plus the adapter's part. low [..., rank]: the product with A of the same tokens."""
+        """Return the frozen layer's `output` plus the adapter's.
+
+        low: [..., rank], the product of the same tokens' inputs with A.
+        """
         return torch.add(output, F.linear(low, self.lora_b), alpha=self.alpha / self.rank)
 
     def merged_weight(self) -> torch.Tensor:
@@ -54,7 +60,10 @@ class _Adapted:
     def _sharded(
         self, state: dict, name: str, axis: int, prefix: str, offsets: tuple, metadata: dict
     ) -> None:
-        """Store a matrix in `state` as a shard. Megatron stored it there as a whole matrix."""
+        """Correct the checkpoint entry of an adapter matrix that is split over TP along `axis`.
+
+        Megatron's sharded_state_dict describes it as a whole matrix, because it does not know the adapter.
+        """
         key, groups = f"{prefix}{name}", {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
         tensor = getattr(self, name)
         state[key] = make_tp_sharded_tensor_for_checkpoint(
@@ -63,7 +72,7 @@ class _Adapted:
 
 
 class AdaptedColumns(tp.ColumnParallelLinear, _Adapted):
-    """A column-parallel layer with an adapter."""
+    """Column-parallel linear layer with an adapter, for Megatron's local layers."""
 
     def __init__(self, *args, lora: LoraConfig, **kwargs):
         super().__init__(*args, **kwargs)
@@ -88,9 +97,10 @@ class AdaptedColumns(tp.ColumnParallelLinear, _Adapted):
 
 
 class AdaptedGateUp(AdaptedColumns):
-    """Gate and up projection with an adapter. Each rank holds its part of the gate, followed by that of up.
+    """Joint gate and up projection of the MLP with an adapter.
 
-    Megatron's MLP declares this order for weight and bias only, so lora_b needs it here.
+    Each TP rank holds its rows of the gate projection, then its rows of the up projection. Megatron's MLP
+    tells checkpoints about this order for weight and bias only, so this class does it for lora_b.
     """
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
@@ -101,7 +111,7 @@ class AdaptedGateUp(AdaptedColumns):
 
 
 class AdaptedRows(tp.RowParallelLinear, _Adapted):
-    """A row-parallel layer with an adapter."""
+    """Row-parallel linear layer with an adapter, for Megatron's local layers."""
 
     def __init__(self, *args, lora: LoraConfig, **kwargs):
         super().__init__(*args, **kwargs)
@@ -123,11 +133,11 @@ class AdaptedRows(tp.RowParallelLinear, _Adapted):
 
 
 def attach(chunks, entries: dict[str, Entry], seed: int) -> None:
-    """Give the adapters their first values, and freeze everything else.
+    """Give all adapters their initial values, and freeze all other parameters.
 
-    entries: weight-map entries of the adapters.
-    A is uniform within 1 / sqrt(in) as in PEFT, with the same values in every layout. B is zero, so that the
-    model's output does not change.
+    A is uniform in +-1 / sqrt(in) as in PEFT, with the same values in every parallel layout. B is zero, so
+    that the adapters do not change the model's output at first.
+    entries: weight-map entries of the adapters, by Megatron name.
     """
     parameters, group = local_parameters(chunks, adapters=True), mpu.get_tensor_model_parallel_group()
     for name, parameter in parameters.items():
@@ -155,9 +165,10 @@ def _first_value(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 class MergedWeights(Mapping):
-    """Mapping {Megatron name: this rank's shard as it is now}. Adapters are merged when a name is looked up.
+    """Mapping {Megatron name: current value of this rank's shard}, with adapters merged into the weights.
 
-    One merged tensor is kept at a time, because code that packs slices of it asks for it again and again.
+    Weight syncs and HF exports read the weights through it. Merging happens when a name is looked up. The
+    last merged tensor is kept, because code that packs slices of a tensor looks it up repeatedly.
     """
 
     def __init__(self, chunks):
@@ -184,7 +195,10 @@ class MergedWeights(Mapping):
 
 
 def description(chunks) -> dict | None:
-    """Return what must be the same when a checkpoint is continued. None without adapters."""
+    """Return the rank, alpha and layer names of the adapters, for comparison when a checkpoint is resumed.
+
+    Returns None without adapters.
+    """
     found = {
         name.rsplit(".")[-1]: module
         for c in chunks
@@ -196,9 +210,9 @@ def description(chunks) -> dict | None:
 
 
 def check_checkpoint(folder: str, saved: dict | None, chunks) -> None:
-    """Check that a checkpoint's adapters are those of these chunks. saved: `description` of the saved chunks.
+    """Raise UserError if a checkpoint has other adapters than these model chunks: weights would be lost.
 
-    Raises UserError if they differ, because weights would be lost.
+    saved: `description` of the model when the checkpoint was written.
     """
     ours = description(chunks)
     if saved != ours:

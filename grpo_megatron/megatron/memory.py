@@ -1,4 +1,4 @@
-"""Device memory that training occupies on a rank, and how to free it for a while."""
+"""Device memory that model and optimizer occupy on a rank, and how to free it for a while."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,26 +12,30 @@ Bytes = dict[str, int]
 
 
 def unique_storages(tensors) -> dict[int, torch.UntypedStorage]:
-    """Return {address: storage} of the tensors that occupy memory."""
+    """Return {address: storage} of the tensors. Tensors that are views of each other share one storage."""
     storages = (tensor.untyped_storage() for tensor in tensors if tensor is not None)
     return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
 
 
 class TrainingMemory:
-    """Storages of a DDP-wrapped model and its optimizer, which `sleep` and an offloaded optimizer park.
+    """Device memory of a DDP-wrapped model and its optimizer: measures it, and moves it to the host and back.
 
-    Each call finds the storages anew, because some appear only with the first step.
+    `sleep` frees it for the rollout engines. With an offloaded optimizer, the optimizer's states are on the
+    device only during an optimizer step. Methods look up the tensors at each call, because some appear only
+    with the first step.
+
+    The kinds of memory are
     parameters: the weights.
     gradients: DDP's buffers.
-    optimizer: moments, and master weights where they are not the weights themselves.
+    optimizer: Adam's moments, and master weights where they are not the weights themselves.
     fp8_casts: FP8 copies of the weights, which TransformerEngine keeps from one micro-batch to the next.
     """
 
     def __init__(self, ddp: list, optimizer, offload_optimizer: bool, folder: str | None):
-        """Park the optimizer's states at once if they are offloaded.
+        """Register model and optimizer, and move an offloaded optimizer's states to the host at once.
 
-        offload_optimizer: the states are in device memory only within `optimizer_at_hand`.
-        folder: see `Parking`.
+        offload_optimizer: keep the states in device memory only within `optimizer_at_hand`.
+        folder: folder for the contents of freed memory. None: host memory (without CUDA, a temporary folder).
         """
         self._ddp, self._optimizer, self._offload = ddp, optimizer, offload_optimizer
         self._parking = Parking(folder)
@@ -79,7 +83,7 @@ class TrainingMemory:
             casts.clear()
 
     def resident(self) -> Bytes:
-        """Return the bytes in device memory now, by kind."""
+        """Return {kind: bytes} of what is in device memory now, by the kinds of the class docstring."""
         kinds = {
             "parameters": self.parameters(),
             "gradients": self.gradients(),
@@ -92,7 +96,7 @@ class TrainingMemory:
 
     @contextmanager
     def optimizer_at_hand(self):
-        """Keep the optimizer's states in device memory within the context."""
+        """Bring an offloaded optimizer's states to the device within the context, to step or to save."""
         self._parking.unpark("optimizer")
         try:
             yield
@@ -104,14 +108,17 @@ class TrainingMemory:
             self._parking.park("optimizer", self.optimizer())
 
     def sleep(self) -> None:
-        """Park everything until `wake`. Gradients come back as zeros."""
+        """Free the device memory of weights, gradients and optimizer states until `wake`.
+
+        Weights and states are copied to the host. Gradients are not, and come back as zeros.
+        """
         if not self._parking.parked("optimizer"):
             self._parking.park("optimizer", self.optimizer())
         self._parking.park("parameters", self.parameters())
         self._parking.park("gradients", self.gradients(), keep=False)
 
     def wake(self) -> None:
-        """Undo `sleep`."""
+        """Bring back what `sleep` has freed."""
         self._parking.unpark("gradients")
         self._parking.unpark("parameters")
         if not self._offload:

@@ -1,4 +1,4 @@
-"""Micro-batches as one rank sees them, and the store that keeps them between the passes of a step."""
+"""Micro-batches as inputs of the model on one rank, and a store that keeps them from one pass to the next."""
 
 from dataclasses import dataclass, field
 
@@ -19,10 +19,13 @@ from grpo_megatron.model.architecture import MoE
 
 @dataclass
 class MicroBatch:
-    """One micro-batch on one rank: t local positions, with tensors on the rank's device."""
+    """One micro-batch on one rank, with t tokens (this CP rank's part, padding included).
+
+    Tensors are on the rank's device.
+    """
 
     pack: Pack
-    """Mapping between the stream of tokens and this rank's positions."""
+    """Mapping between the micro-batch's T tokens and this rank's t padded ones."""
     packed: PackedSequences
     """Description of the pack for Megatron and PackedAttention."""
     tokens: torch.Tensor
@@ -48,14 +51,17 @@ class MicroBatch:
     """
 
     def hidden_of_reference(self) -> torch.Tensor:
-        """Return reference_hidden on the device. Raises RuntimeError if no pass of the reference kept it."""
+        """Return reference_hidden on the device, for the exact KL. Raises RuntimeError if it was not kept."""
         if self.reference_hidden is None:
             raise RuntimeError("the exact KL needs a pass of the reference that keeps its hidden states")
         return self.reference_hidden.to(self.target.device, non_blocking=True)
 
 
 def lay_out(batch: TrainBatch, layout: Layout, device: torch.device, own_attention: bool) -> MicroBatch:
-    """Build the model's input for one micro-batch. own_attention: include the plan for PackedAttention."""
+    """Build the model's input for one micro-batch: pad its sequences and take this rank's part.
+
+    own_attention: True: PackedAttention computes attention. False: TransformerEngine does.
+    """
     pack = layout.pack(batch.lengths)
     return MicroBatch(
         pack=pack,
@@ -68,7 +74,11 @@ def lay_out(batch: TrainBatch, layout: Layout, device: torch.device, own_attenti
 
 
 def set_loss_inputs(micro_batch: MicroBatch, batch: TrainBatch, current_is_old: bool) -> None:
-    """Store everything the loss needs in the micro-batch. It is known only after the log-prob passes."""
+    """Store the inputs of a policy's loss in the micro-batch, such as advantages and old log-probs.
+
+    This is separate from `lay_out`, because they are known only after the passes that compute log-probs.
+    current_is_old: store no old log-probs; the loss then takes the current ones in their place.
+    """
     pack, device = micro_batch.pack, micro_batch.target.device
     group = mpu.get_context_parallel_group()
 
@@ -91,16 +101,19 @@ def set_loss_inputs(micro_batch: MicroBatch, batch: TrainBatch, current_is_old: 
 
 
 def _trained_positions(pack: Pack, mask: np.ndarray) -> torch.Tensor:
-    """Return the local positions where the mask is True.
+    """Return the indices, in this rank's part of the pack, of the tokens where the mask is True.
 
-    If there is none, return the first position, because collectives need a token.
+    If there is none, return index 0, because the head's collectives need at least one token.
     """
     positions = pack.local_positions(mask)
     return positions if len(positions) else torch.zeros(1, dtype=torch.int64)
 
 
 def set_pair_inputs(micro_batch: MicroBatch, batch: TrainBatch) -> None:
-    """Store what the loss of a reward model needs. batch: see data.preferences.pair_batch."""
+    """Store the inputs of a reward model's loss in the micro-batch: weight and margin of each pair.
+
+    batch: sequence 2i is the chosen one of pair i, sequence 2i + 1 the rejected one.
+    """
     device, ends = micro_batch.target.device, batch.cu_seqlens[1:] - 1
     weight = batch.weight[ends].reshape(-1, 2).sum(1)
     margin = batch.reward[0::2] - batch.reward[1::2]
@@ -110,7 +123,11 @@ def set_pair_inputs(micro_batch: MicroBatch, batch: TrainBatch) -> None:
 
 
 def set_routing_from(micro_batch: MicroBatch, batch: TrainBatch, layers: tuple[bool, ...]) -> None:
-    """Store the engine's routing (R3) of this rank's tokens. layers: True for each layer with experts."""
+    """Store the engine's choice of experts for this rank's tokens, so that the trainer replays it (R3).
+
+    layers: for each layer of the model, True if it has experts.
+    Raises ValueError if the samples carry no routing, or routing of another number of layers.
+    """
     given = batch.routing
     if given is None:
         raise ValueError(
@@ -130,9 +147,10 @@ def set_routing_from(micro_batch: MicroBatch, batch: TrainBatch, layers: tuple[b
 
 @dataclass
 class MiniBatchStore:
-    """Micro-batches of the mini-batches of one step, kept under the caller's key and laid out once.
+    """Store of one step's micro-batches, so that each is prepared once for all passes over it.
 
-    A key is (step, index of the mini-batch). The first key of another step empties the store.
+    The caller's key of a mini-batch is (step, index of the mini-batch). The first key of another step empties
+    the store.
     """
 
     layout: Layout
@@ -140,7 +158,7 @@ class MiniBatchStore:
     device: torch.device
     """Device of the micro-batches' tensors."""
     own_attention: bool
-    """True: include the plan for PackedAttention. False: TransformerEngine computes attention."""
+    """True: PackedAttention computes attention. False: TransformerEngine does."""
     _kept: dict[tuple[int, int], list[MicroBatch]] = field(default_factory=dict)
     """{key: micro-batches}."""
     _hidden_on_device: int = 0
@@ -149,7 +167,11 @@ class MiniBatchStore:
     """Host memory for hidden states that exceed the device's budget."""
 
     def get(self, key: tuple[int, int] | None, batches: list[TrainBatch]) -> list[MicroBatch]:
-        """Return the laid-out micro-batches of a mini-batch. key None: lay them out for this call only."""
+        """Return the prepared micro-batches of a mini-batch; prepare them at the first call with this key.
+
+        key: None: prepare them for this call only.
+        Raises ValueError if `batches` are divided otherwise than at the first call.
+        """
         if key is None:
             return [lay_out(batch, self.layout, self.device, self.own_attention) for batch in batches]
         if any(step != key[0] for step, _ in self._kept):
@@ -168,10 +190,10 @@ class MiniBatchStore:
         return kept
 
     def keep_hidden(self, micro_batch: MicroBatch, hidden: torch.Tensor, on_device: int) -> None:
-        """Keep the reference's hidden states [t, h] with a micro-batch until the store is emptied.
+        """Keep the reference's hidden states [t, h] in the micro-batch, for the exact KL in training.
 
-        on_device: most bytes that the hidden states of all mini-batches may take on the device. The rest
-            waits on the host.
+        on_device: most bytes that the hidden states of all mini-batches may take on the device. Further ones
+            are kept on the host.
         """
         if self._hidden_on_device + hidden.nbytes <= on_device:
             self._hidden_on_device += hidden.nbytes
@@ -193,11 +215,11 @@ def choose_routing(
     micro_batches: list[TrainBatch],
     recording: bool,
 ) -> Routing:
-    """Return the routing that the policy follows in a pass.
+    """Decide where the policy's choice of experts comes from in a pass, as moe.routing_replay says.
 
-    With moe.routing_replay=engine, the engine's routing is stored in the micro-batches that lack it.
-    recording: this is the pass for the old log-probs.
-    Raises ValueError if the old policy's routing is to be replayed, but that pass has not run.
+    With moe.routing_replay=engine, this also stores the engine's choice in the micro-batches that lack it.
+    recording: True in the pass that computes the old log-probs, whose choice old_policy records.
+    Raises ValueError if moe.routing_replay=old_policy and that pass has not run before a training pass.
     """
     if moe is None or replay == RoutingReplay.off:
         return Routing.own

@@ -1,4 +1,4 @@
-"""Builder of the GPTModel chunks of this rank's pipeline stage."""
+"""Builder of Megatron's GPTModel for this rank: one model chunk per virtual pipeline stage."""
 
 from functools import partial
 
@@ -33,13 +33,14 @@ from grpo_megatron.model.architecture import Architecture
 def uses_transformer_engine(
     impl: TransformerImpl, precision: Precision, emulate_kernels: bool = False
 ) -> bool:
-    """Return True if the layers are TransformerEngine's. `auto` uses it where it can run, but not in fp32.
+    """Return True if the model is built from TransformerEngine's layers, False if from Megatron's local ones.
 
-    In fp32 TransformerEngine has no fused attention, and its matrix products round their operands to TF32.
+    `auto` chooses TransformerEngine if this machine can run it, but not in fp32: there it has no fused
+    attention, and its matrix products round their operands to TF32.
 
-    Raises UserError if TransformerEngine is required but cannot run. This happens if a configuration was
-    checked with stated facts about the cluster (cluster.gpu), and the machine is another, or lacks
-    TransformerEngine.
+    Raises UserError if the configuration needs TransformerEngine or FP8 and this machine cannot run it. The
+    check before the run misses this if cluster.gpu describes another machine. Raises UserError also for
+    TransformerEngine's layers with precision fp32.
     """
     here = Capabilities.of_this_machine().emulating(emulate_kernels)
     if precision == Precision.fp8 and here.fp8_problem:
@@ -62,7 +63,11 @@ def uses_transformer_engine(
 
 
 def _add_adapters(attention, mlp, lora: LoraConfig) -> None:
-    """Replace the target layers by layers with adapters. mlp: the dense MLP; None in a layer with experts."""
+    """Replace the layers that lora.targets names by layers with LoRA adapters.
+
+    attention, mlp: Megatron's submodule specs, changed in place. mlp None: a layer with experts, whose MLP
+        gets no adapters.
+    """
     for submodules, layer, target, adapted in (
         (attention, "linear_qkv", "q_proj", AdaptedColumns),
         (attention, "linear_proj", "o_proj", AdaptedRows),
@@ -74,7 +79,12 @@ def _add_adapters(attention, mlp, lora: LoraConfig) -> None:
 
 
 def _layer_spec(arch: Architecture, config: TransformerConfig, spec: ModelSpec, num_experts: int | None):
-    """Return the spec of a layer: TransformerEngine's or Megatron's local one with our norm and attention."""
+    """Return Megatron's spec of one transformer layer.
+
+    It uses TransformerEngine's modules, or Megatron's local ones with this project's norm, attention and
+    activation, which support packed sequences on a CPU too.
+    num_experts: None: a dense layer.
+    """
     if spec.transformer_engine:
         layer_spec = get_gpt_layer_with_transformer_engine_spec(
             num_experts=num_experts,
@@ -126,7 +136,10 @@ def _latent_attention(arch: Architecture, transformer_engine: bool) -> ModuleSpe
 def _block_spec(
     arch: Architecture, config: TransformerConfig, spec: ModelSpec, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Return the layers of one model chunk, dense or with experts as the architecture says."""
+    """Return the specs of the layers of one model chunk and of the final norm.
+
+    vp_stage: index of the virtual pipeline stage. None: the rank has only one chunk.
+    """
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     has_experts = arch.moe.layers if arch.moe else (False,) * arch.num_layers
     layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
@@ -141,9 +154,10 @@ def _block_spec(
 
 
 def build_model(arch: Architecture, spec: ModelSpec) -> list[GPTModel]:
-    """Build this rank's model chunks (one, or virtual_pipeline of them), in forward order.
+    """Build this rank's model chunks in forward order: one, or several with a virtual pipeline.
 
-    They are uninitialised (fill them with weights.load_hf) and return hidden states instead of logits.
+    Parameters are uninitialised; weights.load_hf fills them. The last stage returns hidden states instead of
+    logits, because the head computes log-probs without storing all logits.
     """
     config = transformer_config(arch, spec)
     rotated_by_megatron = spec.transformer_engine and arch.latent is None
@@ -177,10 +191,10 @@ def build_model(arch: Architecture, spec: ModelSpec) -> list[GPTModel]:
 
 
 def _fuse_weight_gradients(chunk: GPTModel) -> None:
-    """Make TransformerEngine's layers add weight gradients to the float32 buffers without a bf16 copy.
+    """Let TransformerEngine's layers add weight gradients directly to DDP's float32 gradient buffers.
 
-    The flag is set after building. The config option would also reach embedding and output layer, which are
-    Megatron's own and need apex for it.
+    This saves a bf16 copy of each gradient. The flag is set on the modules, because Megatron's config option
+    would also reach the embedding and output layer, which need apex for it.
     """
     for module in chunk.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
@@ -188,9 +202,11 @@ def _fuse_weight_gradients(chunk: GPTModel) -> None:
 
 
 def output_weight(chunk: GPTModel) -> torch.Tensor:
-    """Return this TP rank's rows of the output projection, [V_padded / tp, h], or a reward model's w, [1, h].
+    """Return the weight of the head, of which `objectives.make_head` computes log-probs or scores.
 
-    chunk: the last one of the model.
+    chunk: the model chunk of the last pipeline stage.
+    Language model: this TP rank's rows of the output projection, [V_padded / tp, h]. They are the embedding's
+    rows if the two are tied. Reward model: the weight of the score head, [1, h].
     """
     if chunk.share_embeddings_and_output_weights:
         return chunk.shared_embedding_or_output_weight()

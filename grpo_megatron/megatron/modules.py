@@ -1,7 +1,7 @@
-"""Norm and activation for Megatron's local layer spec.
+"""Norm and activation for Megatron's local layers, which are used without TransformerEngine.
 
-Both also run on CUDA without TransformerEngine. The norm supports sequence parallelism, which Megatron's own
-torch norm refuses.
+The norm replaces Megatron's torch norm, which refuses sequence parallelism. The activation replaces
+Megatron's because it copies less.
 """
 
 import torch
@@ -27,9 +27,9 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class _FloatRMSNorm(torch.autograd.Function):
-    """RMS norm in float32 on a CPU.
+    """RMS norm of float32 tensors on a CPU.
 
-    torch's rms_norm is a chain of operations there, not a kernel of its own. This chain is shorter.
+    It replaces torch's rms_norm, which is a longer chain of operations there and so slower.
     """
 
     @staticmethod
@@ -63,7 +63,7 @@ class SwiGLU(MegatronModule):
 
 
 class _SwiGLU(torch.autograd.Function):
-    """SwiGLU with fewer copies than Megatron's.
+    """Autograd function of SwiGLU with fewer copies than Megatron's.
 
     Megatron's version adds an offset of zero, keeps that copy too, and concatenates the halves of the
     gradient.

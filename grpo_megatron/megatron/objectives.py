@@ -1,7 +1,7 @@
-"""Heads and losses of the last pipeline stage.
+"""Heads and objectives, which run on the last pipeline stage.
 
-A head turns hidden states into log-probs (language model) or scores (reward model). An objective also applies
-the loss to them.
+A head turns hidden states into log-probs (language model) or scores (reward model). An objective applies the
+head and then the loss. The training pass calls it for each micro-batch.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ Objective = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, Metrics]]
 
 @dataclass(frozen=True)
 class Head:
-    """Computes log-prob, entropy and, if asked for, KL of a micro-batch's targets from its hidden states."""
+    """Head of a language model: log-prob, entropy and optionally KL per target token, from hidden states."""
 
     weight: Callable[[], torch.Tensor]
     """Returns this TP rank's rows of the output projection, [V_padded / tp, h]."""
@@ -43,11 +43,14 @@ class Head:
     """Returns the reference's output projection, for the exact KL. None: no KL."""
 
     def __call__(self, hidden: torch.Tensor, micro_batch: MicroBatch) -> HeadOutput:
-        """Compute all targets, without a KL."""
+        """Compute log-prob and entropy of all t target tokens. hidden: [1, t, h], under SP [1, t / tp, h]."""
         return self._values(hidden, micro_batch.target, None, None)
 
     def of_trained(self, hidden: torch.Tensor, micro_batch: MicroBatch, with_kl: bool) -> HeadOutput:
-        """Compute only the targets at trained positions, so prompts cost nothing. Return zeros elsewhere."""
+        """Compute only the target tokens whose loss counts, so prompts cost nothing. Return zeros elsewhere.
+
+        with_kl: compute the exact KL too; the micro-batch must have the reference's hidden states.
+        """
         reference = (micro_batch.hidden_of_reference(), self.reference_weight()) if with_kl else None
         found = self._values(hidden, micro_batch.target, micro_batch.trained, reference)
         return HeadOutput(*(value if value is None else _spread(value, micro_batch) for value in found))
@@ -73,12 +76,16 @@ class Head:
 
 
 def _spread(values: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
-    """Return a [t] tensor with the values at the trained positions and zeros elsewhere."""
+    """Return a [t] tensor with the values [n] at micro_batch.trained and zeros elsewhere."""
     return values.new_zeros(len(micro_batch.target)).index_copy(0, micro_batch.trained, values)
 
 
 def make_head(chunks: list, arch: Architecture, spec: ActorSpec) -> Head | ScoreHead:
-    """Return the head of the last of these chunks. It looks up its weight when it is called."""
+    """Return the head of the trained model: Head for a language model, ScoreHead for a reward model.
+
+    chunks: this rank's model chunks. The head reads the last chunk's output weight at each call, because the
+        weight may be swapped with the reference's.
+    """
     weight, sequence_parallel = (lambda: output_weight(chunks[-1])), spec.sizes.sequence_parallel
     if arch.scalar_head:
         return ScoreHead(weight, sequence_parallel)
@@ -92,10 +99,10 @@ def make_objective(
     batches: list[TrainBatch],
     current_is_old: bool,
 ) -> Objective:
-    """Return the objective of one training pass, and store what the loss needs in the micro-batches.
+    """Store the loss's inputs in the micro-batches, and return the objective of one training pass.
 
-    prepared: laid-out micro-batches of `batches`.
-    current_is_old: the current policy is the old policy, see config OldLogprobs.
+    prepared: the micro-batches of `batches`, as `lay_out` made them.
+    current_is_old: take the current log-probs as those of the old policy (train.old_logprobs=current).
     """
     for micro_batch, batch in zip(prepared, batches, strict=True):
         if isinstance(head, ScoreHead):
@@ -106,7 +113,7 @@ def make_objective(
 
 
 def _of_tokens(head: Head, loss: TokenLoss) -> Objective:
-    """Return an objective that computes sum_t w_t l_t over a micro-batch's targets on this CP rank."""
+    """Return the objective of a policy: the sum of weight times loss over this CP rank's target tokens."""
 
     def objective(hidden: torch.Tensor, micro_batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:
         new = head.of_trained(hidden, micro_batch, loss.needs_full_kl)
@@ -119,9 +126,9 @@ def _of_tokens(head: Head, loss: TokenLoss) -> Objective:
 
 
 def _of_pairs(head: ScoreHead, loss: PreferenceLoss) -> Objective:
-    """Return an objective that computes sum_p w_p l_p over the pairs of a micro-batch.
+    """Return the objective of a reward model: the sum of weight times loss over a micro-batch's pairs.
 
-    Every CP rank has the whole value, but only the gradient of the tokens that it holds.
+    Every CP rank computes the whole value, but only the gradient through its own tokens.
     """
 
     def objective(hidden: torch.Tensor, micro_batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:

@@ -24,11 +24,12 @@ _DECAY_STYLES = {
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Result of one optimizer step.
+    """Result of Optimizer.step.
 
     grad_norm: gradient norm before clipping, over all ranks.
     lr: learning rate of the step.
-    dropped: the step was dropped. The norm was not finite or over the limit, or the caller asked for it.
+    dropped: True: the step changed nothing, because the norm was not finite or over
+        optimizer.max_grad_norm_to_step, or because the caller asked for it.
     """
 
     grad_norm: float
@@ -37,19 +38,19 @@ class StepOutcome:
 
 
 def lr_scheduler(optimizer, config: OptimizerConfig) -> OptimizerParamScheduler:
-    """Return a scheduler that sets the learning rate of optimizer steps 1, 2, ...
+    """Return Megatron's scheduler that sets the learning rate of optimizer steps 1, 2, ...
 
     The first step's rate is already set on return.
-    optimizer: its param_groups get the rates.
-    config: lr_decay_steps may be None for a constant rate only.
+    optimizer: Megatron's optimizer, whose param_groups get the rates.
+    config: lr_decay_steps may be None for a constant rate only; otherwise ValueError is raised.
 
     Step k of a warm-up of n steps runs at lr * k / n. Later steps run at lr_min + (lr - lr_min) * c. With
     D = lr_decay_steps and r = (k - n) / (D - n), c is
 
     cosine: (1 + cos(pi r)) / 2 (arXiv:1608.03983 eq. 5, one period);
     linear: 1 - r;
-    wsd: 1 up to step D - wsd_decay_steps, then falling to 0 at step D in the style that config.schema
-        describes (arXiv:2404.06395 section 4.2).
+    wsd: 1 up to step D - wsd_decay_steps, then falling to 0 at step D with the shape that wsd_decay_style
+        names (arXiv:2404.06395 section 4.2).
 
     Steps beyond D run at lr_min.
     """
@@ -83,11 +84,11 @@ def lr_scheduler(optimizer, config: OptimizerConfig) -> OptimizerParamScheduler:
 
 
 def continue_schedule(scheduler: OptimizerParamScheduler, config: OptimizerConfig, state: dict) -> None:
-    """Continue a saved schedule with the rates of the present configuration.
+    """Resume a saved schedule at its step, with the learning rates of the present configuration.
 
-    Checkpoints carry the old rates inside the parameter groups. Without this, resuming would silently ignore
-    a changed optimizer.lr.
-    state: the state_dict of the saved scheduler.
+    Checkpoints contain the old rates in the optimizer's parameter groups. Without this function, resuming
+    would silently ignore a changed optimizer.lr.
+    state: state_dict of the scheduler when the checkpoint was written.
     """
     for group in scheduler.optimizer.param_groups:
         group.update(
@@ -100,9 +101,9 @@ def continue_schedule(scheduler: OptimizerParamScheduler, config: OptimizerConfi
 
 
 def _is_token_embedding(parameter, name: str) -> bool:
-    """Return True for the token embedding and for the last pipeline stage's copy of a tied one.
+    """Return True for the token embedding, and for its copy on the last pipeline stage if the two are tied.
 
-    If only one of the two copies decayed, they would drift apart.
+    Weight decay must treat both copies alike, or they would drift apart.
     """
     return name.endswith("embedding.word_embeddings.weight") or getattr(parameter, "shared_embedding", False)
 
@@ -110,9 +111,10 @@ def _is_token_embedding(parameter, name: str) -> bool:
 def _weight_decay_overrides(
     megatron_config: MegatronOptimizerConfig, config: OptimizerConfig
 ) -> dict[ParamKey, ParamGroupOverride]:
-    """Return what has no weight decay.
+    """Return the settings that exempt parameters from weight decay, in Megatron's form.
 
-    By Megatron's rule these are all biases and 1-d parameters (norms); embeddings are added as configured.
+    Megatron's default exempts all biases and 1-d parameters (norms). Without optimizer.decay_embeddings, the
+    token embeddings are exempt too.
     """
     overrides = get_standard_config_overrides(megatron_config)
     if not config.decay_embeddings:
@@ -124,16 +126,17 @@ def _weight_decay_overrides(
 
 
 class Optimizer:
-    """Megatron's optimizer with gradient clipping and a learning-rate schedule.
+    """Megatron's optimizer with gradient clipping, a learning-rate schedule, and a check of the gradient.
 
-    A step is dropped if its gradient is not finite, or extreme.
+    A step whose gradient norm is not finite, or over optimizer.max_grad_norm_to_step, is dropped.
     """
 
     def __init__(self, chunks: list, config: OptimizerConfig, params_dtype: torch.dtype):
-        """Build optimizer and scheduler.
+        """Build optimizer and scheduler over this rank's parameters.
 
-        chunks: the DDP-wrapped model chunks; their ddp_config says how states are divided.
-        config: schema.OptimizerConfig, not Megatron's class of this name.
+        chunks: DDP-wrapped model chunks. Their ddp_config says if replicas divide the optimizer's states.
+        config: this project's OptimizerConfig, not Megatron's class of the same name.
+        params_dtype: dtype of the parameters.
         """
         self._config = config
         self._device = next(chunks[0].parameters()).device
@@ -157,14 +160,14 @@ class Optimizer:
         self.scheduler = lr_scheduler(self.inner, config)
 
     def parts(self) -> list:
-        """Return the optimizers that Megatron chains, one per kind of parameter."""
+        """Return the inner optimizers. Megatron has separate ones for dense and for expert parameters."""
         return getattr(self.inner, "chained_optimizers", [self.inner])
 
     def zero_grad(self) -> None:
         self.inner.zero_grad()
 
     def load_scheduler(self, state: dict) -> None:
-        """Restore the schedule, see continue_schedule."""
+        """Resume the learning-rate schedule from a checkpoint, with the present configuration's rates."""
         continue_schedule(self.scheduler, self._config, state)
 
     def _must_drop(self, grad_norm: float) -> bool:
@@ -180,10 +183,10 @@ class Optimizer:
         return bool(flag)
 
     def step(self, drop: bool = False) -> StepOutcome:
-        """Take one step, or drop it. Collective.
+        """Take one optimizer step, or drop it: parameters, moments and learning rate then do not change.
 
-        A dropped step leaves parameters, moments and the learning rate as they are.
-        drop: drop the step whatever the gradient; must be the same on all ranks.
+        Collective.
+        drop: drop the step even if the gradient is fine; must be the same on all ranks.
         """
         lr = self.inner.param_groups[0]["lr"]
         self.inner.prepare_grads()

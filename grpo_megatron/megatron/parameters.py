@@ -5,7 +5,10 @@ import torch
 
 @torch.no_grad()
 def scale_parameters(module: torch.nn.Module, factor: float, share: float = 1.0) -> None:
-    """Multiply every parameter by `factor` in place. share: fraction of the elements, chosen at random."""
+    """Multiply every parameter by `factor` in place.
+
+    share: fraction of the elements to multiply, chosen at random.
+    """
     for parameter in module.parameters():
         if share == 1.0:
             parameter.mul_(factor)

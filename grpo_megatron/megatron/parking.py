@@ -1,7 +1,7 @@
-"""Parking: emptying the storages of tensors for a while, with their contents in host memory or in files.
+"""Parking: freeing the memory of tensors for a while, with their contents in host memory or in files.
 
-Parking a tensor empties its storage; unparking fills the storage again in place. Parameters, DDP buffers and
-optimizer states are views of each other, and all these views stay valid.
+Parking a tensor empties its storage; unparking fills the same storage again. Parameters, DDP buffers and
+optimizer states are views of common storages. So all tensors stay valid, and none has to be recreated.
 """
 
 import ctypes
@@ -19,12 +19,13 @@ from grpo_megatron.paths import output_folder_problem
 
 
 class Parking:
-    """Parked storages and their contents, in pinned host memory or in files.
+    """Frees the memory of tensor storages and restores it later. Contents wait on the host or in files.
 
     folder: folder of the files. None: pinned host memory with CUDA; without it, files in the system's folder
         for temporary files, because without a GPU it is host memory that must be freed.
 
-    The files have no names. A rank ends by SIGKILL, and a file with a name would then stay on the disk.
+    The files have no names, so they vanish with the process. Ranks are ended by SIGKILL, which would leave
+    named files on the disk.
     """
 
     def __init__(self, folder: str | None = None):
@@ -40,7 +41,10 @@ class Parking:
         ] = {}
 
     def park(self, name: str, storages: dict[int, torch.UntypedStorage], keep: bool = True) -> None:
-        """Empty the storages. keep: `unpark` restores their contents; otherwise they come back as zeros."""
+        """Save the contents of the storages, and free their memory until `unpark(name)`.
+
+        keep: False: do not save the contents; `unpark` fills the storages with zeros.
+        """
         if name in self._parked:
             raise RuntimeError(f"{name} is parked already")
         # One file for all storages, one after the other, because a process may open only so many files.
@@ -61,7 +65,7 @@ class Parking:
         return_to_system()
 
     def unpark(self, name: str) -> None:
-        """Give the storages their memory and contents back. Do nothing if `name` is not parked."""
+        """Give the storages parked under `name` their memory and contents back, if there are any."""
         file, copies = self._parked.pop(name, (None, []))
         for storage, size, copy in copies:
             storage.resize_(size)
@@ -97,12 +101,12 @@ def _as_tensor(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _host_bytes(storage: torch.UntypedStorage):
-    """Return a host storage as a writable buffer. After Tensor.numpy() it could not be resized."""
+    """Return a host storage as a writable buffer. Unlike Tensor.numpy(), this keeps the storage resizable."""
     return (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
 
 
 def return_to_system() -> None:
-    """Return freed memory to the device or the system, so that other processes can have it."""
+    """Release the memory that torch (without CUDA: glibc) caches, so that other processes can have it."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     elif sys.platform == "linux":

@@ -1,4 +1,4 @@
-"""Process groups of the parallel layout, and this process's place in them."""
+"""Process groups of the parallel layout, and this process's rank in each of them."""
 
 import datetime
 import os
@@ -13,7 +13,7 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Place of this process in the parallel layout."""
+    """Ranks of this process in the groups of the parallel layout."""
 
     rank: int
     """Global rank."""
@@ -63,7 +63,11 @@ def initialize(
 ) -> RankInfo:
     """Create all process groups, with NCCL on CUDA, else with gloo. Blocks until every rank has joined.
 
-    meeting: where the ranks find each other, a store or torch's init_method, such as file://PATH.
+    sizes: sizes of the parallel layout.
+    rank: global rank of this process.
+    meeting: through which the ranks find each other: a store, or a torch init_method such as file://PATH.
+    seed: seed of Megatron's random number generators.
+    timeout_seconds: most seconds that a collective may take.
     """
     from megatron.core import parallel_state as mpu
 
@@ -93,7 +97,7 @@ def initialize(
 
 
 def set_seed(seed: int) -> None:
-    """Seed Megatron's random number generators, whose states differ between ranks as the layout demands."""
+    """Seed Megatron's random number generators. Ranks that hold different shards get different seeds."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(seed)
@@ -124,7 +128,7 @@ def rank_info() -> RankInfo:
 
 
 def destroy() -> None:
-    """Undo `initialize`, so that the same process can join another layout (the tests do)."""
+    """Destroy all process groups, so that the same process can `initialize` another layout."""
     from megatron.core import parallel_state as mpu
 
     mpu.destroy_model_parallel()

@@ -1,4 +1,4 @@
-"""States of a rank's random number generators, which a checkpoint restores in its own layout only.
+"""States of a rank's random number generators in a checkpoint, for resuming in the same parallel layout.
 
 Training draws no random numbers as long as there is no dropout, but a plugin's loss may.
 """
@@ -10,7 +10,10 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 
 def name() -> str:
-    """Return the name of this rank's states in a checkpoint. Another layout has other names."""
+    """Return the name of this rank's states in a checkpoint.
+
+    It contains the layout. A run with another layout finds no such name, and keeps its own states.
+    """
     tp, pp = mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size()
     return f"random_states.tp{tp}.pp{pp}.{dist.get_rank()}_{dist.get_world_size()}"
 

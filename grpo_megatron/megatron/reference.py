@@ -17,11 +17,11 @@ _ALIGNMENT = 256
 
 
 class ReferenceWeights:
-    """A second set of values for the parameters of a model.
+    """Weights of the reference model: a second set of values for the policy's parameters.
 
-    Values are swapped, but parameters are never rebound. The optimizer holds the parameter tensors (with the
-    distributed optimizer, views of one buffer), and a parameter that points elsewhere would silently stop
-    being trained.
+    To compute with them, both sets of values are swapped in memory. The parameter tensors stay the same
+    objects, because the optimizer refers to them (with the distributed optimizer, to views of one buffer). A
+    replaced parameter would silently stop being trained.
     """
 
     def __init__(self, chunks, on_host: bool = True, same_model: bool = True):
@@ -29,7 +29,7 @@ class ReferenceWeights:
 
         on_host: keep the values in host memory between uses, otherwise next to the parameters.
         same_model: policy and reference start from the same checkpoint. With adapters, only the adapters'
-            first values are then held, because frozen parameters are equal in both models.
+            initial values are then stored, because frozen parameters are equal in both models.
         """
         adapters = local_parameters(chunks, adapters=True)
         held = adapters if adapters and same_model else local_weights(chunks) | adapters
@@ -46,17 +46,20 @@ class ReferenceWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the second set of values."""
+        """Bytes of memory that the reference's values take."""
         return sum(other.nbytes for other in self._others)
 
     def _pieces(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (policy's bytes, reference's bytes): the same piece of both, uint8, at most `size` long."""
+        """Yield (policy's bytes, reference's bytes) of all parameters, in pieces of at most `size` bytes.
+
+        The two are uint8 views of the same elements of a parameter.
+        """
         for parameter, other in zip(self._parameters, self._others, strict=True):
             own = parameter.detach().view(-1).view(torch.uint8)
             yield from zip(own.split(size), other.split(size), strict=True)
 
     def take_current(self) -> None:
-        """Make the parameters' current values the reference."""
+        """Make the parameters' current values the reference's."""
         self._take()
         self.is_initial = False
 
@@ -67,7 +70,7 @@ class ReferenceWeights:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        """Swap both sets of values. With CUDA this returns at once: only later device work waits for it.
+        """Swap the values of policy and reference. With CUDA this returns at once: only device work waits.
 
         Each byte crosses the link once in each direction, and both directions are busy at the same time:
         while one piece of the policy moves out, the reference's next piece moves in.
@@ -96,7 +99,11 @@ class ReferenceWeights:
         current.wait_stream(outward)
 
     def held_value(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the reference's value of a parameter where it is kept, or None if both models share it."""
+        """Return the reference's value of a parameter, on the host or the device, wherever it is kept.
+
+        Returns None if the policy's value is also the reference's (frozen parameters with adapters). Must not
+        be called within `in_place`, where the two are swapped.
+        """
         index = next((i for i, own in enumerate(self._parameters) if own is parameter), None)
         return None if index is None else self._others[index].view(parameter.dtype).view(parameter.shape)
 
@@ -116,7 +123,10 @@ class ReferenceWeights:
 
 
 class ReferencePasses:
-    """The time in which the reference's weights are in the policy's place, for any number of passes."""
+    """State between Actor.begin_reference and end_reference, in which the model has the reference's weights.
+
+    It holds the contexts that must be closed at the end.
+    """
 
     def __init__(self) -> None:
         self._contexts: ExitStack | None = None
@@ -126,14 +136,14 @@ class ReferencePasses:
         return self._contexts is not None
 
     def require_policy(self) -> None:
-        """Raise RuntimeError between `begin` and `end`."""
+        """Raise RuntimeError if the model has the reference's weights: callers need the policy's."""
         if self.begun:
             raise RuntimeError(
                 "the reference's weights are in the policy's place: end_reference must come first"
             )
 
     def begin(self, *contexts: AbstractContextManager) -> None:
-        """Enter the contexts, in this order, until `end`."""
+        """Enter the contexts in this order. `end` exits them."""
         with ExitStack() as stack:
             for context in contexts:
                 stack.enter_context(context)

@@ -21,16 +21,17 @@ from grpo_megatron.model.families import read_architecture, weight_map
 
 
 class RewardModel:
-    """Frozen reward model with the actor's parallel sizes and its own architecture.
+    """Frozen reward model that scores samples on the ranks of the trained policy.
 
-    All its pipeline stages have the same number of layers.
+    It has the policy's parallel sizes, but its own architecture. All its pipeline stages have the same number
+    of layers.
     """
 
     def __init__(self, spec: ActorSpec, tick: Callable[[], None]):
-        """Build the model, and keep its weights in host memory.
+        """Build the reward model, load it, and move its weights to host memory.
 
-        spec: the actor's.
-        tick: called with every micro-batch and model chunk.
+        spec: ActorSpec of the policy; its reward_model names the checkpoint.
+        tick: heartbeat, called for every micro-batch and model chunk.
         Raises UserError if spec.reward_model cannot be read as a reward model.
         """
         precision = Precision.bf16 if spec.precision == Precision.fp8 else spec.precision
@@ -68,16 +69,20 @@ class RewardModel:
                 held.drop()
 
     def __call__(self, micro_batches: list[MicroBatch]) -> list[torch.Tensor]:
-        """Return the scores of the sequences, see forward_scores. Collective.
+        """Return the scores of the sequences: one float32 [S] per micro-batch, on the device. Collective.
 
-        micro_batches: laid out for the actor, whose layers are of the same kind.
+        The list is empty except on the last pipeline stage.
+        micro_batches: as prepared for the policy, whose layers are of the same kind.
         """
         with self._at_hand():
             return forward_scores(self._modules, micro_batches, self._head)
 
 
 class _Held:
-    """One storage of weights with a copy on the host. Frozen weights are copied to the host only once."""
+    """One storage of the frozen weights, with a copy on the host that is made once and never changes.
+
+    bring: copy the weights to the device. drop: free their device memory.
+    """
 
     def __init__(self, storage: torch.UntypedStorage):
         self._storage, self._copy = storage, host_memory(storage.nbytes())

@@ -1,6 +1,6 @@
-"""Rounding noise, which shows how far results move through rounding only.
+"""Rounding noise: measures how far log-probs move if only rounding differs.
 
-This is the yardstick for differences between engine and trainer.
+Differences between engine and trainer are compared with this, to tell rounding from errors.
 """
 
 from contextlib import contextmanager

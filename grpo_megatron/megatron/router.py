@@ -1,4 +1,7 @@
-"""Router of layers with experts: its routing can be recorded and replayed, and its losses are exact."""
+"""Router of layers with experts. Its choice of experts can be recorded and replayed.
+
+Replay lets the trainer use the same experts as the engine, or in training the same as for the old log-probs.
+"""
 
 from collections import deque
 from collections.abc import Iterator
@@ -14,7 +17,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 
 class Routing(Enum):
-    """Source of the choice of experts in a pass."""
+    """Source of the choice of experts in a pass over micro-batches."""
 
     own = "own"  # the routers choose
     record = "record"  # the routers choose, and the choice is kept with the micro-batch
@@ -22,9 +25,9 @@ class Routing(Enum):
 
 
 class _Choice:
-    """Choice of experts for each token. Megatron's top-k calls this object instead of computing.
+    """Records and replays one router's choice of experts. It has the interface of Megatron's `router_replay`.
 
-    given: int64 [t, k], the experts to use in the micro-batch's forward pass. None: the router chooses.
+    given: int64 [t, k], experts to use in the next forward pass. None: the router chooses.
     record: True: keep the choice in `recorded`.
     """
 
@@ -38,7 +41,8 @@ class _Choice:
     def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
         """Return (scores of the chosen experts [t, k], their indices [t, k]).
 
-        Megatron calls the method by this name.
+        Megatron's top-k calls this instead of choosing.
+        default_compute_topk: Megatron's own choice.
         """
         indices = self._given_to_this_pass()
         if indices is None:
@@ -72,7 +76,7 @@ class _Choice:
 
 
 class Router(TopKRouter):
-    """Top-k router whose own losses are weighted by the tokens of the whole micro-batch.
+    """Megatron's top-k router with replay, and with auxiliary losses that do not depend on the layout.
 
     Let T be the tokens of a micro-batch over all TP and CP ranks, and M those of the step. The losses'
     gradient is that of the sum over micro-batches of (T / M) * loss. Megatron scales by the tokens of one
@@ -92,9 +96,9 @@ class Router(TopKRouter):
             self.register_buffer("expert_bias", self.weight.new_zeros(len(self.weight), dtype=torch.float32))
 
     def _apply(self, fn, recurse=True):
-        """Keep the bias in float32 when the module is converted to another dtype.
+        """Convert the module's dtype or device, but keep the correction bias in float32.
 
-        A rounded bias would choose other experts than the engine's.
+        With a rounded bias, the router would choose other experts than the engine does.
         """
         bias = self.expert_bias
         super()._apply(fn, recurse)
@@ -139,12 +143,12 @@ class Router(TopKRouter):
 
 
 def is_correction_bias(name: str) -> bool:
-    """Return True if `name` is the name of a Router's `expert_bias`."""
+    """Return True if a buffer's name is that of a Router's correction bias, `expert_bias`."""
     return name.endswith(".router.expert_bias")
 
 
 def routers(chunk) -> Iterator[tuple[int, Router]]:
-    """Yield (global layer index from 0, router) of a model chunk's layers with experts."""
+    """Yield (layer index in the whole model, from 0; router) of a model chunk's layers with experts."""
     for layer in chunk.decoder.layers:
         router = getattr(layer.mlp, "router", None)
         if router is not None:
@@ -152,9 +156,9 @@ def routers(chunk) -> Iterator[tuple[int, Router]]:
 
 
 def set_routing(chunk, routing: Routing, given: dict[int, torch.Tensor] | None) -> None:
-    """Set what the routers do in the next forward pass.
+    """Tell the routers of a model chunk whether to choose, record or replay in the next forward pass.
 
-    given: {layer: int64 [t, k]}, the experts of this rank's tokens; used with Routing.given.
+    given: {layer index: int64 [t, k]}, experts of this rank's tokens; used with Routing.given only.
     """
     for layer, router in routers(chunk):
         router.router_replay.given = given[layer] if routing == Routing.given else None
@@ -162,14 +166,17 @@ def set_routing(chunk, routing: Routing, given: dict[int, torch.Tensor] | None) 
 
 
 def recorded_routing(chunk) -> dict[int, torch.Tensor]:
-    """Return {layer: int64 [t, k]}, the routing of the last forward pass, which ran with Routing.record."""
+    """Return the experts chosen in the last forward pass, {layer index: int64 [t, k]}.
+
+    That pass must have run with Routing.record.
+    """
     return {layer: router.router_replay.recorded for layer, router in routers(chunk)}
 
 
 def take_loss_sums(chunks) -> dict[str, torch.Tensor]:
-    """Return the routers' own losses times tokens, and reset the sums.
+    """Return {loss name: sum} of the routers' auxiliary losses, for the metrics, and reset the sums.
 
-    Each is summed over layers and over the micro-batches since the last call.
+    A sum is over tokens, layers and all micro-batches since the last call. This also clears recorded choices.
     """
     sums: dict[str, torch.Tensor] = {}
     for chunk in chunks:

@@ -1,4 +1,7 @@
-"""Layout of a model in Megatron's checkpoints, found by building the model without memory for its weights."""
+"""Names, shapes and offsets of a model's tensors in Megatron checkpoints, for conversion from and to HF.
+
+They are found by building Megatron's model without memory for its weights.
+"""
 
 import io
 import tempfile
@@ -25,7 +28,11 @@ _PARAMETERS = torch.bfloat16
 
 
 def saved_model(arch: Architecture) -> SavedModel:
-    """Return a model's checkpoint on one rank. Other layouts have the same tensors, cut differently."""
+    """Describe the contents of a Megatron checkpoint of this architecture.
+
+    All parallel layouts save the same tensors, only cut differently, so the description for one rank
+    suffices.
+    """
     with tempfile.TemporaryDirectory() as folder:
         process_groups.initialize(ParallelSizes(), 0, f"file://{folder}/store", seed=0)
         try:
@@ -59,10 +66,10 @@ def _read(model, state: dict, entries: dict) -> SavedModel:
 
 
 def _part(tensor, parameter: torch.Tensor, pieces: list[Piece]) -> SavedPart:
-    """Return the part of the checkpoint that holds one of Megatron's tensors.
+    """Describe one of Megatron's tensors in the checkpoint, and the HF tensors that it consists of.
 
     tensor: Megatron's ShardedTensor; its data is a view of the parameter.
-    pieces: pieces of the parameter.
+    pieces: where slices of HF tensors lie in the parameter.
     """
     view, lead = tensor.data, tensor.prepend_axis_num
     if view.stride() != parameter.stride():

@@ -21,7 +21,10 @@ from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 
 
 class ScoreOutput(MegatronModule):
-    """Output layer that returns its input, [t, 1, h], and owns w. Every TP rank holds all of w."""
+    """Output layer of a reward model: returns hidden states [t, 1, h], and owns w, which ScoreHead applies.
+
+    Every TP rank holds all of w.
+    """
 
     def __init__(self, config):
         super().__init__(config)
@@ -35,17 +38,19 @@ class ScoreOutput(MegatronModule):
 
 
 def put_scalar_head(model) -> None:
-    """Make a GPTModel return hidden states [1, t, h] instead of logits, with w as its output layer's weight.
+    """Turn a GPTModel of a language model into one of a reward model, before weights are loaded.
 
-    GPTModel constructs an output projection itself. It is dropped here, before it is filled.
+    Its output projection is replaced by ScoreOutput, so that it returns hidden states [1, t, h].
     """
     model.output_layer = ScoreOutput(model.config)
 
 
 def load_reward_model(chunks, folder: str, entries: dict[str, Entry], seed: int) -> None:
-    """Fill the parameters of a reward model.
+    """Fill the parameters of a reward model from an HF checkpoint.
 
-    folder: checkpoint of a reward model, or of a language model, whose decoder then gets a new head.
+    folder: checkpoint of a reward model, or of a language model. In the second case the score head is new.
+    entries: the weight map of the reward model.
+    seed: seed of a new score head.
     """
     has_head = read_architecture(folder).scalar_head
     load_hf(chunks, HFCheckpoint(folder), entries, left_out=() if has_head else (SCALAR_HEAD,))
@@ -57,7 +62,7 @@ def load_reward_model(chunks, folder: str, entries: dict[str, Entry], seed: int)
 def _initialise(weight: torch.Tensor, seed: int) -> None:
     """Fill w from a normal distribution with variance 1 / (h + 1) (Stiennon et al. 2020, arXiv:2009.01325).
 
-    The values are the same in every layout.
+    The values are the same in every parallel layout.
     """
     values = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
     weight.copy_(values / (weight.shape[1] + 1) ** 0.5)
@@ -65,7 +70,11 @@ def _initialise(weight: torch.Tensor, seed: int) -> None:
 
 @dataclass(frozen=True)
 class ScoreHead:
-    """Computes the score of each sequence of a micro-batch from its hidden states."""
+    """Computes the score of each sequence of a micro-batch from its hidden states.
+
+    weight: returns w, [1, h].
+    sequence_parallel: True: hidden states are split over the TP ranks.
+    """
 
     weight: Callable[[], torch.Tensor]
     sequence_parallel: bool

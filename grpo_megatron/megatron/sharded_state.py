@@ -1,4 +1,7 @@
-"""Contents of a checkpoint of the trained model, and how they are restored. Any layout can read them."""
+"""Training checkpoints: saves and restores weights, optimizer, schedule, reference and random states.
+
+Any parallel layout can read a checkpoint of any other.
+"""
 
 import io
 import time
@@ -16,11 +19,14 @@ _REFERENCE = "reference."
 
 
 def save(folder: str, chunks, optimizer, reference: ReferenceWeights | None = None) -> Writer:
-    """Start writing a checkpoint on all ranks. See Writer for what must follow.
+    """Start writing a checkpoint on all ranks. The caller must call `finish` of the returned Writer.
 
+    folder: folder to write. The caller renames it when all writers have finished, so that a crash leaves no
+        half-written checkpoint under the final name.
+    chunks: model chunks of this rank.
     optimizer: None: save the weights only.
-    reference: its weights are saved too, unless they are its first ones, which the run's configuration names.
-    folder: written under this name; rename it into place when the writers have finished.
+    reference: its weights are saved too if they are no longer those of the HF checkpoint in the
+        configuration.
     """
     begun = time.perf_counter()
     shards, objects = sharded_model(chunks)
@@ -50,10 +56,11 @@ def save(folder: str, chunks, optimizer, reference: ReferenceWeights | None = No
 
 
 def load(folder: str, chunks, optimizer, reference: ReferenceWeights | None = None) -> None:
-    """Fill weights and, unless None, optimizer, learning-rate state and reference in place.
+    """Restore weights and, unless None, optimizer, learning-rate state and reference from a checkpoint.
 
-    The layout may differ from the one that saved.
-    Raises UserError for a checkpoint that does not fit, or that holds no optimizer.
+    The checkpoint may come from a run with another parallel layout.
+    Raises UserError if the checkpoint is of another model, or damaged. Raises UserError also if an optimizer
+    is given and the checkpoint has only weights.
     """
     shards, objects = sharded_model(chunks)
     pieces = weight_pieces(shards, writing=False)
@@ -97,7 +104,7 @@ def load_weights(folder: str, chunks) -> None:
 
 
 def _serialised(value) -> bytes:
-    """Serialise a value as Megatron does, for example the scales of TransformerEngine's FP8."""
+    """Serialise a value that is no tensor, such as TransformerEngine's FP8 scales, in Megatron's format."""
     buffer = io.BytesIO()
     torch.save([value], buffer)
     return buffer.getvalue()

@@ -1,8 +1,10 @@
-"""Rectangles of global tensors that a rank holds, for weights and for its part of the optimizer's states.
-Megatron says where a parameter's shard lies in the global tensor (`sharded_state_dict`). The distributed
-optimizer holds a flat range of that shard. A flat range of a matrix is at most three rectangles: part of a
-row, whole rows, part of a row. So every rank can write and read its own part of the optimizer where it lies,
-without gathering, and any other layout can assemble the rectangles again.
+"""Rectangles of global tensors that a rank holds: what it writes to a checkpoint, or reads from one.
+
+A global tensor is a parameter, or its optimizer state, as it would be without parallelism. Megatron says
+where a parameter's shard lies in the global tensor (`sharded_state_dict`). The distributed optimizer holds a
+flat range of that shard. A flat range of a matrix is at most three rectangles: part of a row, whole rows,
+part of a row. So every rank can write and read its own part of the optimizer where it lies, without
+gathering, and any other layout can assemble the rectangles again.
 """
 
 import math
@@ -31,13 +33,16 @@ class Rectangle:
     offset: tuple[int, ...]
     """Offset of the rectangle in the global tensor."""
     data: torch.Tensor
-    """Contiguous view of the live weights or optimizer states, with as many axes as the global tensor."""
+    """Contiguous view of the weights or optimizer states in use, with as many axes as the global tensor."""
     padded: bool
     """True: the global shape depends on the layout, because it is padded with zeros."""
 
 
 class _Shard(NamedTuple):
-    """Part of a parameter (or buffer) that is one rectangle of a global tensor."""
+    """Part of this rank's parameter (or buffer) that is one rectangle of a global tensor.
+
+    place: Megatron's description of the rectangle: name, shape and offset in the global tensor.
+    """
 
     parameter: torch.Tensor
     place: ShardedTensor
@@ -61,9 +66,11 @@ class _Shard(NamedTuple):
 def rectangles(
     start: int, stop: int, shape: tuple[int, ...]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield (offset, size) of the fewest rectangles that hold elements start to stop of a tensor.
+    """Divide the flat range [start, stop) of a tensor's elements into the fewest rectangles.
 
-    Elements are numbered in row-major order; the rectangles come in that order.
+    Elements are numbered in row-major order.
+    shape: shape of the tensor.
+    Yields (offset, size) of each rectangle, in row-major order.
     """
     if start >= stop:
         return
@@ -91,9 +98,10 @@ def _within_row(number: int, start: int, stop: int, shape: tuple[int, ...]):
 
 
 def sharded_model(chunks) -> tuple[list[_Shard], list[dict[str, ShardedObject]]]:
-    """Return the shards of all parameters and buffers of this rank, and its objects that are not tensors.
+    """Ask Megatron what a checkpoint must contain of this rank's model.
 
-    The objects are {local name: object}, one dict per model chunk.
+    Returns (shards, objects): shards are the parts of all parameters and buffers. Objects are all that is not
+    a tensor, {name within the chunk: object}, one dict per model chunk.
     """
     metadata = {
         "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
@@ -113,9 +121,9 @@ def sharded_model(chunks) -> tuple[list[_Shard], list[dict[str, ShardedObject]]]
 
 
 def _own_shares(shards: list[_Shard]) -> dict[int, range]:
-    """Return {id of a parameter: the elements of it that this rank writes}.
+    """Return {id(parameter): range of its flat elements that this rank writes}.
 
-    Replicas divide what all of them hold evenly.
+    Data-parallel replicas have equal parameters, so each replica writes an equal share of the elements.
     """
     shares = {}
     for expert in (False, True):
@@ -144,9 +152,11 @@ def _own_shares(shards: list[_Shard]) -> dict[int, range]:
 def _pieces(
     prefix: str, shard: _Shard, values: torch.Tensor, first: int, wanted: range
 ) -> Iterator[Rectangle]:
-    """Yield the rectangles of elements `wanted` of the shard's parameter.
+    """Yield the rectangles for a range of the shard's parameter, each of at most _MOST_ELEMENTS elements.
 
-    values: flat values of the parameter, from element `first` on.
+    prefix: put before the global tensor's name.
+    values: flat values of the parameter (or of its optimizer state), from element `first` on.
+    wanted: range of the parameter's flat elements.
     """
     place, begin = shard.place, shard.start
     start, stop = max(wanted.start, begin), min(wanted.stop, begin + place.data.numel())
@@ -173,11 +183,12 @@ def weight_pieces(
     prefix: str = "",
     values_of: Callable[[torch.Tensor], torch.Tensor | None] = torch.Tensor.detach,
 ) -> list[Rectangle]:
-    """Return all rectangles of the weights that this rank holds.
+    """Return the rectangles of the weights that this rank writes to a checkpoint, or reads from it.
 
-    writing: only this rank's share, so that replicas write each element once.
-    prefix: put before the names.
-    values_of: parameter -> contiguous values to use in place of its own, or None if there are none.
+    writing: True: only this rank's share, so that replicas write each element once. False: all it holds.
+    prefix: put before the names of the global tensors.
+    values_of: parameter -> contiguous values to save or fill instead of the parameter's own, or None to leave
+        the parameter out. Used for the reference's weights.
     """
     shares = (
         _own_shares(shards)
@@ -193,9 +204,10 @@ def weight_pieces(
 
 
 def optimizer_pieces(shards: list[_Shard], optimizer, writing: bool) -> list[Rectangle]:
-    """Return the rectangles of the optimizer's states that this rank holds. writing: as in `weight_pieces`.
+    """Return the rectangles of the optimizer's states that this rank writes to or reads from a checkpoint.
 
     The states are Adam's moments, and the fp32 master weights where weights are not fp32.
+    writing: True: only this rank's share, so that replicas write each element once. False: all it holds.
     """
     shares = (
         _own_shares(shards)
@@ -217,10 +229,12 @@ def optimizer_pieces(shards: list[_Shard], optimizer, writing: bool) -> list[Rec
 def _optimizer_state(
     optimizer, parameter: torch.Tensor
 ) -> tuple[int, range | None, dict[str, torch.Tensor]] | None:
-    """Return (first element, own elements, {name: flat state}) of a parameter.
+    """Find the optimizer's states of a parameter on this rank. Return None if there are none.
 
-    Returns None if this rank has no state of it. First element: index in the parameter at which the flat
-    states begin. Own elements: those that no other replica has a state of; None if every replica has all.
+    Otherwise returns (first, own, states):
+    first: index of the parameter's flat element at which the states begin.
+    own: range of the elements whose states only this replica has. None: every replica has all states.
+    states: {name: flat state}.
     """
     for part in optimizer.parts():
         own = None

@@ -1,4 +1,7 @@
-"""Specification of an Actor and result of a training step. The module is light: the driver imports it too."""
+"""Specification of an Actor, and the result of a training step.
+
+The driver process imports this module too, so it must not import Megatron.
+"""
 
 from dataclasses import dataclass, field, replace
 
@@ -22,14 +25,14 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Options for building a model from its Architecture."""
+    """Options for building Megatron's model of an Architecture on one rank."""
 
     sizes: ParallelSizes
     """Sizes of the parallel layout."""
     params_dtype: torch.dtype
     """Dtype of parameters and activations."""
     transformer_engine: bool = False
-    """True: TransformerEngine's layers. False: the local ones."""
+    """True: TransformerEngine's layers. False: Megatron's local layers."""
     fp8: FP8Config | None = None
     """FP8 settings of the matrix products. None: they are computed in params_dtype."""
     recompute: Recompute = Recompute.none
@@ -50,7 +53,7 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class ActorSpec:
-    """Everything an Actor is built from."""
+    """Everything an Actor is built from. The driver makes it from the configuration, and all ranks get it."""
 
     model_path: str
     """Folder of the HF checkpoint to train."""
@@ -87,9 +90,9 @@ class ActorSpec:
     reference_offload: bool = True
     """True: the reference's weights wait in host memory."""
     reference_hidden_bytes: int = 4 << 30
-    """Device memory for the reference's hidden states in bytes, see config ref.hidden_gib."""
+    """Most device memory in bytes for the reference's hidden states of a step. The rest waits on the host."""
     offload_folder: str | None = None
-    """Folder for the contents of parked memory, see memory.Parking."""
+    """Folder for the contents of memory that `sleep` or an offloaded optimizer frees. None: host memory."""
     pack_tokens: int = 0
     """If not 0, every micro-batch is padded to this many tokens, over all CP ranks."""
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -102,13 +105,16 @@ class ActorSpec:
     """Folder of a frozen reward model that scores samples. None: there is none."""
 
     def layout(self, cp_rank: int) -> Layout:
-        """Return the layout of the packs on a rank."""
+        """Return how packs of sequences are padded and split on a rank with this CP rank."""
         alignment = fp8_alignment(self.fp8 if self.precision == Precision.fp8 else None)
         layout = Layout(self.sizes.tp, self.sizes.cp, cp_rank, self.sizes.sequence_parallel, alignment)
         return replace(layout, pack_tokens=padded_to(self.pack_tokens, layout.pack_multiple))
 
     def model_spec(self, transformer_engine: bool) -> ModelSpec:
-        """Return the ModelSpec. transformer_engine: use its layers, which depends on the machine."""
+        """Return the options for building the trained model.
+
+        transformer_engine: result of `uses_transformer_engine`, which depends on the rank's machine.
+        """
         return ModelSpec(
             sizes=self.sizes,
             params_dtype=torch.float32 if self.precision == Precision.fp32 else torch.bfloat16,
@@ -125,7 +131,7 @@ class ActorSpec:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Result of one optimizer step of a replica."""
+    """Result of one optimizer step, as one rank of each data-parallel replica returns it."""
 
     grad_norm: float
     """Gradient norm before clipping, over all ranks."""
@@ -134,22 +140,27 @@ class TrainResult:
     dropped: bool
     """True: the step was dropped and changed nothing."""
     metrics: Metrics
-    """Metrics of this data-parallel replica, with floats inside."""
+    """Metrics of this data-parallel replica, as Python numbers instead of tensors."""
     beyond: tuple[str, ...] = ()
     """One sentence for each limit of the loss that was exceeded, over all replicas."""
     occupied: int = 0
-    """Bytes that the replica's reporting rank occupies, see cluster.memory."""
+    """Bytes of GPU memory (without a GPU: host memory) of the rank that returns this result."""
 
 
 def scores_on_ranks(config: Config) -> bool:
-    """Return True if the trainer's ranks hold a reward model. Recorded samples have been scored already."""
+    """Return True if the trainer's ranks hold a frozen reward model beside the policy.
+
+    A run that replays recorded samples (rollout.replay) needs none, because these have been scored already.
+    """
     return MODEL in functions_of(config.reward) and not config.rollout.replay
 
 
 def lr_decay_steps(config: Config, command: str) -> int:
-    """Return the optimizer steps of the learning-rate schedule, including its warm-up.
+    """Return the length of the learning-rate schedule in optimizer steps, including its warm-up.
 
-    They are those configured, or else all of the run. command: see preflight.rule.
+    This is optimizer.lr_decay_steps, or by default the number of optimizer steps of the whole run.
+    command: command-line command, such as "train". Other commands take one optimizer step per step of the
+        run.
     """
     if config.optimizer.lr_decay_steps is not None:
         return config.optimizer.lr_decay_steps
@@ -160,7 +171,10 @@ def lr_decay_steps(config: Config, command: str) -> int:
 
 
 def fp8_alignment(fp8: FP8Config | None) -> int:
-    """Return the multiple that FP8 products demand of a pack's tokens and of each rank's part of it."""
+    """Return the multiple to which the tokens of a pack, and each rank's part of it, must be padded for FP8.
+
+    fp8: None: no FP8, so the multiple is 1.
+    """
     if fp8 is None:
         return 1
     return {FP8Recipe.blockwise: 128, FP8Recipe.mxfp8: 32}.get(fp8.recipe, 16)
@@ -174,8 +188,9 @@ def pack_limit(config: Config) -> int:
 def actor_spec(config: Config, command: str = "train") -> ActorSpec:
     """Return the ActorSpec of a configuration.
 
-    command: as in preflight.rule. It decides the length of the learning-rate schedule, what is trained, and
-        which models are held beside it.
+    command: command-line command, such as "train" (trains a policy) or "reward-model" (trains a reward
+        model). It also decides the length of the learning-rate schedule, and whether a reference and a frozen
+        reward model are held beside the trained model.
     """
     megatron = config.megatron
     # Adapters need local layers, so with them `auto` means local.

@@ -1,4 +1,4 @@
-"""Entry point of a trainer rank: joins the process groups and builds the actor."""
+"""Entry point of a trainer rank's process: joins the process groups and builds the Actor."""
 
 import gc
 
@@ -8,11 +8,15 @@ from grpo_megatron.megatron.spec import ActorSpec
 
 
 def start_actor(spec: ActorSpec, seed: int, timeout: float, rank: int, store: StoreAddress, heart: Heart):
-    """Join the process groups and build the model. Return (Actor, RankInfo). Collective over all ranks.
+    """Join the process groups and build this rank's Actor. Collective over all ranks.
 
+    The driver sends this function to the process of every rank.
+    seed: seed of Megatron's random number generators.
     timeout: most seconds that a collective may take.
+    rank: global rank of this process.
     store: address of the key-value store through which the ranks find each other.
     heart: heartbeat of this process.
+    Returns (Actor, RankInfo).
     """
     # Megatron is imported here, not at the top of the file, so that the driver can send this function to a
     # rank without loading Megatron itself. Garbage collection is off during the import: it would find

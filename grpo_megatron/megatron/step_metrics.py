@@ -13,9 +13,10 @@ from grpo_megatron.model.architecture import MoE
 def router_metrics(
     chunks: list, experts: MoE, config: MoEConfig, tokens: int, device: torch.device
 ) -> Metrics:
-    """Return the mean over tokens and layers of the routers' own losses in this replica. Collective.
+    """Return the routers' auxiliary losses, averaged over this replica's tokens and layers. Collective.
 
-    tokens: tokens of the replica's pass.
+    chunks: model chunks of this rank.
+    tokens: number of tokens of the replica in the training pass.
     """
     names = ("load_balancing_loss", "z_loss")
     sums = take_loss_sums(chunks)
@@ -42,9 +43,11 @@ def merge_over_context(metrics: Metrics) -> Metrics:
 
 
 def beyond_limits(limits: dict[str, float], metrics: Metrics) -> tuple[str, ...]:
-    """Return one sentence for each metric of all replicas that exceeds its limit or is NaN.
+    """Check the loss's limits, such as one on the KL, to decide if the optimizer step is dropped.
 
     Collective over all ranks.
+    limits: {metric: largest value}. metrics: this rank's; those of all ranks are merged.
+    Returns one sentence for each metric that exceeds its limit or is NaN.
     """
     if not limits:
         return ()

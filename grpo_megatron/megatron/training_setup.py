@@ -1,4 +1,4 @@
-"""The wrapping of a model for training: DDP with its gradient buffers, and the optimizer."""
+"""Preparation of a model for training: Megatron's DDP with its gradient buffers, and the optimizer."""
 
 import torch
 from megatron.core.distributed import (
@@ -15,7 +15,11 @@ from grpo_megatron.megatron.spec import ActorSpec
 def wrap_for_training(
     chunks: list[torch.nn.Module], spec: ActorSpec, dtype: torch.dtype
 ) -> tuple[list[DistributedDataParallel], Optimizer]:
-    """Wrap each chunk in DDP and build the optimizer over all of them. dtype: that of the parameters."""
+    """Wrap each model chunk in Megatron's DDP, and build the optimizer over all chunks.
+
+    It also enters the hooks of DDP and optimizer in the chunks' config, where pipeline schedules find them.
+    dtype: dtype of the parameters.
+    """
     config = chunks[0].config
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,

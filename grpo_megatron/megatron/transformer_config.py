@@ -1,4 +1,4 @@
-"""Megatron's TransformerConfig, made from a model's config.json and from how it is to be built."""
+"""Megatron's TransformerConfig, made from a model's architecture and the options of this run."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 
 def _pipeline_layout(arch: Architecture, sizes: ParallelSizes) -> list[list[str]] | None:
-    """Return an uneven pipeline split in Megatron's notation, or None for an even one."""
+    """Return an uneven division of layers among pipeline stages in Megatron's notation. None: an even one."""
     if not sizes.pipeline_layers:
         return None
     chunks = [["decoder"] * layers for layers in sizes.chunk_layers(arch.num_layers)]
@@ -94,9 +94,9 @@ def _fp8_settings(spec: ModelSpec) -> dict:
 
 
 def _fusions(arch: Architecture, spec: ModelSpec) -> dict:
-    """Return the settings of fused kernels.
+    """Return the settings of Megatron's fused kernels, which only TransformerEngine's layers use.
 
-    Local layers have their own activation, norm and attention, see modules.py and attention.py.
+    With local layers, modules.py and attention.py replace activation, norm and attention.
     """
     fused = spec.transformer_engine
     return {

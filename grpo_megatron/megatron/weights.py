@@ -1,4 +1,8 @@
-"""Transfer of HF tensors into the ranks of a Megatron model and back, tensor by tensor."""
+"""Transfer of weights from an HF checkpoint to the ranks of a Megatron model, and back under HF names.
+
+Global names are Megatron's parameter names with the layer and expert indices of the whole model, as in the
+weight map.
+"""
 
 import re
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -22,14 +26,20 @@ _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
 
 
 def local_parameters(chunks, adapters: bool = False) -> dict[str, torch.nn.Parameter]:
-    """Return {global name: parameter} of this rank's model chunks. adapters: LoRA's parameters instead."""
+    """Return {global name: parameter} of this rank's model chunks.
+
+    adapters: True: only the LoRA adapters' parameters. False: all others.
+    """
     return _under_global_names(
         chunks, lambda chunk: ((n, p) for n, p in chunk.named_parameters() if is_adapter(n) == adapters)
     )
 
 
 def local_weights(chunks) -> dict[str, torch.Tensor]:
-    """Return all that an HF checkpoint holds: parameters, and the routers' correction biases (buffers)."""
+    """Return {global name: tensor} of what an HF checkpoint contains of this rank's model.
+
+    These are the parameters without adapters, and the routers' correction biases, which are buffers.
+    """
     biases = _under_global_names(
         chunks, lambda chunk: ((n, b) for n, b in chunk.named_buffers() if is_correction_bias(n))
     )
@@ -37,9 +47,9 @@ def local_weights(chunks) -> dict[str, torch.Tensor]:
 
 
 def _under_global_names(chunks, named: Callable) -> dict:
-    """Return {global name: tensor}. named: chunk -> (local name, tensor) pairs.
+    """Return {global name: tensor}. Megatron's own names count layers per chunk and experts per rank.
 
-    Megatron numbers layers per chunk and experts per rank.
+    named: chunk -> (Megatron's name, tensor) pairs.
     """
     first_expert = mpu.get_expert_model_parallel_rank()
     found = {}
@@ -91,9 +101,10 @@ def mark_parallel(chunks, entries: dict[str, Entry]) -> None:
 def load_hf(
     chunks, checkpoint: HFCheckpoint, entries: dict[str, Entry], left_out: Container[str] = ()
 ) -> None:
-    """Fill this rank's parameters with their slices of the HF tensors, cast to the parameters' dtype.
+    """Load an HF checkpoint into this rank's parameters: each gets its slice, cast to the parameter's dtype.
 
-    left_out: parameters that the checkpoint does not have.
+    entries: the weight map {global name: entry}.
+    left_out: global names of parameters that the checkpoint does not have. They are not filled.
 
     Raises UserError if names, shapes or types in the checkpoint differ from the weight map. Without this
     check, tensors that no entry reads would be lost silently.
@@ -120,7 +131,7 @@ def load_hf(
 
 
 def _split_over(entry: Entry):
-    """Return the process group that holds a parameter's shards."""
+    """Return the process group whose ranks each hold one shard of a parameter."""
     return mpu.get_expert_tensor_parallel_group() if entry.expert else mpu.get_tensor_model_parallel_group()
 
 
@@ -130,15 +141,17 @@ def iterate_hf(
     dtype: torch.dtype | None = None,
     values: Mapping[str, torch.Tensor] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (HF name, full tensor) of all parameters; each comes from one rank only. Exhaust it on all ranks.
+    """Yield (HF name, full tensor) of all parameters, for weight syncs and HF exports. Collective.
 
-    dtype: of the tensors, except for float32 buffers. None: unchanged.
-    values: {Megatron name: this rank's shard}. None: the values in the chunks.
+    Each tensor is gathered and yielded on one rank only. Exhaust the iterator on all ranks.
+    entries: the weight map {global name: entry}.
+    dtype: dtype of the tensors, except for float32 buffers. None: unchanged.
+    values: {global name: this rank's shard}. None: the values in the chunks.
 
-    A tensor comes from the first rank of the group that holds its shards, in the first replica. The other
-    ranks of the group take part in gathering it. At most one gathered parameter is alive beyond what the
-    consumer keeps. Experts come last: a rank that yields only experts has then done its part in all other
-    gathering before its consumer makes it wait.
+    The first rank of the group that holds a parameter's shards yields it, in the first replica. The other
+    ranks of the group send their shards. At most one gathered parameter is in memory beyond what the consumer
+    keeps. Experts come last, so that a rank that yields only experts has sent all its other shards before its
+    consumer makes it wait.
     """
     rank = rank_info()
     values = local_weights(chunks) if values is None else values
@@ -159,9 +172,9 @@ def iterate_hf(
 
 
 def whole_tensors(entry: Entry, shards: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """Return (HF name, full tensor) pairs of one entry.
+    """Assemble the HF tensors of one Megatron parameter. Return (HF name, full tensor) pairs.
 
-    shards: all shards of its parameter; a single one if it is not split.
+    shards: all shards of the parameter in rank order; a single one if it is not split.
     """
     full = {hf: shards[0].new_empty(shape) for hf, shape in zip(entry.hf, entry.shapes, strict=True)}
     for number, shard in enumerate(shards):

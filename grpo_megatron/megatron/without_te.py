@@ -1,4 +1,7 @@
-"""Fixes for megatron-core 0.16.1 where TransformerEngine is not installed, with CUDA or without."""
+"""Fixes that megatron-core 0.16.1 needs if TransformerEngine is not installed, with CUDA or without.
+
+`cpu.install` registers them, and the import hook applies them.
+"""
 
 import importlib.util
 
@@ -6,8 +9,9 @@ import torch
 
 
 class TorchAdam(torch.optim.Optimizer):
-    """Adam/AdamW with the interface and state layout of TransformerEngine's and apex's FusedAdam.
+    """Adam/AdamW that replaces FusedAdam of TransformerEngine or apex where neither is installed.
 
+    It has their interface and state layout, because Megatron's distributed optimizer relies on both.
     Kingma & Ba 2015; Loshchilov & Hutter 2019 (decoupled decay) with ``adam_w_mode``. The step
     counter lives in the parameter group, the moments (float32, shape of the parameter) in
     ``state[p]["exp_avg"]`` and ``["exp_avg_sq"]``.

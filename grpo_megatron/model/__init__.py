@@ -1,1 +1,1 @@
-"""Facts about a model and its parallel layout, shared by the trainer, the engines and the planner."""
+"""Facts about a model and its parallel layout, used by the trainer, the engines and the planner."""

@@ -1,8 +1,8 @@
-"""LoRA adapters in the weight map: two more entries for each adapted matrix.
+"""LoRA adapters in the weight map: two more entries for each matrix that has an adapter.
 
-y = W x + (alpha / rank) B A x, with A [rank, in] and B [out, rank]. In Megatron, `linear.lora_a` and
-`linear.lora_b` are neighbours of `linear.weight`. PEFT has a pair A, B for each HF tensor that is fused into
-W.
+An adapted layer computes y = W x + (alpha / rank) B A x, with A [rank, in] and B [out, rank]. In Megatron,
+`linear.lora_a` and `linear.lora_b` are neighbours of `linear.weight`. PEFT has a pair A, B for each HF tensor
+that Megatron fuses into W.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,11 @@ def is_adapter(megatron: str) -> bool:
 
 @dataclass(frozen=True)
 class Shared(Plain):
-    """A Megatron tensor that stands for several identical HF tensors: A of fused layers."""
+    """Layout of a Megatron tensor that stands for several identical HF tensors.
+
+    Megatron has one matrix A for a fused layer such as QKV. In PEFT's files each of q, k and v has a copy of
+    it.
+    """
 
     def pieces(self, hf, shapes, axis, parts, rank):
         return [
@@ -33,9 +37,10 @@ class Shared(Plain):
 
 
 def adapter_entries(entries: Iterable[Entry], config: LoraConfig) -> dict[str, Entry]:
-    """Return {Megatron name: entry} of all adapters; empty if config.rank is 0.
+    """Return {Megatron name: weight map entry} of both matrices of every adapter.
 
-    The entries extend the model's weight map. They have no names in the engine.
+    The trainer creates and exports the adapters by these entries. They have no name in the engine. The result
+    is empty if config.rank is 0.
 
     entries: the model's weight map.
     """
@@ -55,7 +60,10 @@ def adapter_entries(entries: Iterable[Entry], config: LoraConfig) -> dict[str, E
 
 
 def without_adapter(arch: Architecture, config: LoraConfig) -> list[str]:
-    """Return one sentence for each target layer that the model lacks or that cannot have an adapter."""
+    """Return one sentence for each target layer that the model lacks or that cannot have an adapter.
+
+    The check before a run shows them. The targets are the layers in megatron.lora.targets.
+    """
     if arch.latent is not None:
         return [
             "megatron.lora.rank: this model's attention is over latents (MLA), which cannot have adapters"
@@ -80,7 +88,7 @@ def without_adapter(arch: Architecture, config: LoraConfig) -> list[str]:
 
 
 def _is_target(entry: Entry, targets: Iterable[str]) -> bool:
-    """Return whether the entry is the weight of a layer with one of these HF names."""
+    """Return whether the entry is the weight of a layer with one of these HF names, such as `q_proj`."""
     return entry.hf[0].endswith("_proj.weight") and any(hf.split(".")[-2] in targets for hf in entry.hf)
 
 

@@ -14,7 +14,11 @@ LATENT_NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Frequency scaling of Llama 3: long wavelengths are stretched by `factor`, short ones are kept."""
+    """Scaling of the rotary embedding's frequencies in Llama 3.1, for a longer context.
+
+    With n = original_max_positions, in tokens, wavelengths above n / low_freq_factor are stretched by
+    `factor`, and those below n / high_freq_factor are kept. Wavelengths between the two are interpolated.
+    """
 
     factor: float
     low_freq_factor: float
@@ -24,10 +28,11 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN's frequency scaling (arXiv:2309.00071), with the two extra factors that DeepSeek uses.
+    """YaRN's scaling of the rotary embedding's frequencies (arXiv:2309.00071), for a longer context.
 
     A frequency that makes more than `beta_fast` turns within the original positions is kept. One with fewer
-    than `beta_slow` turns is divided by `factor`. Frequencies between the two are interpolated.
+    than `beta_slow` turns is divided by `factor`. Frequencies between the two are interpolated. DeepSeek adds
+    two factors, on the cosines and sines and on the attention scores.
     """
 
     factor: float
@@ -44,9 +49,10 @@ class Yarn:
     """Factor on the attention scores."""
 
     def scaled(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
-        """Return the scaled frequencies, float32 [d / 2].
+        """Return the rotary embedding's frequencies after scaling, float32 [d / 2].
 
-        frequencies: unscaled inverse frequencies, float32 [d / 2].
+        frequencies: inverse frequencies before scaling, float32 [d / 2], with d the rotated channels of a
+            head.
         theta: base of the rotary embedding.
         """
         d = 2 * len(frequencies)
@@ -65,7 +71,10 @@ class Yarn:
 
 @dataclass(frozen=True)
 class MoE:
-    """Experts and router of the layers that have experts. A token goes to its `top_k` best-scored experts."""
+    """Router and experts of the layers that have experts.
+
+    The router scores all experts for each token, and sends it to the `top_k` best.
+    """
 
     num_experts: int
     """Routed experts of a layer."""
@@ -114,7 +123,7 @@ class Latent:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Dimensions of a decoder-only transformer. Sizes are in elements."""
+    """Dimensions of a decoder-only transformer, as read from its config.json. Sizes are in elements."""
 
     family: str
     """Name of the family, such as `qwen2`."""
@@ -160,19 +169,23 @@ class Architecture:
     """True for a reward model: one row [1, hidden_size] takes the place of the output projection."""
 
     def as_reward_model(self) -> "Architecture":
-        """Return the same decoder with a scalar head. The head is never tied to the embedding."""
+        """Return the same decoder as a reward model: with one output, not one for each vocabulary entry.
+
+        This scalar head is never tied to the embedding.
+        """
         return replace(self, scalar_head=True, tied_embeddings=False)
 
     def padded_vocab_size(self, tp: int) -> int:
-        """Return the rows of Megatron's embedding: `vocab_size` padded to a multiple of `tp`."""
+        """Return the rows of Megatron's embedding, an equal number for each of `tp` tensor-parallel ranks.
+
+        It is `vocab_size` padded to a multiple of `tp`.
+        """
         return padded_to(self.vocab_size, tp)
 
     def rope_frequencies(self) -> torch.Tensor:
         """Return the inverse frequencies of RoPE (arXiv:2104.09864), float32 [rotated channels / 2].
 
-        `rope_scaling` of Llama 3.1: with n = original_max_positions, wavelengths above n / low_freq_factor
-        are stretched by the factor and those below n / high_freq_factor are kept. Wavelengths between them
-        are interpolated.
+        They are scaled as `rope_scaling` says, see RopeScaling and Yarn.
         """
         rotated = self.latent.rotated_dim if self.latent else int(self.head_dim * self.rotary_share)
         exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
@@ -206,11 +219,12 @@ class Architecture:
 
     @property
     def cost_model(self) -> CostModel:
-        """Cost model of a forward pass in FLOPs, two per multiply-add. A backward pass is proportional to it.
+        """Cost model of a forward pass in FLOPs, two per multiply-add; a backward pass is proportional to it.
 
-        Counted per token: the projections of attention, the MLP (in layers with experts: router, top_k
-        experts and shared experts) and the output projection, which has a quarter of the weights of a 0.5B
-        model. Norms, rotary embedding and softmax are left out.
+        It balances micro-batches over ranks, and the planner computes times from it. Counted per token are
+        the projections of attention, the MLP (in layers with experts: router, top_k experts and shared
+        experts) and the output projection. Counted per pair of query and key is the attention. Norms, rotary
+        embedding and softmax are left out.
         """
         mlp = 3 * self.hidden_size * self.ffn_hidden_size
         weights = self.num_layers * (self._attention_weights() + mlp) + self.hidden_size * self.num_outputs
@@ -222,7 +236,7 @@ class Architecture:
         return CostModel(per_token=2.0 * weights, per_pair=2.0 * self.num_layers * self.num_heads * pair)
 
     def _attention_weights(self) -> int:
-        """Return the number of elements in one layer's attention projections."""
+        """Return the number of elements in the weights of one layer's attention projections."""
         if self.latent is None:
             return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
         latent, queries = self.latent, self.num_heads * self.head_dim

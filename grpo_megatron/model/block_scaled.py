@@ -1,6 +1,7 @@
-"""Weights that an engine holds in FP8 with one scale per block.
+"""Weight map entries of an engine whose linear layers have FP8 weights with one scale per block.
 
-The engine has two parameters for each such weight: the FP8 elements and the scales. Each has its own entry.
+A block has 128 x 128 elements. Such an engine has two parameters for each weight, the FP8 elements and the
+scales. Each has its own entry.
 """
 
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ BLOCK = 128
 
 
 def is_block_scaled(entry: Entry) -> bool:
-    """Return whether the entry is the weight of a linear layer. FP8 engines hold exactly these in FP8."""
+    """Return whether the entry is the weight of a linear layer. FP8 engines have exactly these in FP8."""
     return ".linear_" in entry.megatron and len(entry.shapes[0]) == 2
 
 
@@ -29,9 +30,9 @@ def scales_name(megatron: str) -> str:
 
 
 def engine_entries(entries: Iterable[Entry], layout: EngineLayout) -> list[Entry]:
-    """Return the entries of all parameters of an engine.
+    """Return the weight map entries with one entry for each parameter that an engine of this layout needs.
 
-    An FP8 engine gets two entries for the weight of a linear layer: the elements and the scales.
+    For an FP8 engine, the entry of a linear layer's weight is replaced by those of its elements and scales.
     """
     found = []
     for entry in entries:
@@ -40,9 +41,9 @@ def engine_entries(entries: Iterable[Entry], layout: EngineLayout) -> list[Entry
 
 
 def elements(entry: Entry) -> Entry:
-    """Return the entry of the FP8 elements, float8_e4m3fn.
+    """Return the entry of a weight's FP8 elements, float8_e4m3fn.
 
-    On a trainer's rank they lie in the order of `stacked_by_tensor`.
+    On a trainer rank their rows are in the order of `stacked_by_tensor`.
     """
     return replace(
         entry,
@@ -53,9 +54,9 @@ def elements(entry: Entry) -> Entry:
 
 
 def scales(entry: Entry) -> Entry:
-    """Return the entry of the scales, float32 [rows / 128, columns / 128].
+    """Return the entry of a weight's scales, float32 [rows / 128, columns / 128].
 
-    An element times the scale of its block is the weight.
+    An FP8 element times the scale of its block is the weight.
     """
     return replace(
         entry,
@@ -70,10 +71,12 @@ def scales(entry: Entry) -> Entry:
 
 
 def stacked_by_tensor(pieces: Iterable[Piece]) -> list[Piece]:
-    """Return the pieces rearranged so that each HF tensor's rows are contiguous, one tensor below the other.
+    """Return a shard's pieces with each HF tensor's rows contiguous, one tensor below the other.
 
-    A block consists of neighbouring rows of one HF tensor. Megatron's shard can interleave the rows of
-    several tensors, as QKV does, which is ordered by query group.
+    Quantisation needs this order, because a block consists of neighbouring rows of one HF tensor. Megatron's
+    shard can interleave the rows of several tensors. QKV does, since it is ordered by query group.
+
+    pieces: rectangles of HF tensors that make up the shard (model.pieces).
     """
     whole: dict[str, Piece] = {}
     for piece in sorted(pieces, key=lambda piece: piece.start):
@@ -84,7 +87,12 @@ def stacked_by_tensor(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def cut_blocks(pieces: Iterable[Piece]) -> list[Piece]:
-    """Return the pieces that are not made of whole blocks, in the HF tensor or in the local parameter."""
+    """Return the pieces that do not consist of whole 128 x 128 blocks, for error messages.
+
+    A piece must begin and end at a block's edge in the HF tensor, and begin at one in the local parameter.
+
+    pieces: rectangles of HF tensors that make up a rank's shard (model.pieces).
+    """
     return [p for p in pieces if any(size % BLOCK for size in (*p.start, *p.shape, *p.at[-2:]))]
 
 
@@ -96,7 +104,11 @@ def _in_blocks(sizes: Shape, hf: str) -> Shape:
 
 @dataclass(frozen=True)
 class _ByTensor(Plain):
-    """Layout of the elements: that of `kind` in the engine, and `stacked_by_tensor` on the trainer's rank."""
+    """Layout of a weight's FP8 elements.
+
+    In the engine it is the layout `kind` of the weight. On the trainer rank the rows are ordered by
+    `stacked_by_tensor`.
+    """
 
     kind: Plain
 
@@ -115,9 +127,9 @@ class _ByTensor(Plain):
 
 @dataclass(frozen=True)
 class _Scales(Plain):
-    """Layout of the scales: that of the elements (`kind`), in units of blocks.
+    """Layout of a weight's scales: the layout `kind` of its elements, counted in blocks instead of elements.
 
-    Raises ValueError where a shard would cut a block.
+    Methods raise ValueError if a shard would cut a block.
     """
 
     kind: Plain

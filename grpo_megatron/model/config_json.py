@@ -14,14 +14,14 @@ _REQUIRED = object()
 
 
 class Fields:
-    """Keys of a config.json, read by type.
+    """Typed reader of the keys of an HF config.json, or of an object nested in it.
 
     A null key counts as absent, because transformers writes absent keys as null. Every method raises
     UserError if the key has another type, is out of range, or is absent and has no default.
     """
 
     def __init__(self, values: dict[str, Any], within: str = ""):
-        """Wrap the object `values`.
+        """Make a reader of the JSON object `values`.
 
         within: key of config.json that holds this object, for error messages; empty for the whole file.
         """
@@ -44,7 +44,7 @@ class Fields:
         return UserError(f"{self._within}{key} must be {what}, is {shortened(repr(self._values[key]))}")
 
     def integer(self, key: str, default: Any = _REQUIRED, most: int = _MOST, least: int = 1) -> Any:
-        """Return an integer from `least` to `most`."""
+        """Return an integer from `least` to `most`, both inclusive."""
         what = f"an integer from {least} to {most}"
         value = self._get(key, default, (int,), what)
         if value is not default and not least <= value <= most:
@@ -81,7 +81,7 @@ class Fields:
 
     @property
     def nested(self) -> list[str]:
-        """Keys whose values are objects."""
+        """Keys whose values are JSON objects."""
         return [key for key, value in self._values.items() if isinstance(value, dict)]
 
 
@@ -89,7 +89,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def torch_dtype(config: Fields) -> torch.dtype:
-    """Return the dtype of the weights given in config.json; float32 if none is given."""
+    """Return the dtype of the weights that config.json states; float32 if it states none."""
     name = config.text("dtype", None) or config.text("torch_dtype", "float32")
     if name not in _DTYPES:
         raise UserError(f"dtype {shortened(name)!r} is not supported; supported: {', '.join(_DTYPES)}")

@@ -1,4 +1,4 @@
-"""Weight map entries. An entry maps one parameter between HF, Megatron and the engine, and onto their ranks.
+"""Weight map entries: how one parameter is named, arranged and sharded in HF, Megatron and the engine.
 
 Import, export, weight sync, reference weights and conversion all work from these entries.
 """
@@ -23,9 +23,9 @@ class EngineLayout:
 
     tp: ranks of the engine.
     ep: parts that a layer's experts are divided into. Each part is on tp / ep ranks, which split every
-    expert.
-    attention_dp: groups of neighbouring ranks. Each group holds all attention layers and the token embedding,
-    split over its tp / attention_dp ranks.
+        expert.
+    attention_dp: groups of neighbouring ranks. Each group has all attention layers and the token embedding,
+        split over its tp / attention_dp ranks.
     fp8: linear layers have FP8 weights with scales, see model.block_scaled.
     """
 
@@ -49,15 +49,15 @@ class EngineLayout:
 
 
 def _divided(shape: Shape, axis: int | None, parts: int) -> Shape:
-    """Return the shape of one of `parts` equal parts along `axis`.
+    """Return the shape of one of `parts` equal parts of a tensor, cut along `axis`.
 
-    axis: None means that every part is the whole tensor.
+    axis: None: every part is the whole tensor.
     """
     return tuple(size // parts if dimension == axis else size for dimension, size in enumerate(shape))
 
 
 def _part(hf: str, shape: Shape, axis: int | None, parts: int, rank: int) -> Piece:
-    """Return part `rank` of a tensor that fills its parameter."""
+    """Return part `rank` of `parts` of an HF tensor, as the only content of a local parameter."""
     part = _divided(shape, axis, parts)
     start = tuple(rank * size if dimension == axis else 0 for dimension, size in enumerate(part))
     return Piece(hf, start, part, (0,) * len(shape))
@@ -65,16 +65,16 @@ def _part(hf: str, shape: Shape, axis: int | None, parts: int, rank: int) -> Pie
 
 @dataclass(frozen=True)
 class Plain:
-    """A parameter that is one tensor, split into equal parts along the sharded axis.
+    """Layout of a parameter that is one HF tensor, split into equal parts along the sharded axis.
 
-    It is the base class of all layouts. `shape` and `pieces` describe a shard in Megatron, `engine_shape` and
-    `engine_pieces` a shard in SGLang.
+    It is the base class of all layouts. `shape` and `pieces` describe a shard in Megatron. `engine_shape` and
+    `engine_pieces` describe a shard in SGLang. Pieces are rectangles of HF tensors (model.pieces).
 
     hf: names of the HF tensors.
     shapes: full shapes of these tensors.
     axis: the sharded axis; None: not sharded.
     parts: number of shards.
-    rank: index of the shard.
+    rank: index of the shard, from 0.
     """
 
     def shape(self, shapes: tuple[Shape, ...], axis: int | None, parts: int) -> Shape:
@@ -95,7 +95,7 @@ class Plain:
 
 
 def stacked(pieces: Iterable[Piece]) -> list[Piece]:
-    """Return the pieces placed one below the other in one parameter."""
+    """Return the pieces with new positions in the local parameter: one below the other, from row 0."""
     found, row = [], 0
     for piece in pieces:
         found.append(Piece(piece.hf, piece.start, piece.shape, (row, *piece.at[1:])))
@@ -105,9 +105,9 @@ def stacked(pieces: Iterable[Piece]) -> list[Piece]:
 
 @dataclass(frozen=True)
 class GateUp(Plain):
-    """Gate and up projections, [f, h] each, fused into one [2f, h] with the gate first.
+    """Layout of gate and up projections, [f, h] each, fused into one [2f, h].
 
-    Each rank has its share of both.
+    Each rank has an equal share of both, the gate's rows first.
     """
 
     def shape(self, shapes, axis, parts):
@@ -119,13 +119,14 @@ class GateUp(Plain):
 
 @dataclass(frozen=True)
 class QKV(Plain):
-    """Projections of queries, keys and values, fused into one.
+    """Layout of the projections of queries, keys and values, fused into one parameter.
 
     HF: q [heads·d, h], k and v [kv_heads·d, h].
     Megatron: [(heads + 2 kv_heads)·d, h], ordered by query group: the group's queries, its key, its value.
-    The rows are cut into equal parts, which hold whole groups unless there are more ranks than groups.
+    The rows are cut into equal parts. A part consists of whole groups unless there are more ranks than
+    groups.
     SGLang: a rank's queries, then its keys, then its values. If there are more ranks than KV heads, several
-    ranks hold the same KV head.
+        ranks have the same KV head.
     """
 
     num_heads: int
@@ -156,7 +157,7 @@ class QKV(Plain):
 
 @dataclass(frozen=True)
 class Vocab(Plain):
-    """Embedding or output layer, padded with zero rows so that every rank has the same number of rows."""
+    """Layout of the embedding or output layer. Zero rows pad it so that every rank has equally many rows."""
 
     def shape(self, shapes, axis, parts):
         words, *rest = shapes[0]
@@ -180,7 +181,11 @@ class Vocab(Plain):
 
 @dataclass(frozen=True)
 class Expert:
-    """Index of an expert within its layer, and the number of experts in that layer."""
+    """An expert of a layer.
+
+    number: its index within the layer, from 0.
+    count: number of experts in the layer.
+    """
 
     number: int
     count: int
@@ -188,7 +193,7 @@ class Expert:
 
 @dataclass(frozen=True)
 class Entry:
-    """One Megatron parameter with its counterparts in HF and in the engine."""
+    """One entry of the weight map: a Megatron parameter with its counterparts in HF and in the engine."""
 
     hf: tuple[str, ...]
     """Names of the HF tensors that it is made of."""
@@ -218,22 +223,31 @@ class Entry:
     """Dtype in the engine; None: the dtype that the engine computes in."""
 
     def megatron_shape(self, parts: int) -> Shape:
-        """Return the shape of one rank's shard if there are `parts` shards."""
+        """Return the shape of one rank's shard in Megatron. `parts` is the number of shards."""
         return self.kind.shape(self.shapes, self.axis, parts)
 
     def megatron_pieces(self, parts: int, rank: int) -> list[Piece]:
-        """Return the pieces that make up shard `rank` of `parts`. The rest of the shard is padding."""
+        """Return the rectangles of HF tensors that make up Megatron's shard `rank` of `parts`.
+
+        The rest of the shard is padding.
+        """
         return self.kind.pieces(self.hf, self.shapes, self.axis, parts, rank)
 
     def engine_shape(self, layout: EngineLayout) -> Shape:
-        """Return the shape, on each engine rank, of the engine's parameter up to the end of this entry."""
+        """Return the shape that the engine's parameter must have, on each engine rank, to contain this entry.
+
+        If several entries share the parameter, that is its shape up to the last row of this entry.
+        """
         rows, *rest = self.kind.engine_shape(self.shapes, self.engine_axis, self.engine_parts(layout))
         if self.expert:
             return (self.expert.count // layout.ep, rows, *rest)
         return (self.engine_row + rows, *rest)
 
     def engine_pieces(self, layout: EngineLayout, rank: int) -> list[Piece]:
-        """Return the pieces of the engine's parameter on engine rank `rank` that come from this entry."""
+        """Return the rectangles of this entry's HF tensors that engine rank `rank` has.
+
+        Their positions are those in the engine's parameter. The list is empty for an expert of other ranks.
+        """
         parts = self.engine_parts(layout)
         if self.expert is None:
             pieces = self.kind.engine_pieces(self.hf, self.shapes, self.engine_axis, parts, rank % parts)
@@ -258,14 +272,17 @@ class Entry:
 
 
 def hf_shapes(entries: dict[str, Entry]) -> dict[str, Shape]:
-    """Return {HF tensor: full shape} of all tensors in a weight map."""
+    """Return {HF tensor: full shape} of all tensors in a weight map.
+
+    It tells which tensors a checkpoint of the model must have.
+    """
     return {
         name: shape for entry in entries.values() for name, shape in zip(entry.hf, entry.shapes, strict=True)
     }
 
 
 def engine_shapes(entries: Iterable[Entry], layout: EngineLayout) -> dict[str, Shape]:
-    """Return {engine's parameter: its shape on each rank}."""
+    """Return {name of an engine's parameter: its shape on each rank}."""
     shapes: dict[str, Shape] = {}
     for entry in entries:
         if entry.exported:
@@ -276,9 +293,9 @@ def engine_shapes(entries: Iterable[Entry], layout: EngineLayout) -> dict[str, S
 
 
 def engine_stacks(entries: Iterable[Entry]) -> dict[str, str]:
-    """Return {HF tensor: engine's parameter} of the tensors that share a parameter with others in the engine.
+    """Return {HF tensor: engine's parameter} of tensors that share an engine parameter with others.
 
-    Experts are left out.
+    Such tensors must arrive in the same bucket of a weight sync. Experts are left out.
     """
     stacked = {entry.engine for entry in entries if entry.engine_row}
     return {hf: entry.engine for entry in entries if entry.engine in stacked for hf in entry.hf}

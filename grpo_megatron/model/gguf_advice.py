@@ -1,15 +1,15 @@
-"""Advice for GGUF files, the format of llama.cpp.
+"""Advice for users who name a GGUF file, the format of llama.cpp, as their model.
 
-The program does not load them. tools/convert_gguf_to_hf.py converts them to an HF checkpoint once.
+grpo_megatron does not load GGUF files. tools/convert_gguf_to_hf.py converts them to an HF checkpoint once.
 """
 
 from pathlib import Path
 
 
 def gguf_advice(path: str | Path) -> str | None:
-    """Return the end of an error sentence if `path` is a GGUF file or a folder of such files, else None.
+    """Return the end of an error message if `path` is a GGUF file or a folder of them, else None.
 
-    It names the files and tells how to convert them. A folder counts only if it has no safetensors, because
+    The text names the files and tells how to convert them. A folder with safetensors does not count, because
     many published folders have GGUF files beside them.
     """
     root = Path(path)

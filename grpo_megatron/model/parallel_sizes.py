@@ -1,4 +1,4 @@
-"""Sizes of the parallel groups of the trainer's ranks.
+"""Sizes of the groups in which the trainer's ranks share the work.
 
 The rules in preflight.layout decide which sizes are legal.
 """
@@ -10,7 +10,7 @@ from grpo_megatron.config.schema import MegatronConfig
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """Division of the trainer's ranks. The number of ranks is tp * pp * dp * cp."""
+    """Parallel layout of the trainer: how its tp * pp * dp * cp ranks share the model and the samples."""
 
     tp: int = 1
     """Tensor-parallel ranks."""
@@ -25,7 +25,7 @@ class ParallelSizes:
     vpp: int = 1
     """Model chunks per pipeline stage. The interleaved schedule alternates between them."""
     ep: int = 1
-    """Expert-parallel ranks. Experts are laid over the same ranks in a grid of their own."""
+    """Expert-parallel ranks: parts that a layer's experts are divided into, over the ranks of a stage."""
     etp: int = 1
     """Expert-tensor-parallel ranks, which split each expert."""
     pipeline_layers: tuple[int, ...] | None = None
@@ -51,14 +51,17 @@ class ParallelSizes:
 
     @property
     def num_chunks(self) -> int:
-        """Model chunks over all stages."""
+        """Number of model chunks over all pipeline stages."""
         return self.pp * self.vpp
 
     @property
     def micro_batch_multiple(self) -> int:
-        """The number of micro-batches of a replica must be a multiple of this."""
+        """Number that the micro-batches of each replica must be a multiple of.
+
+        The interleaved pipeline schedule needs as many as there are stages; other schedules take any number.
+        """
         return self.pp if self.vpp > 1 else 1
 
     def chunk_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Return the layers of each model chunk in forward order. Chunk i is on stage i % pp."""
+        """Return the number of layers in each model chunk, in forward order. Chunk i is on stage i % pp."""
         return self.pipeline_layers or (num_layers // self.num_chunks,) * self.num_chunks

@@ -1,6 +1,7 @@
-"""Rectangles that a local tensor shares with an HF tensor.
+"""Rectangles that say which part of a local tensor is which part of an HF tensor.
 
-All layouts describe their parts in the coordinates of the HF tensors, so any two layouts can be compared.
+A local tensor is a rank's shard in the trainer or in an engine. All layouts describe their shards in the
+coordinates of the HF tensors, so that weights can be copied between any two layouts.
 """
 
 from collections import defaultdict
@@ -14,13 +15,17 @@ Shape = tuple[int, ...]
 
 
 def box(start: Shape, shape: Shape) -> tuple[slice, ...]:
-    """Return the index that selects a rectangle."""
+    """Return the index, a tuple of slices, that selects a rectangle of a tensor.
+
+    start: first index in each dimension.
+    shape: size in each dimension.
+    """
     return tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of an HF tensor and its place in a local parameter or shard.
+    """A rectangle of an HF tensor, and its position in a local tensor such as a rank's shard.
 
     hf[start : start + shape] is local[at : at + shape]. If `at` has more dimensions than `start`, the leading
     ones are indices, such as that of an expert in a stack of experts.
@@ -36,7 +41,7 @@ class Piece:
         return prod(self.shape)
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the view of the local tensor that holds this piece."""
+        """Return the view of the local tensor that contains this rectangle."""
         return _view(local, self.at, self.shape)
 
 
@@ -46,9 +51,9 @@ def _view(tensor: torch.Tensor, at: Shape, shape: Shape) -> torch.Tensor:
 
 
 def crop(pieces: Iterable[Piece], first: int, rows: int) -> list[Piece]:
-    """Return the parts of the pieces that lie in `rows` rows of the local tensor, from row `first`.
+    """Return what the pieces have in rows `first` to `first + rows - 1` of the local tensor.
 
-    The rows are then counted from `first`.
+    This cuts one rank's shard out of a larger tensor. Row `first` becomes row 0 of the result.
     """
     kept = []
     for piece in pieces:
@@ -65,10 +70,10 @@ def crop(pieces: Iterable[Piece], first: int, rows: int) -> list[Piece]:
 
 @dataclass(frozen=True)
 class Move:
-    """A rectangle to copy from one local tensor to another.
+    """A rectangle of an HF tensor to copy from one local tensor to another.
 
-    source[source_at : source_at + shape] goes to target[target_at : target_at + shape]. Both are
-    hf[start : start + shape].
+    source[source_at : source_at + shape] goes to target[target_at : target_at + shape]. Both are hf[start :
+    start + shape].
     """
 
     hf: str
@@ -94,7 +99,10 @@ class Move:
 
 
 def moves(sources: Iterable[Piece], targets: Iterable[Piece]) -> list[Move]:
-    """Return every rectangle that sources and targets share, in the order of the targets."""
+    """Return the copies that fill the target pieces from the source pieces, in the order of the targets.
+
+    There is one for each rectangle that a source and a target have in common.
+    """
     by_name = defaultdict(list)
     for source in sources:
         by_name[source.hf].append(source)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart. names: regular expressions, each of which must match the whole name of a scalar."""
+    """One chart, which shows all scalars whose whole name matches one of the regular expressions `names`."""
 
     title: str
     names: tuple[str, ...]
@@ -76,9 +76,11 @@ OTHERS = "Others"
 
 
 def charts_of(names: list[str]) -> dict[str, dict[str, list[str]]]:
-    """Return {section: {title: names}} for the scalars of a run.
+    """Return the charts of the report as {section: {title of a chart: names of its scalars}}.
 
-    A scalar that belongs to no chart gets one of its own under OTHERS.
+    names: all scalars of a run.
+
+    A scalar that belongs to no chart of SECTIONS gets its own chart in the section OTHERS.
     """
     found: dict[str, dict[str, list[str]]] = {}
     left = dict.fromkeys(names)
@@ -95,7 +97,7 @@ def charts_of(names: list[str]) -> dict[str, dict[str, list[str]]]:
 
 
 def tensorboard_layout() -> dict[str, dict[str, list]]:
-    """Return the charts as SummaryWriter.add_custom_scalars takes them."""
+    """Return the charts in the form of TensorBoard's custom layout, for SummaryWriter.add_custom_scalars."""
     # The `$` is needed, because in TensorBoard an expression need only match the beginning of a name.
     return {
         section: {chart.title: ["Multiline", [f"{pattern}$" for pattern in chart.names]] for chart in charts}

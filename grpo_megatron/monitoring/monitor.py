@@ -1,4 +1,4 @@
-"""The monitor: the one place through which a run reports about itself."""
+"""The monitor: it passes a run's metrics, samples and messages to files, TensorBoard and the terminal."""
 
 import threading
 import time
@@ -27,10 +27,10 @@ _MIB, _GIB = 2**20, 2**30
 
 
 class Monitor:
-    """Passes scalars, texts and distributions to listeners, and keeps status.json and timeline.json.
+    """Passes what a run measures to listeners. Keeps status.json, timeline.json and the terminal up to date.
 
-    TensorBoard and the run's files are listeners that it always has. If something cannot be written, such as
-    to a full disk, that is shown once, and the run goes on without it.
+    TensorBoard and the run's files (metrics.jsonl, texts.jsonl) are listeners that it always has. If one of
+    them cannot write, such as to a full disk, that is shown once, and the run goes on.
     """
 
     def __init__(
@@ -42,9 +42,13 @@ class Monitor:
         throughput: Throughput | None = None,
         listeners: Sequence[Listener] = (),
     ):
-        """resumed: the step that a resumed run continues after; curves, texts and timeline are cut off there
-        throughput: None: not measured
-        listeners: get the same as the monitor's own ones, and are not closed with it
+        """Open the files in the run's folder.
+
+        directory: the run's folder
+        status: status.json, which the caller closes
+        resumed: the step that a resumed run continues after; curves, texts and timeline are cut off there
+        throughput: computes tokens/s and idle shares; None: these are not measured
+        listeners: further listeners, such as Weights & Biases, which the caller closes
         """
         self.directory, self.tensorboard_dir = directory, f"{directory}/tensorboard"
         self._options, self._throughput = config.monitor, throughput
@@ -80,10 +84,10 @@ class Monitor:
         groups: Sequence[Group] = (),
         epochs: int = 1,
     ) -> dict[str, float]:
-        """Add times, throughput and memory to a step's scalars, pass them on, and return them.
+        """Add times, throughput and memory to a step's scalars, pass them to the listeners, and return them.
 
-        batches: what the step trained on, `epochs` times.
-        groups: their samples, to be shown.
+        batches: the batches that the step trained on, each `epochs` times.
+        groups: the groups of samples in these batches, some of which are shown as text.
         """
         wall, start = self._step_started
         seconds = time.perf_counter() - start
@@ -107,6 +111,7 @@ class Monitor:
         return scalars
 
     def _show(self, step: int, groups: Sequence[Group], batches: Sequence[TrainBatch]) -> None:
+        """Pass on samples as text, and histograms, in the steps in which the configuration asks for them."""
         options = self._options
         if options.samples_every and step % options.samples_every == 0:
             for number, group in enumerate(chosen(groups, options.sample_groups)):
@@ -116,12 +121,12 @@ class Monitor:
                 self._tell("histogram", step, name, values)
 
     def line(self, step: int, scalars: dict[str, float]) -> None:
-        """Show one line on the terminal. scalars: what `finish_step` returned."""
+        """Show one line about a step on the terminal. scalars: what `finish_step` returned."""
         with self._clock:
             self.terminal.line(step, scalars)
 
     def evaluated(self, step: int, scalars: dict[str, float]) -> None:
-        """Pass on the results of an evaluation after `step` steps, and show them."""
+        """Pass the results of an evaluation after `step` steps to the listeners, and print them."""
         with self._clock:
             self._tell("scalars", step, scalars)
             self.status.note(evaluation=scalars, evaluation_step=step)
@@ -168,9 +173,9 @@ class Monitor:
 
     @contextmanager
     def _survived(self, told: object) -> Iterator[None]:
-        """Catch whatever a listener raises, because the run is worth more than what is measured.
+        """Catch all exceptions of a listener within the context, so that a full disk does not end the run.
 
-        The first error of each listener is shown.
+        told: the listener. The first error of each class of listeners is shown.
         """
         try:
             yield
@@ -185,7 +190,7 @@ class Monitor:
 
 
 def _hyperparameters(values: dict[str, Any]) -> dict[str, bool | int | float | str]:
-    """Return the values that differ from their default, in types that TensorBoard takes."""
+    """Return the configuration values that differ from their defaults, in types that TensorBoard accepts."""
     known = known_keys()
     changed = {key: value for key, value in values.items() if value != default_of(known[key])}
     return {
@@ -194,9 +199,10 @@ def _hyperparameters(values: dict[str, Any]) -> dict[str, bool | int | float | s
 
 
 class _Clock:
-    """Counts the seconds that its creator's thread spends inside `with`. Nested blocks count once.
+    """Measures the seconds that the monitor costs a step. Each method of the monitor runs inside `with clock`.
 
-    Time that other threads spend in the monitor does not slow down a step, and is not counted.
+    Only the thread that created the clock counts, because other threads do not slow down a step. Nested
+    `with` blocks count once.
     """
 
     def __init__(self) -> None:
@@ -218,6 +224,6 @@ class _Clock:
             self._seconds += time.perf_counter() - self._start
 
     def take(self) -> float:
-        """Return the seconds since the last call, without a `with` that is still open."""
+        """Return the seconds counted since the last call, without a `with` block that is still open."""
         taken, self._seconds = self._seconds, 0.0
         return taken

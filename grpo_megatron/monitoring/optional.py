@@ -1,4 +1,7 @@
-"""Weights & Biases and Prometheus: optional listeners, which monitor.listeners names."""
+"""Weights & Biases and Prometheus: optional listeners, for runs whose configuration names them.
+
+The configuration key is monitor.listeners.
+"""
 
 import os
 import secrets
@@ -36,12 +39,13 @@ def check_listeners(config: Config) -> None:
 
 @contextmanager
 def listening(config: Config, directory: str, resumed: bool) -> Iterator[list[Listener]]:
-    """Yield the listeners of monitor.listeners, from the start of a run to its end, through all restarts.
+    """Start the listeners that monitor.listeners names, yield them, and close them at the end of the context.
 
     directory: the run's folder.
+    resumed: True if the run continues from a checkpoint. A listener that cannot start is then reported, and
+        the run goes on without it.
 
-    Raises UserError if one cannot start. If the run is a resumed one, that is only shown, and the run goes on
-    without it.
+    Raises UserError if a listener of a new run cannot start.
     """
     makers = {"wandb": WeightsAndBiases, "prometheus": Prometheus}
     listeners = []
@@ -65,10 +69,10 @@ def listening(config: Config, directory: str, resumed: bool) -> Iterator[list[Li
 
 
 class Prometheus:
-    """A Listener that answers Prometheus's requests with the newest scalars.
+    """A Listener that serves the newest scalars to Prometheus over HTTP.
 
-    They have the form grpo_megatron_scalar{run="...", name="reward/mean"}. Our names are not legal as names
-    of Prometheus metrics. Changing them could give two of them the same name.
+    All are labelled values of one metric, such as grpo_megatron_scalar{run="...", name="reward/mean"},
+    because names of scalars are not legal as names of Prometheus metrics.
     """
 
     def __init__(self, config: Config, directory: str):
@@ -96,10 +100,10 @@ class Prometheus:
             self._scalars.labels(self._run, name).set(value)
 
     def histogram(self, step: int, name: str, values: np.ndarray) -> None:
-        """Do nothing: Prometheus asks for the newest numbers only."""
+        """Do nothing, because Prometheus collects numbers only."""
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Do nothing: Prometheus has no texts."""
+        """Do nothing, because Prometheus collects numbers only."""
 
     def close(self) -> None:
         self._server.shutdown()
@@ -108,10 +112,10 @@ class Prometheus:
 
 
 class WeightsAndBiases:
-    """A Listener for Weights & Biases.
+    """A Listener that sends scalars, histograms and texts to Weights & Biases.
 
-    wandb finds account, server and mode (such as offline) by itself: from `wandb login`, or its WANDB_
-    variables.
+    The wandb package finds account, server and mode (such as offline) by itself: from `wandb login`, or from
+    its environment variables WANDB_*.
     """
 
     def __init__(self, config: Config, directory: str):

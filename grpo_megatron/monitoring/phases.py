@@ -1,4 +1,4 @@
-"""Phases of the driver: where its time goes."""
+"""Time spent in each phase of the driver process, such as `generate` or `train`."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -9,10 +9,11 @@ Ended = Callable[[str, float, float], None]
 
 
 class Phases:
-    """Wall-clock seconds per named phase. Time in a nested phase counts for the inner one only.
+    """Measures the wall-clock seconds of named phases. `with phases("train"):` is one of them.
 
-    total: of the whole run
-    current: since the last `take`
+    Time in a nested phase counts for the inner one only.
+    total: {phase: seconds} since this object was created
+    current: {phase: seconds} since the last `take`
     """
 
     def __init__(
@@ -20,7 +21,9 @@ class Phases:
         begun: Callable[[str], None] = lambda name: None,
         ended: Ended = lambda name, start, seconds: None,
     ):
-        """begun: is called when a phase begins, or goes on because a nested one has ended
+        """Begin to measure.
+
+        begun: is called with the name when a phase begins, and when it goes on because a nested one has ended
         ended: is called when a phase ends
         """
         self.total: dict[str, float] = {}
@@ -47,6 +50,6 @@ class Phases:
                 self._begun(outer)
 
     def take(self) -> dict[str, float]:
-        """Return the seconds per phase since the last call."""
+        """Return {phase: seconds} since the last call, which the monitor calls once per step."""
         taken, self.current = self.current, {}
         return taken

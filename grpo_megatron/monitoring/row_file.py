@@ -1,13 +1,13 @@
-"""A file that grows by whole rows. A full disk or a kill damages no earlier row."""
+"""A file that grows by whole rows. Neither a full disk nor the kill of the process damages an earlier row."""
 
 import os
 from pathlib import Path
 
 
 class RowFile:
-    """Appends text to a file, and leaves its earlier content as it is.
+    """A file that is only appended to, such as metrics.jsonl.
 
-    A killed process may have left half a row at the end, which this class does not remove.
+    A killed process may have left half a row at the end. This class does not remove it.
     """
 
     def __init__(self, path: str | Path):

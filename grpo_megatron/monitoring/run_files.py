@@ -1,4 +1,4 @@
-"""metrics.jsonl and texts.jsonl in the run's folder, with one row per call."""
+"""metrics.jsonl and texts.jsonl in the run's folder, which the report and other programs read."""
 
 import json
 from pathlib import Path
@@ -21,9 +21,11 @@ class RunFiles:
     """
 
     def __init__(self, directory: str, resumed: int = 0):
-        """resumed: the step that a resumed run continues after.
+        """Open the files, and remove texts of steps that a resumed run makes again.
 
-        Texts of later steps are removed here. run.folder does the same for metrics.jsonl.
+        directory: the run's folder
+        resumed: the step that a resumed run continues after; 0 for a new run. Later rows of metrics.jsonl are
+            removed by run.folder.take_back, not here.
         """
         texts = Path(directory, TEXTS)
         if texts.exists():
@@ -42,7 +44,7 @@ class RunFiles:
         self._metrics.append(json_text({"step": step, **values}) + "\n")
 
     def histogram(self, step: int, name: str, values: np.ndarray) -> None:
-        """Do nothing: histograms are not kept here."""
+        """Do nothing. Only TensorBoard and other listeners keep histograms."""
 
     def text(self, step: int, name: str, text: str) -> None:
         self._texts.append(json_text({"step": step, "name": name, "text": text}) + "\n")
@@ -54,7 +56,7 @@ class RunFiles:
 
 
 def read_texts(path: Path) -> list[dict]:
-    """Return the rows of texts.jsonl, without those that a killed run left unfinished."""
+    """Return the rows of texts.jsonl, without any that a killed run left unfinished."""
     kinds, rows = {"step": int, "name": str, "text": str}, []
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:

@@ -1,4 +1,4 @@
-"""Groups of samples, as text for people and as distributions."""
+"""Converts groups of samples into texts for people and into distributions for histograms."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,10 @@ from grpo_megatron.batch.train_batch import TrainBatch
 
 
 def group_text(group: Group, characters: int) -> str:
-    """Return the prompt, and each response with its reward. characters: how much of each text is shown."""
+    """Return a text with the prompt of a group, and each response with its reward.
+
+    characters: largest number of characters shown of the prompt and of each response.
+    """
     parts = [f"=== prompt {group.prompt.uid}", _shortened(group.prompt.text, characters)]
     if group.prompt.answer is not None:
         parts += ["=== reference answer", _shortened(str(group.prompt.answer), characters)]
@@ -28,7 +31,7 @@ def group_text(group: Group, characters: int) -> str:
 
 
 def _shortened(text: str, most: int) -> str:
-    """Return the beginning and the end of a text. The end has the answer."""
+    """Return the first and the last most/2 characters of a long text. The end usually has the answer."""
     if len(text) <= most:
         return text
     kept = most // 2
@@ -36,14 +39,17 @@ def _shortened(text: str, most: int) -> str:
 
 
 def chosen(groups: Sequence[Group], number: int) -> list[Group]:
-    """Return `number` groups. Those with different rewards come first, because the step learns from them."""
+    """Return the first `number` groups to show, beginning with those whose rewards differ.
+
+    A group of equal rewards has no advantages, so the step learns nothing from it.
+    """
     return sorted(groups, key=lambda group: len(set(group.rewards)) == 1)[:number]
 
 
 def distributions(groups: Sequence[Group], batches: Sequence[TrainBatch]) -> dict[str, np.ndarray]:
-    """Return rewards and response lengths of all samples, and advantages of all trained tokens.
+    """Return the values of a step's histograms as {name: values [n]}, n > 0.
 
-    Empty ones are left out.
+    These are rewards and response lengths of all samples, and advantages of all trained tokens.
     """
     lengths = [sum(s.num_written for s in sequences) for group in groups for sequences in group.trajectories]
     found = {

@@ -34,10 +34,17 @@ class State(str, Enum):
 
 
 class StatusFile:
-    """Keeps status.json up to date while its context is open. The context's end sets the final state."""
+    """Keeps status.json up to date while its context is open, for `grpo-megatron status`.
+
+    The end of the context writes the final state, which depends on the exception that ends it.
+    """
 
     def __init__(self, directory: str, run: str, total_steps: int):
-        """directory: the run's folder. run: the run's name."""
+        """Prepare the values of a run that is starting.
+
+        directory: the run's folder
+        run: the run's name
+        """
         self._path = Path(directory, STATUS)
         now = time.time()
         self._values: dict[str, Any] = {
@@ -78,9 +85,10 @@ class StatusFile:
         self._close()
 
     def overrule(self, state: State, words: str) -> None:
-        """Record the run's final state from the guard thread, which is about to end the process.
+        """Write the run's final state from the guard's thread, which is about to end the process.
 
         Errors that are raised later inside the context do not overwrite it.
+        words: message for the user.
         """
         with self._lock:
             self._values |= {"state": state.value, "error": words}
@@ -93,13 +101,13 @@ class StatusFile:
         self._write()
 
     def phase(self, name: str) -> None:
-        """Record what the run does from now on."""
+        """Record the phase that the driver is in from now on."""
         self.note(phase=name, phase_since=time.time())
 
     def note(self, **values: Any) -> None:
-        """Record values by name, of types that JSON has.
+        """Set values of status.json by name. The file is written within a second, by another thread.
 
-        "processes" is a list of {"name", "phase", "since", "heard"}, with times in seconds since the epoch.
+        values: of types that JSON has. `processes` is a list of the rows that cluster.watch.at_work returns.
         """
         with self._lock:
             if not self._is_overruled:
@@ -107,7 +115,7 @@ class StatusFile:
                 self._changed = True
 
     def take_seconds(self) -> float:
-        """Return the seconds spent on writing since the last call."""
+        """Return the seconds spent on writing since the last call, for the metric time/monitor."""
         taken, self._seconds = self._seconds, 0.0
         return taken
 
@@ -149,9 +157,10 @@ _NEEDED |= {"run": str, "total_steps": int, "phase": str, "phase_since": float, 
 
 
 def read_status(folder: str) -> dict[str, Any]:
-    """Return status.json of a run's folder. Its state is `gone` if the process that wrote it is gone.
+    """Return the values of status.json in a run's folder.
 
-    Raises UserError if the folder is not a run's, or the file is damaged.
+    If the file says `running`, but the process that wrote it has ended, the state is `gone` instead. Raises
+    UserError if the folder is not that of a run, or if the file is damaged.
     """
     problem = folder_problem(folder)
     if problem:
@@ -172,7 +181,10 @@ def read_status(folder: str) -> dict[str, Any]:
 
 
 def _writes(found: dict[str, Any]) -> bool:
-    """Return True if the process that wrote the file is there, as far as can be seen from here."""
+    """Return True if the process that wrote these values of status.json still runs.
+
+    A process on another machine cannot be checked. It counts as running if the values are recent.
+    """
     # The host name is not enough: a container may have the name of its machine, but its pids are its own.
     if (found["host"], found.get("pid_namespace")) != (socket.gethostname(), _pid_namespace()):
         return time.time() - found["written"] < _OLD
@@ -180,5 +192,5 @@ def _writes(found: dict[str, Any]) -> bool:
 
 
 def _pid_namespace() -> str:
-    """Return an id of the namespace in which pids can be compared."""
+    """Return an id of this process's pid namespace. Only pids of the same namespace can be compared."""
     return os.readlink("/proc/self/ns/pid")

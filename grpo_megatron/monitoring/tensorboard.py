@@ -18,9 +18,11 @@ class TensorBoard:
     """A Listener that writes TensorBoard's event files."""
 
     def __init__(self, directory: str, resumed: int, hyperparameters: dict[str, bool | int | float | str]):
-        """directory: of the event files
+        """Open an event file.
+
+        directory: folder of the event files
         resumed: the step that a resumed run continues after; later points of the curves are removed
-        hyperparameters: by which TensorBoard can compare this run with others
+        hyperparameters: values of the configuration, by which TensorBoard compares this run with others
         """
         self._directory, self._hyperparameters = directory, hyperparameters
         self._failed: float | None = None  # when writing failed, by time.monotonic
@@ -41,10 +43,11 @@ class TensorBoard:
 
     @contextmanager
     def _writing(self, step: int) -> Iterator[None]:
-        """Replace the writer some time after an OSError, and note an OSError that is raised in the context.
+        """Recover from a full disk: open a new SummaryWriter _AGAIN seconds after an OSError in this context.
 
-        The writer's thread ends at its first OSError, and every later write raises it again. Only a new
-        writer helps.
+        The SummaryWriter's thread ends at its first OSError, and every later write raises it again. The
+        context raises OSErrors after it has noted the time.
+        step: later points of the curves are removed if a new writer is opened.
         """
         try:
             if self._failed is not None and time.monotonic() - self._failed >= _AGAIN:
@@ -81,7 +84,7 @@ class TensorBoard:
 
 
 def verbatim(text: str) -> str:
-    """Return Markdown that shows `text` as it is, as a block of code. TensorBoard renders Markdown."""
+    """Return Markdown that TensorBoard renders as exactly `text`: a block of code."""
     text = text.encode("utf-8", "backslashreplace").decode("utf-8")
     # Split at all characters that end a line in Markdown. Otherwise the indent would be missing after some of
     # them.

@@ -23,7 +23,7 @@ _NO_PHASES = ("time/step", "time/other", "time/monitor")
 
 
 def say(text: str) -> None:
-    """Show a line for people. If that fails, because the terminal is gone or a disk is full, go on."""
+    """Print a line for the user on stdout, above the progress bar. Errors of writing are ignored."""
     with suppress(OSError):
         # tqdm.write keeps a progress bar below the line.
         tqdm.write(text, file=sys.stdout)
@@ -31,7 +31,7 @@ def say(text: str) -> None:
 
 
 class Rarely:
-    """Shows a message that comes again and again the 1st, 2nd, 4th, 8th time and so on."""
+    """Prints a repeated message only the 1st, 2nd, 4th, 8th time and so on, to keep the output readable."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -47,16 +47,16 @@ class Rarely:
 
 
 class Terminal:
-    """Output of a run's steps. Lines go to stdout. The bar is on stderr, and only if that is a terminal."""
+    """Output about a run's steps: lines on stdout, and a progress bar on stderr if that is a terminal."""
 
     def __init__(self, total_steps: int, resumed: int):
-        """resumed: the step that a resumed run continues after."""
+        """Prepare the output. resumed: the step that a resumed run continues after; 0 for a new run."""
         self._total, self._first = total_steps, resumed
         self._bar: tqdm | None = None
         self._started = self._done = 0.0
 
     def start_step(self) -> None:
-        """Start the clock and the bar in the first call. The time left is estimated from then on."""
+        """Start the progress bar and the clock for `eta` in the first call. Later calls do nothing."""
         if not self._started:
             self._started = time.monotonic()
             with suppress(OSError):
@@ -79,7 +79,10 @@ class Terminal:
 
     @property
     def eta(self) -> float | None:
-        """Seconds until the last step is done, with the time between steps; None before the first is done."""
+        """Estimated seconds until the last step is done; None before this process has done a step.
+
+        The estimate includes the time between steps, such as for evaluations.
+        """
         if self._done <= self._first:
             return None
         return (time.monotonic() - self._started) / (self._done - self._first) * (self._total - self._done)
@@ -89,7 +92,7 @@ class Terminal:
             self._bar.set_postfix_str(name, refresh=False)
 
     def line(self, step: int, scalars: dict[str, float]) -> None:
-        """Show progress, the scalars of SHOWN, tokens/s, time per phase, and the time left."""
+        """Print a line about a step: number, scalars of SHOWN, tokens/s, seconds per phase, and time left."""
         parts = [f"step {step:>4}/{self._total}"]
         parts += [f"{label} {scalars[name]:.4g}" for name, label in SHOWN.items() if name in scalars]
         parts += ["STEP DROPPED"] if scalars.get("actor/dropped_steps") else []

@@ -19,10 +19,10 @@ _FORWARD_PASSES = 3
 
 @dataclass(frozen=True)
 class Throughput:
-    """Computes throughput and idle shares of a step."""
+    """Computes tokens/s, FLOPs utilisation and idle shares of a step."""
 
     cost: CostModel
-    """FLOPs of a forward pass."""
+    """Computes the FLOPs of a forward pass from sequence lengths."""
     ranks: int
     """Number of trainer ranks."""
     engine_devices: int
@@ -40,11 +40,11 @@ class Throughput:
     def scalars(
         self, batches: Sequence[TrainBatch], epochs: int, seconds: float, phases: dict[str, float]
     ) -> dict[str, float]:
-        """Return the metrics of a step.
+        """Return the metrics `throughput/...` and `idle/...` of a step.
 
-        batches: what the step trained on, `epochs` times.
+        batches: the batches that the step trained on, each `epochs` times.
         seconds: duration of the step.
-        phases: {phase: seconds}.
+        phases: {phase of the driver: seconds} within the step.
         """
         tokens = sum(batch.num_tokens for batch in batches)
         found = {

@@ -22,15 +22,18 @@ _PHASES, _STEPS = 0, 1
 
 
 class Timeline:
-    """Collects spans from any thread; `flush` writes them.
+    """Writer of timeline.json. Any thread may add spans (phases with their times). `flush` writes them.
 
-    step: the current step, to which new spans belong. By it, a resumed run removes what comes after its
-        checkpoint.
+    step: the current step, which is written with each span, so that a resumed run can remove the spans of
+        steps after its checkpoint
     """
 
     def __init__(self, directory: str, limit: int, resumed: int = 0):
-        """limit: bytes after which the file becomes timeline.previous.json
-        resumed: the step that a resumed run continues after
+        """Open the file.
+
+        directory: the run's folder
+        limit: size in bytes above which the file is renamed to timeline.previous.json, and a new one begins
+        resumed: the step that a resumed run continues after; 0 for a new run
         """
         self._folder, self._limit, self.step = Path(directory), limit, resumed
         # Two locks; `_writing` is the outer one. Adding must not wait for a file system that may be slow.
@@ -44,14 +47,19 @@ class Timeline:
         self._open()
 
     def add(self, process: str, name: str, start: float, seconds: float) -> None:
-        """Add a phase of a process, such as "driver", "trainer rank 3" or "engine 0".
+        """Add a span: a phase of a process.
 
+        process: name such as "driver", "trainer rank 3" or "engine 0".
+        name: name of the phase.
         start: seconds since the epoch.
         """
         self._add(process, name, start, seconds, _PHASES)
 
     def add_step(self, start: float, seconds: float) -> None:
-        """Add the step as a whole, as the driver saw it. Its phases lie within it."""
+        """Add a span of the driver for the whole current step. It is shown above the phases of the step.
+
+        start: seconds since the epoch.
+        """
         self._add(DRIVER, f"step {self.step}", start, seconds, _STEPS)
 
     def _add(self, process: str, name: str, start: float, seconds: float, line: int) -> None:
@@ -62,7 +70,10 @@ class Timeline:
             )
 
     def flush(self) -> None:
-        """Write the spans that were added. Raises OSError if that fails; the spans are then lost."""
+        """Write the spans that were added since the last call, and begin a new file if this one is too large.
+
+        Raises OSError if that fails. The spans are then lost.
+        """
         with self._writing:
             with self._adding:
                 events, self._waiting = self._waiting, []
@@ -72,7 +83,10 @@ class Timeline:
                 self._rotate()
 
     def _write(self, events: list[tuple[str, dict[str, Any]]]) -> None:
-        """Append events. The viewers know processes by number, so a file names each process once."""
+        """Append events to the file, each with the number of its process.
+
+        The viewers know processes by number, so the first event of a process is preceded by its name.
+        """
         numbers, rows = dict(self._numbers), []
         for process, event in events:
             if process not in numbers:
@@ -83,7 +97,7 @@ class Timeline:
         self._numbers = numbers
 
     def _rotate(self) -> None:
-        """Begin a new file. If that fails, the old one goes on."""
+        """Rename the file to timeline.previous.json, and begin a new one. If that fails, keep the old one."""
         path, previous, old = self._folder / TIMELINE, self._folder / PREVIOUS, self._file
         path.replace(previous)
         try:
@@ -120,7 +134,7 @@ def _named(process: str, number: int) -> str:
 
 
 def read_timeline(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a file that may have been cut off anywhere, without lines that are no event."""
+    """Return the events of timeline.json, without damaged lines. The file may have been cut off anywhere."""
     events = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -133,6 +147,7 @@ def read_timeline(path: Path) -> list[dict[str, Any]]:
 
 
 def _take_back(path: Path, resumed: int) -> None:
+    """Remove the events of steps after `resumed`. If none are left, delete the file."""
     if not path.exists():
         return
     kept = [event for event in read_timeline(path) if event["args"].get("step", 0) <= resumed]

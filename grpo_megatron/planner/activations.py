@@ -1,4 +1,4 @@
-"""Bytes that a micro-batch takes on a rank.
+"""Bytes that a micro-batch takes on a rank: activations and the buffers of the output layer.
 
 Counted are the activations kept for the backward pass, the layer that is being computed, and the tiles of the
 output layer. The method is that of Korthikanti et al., "Reducing Activation Recomputation in Large
@@ -22,14 +22,14 @@ _TILE_BYTES, _TILE_WORDS = 128 << 20, 8192
 def layer_activations(
     arch: Architecture, megatron: MegatronConfig, has_experts: bool, recomputed: frozenset[str]
 ) -> float:
-    """Return the bytes per token of a rank's micro-batch that one layer keeps for its backward pass.
+    """Return the bytes that one layer keeps for its backward pass, per token of a rank's micro-batch.
 
     Each tensor-parallel rank keeps its share of every projection. With sequence parallelism it also keeps
-    only its share of the inputs and outputs of norms and router. Experts receive equal numbers of tokens, as
-    from an even router.
+    only its share of the inputs and outputs of norms and router. Each expert is assumed to receive equally
+    many tokens.
 
-    recomputed: parts of which only the inputs are kept: mlp, moe, moe_act, layernorm. core_attn makes no
-    difference, because it keeps nothing in any case.
+    recomputed: modules that are recomputed in the backward pass, so that only their inputs are kept: mlp,
+        moe, moe_act, layernorm. core_attn makes no difference, because the flash kernel keeps nothing.
     """
     sizes = ParallelSizes.from_config(megatron)
     share = 1 / sizes.tp if sizes.sequence_parallel else 1
@@ -51,7 +51,7 @@ def layer_activations(
 
 
 def _attention_elements(arch: Architecture, sizes: ParallelSizes) -> float:
-    """Return the elements that attention keeps per token.
+    """Return the number of elements that one layer's attention keeps per token on a rank.
 
     They are queries, keys and values, queries and keys before their norms, and the output.
     """
@@ -70,14 +70,17 @@ def _attention_elements(arch: Architecture, sizes: ParallelSizes) -> float:
 
 
 def recomputed_modules(megatron: MegatronConfig) -> frozenset[str]:
-    """Return the parts of a layer that selective recomputation computes again; empty in other modes."""
+    """Return the modules of a layer that selective recomputation computes again, such as `mlp`.
+
+    The set is empty if megatron.recompute is not selective.
+    """
     return frozenset(megatron.recompute_modules if megatron.recompute == Recompute.selective else ())
 
 
 def kept_by_layer(arch: Architecture, megatron: MegatronConfig, has_experts: bool) -> float:
-    """Return the same as `layer_activations`, with recomputation as set by megatron.recompute.
+    """Return the bytes that one layer keeps for its backward pass, per token of a rank's micro-batch.
 
-    A layer that is recomputed as a whole keeps its input only.
+    This depends on megatron.recompute. A layer that is recomputed as a whole keeps only its input.
     """
     if megatron.recompute == Recompute.full:
         return (
@@ -89,12 +92,12 @@ def kept_by_layer(arch: Architecture, megatron: MegatronConfig, has_experts: boo
 
 
 def kept_activations(arch: Architecture, config: Config, stage: int) -> int:
-    """Return the largest number of bytes that a rank of a pipeline stage keeps at a time.
+    """Return the most bytes of activations that a rank of a pipeline stage keeps at any time.
 
     It keeps the activations of all micro-batches whose forward pass has begun and whose backward pass has not
-    ended. 1F1B (arXiv:2104.04473 section 2.2): before the first stage ends a micro-batch, it begins as many
-    as there are stages. With v chunks per stage, a stage has begun 2 (p - stage - 1) + (v - 1) p + 1 chunks
-    of micro-batches (their figure 4, as Megatron schedules it).
+    ended. With p stages, stage s (from 0) has begun p - s micro-batches in the 1F1B schedule
+    (arXiv:2104.04473 section 2.2). With v > 1 chunks per stage, it has begun 2 (p - s - 1) + (v - 1) p + 1
+    chunks of micro-batches (their figure 4, as Megatron schedules it).
     """
     megatron, sizes = config.megatron, ParallelSizes.from_config(config.megatron)
     micro_batches = float(sizes.pp - stage)
@@ -110,11 +113,12 @@ def kept_activations(arch: Architecture, config: Config, stage: int) -> int:
 
 
 def working_activations(arch: Architecture, config: Config, stage: int, backward: bool = True) -> int:
-    """Return the bytes of the layer whose backward pass is being computed.
+    """Return the bytes that computing one layer takes, in addition to the kept activations.
 
-    They are all its activations, including recomputed ones, gradients of about the same size, and its inputs
-    gathered over the tensor-parallel ranks.
+    They are all activations of the layer, including recomputed ones, their gradients of about the same size,
+    and the layer's inputs gathered over the tensor-parallel ranks.
 
+    stage: index of the pipeline stage.
     backward: False for a forward-only pass, which has no gradients.
     """
     dense, experts = layers_of(arch, ParallelSizes.from_config(config.megatron))[stage]
@@ -125,26 +129,26 @@ def working_activations(arch: Architecture, config: Config, stage: int, backward
 
 
 def has_exact_kl(config: Config) -> bool:
-    """Return whether the loss contains the exact KL to the reference policy.
+    """Return whether the loss contains the exact KL to the reference policy (kl_loss_type=full).
 
-    The last stage then keeps the reference's hidden states, and computes the reference's logits beside the
-    policy's.
+    The last stage then keeps the reference's hidden states, and computes logits of the reference as well as
+    of the policy.
     """
     return config.algorithm.needs_reference and config.algorithm.kl_loss_type == "full"
 
 
 class ReferenceHidden(NamedTuple):
-    """Bytes of the reference's hidden states on a rank of the last stage."""
+    """Bytes of the reference policy's last hidden states on a rank of the last stage, by where they are."""
 
     on_device: int
     on_host: int
 
 
 def reference_hidden(arch: Architecture, config: Config) -> ReferenceHidden:
-    """Return the size of the reference's hidden states of all samples of a replica.
+    """Return the bytes of the reference policy's last hidden states of a step, on a rank of the last stage.
 
-    The exact KL keeps them from the reference's passes to the end of the step. At most ref.hidden_gib of them
-    are on the device, the rest is on the host. See MiniBatchStore.keep_hidden.
+    The exact KL needs them from the reference's passes to the end of the step; without it they are 0. At most
+    ref.hidden_gib of them are on the device, and the rest is in host memory.
     """
     if not has_exact_kl(config):
         return ReferenceHidden(0, 0)
@@ -162,12 +166,12 @@ def reference_hidden(arch: Architecture, config: Config) -> ReferenceHidden:
 
 
 def head_bytes(arch: Architecture, config: Config) -> int:
-    """Return the bytes of the fused output layer on the last stage.
+    """Return the bytes that the fused output layer takes on a rank of the last stage.
 
     They are its input and the input's gradient (float32) for all tokens of the micro-batch, and tiles of
-    logits. There is never a [tokens, vocabulary] tensor, see megatron.fused_head. If the exact KL has a
-    reference on the host, the reference's output weight is copied to the device during the passes
-    (Actor.compute_gradients).
+    logits. The fused layer never makes a whole [tokens, vocabulary] tensor, see megatron.fused_head. With the
+    exact KL and ref.offload, the reference's output weight is copied to the device too, as in
+    Actor.compute_gradients.
     """
     size, tokens = itemsize(config.megatron), config.train.max_tokens_per_micro_batch
     # Each projection has a tile of logits in float32, and one in the parameters' dtype if that is another.
@@ -187,7 +191,7 @@ def head_bytes(arch: Architecture, config: Config) -> int:
 
 
 def layers_of(arch: Architecture, sizes: ParallelSizes) -> tuple[tuple[int, int], ...]:
-    """Return (layers without experts, layers with experts) of each pipeline stage."""
+    """Return (number of layers without experts, number of layers with experts) of each pipeline stage."""
     return _layers_of(arch, sizes.chunk_layers(arch.num_layers), sizes.pp)
 
 

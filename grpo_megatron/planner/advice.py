@@ -1,4 +1,4 @@
-"""Advice: whether a configuration fits its cluster, and if not, the reasons and what would fit."""
+"""Plans for `grpo-megatron plan`, with advice if the cluster's GPUs have too little memory."""
 
 from grpo_megatron.capabilities import GPUS
 from grpo_megatron.config.schema import Config
@@ -22,9 +22,10 @@ _GROWTHS = (2, 4, 8, 16, 32, 64)
 
 
 def planned_architecture(config: Config) -> Architecture:
-    """Return the architecture of model.path.
+    """Return the architecture of model.path, if the planner can plan this configuration.
 
-    Raises UserError for a configuration that cannot be planned, and for a config.json that cannot be read.
+    Raises UserError for a configuration that the planner does not cover: an unknown cluster, machines without
+    a GPU, LoRA, or replayed samples. Raises UserError also for a config.json that cannot be read.
     """
     cluster = config.cluster
     if cluster.gpu not in (None, "none", *GPUS):
@@ -42,9 +43,10 @@ def planned_architecture(config: Config) -> Architecture:
 
 
 def checked_plan(config: Config, arch: Architecture, lengths: Lengths, with_sync: bool = True) -> Plan:
-    """Return the plan of a configuration that is legal and fits.
+    """Return the plan of a configuration that breaks no rule and for which the GPUs have enough memory.
 
-    Raises UserError for any other configuration. The message tells what would fit.
+    Raises UserError if the configuration breaks a rule. Raises UserError also if the GPUs have too little
+    memory; the message then gives settings, layouts or clusters with which they have enough.
     """
     _must_hold(broken_rules(config, arch))
     found = plan(config, arch, lengths, with_sync)
@@ -58,10 +60,11 @@ def checked_plan(config: Config, arch: Architecture, lengths: Lengths, with_sync
 
 
 def searched_plans(config: Config, arch: Architecture, lengths: Lengths) -> list[Plan]:
-    """Return the fastest plans that are legal and fit.
+    """Return the plans of the fastest layouts that break no rule and for which the GPUs have enough memory.
 
-    Raises UserError if none fits, telling what would, or if some rules are broken in every layout, naming
-    them.
+    Raises UserError if some rule is broken in every layout; the message gives such rules. Raises UserError
+    also if the GPUs have too little memory in all layouts; the message then gives settings or clusters with
+    which they have enough.
     """
     _must_hold(broken_in_any_layout(config, arch))
     found = search(config, arch, lengths)
@@ -79,6 +82,10 @@ def _must_hold(broken: list[str]) -> None:
 
 
 def _what_would(config: Config, arch: Architecture, lengths: Lengths) -> str:
+    """Return advice on the configured cluster: the least changes to this layout, and the fastest layout.
+
+    If neither exists, the advice is about other clusters.
+    """
     found = []
     changed = least_changes(config, arch)
     if changed:
@@ -92,7 +99,7 @@ def _what_would(config: Config, arch: Architecture, lengths: Lengths) -> str:
 
 
 def _elsewhere(config: Config, arch: Architecture, lengths: Lengths) -> str:
-    """Return advice on what would fit in any layout: another rollout.engine.mem_fraction, or more nodes."""
+    """Return advice if no layout has enough GPU memory: another engine mem_fraction, or more nodes."""
     fitting = with_values(config, "rollout.engine", mem_fraction=most_engine_fraction(config.cluster.gpu))
     # More nodes do not help an engine whose mem_fraction is too large for a GPU: try the smaller one.
     grown = min(config, fitting, key=lambda each: each.rollout.engine.mem_fraction)

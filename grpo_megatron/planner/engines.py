@@ -1,4 +1,4 @@
-"""Memory that weights and KV cache take on each rank of an engine."""
+"""GPU memory that weights and KV cache take on each rank of an engine."""
 
 from functools import cache
 from math import prod
@@ -16,6 +16,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def engine_dtype(arch: Architecture, engine: EngineConfig) -> torch.dtype:
+    """Return the dtype that the engine computes in."""
     return _DTYPES.get(engine.dtype, arch.dtype)
 
 
@@ -31,7 +32,7 @@ def engine_expert_bytes(arch: Architecture, engine: EngineConfig) -> int:
 
 @cache
 def _weight_bytes(arch: Architecture, layout: EngineLayout, itemsize: int) -> tuple[int, int]:
-    """Return (bytes of all other weights, bytes of the routed experts' weights) on one rank."""
+    """Return (bytes of all other weights, bytes of the routed experts' weights) on one rank of an engine."""
     entries = engine_entries((entry for entry in weight_map(arch).values() if entry.exported), layout)
     itemsizes = {entry.engine: entry.engine_dtype.itemsize for entry in entries if entry.engine_dtype}
     experts = {entry.engine for entry in entries if entry.expert}
@@ -42,9 +43,9 @@ def _weight_bytes(arch: Architecture, layout: EngineLayout, itemsize: int) -> tu
 
 
 def fp32_head_bytes(arch: Architecture, config: Config) -> int:
-    """Return the bytes of the float32 output layer that an engine rank makes in a decoding step.
+    """Return the bytes of the float32 copy of the output layer that an engine rank makes in a decoding step.
 
-    It is 0 without model.fp32_head.
+    It is 0 unless model.fp32_head is set.
     """
     return (
         4 * arch.vocab_size * arch.hidden_size // config.rollout.engine.tensor_parallel
@@ -54,10 +55,10 @@ def fp32_head_bytes(arch: Architecture, config: Config) -> int:
 
 
 def kv_bytes_per_token(arch: Architecture, engine: EngineConfig) -> int:
-    """Return the bytes of one cached token on an engine rank that holds it.
+    """Return the bytes that one token takes in the KV cache of an engine rank.
 
-    They are a key and a value of each of the rank's heads in each layer. With latent attention every rank
-    holds the whole latents.
+    They are a key and a value of each of the rank's heads in each layer. With latent attention every rank has
+    the whole latents instead.
     """
     size = engine_dtype(arch, engine).itemsize if engine.kv_cache_dtype == KVCacheDtype.auto else 1
     if arch.latent:
@@ -67,12 +68,12 @@ def kv_bytes_per_token(arch: Architecture, engine: EngineConfig) -> int:
 
 
 def kv_tokens(arch: Architecture, engine: EngineConfig, pool: int) -> int:
-    """Return the number of tokens that the KV cache of one engine holds.
+    """Return the number of tokens that the KV cache of one engine has room for.
 
-    It is 0 if the weights alone do not fit. Each attention group caches different tokens, so their numbers
-    add up.
+    It is 0 if the weights alone need more than `pool`. Each attention group caches tokens of its own
+    requests, so the groups' capacities add up.
 
-    pool: bytes of a GPU for weights and cache.
+    pool: bytes on each GPU for weights and KV cache.
     """
     of_a_group = max(0, pool - engine_weight_bytes(arch, engine)) // kv_bytes_per_token(arch, engine)
     if engine.max_total_tokens is not None:

@@ -1,8 +1,8 @@
-"""Memory of a run: the fullest GPU at each moment of a step, item by item, and the host memory of a node.
+"""Memory of a run: the fullest GPU in each phase of a step, item by item, and the host memory of a node.
 
 Parameters, gradients and optimizer states are counted. Activations are estimated for layers with flash
-attention and a router that spreads tokens evenly. The other uses of a process are assumed, see the constants
-below.
+attention and a router that spreads tokens evenly. Other memory of a process, such as the CUDA context, is
+assumed by the constants below.
 """
 
 from collections.abc import Callable
@@ -38,10 +38,10 @@ HIDDEN = "reference's hidden states"
 
 @dataclass(frozen=True)
 class Moment:
-    """Contents of the fullest GPU at one moment of a step.
+    """Memory of the fullest GPU in one phase of a step.
 
-    name: such as `training`.
-    stage: pipeline stage of the rank on that GPU; None: only an engine is considered.
+    name: name of the phase, such as `training`.
+    stage: pipeline stage of the trainer rank on that GPU; None: only an engine is counted.
     items: {item: bytes}.
     """
 
@@ -75,7 +75,7 @@ class Memory:
     engine_weights: int
     """Weights of one engine rank."""
     kv_tokens: int
-    """Tokens (not bytes) that the KV cache of one engine holds."""
+    """Tokens (not bytes) that the KV cache of one engine has room for."""
     host: dict[str, int]
     """{item: bytes} of one node's host memory."""
     files: dict[str, int]
@@ -87,13 +87,14 @@ class Memory:
 
     @property
     def fullest(self) -> Moment:
+        """Phase in which a GPU has the most memory in use."""
         return max(self.moments, key=lambda moment: moment.total)
 
     @property
     def tightest(self) -> Moment:
-        """The fullest moment other than generation.
+        """Phase in which a GPU has the most memory in use, other than generation.
 
-        Generation always fills what rollout.engine.mem_fraction gives it.
+        Generation always fills the share of the GPU that rollout.engine.mem_fraction sets.
         """
         return max(
             (moment for moment in self.moments if moment.name != "generation"),
@@ -102,19 +103,19 @@ class Memory:
 
 
 def memory(config: Config, arch: Architecture) -> Memory:
-    """Return the memory of a run of `train` that trains the whole model.
+    """Return the memory that a `train` run takes. The whole model is trained, without LoRA.
 
-    config: must describe the cluster (cluster.gpu and cluster.gpus_per_node).
+    config: must state cluster.gpu and cluster.gpus_per_node.
     """
     return _Account(config, arch).memory()
 
 
 def most_engine_fraction(gpu: str) -> float:
-    """Return the largest rollout.engine.mem_fraction that fits beside a sleeping rank of any layout.
+    """Return the largest rollout.engine.mem_fraction that leaves room for a sleeping trainer rank.
 
-    It is rounded down to a multiple of 1/20.
+    It leaves enough in any layout, and is rounded down to a multiple of 1/20.
 
-    gpu: a name in GPUS.
+    gpu: name of the GPU in capabilities.GPUS.
     """
     capacity = GPUS[gpu].memory
     beside = ENGINE_CONTEXT + RANK_CONTEXT + _MOST_COMMUNICATORS * COMMUNICATOR
@@ -122,11 +123,13 @@ def most_engine_fraction(gpu: str) -> float:
 
 
 def takes_turns(config: Config) -> bool:
-    """Return whether ranks and engines share GPUs and release their memory for each other."""
+    """Return whether ranks and engines share GPUs, each releasing its memory while the other computes."""
     return config.cluster.placement == Placement.colocated and config.megatron.sleep
 
 
 class _Account:
+    """Computation of the memory of one configuration. `memory` returns the result."""
+
     def __init__(self, config: Config, arch: Architecture):
         self.config, self.arch = config, arch
         self.states = training_states(arch, config.megatron)
@@ -178,10 +181,10 @@ class _Account:
         )
 
     def _routing(self) -> dict[str, int]:
-        """Return the host memory that holds the experts of cached tokens; empty if routing is not replayed.
+        """Return {item: bytes} of the host memory that records which experts cached tokens went to.
 
-        Each rank of an engine has such a buffer. Counted are the buffers on a node that also has ranks of the
-        trainer.
+        It is empty unless training replays the engine's routing. Each rank of an engine has such a buffer.
+        Counted are the buffers on a node that has ranks of the trainer too.
         """
         config, moe = self.config, self.arch.moe
         if not (moe and config.moe.routing_replay == RoutingReplay.engine):
@@ -194,15 +197,17 @@ class _Account:
         return {"experts of cached tokens": ranks * tokens * self.arch.num_layers * moe.top_k * 4}
 
     def _fullest(self, name: str, items: Callable[[int], dict[str, int]], beside: dict[str, int]) -> Moment:
-        """Return the moment at the stage whose rank needs most.
+        """Return the memory in one phase on the GPU of the pipeline stage that needs the most.
 
-        items: returns {item: bytes} of a rank of a stage.
-        beside: {item: bytes} that each of these GPUs holds as well.
+        name: name of the phase.
+        items: function from a stage's index to {item: bytes} of a rank of that stage.
+        beside: {item: bytes} that each of these GPUs has in addition.
         """
         moments = [Moment(name, stage, items(stage) | beside) for stage in range(len(self.states))]
         return max(moments, key=lambda moment: moment.total)
 
     def _resident(self, stage: int) -> dict[str, int]:
+        """Return {item: bytes} of a rank's weights, gradients and optimizer states that stay on the GPU."""
         state, config = self.states[stage], self.config
         found = {"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer}
         if config.optimizer.offload:
@@ -212,9 +217,10 @@ class _Account:
         return found
 
     def _after_passes(self, stage: int) -> dict[str, int]:
-        """Return the resident items, and what passes leave on the device for later passes.
+        """Return {item: bytes} on the GPU between a rank's passes.
 
-        The latter stays until ranks sleep or make room for engines.
+        They are the resident items, and buffers that a pass leaves for later passes. The buffers are released
+        when ranks sleep or make room for engines.
         """
         found = self._resident(stage)
         if self.states[stage].workspaces:
@@ -227,6 +233,7 @@ class _Account:
         return stage == len(self.states) - 1
 
     def _training(self, stage: int) -> dict[str, int]:
+        """Return {item: bytes} of a rank during forward and backward passes."""
         config, arch = self.config, self.arch
         found = self._after_passes(stage) | {
             "activations kept": kept_activations(arch, config, stage),
@@ -237,13 +244,13 @@ class _Account:
         return found
 
     def _stepping(self, stage: int) -> dict[str, int]:
+        """Return {item: bytes} of a rank in an optimizer step. All its optimizer states are on the GPU."""
         return self._after_passes(stage) | {"optimizer": self.states[stage].optimizer}
 
     def _scoring(self, stage: int) -> dict[str, int]:
-        """Return the items of a rank during scoring.
+        """Return {item: bytes} of a rank while the reward model scores samples.
 
-        The reward model's weights are loaded beside the policy's, and released when all samples have their
-        scores.
+        The reward model's weights are loaded beside the policy's, and released after the last sample.
         """
         working = working_activations(self.scorer.arch, self.scorer.config, stage, backward=False)
         gave_back = self.config.megatron.sleep or self.config.cluster.placement == Placement.colocated
@@ -251,12 +258,11 @@ class _Account:
         return beside | {"reward model": self.scorer_weights[stage], "layer being computed": working}
 
     def _waiting(self, in_files: bool) -> dict[str, int]:
-        """Return {item: bytes} of one node for what is not on the GPUs.
+        """Return {item: bytes} of one node for tensors that are parked outside the GPUs.
 
-        The reference, its hidden states, a reward model and the copy of the last synced weights are never in
-        files.
-
-        in_files: return what is in files of megatron.offload_folder, else what is in host memory.
+        in_files: True: those in files of megatron.offload_folder. False: those in host memory. The reference,
+            its hidden states, a reward model and the copy of the last synced weights are always in host
+            memory.
         """
         config, sleep = self.config, self.config.megatron.sleep
         per_node, world = config.cluster.gpus_per_node, ParallelSizes.from_config(config.megatron).world_size
@@ -286,7 +292,10 @@ class _Account:
 
 
 def num_communicators(config: Config) -> int:
-    """Return the number of Megatron's process groups of several ranks that a trainer rank is in."""
+    """Return the number of Megatron's process groups with several ranks that a trainer rank belongs to.
+
+    Each has an NCCL communicator, whose buffers take GPU memory.
+    """
     sizes = ParallelSizes.from_config(config.megatron)
     replicas = sizes.tp * sizes.cp * sizes.dp // (sizes.ep * sizes.etp)
     groups = [

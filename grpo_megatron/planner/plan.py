@@ -1,4 +1,4 @@
-"""The plan of a configuration: its memory and times, or the reasons why it does not fit."""
+"""The plan of a configuration: its memory and times, or the reasons why the GPUs have too little memory."""
 
 from dataclasses import dataclass, replace
 
@@ -12,10 +12,10 @@ from grpo_megatron.planner.time import Lengths, Times, times
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory and times of a configuration.
+    """Memory and times of a configuration on its cluster.
 
-    problems: reasons why it does not fit, one sentence each.
-    times: None if it does not fit.
+    problems: one sentence for each reason why the GPUs have too little memory; empty if they have enough.
+    times: None if there are problems.
     """
 
     config: Config
@@ -25,16 +25,20 @@ class Plan:
 
     @property
     def fits(self) -> bool:
+        """Return True if the GPUs have enough memory for the run.
+
+        That includes a KV cache with room for one longest sequence.
+        """
         return not self.problems
 
 
 def plan(config: Config, arch: Architecture, lengths: Lengths | None = None, with_sync: bool = True) -> Plan:
     """Return the plan of a configuration.
 
-    config: a legal configuration that trains the whole model, with cluster.gpu (a name in GPUS),
-    cluster.nodes and cluster.gpus_per_node.
-    lengths: mean lengths; None: half of the longest ones.
-    with_sync: plan weight syncs too, which takes seconds for large models.
+    config: must break no rule, train the whole model, and state cluster.gpu (a name in GPUS), cluster.nodes
+        and cluster.gpus_per_node.
+    lengths: mean lengths of prompts and responses; None: half of the longest ones.
+    with_sync: compute the time of the weight sync too, which takes seconds for large models.
     """
     found = memory(config, arch)
     problems = tuple(_problems(config, found))

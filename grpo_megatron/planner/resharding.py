@@ -1,4 +1,4 @@
-"""Time of a weight sync, by the plan and the cost model of weights.sync."""
+"""Time of a weight sync, computed from the reshard plan and the cost model in weights.sync."""
 
 from dataclasses import replace
 from math import lcm
@@ -19,7 +19,7 @@ from grpo_megatron.weights.sync.resharding import chosen_way
 def sync_seconds(config: Config, arch: Architecture) -> float:
     """Return the seconds of one weight sync, with the transport that the run would use.
 
-    Network and links within nodes are included. Raises UserError for a transport that does not reach the
+    Links between nodes and within nodes are included. Raises UserError if the transport does not reach the
     engines.
     """
     engine, sizes = config.rollout.engine, ParallelSizes.from_config(config.megatron)
@@ -35,10 +35,11 @@ def sync_seconds(config: Config, arch: Architecture) -> float:
 
 
 def _with_few_experts(arch: Architecture, sizes: ParallelSizes, engine: EngineLayout) -> Architecture:
-    """Return an architecture with the same bytes in fewer, wider experts: as few as the layouts allow.
+    """Return an architecture with the same bytes in fewer, wider experts, to plan a sync quickly.
 
-    A sync plan lists every expert, which takes a minute for some thousands of them. Neighbouring experts have
-    the same ranks on both sides, so one wide expert can stand for several.
+    A reshard plan lists every expert, which takes a minute for some thousands of them. Neighbouring experts
+    are on the same trainer and engine ranks, so one wide expert can stand for several. There remain as few
+    experts as the expert-parallel sizes of trainer and engine allow.
     """
     if arch.moe is None:
         return arch

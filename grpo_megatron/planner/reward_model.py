@@ -1,4 +1,4 @@
-"""The planner's view of a reward model on the trainer's ranks."""
+"""Facts that the planner needs about a reward model on the trainer's ranks."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -11,9 +11,11 @@ from grpo_megatron.model.families import read_architecture
 
 @dataclass(frozen=True)
 class Scorer:
-    """A reward model on the trainer's ranks.
+    """A reward model that scores on the trainer's ranks.
 
-    config: the run's, with the precision, recomputation and stages that megatron.reward_model uses.
+    config: the run's configuration, with the precision, recomputation and pipeline stages that
+        megatron.reward_model uses for the reward model.
+    arch: architecture of the reward model.
     """
 
     config: Config
@@ -21,7 +23,7 @@ class Scorer:
 
 
 def scorer(config: Config) -> Scorer | None:
-    """Return the reward model on the ranks, or None if there is none.
+    """Return the reward model that the run has on the trainer's ranks; None if it has none.
 
     Raises UserError if the config.json in reward.model.path cannot be read.
     """
@@ -35,9 +37,9 @@ def scorer(config: Config) -> Scorer | None:
 
 @cache
 def _architecture(path: str) -> Architecture:
-    """Read an architecture once.
+    """Read an architecture once per process.
 
-    A search asks for it with each of hundreds of candidates. Reading it each time took a quarter of the
+    A layout search asks for it for each of hundreds of candidates. Reading it each time took a quarter of the
     search.
     """
     return read_architecture(path)

@@ -1,7 +1,7 @@
-"""Search for layouts of a model on a cluster.
+"""Search for parallel layouts of a model on a cluster, for `grpo-megatron plan --search` and for advice.
 
-`search` finds the fastest layouts that are legal and fit. `least_changes` finds the smallest changes with
-which a given layout fits. A layout is legal if it breaks no rule of preflight.
+`search` finds the fastest layouts that break no rule and for which the GPUs have enough memory. If they have
+too little for a given layout, `least_changes` finds the fewest changes that help.
 """
 
 from collections.abc import Iterator
@@ -30,10 +30,14 @@ _MOST_STAGES = 32
 def search(config: Config, arch: Architecture, lengths: Lengths, count: int = 5) -> list[Plan]:
     """Return the fastest plans on the configured cluster, at most one per layout of the trainer.
 
-    Weight syncs are left out. Batches, lengths, algorithm and precision stay as configured. A micro-batch
-    keeps its number of tokens, summed over all context-parallel ranks. The time of a layout with nothing
-    recomputed and nothing offloaded is a lower bound for that layout. Layouts are tried in the order of this
-    bound, until no further one can be faster than those found.
+    The time of weight syncs is left out. Batches, lengths, algorithm and precision stay as configured. A
+    micro-batch keeps its number of tokens, summed over all context-parallel ranks.
+
+    Each candidate is first timed with nothing recomputed and nothing offloaded, which is a lower bound of its
+    time. Candidates are tried in the order of this bound, until none of the rest can be faster than the plans
+    found.
+
+    count: number of plans to return.
     """
     bounds = [
         (_step_seconds(each, arch, lengths), number, each)
@@ -51,7 +55,10 @@ def search(config: Config, arch: Architecture, lengths: Lengths, count: int = 5)
 
 
 def _quickest(candidate: Config, arch: Architecture, lengths: Lengths) -> Plan | None:
-    """Return the fastest plan of this layout over what can be recomputed or offloaded; None if none fits."""
+    """Return the fastest plan of a layout, over what can be recomputed or offloaded.
+
+    Plans that break a rule or exceed the GPUs' memory do not count. It is None if no other plan is left.
+    """
     variants = list(_variants(candidate, arch))
     if not plan(variants[-1], arch, lengths, with_sync=False).fits:
         return None  # the last variant takes the least memory
@@ -61,9 +68,10 @@ def _quickest(candidate: Config, arch: Architecture, lengths: Lengths) -> Plan |
 
 
 def least_changes(config: Config, arch: Architecture) -> Plan | None:
-    """Return the plan that fits after the fewest changes to the configuration; None if there is none.
+    """Return the plan after the fewest changes to the configuration that bring it within the GPUs' memory.
 
-    The layout stays. Among equally few changes, cheap ones are preferred.
+    The layout stays. Among equally few changes, cheap ones are preferred. It is None if four changes are not
+    enough.
     """
     changes = list(_changes(config, arch))
     for size in range(1, 5):
@@ -79,9 +87,10 @@ def least_changes(config: Config, arch: Architecture) -> Plan | None:
 
 
 def with_values(config: Config, section: str, **values) -> Config:
-    """Return the configuration with other values in one section.
+    """Return a copy of the configuration with other values in one section.
 
     section: dotted name, such as `megatron` or `rollout.engine`.
+    values: {key of the section: new value}.
     """
     head, _, rest = section.partition(".")
     inner = getattr(config, head)
@@ -89,7 +98,10 @@ def with_values(config: Config, section: str, **values) -> Config:
 
 
 def broken_rules(config: Config, arch: Architecture) -> list[str]:
-    """Return one sentence for each broken rule."""
+    """Return one sentence for each rule that the configuration breaks with this model.
+
+    The weights of the model need not exist.
+    """
     return list(
         dict.fromkeys(
             violations(config) + architecture_violations(config, arch) + reward_model_violations(config)
@@ -98,7 +110,10 @@ def broken_rules(config: Config, arch: Architecture) -> list[str]:
 
 
 def broken_in_any_layout(config: Config, arch: Architecture) -> list[str]:
-    """Return the broken rules that are also broken with one rank and one engine."""
+    """Return the rules that stay broken with one rank and one engine, so that no layout can mend them.
+
+    A search need not begin if there are any.
+    """
     one = {"num_engines": 1, "tensor_parallel": 1, "expert_parallel": 1, "data_parallel_attention": 1}
     alone = with_values(
         with_values(config, "rollout.engine", **one), "cluster", placement=Placement.colocated
@@ -107,19 +122,22 @@ def broken_in_any_layout(config: Config, arch: Architecture) -> list[str]:
 
 
 def _step_seconds(config: Config, arch: Architecture, lengths: Lengths) -> float:
+    """Return the seconds of a step without weight sync, whether or not the GPUs have enough memory."""
     pool = int(config.rollout.engine.mem_fraction * GPUS[config.cluster.gpu].memory)
     tokens = kv_tokens(arch, config.rollout.engine, pool)
     return times(config, arch, training_states(arch, config.megatron), tokens, lengths).step
 
 
 def _doublings(most: int) -> list[int]:
+    """Return the powers of two from 1 to `most`, inclusive."""
     return [1 << power for power in range(most.bit_length())]
 
 
 def _candidates(config: Config, arch: Architecture) -> Iterator[Config]:
-    """Yield a configuration for each placement, engine layout and trainer layout that uses the whole cluster.
+    """Yield a configuration for each combination of placement, engine layout and trainer layout.
 
-    The rules about layouts hold, and an engine's KV cache holds at least one sequence of full length.
+    Each uses the whole cluster and breaks no rule about layouts. An engine's KV cache has room for at least
+    one sequence of full length.
     """
     longest = config.data.max_prompt_length + config.rollout.max_response_length
     for placement, trainer_gpus, engine_gpus in _placements(config):
@@ -159,7 +177,7 @@ _ONE_RANK = {
 
 
 def _placements(config: Config) -> Iterator[tuple[Placement, int, int]]:
-    """Yield (placement, GPUs of the trainer, GPUs of the engines)."""
+    """Yield (placement, number of GPUs of the trainer, number of GPUs of the engines) to try."""
     nodes, per_node = config.cluster.nodes, config.cluster.gpus_per_node
     gpus = nodes * per_node
     yield Placement.colocated, gpus, gpus
@@ -169,7 +187,7 @@ def _placements(config: Config) -> Iterator[tuple[Placement, int, int]]:
 
 
 def _layouts(config: Config, arch: Architecture, gpus: int) -> Iterator[ParallelSizes]:
-    """Yield the layouts that use all these GPUs and break no rule about layouts.
+    """Yield the trainer layouts that use exactly `gpus` GPUs and break no rule about layouts.
 
     If the run has a reward model, the layout must be legal for it too.
     """
@@ -191,9 +209,9 @@ def _layouts(config: Config, arch: Architecture, gpus: int) -> Iterator[Parallel
 
 
 def _with_layout(config: Config, sizes: ParallelSizes) -> Config:
-    """Return the configuration with this layout and the distributed optimizer.
+    """Return the configuration with this trainer layout and the distributed optimizer.
 
-    Nothing is recomputed or offloaded, and colocated ranks sleep.
+    Nothing is recomputed or offloaded, and colocated ranks sleep while engines generate.
     """
     config = with_values(
         config,
@@ -220,9 +238,10 @@ def _with_layout(config: Config, sizes: ParallelSizes) -> Config:
 
 
 def _micro_batch(config: Config, cp: int) -> int:
-    """Return the tokens of a micro-batch on each of `cp` ranks.
+    """Return the tokens of a micro-batch on each of `cp` context-parallel ranks.
 
-    Their sum over the ranks stays as configured, and is at least one sequence of full length.
+    Their sum over these ranks stays as configured, but is at least one sequence of full length. It is padded
+    to a multiple of 256 per rank.
     """
     now, train = config.megatron.context_parallel, config.train
     if cp == now:
@@ -233,9 +252,9 @@ def _micro_batch(config: Config, cp: int) -> int:
 
 
 def _recomputations(arch: Architecture) -> list[dict]:
-    """Return the settings of recomputation to try: nothing, parts of layers, whole layers.
+    """Return the settings of recomputation to try: nothing, large modules of each layer, whole layers.
 
-    The parts are the largest that selective recomputation frees.
+    The modules are those that free the most memory. Each setting is {key of megatron: value}.
     """
     modules = ["layernorm"]
     modules += ["mlp"] if arch.moe is None or not all(arch.moe.layers) else []
@@ -245,13 +264,19 @@ def _recomputations(arch: Architecture) -> list[dict]:
 
 
 def _variants(config: Config, arch: Architecture) -> Iterator[Config]:
-    """Yield variants that recompute more and more, with optimizer states on the device or on the host."""
+    """Yield the configuration with each setting of recomputation, with and without offloaded optimizer.
+
+    The first variant is the fastest, and the last takes the least GPU memory.
+    """
     for recompute, offload in product(_recomputations(arch), (False, True)):
         yield with_values(with_values(config, "megatron", **recompute), "optimizer", offload=offload)
 
 
 def _changes(config: Config, arch: Architecture) -> Iterator[list[tuple[str, dict]]]:
-    """Yield the possible changes, the cheapest first. Each is a list of options (section, values)."""
+    """Yield changes that take less GPU memory, the cheapest first.
+
+    Each change is a list of options to choose from. An option is (section, {key: value}).
+    """
     megatron, train = config.megatron, config.train
     if config.cluster.placement == Placement.colocated and not takes_turns(config):
         yield [("megatron", {"sleep": True})]

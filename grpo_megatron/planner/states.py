@@ -1,6 +1,6 @@
-"""Bytes of a rank that last from step to step.
+"""Bytes of a trainer rank that last from step to step: parameters, gradients and optimizer states.
 
-They are counted from the weight map and the layout, and are exact except for the padding of buffers.
+They are counted from the weight map and the layout. They are exact but for the padding of buffers.
 """
 
 from collections import Counter
@@ -17,8 +17,9 @@ from grpo_megatron.weights.sync.ranks import TrainerRanks
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Bytes of one rank that last from step to step.
+    """Bytes of one trainer rank that last from step to step.
 
+    optimizer: Adam's two moments, and float32 master weights unless the parameters are float32.
     workspaces: FP8 copies of the weights, plain and transposed.
     """
 
@@ -29,12 +30,12 @@ class TrainingState:
 
 
 def itemsize(megatron: MegatronConfig) -> int:
-    """Return the bytes of a parameter, which are also those of an element of an activation."""
+    """Return the bytes of a parameter's element. An activation's element takes equally many."""
     return 4 if megatron.precision == Precision.fp32 else 2
 
 
 def training_states(arch: Architecture, megatron: MegatronConfig) -> list[TrainingState]:
-    """Return the state of a rank of each pipeline stage, when the whole model is trained.
+    """Return the state of one rank of each pipeline stage, when the whole model is trained.
 
     All ranks of a stage are alike. Mixed precision follows arXiv:1710.03740, with Adam: parameters in bf16;
     gradients, two moments and a master copy in float32. The distributed optimizer (ZeRO stage 1,
@@ -58,7 +59,10 @@ def training_states(arch: Architecture, megatron: MegatronConfig) -> list[Traini
 
 @cache
 def stage_elements(arch: Architecture, sizes: ParallelSizes) -> tuple[tuple[int, int], ...]:
-    """Return (parameters outside experts, parameters of experts) of a rank of each pipeline stage."""
+    """Return (parameters outside experts, parameters of experts) of one rank of each pipeline stage.
+
+    Parameters are counted in elements.
+    """
     dense, experts = [0] * sizes.pp, [0] * sizes.pp
     stage_of_layer = [
         chunk % sizes.pp
@@ -73,11 +77,13 @@ def stage_elements(arch: Architecture, sizes: ParallelSizes) -> tuple[tuple[int,
 
 @cache
 def _elements(arch: Architecture, tp: int, etp: int, one_stage: bool) -> Counter:
-    """Return the number of elements of one shard by (place, whether the parameters are experts').
+    """Return {(location, True for parameters of experts): number of elements of one tensor-parallel shard}.
 
-    The place is a layer index, or `first` or `last` for the stage of embedding or output layer. Elements of
-    experts are those of all experts of the layer. The result is cached because a search asks for it again
-    with every number of stages, replicas and expert-parallel ranks.
+    The location is a layer index, or `first` or `last` for the stage with the embedding or the output layer.
+    Elements of experts are those of all experts of the layer. The result is cached because a layout search
+    asks for it again with every number of stages, replicas and expert-parallel ranks.
+
+    one_stage: the model has one pipeline stage, so that a tied output layer takes no memory of its own.
     """
     ranks, found = TrainerRanks(ParallelSizes(tp=tp, etp=etp), arch.num_layers), Counter()
     for entry in _map(arch).values():

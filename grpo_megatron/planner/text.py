@@ -1,4 +1,4 @@
-"""Plans as text for people."""
+"""Plans as text that `grpo-megatron plan` prints."""
 
 from grpo_megatron.config.load import flat
 from grpo_megatron.config.schema import Config, Recompute
@@ -45,12 +45,16 @@ def recomputation_text(config: Config) -> str:
 
 
 def changes_text(before: Config, after: Config) -> str:
-    """Return the changed keys as arguments of a command line: key=value key=value."""
+    """Return the settings that differ, as arguments of a command line: key=value key=value.
+
+    The values are those of `after`.
+    """
     old = flat(before)
     return " ".join(f"{key}={_value(value)}" for key, value in flat(after).items() if value != old[key])
 
 
 def _value(value) -> str:
+    """Return a value as it is written in a shell argument."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
@@ -59,7 +63,7 @@ def _value(value) -> str:
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
-    """Return a table as text. The first column is aligned to the left, all others to the right."""
+    """Return a table as aligned text. The first column is aligned to the left, all others to the right."""
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
     lines = []
     for row in [head, *rows]:
@@ -72,7 +76,7 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def plan_text(found: Plan, lengths: Lengths) -> str:
-    """Return the whole text of a plan that fits."""
+    """Return the whole text of a plan without problems: layout, memory and times."""
     config = found.config
     gpus = config.cluster.nodes * config.cluster.gpus_per_node
     idle = gpus - found.times.gpus
@@ -156,7 +160,7 @@ def bottleneck_text(found: Plan) -> str:
 
 
 def search_text(config: Config, found: list[Plan], lengths: Lengths) -> str:
-    """Return a table of the plans that were found.
+    """Return a table of the plans that a search found, and the settings of the first one.
 
     config: the configuration that the search started from.
     """

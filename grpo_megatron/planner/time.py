@@ -1,17 +1,17 @@
-"""Times of the phases of a step, by a model that has not been compared with this program on a GPU.
+"""Times of the phases of a step, by a cost model that has not been compared with measurements on a GPU.
 
 Work is divided by the speed in the data sheet (capabilities.GPUS) times the share of it that kernels and
 links are assumed to reach:
 
 - training and log-prob passes: FLOPs, 6 or 2 for each weight that a token meets plus those of attention
   (PaLM, arXiv:2204.02311, appendix B) and those of recomputation, divided evenly over the ranks; then the
-  busiest pipeline stage and the pipeline's bubble (p - 1) / (v m) (Narayanan et al., arXiv:2104.04473,
-  section 2.2); then the messages of tensor, expert, context and pipeline parallelism, each with its latency,
-  as if none were overlapped with compute.
-- decoding: each step reads the weights and the KV cache once, or takes as long as the products if that is
-  longer (the roofline model, Williams et al. 2009, doi:10.1145/1498765.1498785, as applied by Pope et al.,
+  busiest pipeline stage and the pipeline's bubble (p - 1) / (v m), for p stages of v chunks and m
+  micro-batches (Narayanan et al., arXiv:2104.04473, section 2.2); then the messages of tensor, expert,
+  context and pipeline parallelism, each with its latency, as if none were overlapped with compute.
+- decoding: each step reads the weights and the KV cache once, or takes as long as the matrix products if that
+  is longer (the roofline model, Williams et al. 2009, doi:10.1145/1498765.1498785, as applied by Pope et al.,
   arXiv:2211.05102).
-- weight sync: the plan of weights.sync.cost.
+- weight sync: the reshard plan and weights.sync.cost, see planner.resharding.
 
 Not included: rewards other than those of a reward model, data, checkpoints, evaluation, and stragglers.
 """
@@ -48,19 +48,16 @@ LAYER_SECONDS, FABRIC_SECONDS, NETWORK_SECONDS = 20e-6, 10e-6, 30e-6
 
 @dataclass(frozen=True)
 class Lengths:
-    """Mean tokens of a prompt and of a response.
-
-    They are unknown before a run. The default is half of the longest length.
-    """
+    """Mean number of tokens of a prompt and of a response; by default, half of the longest ones."""
 
     prompt: float
     response: float
 
     @classmethod
     def given(cls, config: Config, prompt: float | None = None, response: float | None = None) -> "Lengths":
-        """Return the given means; None: half of the longest length.
+        """Return the means that the user gave. For None it takes half of the longest length.
 
-        Raises UserError for a mean beyond the configured limits.
+        Raises UserError for a mean that is not above 0, or above the configured longest length.
         """
         most = {"prompt": config.data.max_prompt_length, "response": config.rollout.max_response_length}
         means = {"prompt": prompt, "response": response}
@@ -79,13 +76,13 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Times:
-    """Times of one step.
+    """Times of one training step, by phase.
 
     seconds: {phase: seconds}.
     tokens: tokens of all prompts and responses of the step.
-    gpus: GPUs of trainer and engines.
-    mfu: FLOPs of the training pass without recomputation, as a share of what the trainer's GPUs promise in
-    that time (MFU, arXiv:2204.02311 appendix B).
+    gpus: number of GPUs of trainer and engines.
+    mfu: model FLOPs utilisation of the training pass (arXiv:2204.02311 appendix B): its FLOPs without
+        recomputation, divided by what the trainer's GPUs could compute in that time by their data sheet.
     """
 
     seconds: dict[str, float]
@@ -116,10 +113,10 @@ def num_gpus(config: Config) -> int:
 def times(
     config: Config, arch: Architecture, states: list[TrainingState], kv_tokens: int, lengths: Lengths
 ) -> Times:
-    """Return the times of a step without the weight sync.
+    """Return the times of a training step, without the weight sync.
 
     states: result of planner.states.training_states.
-    kv_tokens: tokens in an engine's KV cache, above 0.
+    kv_tokens: tokens that an engine's KV cache has room for, above 0.
     """
     passes = _Passes(config, arch, lengths)
     seconds = {"generation": generation_seconds(config, arch, kv_tokens, lengths)}
@@ -134,10 +131,7 @@ def times(
 
 
 def _scoring_seconds(config: Config, lengths: Lengths) -> dict[str, float]:
-    """Return the seconds of scoring by a reward model; empty if there is none.
-
-    Its weights are copied from the host once, and it reads all samples.
-    """
+    """Return {"scoring": seconds} of loading a reward model and scoring all samples; empty without one."""
     found = scorer(config)
     if found is None:
         return {}
@@ -147,11 +141,11 @@ def _scoring_seconds(config: Config, lengths: Lengths) -> dict[str, float]:
 
 
 def generation_seconds(config: Config, arch: Architecture, kv_tokens: int, lengths: Lengths) -> float:
-    """Return the seconds in which one engine generates its share of the responses.
+    """Return the seconds in which one engine generates its share of a step's responses.
 
-    It decodes as many responses at once as slots and KV cache allow. Each step of the engine gives each of
-    them one token. One response is assumed to have the maximum length, so there are at least that many steps,
-    and fewer responses are decoded at once towards the end.
+    It decodes as many responses at once as request slots and KV cache (`kv_tokens`) allow. Each decoding step
+    gives each of them one token. One response is assumed to have the maximum length, so there are at least
+    that many steps, and fewer responses are decoded at once towards the end.
     """
     engine, prompts = config.rollout.engine, config.data.train_batch_size
     responses = ceil(prompts * config.rollout.n / engine.num_engines)
@@ -165,16 +159,16 @@ def generation_seconds(config: Config, arch: Architecture, kv_tokens: int, lengt
 
 
 def _engine_rate(config: Config) -> float:
-    """Return the FLOP/s of matrix products on one GPU of an engine."""
+    """Return the FLOP/s that matrix products are assumed to reach on one GPU of an engine."""
     speed = GPUS[config.cluster.gpu].speed
     fp8 = config.rollout.engine.quantization == Quantization.fp8
     return PRODUCTS * (speed.fp8 if fp8 and speed.fp8 else speed.bf16)
 
 
 def _decode_step(config: Config, arch: Architecture, batch: float, context: float) -> float:
-    """Return the seconds of a decoding step: one token for each of `batch` requests.
+    """Return the seconds of one decoding step, which adds one token to each of `batch` requests.
 
-    context: tokens of each sequence.
+    context: mean tokens that each request has in the KV cache.
     """
     engine, speed = config.rollout.engine, GPUS[config.cluster.gpu].speed
     weights = engine_weight_bytes(arch, engine)
@@ -200,7 +194,7 @@ def _decode_step(config: Config, arch: Architecture, batch: float, context: floa
 
 @dataclass(frozen=True)
 class _Flops:
-    """FLOPs of one sequence's forward pass, by the kernels that compute them."""
+    """FLOPs of one sequence's forward pass, by kind of kernel, because kinds reach different speeds."""
 
     projections: float
     """Projections of attention."""
@@ -239,7 +233,7 @@ class _Flops:
 
 
 class _Passes:
-    """Passes of the trainer over the samples of a step."""
+    """Times of the trainer's passes over the samples of a step."""
 
     def __init__(self, config: Config, arch: Architecture, lengths: Lengths):
         self.config, self.arch, self.lengths = config, arch, lengths
@@ -252,7 +246,7 @@ class _Passes:
     def seconds(self, training: bool) -> float:
         """Return the seconds of one pass over all samples of a step.
 
-        training: True for forward and backward passes in optimizer steps, False for a log-prob pass.
+        training: True: forward and backward passes in optimizer steps. False: a forward pass for log-probs.
         """
         config, sizes = self.config, self.sizes
         prompts = config.train.ppo_mini_batch_size if training else config.data.train_batch_size
@@ -268,6 +262,10 @@ class _Passes:
         return (computed * self._imbalance() + times_sent * sent) * (1 + bubble)
 
     def logprob_seconds(self, states: list[TrainingState]) -> dict[str, float]:
+        """Return {phase: seconds} of the passes for old and reference log-probs, as far as the run has them.
+
+        A pass of the reference includes exchanging its weights for the policy's and back.
+        """
         config, found = self.config, {}
         if config.train.old_logprobs == OldLogprobs.recompute:
             found["old log-probs"] = self.seconds(training=False)
@@ -278,10 +276,10 @@ class _Passes:
         return found
 
     def optimizer_seconds(self, states: list[TrainingState]) -> float:
-        """Return the seconds of all optimizer steps of a step.
+        """Return the seconds of all optimizer steps of a training step.
 
         An optimizer step sums gradients over the replicas, gathers parameters and updates states. With
-        megatron.overlap, summing and gathering are hidden behind the backward pass as long as that lasts.
+        megatron.overlap, summing and gathering take no time of their own as long as the backward pass lasts.
         """
         config = self.config
         steps = config.train.ppo_epochs * config.data.train_batch_size // config.train.ppo_mini_batch_size
@@ -302,11 +300,12 @@ class _Passes:
         return 3 * self.samples * self.flops.total / promised
 
     def _rate(self) -> float:
+        """Return the FLOP/s of matrix products in the training precision, by the GPU's data sheet."""
         fp8 = self.config.megatron.precision == Precision.fp8 and self.speed.fp8
         return self.speed.fp8 if fp8 else self.speed.bf16
 
     def _forward(self) -> float:
-        """Return the seconds of a forward pass of all samples, spread over all ranks."""
+        """Return the seconds of a forward pass of all samples, if it is spread evenly over all ranks."""
         flops, rate = self.flops, self._rate()
         dense = (flops.projections + flops.mlp) / (PRODUCTS * rate) + flops.head / (
             PRODUCTS * self.speed.bf16
@@ -315,7 +314,7 @@ class _Passes:
         return self.samples * (dense + rest) / self.sizes.world_size
 
     def _recomputed(self) -> float:
-        """Return the seconds of what a backward pass recomputes."""
+        """Return the seconds of recomputing activations in the backward pass of all samples."""
         flops, rate, modules = self.flops, self._rate(), recomputed_modules(self.config.megatron)
         if self.config.megatron.recompute == Recompute.full:
             return self._forward()
@@ -325,7 +324,7 @@ class _Passes:
         return self.samples * seconds / self.sizes.world_size
 
     def _imbalance(self) -> float:
-        """Return the work of the busiest stage divided by that of the mean stage.
+        """Return the work of the busiest pipeline stage divided by that of the mean stage.
 
         The last stage has the output layer. All transformer layers are assumed to be equal.
         """
@@ -337,10 +336,8 @@ class _Passes:
     def _message(self, size: float, ranks: int) -> float:
         """Return the seconds in which a rank sends `size` bytes to the other ranks of its group.
 
-        If the group spans several nodes, the rank waits for the part that goes through its network card to
-        other nodes.
-
-        ranks: number of neighbouring ranks that the group spans.
+        If the group spans several nodes, only the part that goes to other nodes counts. The network is the
+        slower link. `ranks` is the number of neighbouring ranks that the group spans.
         """
         per_node = self.config.cluster.gpus_per_node
         if ranks <= per_node:
@@ -351,12 +348,12 @@ class _Passes:
         """Return the seconds of the messages in a micro-batch's forward pass, on a rank of the busiest stage.
 
         Tensor parallel: hidden states are gathered and scattered around attention and around the MLP
-        (arXiv:2205.05198 section 4.2).
+            (arXiv:2205.05198 section 4.2).
         Expert parallel: copies of a token go to its experts and back.
-        Context parallel: keys and values go around the ring.
+        Context parallel: keys and values go around the ring of ranks.
         Pipeline: hidden states go from chunk to chunk.
 
-        tokens: tokens of a rank's part of the micro-batch.
+        tokens: tokens of the micro-batch on the rank.
         """
         sizes, arch, width = self.sizes, self.arch, itemsize(self.config.megatron)
         share = 1 / sizes.tp if sizes.sequence_parallel else 1
@@ -380,10 +377,10 @@ class _Passes:
         return seconds
 
     def _reducing(self) -> float:
-        """Return the seconds of one optimizer step's collectives.
+        """Return the seconds of one optimizer step's collectives over the replicas.
 
-        With the distributed optimizer, gradients are scattered and parameters gathered, each element once.
-        Otherwise gradients are summed on every replica, which scatters and gathers gradients.
+        With the distributed optimizer, gradients are reduce-scattered and parameters gathered. Otherwise
+        gradients are all-reduced, which is a reduce-scatter and a gather of gradients.
         """
         sizes, megatron = self.sizes, self.config.megatron
         size = 4 + (itemsize(megatron) if megatron.distributed_optimizer else 4)

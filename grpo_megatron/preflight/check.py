@@ -23,11 +23,11 @@ from grpo_megatron.preflight.rules import violations
 
 @dataclasses.dataclass
 class Report:
-    """Result of a check.
+    """Result of `grpo-megatron config check`.
 
-    violations: one sentence each.
-    checked: what was checked.
-    not_checked: what could not be checked, with the reason.
+    violations: one sentence for each.
+    checked: names of the checks that passed or were made.
+    not_checked: what could not be checked on this machine, with the reason.
     """
 
     violations: list[str] = dataclasses.field(default_factory=list)
@@ -35,9 +35,10 @@ class Report:
     not_checked: list[str] = dataclasses.field(default_factory=list)
 
     def attempt(self, what: str, check) -> bool:
-        """Run a check, which raises UserError if it fails, and record the result.
+        """Run one check and record its result. Return True if it passed.
 
-        Return True if it passed.
+        what: name of the check.
+        check: function without arguments. It raises UserError if the check fails.
         """
         try:
             check()
@@ -62,11 +63,13 @@ class Report:
 
 
 def check(path: str | None, overrides: list[str], command: str = "train") -> Report:
-    """Check a configuration and everything on this machine that it refers to.
+    """Check a configuration, and everything on this machine that it refers to.
 
-    command: one of rule.COMMANDS.
+    path: YAML file; None: none.
+    overrides: arguments of the form key=value.
+    command: train, sft, reward-model or eval.
 
-    Raises UserError only for a file or an argument that cannot be read at all.
+    All violations are in the result. Raises UserError only for a file or an argument that cannot be read.
     """
     report = Report()
     settings = read_sources(path, overrides)
@@ -96,7 +99,7 @@ def check(path: str | None, overrides: list[str], command: str = "train") -> Rep
 
 
 def _typed(settings: list[Layer], report: Report) -> Config:
-    """Return the configuration without the settings that the schema refuses.
+    """Return the configuration without the settings that the schema refuses, so that the rest can be checked.
 
     Each refused setting is reported as a violation.
     """
@@ -106,6 +109,7 @@ def _typed(settings: list[Layer], report: Report) -> Config:
 
 
 def _single_values(layer: Layer) -> Iterator[Layer]:
+    """Yield one layer for each value that a layer sets, so that refused values can be found one by one."""
     for names, value in leaves(layer.values):
         for name in reversed(names):
             value = {name: value}
@@ -113,9 +117,10 @@ def _single_values(layer: Layer) -> Iterator[Layer]:
 
 
 def _legal_part(settings: list[Layer]) -> tuple[list[Layer], list[str]]:
-    """Return the settings that the schema accepts, and one sentence for each of the others.
+    """Return (settings that the schema accepts, one sentence for each of the others).
 
-    OmegaConf reports one error at a time. The errors are found by halving, because most settings are legal.
+    OmegaConf reports one error at a time. The refused settings are found by halving the list, because most
+    settings are legal.
     """
     try:
         as_config(merge(settings))
@@ -130,9 +135,9 @@ def _legal_part(settings: list[Layer]) -> tuple[list[Layer], list[str]]:
 
 
 def _check_model(config: Config, command: str, report: Report) -> bool:
-    """Check the model and the reward model.
+    """Check the model, the reference model and the reward model, as far as they are on this machine.
 
-    Return True if there is a model, so that the data can be checked with its tokenizer.
+    Returns True if model.path can be read, so that its tokenizer can be used to check the data.
     """
     path, ref = config.model.path, config.ref.path
     if ref and is_absent(ref):
@@ -166,9 +171,10 @@ def _check_model(config: Config, command: str, report: Report) -> bool:
 
 
 def _check_reward_model(config: Config, report: Report) -> Config:
-    """Check the reward model's tokenizer.
+    """Check the tokenizer of the reward model.
 
-    Return the configuration, without the reward model if that is not on this machine.
+    Returns the configuration. If the reward model is not on this machine, its path is removed there, so that
+    later checks do not read it.
     """
     path = config.reward.model.path
     if path is None or is_absent(path):
@@ -245,9 +251,9 @@ def _read_prompts(source: str, tokenizer, config: Config) -> None:
 
 
 def _read_pairs(source: str, tokenizer, config: Config) -> None:
-    """Read preference pairs.
+    """Read all preference pairs of a source. Raises UserError if one cannot be used.
 
-    tokenizer: a PromptTokenizer. This module imports that class only if there is a model.
+    tokenizer: a PromptTokenizer. It has no annotation, because that class is imported only when it is needed.
     """
     from grpo_megatron.data.conversations import Conversations, pad_token
     from grpo_megatron.data.preferences import load_pairs
@@ -285,9 +291,13 @@ def _check_paths(config: Config, command: str, report: Report) -> None:
 def _can_write(
     key: str, path: str, must_be_right: Callable[[], None], config: Config, report: Report
 ) -> bool:
-    """Check a path that the run writes to. Return True if it is usable.
+    """Check a path that the run writes to, and record the result. Return True if it can be used.
 
-    A failure here is no violation if the run is for a cluster, where the path may belong to another machine.
+    If the run is for a cluster, a failure here is recorded as not checked instead of a violation, because the
+    path may belong to another machine.
+
+    key: configuration key of the path.
+    must_be_right: raises UserError if the path cannot be used.
     """
     if is_of_another_machine(path):
         report.not_checked.append(f"{key}: nothing of {path} is on this machine")

@@ -1,4 +1,4 @@
-"""Check that a run's machines can do what is configured, and are as cluster.* describes them."""
+"""Check of a run's machines: they can do what is configured, and are as the section `cluster` says."""
 
 from grpo_megatron.capabilities import Capabilities
 from grpo_megatron.cluster.probe import capabilities_of_ray
@@ -9,14 +9,13 @@ from grpo_megatron.preflight.cluster_rules import CLUSTER
 
 
 def check_cluster(config: Config, command: str) -> None:
-    """Check the machines of a run.
+    """Check the machines of a run. Raises UserError with all violations.
 
-    With cluster.ray_address, this process joins that Ray cluster and asks it. Otherwise this machine is
-    checked.
+    With cluster.ray_address, the calling process joins that Ray cluster and asks it about its machines.
+    Otherwise this machine is examined. The check covers the rules about machines, and what the section
+    `cluster` says of them.
 
-    command: train, sft or reward-model.
-
-    Raises UserError with every broken rule about machines, and every wrong fact in cluster.*.
+    command: train, sft, reward-model or eval.
     """
     address = config.cluster.ray_address
     if address is not None:
@@ -31,7 +30,13 @@ def check_cluster(config: Config, command: str) -> None:
 
 
 def contradictions(config: Config, found: Capabilities) -> list[str]:
-    """Return one sentence for each fact in cluster.* that does not hold on the cluster that was found."""
+    """Return one sentence for each statement in the section `cluster` that is wrong.
+
+    The statements are cluster.gpu, cluster.nodes and cluster.gpus_per_node. More nodes or GPUs than stated
+    are no contradiction.
+
+    found: capabilities of the machines.
+    """
     cluster = config.cluster
     said = Capabilities.of_facts(cluster.gpu, cluster.nodes, cluster.gpus_per_node)
     wrong = []

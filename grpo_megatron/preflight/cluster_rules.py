@@ -1,4 +1,4 @@
-"""Rules about the machines that will run a configuration. They need not be the machine that checks it."""
+"""Rules about the machines that will run a configuration. The check can be made on another machine."""
 
 from collections.abc import Iterator
 
@@ -31,7 +31,7 @@ _RANKS = (
 
 
 def runs_here(config: Config) -> bool:
-    """Return True if the configuration names no other machines, so that the run is for this one."""
+    """Return True if the configuration is for this machine: the section `cluster` names no other machines."""
     cluster = config.cluster
     return (cluster.ray_address, cluster.gpu, cluster.nodes, cluster.gpus_per_node) == (
         None,
@@ -42,9 +42,10 @@ def runs_here(config: Config) -> bool:
 
 
 def known_capabilities(config: Config) -> Capabilities:
-    """Return what is known of the run's machines without asking a Ray cluster.
+    """Return the capabilities of the run's machines, as far as they are known without asking a Ray cluster.
 
-    These are the facts in cluster.*. If the run is for this machine, they are found out here.
+    If the run is for this machine, it is examined. Otherwise cluster.gpu, cluster.nodes and
+    cluster.gpus_per_node tell what is known.
     """
     cluster = config.cluster
     facts = (cluster.gpu, cluster.nodes, cluster.gpus_per_node)
@@ -288,7 +289,10 @@ def _num_ranks(config: Config) -> int:
 
 
 def num_processes(config: Config, command: str) -> tuple[int, int]:
-    """Return (trainer ranks, engines) that a command starts. The commands are rule.COMMANDS."""
+    """Return (number of trainer ranks, number of engines) that a command starts.
+
+    command: train, sft, reward-model or eval.
+    """
     generates = command in ENGINE_COMMANDS and not (command == "train" and config.rollout.replay)
     return (
         _num_ranks(config) if command in TRAINING_COMMANDS else 0,
@@ -297,8 +301,8 @@ def num_processes(config: Config, command: str) -> tuple[int, int]:
 
 
 def _crosses_a_node(first: int, end: int, size: int, per_node: int) -> bool:
-    """Return True if a group of `size` neighbouring GPUs is on more than one node.
+    """Return True if some group of `size` neighbouring GPUs is on more than one node.
 
-    The groups divide the GPUs first .. end - 1.
+    The GPUs `first` to `end - 1` are divided into such groups, and each node has `per_node` GPUs.
     """
     return any(start // per_node != (start + size - 1) // per_node for start in range(first, end, size))

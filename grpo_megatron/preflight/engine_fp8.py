@@ -1,4 +1,4 @@
-"""Check that engines can hold a model in FP8. It needs only config.json and the layouts."""
+"""Check that engines can run a model with FP8 weights, from config.json and the parallel layouts."""
 
 from collections.abc import Iterator
 
@@ -16,9 +16,9 @@ _KEY = "rollout.engine.quantization=fp8"
 
 
 def engine_fp8_violations(config: Config, arch: Architecture) -> Iterator[str]:
-    """Yield one sentence for each reason why engines cannot hold the model in FP8.
+    """Yield one sentence for each reason why engines cannot run the model with FP8 weights.
 
-    The layouts must divide the model, which other rules check.
+    The layouts of trainer and engines must divide the model evenly, which other rules check.
     """
     if config.rollout.engine.quantization != Quantization.fp8:
         return
@@ -40,9 +40,10 @@ def engine_fp8_violations(config: Config, arch: Architecture) -> Iterator[str]:
 
 
 def cut_matrices(arch: Architecture, sizes: ParallelSizes, layout: EngineLayout) -> Iterator[str]:
-    """Yield one sentence for each kind of layer of which some rank would hold a part of a block.
+    """Yield one sentence for each kind of layer in which a rank's shard would cut a 128 x 128 block.
 
-    Trainer and engine are checked separately, so a kind of layer can have two sentences.
+    Such a shard cannot be quantised with one scale per block. Trainer and engine are checked separately, so a
+    kind of layer can have two sentences.
     """
     kinds = {kind(name): entry for name, entry in weight_map(arch).items() if is_block_scaled(entry)}
     for entry in kinds.values():
@@ -50,9 +51,9 @@ def cut_matrices(arch: Architecture, sizes: ParallelSizes, layout: EngineLayout)
 
 
 def _cut(entry: Entry, sizes: ParallelSizes, layout: EngineLayout) -> Iterator[str]:
-    """Yield a sentence about the first trainer rank that has a part of a block.
+    """Yield a sentence about the first trainer rank, and one about the first engine rank, that cuts a block.
 
-    Another sentence is about the first engine rank that has one.
+    Either is left out if no rank cuts a block.
     """
     parts, engine_parts = sizes.etp if entry.expert else sizes.tp, entry.engine_parts(layout)
     key = f"megatron.{'expert_' if entry.expert else ''}tensor_parallel={parts}"

@@ -1,4 +1,4 @@
-"""Rules about the engines: their parallel sizes, what they load, and the length of a request."""
+"""Rules about the engines: their parallel sizes, the weights they load, and the length of a request."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Check that a model's matrix products can run in FP8. It needs only config.json and the layout."""
+"""Check that the trainer can compute a model in FP8, from config.json and the parallel layout."""
 
 from collections.abc import Iterator
 
@@ -10,9 +10,10 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 
 def fp8_violations(config: Config, arch: Architecture) -> list[str]:
-    """Return one sentence for each kind of layer with a size that FP8 products cannot take.
+    """Return one sentence for each kind of layer whose size on a rank is no multiple that FP8 kernels need.
 
-    A further sentence reports a number of bf16 layers that exceeds those of a pipeline stage.
+    Further sentences are about megatron.fp8.bf16_first_layers and bf16_last_layers, if they are more than the
+    layers of a pipeline stage. The list is empty unless megatron.precision is fp8.
     """
     megatron = config.megatron
     if megatron.precision != Precision.fp8:
@@ -52,7 +53,10 @@ def _matrices(arch: Architecture, sizes: ParallelSizes, recipe: FP8Recipe) -> It
 
 
 def kind(name: str) -> str:
-    """Return the kind of layer of a parameter: its name without the indices of layer and expert."""
+    """Return the kind of layer that a parameter belongs to: its name without layer and expert indices.
+
+    An example is `mlp.linear_fc1`. All layers of a kind have the same sizes, so one message is enough.
+    """
     return ".".join(
         part
         for part in name.removeprefix("decoder.layers.").removesuffix(".weight").split(".")

@@ -1,4 +1,7 @@
-"""Facts about a key beyond its line in the schema: legal values, related keys and rules."""
+"""Facts about a configuration key beyond its help line: legal values, related keys and rules.
+
+`config explain` and docs/config.md show them.
+"""
 
 import dataclasses
 import re
@@ -24,9 +27,10 @@ def rules_about(key: str) -> list[Rule]:
 
 
 def named_in_help(key: str) -> list[str]:
-    """Return the keys that the help text of a key names.
+    """Return the keys that the help text of a key mentions.
 
-    The text names a key with dots or, in the same section, by a name of several words such as clip_ratio_low.
+    The text mentions a key by its dotted name. A key of the same section can be mentioned without the section
+    if its name has several words, such as clip_ratio_low.
     """
     known, section = known_keys(), key.rpartition(".")[0]
     words = re.findall(r"[a-z]\w*(?:\.\w+)*", known[key].metadata["help"])
@@ -35,9 +39,9 @@ def named_in_help(key: str) -> list[str]:
 
 
 def interacting_keys(key: str) -> list[str]:
-    """Return the keys related to this one, in the order of the schema.
+    """Return the keys related to this one, in the order of the schema, for `config explain`.
 
-    A key is related if a rule reads both, or if one's help text names the other.
+    A key is related if a rule reads both, or if the help text of one mentions the other.
     """
     known = known_keys()
     found = {name for rule in rules_about(key) for name in rule.keys} | set(named_in_help(key))
@@ -48,7 +52,10 @@ def interacting_keys(key: str) -> list[str]:
 
 
 def choices(key: str) -> list[str]:
-    """Return the legal values of a key or of its list items; empty if there is no fixed set."""
+    """Return the legal values of a key, or of the items of a list; empty if any value of the type is legal.
+
+    For a registry such as that of advantage estimators, the last item is `module:attribute`.
+    """
     field = known_keys()[key]
     if isinstance(field.type, type) and issubclass(field.type, Enum):
         return list(field.type.__members__)
@@ -58,7 +65,7 @@ def choices(key: str) -> list[str]:
 
 
 def limits(key: str) -> str:
-    """Return in words which numbers or texts of the right type are legal; empty if all are."""
+    """Return the limits of a key's numbers or text in words; empty if there are none."""
     field = known_keys()[key]
     own = limits_of(field)
     is_list = "list" in str(field.type)

@@ -1,4 +1,4 @@
-"""Rules about the trainer's layout: its parallel sizes alone, and together with the model's sizes."""
+"""Rules about the trainer's parallel layout: its sizes by themselves, and together with the model's sizes."""
 
 from collections.abc import Iterator
 
@@ -17,9 +17,9 @@ _SP, _LAYERS = "megatron.sequence_parallel", "megatron.pipeline_layers"
 
 
 def layout_violations(sizes: ParallelSizes, out_of_limits: frozenset[str] = frozenset()) -> list[str]:
-    """Return one sentence for each rule that these sizes break.
+    """Return one sentence for each rule that the parallel sizes break, whatever the model.
 
-    out_of_limits: keys with values out of their own limits. Rules about them are skipped.
+    out_of_limits: keys whose values are outside the limits of their own key. Rules about them are skipped.
     """
     return SIZES.violations(sizes, out_of_limits=out_of_limits)
 
@@ -27,11 +27,11 @@ def layout_violations(sizes: ParallelSizes, out_of_limits: frozenset[str] = froz
 def layout_violations_of_model(
     sizes: ParallelSizes, arch: Architecture, out_of_limits: frozenset[str] = frozenset()
 ) -> list[str]:
-    """Return one sentence for each broken rule that involves both sizes and model.
+    """Return one sentence for each rule about parallel sizes and model together that is broken.
 
-    `layout_violations` covers the rules about the sizes without a model.
+    `layout_violations` checks the rules about the sizes by themselves.
 
-    out_of_limits: keys with values out of their own limits. Rules about them are skipped.
+    out_of_limits: keys whose values are outside the limits of their own key. Rules about them are skipped.
     """
     return SIZES_OF_MODEL.violations(sizes, arch, out_of_limits=out_of_limits)
 

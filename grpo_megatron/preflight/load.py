@@ -1,4 +1,4 @@
-"""Loader of configurations for commands: read, typed and legal."""
+"""Loader of legal configurations, for the commands that run them."""
 
 from grpo_megatron.config.load import read_config
 from grpo_megatron.config.schema import Config
@@ -7,9 +7,10 @@ from grpo_megatron.preflight.rules import violations
 
 
 def load_config(path: str | None, overrides: list[str], command: str = "train") -> Config:
-    """Return the result of config.load.read_config if it breaks no rule.
+    """Return the typed configuration for a command. Its values are within their limits and break no rule.
 
-    Raises UserError like `read_config`, or with all broken rules.
+    Raises UserError if it cannot be read or typed (config.load.read_config). Raises UserError also with all
+    violations of limits and rules.
     """
     config = read_config(path, overrides, command)
     broken = violations(config, command)

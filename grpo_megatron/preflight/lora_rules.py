@@ -1,4 +1,4 @@
-"""Rules about adapters. preflight.model checks which layers the model has."""
+"""Rules about LoRA adapters. preflight.model checks that the model has the layers to adapt."""
 
 from collections.abc import Iterator
 

@@ -95,6 +95,7 @@ def kl_rejection_has_its_bound(config: Config) -> Iterator[str]:
 
 
 def _in_order(config: Config, name: str) -> Iterator[str]:
+    """Yield a violation if mismatch.{name}_low is above mismatch.{name}_high."""
     low, high = getattr(config.mismatch, f"{name}_low"), getattr(config.mismatch, f"{name}_high")
     if low is not None and high is not None and low > high:
         yield f"mismatch.{name}_low={low} is more than mismatch.{name}_high={high}"

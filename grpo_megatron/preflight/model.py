@@ -1,4 +1,4 @@
-"""Check that the model fits the configured layout, engines and lengths."""
+"""Check that the model goes with the configured parallel layout, engines and lengths."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ ATTENTION_GROUPS = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 
 
 def check_model(config: Config, command: str = "train") -> Architecture:
-    """Check model and layout before any process starts. Return the model's architecture.
+    """Check the model against the configuration before any process starts. Return its architecture.
 
     Raises UserError with all violations.
     """
@@ -40,13 +40,14 @@ def check_model(config: Config, command: str = "train") -> Architecture:
 
 
 def model_violations(config: Config, arch: Architecture, command: str = "train") -> list[str]:
-    """Return one sentence for each way in which the model does not fit the configuration.
+    """Return one sentence for each reason why the model cannot run with this configuration.
 
-    It reads the headers of the weights in model.path, and in ref.path if that is set.
+    It reads the headers of the weights in model.path, in ref.path and in reward.model.path, as far as the
+    command uses them.
 
     arch: architecture of model.path.
-    command: train (which has engines unless it replays recorded samples), sft, reward-model, or eval (which
-    has only engines).
+    command: train, sft, reward-model or eval. `eval` has only engines. `train` has engines unless it replays
+        recorded samples.
     """
     found = architecture_violations(config, arch, command)
     if command == "reward-model":
@@ -62,12 +63,11 @@ def model_violations(config: Config, arch: Architecture, command: str = "train")
 
 
 def reward_model_violations(config: Config, weights: bool = False) -> list[str]:
-    """Return one sentence for each reason why the reward model does not fit the ranks.
+    """Return one sentence for each reason why the reward model cannot run on the trainer's ranks.
 
-    It returns nothing if there is no reward model. The ranks have the parallel sizes of the model that is
-    trained.
+    The ranks have the parallel sizes of the model that is trained. The list is empty without a reward model.
 
-    weights: read the headers of its weights too, not only its config.json.
+    weights: True: read the headers of its weights too. False: read only its config.json.
     """
     path = config.reward.model.path
     if not scores_on_ranks(config) or not path:
@@ -88,9 +88,9 @@ def reward_model_violations(config: Config, weights: bool = False) -> list[str]:
 
 
 def architecture_violations(config: Config, arch: Architecture, command: str = "train") -> list[str]:
-    """Return the violations of `model_violations` that follow from config.json alone.
+    """Return those violations of `model_violations` that follow from the model's config.json.
 
-    The weights need not exist.
+    The weights need not exist, so the planner can use it.
     """
     keys = frozenset(out_of_limits(config))
     found = []
@@ -113,6 +113,7 @@ def architecture_violations(config: Config, arch: Architecture, command: str = "
 
 
 def _longest(config: Config, arch: Architecture, command: str) -> list[str]:
+    """Return a violation for each prompt-plus-response length that exceeds the model's positions."""
     lengths = {"rollout.max_response_length": config.rollout.max_response_length}
     evaluated = {"eval.max_response_length": config.eval.max_response_length}
     if config.eval.max_response_length and command == "eval":
@@ -128,9 +129,10 @@ def _longest(config: Config, arch: Architecture, command: str) -> list[str]:
 
 
 def _beams(config: Config, arch: Architecture) -> list[str]:
-    """Return a violation if a beam search needs more of the likeliest tokens than the vocabulary has.
+    """Return a violation if the vocabulary is too small for the beam search.
 
-    SGLang crashes if it is asked for them.
+    SGLang compares the likeliest tokens, a number that grows with rollout.n. It crashes if the vocabulary has
+    fewer.
     """
     rollout = config.rollout
     ends = 1 + len(rollout.stop_token_ids)  # the model may have further end tokens that only SGLang knows
@@ -144,7 +146,7 @@ def _beams(config: Config, arch: Architecture) -> list[str]:
 
 
 def _engine(config: Config, arch: Architecture) -> list[str]:
-    """Return a sentence for each thing that SGLang silently does differently from the checkpoint."""
+    """Return one sentence for each property of the checkpoint that SGLang would silently ignore or change."""
     path, found = config.model.path, _engine_layout(config, arch)
     if arch.family == "mixtral" and arch.head_dim * arch.num_heads != arch.hidden_size:
         found.append(
@@ -166,7 +168,7 @@ def _engine(config: Config, arch: Architecture) -> list[str]:
 
 
 def _stop_tokens(config: Config, arch: Architecture) -> list[str]:
-    """Return a violation if stop tokens are not in the vocabulary.
+    """Return a violation if rollout.stop_token_ids has ids outside the vocabulary.
 
     Such a token never ends a response, and SGLang does not report it.
     """
@@ -180,9 +182,9 @@ def _stop_tokens(config: Config, arch: Architecture) -> list[str]:
 
 
 def _engine_layout(config: Config, arch: Architecture) -> list[str]:
-    """Return one sentence for each parallel size of an engine that does not fit the model.
+    """Return one sentence for each parallel size of the engines that does not divide the model.
 
-    It returns nothing for sizes that do not fit each other, because a rule reports those.
+    The list is empty if the sizes do not divide each other, because a rule reports that.
     """
     path, engine = config.model.path, EngineLayout.from_config(config.rollout.engine)
     if (
@@ -219,6 +221,7 @@ def _engine_layout(config: Config, arch: Architecture) -> list[str]:
 
 
 def _latent_engine(path: str, arch: Architecture) -> list[str]:
+    """Return one sentence for each way in which SGLang misreads a latent-attention model's config.json."""
     config, found = read_object(Path(path) / "config.json"), []
     needed = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
     missing = [f'"{key}": {json_text(value)}' for key, value in needed.items() if key not in config]
@@ -236,6 +239,7 @@ def _latent_engine(path: str, arch: Architecture) -> list[str]:
 
 
 def _quantised_engine(path: str) -> list[str]:
+    """Return a violation if the checkpoint has FP8 weights, which SGLang would keep in FP8."""
     try:
         if read_stored(Path(path)).block is None:
             return []
@@ -249,9 +253,10 @@ def _quantised_engine(path: str) -> list[str]:
 
 
 def _weights(path: str, arch: Architecture) -> list[str]:
-    """Return the violations of the weights in a checkpoint.
+    """Return the violations of a checkpoint's weights: missing tensors and wrong shapes, from the headers.
 
-    path: checkpoint of the model or the reference, to be loaded as this architecture.
+    path: HF folder of the model, the reference model or the reward model.
+    arch: architecture that the weights are loaded as.
     """
     try:
         checkpoint = HFCheckpoint(path)

@@ -1,4 +1,4 @@
-"""Check, before any process starts, that a run can write to the folders that its configuration names."""
+"""Check, before any process starts, that a run can write to the folders named in its configuration."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from grpo_megatron.preflight.rule import TRAINING_COMMANDS
 def output_folders(config: Config, command: str) -> dict[str, str]:
     """Return {key: folder} of the folders that a run of this command writes to.
 
-    The run's own folder is below `run.root`.
+    `run.root` contains the run's own folder.
     """
     found = {"run.root": config.run.root}
     if command in TRAINING_COMMANDS and config.megatron.offload_folder:
@@ -22,24 +22,24 @@ def output_folders(config: Config, command: str) -> dict[str, str]:
 
 
 def must_be_writable(key: str, folder: str) -> None:
-    """Raise UserError for a folder that this machine cannot write to."""
+    """Raise UserError, which names the key, if this machine cannot make or write to the folder."""
     if problem := output_folder_problem(folder):
         raise UserError(f"{key}={folder} {problem}; it must be a folder that the run can make and write to")
 
 
 def is_of_another_machine(folder: str) -> bool:
-    """Return True if no part of an absolute path exists here.
+    """Return True if not even the first folder of the path exists here.
 
-    The path may then exist on another node, such as a local disk.
+    The path may then belong to another node, such as the mount point of its local disk.
     """
     return nearest_folder(folder) == Path("/") and Path(folder).absolute() != Path("/")
 
 
 def check_output_folders(config: Config, command: str) -> None:
-    """Raise UserError, naming the key, for a folder that this machine has to write to and cannot.
+    """Check that this machine can write to the folders it has to write to, other than the run's own folder.
 
-    Ranks on other machines check megatron.offload_folder themselves. The run's own folder is created before
-    anything else, and is not checked here.
+    Raises UserError, which names the key. In a Ray cluster, the ranks check megatron.offload_folder on their
+    own machines. The run's own folder is created before this check.
     """
     for key, folder in output_folders(config, command).items():
         elsewhere = key == "megatron.offload_folder" and config.cluster.ray_address is not None

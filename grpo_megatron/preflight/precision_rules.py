@@ -1,6 +1,6 @@
-"""Rules about precision and the layers that compute in it.
+"""Rules about the precision of training, and about the layers that can compute in it.
 
-preflight.fp8_sizes checks what FP8 demands of a model's sizes.
+preflight.fp8_sizes checks that the model's sizes are suitable for FP8.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Rules about rewards."""
+"""Rules about rewards: their functions and options, failures, the reward model, and programs in a sandbox."""
 
 from collections.abc import Iterator
 from dataclasses import fields
@@ -182,7 +182,10 @@ def environment_gives_the_rewards(config: Config) -> Iterator[str]:
 
 
 def _asks_reward_function(config: Config) -> bool:
-    """Return True if reward.function scores responses or the last turns of episodes."""
+    """Return True if reward.function or reward.terms scores responses or the last turns of episodes.
+
+    It is False if rollout.environment gives the rewards itself.
+    """
     try:
         return asks_reward_function(config.rollout, config.reward)
     except UserError:  # another rule reports the error

@@ -1,6 +1,6 @@
-"""Rules: conditions between keys.
+"""Rules: conditions on the values of several configuration keys.
 
-A rule has data that `config explain` shows, and a check that finds violations.
+Each rule has a sentence, which `config explain` shows, and a function that finds violations.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,10 @@ TRAINING_COMMANDS, ENGINE_COMMANDS = ("train", "sft", "reward-model"), ("train",
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition between keys. It is checked only if each of its keys is within its own limits."""
+    """A condition on the values of several keys.
+
+    It is skipped if one of these values is outside the limits of its own key, which is reported separately.
+    """
 
     name: str
     """Name of the function that checks it."""
@@ -28,9 +31,10 @@ class Rule:
 
 
 class RuleBook:
-    """The rules of one subject, in the order in which violations are reported.
+    """The rules about one subject, such as rewards, in the order in which violations are reported.
 
-    All checks of a book take the same arguments. The decorator `@book.rule(...)` adds a check to the book.
+    The decorator `@book.rule(...)` turns a function into a rule of the book. All functions of a book take the
+    same arguments.
     """
 
     def __init__(self) -> None:
@@ -39,6 +43,15 @@ class RuleBook:
     def rule(
         self, says: str, *keys: str, commands: tuple[str, ...] = TRAINING_COMMANDS
     ) -> Callable[[Callable], Callable]:
+        """Return a decorator that adds a function to the book as the check of a rule.
+
+        The function yields one sentence for each violation.
+
+        says: what must hold, in one sentence.
+        keys: every key whose value the function reads.
+        commands: the commands that the rule applies to.
+        """
+
         def add(check: Callable[..., Iterator[str]]) -> Callable[..., Iterator[str]]:
             self.rules.append(Rule(check.__name__, keys, says, commands, check))
             return check
@@ -50,9 +63,11 @@ class RuleBook:
     ) -> list[str]:
         """Return one sentence for each violation.
 
-        subject: arguments of the checks.
-        command: skip rules that do not apply to this command; None: check all rules.
-        out_of_limits: keys with values out of their own limits. Rules about them are skipped.
+        subject: arguments for the check functions, such as the configuration.
+        command: the command to be run. Rules that do not apply to it are skipped; None: all rules are
+            checked.
+        out_of_limits: keys whose values are outside the limits of their own key. Rules about them are
+            skipped.
         """
         return [
             sentence

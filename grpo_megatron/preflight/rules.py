@@ -1,6 +1,6 @@
-"""Check of a configuration: values out of their keys' limits, and rules between keys.
+"""Check of a configuration: the limits of each value, and the rules about several keys.
 
-All violations are reported at once. Rules that need the model itself are in preflight.model.
+All violations are reported at once. Checks that read the model's config.json are in preflight.model.
 """
 
 from omegaconf import MISSING
@@ -26,6 +26,7 @@ from grpo_megatron.preflight.weight_sync_rules import WEIGHT_SYNC
 
 
 def all_rules() -> list[Rule]:
+    """Return the rules of all books, for `config explain`."""
     return [
         rule
         for book in (
@@ -47,11 +48,11 @@ def all_rules() -> list[Rule]:
 
 
 def violations(config: Config, command: str = "train", capabilities: Capabilities | None = None) -> list[str]:
-    """Return one sentence for each violation, naming the keys.
+    """Return one sentence for each violation of a limit or a rule, naming the keys.
 
-    command: one of rule.COMMANDS.
-    capabilities: of the machines that will run the configuration; None: what is known without asking the
-    cluster.
+    command: train, sft, reward-model or eval.
+    capabilities: capabilities of the machines that will run the configuration; None: those known without
+        asking the Ray cluster.
     """
     out = out_of_limits(config)
     keys = frozenset(out)
@@ -75,7 +76,7 @@ def violations(config: Config, command: str = "train", capabilities: Capabilitie
 
 
 def out_of_limits(config: Config) -> dict[str, list[str]]:
-    """Return {key: sentences} of the values that are out of their keys' limits, whatever the command."""
+    """Return {key: sentences} of the values outside the limits of their own key, for any command."""
     known = known_keys()
     found = {}
     for key, value in flat(config).items():

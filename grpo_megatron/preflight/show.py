@@ -1,4 +1,4 @@
-"""`grpo-megatron config show | explain | diff`: show what is set, what it means, and what differs."""
+"""Texts of `grpo-megatron config show`, `explain` and `diff`."""
 
 import dataclasses
 from enum import Enum
@@ -16,7 +16,12 @@ from grpo_megatron.preflight.rule import COMMANDS, Rule
 
 
 def show(path: str | None, overrides: list[str], only_set: bool = False) -> str:
-    """Return YAML that loads to the same configuration, each value with its origin as a comment."""
+    """Return the resolved configuration as YAML for `config show`, each value with its origin as a comment.
+
+    The YAML loads to the same configuration.
+
+    only_set: leave out keys that have their default.
+    """
     resolved = resolve(path, overrides)
     values, comments = {}, dict(resolved.origins)
     for key, value in resolved.values.items():
@@ -34,7 +39,7 @@ def _required(key: str) -> bool:
 
 
 def explain(key: str) -> str:
-    """Return all information about a key; for a section, its keys.
+    """Return the text of `config explain` about one key; for a section, a list of its keys.
 
     Raises UserError for an unknown name.
     """
@@ -87,9 +92,10 @@ def _is_enum(field: dataclasses.Field) -> bool:
 
 
 def diff(a: str, b: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the keys whose resolved values differ.
+    """Return the keys whose values differ between two configuration files, for `config diff`.
 
-    The format is {key: {"a": {"value", "origin"}, "b": {"value", "origin"}}}.
+    The format is {key: {"a": {"value", "origin"}, "b": {"value", "origin"}}}. ${references} are resolved
+    before the comparison.
     """
     left, right = resolve(a, []), resolve(b, [])
     return {
@@ -105,7 +111,10 @@ def _entry(resolved: Resolved, key: str) -> dict[str, Any]:
 
 
 def diff_text(a: str, b: str, as_json: bool) -> tuple[str, bool]:
-    """Return (text to print, whether anything differs)."""
+    """Return (text of `config diff`, whether any key differs).
+
+    as_json: return the differences as JSON instead of text for people.
+    """
     found = diff(a, b)
     if as_json:
         return json_text(found, indent=2), bool(found)

@@ -1,4 +1,4 @@
-"""Checks that a command makes before it starts any process, after the rules of its configuration."""
+"""Checks that a command makes before it starts any process, after those of its configuration."""
 
 from grpo_megatron.config.schema import Config
 from grpo_megatron.monitoring.optional import check_listeners
@@ -8,9 +8,11 @@ from grpo_megatron.preflight.output_folders import check_output_folders
 
 
 def check_start(config: Config, command: str) -> None:
-    """Raise UserError for a model, a package, a folder or machines that do not fit the configuration.
+    """Check packages, model, output folders and machines before a run starts.
 
-    command: one of rule.COMMANDS.
+    Raises UserError for the first of these that does not go with the configuration.
+
+    command: train, sft, reward-model or eval.
     """
     check_listeners(config)
     check_model(config, command)

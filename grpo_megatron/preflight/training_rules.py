@@ -114,6 +114,11 @@ def longest_pair_fits(config: Config) -> Iterator[str]:
 
 
 def _sharing(config: Config, what: str, count: int) -> Iterator[str]:
+    """Yield a violation if the data-parallel replicas cannot share the samples of an optimizer step.
+
+    what: the samples in words, for the message.
+    count: number of samples.
+    """
     sizes, packing = ParallelSizes.from_config(config.megatron), config.train.packing
     step = sizes.dp * sizes.micro_batch_multiple
     if count < step or (not packing and count % step):
@@ -210,7 +215,7 @@ def schedule_of_sft_fits(config: Config) -> Iterator[str]:
 
 
 def _schedule_fits(config: Config, steps: int) -> Iterator[str]:
-    """Yield a violation if warm-up and decay are longer than the schedule.
+    """Yield a violation if warm-up and decay together are longer than the learning rate schedule.
 
     steps: optimizer steps of the whole schedule.
     """

@@ -1,1 +1,1 @@
-"""HTML page about a run, made from the files in the run's folder (`grpo-megatron report`)."""
+"""HTML page about a run, made by `grpo-megatron report` from the files in the run's folder."""

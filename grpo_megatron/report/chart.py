@@ -1,4 +1,4 @@
-"""Line charts as SVG and bars of shares as HTML, for a page that loads no other file."""
+"""Line charts as SVG and bar charts as HTML, for a page that must not load any other file."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,9 @@ _LARGEST = 1e300
 class Line:
     """One line of a chart.
 
-    dashed: True for a line of the run that is compared with.
+    label: name of the scalar, for the legend.
+    curve: its values by step.
+    dashed: True for a line of the other run in a comparison.
     """
 
     label: str
@@ -31,9 +33,9 @@ class Line:
 
 
 def line_chart(lines: Sequence[Line]) -> str:
-    """Return SVG with both axes, and a legend of all lines.
+    """Return a chart as SVG with both axes, followed by a legend of all lines as HTML.
 
-    Values that are not finite, or too large to draw, become gaps.
+    Values that are not finite, or too large to draw, are left out.
     """
     curves = [_thinned([point for point in line.curve if abs(point[1]) < _LARGEST]) for line in lines]
     points = [point for curve in curves for point in curve]
@@ -73,7 +75,7 @@ def line_chart(lines: Sequence[Line]) -> str:
 
 
 def _colours(lines: Sequence[Line]) -> dict[str, str]:
-    """Return a colour for each label. The same scalar has the same colour in both runs."""
+    """Return {label: colour}. A scalar has the same colour in both runs of a comparison."""
     labels = dict.fromkeys(line.label for line in lines)
     return {label: COLOURS[number % len(COLOURS)] for number, label in enumerate(labels)}
 
@@ -93,7 +95,8 @@ def _legend(lines: Sequence[Line], colours: dict[str, str]) -> str:
 def share_bars(shares: Sequence[tuple[str, float, str]]) -> str:
     """Return an HTML table with one bar in each row.
 
-    shares: (label, length of the bar relative to the longest one, 0 to 1, text behind the bar).
+    shares: one row each: (label, length of the bar from 0 to 1, text after the bar). The longest bar has
+        length 1.
     """
     rows = [
         (
@@ -106,11 +109,11 @@ def share_bars(shares: Sequence[tuple[str, float, str]]) -> str:
 
 
 def nice_ticks(low: float, high: float, whole: bool = False) -> list[float]:
-    """Return three to seven round numbers that are 1, 2 or 5 times a power of ten apart.
+    """Return about three to seven round numbers for the ticks of an axis from `low` to `high`.
 
-    They lie within the range or at most one step beyond it.
+    They are 1, 2 or 5 times a power of ten apart. They include the round numbers at or just beyond both ends.
 
-    whole: True for integers only.
+    whole: return only integers, and none beyond the ends.
     """
     raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(raw))
@@ -122,7 +125,7 @@ def nice_ticks(low: float, high: float, whole: bool = False) -> list[float]:
 
 
 def _range(values: list[float]) -> tuple[float, float]:
-    """Return the smallest and the largest value, widened if they are equal."""
+    """Return (smallest value, largest value) for an axis, widened if they are equal."""
     low, high = min(values), max(values)
     if high - low > 1e-12 * max(abs(low), abs(high)):
         return low, high
@@ -131,6 +134,7 @@ def _range(values: list[float]) -> tuple[float, float]:
 
 
 def _thinned(curve: Curve) -> list[tuple[float, float]]:
+    """Return the curve with at most _MOST_POINTS points, each the mean of neighbouring ones."""
     size = math.ceil(len(curve) / _MOST_POINTS)
     if size <= 1:
         return curve
@@ -139,6 +143,6 @@ def _thinned(curve: Curve) -> list[tuple[float, float]]:
 
 
 def _number(value: float) -> str:
-    """Return the number as short text with three digits."""
+    """Return a number as short text with three significant digits."""
     text = f"{value:.3g}"
     return f"{value:.0f}" if "e+" in text and abs(value) < 1e6 else text

@@ -1,4 +1,4 @@
-"""Share of each driver phase during which the processes of a role were busy, computed from the timeline."""
+"""Shares of the driver's phases in which ranks, engines and workers were busy, from a run's timeline."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -11,12 +11,13 @@ Interval = tuple[float, float]
 
 
 def busy_shares(events: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return {driver phase: {role: share of the phase during which a process of the role was busy}}.
+    """Return {driver phase: {role: share of the phase in which a process of that role was busy}}.
 
-    A process is busy while it is in a phase of its own. The share is the mean over the role's processes. A
-    role is a process's name without its number: `trainer rank 3 of 8` has the role `trainer rank`.
+    The report computes idle shares from it. A process is busy while it is in a phase of its own. The share,
+    from 0 to 1, is the mean over the role's processes. A role is a process's name up to its number: `trainer
+    rank 3 of 8` has the role `trainer rank`. The result is empty if only the driver recorded phases.
 
-    The result is empty if only the driver recorded phases.
+    events: events of timeline.json, in the Trace Event Format.
     """
     names, spans = {}, defaultdict(list)
     for event in events:
@@ -42,11 +43,17 @@ def busy_shares(events: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]
 
 
 def _role(process: str) -> str:
+    """Return a process's name up to its number."""
     words = process.split()
     return " ".join(words[: next((i for i, word in enumerate(words) if word.isdigit()), len(words))])
 
 
 def _mean_share(phase: list[Interval], processes: list[list[Interval]]) -> float:
+    """Return the share of a driver phase in which a process is busy, in the mean over the processes.
+
+    phase: all intervals of the phase.
+    processes: the busy intervals of each process, sorted and without overlaps.
+    """
     whole = sum(end - start for start, end in phase)
     if not whole:
         return 0.0
@@ -54,7 +61,10 @@ def _mean_share(phase: list[Interval], processes: list[list[Interval]]) -> float
 
 
 def _union(intervals: list[Interval]) -> list[Interval]:
-    """Return the union of the intervals, sorted and without overlaps. A phase within a phase counts once."""
+    """Return the union of the intervals, sorted and without overlaps.
+
+    So the time of a phase within another phase counts once.
+    """
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -65,7 +75,10 @@ def _union(intervals: list[Interval]) -> list[Interval]:
 
 
 def _overlap(left: list[Interval], right: list[Interval]) -> float:
-    """Return the total length of the intersection of two sorted lists of intervals without overlaps."""
+    """Return the total length of the intersection of two lists of intervals.
+
+    Both lists must be sorted and have no overlaps of their own.
+    """
     total, i, j = 0.0, 0, 0
     while i < len(left) and j < len(right):
         total += max(0.0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))

@@ -1,4 +1,4 @@
-"""HTML page about a run, with style and charts inside it, so that it can be mailed and opened anywhere.
+"""HTML page about a run. Style and charts are inside it, so that it can be mailed and opened anywhere.
 
 All text that the run wrote is escaped, because prompts and responses may contain HTML.
 """
@@ -25,7 +25,8 @@ def page(run: RecordedRun, other: RecordedRun | None = None, changes: Changes | 
     """Return an HTML page about a run.
 
     other: a run to compare with. Its curves are drawn dashed.
-    changes: how its configuration differs, or a text that says why that is not known.
+    changes: keys whose values differ between the two configurations, or a text that says why they are not
+        known.
     """
     against = f" against {other.name}" if other else ""
     parts = [
@@ -73,7 +74,7 @@ def _chart(title: str, names: list[str], run: RecordedRun, other: RecordedRun | 
 
 
 def _results(run: RecordedRun, other: RecordedRun | None) -> str:
-    """Return a table of the results: evaluations and reward."""
+    """Return a table of the first and last values of the evaluations, the reward and the SFT loss."""
     names = [
         name
         for name in run.curves
@@ -101,7 +102,10 @@ def _changes(changes: Changes | str, name: str, other: str) -> str:
 
 
 def _phases(run: RecordedRun) -> str:
-    """Return bars with each phase's mean seconds over all steps, and its share of the step."""
+    """Return a bar for each phase of a step, with its mean seconds and its share of the step.
+
+    A sentence about the time of monitoring and a table of idle shares follow.
+    """
     found = {
         name.removeprefix("time/"): curve for name, curve in run.curves.items() if name.startswith("time/")
     }
@@ -131,7 +135,10 @@ def _phases(run: RecordedRun) -> str:
 
 
 def _busy(run: RecordedRun) -> str:
-    """Return a table of each phase's idle share, or "" if only the driver recorded phases."""
+    """Return a table of the share of each driver phase in which ranks, engines and workers were idle.
+
+    It is empty if only the driver recorded phases.
+    """
     shares = busy_shares(run.timeline)
     if not shares:
         return ""
@@ -143,7 +150,10 @@ def _busy(run: RecordedRun) -> str:
 
 
 def _texts(run: RecordedRun, wanted: Callable[[str], bool]) -> str:
-    """Show the last few texts of each wanted name. The newest step comes first, with all its texts."""
+    """Return the last few texts of each wanted name as HTML, the newest step first.
+
+    wanted: returns True for the names to show, such as names that begin with `samples/`.
+    """
     named = _by_name(run, wanted)
     most = max(_TEXTS // max(1, len(named)), _TEXTS_OF_A_NAME)
     shown = [row for rows in named.values() for row in rows[-most:]]
@@ -151,7 +161,10 @@ def _texts(run: RecordedRun, wanted: Callable[[str], bool]) -> str:
 
 
 def _first_and_last_texts(run: RecordedRun, wanted: Callable[[str], bool]) -> str:
-    """Show the first text of each wanted name and, below it, the last one: before training and after it."""
+    """Return the first and the last text of each wanted name as HTML, to compare before and after training.
+
+    wanted: returns True for the names to show.
+    """
     return _shown([row for rows in _by_name(run, wanted).values() for row in (rows[:1] + rows[1:][-1:])])
 
 

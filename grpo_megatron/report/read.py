@@ -1,4 +1,4 @@
-"""Reader of a run's folder."""
+"""Reader of the files that a run has written to its folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ Curve = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The data that a run's folder holds."""
+    """The recorded data of a run, as read from its folder."""
 
     folder: Path
     """The run's folder."""
@@ -37,15 +37,15 @@ class RecordedRun:
 
     @property
     def steps(self) -> int:
-        """Return the number of the last step."""
+        """Number of the last recorded step; 0 if there is none."""
         return max((curve[-1][0] for curve in self.curves.values()), default=0)
 
 
 def read_run(folder: str) -> RecordedRun:
-    """Read a run's folder.
+    """Read the recorded data of a run from its folder.
 
-    Raises UserError if metrics.jsonl is missing, or if one of its rows is damaged. A damaged last row is
-    ignored, because a kill may have cut it off.
+    Raises UserError if the folder has no metrics.jsonl, or if a row of it is damaged. An incomplete last row
+    is ignored, because it may have been cut off when the run was killed.
     """
     problem = folder_problem(folder)
     if problem:
@@ -66,6 +66,7 @@ def read_run(folder: str) -> RecordedRun:
 
 
 def _curves(path: Path) -> dict[str, Curve]:
+    """Return {name of the scalar: its curve} from metrics.jsonl. Raises UserError for a damaged row."""
     found: dict[str, dict[int, float]] = {}
     rows = path.read_bytes().splitlines(keepends=True)
     for number, raw in enumerate(rows, start=1):

@@ -33,15 +33,15 @@ _BOX_TOKEN = re.compile(
 
 
 def hashes(text: str) -> str | None:
-    """Return the text after the last `####` on its line, as GSM8K writes its answers."""
+    """Return the rest of the line after the last `####`, where GSM8K writes its answers, or None."""
     found = re.findall(r"####[ \t]*(\S[^\n]*)", text)
     return found[-1].strip() if found else None
 
 
 def boxed(text: str) -> str | None:
-    r"""Return the contents of the last `\boxed{...}` or `\fbox{...}` that has any.
+    r"""Return the contents of the last `\boxed{...}` or `\fbox{...}` that is not empty, or None.
 
-    None if the last box is never closed.
+    An unclosed box after it also gives None, because the text was probably cut off within the answer.
     """
     boxes, open_braces = [], []  # an open brace: the position after it for a box, else -1
     for token in _BOX_TOKEN.finditer(text):
@@ -62,7 +62,10 @@ def boxed(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """Return the last number as the text writes it, with an ASCII minus sign. In `3-5` that is 5."""
+    """Return the last number of a text as written there, but with an ASCII minus sign, or None.
+
+    In `3-5` it is 5.
+    """
     characters = list(text)
     for start, end in thousands_separators(text):
         characters[start:end] = "\0" * (end - start)
@@ -84,7 +87,10 @@ FINDERS: dict[str, Callable[[str], str | None]] = {
 
 
 def find_answer(text: str, ways: list[str]) -> str | None:
-    """Return the answer found by the first of the finders `ways` that finds one."""
+    """Return the answer of the first finder that finds one, or None.
+
+    ways: keys of FINDERS in the order in which they are tried (reward.answer_from, reward.response_from).
+    """
     for way in ways:
         answer = FINDERS[way](text)
         if answer is not None:
@@ -93,9 +99,10 @@ def find_answer(text: str, ways: list[str]) -> str | None:
 
 
 def normalise_answer(text: str) -> str:
-    r"""Return a mathematical answer on one line with plain numbers, and no dollar signs or final full stop.
+    r"""Return a mathematical answer in one spelling, so that answers can be compared as text.
 
-    `\$1,234.` -> `1234`, `(3,4)` -> `(3,4)`. numerals.thousands_separators decides which commas are removed.
+    The result is one line with plain numbers, without dollar signs and a final full stop: `\$1,234.` ->
+    `1234`, `(3,4)` -> `(3,4)`. numerals.thousands_separators decides which commas are removed.
     """
     text = " ".join(plain_numbers(text).replace("\\$", "").replace("$", "").split())
     return text.rstrip(" \\").removesuffix(".").rstrip(" \\")
@@ -106,9 +113,10 @@ _SPACE_WITHOUT_MEANING = re.compile(r" (?=\W)|(?<=\W) ")
 
 
 def answer_key(text: str) -> str:
-    r"""Return a text that is equal for answers that differ only in spaces or in the spelling of numbers.
+    r"""Return a key by which mathematical answers are compared as text.
 
-    `(3,\, 4)` and `(3,4)` have the same key, and so do `(1,234, 5)` and `(1234,5)`.
+    Answers that differ only in spaces or in the spelling of numbers have the same key. `(3,\, 4)` and `(3,4)`
+    are an example, `(1,234, 5)` and `(1234,5)` another.
     """
     text = _LATEX_SPACE.sub(" ", normalise_answer(text).replace("\\!", ""))
     return _SPACE_WITHOUT_MEANING.sub("", " ".join(text.split()))
@@ -128,11 +136,14 @@ _INTRODUCTION = r"(?<!/)(?i:answer|(?:correct|right|best)\s(?:option|choice))"
 
 
 def find_letter(text: str, letters: str, is_answer: bool = False) -> str | None:
-    r"""Return the letter that a text chooses, or None.
+    r"""Return the letter of a multiple-choice question that a text chooses, or None.
+
+    letters: the letters of the choices.
+    is_answer: True if the text is only the answer, not a whole response.
 
     The first rule that finds a letter decides:
 
-    - with `is_answer`, which means that the text is an answer without a box: the letter at its beginning
+    - with `is_answer`: the letter at the beginning of the text
     - the letter at the beginning of the last `<answer>`
     - the letter at the beginning of the last `\boxed{}`
     - the letter after the last `answer is` or `answer:`
@@ -159,13 +170,13 @@ def find_letter(text: str, letters: str, is_answer: bool = False) -> str | None:
 
 
 def answer_finder(config: RewardConfig) -> Callable[[str], str | None] | None:
-    """Return a function that finds the answer by reward.extract or reward.response_from.
+    """Return a function that finds the answer in a response, or None if the configuration defines none.
 
-    None if neither is set.
+    The configuration defines it by reward.extract or reward.response_from. maj@n counts answers as equal if
+    the function returns the same text for them. That text is the `answer_key` for the reward `math`, the
+    letter for the reward `choice`, and otherwise the answer as it stands in the response.
 
-    Two answers are the same if the function returns the same text. That text is the `answer_key` for the
-    reward math, the letter for the reward choice, and otherwise the text in the response. Raises UserError if
-    reward.extract is not a regular expression.
+    Raises UserError if reward.extract is not a regular expression.
     """
     if config.extract:
         try:
@@ -192,7 +203,7 @@ def answer_finder(config: RewardConfig) -> Callable[[str], str | None] | None:
 
 
 def _last_match(pattern: re.Pattern, text: str) -> str | None:
-    """Return the last match, or its group 1 if the pattern has groups."""
+    """Return the last match in the text, or its group 1 if the pattern has groups, or None."""
     matches = list(pattern.finditer(text))
     found = matches[-1].group(1 if pattern.groups else 0) if matches else None
     return None if found is None else found.strip()

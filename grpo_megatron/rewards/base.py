@@ -1,4 +1,4 @@
-"""Resolution of the rewards that a configuration names."""
+"""Lookup of the reward functions that a configuration names, and checks of whether they can be called."""
 
 import inspect
 import os
@@ -38,7 +38,7 @@ _OPTIONAL = ("args", "tokens", "components")
 
 
 def group_reward(name: str) -> Callable[[Callable], Callable]:
-    """Register, as `@group_reward("name")`, a function that scores all responses to a prompt together."""
+    """Register a function that scores all responses to a prompt together: `@group_reward("name")`."""
 
     def register(function: Callable) -> Callable:
         function.of_group = True
@@ -56,18 +56,18 @@ class Reward:
     of_group: bool
     """True if the function scores all responses to a prompt together."""
     wants: frozenset[str]
-    """The arguments of _OPTIONAL that the function gets."""
+    """Those of the optional arguments `args`, `tokens` and `components` that the function takes."""
 
     @property
     def waits(self) -> bool:
-        """True if the function is async, or may read the value of an async one."""
+        """True if the function is async, or reads values of earlier terms, which may be async."""
         return is_async(self.function) or "components" in self.wants
 
     @property
     def check_record(self) -> Callable[[str | list[str], dict], Any] | None:
-        """The function's check of a record, or None.
+        """The function's own check of whether it can score a record, or None if it has no such check.
 
-        It is called with the answer and the fields, and raises an error if the function cannot score them.
+        The check is called with the record's answer and fields, and raises an error if it cannot.
         """
         return getattr(self.function, "check_record", None)
 
@@ -78,13 +78,15 @@ class Reward:
 
 
 def resolve_rewards(config: RewardConfig, secrets: Mapping[str, str] | None = None) -> list[Reward]:
-    """Return a reward for each term except a reward model's, in the order in which they are computed.
+    """Return the rewards that workers compute, in the order in which they are computed.
 
-    Rewards of single responses come before rewards of groups. Within both, those that wait come last.
+    There is one for each term of the reward, except the term of a reward model. Rewards of single responses
+    come before rewards of groups. Within both, async rewards and readers of earlier terms come last.
 
-    secrets: values of environment variables, needed only to call the rewards.
+    secrets: values of environment variables that the rewards read. Not needed if they are only inspected.
 
-    Raises UserError for an unknown function, and for options that the function does not have.
+    Raises UserError for an unknown function, for an option that a function does not have, and for a term that
+    reads a later one.
     """
     found = [
         _resolve(Setup(config, term, secrets or {})) for term in terms_of(config) if term.function != MODEL
@@ -105,15 +107,19 @@ def resolve_rewards(config: RewardConfig, secrets: Mapping[str, str] | None = No
 
 
 def resolve_reward(config: RewardConfig) -> Callable[..., Any]:
-    """Return the function of a reward without terms, to be called in this process.
+    """Return the function that reward.function names, to be called in this process and not by a worker.
 
-    Raises as `resolve_rewards` does.
+    Raises UserError for an unknown function or an unknown option.
     """
     return resolve_rewards(config)[0].function
 
 
 def check_record(rewards: Sequence[Reward], prompt: Prompt, where: str) -> None:
-    """Raise UserError, naming the record by `where`, if one of the rewards cannot score it."""
+    """Raise UserError if one of the rewards cannot score the record that `prompt` was made from.
+
+    rewards: rewards that have a `check_record`.
+    where: place of the record, for the message.
+    """
     for reward in rewards:
         try:
             reward.check_record(prompt.answer, prompt.fields)
@@ -126,10 +132,11 @@ def check_record(rewards: Sequence[Reward], prompt: Prompt, where: str) -> None:
 
 
 def read_secrets(rewards: Sequence[Reward]) -> dict[str, str]:
-    """Return the values of the environment variables that the rewards read, without surrounding white space.
+    """Return the values of the environment variables that the rewards need, such as tokens of servers.
 
-    White space would be, for example, the newline at the end of a file. Raises UserError if a variable is not
-    set, or if its value cannot be part of an HTTP header.
+    White space around a value is removed, such as the newline at the end of a file that it was read from.
+    Raises UserError if a variable is not set. Raises UserError also if its value cannot be part of an HTTP
+    header.
     """
     found = {}
     for name in (name for reward in rewards for name in getattr(reward.function, "secrets", ())):
@@ -149,6 +156,7 @@ def read_secrets(rewards: Sequence[Reward]) -> dict[str, str]:
 
 
 def _resolve(setup: Setup) -> Reward:
+    """Return the reward of one term. Raises UserError if its function is unknown or cannot be called."""
     name = setup.term.function
     make = _OF_RESPONSES.get(name) or _OF_GROUPS.get(name)
     function = make(setup) if make else reward_function.get(name)
@@ -166,7 +174,7 @@ def _resolve(setup: Setup) -> Reward:
 
 
 def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function, or none if it has no signature, as some functions written in C."""
+    """Return the parameters of a function by name. Empty if it has no signature, like some C functions."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -174,7 +182,7 @@ def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
 
 
 def _check_call(term: Term, function: Callable, of_group: bool) -> None:
-    """Raise UserError, with advice, if a function cannot be called the way a reward is called."""
+    """Raise UserError, with advice, if a user's function does not take the arguments that a reward gets."""
     if inspect.isclass(function):
         raise UserError(
             f"{_named(term)} is a class, and a reward is a function: name an object of the class, or a "
@@ -197,4 +205,5 @@ def _check_call(term: Term, function: Callable, of_group: bool) -> None:
 
 
 def _named(term: Term) -> str:
+    """Return the configuration key and value that name the term's function, for messages."""
     return f"reward.function={term.function}" if term.is_whole else f"{term.key}.function={term.function}"

@@ -26,7 +26,7 @@ _SHARE_OF_TIMEOUT = 0.9
 
 
 def code(setup: Setup) -> Callable[..., dict[str, float]]:
-    """Return a reward of 1.0 if the program passes all tests of the reference answer, else 0.0.
+    """Make the reward `code`: 1.0 if the program in the response passes all tests of the record, else 0.0.
 
     With reward.code.score=share, the reward is the share of passed tests. Components:
 
@@ -34,7 +34,7 @@ def code(setup: Setup) -> Callable[..., dict[str, float]]:
     - `timed_out`: 1 if a test was ended because of its time limit.
     - `no_code`: 1 if the response contains no program.
 
-    The reward raises ValueError for tests that cannot be read.
+    The reward raises ValueError if the record's tests cannot be read.
     """
     options, timeout = setup.config.code, setup.config.timeout
     required_containment(options.isolation)
@@ -73,7 +73,7 @@ def code(setup: Setup) -> Callable[..., dict[str, float]]:
 
 @dataclass(frozen=True)
 class StreamTest:
-    """A test of what the program prints for a given standard input."""
+    """A test that compares what the program prints for a given standard input."""
 
     stdin: str
     expected: str
@@ -87,7 +87,7 @@ class StreamTest:
 
 @dataclass(frozen=True)
 class CallTest:
-    """A test of what a function returns for given arguments."""
+    """A test that compares what a function of the program returns for given arguments."""
 
     function: str
     arguments: list
@@ -114,11 +114,11 @@ class CallTest:
 
 @dataclass(frozen=True)
 class StatementTest:
-    """A test of statements that raise an error if the program is wrong."""
+    """A test made of Python statements, which raise an error if the program is wrong."""
 
     statements: str
     function: str | None
-    """Name of the function that the statements' check(candidate) is called with, or None."""
+    """Name of the program's function that is passed to check(candidate) of the statements, or None."""
 
     def program(self, source: str) -> Program:
         return Program(source, function=self.function, tests=self.statements)
@@ -133,16 +133,18 @@ _CAN_FAIL = (ast.Assert, ast.Call, ast.Raise)
 
 
 def read_tests(answer: str | list[str], record: dict) -> list[Test]:
-    """Return the tests of a record, which has one of these forms.
+    """Return the tests of a record. The reference answer has one of these forms:
 
     - {"inputs": [...], "outputs": [...]} as JSON, as in APPS and TACO: what the program reads and prints.
       With "fn_name", they are the arguments and results of that function.
-    - A list of assert statements, also as JSON, as in MBPP. The record's test_imports and test_setup_code are
-      put before each.
-    - A test program, as in HumanEval. Its check(candidate) is called with the function that the record's
-      entry_point names.
+    - A list of assert statements, as in MBPP, possibly as JSON text. The fields test_imports and
+      test_setup_code of the record are put before each statement.
+    - A test program, as in HumanEval. Its check(candidate) is called with the function that the field
+      entry_point of the record names.
 
-    Raises ValueError for anything else.
+    Raises ValueError for anything else, and for tests that no program can fail.
+
+    record: the other fields of the record.
     """
     if isinstance(answer, str):
         answer = _parsed(answer)
@@ -174,6 +176,7 @@ def read_tests(answer: str | list[str], record: dict) -> list[Test]:
 
 
 def _parsed(answer: str) -> Any:
+    """Return the answer parsed as JSON if it is an object or a list of texts, else unchanged."""
     try:
         found = json.loads(answer)
     except ValueError:
@@ -183,6 +186,7 @@ def _parsed(answer: str) -> Any:
 
 
 def _pairs(tests: dict) -> list[Test]:
+    """Return one test for each pair of an input and an output."""
     inputs, outputs, function = tests.get("inputs"), tests.get("outputs"), tests.get("fn_name")
     if (
         not isinstance(inputs, list)
@@ -204,7 +208,10 @@ def _lines(text: str | list[str]) -> str:
 
 
 def _arguments(given: Any) -> list:
-    """Return a list of arguments. Text contains one argument per line as JSON, as in LiveCodeBench."""
+    """Return the arguments of a function call as a list.
+
+    given: the list itself, or text with one argument per line as JSON, as in LiveCodeBench.
+    """
     if isinstance(given, str):
         return [json.loads(line) for line in given.splitlines() if line.strip()]
     if not isinstance(given, list):
@@ -213,9 +220,9 @@ def _arguments(given: Any) -> list:
 
 
 def same_output(found: str, expected: str) -> bool:
-    """Return whether two outputs are equal word by word in each line.
+    """Return whether two printed outputs are equal: line by line, and word by word in each line.
 
-    Numbers with a point or an exponent may differ by 1e-6, relative or absolute.
+    Decimal numbers, with a point or an exponent, may differ by 1e-6, relative or absolute.
     """
     found_lines, expected_lines = (
         [line.split() for line in text.strip().splitlines()] for text in (found, expected)
@@ -241,7 +248,10 @@ def _same_word(found: str, expected: str) -> bool:
 
 
 def as_json(value: Any) -> Any:
-    """Return the value as a JSON record would hold it: tuples as lists, keys of dictionaries as texts."""
+    """Return the value in the form that JSON gives it: tuples as lists, keys of dictionaries as texts.
+
+    A program's result is compared with an expected value that was read from JSON.
+    """
     if isinstance(value, (list, tuple)):
         return [as_json(item) for item in value]
     if isinstance(value, dict):
@@ -250,9 +260,9 @@ def as_json(value: Any) -> Any:
 
 
 def same_value(found: Any, expected: Any) -> bool:
-    """Return whether two values are equal. Floating-point numbers may differ by 1e-6, relative or absolute.
+    """Return whether two JSON values are equal. A float may differ by 1e-6, relative or absolute.
 
-    1 and True are not equal.
+    1 and True are not equal, unlike in Python.
     """
     if isinstance(found, bool) or isinstance(expected, bool):
         return found is expected

@@ -43,7 +43,7 @@ class _Letters(_Places):
 
 
 def exact_match(setup: Setup) -> Compare:
-    """Return a reward of 1.0 if the response's answer is exactly a reference answer, else 0.0.
+    """Make the reward `exact_match`: 1.0 if the response's answer is a reference answer as text, else 0.0.
 
     The answer is the last match of reward.extract (its group 1 if it has groups), or what
     reward.response_from finds. If neither is set, it is the whole response without surrounding white space. A
@@ -61,9 +61,9 @@ def exact_match(setup: Setup) -> Compare:
 
 
 def choice(setup: Setup) -> Compare:
-    """Return a reward of 1.0 if the response chooses a reference's letter, else 0.0.
+    """Make the reward `choice`: 1.0 if the response chooses the letter of a reference answer, else 0.0.
 
-    See answers.find_letter.
+    answers.find_letter has the rules by which a text chooses a letter.
     """
     config, letters = _with_own(setup, _Letters), setup.options(_Letters).letters
 
@@ -85,14 +85,14 @@ def choice(setup: Setup) -> Compare:
 
 
 def math(setup: Setup) -> Compare:
-    r"""Return a reward of 1.0 if the response's answer equals a reference mathematically, else 0.0.
+    r"""Make the reward `math`: 1.0 if the answer equals a reference answer mathematically, else 0.0.
 
-    For example, 1/2 equals 0.5. The reward is 0.0, with the component `timed_out`, if the comparison takes
-    longer than 5 s.
+    For example, 1/2 equals 0.5. A comparison that takes longer than 5 s scores 0.0 and sets the component
+    `timed_out`.
 
-    reward.response_from tells where the answer is. Without it, math-verify searches for plain numbers, LaTeX
-    and \boxed{}. Before that, numbers are rewritten in one spelling (numerals.plain_numbers), which also
-    decides which commas separate thousands. math-verify reads everything else.
+    reward.response_from tells where the answer is. Without it, the library math-verify searches the response
+    for plain numbers, LaTeX and \boxed{}. Before math-verify reads a text, numerals.plain_numbers rewrites
+    its numbers in one spelling, and thereby decides which commas separate thousands.
     """
     from math_verify import verify
 
@@ -132,9 +132,9 @@ _COMPARE_SECONDS = 5.0
 
 
 def _parsed(text: str) -> list[Any]:
-    """Return the expressions that math-verify reads in a text.
+    """Return the mathematical expressions that math-verify finds in a text.
 
-    If the text contains `2e-1`, it is read both as 2e - 1 and as 0.2.
+    If the text contains something like `2e-1`, it is read both as 2e - 1 and as 0.2.
     """
     from math_verify import parse
 
@@ -143,7 +143,10 @@ def _parsed(text: str) -> list[Any]:
 
 
 def _decimals(gold: list[Any]) -> int:
-    """Return how many decimals are compared: at least 6, and for small numbers 5 significant digits."""
+    """Return to how many decimals numbers are compared: at least 6; for small ones, 5 significant digits.
+
+    gold: the parsed reference answer.
+    """
     from sympy import Number
 
     number = gold[0]
@@ -153,7 +156,10 @@ def _decimals(gold: list[Any]) -> int:
 
 
 def _with_own(setup: Setup, options: type) -> RewardConfig:
-    """Return the section `reward` with the term's own options in place of the keys with the same names."""
+    """Return the configuration section `reward`, in which the term's own options override equal keys.
+
+    options: dataclass of the term's options.
+    """
     own = {
         name: value
         for name, value in vars(setup.options(options)).items()
@@ -163,7 +169,10 @@ def _with_own(setup: Setup, options: type) -> RewardConfig:
 
 
 def _references(answer: str | list[str], config: RewardConfig) -> list[str]:
-    """Return what reward.answer_from finds in each reference answer."""
+    """Return the answer that reward.answer_from finds in each reference answer.
+
+    Raises ValueError if it finds none in one of them.
+    """
     references = []
     for text in [answer] if isinstance(answer, str) else answer:
         found = find_answer(text, config.answer_from)

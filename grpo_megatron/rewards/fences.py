@@ -24,11 +24,11 @@ class _Block:
 
 
 def find_program(response: str, place: CodePlace) -> str | None:
-    """Return the text of the program, or None if there is none.
+    """Return the text of the program in a response, or None if there is none.
 
-    The program is the whole response, or a closed block between ``` fences with the language Python. If no
-    block names Python, a block without a language is used. Next to a Python block, such a block shows what
-    the program prints.
+    place: where the program is: the whole response, or the first or last closed block between ``` fences with
+        the language Python. If no block names Python, blocks without a language count. Otherwise these are
+        not programs, but show for example what a program prints.
     """
     if place == CodePlace.whole:
         return response if response.strip() else None
@@ -42,10 +42,10 @@ def find_program(response: str, place: CodePlace) -> str | None:
 
 
 def _blocks(text: str) -> list[_Block]:
-    """Return the closed blocks of a text in order, in time linear in its length.
+    """Return the closed code blocks of a text in order, in time linear in its length.
 
-    Models do not write strict Markdown. They open a block after a tag or words, and close it on the last line
-    of the code or before a tag. This is accepted unless it could be a line of a program.
+    Models do not write strict Markdown. They open a block after a tag or words on the same line, and close it
+    on the last line of the code or before a tag. This is accepted unless it could be a line of a program.
     """
     blocks: list[_Block] = []
     language, start, opening = "", 0, ""  # `opening`: the fence of the current block, or empty
@@ -69,8 +69,8 @@ def _blocks(text: str) -> list[_Block]:
 
 
 def _closes(text: str, fence_end: int, begins_line: bool) -> bool:
-    """Return whether a fence ends the block.
+    """Return whether a fence ends the current code block.
 
-    It does if only tags follow it, or if it begins a line and no language follows.
+    It does if only tags follow it on its line. It also does if it begins its line and no word follows.
     """
     return bool(_REST.match(text, fence_end)) or (begins_line and not _WORD_NEXT.match(text, fence_end))

@@ -17,7 +17,7 @@ class _Regex:
 
 
 def regex(setup: Setup) -> Callable[..., float]:
-    """Return a reward of 1.0 if the pattern matches the whole stripped response, else 0.0."""
+    """Make the reward `regex`: 1.0 if the pattern matches the whole stripped response, else 0.0."""
     pattern = re.compile(setup.options(_Regex).pattern, re.DOTALL)
 
     def reward(prompt: str, response: str, answer: str | list[str], record: dict) -> float:
@@ -33,10 +33,10 @@ class _Tags:
 
 
 def tags(setup: Setup) -> Callable[..., float]:
-    """Return a reward of 1.0 if the whole response is <think>...</think><answer>...</answer>, else 0.0.
+    """Make the reward `format`: 1.0 if the response is <think>...</think><answer>...</answer>, else 0.0.
 
-    Other tags may be configured. Only white space may stand between them. Each tag occurs once, and its
-    content is not empty.
+    Other tags may be configured. Only white space may stand between two tags. Each tag must occur exactly
+    once, and its content must not be empty.
     """
     options = setup.options(_Tags)
     if not options.tags:
@@ -64,7 +64,10 @@ class _LinearLength:
 
 
 def linear_length(setup: Setup) -> Callable[..., float]:
-    """Return a reward that falls linearly from 1 at `target` tokens to 0 at `width` tokens from it."""
+    """Make the reward `linear_length`, which depends on the length of the response in tokens.
+
+    It falls linearly from 1 at the length `target` to 0 at the lengths target - width and target + width.
+    """
     options = setup.options(_LinearLength)
     if options.target is None or options.width is None:
         raise UserError(f"{setup.term.key}: linear_length needs target and width, in tokens")
@@ -89,9 +92,10 @@ class _CosineLength:
 
 
 class CosineLength:
-    """Reward that scales with length by a cosine (arXiv:2502.03373 section 3.2).
+    """The reward `cosine_length`, a cosine of the response's length in tokens (arXiv:2502.03373 section 3.2).
 
-    By default, a right response scores higher if it is short, a wrong one if it is long.
+    By default, a right response scores higher if it is short, and a wrong one if it is long. Another term of
+    the reward says which responses are right.
     """
 
     def __init__(self, options: _CosineLength):

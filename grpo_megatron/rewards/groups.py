@@ -23,9 +23,9 @@ class _Rank:
 
 
 class Rank:
-    """Reward: the share of the other responses that a response is better than, in [0, 1].
+    """The reward `rank`: the share of a prompt's other responses that a response is better than, in [0, 1].
 
-    Equal responses count half. A response without others scores 1.
+    An equally good response counts half. A response without others to compare it with scores 1.
     """
 
     def __init__(self, options: _Rank):
@@ -68,10 +68,10 @@ class _GroupLength:
 
 
 class GroupLength:
-    """Reward for length within the group (Kimi k1.5, arXiv:2501.12599 section 2.3.3).
+    """The reward `group_length`, which prefers short responses (Kimi k1.5, arXiv:2501.12599 section 2.3.3).
 
-    It falls from 0.5 for the shortest response of the group to -0.5 for the longest. A wrong response gets at
-    most 0. If all lengths are equal, all responses get 0.
+    It falls linearly from 0.5 for the shortest response to a prompt to -0.5 for the longest. A wrong response
+    gets at most 0. If all lengths are equal, all responses get 0.
     """
 
     def __init__(self, options: _GroupLength):

@@ -1,6 +1,6 @@
-"""A check that runs a program known to be right in the same way as the programs in responses.
+"""A check, before a run with the reward `code`, that a correct program passes in the sandbox.
 
-If it fails because of a preamble or a limit, every response would fail too.
+If reward.code.preamble or a limit makes this program fail, it would also make every response fail.
 """
 
 from dataclasses import fields
@@ -25,9 +25,12 @@ _KEYS = {
 
 
 def problem(options: CodeConfig, preamble: str) -> str | None:
-    """Return why every program would fail, naming the configuration key, or None if a right program passes.
+    """Return why every program would fail in the sandbox, or None if a correct program passes.
 
-    The result is cached per process. Raises UserError if this machine cannot contain programs.
+    The text names the configuration key at fault. Results are cached per process. Raises UserError if this
+    machine cannot isolate programs as reward.code.isolation requires.
+
+    preamble: code that is put before every program. Empty for none.
     """
     limits = tuple(getattr(options.limits, field.name) for field in fields(SandboxLimits))
     why = _failure(options.isolation, limits, "")
@@ -54,6 +57,7 @@ def _failure(isolation: Isolation, values: tuple[float, ...], preamble: str) -> 
 
 
 def _why(outcome: Outcome, limits: SandboxLimits) -> str:
+    """Return why the known program failed, for the message to the user."""
     if outcome.ended != Ended.itself:
         keys = " or ".join(
             f"reward.code.limits.{name}={getattr(limits, name):g}" for name in _KEYS[outcome.ended]

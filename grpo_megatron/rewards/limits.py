@@ -10,17 +10,16 @@ import psutil
 
 
 class OutOfTime(BaseException):
-    """A time limit was reached.
+    """The exception by which `time_limit` leaves its block.
 
-    This is not an Exception, because libraries such as math-verify turn every Exception into "not equal" and
-    go on.
+    It is not an Exception, because libraries such as math-verify catch every Exception and go on.
     """
 
 
 def interruptible_loop() -> asyncio.AbstractEventLoop:
-    """Return an event loop that a time_limit can leave.
+    """Return an asyncio event loop that `time_limit` can interrupt.
 
-    Ray's workers use uvloop, and the exception that the alarm raises does not leave a uvloop loop.
+    Ray's workers use uvloop by default. An exception that is raised by a signal does not leave a uvloop loop.
     """
     return asyncio.SelectorEventLoop()
 
@@ -29,12 +28,13 @@ _AGAIN_SECONDS = 1.0
 
 
 class time_limit:
-    """Context manager that leaves its block after `seconds`: `with time_limit(seconds) as limit:`.
+    """A context manager that leaves its block after `seconds`: `with time_limit(seconds) as limit:`.
 
-    limit.reached is True if it did.
+    Afterwards, limit.reached is True if the time ran out. No exception reaches the caller.
 
-    It uses the alarm signal, so it works only in the main thread. The alarm repeats, in case some code
-    catches the exception. An outer alarm, such as that of an enclosing time_limit, is restored afterwards.
+    It uses the alarm signal (SIGALRM), so it works only in the main thread. The alarm repeats every second or
+    more slowly, in case some code catches the exception. An outer alarm, such as that of an enclosing
+    time_limit, is restored afterwards.
     """
 
     def __init__(self, seconds: float):
@@ -66,16 +66,16 @@ _NOT_IN_THE_BLOCK = {
 
 
 class FreeMemory:
-    """A detector of calls that leave much memory allocated after they end.
+    """A detector of reward calls that leave much memory allocated after they end.
 
-    The reference is the memory that is free when this object is created.
+    It compares with the memory that the process may still allocate when this object is created.
     """
 
     def __init__(self) -> None:
         self._at_first = _free_bytes()
 
     def is_kept(self) -> bool:
-        """Return True if less than half of that memory is free now."""
+        """Return True if the process may now allocate less than half of what it could at first."""
         gc.collect()
         return _free_bytes() < self._at_first / 2
 

@@ -42,9 +42,10 @@ _AMBIGUOUS = re.compile(r"(?!1e)\d+e[+-][1-9]")
 
 
 def plain_numbers(text: str) -> str:
-    """Return the text with its numbers in one spelling: -1234.5, without thousands separators and exponents.
+    """Return the text with its numbers in one spelling, so that equal numbers are equal as text.
 
-    Expressions of the form `2e-1`, in which e can be the number, are unchanged, see `with_exponents`.
+    In that spelling, such as -1234.5, there are no thousands separators and no exponents. Expressions of the
+    form `2e-1`, in which e may be Euler's number, stay unchanged. `with_exponents` reads those.
     """
     pieces, position = [], 0
     for start, end in thousands_separators(text):
@@ -62,7 +63,7 @@ def plain_minus(text: str) -> str:
 
 
 def with_exponents(text: str) -> str:
-    """Return the text with `2e-1` read as 0.2."""
+    """Return the text with all numbers in scientific notation written out: `2e-1` becomes 0.2."""
     return _SCIENTIFIC.sub(lambda found: digits(found[0]), text)
 
 
@@ -72,7 +73,7 @@ def digits(number: str) -> str:
 
 
 def thousands_separators(text: str) -> list[tuple[int, int]]:
-    r"""Return the start and end of each thousands separator in a text.
+    r"""Return (start, end), end exclusive, of each thousands separator in a text, in order.
 
     A separator is a comma, `{,}` or `\,` before three digits. `{,}`, `,\!`, `\,` and thin spaces always
     separate thousands. A plain comma may also separate the items of a list:
@@ -100,7 +101,7 @@ def thousands_separators(text: str) -> list[tuple[int, int]]:
 
 @dataclass(slots=True)
 class _Level:
-    """The part of a text between two brackets, without the contents of brackets inside it."""
+    """The text directly between two brackets, without the brackets inside it. Positions are text offsets."""
 
     start: int = 0
     """Position after the opening bracket."""
@@ -111,11 +112,11 @@ class _Level:
     last_space_end: int = -1
     """Position after the last space."""
     run: list[int] = field(default_factory=list)
-    """Commas since the last space that may separate thousands."""
+    """Positions of commas since the last space that may separate thousands."""
     run_has_items: bool = False
-    """True if another comma since the last space separates items."""
+    """True if another comma since the last space certainly separates items of a list."""
     undecided: list[int] = field(default_factory=list)
-    """Commas of completed runs in which no comma separates items."""
+    """Commas of earlier runs, each up to a space, in which no comma certainly separates items."""
 
     def end_run(self) -> None:
         if not self.run_has_items:
@@ -124,9 +125,9 @@ class _Level:
 
 
 def _thousands_commas(text: str, commas: dict[int, bool]) -> list[int]:
-    """Return which of these commas separate thousands.
+    """Return the positions of those commas that separate thousands and not the items of a list.
 
-    commas: position -> True if the comma certainly separates thousands unless it is in a longer list.
+    commas: position -> whether the digits around the comma rule out a two-item list such as `(1,234)`.
     """
     levels, found, argument_start = [_Level()], [], -1
 

@@ -1,4 +1,4 @@
-"""Detection of other stacks' reward functions by their parameters, with advice on how to call them."""
+"""Detection of reward functions written for other RL stacks, with advice on how to call them from here."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class _Stack:
-    """Another stack: its name, the parameters of its reward functions, and an expression that calls one."""
+    """Another RL stack. `result` is an expression that calls one of its reward functions, named {f}."""
 
     name: str
     parameters: frozenset[str]
@@ -48,10 +48,12 @@ _STACKS = (
 
 
 def hint(function: str, parameters: Iterable[str]) -> str:
-    """Return advice on a function of another stack, as the end of a message. Empty if it matches no stack.
+    """Return advice on how to use another RL stack's reward function here, as the end of an error message.
+
+    The result is empty if the parameters match no known stack.
 
     function: name of the function.
-    parameters: names of its parameters.
+    parameters: names of its parameters, by which the stack is recognized.
     """
     for stack in _STACKS:
         if stack.parameters <= set(parameters):

@@ -39,14 +39,15 @@ class _Http:
 
 
 class RewardServerError(Exception):
-    """The server did not return rewards."""
+    """A reward server gave no valid answer. The message says why."""
 
 
 class Http:
-    """A reward that a server computes. Calls that wait at the same time in one event loop share requests.
+    """The reward `http`, which a server computes. Concurrent calls are sent in common requests.
 
-    It posts {"prompt": [...], "response": [...], "answer": [...], "record": [...]} and reads {"rewards":
-    [...]} of the same length. Each reward may be anything that a reward function may return.
+    A request posts {"prompt": [...], "response": [...], "answer": [...], "record": [...]} as JSON. The answer
+    must be {"rewards": [...]} with one entry per response: a number, or an object with "reward" and further
+    numbers.
     """
 
     def __init__(self, options: _Http, token: str | None):
@@ -86,6 +87,7 @@ class Http:
         return await future
 
     def _send(self) -> None:
+        """Start requests for all waiting calls, with at most `batch_size` responses each."""
         size, waiting = self._options.batch_size, self._waiting
         self._waiting = []
         for start in range(0, len(waiting), size):
@@ -94,6 +96,7 @@ class Http:
             task.add_done_callback(self._posts.discard)
 
     async def _post(self, batch: list[tuple[dict[str, Any], asyncio.Future]]) -> None:
+        """Request the rewards of one batch, and give each waiting call its reward or the error."""
         body = {name: [row[name] for row, _ in batch] for name in batch[0][0]}
         try:
             rewards = await self._rewards(body, len(batch))
@@ -111,6 +114,10 @@ class Http:
                 future.set_exception(RewardServerError(f"{self._shown} answered {shown(reward)}; {error}"))
 
     async def _rewards(self, body: dict[str, list], count: int) -> list:
+        """Return the `count` rewards for a request, retrying after errors that may be temporary.
+
+        Raises RewardServerError if no attempt succeeds.
+        """
         options = self._options
         for attempt in range(options.attempts):
             if attempt:
@@ -129,9 +136,12 @@ class Http:
         )
 
     async def _ask(self, body: dict[str, list]) -> tuple[Any, str | None]:
-        """Return (the server's answer, None), or (None, the reason) if a later attempt may succeed.
+        """Send one request, and return (answer, problem), of which one is None.
 
-        Raises RewardServerError if no attempt can succeed.
+        - answer: the server's answer, parsed as JSON.
+        - problem: why there is none, if a later attempt may succeed.
+
+        Raises RewardServerError if a later attempt would fail in the same way.
         """
         import aiohttp
 
@@ -167,6 +177,7 @@ class Http:
             raise RewardServerError(f"{self._shown} answered what is no JSON") from error
 
     def _redirected(self, status: int, location: str) -> str:
+        """Return the error message for an answer that redirects to `location`."""
         try:
             target = shown(_without_secrets(urljoin(self._options.url, location)))
         except ValueError:
@@ -177,7 +188,7 @@ class Http:
         )
 
     async def _read(self, response) -> bytes:
-        """Return the body of the answer. Raises RewardServerError if it has more than MAX_ANSWER bytes."""
+        """Return the body of an HTTP response. Raises RewardServerError if it exceeds MAX_ANSWER bytes."""
         found = bytearray()
         async for data in response.content.iter_chunked(_READ_AT_ONCE):
             found += data
@@ -187,6 +198,6 @@ class Http:
 
 
 def _without_secrets(url: str) -> str:
-    """Return a URL without the parts that may contain a secret: the query, and a user before the host."""
+    """Return a URL for messages, without the parts that may be secret: the query, and user and password."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

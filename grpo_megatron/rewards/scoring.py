@@ -21,23 +21,23 @@ from grpo_megatron.rewards.values import NoReward, read_reward, read_rewards, sh
 
 @dataclass(frozen=True)
 class RewardTask:
-    """One response to be scored."""
+    """One response to be scored by the rewards of single responses."""
 
     uid: int
     """uid of the prompt, for messages."""
     prompt: str
     """Text of the prompt."""
     response_ids: np.ndarray
-    """int32 [R]."""
+    """int32 [R]. Token ids of the response. The worker decodes them."""
     answer: str | list[str]
-    """See Prompt.answer."""
+    """Reference answer, or a list of accepted answers."""
     record: dict
-    """See Prompt.fields."""
+    """The other fields of the data record."""
 
 
 @dataclass(frozen=True)
 class GroupTask:
-    """All responses to one prompt, to be scored together."""
+    """All responses to one prompt, to be scored together by the group rewards."""
 
     uid: int
     """uid of the prompt, for messages."""
@@ -46,13 +46,13 @@ class GroupTask:
     responses: list[str]
     """Text of each response."""
     answer: str | list[str]
-    """See Prompt.answer."""
+    """Reference answer, or a list of accepted answers."""
     record: dict
-    """See Prompt.fields."""
+    """The other fields of the data record."""
     tokens: list[int]
     """Length of each response in tokens."""
     components: list[dict[str, float]]
-    """For each response, the values of the terms that were computed before."""
+    """For each response, the values of the single-response rewards by the name of their term."""
 
 
 @dataclass(frozen=True)
@@ -70,37 +70,37 @@ class GroupScored:
     """The result of a GroupTask."""
 
     values: dict[str, list[float]]
-    """For each term by its name, one number per response."""
+    """Values of each group reward, by the name of its term: one number per response."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The failure of a reward."""
+    """The result of a task whose reward raised an error, took too long, or returned no valid reward."""
 
     why: str
-    """A sentence for the user."""
+    """Message to the user that names the reward, the record and the error."""
     text: str = ""
-    """Text of the response."""
+    """Text of the response. Empty if the task was a GroupTask."""
     no_memory: bool = False
     """True if the reward ran out of memory."""
 
 
 @dataclass(frozen=True)
 class ScorerSpec:
-    """The specification of a Scorer. The worker process calls it to make the Scorer."""
+    """The arguments of a Scorer, sent to each worker process, which calls this object to make its Scorer."""
 
     config: RewardConfig
     decode: Callable[[np.ndarray], str]
-    """Function from int32 ids to text."""
+    """Function from int32 token ids to text."""
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """See base.resolve_rewards."""
+    """Values of the environment variables that the rewards read."""
 
     def __call__(self) -> "Scorer":
         return Scorer(self.config, self.decode, self.secrets)
 
 
 class _Failure(Exception):
-    """A reward failed. The text of this error is the complete message."""
+    """A reward failed. The text of this error is the complete message to the user."""
 
     def failed(self, text: str = "") -> Failed:
         return Failed(str(self), text, isinstance(self.__cause__, MemoryError))
@@ -111,12 +111,10 @@ class _TooLong(Exception):
 
 
 class Scorer:
-    """The scorer of a worker process. It computes the configured rewards of tasks.
+    """The object that computes rewards in a worker process. Async rewards of many tasks run concurrently.
 
-    Async rewards of many tasks run concurrently.
-
-    is_worn: earlier calls left so much memory allocated that later calls fail. Another process has to replace
-        this one.
+    is_worn: True if rewards left so much memory allocated that further ones fail. The worker pool then
+        replaces the process.
     """
 
     def __init__(
@@ -135,9 +133,10 @@ class Scorer:
     def work(
         self, tasks: Sequence[RewardTask | GroupTask], seconds: float
     ) -> list[Scored | GroupScored | Failed]:
-        """Return the results of the first tasks.
+        """Score tasks, and return their results in order, possibly only those of the first tasks.
 
-        As many tasks are scored as can begin within `seconds`, but at least one, unless the scorer is worn.
+        seconds: no further task begins after this time, except the first one. No task begins either if the
+            scorer is worn (`is_worn`).
         """
         return self._loop.run_until_complete(self._score_all(tasks, time.monotonic() + seconds))
 
@@ -218,9 +217,9 @@ class Scorer:
 
 
 async def _limited(until: float, function: Callable, arguments: dict[str, Any]) -> Any:
-    """Return the result of a function, awaited if it is async. Raises _TooLong.
+    """Return the result of a function, awaited if it is async. Raises _TooLong at the deadline.
 
-    until: deadline in the time of time.monotonic().
+    until: deadline, as a value of time.monotonic().
     """
     left = until - time.monotonic()
     if left <= 0:
@@ -240,6 +239,7 @@ async def _limited(until: float, function: Callable, arguments: dict[str, Any]) 
 
 
 async def _without_exit(value: Awaitable) -> Any:
+    """Await the value, with SystemExit turned into RuntimeError."""
     try:
         return await value
     except SystemExit as error:  # it would end the event loop, and with it the scoring of all other tasks
@@ -247,4 +247,5 @@ async def _without_exit(value: Awaitable) -> Any:
 
 
 def _returned(value: Any, reward: Reward, where: str, error: NoReward) -> _Failure:
+    """Return the error for a reward function that returned something that is not a reward."""
     return _Failure(f"reward {reward.name} returned {shown(value)} for {where}; {error}")

@@ -8,17 +8,17 @@ from grpo_megatron.batch.sample import Group
 def overlong_penalty(length: int, longest: int, buffer: int, penalty: float) -> float:
     """Return DAPO's soft overlong punishment (arXiv:2503.14476 eq. 13), in [-penalty, 0].
 
-    It is 0 up to longest - buffer tokens. From there it falls linearly to -penalty at `longest` tokens and
-    beyond.
+    It is 0 up to a length of longest - buffer tokens. From there it falls linearly to -penalty at `longest`
+    tokens, and stays at -penalty beyond. All lengths are in tokens.
     """
     return penalty * min(0.0, max(-1.0, (longest - buffer - length) / buffer))
 
 
 def shape_overlong(groups: list[Group], longest: int, config) -> list[Group]:
-    """Return the groups with the penalty in each reward, and as the component `overlong_penalty`.
+    """Return the groups with `overlong_penalty` added to each trajectory's reward.
 
-    If a trajectory has several sequences, its longest sequence counts, because it reaches
-    rollout.max_response_length first.
+    The penalty is also logged as the component `overlong_penalty`. If a trajectory has several sequences, the
+    length of its longest one counts.
 
     longest: rollout.max_response_length.
     config: config.schema.OverlongBufferConfig. If its length is 0, the groups are returned unchanged.

@@ -22,11 +22,14 @@ Options = TypeVar("Options")
 
 @dataclass(frozen=True)
 class Term:
-    """A summand of the reward: `weight` times the value of a function."""
+    """A summand of the reward: `weight` times the value of a reward function."""
 
     name: str
+    """Key of the term in reward.terms, or WHOLE if reward.function is the whole reward."""
     function: str
+    """Name of the reward function."""
     weight: float
+    """Factor of the function's value in the sum."""
     args: Mapping[str, Any]
     """The function's own options."""
 
@@ -48,16 +51,19 @@ class _Entry:
 
 
 def terms_of(config: RewardConfig) -> list[Term]:
-    """Return the terms in the order in which they are computed. Raises UserError for an invalid term."""
+    """Return the terms of the configured reward, in the order of reward.terms.
+
+    Without reward.terms, reward.function is the only term. Raises UserError for an invalid term.
+    """
     if not config.terms:
         return [Term(WHOLE, config.function, 1.0, config.args)]
     return [_term(str(name), entry) for name, entry in config.terms.items()]
 
 
 def model_term(terms: Sequence[Term]) -> Term | None:
-    """Return the term of a reward model, or None.
+    """Return the term whose value is the score of a reward model, or None if there is no such term.
 
-    It is computed after generation, and not by a reward worker.
+    Reward workers skip it: the model computes all its scores after generation.
     """
     return next((term for term in terms if term.function == MODEL), None)
 
@@ -82,26 +88,23 @@ def _term(name: str, entry: Any) -> Term:
 
 @dataclass(frozen=True)
 class Setup:
-    """The inputs from which a built-in reward is made."""
+    """The arguments from which a built-in reward function is made."""
 
     config: RewardConfig
     term: Term
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Values of the environment variables in the reward's `secrets`.
-
-    Empty if the reward is only inspected.
-    """
+    """Values of the environment variables that the reward reads. Empty if it is made only to be inspected."""
 
     def options(self, cls: type[Options]) -> Options:
-        """Return the term's own options, see read_options."""
+        """Return the term's own options as an instance of `cls`. Raises UserError for an invalid option."""
         beside = () if self.term.is_whole else ("function", "weight")
         return read_options(cls, self.term.args, self.term.key, beside)
 
 
 def total(terms: Sequence[Term], components: Mapping[str, float]) -> float:
-    """Return the reward: the sum of weight times value over all terms.
+    """Return the reward of a response: the sum of weight times value over all terms.
 
-    components: contains the value of each term under its name.
+    components: value of each term by its name, possibly among other numbers.
 
     Raises KeyError if a term has no value yet.
     """
@@ -111,12 +114,14 @@ def total(terms: Sequence[Term], components: Mapping[str, float]) -> float:
 def read_options(
     cls: type[Options], values: Mapping[str, Any], key: str, besides: tuple[str, ...] = ()
 ) -> Options:
-    """Return the values as an instance of `cls`, a dataclass of `config.options.option` fields.
+    """Return a reward's options as an instance of `cls`, a dataclass of `config.options.option` fields.
 
-    besides: further option names that are allowed next to these, for messages.
+    values: the options as the user gave them.
+    key: configuration key of the options, for error messages.
+    besides: names that the user may write at the same key but that are read elsewhere. Error messages suggest
+        them too.
 
-    Raises UserError for an unknown option, naming the nearest one, for a wrong type, and for a value outside
-    its limits.
+    Raises UserError for an unknown option, for a value of a wrong type, and for a value outside its limits.
     """
     known = {one.name: one for one in fields(cls)}
     for name in values:

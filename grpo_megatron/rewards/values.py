@@ -18,14 +18,17 @@ LARGEST = 1e30
 
 
 class NoReward(Exception):
-    """A value is not a reward. The message says what it must be."""
+    """A reward function, server or environment returned an invalid value. The message says what is valid."""
 
 
 def read_reward(value: Any, from_json: bool = False) -> dict[str, float]:
-    """Return a response's reward under "reward", together with its further numbers. Raises NoReward.
+    """Return {"reward": number, further names: numbers} from what a reward function returned.
+
+    Raises NoReward if that is invalid.
 
     value: a number, or a dict of numbers with the key "reward".
-    from_json: if True, true and false are not accepted as numbers. A Python function may return a comparison.
+    from_json: True if the value comes from a server, whose true and false are not accepted as numbers. A
+        Python function may return a bool, such as the result of a comparison.
     """
     if not isinstance(value, dict):
         value = {"reward": value}
@@ -38,7 +41,10 @@ def read_reward(value: Any, from_json: bool = False) -> dict[str, float]:
 
 
 def read_components(value: dict, from_json: bool = False) -> dict[str, float]:
-    """Return the numbers to be logged, by name. Raises NoReward."""
+    """Return a dict's numbers as floats, by name, for the logs. Raises NoReward for an invalid name or value.
+
+    from_json: True if true and false are not accepted as numbers.
+    """
     if len(value) > MAX_COMPONENTS:
         raise NoReward(f"it must return at most {MAX_COMPONENTS} numbers beside the reward, not {len(value)}")
     for name in value:
@@ -50,7 +56,7 @@ def read_components(value: dict, from_json: bool = False) -> dict[str, float]:
 
 
 def read_rewards(value: Any, count: int) -> list[float]:
-    """Return the rewards of a group of `count` responses. Raises NoReward."""
+    """Return what a group reward returned as `count` floats. Raises NoReward if it is anything else."""
     must = f"it must return {count} finite numbers"
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, dict)):
         raise NoReward(must)
@@ -61,7 +67,7 @@ def read_rewards(value: Any, count: int) -> list[float]:
 
 
 def shown(value: Any) -> str:
-    """Return the repr of any value for quoting in a message: short, and without control characters."""
+    """Return a short repr of any value, for quoting in an error message, without control characters."""
     try:
         text = _QUOTES.repr(value)
     except Exception:  # such as an int with more digits than Python writes
@@ -75,6 +81,7 @@ _QUOTES.maxother = 200  # such as a StepResult
 
 
 def _number(value: Any, name: str, from_json: bool) -> float:
+    """Return a value as a finite float. Raises NoReward if it is none, or is too large for training."""
     try:
         if hasattr(value, "item"):
             value = value.item()  # scalar of NumPy or torch; an array of several numbers raises an error

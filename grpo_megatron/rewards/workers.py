@@ -21,19 +21,16 @@ from grpo_megatron.rewards.terms import WHOLE, model_term, terms_of, total
 
 
 class RewardWorkers:
-    """The worker processes that score samples and decode their texts.
-
-    The reward functions are first resolved in this process, so that a wrong name fails before any work is
-    done.
-    """
+    """The driver's handle on the worker processes that decode and score samples."""
 
     def __init__(self, config: RewardConfig, decode: Callable[[np.ndarray], str], places: Sequence[Place]):
-        """Start the workers.
+        """Look up the reward functions in this process, so that a wrong name fails early, and start workers.
 
-        decode: function from int32 ids to text, sent to the workers.
-        places: places of the workers.
+        decode: function from int32 token ids to text, sent to the worker processes.
+        places: node, process name and log file of each worker process.
 
-        Raises UserError as resolve_rewards and read_secrets do.
+        Raises UserError for an unknown reward function or option. Raises UserError also if an environment
+        variable that a reward reads is not set.
         """
         rewards = resolve_rewards(config)
         self._config, self._decode, self._say = config, decode, Rarely()
@@ -47,11 +44,13 @@ class RewardWorkers:
         self._pool = WorkerPool(what, spec, bounds(config), places)
 
     async def score(self, prompt: Prompt, sample: Sample) -> Sample:
-        """Return the sample with its text and the components of the single-response rewards.
+        """Return the sample with its text and the values of the single-response rewards as components.
 
-        It also gets its reward, unless there are group rewards or a reward model, which are computed later. A
-        failure has the effect that reward.on_failure names. If that is `error`, raises UserError for a reward
-        that failed, or ProcessLost if its process died.
+        The total reward is set too, unless there are group rewards or a reward model, which are computed
+        later.
+
+        If a reward fails, reward.on_failure decides what happens. If that is `error`, UserError is raised for
+        the failed reward, or ProcessLost if the worker process died.
         """
         found = await self._ask(
             RewardTask(prompt.uid, prompt.text, sample.response_ids, prompt.answer, prompt.fields)
@@ -64,9 +63,12 @@ class RewardWorkers:
         return sample if self._of_groups else self._total(sample, found.components)
 
     async def score_group(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Sample, ...]:
-        """Return all samples of a group with their rewards.
+        """Return all samples of a group with the values of the group rewards added.
 
-        The samples come from `score`. Raises as `score` does.
+        The total reward is set too, unless there is a reward model. Failures are handled as reward.on_failure
+        says.
+
+        samples: the group's samples, each as `score` returned it.
         """
         left = [sample for sample in samples if not sample.reward_failed]
         if not self._of_groups or not left:
@@ -100,12 +102,14 @@ class RewardWorkers:
             return Failed(f"{error} (record {task.uid})")
 
     def _total(self, sample: Sample, components: Mapping[str, float]) -> Sample:
+        """Return the sample with these components, and with its reward if all terms have a value now."""
         shown = {name: value for name, value in components.items() if name != WHOLE}
         if not self._is_whole:
             return replace(sample, reward_components=shown)
         return sample.scored(total(self._terms, components), shown)
 
     def _failed(self, samples: Sequence[Sample], failed: Failed) -> list[Sample]:
+        """Return samples whose reward failed, marked as failed. Raises UserError with on_failure=error."""
         if self._config.on_failure == OnFailure.error:
             raise UserError(failed.why)
         what = "sample" if len(samples) == 1 else "group"
@@ -121,4 +125,5 @@ class RewardWorkers:
 
 
 def bounds(config: RewardConfig) -> Bounds:
+    """Return the limits of time, memory and file size for worker processes of rewards and environments."""
     return Bounds(config.timeout, int(config.memory_gib * 2**30), int(config.file_mib * 2**20))

@@ -24,10 +24,10 @@ Ask = Callable[[int, list[int], int], Awaitable[Completion]]
 
 @dataclass(frozen=True)
 class Beam:
-    """A sequence under construction."""
+    """A response under construction: one of the sequences that a beam search extends token by token."""
 
     ids: tuple[int, ...] = ()
-    """Its tokens."""
+    """Token ids of the response so far, without the prompt."""
     logprobs: tuple[float, ...] = ()
     """Log-prob of each token."""
     versions: tuple[int, ...] = ()
@@ -36,24 +36,25 @@ class Beam:
     """Sum of the log-probs."""
 
     def then(self, token: int, logprob: float, version: int) -> "Beam":
+        """Return this beam extended by one token, which the weights of `version` generated."""
         return Beam(
             (*self.ids, token), (*self.logprobs, logprob), (*self.versions, version), self.total + logprob
         )
 
 
 class BeamSearch:
-    """The search of one group, independent of any engine.
+    """The beam search for the responses to one prompt, without the calls to an engine.
 
-    While `done` is False, the caller asks the engine about each beam in `live` and gives the answers to
-    `advance`.
+    While `done` is False, the caller asks the engine for the most likely next tokens of each unfinished beam
+    in `live`, and gives the answers to `advance`.
     """
 
     def __init__(self, width: int, ends: Iterable[int], limit: int, config: BeamConfig):
         """Begin with one empty beam.
 
-        width: number of beams, and of sequences that are found.
-        ends: ids of the tokens that end a sequence.
-        limit: maximal number of tokens of a sequence.
+        width: number of beams, and of responses that are found.
+        ends: ids of the tokens that end a response.
+        limit: maximal number of tokens of a response.
         """
         self._width, self._ends, self._limit, self._config = width, frozenset(ends), limit, config
         # Enough candidates that `width` beams can continue, whichever candidates end.
@@ -63,9 +64,9 @@ class BeamSearch:
         self.done = False
 
     def advance(self, answers: list[Completion]) -> None:
-        """Extend the live beams by one token.
+        """Extend the unfinished beams in `live` by one token, and update `live`, `finished` and `done`.
 
-        answers: the answer for each live beam, with its `candidates` most likely next tokens.
+        answers: the engine's answer for each beam in `live`, with the `candidates` most likely next tokens.
         """
         found = [
             (beam.total + logprob, beam, token, logprob, answer.weight_spans[0].version)
@@ -93,9 +94,9 @@ class BeamSearch:
         return total / length**self._config.length_penalty
 
     def _can_improve(self, length: int) -> bool:
-        """Return True if the search has to continue.
+        """Return True if an unfinished beam may still become one of the best `width` responses.
 
-        length: number of tokens of the live beams.
+        length: number of tokens of the unfinished beams.
         """
         stopping = self._config.early_stopping
         if len(self.finished) < self._width:
@@ -107,7 +108,10 @@ class BeamSearch:
         return self._score(self.live[0].total, length) > self.finished[-1][0]
 
     def completions(self, group: int) -> list[Completion]:
-        """Return the found sequences, the best first, in the same form as sampled responses."""
+        """Return the found responses, the best first, in the form in which an engine returns sampled ones.
+
+        group: index of the group, the first part of each Completion's key.
+        """
         return [self._completion(beam, (group, number)) for number, (_, beam) in enumerate(self.finished)]
 
     def _completion(self, beam: Beam, key: tuple[int, int]) -> Completion:
@@ -126,9 +130,10 @@ class BeamSearch:
 
 
 async def run_search(search: BeamSearch, ask: Ask) -> None:
-    """Run the search until it is done.
+    """Run a beam search until it is done.
 
-    It asks about all live beams at once, so that the engine batches them.
+    ask: requests the next token of one beam from the engine. All unfinished beams are requested at once, so
+        that the engine batches them.
     """
     while not search.done:
         search.advance(

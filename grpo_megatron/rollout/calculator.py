@@ -1,4 +1,7 @@
-"""A calculator for expressions of a model: numbers, + - * / // % **, brackets, and a few functions."""
+"""A calculator for arithmetic that a model writes: numbers, + - * / // % **, brackets, a few functions.
+
+The size of expressions and results is limited, so that no expression can block the process.
+"""
 
 import ast
 import math
@@ -32,10 +35,10 @@ _CONSTANTS = {"pi": math.pi, "e": math.e}
 
 
 def calculate(expression: str) -> int | float:
-    """Return the value of the expression.
+    """Return the value of an arithmetic expression.
 
-    Raises ValueError if the text is not such an expression, or if a number is too large. The message says
-    which.
+    Raises ValueError if the text is not arithmetic, divides by zero, or is too large to compute. The message,
+    which the model reads, says which of these it is.
     """
     if len(expression) > _LONGEST:
         raise ValueError(f"the expression has more than {_LONGEST} characters")

@@ -1,4 +1,4 @@
-"""Environments: they answer the model over several turns, and run in separate processes.
+"""Environments: they answer the model over several turns, and run in separate worker processes.
 
 An environment is a class (or a function that makes an instance) registered by `@environment("name")`. One
 instance plays one episode. All its methods run one after the other in one process, each within reward.timeout
@@ -34,7 +34,7 @@ BUILT_IN = ("gymnasium", "tools")
 
 
 class EnvironmentFailed(UserError):
-    """An environment raised an error, took too long, or returned something invalid."""
+    """A method of an environment raised an error, took too long, or returned something invalid."""
 
 
 # Errors that cost only the episode, if reward.on_failure allows it. All other errors end the run.
@@ -52,7 +52,7 @@ class StepResult:
     """The environment's answer to one turn of the model."""
 
     observation: str | list[dict[str, Any]] = ""
-    """Input of the next turn: text, or chat messages (dicts with role and content); see rollout.history."""
+    """What the model reads next: text, or chat messages (dicts with role and content)."""
     reward: float = 0.0
     """Reward of this turn. The trajectory's reward is the sum over its turns."""
     done: bool = False
@@ -62,11 +62,11 @@ class StepResult:
 
 
 class Environment(Protocol):
-    """One episode. The methods may also be plain functions, without `async`.
+    """One episode of an environment. The methods may also be plain functions, without `async`.
 
-    The registered object may have two optional attributes:
+    The object registered by `@environment` may have two optional attributes:
 
-    - tools: a list of JSON schemas, which the chat template gets.
+    - tools: a list of JSON schemas of functions, which the chat template shows to the model.
     - asks_reward_function: if True, reward.function scores the text of the last turn. Its reward is added to
       the rewards of the turns.
     """
@@ -76,7 +76,7 @@ class Environment(Protocol):
     async def reset(self, seed: int) -> str | list[dict[str, Any]] | None:
         """Begin the episode, and return what the model reads after the prompt, if anything.
 
-        All episodes of a group get the same seed, and so the same initial state.
+        seed: the same for all episodes of a group (one prompt), so that they start in the same state.
         """
 
     async def step(self, response: str) -> StepResult:
@@ -86,14 +86,18 @@ class Environment(Protocol):
         """
 
     async def close(self) -> None:
-        """Release the environment's resources. Optional.
+        """Release the environment's resources. A class may omit this method.
 
-        It is called last for every instance that was made, however the episode ended.
+        It is called last for every instance that was made, also if the episode failed.
         """
 
 
 def resolve_environment(rollout: RolloutConfig, reward: RewardConfig) -> Callable[[Prompt], Environment]:
-    """Return what rollout.environment names. Raises UserError if it is unknown or cannot be used."""
+    """Return the class or function that rollout.environment names, which makes an environment from a prompt.
+
+    Raises UserError if the name is unknown. Raises UserError also if the environment cannot be used, for
+    example because a method is missing.
+    """
     if rollout.environment == "gymnasium":
         from grpo_megatron.rollout.gymnasium_environment import gymnasium_environment
 
@@ -109,7 +113,10 @@ def resolve_environment(rollout: RolloutConfig, reward: RewardConfig) -> Callabl
 
 
 def _check_methods(made: type, setting: str) -> None:
-    """Raise UserError for a class whose methods cannot play an episode."""
+    """Raise UserError if an environment's class lacks a method, or has one with wrong arguments.
+
+    setting: configuration key and value that name the class, for the message.
+    """
     for name, arguments in _METHODS.items():
         method = inspect.getattr_static(made, name, None)
         if method is None and name != "close":
@@ -124,9 +131,9 @@ def _check_methods(made: type, setting: str) -> None:
 
 
 def asks_reward_function(rollout: RolloutConfig, reward: RewardConfig) -> bool:
-    """Return whether reward.function scores responses, or the last turns of episodes.
+    """Return whether a run calls reward.function: without an environment, or if its environment asks for it.
 
-    Raises UserError as resolve_environment does.
+    Raises UserError if rollout.environment is unknown or cannot be used.
     """
     return rollout.environment is None or _asks(resolve_environment(rollout, reward))
 
@@ -136,17 +143,20 @@ def _asks(made: Callable[[Prompt], Environment]) -> bool:
 
 
 def offered_tools(rollout: RolloutConfig, reward: RewardConfig) -> list[dict[str, Any]]:
-    """Return JSON schemas of the functions that the model may call. Empty if the environment has no tools."""
+    """Return JSON schemas of the functions that the environment offers to the model, possibly none."""
     return list(getattr(resolve_environment(rollout, reward), "tools", ())) if rollout.environment else []
 
 
 class Environments:
-    """The worker processes that hold environments, one at each place."""
+    """The worker processes that run environments, each with many instances (episodes) at a time."""
 
     def __init__(self, rollout: RolloutConfig, reward: RewardConfig, decode: Decode, places: Sequence[Place]):
-        """Create the worker pools.
+        """Start the worker processes.
 
-        decode: function from int32 ids to text, sent to the workers.
+        decode: function from int32 token ids to text, sent to the worker processes.
+        places: node, process name and log file of each worker process.
+
+        Raises UserError if rollout.environment is unknown or cannot be used.
         """
         made = resolve_environment(rollout, reward)  # errors in the setup are raised before any work is done
         self.asks_reward_function = _asks(made)
@@ -157,11 +167,13 @@ class Environments:
         self._timeout, self._numbers, self._said = reward.timeout, itertools.count(), False
 
     def episode(self, prompt: Prompt) -> "RemoteEnvironment":
+        """Return a handle for a new episode. Its instance is made in a worker process by `reset`."""
         number = next(self._numbers)
         pool = self._pools[number % len(self._pools)]
         return RemoteEnvironment(pool, number, prompt, self._timeout, self._could_not_close)
 
     def _could_not_close(self, problem: str) -> None:
+        """Tell the user, once per run, that an episode could not be closed."""
         if not self._said:
             self._said = True
             say(f"{problem}; the run goes on, and says no more of episodes that could not be closed")
@@ -172,7 +184,7 @@ class Environments:
 
 
 class RemoteEnvironment:
-    """An environment in another process.
+    """The driver's handle on one episode, whose environment is an instance in a worker process.
 
     If something goes wrong there, all methods except `close` raise one of FAILURES.
     """
@@ -189,21 +201,22 @@ class RemoteEnvironment:
         self._timeout, self._could_not_close = timeout, could_not_close
 
     async def reset(self, seed: int) -> str | list[dict[str, Any]]:
+        """Make the instance, begin the episode, and return the first observation, possibly empty."""
         return await self._call("reset", self._prompt, seed)
 
     async def step(self, response_ids: np.ndarray) -> tuple[str, StepResult]:
-        """Return the text of the model's turn and the environment's answer.
+        """Return (text of the model's turn, the environment's answer to it).
 
-        response_ids: int32, the tokens of the turn.
+        response_ids: int32, the token ids of the turn. They are decoded in the worker process.
         """
         return await self._call("step", response_ids)
 
     async def text(self, ids: np.ndarray) -> str:
-        """Return the text of int32 ids."""
+        """Return the text of int32 token ids, decoded in the worker process to spare the driver."""
         return await self._call("text", ids)
 
     async def close(self) -> None:
-        """Close and forget the instance. Errors are reported and otherwise ignored."""
+        """Close the instance in the worker process and forget it. Errors are only reported."""
         try:
             closing = asyncio.ensure_future(self._call("close"))
             # An abort waits for this. The time is enough for a running step and for the closing itself, but
@@ -232,7 +245,7 @@ class RemoteEnvironment:
 
 
 class _Host:
-    """The environments of one process, by the number of their episode."""
+    """The environment instances of one worker process, by the number of their episode."""
 
     def __init__(self, rollout: RolloutConfig, reward: RewardConfig, decode: Decode):
         self._name, self._timeout, self._decode = rollout.environment, reward.timeout, decode
@@ -241,9 +254,10 @@ class _Host:
         self._alive: dict[int, tuple[Any, int]] = {}  # (instance, uid of the prompt)
 
     def work(self, calls: Sequence[tuple[str, int, tuple]], seconds: float) -> list[Any]:
-        """Return the results of the first calls, or the UserErrors that they raise.
+        """Call methods of this object, and return their results or the UserErrors that they raise.
 
-        As many calls are made as can begin within `seconds`.
+        calls: (method, number of the episode, arguments) each.
+        seconds: no further call begins after this time. The result then covers only the first calls.
         """
         until, results = time.monotonic() + seconds, []
         for method, number, arguments in calls:
@@ -294,6 +308,10 @@ class _Host:
             self._limited(where, lambda: _awaited(instance.close()))
 
     def _limited(self, where: str, call: Callable) -> Any:
+        """Return the result of an async call. Raise EnvironmentFailed if it fails or exceeds reward.timeout.
+
+        where: environment, method and record, for the message.
+        """
         try:
             # This also interrupts Python code that does not await. It works because this is the process's
             # main thread.
@@ -320,7 +338,12 @@ def _is_observation(value: Any) -> bool:
 
 
 def _checked(result: Any, where: str) -> StepResult:
-    """Return the result with its numbers converted to plain Python numbers."""
+    """Return what an environment's step() returned, with its numbers converted to plain Python numbers.
+
+    Raises EnvironmentFailed if it is not a valid StepResult.
+
+    where: environment, method and record, for the message.
+    """
     if not isinstance(result, StepResult):
         raise EnvironmentFailed(f"{where} returned {shown(result)}; it must return a StepResult")
     legal = isinstance(result.done, (bool, np.bool_)) and isinstance(result.components, dict)

@@ -29,12 +29,19 @@ Respond = Callable[..., Awaitable[Completion]]
 
 
 class SingleTurn:
-    """Episodes of one response. A reward function scores it while other responses are being generated."""
+    """Episodes without an environment: a prompt and one response.
+
+    Reward workers score each response while other responses are still being generated.
+    """
 
     def __init__(self, rewards: RewardWorkers):
         self._rewards = rewards
 
     async def play(self, episode: Episode, respond: Respond) -> tuple[Sample, ...]:
+        """Return the episode's only sample, scored, or none if its reward failed and is left out.
+
+        respond: asks the engine for a turn of the model.
+        """
         trajectory = Trajectory(episode)
         turn = await respond(trajectory.ids, trajectory.room)
         trajectory.write(turn)
@@ -43,7 +50,11 @@ class SingleTurn:
         return () if sample.is_left_out else (sample,)
 
     async def complete(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Sample, ...]:
-        """Return the prompt's samples that are not left out, with the rewards that depend on all of them."""
+        """Return a prompt's samples with the group rewards added, without those whose reward failed.
+
+        Called when all episodes of the prompt are played. Failed samples stay unless
+        reward.on_failure=leave_out.
+        """
         return tuple(
             sample for sample in await self._rewards.score_group(prompt, samples) if not sample.is_left_out
         )
@@ -54,12 +65,10 @@ class SingleTurn:
 
 
 class MultiTurn:
-    """Episodes in which an environment answers the model until it is done.
+    """Episodes in which an environment answers each turn of the model, until the environment is done.
 
-    The reward is the sum over the turns.
-
-    Training uses exactly the tokens that were sampled, each turn after the tokens that the model read at the
-    time.
+    The reward is the sum of the rewards of the turns. Training uses exactly the sampled tokens of each turn,
+    preceded by exactly the tokens that the model read before that turn.
     """
 
     def __init__(
@@ -73,12 +82,14 @@ class MultiTurn:
         on_failure: OnFailure = OnFailure.error,
         failure_value: float = 0.0,
     ):
-        """Set up the episodes.
+        """Store what all episodes of a run need.
 
+        max_turns: limit of the model's turns per episode.
         seed: seed of the environments' initial states.
-        rewards: scores the last turn of each episode, if the environment asks for the reward function.
+        history: what the model reads before each turn, see history.py.
+        rewards: scores the last turn of each episode. None if the environment does not ask for that.
         on_failure: what happens to an episode whose environment fails.
-        failure_value: reward of such an episode, with OnFailure.value.
+        failure_value: reward of an episode whose environment fails, with OnFailure.value.
         """
         self._environments, self._tokenizer, self._max_turns, self._seed = (
             environments,
@@ -90,9 +101,11 @@ class MultiTurn:
         self._on_failure, self._failure_value, self._say = on_failure, failure_value, Rarely()
 
     async def play(self, episode: Episode, respond: Respond) -> tuple[Sample, ...]:
-        """Return the sequences of an episode, or none if it is left out.
+        """Play an episode, and return its sequences with rewards, or none if it failed and is left out.
 
-        Finish reasons:
+        respond: asks the engine for a turn of the model.
+
+        Finish reasons of the samples:
 
         - stop: the environment is done, or has failed.
         - max_turns: the limit of turns is reached.
@@ -176,7 +189,7 @@ class MultiTurn:
         return tuple(samples)
 
     def _end(self, trajectory: Trajectory, turn: Completion, result) -> str | None:
-        """Return the finish reason if the episode ends here, else None."""
+        """Return the finish reason if the episode ends after `turn`, else None."""
         if turn.finish_reason == "length":
             return "length"
         if result.done:
@@ -184,6 +197,7 @@ class MultiTurn:
         return "max_turns" if trajectory.turns == self._max_turns else None
 
     def _initial_state(self, episode: Episode) -> int:
+        """Return the seed for the environment's reset(), derived from run.seed and Episode.state."""
         return int(np.random.SeedSequence([self._seed, *episode.state]).generate_state(1)[0])
 
     def close(self) -> None:
@@ -193,9 +207,9 @@ class MultiTurn:
 
 
 def _alone(turn: Completion, sample: Sample) -> Sample:
-    """Return one turn of a sample as a sample of its own.
+    """Return one turn as a sample of its own, so that reward.function scores only this turn.
 
-    sample: the sample that contains the turn.
+    sample: the sample that contains the turn. The other fields are taken from it.
     """
     mask = np.ones(len(turn.response_ids), dtype=np.bool_)
     return replace(
@@ -210,10 +224,12 @@ def _alone(turn: Completion, sample: Sample) -> Sample:
 
 
 def record_check(config: Config) -> RecordCheck | None:
-    """Return a check, run while data loads, that the rewards of the episodes can score every record.
+    """Return a function that checks, while data is loading, that the configured rewards can score a record.
 
-    A record that they cannot score would otherwise end the run later. Return None if the rewards require
-    nothing of a record, or if a failing reward does not end the run. Raises UserError for unknown rewards.
+    A record that they cannot score would otherwise end the run later. The result is None if a failing reward
+    does not end the run (reward.on_failure), if no reward function is called, or if none has such a check.
+
+    Raises UserError for unknown rewards.
     """
     if config.reward.on_failure != OnFailure.error or not asks_reward_function(config.rollout, config.reward):
         return None
@@ -224,9 +240,12 @@ def record_check(config: Config) -> RecordCheck | None:
 def make_episodes(
     config: Config, tokenizer: PromptTokenizer, places: Callable[[str], Sequence[Place]]
 ) -> SingleTurn | MultiTurn:
-    """Return the episodes that rollout.environment names.
+    """Start the worker processes of rewards and environments, and return the object that plays episodes.
 
-    places: function from a role to the places of its workers, see worker_places.
+    It is SingleTurn without rollout.environment, else MultiTurn.
+
+    places: function from a role ("reward" or "environment") to the node, process name and log file of each
+        of its worker processes.
     """
     rollout = config.rollout
     if rollout.environment is None:

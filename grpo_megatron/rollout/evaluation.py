@@ -27,18 +27,18 @@ AVERAGE = "average"
 
 @dataclass
 class _Drawn:
-    """The responses to a data set, as groups."""
+    """The responses to the prompts of one data set, one group per prompt."""
 
     sampled: list[Group]
-    """Groups of sampled responses."""
+    """Groups of eval.n sampled responses."""
     greedy: list[Group]
-    """Groups of greedily decoded responses, one each."""
+    """Groups of one greedily decoded response. Empty unless eval.greedy is set."""
     failed: int
-    """Number of failed samples in both."""
+    """Number of samples, in `sampled` and `greedy`, whose reward or environment failed."""
 
 
 class Evaluation:
-    """The evaluation of a run. It samples every held-out prompt with its own parameters."""
+    """The evaluation of a run: it samples every held-out prompt with the sampling parameters of `eval`."""
 
     def __init__(
         self,
@@ -52,10 +52,10 @@ class Evaluation:
         """Prepare the evaluation.
 
         datasets: prompts of each data set, by its name.
-        directory: folder of the run, for the saved samples.
-        show: displays samples. It takes the step, a name and the text.
-        score: gives groups their rewards, or None if they already have them. It is called once, after all
-            generation, because it may need the engines' devices.
+        directory: folder of the run. Samples are saved in its subfolder `eval`.
+        show: function (step, name, text) that displays samples to the user.
+        score: adds the scores of a reward model to groups. None if the groups come complete from the manager.
+            It is called once, after all generation, because it may need the engines' GPUs.
         """
         self._manager, self._show, self._score = manager, show, score
         self.datasets = datasets
@@ -72,19 +72,22 @@ class Evaluation:
         self._greedy = replace(common, n=1, temperature=0.0)
 
     def run(self, step: int) -> dict[str, float]:
-        """Evaluate, and return the scores as scalars."""
+        """Evaluate the current weights, and return the scores as scalars for the logs, by metric name."""
         return scalars(self.scores(step))
 
     def scores(self, step: int) -> Scores:
-        """Evaluate, and return the metrics of each data set, and their mean if there are several data sets.
+        """Evaluate the current weights, and return the metrics of each data set.
+
+        If there are several data sets, their mean is added under AVERAGE. The metrics are:
 
         - "mean@n": mean reward of n samples per prompt.
-        - "pass@k" for k = 2, 4, .. n: a sample passes if its reward reaches eval.pass_reward.
-        - "maj@n": mean reward of the most frequent answer among the n samples. It exists if
-          reward.response_from or reward.extract says what a response's answer is.
-        - "greedy": mean reward with greedy decoding.
-        - "failed": number of failed samples, unless reward.on_failure=error. A sample that is left out of its
-          group counts only here.
+        - "pass@k" for k = 2, 4, .. n: chance that at least one of k samples passes, which means that its
+          reward is at least eval.pass_reward.
+        - "maj@n": mean reward of the most frequent answer among the n samples. It exists only if
+          reward.response_from or reward.extract defines what a response's answer is.
+        - "greedy": mean reward with greedy decoding, with eval.greedy.
+        - "failed": number of samples whose reward failed, unless reward.on_failure=error. With
+          reward.on_failure=leave_out, they count in no other metric.
         """
         scores = {name: self._dataset(step, name, drawn) for name, drawn in self._drawn().items()}
         if len(scores) > 1:
@@ -97,6 +100,7 @@ class Evaluation:
         return scores
 
     def _dataset(self, step: int, name: str, drawn: _Drawn) -> dict[str, float]:
+        """Return the metrics of one data set. Save and show its samples as configured."""
         scores = self._scores(drawn.sampled)
         if drawn.greedy:
             scores["greedy"] = _mean_reward(drawn.greedy)
@@ -110,7 +114,7 @@ class Evaluation:
         return scores
 
     def _drawn(self) -> dict[str, _Drawn]:
-        """Return the responses to each data set, scored. Greedy ones exist only if configured."""
+        """Generate and score the responses to each data set, and return them by the data set's name."""
         drawn = {name: self._draw(name, prompts) for name, prompts in self.datasets.items()}
         if self._score is None:
             return drawn
@@ -125,9 +129,10 @@ class Evaluation:
         }
 
     def _draw(self, name: str, prompts: list[Prompt]) -> _Drawn:
-        """Generate the responses to a data set.
+        """Generate the responses to one data set.
 
-        With reward.on_failure=leave_out, groups whose samples all failed are removed.
+        With reward.on_failure=leave_out, groups whose samples all failed are removed. Raises UserError if no
+        group is left.
         """
         every = self._manager.generate(prompts, self._sampled)
         greedy = self._manager.generate(prompts, self._greedy) if self._config.greedy else []
@@ -157,6 +162,7 @@ class Evaluation:
         )
 
     def _answer(self, sample: Sample) -> str | None:
+        """Return the answer with which a sample votes in maj@n, or None if it has none."""
         if sample.reward_failed:  # the text may be what made the reward fail
             return None
         # Text of tools from earlier turns of an episode is not the model's answer.
@@ -182,11 +188,12 @@ class Evaluation:
 
 
 def _mean_reward(groups: list[Group]) -> float:
-    """Return the mean over prompts of the mean over their samples. Samples may have been left out."""
+    """Return the mean over prompts of each prompt's mean reward. Groups may differ in size."""
     return float(np.mean([np.mean(group.rewards) for group in groups]))
 
 
 def _line(group: Group) -> str:
+    """Return a prompt and its responses as one line of JSON, for the file of saved samples."""
     prompt = group.prompt
     responses = [
         {
@@ -202,7 +209,10 @@ def _line(group: Group) -> str:
 
 
 def scalars(scores: Scores) -> dict[str, float]:
-    """Return {"eval/METRIC": score}, or {"eval/NAME/METRIC": score} if there are several data sets."""
+    """Return the scores as scalars for the logs: {"eval/METRIC": score}.
+
+    If there are several data sets, the names are "eval/DATASET/METRIC".
+    """
     alone = len(scores) == 1
     return {
         f"eval/{metric}" if alone else f"eval/{name}/{metric}": value

@@ -1,4 +1,4 @@
-"""FrozenLake as text: the player's position, and the fields around it."""
+"""Text form of gymnasium's FrozenLake for a language model: the player's position and its neighbours."""
 
 from typing import Any
 
@@ -19,6 +19,10 @@ def around(rows: list[str], row: int, column: int) -> str:
 
 
 def surroundings(task: Any, observation: Any) -> str:
-    """Return the text of an observation. Use it as rollout.gymnasium.text."""
+    """Return the text that the model reads for an observation. Use it as rollout.gymnasium.text.
+
+    task: the gymnasium environment, for its map.
+    observation: index of the player's field, row by row.
+    """
     rows = ["".join(field.decode() for field in row) for row in task.unwrapped.desc]
     return around(rows, *divmod(int(observation), len(rows[0])))

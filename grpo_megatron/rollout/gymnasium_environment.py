@@ -15,10 +15,10 @@ observation_text = Registry("function", "rollout.gymnasium.text", call=Call(("ta
 
 
 class GymnasiumEnvironment:
-    """One episode of a task with a Discrete action space.
+    """One episode of a gymnasium task with a Discrete action space. The rewards are those of the task.
 
-    The rewards are the task's. A turn that names no action is answered with the list of actions, or ends the
-    episode (rollout.gymnasium.invalid_action). The component `invalid_actions` counts such turns.
+    A turn that names no action is answered with the list of actions, or ends the episode
+    (rollout.gymnasium.invalid_action). The component `invalid_actions` counts such turns.
     """
 
     def __init__(self, options: GymnasiumConfig, text: Callable[[Any, Any], str], prompt: Prompt):
@@ -68,11 +68,15 @@ class GymnasiumEnvironment:
         self._task.close()
 
     def _show(self, observation: Any) -> list[dict[str, Any]]:
+        """Return the observation as a chat message of the user, and remember its text for invalid turns."""
         self._seen = self._text(self._task, observation)
         return [{"role": "user", "content": self._seen}]
 
     def _word(self, response: str) -> str | None:
-        """Return the word in a turn that names the action, or None."""
+        """Return the name of an action that a turn of the model contains, or None.
+
+        It is the last match of rollout.gymnasium.action_pattern, or the whole turn if there is no pattern.
+        """
         if self._options.action_pattern is None:
             return response.strip()
         found = list(re.finditer(self._options.action_pattern, response))
@@ -80,9 +84,10 @@ class GymnasiumEnvironment:
 
 
 def gymnasium_environment(options: GymnasiumConfig) -> Callable[[Prompt], GymnasiumEnvironment]:
-    """Return a function that makes the environment of a prompt.
+    """Return a function that makes a GymnasiumEnvironment for a prompt.
 
-    Raises UserError if gymnasium is not installed or has no such task.
+    Raises UserError if gymnasium is not installed. Raises UserError also if it does not know the task
+    rollout.gymnasium.id.
     """
     try:
         import gymnasium

@@ -15,22 +15,25 @@ Observation = str | list[dict[str, Any]]
 
 
 class History(Protocol):
+    """The rule that decides what the model reads before each turn of one episode."""
+
     def begin(self, observation: Observation) -> list[int]:
         """Return the token ids that the model reads before its first turn."""
 
     def go_on(self, ids: list[int], turn: str, observation: Observation) -> list[int]:
         """Return the token ids that the model reads before its next turn.
 
-        ids: the tokens that it read before its last turn, followed by that turn.
-        turn: text of that turn.
+        ids: token ids that the model read before its last turn, followed by the ids of that turn.
+        turn: text of the model's last turn.
+        observation: the environment's answer to it.
         """
 
 
 class AppendedHistory:
-    """A history that keeps all earlier tokens and appends the observation.
+    """A history that keeps all earlier tokens and appends each observation (rollout.history=append).
 
-    A text is appended verbatim. Messages are appended as the chat template renders them. If there is no
-    template, their contents are appended verbatim.
+    An observation that is a text is appended verbatim. Messages are appended as the chat template renders
+    them. If the prompt is not a chat, the contents of the messages are appended verbatim.
     """
 
     def __init__(self, prompt: Prompt, tokenizer: PromptTokenizer):
@@ -59,9 +62,9 @@ class AppendedHistory:
 
 
 class TemplateHistory:
-    """A history that applies the chat template to all messages so far, before each turn.
+    """A history that renders all messages so far anew before each turn (rollout.history=template).
 
-    The model does not read again what the template drops, such as the reasoning of earlier turns.
+    Whatever the chat template drops, such as the reasoning of earlier turns, the model does not read again.
     """
 
     def __init__(self, prompt: Prompt, tokenizer: PromptTokenizer):
@@ -97,6 +100,7 @@ HISTORIES = {HistoryKind.append: AppendedHistory, HistoryKind.template: Template
 
 
 def _as_messages(observation: Observation) -> list[dict[str, Any]]:
+    """Return the observation as chat messages. A text becomes a message of the user."""
     if not isinstance(observation, str):
         return observation
     return [{"role": "user", "content": observation}] if observation else []
@@ -105,8 +109,9 @@ def _as_messages(observation: Observation) -> list[dict[str, Any]]:
 def _joined(prompt: Prompt, observation: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the prompt's messages followed by an environment's first observation.
 
-    If the observation begins with the role of the last message, it is merged into that message, because many
-    templates require the roles to alternate.
+    If the observation's first message has the same role as the prompt's last one, the two are merged, because
+    many templates require the roles to alternate. Raises UserError if the prompt ends with a begun turn of
+    the assistant.
     """
     messages = prompt.messages
     if observation and messages[-1]["role"] == "assistant":

@@ -21,7 +21,7 @@ from grpo_megatron.sglang.pool import EnginePool
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters."""
+    """Sampling parameters of a rollout."""
 
     n: int
     """Number of responses per prompt."""
@@ -34,14 +34,14 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a response."""
     top_p: float = 1.0
-    """Below 1 only if the samples are not trained on."""
+    """Nucleus sampling. Below 1 only in evaluations, whose samples are not trained on."""
     same_states: bool = False
-    """True if a prompt's environments start in the same state in every call."""
+    """True if a prompt's environments start in the same state in every evaluation."""
     beam: BeamConfig | None = None
     """If set, a beam search finds the n responses of a prompt instead of sampling."""
 
     def parameters(self) -> dict:
-        """Return SGLang's sampling parameters, except max_new_tokens, which is the room left for a turn."""
+        """Return SGLang's sampling parameters, except max_new_tokens, which differs from turn to turn."""
         return {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -53,14 +53,14 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Goal:
-    """The goal of `RolloutManager.fill`."""
+    """The limits within which `RolloutManager.fill` fills a batch (dynamic sampling)."""
 
     groups: int
     """Number of groups that fill the batch."""
     in_flight: float
     """Number of groups generated at the same time, per group that is still missing."""
     most: int
-    """Maximal number of prompts."""
+    """Maximal number of prompts to use."""
 
 
 @dataclass
@@ -80,13 +80,14 @@ class StaleWeights(UserError):
 
 
 class RolloutManager:
-    """The manager that plays all episodes at once on the engines, and collects them into groups."""
+    """The manager that plays all episodes concurrently on the engines and groups their samples by prompt."""
 
     def __init__(self, engines: EnginePool, episodes: SingleTurn | MultiTurn, turn_ends: Sequence[int] = ()):
         """Create a manager over the engines.
 
-        turn_ends: ids of tokens that end a response, in addition to those that the engines take from the
-            model.
+        episodes: plays one episode and scores it.
+        turn_ends: ids of tokens that end a response, in addition to the end tokens in the model's files,
+            which the engines know.
         """
         self._engines, self._episodes, self._turn_ends = engines, episodes, frozenset(turn_ends)
         self._next_group = 0
@@ -118,12 +119,12 @@ class RolloutManager:
     ) -> Filled:
         """Sample groups until `goal.groups` of them are kept or `goal.most` prompts are used.
 
-        The groups are returned in the order of their prompts.
+        This is dynamic sampling. The groups are returned in the order of their prompts.
 
-        draw: returns the next prompts, as many as its argument.
-        keep: whether to keep a group. The groups that are kept first fill the batch.
+        draw: function that returns the next prompts. Its argument is their number.
+        keep: function that returns whether a group counts. The first groups that it accepts fill the batch.
 
-        Raises UserError as `generate` does.
+        Raises UserError if an engine dies or finishes nothing for rollout.engine.request_timeout seconds.
         """
         return asyncio.run(self._fill(draw, keep, sampling, goal))
 
@@ -162,9 +163,9 @@ class RolloutManager:
     async def _group(
         self, prompt: Prompt, number: int, sampling: Sampling, clients: list[EngineClient]
     ) -> Group:
-        """Return the group of a prompt.
+        """Generate, score and return the group of one prompt.
 
-        number: index of the group within this call.
+        number: index of the group within this call of `generate` or `fill`. It also selects the engine.
         """
         # All samples of a group go to one engine, whose prefix cache then holds the prompt.
         client = clients[number % len(clients)]
@@ -208,6 +209,7 @@ class RolloutManager:
         return await self._episodes.play(episode, respond)
 
     def _check(self, completion: Completion, prompt: Prompt) -> None:
+        """Raise UserError if the engine aborted the request, StaleWeights if it used other weights."""
         if completion.finish_reason == "abort":
             raise UserError(
                 f"the engine aborted a request (prompt record {prompt.uid}); see the engine's log"
@@ -220,7 +222,7 @@ class RolloutManager:
             )
 
     def state_dict(self) -> dict:
-        """Return the counter. No samples are kept between steps."""
+        """Return the id of the next group, for checkpoints. No samples are kept between steps."""
         return {"next_group": self._next_group}
 
     def load_state_dict(self, state: dict) -> None:
@@ -228,5 +230,8 @@ class RolloutManager:
 
 
 async def _found(completion: Completion, ids: list[int], most: int, routed: int = 0) -> Completion:
-    """Return a completion that a beam search already found. The signature is that of `Respond`."""
+    """Return `completion`, which a beam search already found, in place of asking the engine.
+
+    The other parameters are unused. They are those of a `Respond` function.
+    """
     return completion

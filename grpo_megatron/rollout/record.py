@@ -29,12 +29,12 @@ _LONGEST = 100  # maximal bytes of a header, and of what these two expressions m
 
 
 class Recorder:
-    """The writer of a recording.
+    """The writer of a recording (rollout.record).
 
-    A resumed run keeps the steps up to the one it continues after. A new run moves an earlier recording to
-    PATH.1, PATH.2, ..., and reports this.
+    A resumed run keeps the recorded steps up to `resumed`, the last step of its checkpoint. A new run moves
+    an earlier recording to PATH.1, PATH.2, ..., and reports this.
 
-    Raises UserError if the path holds a file that is not a recording.
+    Raises UserError if there is a file at the path that is not a recording.
     """
 
     def __init__(self, path: str, resumed: int = 0):
@@ -49,10 +49,10 @@ class Recorder:
             self._file.append(_HEADER)
 
     def write(self, step: int, groups: list[Group]) -> None:
-        """Append a step.
+        """Append the groups of a step.
 
-        If it cannot be written, for example because the disk is full, this is reported and the step is left
-        out: training is worth more than its recording.
+        If the file cannot be written, for example because the disk is full, the step is left out of the
+        recording with a message to the user. The run goes on.
         """
         try:
             self._file.append(
@@ -69,15 +69,15 @@ class Recorder:
 
 
 class Replay:
-    """The reader of a recording. It reads a step from the file when the step is requested.
+    """The reader of a recording (rollout.replay). It reads a step from the file when the step is requested.
 
-    Anything after the last newline is ignored, because a killed run may have left it there.
+    An incomplete last line is ignored, because a killed run may have left it there.
     """
 
     def __init__(self, path: str):
-        """Index the rows of a recording.
+        """Find the step number and the position of each row in the file.
 
-        Raises UserError if the file is not a recording or has incomplete rows.
+        Raises UserError if the file is not a recording. Raises UserError also if one of its rows is damaged.
         """
         if file_problem(path):
             raise UserError(f"rollout.replay: {path} {file_problem(path)}")
@@ -125,8 +125,8 @@ class Replay:
 def must_be_free(path: str) -> None:
     """Raise UserError if a recording cannot be written to this path.
 
-    Examples are a folder without write permission, and a data file that was named by mistake and would be
-    emptied.
+    This protects a data file that rollout.record names by mistake: it would be emptied. A folder without
+    write permission is reported too.
     """
     if problem := output_file_problem(path):
         raise UserError(f"rollout.record: {path} {problem}")
@@ -148,7 +148,7 @@ def _is_header(line: bytes) -> bool:
 
 
 def _step_of(row: bytes) -> int | None:
-    """Return the step number of a row, or None.
+    """Return the step number of a row, or None if the row does not begin with one.
 
     row: the row, or only its beginning.
     """
@@ -157,10 +157,10 @@ def _step_of(row: bytes) -> int | None:
 
 
 def _end_of(path: str, last: int) -> int:
-    """Return the number of bytes up to the end of step `last`. 0 if the file has not even a header.
+    """Return how many bytes of a recording to keep: the header and all steps up to step `last`.
 
-    The search starts at the end of the file, so that the kept part, which may have many gigabytes, is not
-    read.
+    0 means that the file does not even have a header. The search starts at the end of the file, so that the
+    kept part, which may have many gigabytes, is not read.
     """
     if not os.path.getsize(path):
         return 0
@@ -175,6 +175,7 @@ def _end_of(path: str, last: int) -> int:
 
 
 def _group_to_json(group: Group) -> dict:
+    """Return a group as plain values for JSON. prompt_ids are omitted where they equal the prompt's ids."""
     samples = []
     for sample in group.samples:
         item = dict(vars(sample))

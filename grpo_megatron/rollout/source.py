@@ -1,4 +1,4 @@
-"""Sources of a step's groups: the engines, or a recording. The controller sees one interface."""
+"""Sources of a step's groups: the engines, or a recording. Both have the same interface."""
 
 from dataclasses import dataclass, field
 
@@ -15,6 +15,7 @@ from grpo_megatron.rollout.record import Recorder, Replay
 
 
 def training_sampling(config: RolloutConfig) -> Sampling:
+    """Return the configured sampling parameters of training rollouts."""
     return Sampling(
         n=config.n,
         temperature=config.temperature,
@@ -32,22 +33,22 @@ class Rollout:
     groups: list[Group]
     """Groups to train on."""
     used: list[int] = field(default_factory=list)
-    """uids of all prompts that the step used up."""
+    """uids of all prompts that the step used up: those of its groups and of dropped or failed groups."""
     dropped: int = 0
     """Number of groups that dynamic sampling left out because of the filters."""
     aborted: int = 0
     """Number of groups that dynamic sampling left out because the batch was full before they were done."""
     failed: list[Group] = field(default_factory=list)
-    """Groups left out because failed rewards left them too few samples."""
+    """Groups that are not trained on because failures left them too few samples to compare."""
 
 
 class EngineRollouts:
-    """Rollouts that the engines sample with the newest weights. They can be recorded."""
+    """Rollouts sampled by the engines with the newest weights. They are recorded if rollout.record is set."""
 
     def __init__(self, manager: RolloutManager, config: Config, resumed: int = 0):
-        """Open the recording, if one is configured.
+        """Prepare sampling, and open the recording if rollout.record is set.
 
-        resumed: the step after which a resumed run continues.
+        resumed: last step of the checkpoint that a resumed run continues from. 0 for a new run.
         """
         self._manager, self._config = manager, config
         self._batch_size = config.data.train_batch_size
@@ -57,9 +58,11 @@ class EngineRollouts:
     def sample(self, step: int, prompts: PromptSource | None) -> Rollout:
         """Sample data.train_batch_size groups.
 
-        With dynamic sampling, only groups that the filters keep count.
+        With dynamic sampling, only groups that algorithm.filters keep count, and further prompts are sampled
+        for the others. Raises UserError if too few groups are kept and
+        rollout.dynamic_sampling.shortage=error. Raises UserError also if no group at all is left.
 
-        Raises UserError as rollout.dynamic_sampling.shortage says.
+        step: number of the step, counted from 1.
         """
         failed: list[Group] = []
         if self._config.rollout.dynamic_sampling.enabled:
@@ -82,15 +85,15 @@ class EngineRollouts:
         return Rollout(filled.groups, used, len(filled.dropped) - len(failed), len(filled.aborted), failed)
 
     def _is_too_small(self, group: Group) -> bool:
-        """Return whether failures left a group with fewer samples than the estimator can compare."""
+        """Return whether failures left a group fewer samples than the advantage estimator can compare."""
         return group.failed > 0 and len(group.trajectories) < smallest_group(
             self._config.algorithm.adv_estimator
         )
 
     def _fill(self, step: int, prompts: PromptSource, failed: list[Group]) -> Filled:
-        """Return groups that the filters keep.
+        """Sample until algorithm.filters keep enough groups (dynamic sampling), and return the result.
 
-        failed: list to which groups that are too small are appended.
+        failed: list to which groups are appended that failures left too few samples.
         """
         options = self._config.rollout.dynamic_sampling
         most = int(options.max_batches * self._batch_size)
@@ -116,7 +119,7 @@ class EngineRollouts:
         return filled
 
     def _counts(self, group: Group) -> bool:
-        """Return whether the filters keep the group with the reward that it is trained with."""
+        """Return whether algorithm.filters keep the group, judged by its reward with the overlong penalty."""
         config = self._config
         shaped = shape_overlong([group], config.rollout.max_response_length, config.reward.overlong_buffer)
         return bool(filtered(shaped, config.algorithm.filters))
@@ -134,7 +137,7 @@ class EngineRollouts:
 
 
 class ReplayedRollouts:
-    """Rollouts read from a recording. There are no engines, so no weights are sent anywhere."""
+    """Rollouts read from a recording (rollout.replay), for a run without engines."""
 
     def __init__(self, path: str):
         self._replay = Replay(path)

@@ -10,8 +10,9 @@ from grpo_megatron.rollout.source import Rollout
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Return the chance that at least one of k samples is right, if `correct` of `samples` samples were.
+    """Return pass@k: the estimated chance that at least one of k samples is right.
 
+    `correct` of `samples` drawn samples were right. With n samples and c correct ones, the result is
     1 - C(n-c, k) / C(n, k), the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, eq. 1).
     """
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
@@ -33,19 +34,22 @@ def pass_rates(groups: list[Group], pass_reward: float) -> dict[str, float]:
 
 
 def majority_reward(answers: list[str | None], rewards: list[float]) -> float:
-    """Return the reward of the most frequent answer to a prompt. In a tie, the answer that comes first wins.
+    """Return maj@n of a prompt: the reward of the most frequent answer among its n samples.
 
-    answers: answer of each sample, or None if it has none. Such a sample does not vote.
+    In a tie, the answer that comes first wins. If no sample has an answer, return the first sample's reward.
+    The result does not estimate maj@k for k < n.
 
-    If no sample votes, return the first sample's reward. For n samples, the result is maj@n itself. It does
-    not estimate maj@k for k < n.
+    answers: answer of each sample. A sample without an answer (None) does not vote.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     return rewards[answers.index(max(votes, key=votes.__getitem__))] if votes else rewards[0]
 
 
 def group_statistics(groups: list[Group], pass_reward: float) -> dict[str, float]:
-    """Return scalars of a step's trajectories: reward and its components, pass@k, lengths, finish reasons."""
+    """Return scalars for the logs: rewards, components, pass@k, lengths, finish reasons of the trajectories.
+
+    pass_reward: a trajectory is right if its reward is at least this.
+    """
     trajectories = [sequences for group in groups for sequences in group.trajectories]
     samples = [
         sequences[0] for sequences in trajectories
@@ -79,10 +83,10 @@ def group_statistics(groups: list[Group], pass_reward: float) -> dict[str, float
 def step_statistics(
     groups: list[Group], rollout: Rollout, pass_reward: float, version: int | None
 ) -> dict[str, float]:
-    """Return all scalars of the groups that a step trains on.
+    """Return all scalars about the groups that a step trains on, for the logs.
 
-    rollout: the rollout that the groups come from.
-    version: see staleness.
+    rollout: the rollout that the groups come from, for the counts of groups that are not trained on.
+    version: version of the weights that are being trained. None: no staleness is computed.
     """
     scored = len(rollout.groups) + rollout.dropped
     scalars = group_statistics(groups, pass_reward)
@@ -94,9 +98,11 @@ def step_statistics(
 
 
 def staleness(groups: list[Group], version: int) -> dict[str, float]:
-    """Return by how many weight versions the response tokens lag behind `version`, which is being trained.
+    """Return how many weight versions the sampled tokens lag behind the weights that are being trained.
 
-    The result is empty if there are no tokens.
+    The result has the mean over tokens and the maximum. It is empty if the model wrote no token.
+
+    version: version of the weights that are being trained.
     """
     spans = [span for group in groups for sample in group.samples for span in sample.weight_spans]
     tokens = np.array([span.end - span.start for span in spans])

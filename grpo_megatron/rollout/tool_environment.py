@@ -43,15 +43,16 @@ def calculator(expression: str) -> str:
 
 
 class ToolCalls:
-    """One episode.
+    """One episode of rollout.environment=tools. It runs the tool calls in each turn of the model.
 
-    It ends with the first turn that contains no call. Components: tool_calls, failed_tool_calls.
+    The episode ends with the first turn that contains no call. Components: tool_calls, failed_tool_calls.
     """
 
     def __init__(self, tools: dict[str, Callable[..., Any]], seconds: float, prompt: Prompt):
         """Begin an episode.
 
-        seconds: time of a turn after which no further call is started.
+        tools: functions that the model may call, by name.
+        seconds: time in each turn after which no further call is started.
         """
         self._tools, self._seconds = tools, seconds
 
@@ -79,6 +80,11 @@ class ToolCalls:
         return StepResult(answers, done=not answers, components=components)
 
     def _run(self, text: str, end: float) -> str:
+        """Run one tool call and return its result as text. Raises ValueError for a malformed call.
+
+        text: JSON of the call, as the model wrote it.
+        end: time of time.monotonic() after which no call is started.
+        """
         if time.monotonic() > end:
             raise ValueError("there is no time left for this call in this turn")
         try:
@@ -96,14 +102,14 @@ class ToolCalls:
 
 
 class ToolEnvironment:
-    """The environment for rollout.environment=tools. Calling it begins an episode."""
+    """The factory of episodes for rollout.environment=tools. Calling it with a prompt begins an episode."""
 
     asks_reward_function = True
 
     def __init__(self, names: Sequence[str], reward: RewardConfig):
-        """Resolve the tools.
+        """Look up the functions of the tools that rollout.tools names.
 
-        Raises UserError for an unknown name, and for a tool that this machine cannot run.
+        Raises UserError for an unknown name. Raises UserError also if this machine cannot run the tool.
         """
         # Time of a turn. A call that starts at its end gets the same time again. The rest is for its sandbox
         # to start and end.
@@ -122,9 +128,9 @@ class ToolEnvironment:
 
     @cached_property
     def tools(self) -> list[dict[str, Any]]:
-        """JSON schemas of the tools.
+        """JSON schemas of the tools, which the chat template shows to the model.
 
-        Raises UserError for a function without type hints or a complete docstring.
+        Raises UserError for a function that has no type hints, or whose docstring lacks an argument.
         """
         from transformers.utils import get_json_schema
 
@@ -140,7 +146,10 @@ class ToolEnvironment:
 
 
 def _check_tool(setting: str, function: Callable) -> None:
-    """Raise UserError for a tool that the model could not call by its name with named arguments."""
+    """Raise UserError if a tool has no name, or cannot be called with named arguments as the model does.
+
+    setting: configuration key and value that name the tool, for the message.
+    """
     if not hasattr(function, "__name__"):
         raise UserError(
             f"{setting}: a tool is a function, by whose name the model calls it, not "
@@ -156,6 +165,7 @@ def _check_tool(setting: str, function: Callable) -> None:
 
 
 def _python(options: CodeConfig, seconds: float) -> Callable[[str], str]:
+    """Return the built-in tool `python`, which runs a program in the sandbox for at most `seconds`."""
     required_containment(options.isolation)
 
     def python(code: str) -> str:

@@ -11,18 +11,18 @@ from grpo_megatron.sglang.engine import Completion
 
 @dataclass(frozen=True)
 class Episode:
-    """An episode to be played."""
+    """The description of an episode before it is played."""
 
     prompt: Prompt
-    """The prompt."""
+    """The prompt that the model reads first."""
     group_id: int
-    """See Sample.group_id."""
+    """Id of the group, which is all trajectories of the prompt."""
     trajectory_id: int
-    """See Sample.trajectory_id."""
+    """Id of the trajectory that the episode becomes."""
     limit: int
     """Maximal number of tokens after the prompt."""
     state: tuple[int, ...]
-    """Key of the environment's initial state, which is the same for the same key and run.seed."""
+    """Key of the environment's initial state. Episodes with the same key start in the same state."""
 
 
 class _Sequence:
@@ -37,13 +37,19 @@ class _Sequence:
         self._routing: list[np.ndarray] = []
 
     def follow(self, ids: list[int]) -> bool:
-        """Append the tokens of an environment. Return False if `ids` does not continue this sequence."""
+        """Append the environment's tokens: those of `ids` after the tokens that this sequence has already.
+
+        Return False, and append nothing, if `ids` does not begin with this sequence's tokens.
+
+        ids: all token ids that the model reads before its next turn.
+        """
         if ids[: len(self.ids)] != self.ids:
             return False
         self._extend(ids[len(self.ids) :], False, [0.0] * (len(ids) - len(self.ids)))
         return True
 
     def write(self, turn: Completion) -> None:
+        """Append a turn that the model generated."""
         start = len(self._mask)
         self._spans += [
             replace(span, start=start + span.start, end=start + span.end) for span in turn.weight_spans
@@ -60,7 +66,10 @@ class _Sequence:
 
     @property
     def routed(self) -> int:
-        """Number of tokens whose experts are known: those that the engine computed, without the last one."""
+        """Number of leading tokens whose MoE experts the engine has reported: all that it computed so far.
+
+        The last sampled token of a turn is not among them, because no forward pass has read it yet.
+        """
         return sum(map(len, self._routing))
 
     def sample(self, episode: Episode, finish_reason: str) -> Sample:
@@ -105,13 +114,13 @@ class Trajectory:
 
     @property
     def routed(self) -> int:
-        """Number of tokens in `ids` whose experts are known."""
+        """Number of leading tokens in `ids` whose MoE experts the engine has reported already."""
         return self._sequences[-1].routed
 
     def read(self, ids: list[int]) -> bool:
-        """Set everything that the model reads before its next turn.
+        """Set the token ids that the model reads before its next turn. They may begin a new sequence.
 
-        Return False, and change nothing, if that leaves the model no room to write.
+        Return False, and change nothing, if they leave the model no token to write within the limit.
         """
         if self._room(len(ids)) <= 0:
             return False
@@ -122,17 +131,19 @@ class Trajectory:
         return True
 
     def write(self, turn: Completion) -> None:
+        """Append a turn that the model generated to the current sequence."""
         self._sequences[-1].write(turn)
 
     def samples(self, finish_reason: str) -> tuple[Sample, ...]:
-        """Return the sequences as samples, without rewards and texts."""
+        """Return the sequences as samples. Rewards and texts are still missing."""
         return tuple(sequence.sample(self._episode, finish_reason) for sequence in self._sequences)
 
 
 def _whole_routing(parts: list[np.ndarray]) -> np.ndarray | None:
-    """Return the routing with a row appended for the last token, which the engine sampled but never computed.
+    """Return the routing of a whole sequence, [tokens, layers, experts], or None if the engine reported none.
 
-    Its value has no effect: the last position predicts nothing, and no other position attends to it.
+    parts: routing of each turn. A row is appended for the last token, which the engine sampled but never read
+        in a forward pass. Its value has no effect, because the last position predicts nothing.
     """
     if not parts:
         return None

@@ -30,12 +30,12 @@ class NotWritten(UserError):
 
 @dataclass(frozen=True)
 class SaveReport:
-    """Result of writing a checkpoint.
+    """Result of writing the trainer's part of a checkpoint.
 
     seconds: from the beginning until the files were on the disk
     waited: seconds that training stood still for it
-    bytes: written in all
-    files: what was written, by the path in the folder
+    bytes: total size of the files
+    files: size and digest of each file, by its path in the folder `actor`
     """
 
     seconds: float
@@ -45,7 +45,10 @@ class SaveReport:
 
 
 class Saveable(Protocol):
-    """An object whose state a checkpoint holds; see PolicyTrainer."""
+    """The trainer as Checkpoints uses it: it writes its state into a folder while training goes on.
+
+    Implemented by trainer.policy.PolicyTrainer.
+    """
 
     def begin_checkpoint(self, folder: str) -> None: ...
 
@@ -73,10 +76,14 @@ class Checkpoints:
         about: dict[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """say: shows a line
-        resumed: the step that the run continues after
-        about: what state.json says about the run at every step
-        clock: in seconds
+        """Prepare to write checkpoints of one attempt of a run.
+
+        folder: the run's folder of checkpoints
+        trainer: writes its state into each checkpoint
+        say: shows a line to the user
+        resumed: the step that the run continues after; 0 for a new run
+        about: entries of state.json that are the same in all checkpoints, such as the configuration
+        clock: returns seconds; tests pass one of their own
         """
         self.folder = Path(folder)
         self._config, self._trainer, self._say, self._about, self._clock = (
@@ -92,23 +99,27 @@ class Checkpoints:
         self._failure: NotWritten | None = None  # error of the last attempt
 
     def is_due(self, step: int, last: bool = False) -> bool:
-        """Return True if a checkpoint is due after this step. last: this is the run's last step."""
+        """Return True if the settings checkpoint.every, .minutes or .at_end ask for a checkpoint now.
+
+        step: the step that has just ended.
+        last: True if it is the run's last step.
+        """
         config = self._config
         by_steps = config.every > 0 and step % config.every == 0
         by_time = config.minutes > 0 and self._clock() - self._last_begun >= 60 * config.minutes
         return by_steps or by_time or (last and config.at_end and step != self._last_step)
 
     def note_trained(self, step: int, prompts: list[int]) -> None:
-        """Record the prompts that a step has used up.
+        """Append a row to trained.jsonl: the prompts that a step has used up.
 
-        prompts: the uid of each, including those that a filter dropped.
+        prompts: uid of each prompt, including those that a filter dropped.
         """
         self._trained.write({"step": step, "prompts": prompts})
 
     def after_step(self, state: dict | None) -> None:
-        """Complete the checkpoint that the ranks have written, if they have. Then begin one of `state`.
+        """Complete the last checkpoint if the ranks have written it, and begin a new one if it is due.
 
-        state: None if no checkpoint is due.
+        state: the driver's state for the new checkpoint; None if none is due.
         """
         self.complete_written()
         if state is not None:
@@ -120,9 +131,10 @@ class Checkpoints:
             self._complete()
 
     def save(self, state: dict) -> None:
-        """Begin a checkpoint, which is complete after `finish`. Does nothing if this step has one already.
+        """Begin a checkpoint. It is complete after `finish`, or earlier after `complete_written`.
 
-        state: JSON-serialisable, with the "step".
+        Waits for the previous checkpoint first. Does nothing if this step has a checkpoint already.
+        state: the driver's state for state.json; values that JSON has, among them "step".
         """
         self._complete()
         step = state["step"]
@@ -147,8 +159,9 @@ class Checkpoints:
     def finish(self, timeout: float | None = None) -> None:
         """Wait for the checkpoint that is being written, if there is one, and complete it.
 
-        timeout: seconds; None: the limit of all calls. Raises NotWritten if the last checkpoint that was due
-            failed.
+        timeout: seconds; None: the trainer's limit for a call to its ranks.
+
+        Raises NotWritten if the last attempt to write a checkpoint failed.
         """
         self._complete(timeout)
         if self._failure:
@@ -202,10 +215,11 @@ class Checkpoints:
 
 
 def discard(folder: Path, say: Callable[[str], None]) -> None:
-    """Delete a folder as far as possible. NFS keeps files that a process has open.
+    """Delete a checkpoint's folder as far as possible.
 
-    The folder is renamed first, so that its remains are not taken for a complete checkpoint.
-    say: shows a line if something remains. That is no error, because nothing uses the remains.
+    Some files may remain, because NFS keeps files that a process has open. The folder is therefore renamed
+    first, so that its remains are not taken for a complete checkpoint.
+    say: shows a line if something remains. No error is raised, because the next start tries again.
     """
     try:
         if DELETED not in folder.suffixes:
@@ -227,15 +241,17 @@ def discard(folder: Path, say: Callable[[str], None]) -> None:
 
 
 def folders(root: Path) -> list[Path]:
-    """Return the folders of complete checkpoints, in the order of their steps."""
+    """Return the folders of complete checkpoints (`step_XXXXXXXX`) in `root`, in the order of their steps."""
     found = [path for path in root.glob("step_*") if path.name.removeprefix("step_").isdecimal()]
     return sorted(found, key=step_of)
 
 
 def newest_folder(directory: str) -> Path | None:
-    """Return the folder of the newest complete checkpoint in a run's folder, or None.
+    """Return the folder of a run's newest complete checkpoint, or None, for messages and the status.
 
-    It has not been checked for damage.
+    directory: the run's folder.
+
+    The checkpoint is not checked for damage.
     """
     found = folders(Path(directory, CHECKPOINTS))
     return found[-1] if found else None

@@ -1,4 +1,8 @@
-"""The folder of a run: it is for one run at a time, and holds nothing of another run."""
+"""The folder of a run. It belongs to one run at a time, and contains files of this run only.
+
+A start locks the folder, chooses the checkpoint to begin from, and moves or removes what does not belong to
+the continued run.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -29,17 +33,19 @@ def open_run_folder(
     say: Callable[[str], None],
     must_fit: Callable[[dict], str] = lambda state: "",
 ) -> Iterator[tuple[str, Checkpoint | None]]:
-    """Own the run's folder while the context is open.
+    """Create or reopen the run's folder, and lock it against other runs while the context is open.
 
-    Yields the folder's absolute path, and the checkpoint to begin from or None.
+    Yields (folder, checkpoint): the absolute path, and the checkpoint to begin from (None for a new run). If
+    a new run finds an earlier run of the same name, it first moves that folder to NAME.1, NAME.2, ...
 
-    A new run moves what an earlier one left under the same name to NAME.1, NAME.2, ...
-    say: shows a line.
-    must_fit: raises UserError if a checkpoint's state belongs to other data. It returns a note to show, or
-        "".
+    command: name of the command, such as `train`. It must be the one that wrote the checkpoint.
+    say: shows a line to the user.
+    must_fit: raises UserError if the driver's state in a checkpoint belongs to other data. It returns a note
+        to show, or "".
 
-    Raises UserError if another run writes to the folder, it cannot be created or is damaged, or the
-    checkpoint does not fit. The folder is then as it was.
+    Raises UserError if another run writes to the folder, or if the folder cannot be created. Raises UserError
+    also if the checkpoint or the run's rows are damaged or belong to another command or other data. The
+    folder's contents are then unchanged.
     """
     folder = run_folder(config)
     try:
@@ -77,10 +83,11 @@ def open_run_folder(
 
 
 def beginning(config: Config, command: str, say: Callable[[str], None]) -> Checkpoint | None:
-    """Return the checkpoint that run.resume says to begin from; None for a new run. Changes nothing.
+    """Return the checkpoint that run.resume says to begin from; None for a new run. Changes no file.
 
-    Also checks that the rows in the run's folder fit the checkpoint. Raises UserError if either is damaged or
-    does not fit.
+    Also checks that the rows of metrics.jsonl and trained.jsonl up to the checkpoint's step can be read.
+    Raises UserError if the checkpoint is damaged or belongs to another command. Raises UserError also if one
+    of those rows in trained.jsonl is damaged.
     """
     folder, resume = run_folder(config), config.run.resume
     if resume in ANEW:
@@ -97,14 +104,17 @@ def beginning(config: Config, command: str, say: Callable[[str], None]) -> Check
 
 
 def take_back(directory: str, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> None:
-    """Remove rows of later steps, and what a killed run left half-written, so that the run can go on.
+    """Put the run's files into the state at the checkpoint, so that the run can go on from there.
 
-    Call this only when the checkpoint has been loaded and others have been set aside. A start that fails
-    before that must leave the rows that belong to the other checkpoints.
-    checkpoint: where the run goes on from; None: its beginning.
-    say: shows a line.
+    Removes rows of later steps from metrics.jsonl and trained.jsonl, result.json, and half-written or
+    half-deleted checkpoints.
+    directory: the run's folder.
+    checkpoint: where the run goes on; None: at step 0.
+    say: shows a line to the user.
 
-    Raises UserError for a damaged row of trained.jsonl that would be kept.
+    Call this only after the ranks have loaded the checkpoint and `set_aside` has renamed the others. A start
+    that fails before that must leave the rows that belong to the other checkpoints. Raises UserError if
+    trained.jsonl has a damaged row before one that is kept.
     """
     folder, step = Path(directory), checkpoint.step if checkpoint else 0
     for name in (METRICS, TRAINED):
@@ -118,13 +128,15 @@ def take_back(directory: str, checkpoint: Checkpoint | None, say: Callable[[str]
 
 
 def set_aside(directory: str, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> None:
-    """Rename other checkpoints of this step or later ones to `step_XXXXXXXX.aside`, `.aside.1`, ...
+    """Rename the run's other checkpoints of this step or later ones to `step_XXXXXXXX.aside`, `.aside.1`, ...
 
-    They are damaged, or belong to a course of training that was abandoned. Checkpoints with such a name are
-    not renamed or deleted: the run may have begun from one of them just now. Call this only when the run's
-    checkpoint has been loaded. Until then it is not known that the run can do without the others.
-    checkpoint: where the run begins; None: its beginning.
-    say: shows a line for each.
+    These are damaged, or belong to steps that are now trained again. Checkpoints that have such a name
+    already stay as they are, because run.resume may name one of them.
+    directory: the run's folder.
+    checkpoint: where the run goes on; None: at step 0.
+    say: shows a line for each renamed checkpoint.
+
+    Call this only after the ranks have loaded the checkpoint. Until then, the run may still need another one.
     """
     step = checkpoint.step if checkpoint else 0
     for path in folders(Path(directory, CHECKPOINTS)):
@@ -138,12 +150,12 @@ def set_aside(directory: str, checkpoint: Checkpoint | None, say: Callable[[str]
 def kept_rows(path: Path, step: int, say: Callable[[str], None]) -> list[str] | None:
     """Return the rows of metrics.jsonl or trained.jsonl up to this step; None if there is no such file.
 
-    The loss of a node may leave half a row or NULs at the end. These are dropped, and so is any damaged row
-    of metrics.jsonl, whose curves then have a gap.
-    say: shows a line if a row is dropped.
+    Damaged rows are dropped: the loss of a node may leave half a row or NUL bytes at the end of the file. A
+    gap in metrics.jsonl does no harm.
+    say: shows a line if damaged rows are dropped.
 
-    Raises UserError, which names the row, if trained.jsonl has a damaged row before one that is kept. The
-    file would no longer show that no prompt was skipped.
+    Raises UserError if trained.jsonl has a damaged row before one that is kept, because the file would no
+    longer prove that no prompt was skipped. The message names the row.
     """
     if is_absent(path):
         return None
@@ -178,7 +190,7 @@ def _step_of_row(row: bytes, where: str) -> int:
 
 
 def _has_remains(folder: Path) -> bool:
-    """Return True if the folder has something worth keeping."""
+    """Return True if the folder has metrics or checkpoints of an earlier run."""
     metrics = folder / METRICS
     return (metrics.exists() and metrics.stat().st_size > 0) or bool(folders(folder / CHECKPOINTS))
 

@@ -1,4 +1,4 @@
-"""Interface between a run and the code that ends it from outside."""
+"""The interface between a run and the code that ends it because of a signal or a lost Ray daemon."""
 
 from collections.abc import Callable
 
@@ -9,9 +9,11 @@ from grpo_megatron.run.stop import StopRequest
 
 
 class Guard:
-    """A guard that never ends the run. commands.driver has one that does.
+    """A guard that never ends the run, for runs that are started from Python. Their caller handles signals.
 
-    A run that is started from Python belongs to its caller, who also handles all signals.
+    The command line uses commands.driver.DriverGuard instead, which ends the run.
+
+    stop: set when the run is asked to stop
     """
 
     def __init__(self) -> None:
@@ -20,13 +22,16 @@ class Guard:
         self.status: StatusFile | None = None
 
     def entered(self, folder: str, grace: float, grace_usr1: float) -> None:
-        """Take note that the run's folder exists. grace, grace_usr1: seconds, as configured."""
+        """Receive the news that the run has a folder. This class ignores it.
+
+        grace, grace_usr1: seconds that a run may take to stop, from run.grace and run.grace_usr1.
+        """
 
     def needs(self, find: Callable[[], list[psutil.Process]] | None, port: int | None = None) -> None:
-        """Take note of the processes that the run cannot do without. The run is over when one of them ends.
+        """Receive the processes without which the run cannot go on, which are Ray's daemons. Ignored here.
 
-        find: returns these processes; None: the run needs none any more. Without `port`, it may return more
-            of them later.
-        port: a port on this machine; the run is also over when nothing listens there. `find` then returns all
-            of the processes now.
+        A guard that watches them ends the run when one of them ends.
+        find: returns the processes; None: the run needs none any more. It is called once if `port` is given,
+            and otherwise again and again, because the processes may still be starting.
+        port: port of Ray's GCS on this machine; the run is also over when no process listens there.
         """

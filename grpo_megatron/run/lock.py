@@ -28,14 +28,20 @@ _WAIT_SECONDS = 120
 
 
 class Ownership:
-    """Ownership of a folder until `release`. The folder is created if it does not exist.
+    """Ownership of a run's folder until `release`. The folder is created if it does not exist.
 
-    Waits for a run whose node is lost, or may be. Raises UserError with the owner if another run has the
-    folder, and OSError if the folder cannot be created.
+    If the owner's node may be lost, the constructor waits up to _WAIT_SECONDS until the file server releases
+    the lock. Raises UserError, which names the owner, if another run has the folder. Raises OSError if the
+    folder cannot be created.
+
+    note: a line to show to the user, if the file system has no locks; else ""
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None]):
-        """say: shows a line."""
+        """Take the folder, and write this process's host and pid into owner.json.
+
+        say: shows a line to the user.
+        """
         self.note = ""  # a line to show about the lock
         self._say = say
         self._file = self._take(folder)
@@ -95,7 +101,10 @@ class Ownership:
             file.close()
 
     def _goes_on(self, folder: Path, record: dict[str, Any]) -> bool:
-        """Return True if the owner, on another node, still rewrites its status. A killed one does not."""
+        """Return True if an owner on another node still rewrites status.json, so that its run goes on.
+
+        record: the owner's entry in owner.json. Watches the file for up to _WAIT_SECONDS.
+        """
         written = None
         for _ in range(_WAIT_SECONDS):
             try:
@@ -138,7 +147,7 @@ def _self_description() -> dict[str, Any]:
 
 
 def _record(file: IO[str]) -> dict[str, Any]:
-    """Return what the owner wrote about itself; empty if there is nothing, or it is just being written."""
+    """Return what the owner of the folder wrote into owner.json; empty if the file is empty or incomplete."""
     file.seek(0)
     try:
         found = json.load(file)
@@ -148,10 +157,10 @@ def _record(file: IO[str]) -> dict[str, Any]:
 
 
 def _may_live(record: dict[str, Any]) -> bool:
-    """Return True if the owner may still be running, judged by its record rather than by locks.
+    """Return True if the owner may still be running, judged by its record in owner.json rather than by locks.
 
-    Nothing is known about a process on another host, with one exception: when a Slurm job starts again, the
-    processes of its earlier start have ended.
+    A process on another host counts as running, with one exception: if it belongs to an earlier start of this
+    Slurm job, it has ended.
     """
     if not record:
         return False
@@ -163,7 +172,10 @@ def _may_live(record: dict[str, Any]) -> bool:
 
 @contextmanager
 def in_use(checkpoint: Path) -> Iterator[None]:
-    """Keep other runs from deleting a checkpoint while the context is open."""
+    """Keep other runs from deleting a checkpoint while the context is open.
+
+    It holds a shared lock on the checkpoint's manifest, for which the deleting run looks (`is_in_use`).
+    """
     with open(checkpoint / MANIFEST, "rb") as file:
         with suppress(OSError):  # no locks here
             fcntl.flock(file, fcntl.LOCK_SH)

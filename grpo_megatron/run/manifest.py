@@ -22,9 +22,9 @@ _WRITE_BYTES = 64 * 2**20
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint is not what was written; an earlier one may be.
+    """The files of a checkpoint differ from those that were written. An earlier checkpoint may be sound.
 
-    A checkpoint that cannot be read does not count as damaged, because it may be whole.
+    A checkpoint that cannot be read does not count as damaged, because it may be sound.
     """
 
 
@@ -40,7 +40,7 @@ class FileRecord(NamedTuple):
 
 
 class DigestedFile:
-    """A file that is written from beginning to end, with a digest of what was written."""
+    """A file that is written from beginning to end. It computes the digest for the manifest meanwhile."""
 
     def __init__(self, file: BinaryIO):
         self._file, self._digest, self._size = file, xxhash.xxh3_128(), 0
@@ -73,7 +73,10 @@ def record_of(path: Path) -> FileRecord:
 
 
 def write_manifest(folder: Path, files: Mapping[str, FileRecord]) -> None:
-    """Write the manifest of a checkpoint. files: by their path in the folder."""
+    """Write the manifest of a checkpoint.
+
+    files: size and digest of each file, by its path in `folder`.
+    """
     listed = {name: list(record) for name, record in sorted(files.items())}
     text = json_text({"files": listed, "digest": _digest_of(listed)}, indent=1)
     (folder / MANIFEST).write_text(text, encoding="utf-8")
@@ -81,9 +84,10 @@ def write_manifest(folder: Path, files: Mapping[str, FileRecord]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
-    """Return the files of a checkpoint, after checking that each has the size it was written with.
+    """Return the files that a checkpoint's manifest lists, after a check that all exist in the right size.
 
-    Raises DamagedCheckpoint that names the file at fault, and UserError if a file cannot be read.
+    Digests are not checked here, see `problems`. Raises DamagedCheckpoint, which names the file, if the
+    manifest or a file is missing or wrong. Raises UserError if a file cannot be read.
     """
     path = folder / MANIFEST
     if is_absent(path):
@@ -113,11 +117,14 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
 
 
 def problems(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]) -> list[UserError]:
-    """Return an error for each of the named files that is not as written.
+    """Read files of a checkpoint completely, and return an error for each that does not match its digest.
 
-    The error is DamagedCheckpoint if the content is wrong, and another UserError if the file cannot be read
-    here.
+    folder: the checkpoint's folder.
     files: what `read_manifest` returned.
+    names: the files to check.
+
+    An error is DamagedCheckpoint if the content is wrong, and another UserError if this node cannot read the
+    file.
     """
     found: list[UserError] = []
     for name in names:
@@ -135,9 +142,10 @@ def problems(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]
 
 
 def must_be_sound(found: Iterable[UserError]) -> None:
-    """Raise the worst of the errors that `problems` found, if there are any.
+    """Raise one of the errors that `problems` found, if there are any.
 
-    Errors of reading come before damage, because another checkpoint would not help there.
+    An error of reading is raised rather than a DamagedCheckpoint. After a DamagedCheckpoint the caller would
+    pass over the checkpoint, although it may be sound.
     """
     in_order = sorted(found, key=lambda error: isinstance(error, DamagedCheckpoint))
     if in_order:

@@ -37,12 +37,12 @@ _STATE = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint to begin from. Its file sizes and the driver's state have been checked.
+    """A checkpoint to begin from. Its file sizes and the digest of state.json have been checked.
 
-    The ranks' files are checked when the ranks read them.
-    folder: of the checkpoint
-    state: the driver's, from state.json
-    files: those of the ranks, by the path in `actor`
+    The digests of the ranks' files are checked when the ranks read them.
+    folder: path of the checkpoint
+    state: state of the driver process, from state.json
+    files: size and digest of each of the ranks' files, by its path in the subfolder `actor`
     """
 
     folder: str
@@ -62,12 +62,12 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: str | Path, command: str) -> Checkpoint:
-    """Return a checkpoint after checking it.
+    """Check the checkpoint in a folder, as far as the driver reads it, and return it.
 
     command: the command that is to continue from it: train, sft or reward-model.
 
-    Raises UserError if it is no checkpoint, cannot be read, or belongs to another command. Raises
-    DamagedCheckpoint if it is damaged.
+    Raises UserError if the folder is no checkpoint, cannot be read, or belongs to another command. Raises
+    DamagedCheckpoint if a file is missing or damaged.
     """
     root = Path(folder)
     if folder_problem(root):
@@ -117,14 +117,16 @@ def newest_checkpoint(
     passed_over: Collection[str] = (),
     instead: Checkpoint | None = None,
 ) -> Checkpoint | None:
-    """Return the newest sound checkpoint in a run's folder of checkpoints; without any, return `instead`.
+    """Return the newest undamaged checkpoint in a run's folder of checkpoints, or `instead` if there is none.
 
-    above: only checkpoints of later steps than this count.
-    passed_over: folders that are known to be damaged.
-    say: shows a line for each other damaged one.
+    root: the folder of checkpoints.
+    command: the command that is to continue: train, sft or reward-model.
+    say: shows a line for each checkpoint that is found damaged.
+    above: consider only checkpoints of steps after this one.
+    passed_over: folders of checkpoints that are known to be damaged already.
 
     Raises UserError if a checkpoint belongs to another command or cannot be read. Raises DamagedCheckpoint if
-    all are damaged and there is nothing `instead`: to begin anew silently would throw away what was learned.
+    all checkpoints are damaged and `instead` is None, because a silent new start would waste the training.
     """
     if not is_absent(root):
         with reading(root):
@@ -148,10 +150,11 @@ def newest_checkpoint(
 
 
 def finished_result(config: Config, command: str, say: Callable[[str], None]) -> dict[str, Any] | None:
-    """Return the result of an earlier start of this command, if the run is finished; else None.
+    """Return result.json of an earlier start of this command if the run has made all of its steps; else None.
 
-    A run is finished if it is to be continued and no steps are left.
-    say: shows a line about that.
+    The command then returns this result without starting anything. The result is also None if run.resume is
+    not `auto`, because the run then starts anew or from another checkpoint.
+    say: shows a line if the run is finished.
 
     Raises UserError if the finished run of this name belongs to another command.
     """
@@ -176,12 +179,15 @@ def finished_result(config: Config, command: str, say: Callable[[str], None]) ->
 
 
 def as_saved(config: Config) -> dict[str, Any]:
-    """Return the configuration in the form that state.json has."""
+    """Return the configuration as JSON values, as state.json has it, so that both can be compared."""
     return json.loads(json_text(OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)))
 
 
 def differences(checkpoint: Checkpoint, config: Config) -> list[str]:
-    """Return a line for each key whose value differs from that of the run that wrote the checkpoint."""
+    """Return a line for each configuration key whose value has changed since the checkpoint was written.
+
+    run.resume is left out.
+    """
     saved, now = (
         {".".join(names): value for names, value in leaves(values)}
         for values in (checkpoint.state["config"], as_saved(config))

@@ -10,10 +10,10 @@ from grpo_megatron.monitoring.row_file import RowFile
 
 
 class Rows:
-    """A file of rows that survives a full disk.
+    """A file of JSON rows, such as trained.jsonl. A full disk neither ends the run nor loses a row.
 
-    A row that cannot be written waits for the next one, so that the run goes on. The file only ever has whole
-    rows.
+    A row that cannot be written is kept in memory, and written together with the next one. The file contains
+    only whole rows.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]):

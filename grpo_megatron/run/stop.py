@@ -16,11 +16,12 @@ _LOOKING_SECONDS = 2.0
 
 
 def outlook(folder: str | None) -> str:
-    """Return what the run has reached, as the end of a sentence.
+    """Return what a run that ends early has reached: its newest checkpoint, and how to continue.
 
     folder: the run's folder; None: it has none yet.
 
-    Never raises, and takes two seconds at most, because the end of a run must neither fail nor wait for this.
+    The text is the end of a sentence in the run's last message. This function never raises and takes two
+    seconds at most, because the end of a run must neither fail nor wait for a file system.
     """
     try:
         checkpoint = within(_LOOKING_SECONDS, lambda: newest_folder(folder)) if folder else None
@@ -33,6 +34,8 @@ def outlook(folder: str | None) -> str:
 
 
 class Saver(Protocol):
+    """The writer of checkpoints as StopRequest uses it. Implemented by run.checkpoints.Checkpoints."""
+
     folder: Path
 
     def save(self, state: dict) -> None: ...
@@ -41,10 +44,10 @@ class Saver(Protocol):
 
 
 class StopRequest:
-    """Tells whether the run has been asked to stop. The loop checks it after each step.
+    """Tells whether the run has been asked to stop. The training loop checks it after each step.
 
-    signal: the signal that asked; None if none has
-    step: the step in progress, set by the loop; None before the first one, when there is nothing to finish
+    signal: the signal that asked the run to stop; None if there was none
+    step: the step in progress, set by the training loop; None before the first step
     """
 
     def __init__(self) -> None:
@@ -56,7 +59,10 @@ class StopRequest:
         return self.signal is not None
 
     def leave(self, saver: Saver, state: Callable[[], dict[str, Any]]) -> None:
-        """Save a checkpoint and raise Stopped. Called after a step."""
+        """Save a checkpoint and raise Stopped. The training loop calls this between steps if `is_made`.
+
+        state: returns the driver's state for the checkpoint.
+        """
         saved, reason = "", ""
         try:
             saver.save(state())
@@ -73,7 +79,8 @@ class StopRequest:
     def must_not_be_made(self, folder: str) -> None:
         """Raise Stopped if the run was asked to stop. Called before a lost process is replaced.
 
-        The scheduler that asked may have ended that process as well.
+        After such a request the process need not be replaced. The scheduler that asked may have ended it.
+        folder: the run's folder.
         """
         if self.is_made:
             raise Stopped(

@@ -1,4 +1,7 @@
-"""Device sharing between engines and the trainer's ranks: one ring of transitions, and memory after each."""
+"""Device sharing between engines and the trainer's ranks, which use the memory of the same devices in turns.
+
+Who has the memory changes by a fixed ring of transitions. Memory in use is measured after each.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +14,7 @@ _GIB = 2**30
 
 
 class State(Enum):
-    """Contents of the shared devices. The value describes them in messages."""
+    """Which side occupies the memory of the shared devices. The value describes the state in messages."""
 
     serving = "engines serve, ranks sleep"
     vacant = "engines have given back weights and KV cache, ranks sleep"
@@ -68,12 +71,14 @@ class SharingRanks(Protocol):
 
 
 class Turns:
-    """Device sharing. It begins when the engines are up and the ranks have not started.
+    """Moves the memory of shared devices between engines and trainer ranks.
 
-    Each transition is a phase of the monitor, and raises RuntimeError if it is not the next one.
+    Create it when the engines have started and the ranks have not. Each public method is one transition of
+    RING, except to_ranks and to_engines, which are several. A transition is recorded as a phase of the
+    monitor. It raises RuntimeError if another transition is next.
 
-    metrics: memory in GiB after each transition, of the fullest engine and the fullest rank. The first round
-        is also shown as text.
+    metrics: memory in GiB after each transition, of the engine and the rank that use most. The first round is
+        also shown on the terminal.
     """
 
     def __init__(self, engines: SharingEngines, monitor: Monitor):
@@ -83,12 +88,12 @@ class Turns:
         self.metrics: dict[str, float] = {}
 
     def release(self) -> None:
-        """Have the engines release the memory of their weights and KV cache."""
+        """Have the engines release the memory of their weights and KV cache, so that the ranks can use it."""
         with self._transition("release"):
             self._engines.release_memory()
 
     def started(self, ranks: SharingRanks) -> None:
-        """Take note that the ranks are up, which is the first `wake`."""
+        """Receive the ranks, which have just started and are awake. This is the first `wake` transition."""
         with self._transition("wake"):
             self._ranks = ranks
 
@@ -97,7 +102,7 @@ class Turns:
             self._ranks.wake()
 
     def resume_weights(self) -> None:
-        """Have the engines allocate memory for weights again, which `sync` must fill."""
+        """Have the engines allocate memory for their weights again. It has no valid contents until `sync`."""
         with self._transition("resume_weights"):
             # Memory is fullest here. Release what training has left, such as FP8 copies of the weights,
             # before the engines' weights come.
@@ -105,7 +110,10 @@ class Turns:
             self._engines.resume_weights()
 
     def sync(self, run: Callable[[], None]) -> None:
-        """Call `run`, which copies the trainer's weights into the engines."""
+        """Perform the weight sync within the transition `sync`.
+
+        run: copies the trainer's weights into the engines.
+        """
         with self._transition("sync"):
             run()
 
@@ -127,7 +135,7 @@ class Turns:
     def to_engines(self, sync: Callable[[], None]) -> None:
         """Go from training to generation.
 
-        sync: see `sync`. It is required, because the engines have released their weights.
+        sync: copies the trainer's weights into the engines, which have released theirs.
         """
         self.resume_weights()
         self.sync(sync)

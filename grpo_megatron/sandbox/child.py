@@ -1,4 +1,4 @@
-"""Child: one contained process, from the fork to its end."""
+"""Child: a contained process that runs one sandboxed program, seen from the helper's watcher process."""
 
 import fcntl
 import os
@@ -12,11 +12,11 @@ _READ_AT_ONCE = 1 << 16
 
 
 class Child:
-    """A contained process that runs a program, and the output that it has written so far.
+    """A contained process that runs one sandboxed program, and the output that it has written so far.
 
-    program: the message that Sandbox.run sends.
-    channel: a descriptor that becomes the program's harness.CHANNEL, or None.
-    Raises OSError if the process cannot be contained. Nothing of the program has run then.
+    The constructor forks the process. `program` is the message that Sandbox.run sends. `channel` is a file
+    descriptor over which the program's results leave the process, or None; in the process it gets the number
+    harness.CHANNEL. Raises OSError if the process cannot be contained. Nothing of the program has run then.
     """
 
     def __init__(self, program: dict, channel: int | None):
@@ -42,7 +42,10 @@ class Child:
             raise OSError(text.decode())
 
     def read(self, descriptor: int) -> None:
-        """Read the available output of a descriptor. At its end, close it."""
+        """Read what the process has written to one of its output pipes. At the end of the pipe, close it.
+
+        descriptor: a key of `open`; it must be ready to be read.
+        """
         data = os.read(descriptor, _READ_AT_ONCE)
         if data:
             self.written[self.open[descriptor]] += data
@@ -71,9 +74,10 @@ class Child:
             self.read(next(iter(self.open)))
 
     def seconds_without_processor(self) -> float:
-        """Return how long the first thread waited for a processor, which is not the program's fault.
+        """Return how long the process's first thread has waited for a processor.
 
-        Return 0 if the kernel does not count it.
+        This time does not count towards the program's time limit, because a busy machine causes it. Return 0
+        if the kernel does not count it.
         """
         try:
             with open(f"/proc/{self.pid}/schedstat", encoding="ascii") as file:
@@ -86,7 +90,10 @@ class Child:
 
 
 def _file_of(text: str) -> int:
-    """Return a descriptor of a file with this text. A read at its end returns immediately."""
+    """Return the descriptor of a memory file with this text, for use as stdin.
+
+    Unlike a pipe it needs no other process that writes to it.
+    """
     descriptor = os.memfd_create("stdin")
     data = memoryview(text.encode("utf-8", "replace"))
     while data:
@@ -104,9 +111,11 @@ def _read_all(descriptor: int) -> bytes:
 
 
 def _become(program: dict, descriptors: list[int | None], problem: int) -> None:
-    """Contain this new process and run the program in it.
+    """Contain this newly forked process, run the program in it, and end it.
 
-    It ends by SystemExit, so that the interpreter shuts down as usual.
+    descriptors: the descriptors that become 0, 1, 2 and harness.CHANNEL; None: leave that number closed.
+    problem: a pipe to which an error is written if the process cannot be contained.
+    The process ends by SystemExit, so that the Python interpreter shuts down as usual.
     """
     try:
         # Move all descriptors to high numbers first, so that none is overwritten before it is moved.

@@ -1,4 +1,4 @@
-"""contain() irrevocably contains the calling process, by all mechanisms of this package."""
+"""contain() takes away the calling process's access to files, network and other processes, for good."""
 
 import ctypes
 import os
@@ -27,15 +27,16 @@ _CAPSET = {"x86_64": 126, "aarch64": 91}
 
 
 def contain(files: str, folder: str, python_folders: list[str], limits: dict) -> None:
-    """Contain this process, which must have a single thread.
+    """Restrict this process permanently, before it runs an untrusted program.
 
-    Its working directory is its own folder afterwards.
+    The process must have a single thread. Its working directory afterwards is the only folder in which it may
+    write: `folder`, or with NAMESPACES a memory file system of its own.
 
-    files: NAMESPACES, LANDLOCK or NOTHING.
+    files: how other files are protected: NAMESPACES, LANDLOCK or NOTHING (not at all).
     folder: an empty folder for the process.
-    python_folders: folders of the interpreter and its packages.
-    limits: see config.sandbox.
-    Raises OSError.
+    python_folders: folders of the Python interpreter and its packages, which stay readable.
+    limits: the fields of config.sandbox.SandboxLimits as a dict.
+    Raises OSError if the kernel refuses a restriction.
     """
     readable = _outermost([*_SYSTEM_FOLDERS, *python_folders])
     devices = [path for path in _DEVICES if os.path.exists(path)]
@@ -59,7 +60,7 @@ def contain(files: str, folder: str, python_folders: list[str], limits: dict) ->
 
 
 def _outermost(paths: list[str]) -> list[str]:
-    """Return the paths that exist, without those that are inside another one of them."""
+    """Return the paths that exist, without those inside another one: a folder's rule covers its contents."""
     kept: list[str] = []
     for path in sorted(set(paths), key=len):
         if os.path.exists(path) and not any(path.startswith(other + os.sep) for other in kept):

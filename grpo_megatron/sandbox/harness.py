@@ -23,7 +23,8 @@ CHANNEL = 3
 def run(source: str, name: str = "__main__") -> dict[str, Any]:
     """Execute the program as module `name` and return its global names.
 
-    After an error it ends the process with status 1, as Python does.
+    source: source code of the program.
+    After an error of the program this process ends with status 1, as Python does.
     """
     module = types.ModuleType(name)
     module.__file__ = "program.py"
@@ -39,9 +40,11 @@ def _execute(source: str, file: str, names: dict[str, Any]) -> None:
 
 
 def call(source: str, function: str, arguments: list) -> None:
-    """Call a function of the program and write its result to the channel.
+    """Execute the program, call one of its functions, and write the result to CHANNEL.
 
-    The function may also be a method of a class `Solution`.
+    function: name of a global function, or of a method of a class `Solution` (as on LeetCode).
+    arguments: the function's arguments, plain data.
+    After an error of the program this process ends with status 1.
     """
     names = run(source, "program")
     result = _or_exit(lambda: plain.dumps(_function(names, function)(*arguments)))
@@ -58,7 +61,10 @@ def _function(names: dict[str, Any], function: str) -> Any:
 
 
 def _or_exit(action) -> Any:
-    """Return the result of `action`. After an error, print the traceback within the program, and exit."""
+    """Return the result of `action`. After an error, print the traceback and end this process with status 1.
+
+    The traceback omits this module's functions, so that it looks as if Python had run the program directly.
+    """
     try:
         return action()
     except Exception as error:
@@ -70,10 +76,11 @@ def _or_exit(action) -> Any:
 
 
 class Server:
-    """The program's side of the channel. Tests in another process call the program's functions over it.
+    """Serves the program's functions to tests that run in another process.
 
-    The program sees the arguments of these calls and nothing else of the tests. Objects that are not plain
-    data stay in this process, and the tests refer to them by number.
+    Calls and results are exchanged over the socket CHANNEL. So the program sees the arguments of the calls
+    and nothing else of the tests. Objects that are not plain data stay in this process, and the tests refer
+    to them by an index.
     """
 
     def __init__(self, source: str):
@@ -81,7 +88,7 @@ class Server:
         self._names = run(source, "program")
 
     def serve(self) -> None:
-        """Answer calls until the tests close the channel."""
+        """Send the program's public names, then answer calls until the tests' process closes the socket."""
         lines = socket.socket(fileno=CHANNEL).makefile("rwb")
         public = {name: value for name, value in self._names.items() if not name.startswith("_")}
         self._answer(lines, public)
@@ -118,9 +125,10 @@ class Failure:
 
 
 class Kept:
-    """The tests' reference to an object that stays in the program's process.
+    """A stand-in, in the tests' process, for an object that stays in the program's process.
 
-    It has neither a truth value nor equality, because the program would decide about them.
+    Calls and attributes are forwarded to the object. Its truth value and equality raise TypeError: the
+    program would decide about them, and could so pass any test.
     """
 
     def __init__(self, client: "Client", number: int):
@@ -144,18 +152,18 @@ class Kept:
 
 
 class Client:
-    """The tests' side of the channel to the program."""
+    """Calls the program's functions for tests that run in another process, see Server."""
 
     def __init__(self):
         self._lines = socket.socket(fileno=CHANNEL).makefile("rwb")
 
     def names(self, function: str | None) -> dict[str, Any]:
-        """Return the names that the program defines, without those that tests rely on.
+        """Return {name: value} of the program's global names that the tests may use.
 
-        Left out are the names of Python's modules and builtin functions, such as `all`, because a program
-        could redefine them.
+        Names of Python's modules and builtin functions, such as `all`, are left out if the program has
+        redefined them: the tests would otherwise use the program's version.
 
-        function: name of the function under test. It is always included.
+        function: name of the function under test, which is always included; None: there is no such function.
         """
         found = self._receive()
         return {
@@ -203,8 +211,11 @@ class Client:
 
 
 def test(source: str, function: str | None) -> None:
-    """Run tests with the program's names among their global names. Exit status 0 means that they passed.
+    """Run tests, with the names of a program in another process (see Server) among their global names.
 
+    This process ends with status 1 if a test fails.
+
+    source: source code of the tests.
     function: name of the function under test. If the tests define `check(candidate)`, as in HumanEval, it is
         called with this function.
     """
@@ -221,7 +232,11 @@ def test(source: str, function: str | None) -> None:
 
 
 def attach_standard_streams() -> None:
-    """Open sys.stdin, sys.stdout and sys.stderr again on the present descriptors 0 to 2."""
+    """Open sys.stdin, sys.stdout and sys.stderr anew on descriptors 0 to 2.
+
+    After the fork, these descriptors are the program's own pipes, and Python's old streams belong to the
+    helper.
+    """
     for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         stream = open(descriptor, mode, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
@@ -229,7 +244,10 @@ def attach_standard_streams() -> None:
 
 
 def forget_helper() -> None:
-    """Remove this project's modules and arguments from `sys`, so that the program does not find them."""
+    """Remove this project's modules and arguments from `sys`, so that the program does not find them.
+
+    Put the working directory on the import path, as Python does for a script.
+    """
     for name in [name for name in sys.modules if name.split(".")[0] == __name__.split(".")[0]]:
         del sys.modules[name]
     sys.argv = ["program.py"]

@@ -22,11 +22,11 @@ _LOOK_SECONDS = 0.03  # interval of checking the limits that the kernel does not
 
 
 def main(package_folder: str, packages: list[str]) -> None:
-    """Read programs from stdin and write outcomes to stdout, until stdin ends.
+    """Run the helper process: read programs from stdin and write their outcomes to stdout, until stdin ends.
 
-    Each message is its length in 8 bytes, followed by JSON.
+    A message is its length in bytes (8 bytes, big-endian), followed by JSON.
 
-    package_folder: the folder of this project, which programs must not find.
+    package_folder: the folder on Python's path that holds this project. Programs must not import from it.
     packages: folders with the packages that programs may import.
     """
     # The parent process may have blocked or ignored signals, and both are inherited.
@@ -51,9 +51,9 @@ def _receive() -> dict | None:
 
 
 def _read_exactly(count: int) -> bytes:
-    """Read exactly `count` bytes from stdin, because the bytes after them are for the watcher.
+    """Read exactly `count` bytes from stdin. Return b"" if stdin ends before.
 
-    Return b"" at the end of stdin.
+    No more may be read ahead: the next message may be for the watcher, which is another process.
     """
     found = b""
     while len(found) < count:
@@ -72,7 +72,11 @@ def _send(message: dict) -> None:
 
 
 def _run(program: dict) -> dict:
-    """Run one program and return its outcome. Tests, if any, follow in a separate message."""
+    """Run one program and return its outcome as a message for Sandbox.run.
+
+    If the program is to be tested, its tests are read from stdin after its start.
+    Return {"problem": text} if the program cannot be contained.
+    """
     start = time.monotonic()
     children: list[Child] = []
     try:
@@ -86,7 +90,10 @@ def _run(program: dict) -> dict:
 
 
 def _start(program: dict, children: list[Child]) -> None:
-    """Start the program, and its tests if there are any. `children[0]` decides when the run ends."""
+    """Start the program, and its tests if there are any, and add their processes to `children`.
+
+    The end of `children[0]` is the end of the run: it is the tests if there are any, else the program.
+    """
     if program["kind"] == "served":
         ours, channel = socket.socketpair()
         children.append(Child(program, channel.fileno()))
@@ -107,7 +114,12 @@ def _start(program: dict, children: list[Child]) -> None:
 
 
 def _watch(children: list[Child], program: dict, start: float) -> str | None:
-    """Wait until `children[0]` ends or a child exceeds a limit. Return the limit's name, or None."""
+    """Wait until `children[0]` ends or a child exceeds a limit, and read the children's output meanwhile.
+
+    Return the name of the exceeded limit, or None if `children[0]` has ended.
+
+    start: time.monotonic() at the start of the run.
+    """
     most_bytes = program["limits"]["output_kib"] << 10
     look = start + _LOOK_SECONDS
     while children[0].status is None:
@@ -150,7 +162,7 @@ def _limit_reached(child: Child, program: dict, start: float) -> str | None:
 
 
 def _content(folder: str) -> tuple[int, int]:
-    """Return (number of files and folders, their bytes on the disk)."""
+    """Return (number of files and folders in a folder, their bytes on the disk)."""
     count, size = 0, 0
     for at, folders, files in os.walk(folder):
         for name in folders + files:
@@ -163,10 +175,10 @@ def _content(folder: str) -> tuple[int, int]:
 
 
 def _end_with_sandbox(children: list[Child]) -> None:
-    """End all children and this process.
+    """End all children and this process, because the process that uses the sandbox is gone.
 
-    It is called when stdin is readable while a program runs. Nothing is sent then, so stdin is at its end:
-    the sandbox that wanted the outcome is gone.
+    It is called when stdin is readable while a program runs. No message is due then, so stdin must be at its
+    end.
     """
     _end(children)
     os._exit(0)
@@ -195,7 +207,7 @@ def _text(child: Child, name: str, most: int) -> str:
 
 
 def _reason_of_its_own(child: Child, limits: dict) -> str | None:
-    """Return the limit by which the kernel has ended the child or refused it memory, or None."""
+    """Return which limit that the kernel enforces has ended the child ("cpu" or "memory"), or None."""
     # A program that ignores SIGXCPU gets SIGKILL a second later.
     if child.status == -signal.SIGXCPU or (child.status == -9 and child.cpu_seconds >= limits["cpu_seconds"]):
         return "cpu"

@@ -1,7 +1,8 @@
-"""Restriction of file access by Landlock, for machines that deny namespaces to users, as containers do.
+"""Restriction of a process's file access by Landlock, a security module of the Linux kernel.
 
-Landlock does not cover everything. System calls that change a file without opening it (chmod, utime,
-truncate) are forbidden by system_calls.py. The existence of a path and the size of a file stay visible.
+It is used where users may not create namespaces, as in most containers. Landlock does not cover everything.
+System calls that change a file without opening it (chmod, utime, truncate) are forbidden by system_calls.py.
+The existence of a path and the size of a file stay visible.
 """
 
 import ctypes
@@ -28,20 +29,22 @@ class _PathBeneath(ctypes.Structure):
 
 
 def version() -> int:
-    """Return the version of the kernel's Landlock interface.
+    """Return the version of the kernel's Landlock interface, which determines the access rights it knows.
 
-    Raises OSError if there is none: before Linux 5.13, or if Landlock is disabled.
+    Raises OSError before Linux 5.13, or if Landlock is disabled.
     """
     return libc.system_call("landlock_create_ruleset", _CREATE_RULESET, None, 0, 1)
 
 
 def restrict(writable: list[str], readable: list[str], devices: list[str]) -> None:
-    """Restrict this process permanently to these folders and files. It must have set no_new_privs.
+    """Restrict this process permanently to these folders and files.
+
+    The process must have called system_calls.no_new_privileges.
 
     writable: folders to read and write.
     readable: folders and files to read and execute.
     devices: devices to read and write.
-    Raises OSError.
+    Raises OSError if the kernel has no Landlock, or if a path does not exist.
     """
     known = version()
     rights = (1 << _NUM_RIGHTS[min(known, len(_NUM_RIGHTS)) - 1]) - 1

@@ -7,7 +7,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(name: str, *arguments) -> int:
-    """Call a function of the C library. Raises OSError."""
+    """Call a function of the C library, such as `mount`. Raises OSError if it returns -1."""
     result = getattr(_libc, name)(*map(_as_c, arguments))
     if result == -1:
         number = ctypes.get_errno()
@@ -16,7 +16,11 @@ def call(name: str, *arguments) -> int:
 
 
 def system_call(name: str, number: int, *arguments) -> int:
-    """Make a system call that the C library has no function for. Raises OSError."""
+    """Make a system call that the C library has no function for. Raises OSError if it returns -1.
+
+    name: name of the call, for the error message.
+    number: number of the call on this architecture.
+    """
     result = _libc.syscall(ctypes.c_long(number), *map(_as_c, arguments))
     if result == -1:
         error = ctypes.get_errno()

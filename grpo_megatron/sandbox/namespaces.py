@@ -24,13 +24,15 @@ _USER = 1000  # within the namespace; not 0, which would have capabilities
 
 
 def enter(new_root: str, readable: list[str], devices: list[str], max_bytes: int, max_files: int) -> None:
-    """Move this process into new namespaces. Its working directory is WORK_FOLDER afterwards.
+    """Move this process into new namespaces, in which it sees only the given files and has no network.
 
-    new_root: an empty folder.
+    Its working directory is WORK_FOLDER afterwards, the only folder in which it may write.
+
+    new_root: an empty folder, on which the new file system is mounted.
     readable: folders and files of the machine that stay visible, read-only, at their paths.
     devices: devices of the machine that stay visible at their paths.
     max_bytes, max_files: limits of WORK_FOLDER.
-    Raises OSError if the machine does not allow its users to create namespaces. Needs Linux 5.12
+    Raises OSError if the machine does not allow its users to create namespaces, or before Linux 5.12
     (mount_setattr).
     """
     user, group = os.geteuid(), os.getegid()
@@ -72,9 +74,10 @@ def _mount_memory(folder: str, options: str) -> None:
 
 
 def _show(path: str, new_root: str, attributes: int) -> None:
-    """Mount a folder or file of the machine at the same path below new_root.
+    """Make a folder or file of the machine visible in the new file system, by a bind mount at the same path.
 
-    The path may be a symbolic link, as /lib is.
+    path: may be a symbolic link, as /lib is.
+    attributes: mount attributes, such as _ATTR_RDONLY.
     """
     target = new_root + path
     os.makedirs(os.path.dirname(target), exist_ok=True)

@@ -13,10 +13,10 @@ _SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 def dumps(value: Any, other: Callable[[Any], Any] | None = None) -> bytes:
-    """Encode a value as JSON.
+    """Encode plain data as JSON that `loads` can decode, including types that JSON lacks, such as tuples.
 
-    other: encodes a value that is not plain data as a list, whose first item is a name that this module does
-        not use. Without `other` such a value raises TypeError.
+    other: function that encodes a value that is not plain data as a list [name, content]. The name must be
+        one that this module does not use, such as "kept". Without `other` such a value raises TypeError.
     """
     return json.dumps(_encoded(value, other)).encode()
 
@@ -24,8 +24,8 @@ def dumps(value: Any, other: Callable[[Any], Any] | None = None) -> bytes:
 def loads(text: bytes, other: Callable[[list], Any] | None = None) -> Any:
     """Decode the output of `dumps`.
 
-    other: decodes the lists that the `other` of `dumps` has made.
-    Raises ValueError, TypeError or RecursionError if the text was not written by `dumps`.
+    other: function that decodes the lists [name, content] that the `other` of `dumps` has made.
+    Raises ValueError, TypeError or RecursionError, among others, if the text was not written by `dumps`.
     """
     return _decoded(json.loads(text), other)
 

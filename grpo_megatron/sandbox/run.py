@@ -21,7 +21,7 @@ from grpo_megatron.sandbox.contain import LANDLOCK, NAMESPACES, NOTHING
 
 
 class Ended(str, Enum):
-    """The cause of a program's end: the program itself, or the limit of this name."""
+    """The cause of a program's end: the program itself, or the limit of config.sandbox that it exceeded."""
 
     itself = "itself"
     time = "time"
@@ -46,33 +46,33 @@ class Program:
     stdin: str = ""
     """Text that the program can read from stdin."""
     files: dict[str, str] = field(default_factory=dict)
-    """{path in the program's folder: contents}."""
+    """{path relative to the program's working directory: contents} of files that the program finds there."""
     function: str | None = None
     """With `arguments`: the function to call. With `tests`: the function that they test."""
     arguments: list | None = None
     """Arguments of `function`, as plain data. Its return value becomes Outcome.result."""
     tests: str | None = None
-    """Source code of the tests. The program's functions are among its global names."""
+    """Source code of the tests. They can use the program's functions as their own global names."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a program."""
+    """The outcome of a program's run."""
 
     ended: Ended
     """Cause of the end."""
     status: int
-    """Exit status, or -signal. With tests it is the status of the tests, and 0 means that they passed."""
+    """Exit status, or -N if signal N ended it. With tests it is the status of the tests; 0: they passed."""
     stdout: str
     """Text written to stdout, up to the limit; with tests, the program's text and then that of the tests."""
     stderr: str
-    """Text written to stderr, as for stdout."""
+    """Text written to stderr, up to the limit; with tests, the program's text and then that of the tests."""
     seconds: float
-    """Wall-clock seconds, including the start."""
+    """Wall-clock seconds, including the start of the program's process."""
     has_result: bool = False
     """True if the called function returned plain data."""
     result: Any = None
-    """Return value of the called function."""
+    """Return value of the called function; None if `has_result` is False."""
 
     @property
     def succeeded(self) -> bool:
@@ -102,7 +102,7 @@ class Sandbox:
     Usage: `with Sandbox(limits) as sandbox: outcome = sandbox.run(Program(...))`.
 
     Only one thread may use a sandbox at a time. No processes or files remain after the `with` block, even
-    after an error. Raises UserError if this machine cannot contain programs as `isolation` requires.
+    after an error.
     """
 
     def __init__(
@@ -111,7 +111,14 @@ class Sandbox:
         isolation: Isolation = Isolation.full,
         containment: str | None = None,
     ):
-        """containment: a constant of contain.py; None: the strongest one that this machine supports."""
+        """Choose how programs are contained.
+
+        limits: limits of each program; None: the defaults.
+        isolation: the least containment that the caller accepts.
+        containment: NAMESPACES, LANDLOCK or NOTHING of contain.py, in place of `isolation`; None: the
+            strongest one that this machine supports.
+        Raises UserError if this machine cannot contain programs as `isolation` requires.
+        """
         self._limits = asdict(limits or SandboxLimits())
         self._containment = containment or required_containment(isolation)
 
@@ -142,9 +149,10 @@ class Sandbox:
     def run(self, program: Program, within: float | None = None) -> Outcome:
         """Run a program and return its outcome.
 
-        within: maximum wall-clock seconds of the program; None: ten times limits.seconds.
-        Raises RuntimeError if the program cannot be contained or the helper is lost. Even then nothing has
-        run outside of the sandbox.
+        within: maximum wall-clock seconds of the program; None: ten times limits.seconds. The time in which
+            the program waits for a processor counts here, but not towards limits.seconds.
+        Raises RuntimeError if the program cannot be contained, or if the helper process has ended or does not
+        answer. Even then no program has run outside of the sandbox.
         """
         within = 10 * self._limits["seconds"] if within is None else within
         deadline = time.monotonic() + within + _ANSWER_SECONDS
@@ -209,7 +217,7 @@ class Sandbox:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of programs.
+    """Return the environment variables of the helper process and of the sandboxed programs.
 
     This process's own environment is not passed on, because it may contain API keys.
     """
@@ -267,7 +275,9 @@ _OF_FILES = "('read files', lambda: open('/etc/passwd')), ('see processes', lamb
 def problem_with(containment: str) -> str | None:
     """Return why this machine cannot contain programs in this way, or None if it can.
 
-    containment: a constant of contain.py. The result is computed once per process.
+    It runs a program in a sandbox that tries forbidden actions, once per process and containment.
+
+    containment: NAMESPACES, LANDLOCK or NOTHING of contain.py.
     """
     attempts = _OF_ALL if containment == NOTHING else f"{_OF_ALL}, {_OF_FILES}"
     program = Program(_ATTEMPTS.replace("{attempts}", f"({attempts})"))
@@ -286,7 +296,7 @@ def problem_with(containment: str) -> str | None:
 def required_containment(isolation: Isolation) -> str:
     """Return the strongest containment that this machine supports and that satisfies `isolation`.
 
-    Raises UserError if there is none.
+    The result is NAMESPACES, LANDLOCK or NOTHING of contain.py. Raises UserError if there is none.
     """
     problems = {}
     for containment in (NAMESPACES, LANDLOCK, *([NOTHING] if isolation == Isolation.no_network else [])):

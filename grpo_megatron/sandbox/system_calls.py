@@ -154,25 +154,31 @@ _IOCTL = {
 
 @dataclass(frozen=True)
 class _Condition:
-    """A condition on one argument that a call must meet to be allowed.
+    """A condition on one argument of a system call. The filter refuses calls that do not meet it.
 
     Only the lower 32 bits of the argument are compared, because the kernel reads these arguments as ints.
     """
 
     argument: int
-    """Index of the argument."""
+    """Index of the argument, from 0."""
     values: frozenset[int]
     """The values that the argument is compared with."""
     mask: int = _WHOLE
-    """The bits that are compared."""
+    """The bits of the argument that are compared."""
     refused: bool = False
     """True if the argument must be none of the values. Otherwise it must be one of them."""
     only_if: tuple[int, int] | None = None
-    """(argument, value): apply the condition only to calls in which this other argument has this value."""
+    """(index, value): apply the condition only to calls whose argument of this index has this value."""
 
 
 def _conditional(own_pid: int) -> dict[str, tuple[tuple[int, int | None], list[_Condition]]]:
-    """Return {call: (numbers as in _FORBIDDEN, conditions)}. A call must meet all of its conditions."""
+    """Return the system calls that are allowed only with certain arguments.
+
+    Returns {name: (numbers, conditions)}: `numbers` are the call's numbers on x86-64 and on 64-bit ARM, and
+    the call must meet all conditions.
+
+    own_pid: id of the contained process, the only one that it may send signals to.
+    """
     own = [_Condition(0, frozenset({own_pid}))]
     return {
         "clone": ((56, 220), [_Condition(0, frozenset({_CLONE_THREAD}), _CLONE_THREAD)]),
@@ -235,7 +241,10 @@ def _filter(machine: str, own_pid: int) -> list[_Instruction]:
 
 
 def _checked(condition: _Condition, refusal: _Instruction) -> list[_Instruction]:
-    """Return instructions that refuse a call which violates the condition, or continue after their end."""
+    """Return filter instructions that check one condition of a system call.
+
+    They end with `refusal` if the call violates the condition. Otherwise the filter continues after them.
+    """
     values = sorted(condition.values)
     # If the values are equal, a comparison skips the remaining comparisons and one more instruction.
     comparisons = [(_JUMP_EQUAL, len(values) - index, 0, value) for index, value in enumerate(values)]
@@ -268,9 +277,10 @@ _PR_SET_SECCOMP, _MODE_FILTER = 22, 2
 
 
 def forbid() -> None:
-    """Install the filter in this process permanently. The process must have set no_new_privs.
+    """Forbid dangerous system calls to this process permanently, by a seccomp filter.
 
-    Raises OSError, also on an unknown architecture.
+    The process must have called `no_new_privileges`. Raises OSError if the kernel refuses the filter, or on
+    an architecture other than x86-64 and 64-bit ARM.
     """
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
@@ -284,7 +294,10 @@ def forbid() -> None:
 
 
 def no_new_privileges() -> None:
-    """Set no_new_privs: programs that are executed from now on get no more rights than this process has."""
+    """Set no_new_privs in this process: it can no longer gain rights by executing a setuid program.
+
+    The kernel requires this before a process without privileges may use seccomp or Landlock.
+    """
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 

@@ -1,4 +1,4 @@
-"""run_python: Python as a tool for a model in an environment."""
+"""run_python runs Python code that a model wrote, as a tool that environments can offer to the model."""
 
 from grpo_megatron.config.sandbox import Isolation, SandboxLimits
 from grpo_megatron.sandbox.run import Ended, Outcome, Program, Sandbox
@@ -13,11 +13,16 @@ def run_python(
     longest: int = 4000,
     within: float | None = None,
 ) -> str:
-    """Run a program and return its output as text for a model, including its error if it fails.
+    """Run a program in a sandbox and return its output as text for a model.
 
-    longest: approximate maximum number of characters of the text.
-    within: see Sandbox.run.
-    Errors of the program are part of the text. Raises only the errors of Sandbox.
+    The text includes the program's error, or the limit that it exceeded. So a failing program raises no
+    exception here.
+
+    isolation: the least containment that the caller accepts.
+    longest: approximate maximum number of characters of stdout, and of the error.
+    within: maximum wall-clock seconds of the program; None: ten times limits.seconds.
+    Raises UserError if this machine cannot contain programs as `isolation` requires. Raises RuntimeError if
+    the sandbox itself fails.
     """
     limits = limits or SandboxLimits()
     with Sandbox(limits, isolation) as sandbox:
@@ -47,7 +52,7 @@ def _why(outcome: Outcome, limits: SandboxLimits) -> str:
 
 
 def _shortened(text: str, longest: int) -> str:
-    """Return the text, or only its beginning and end if it is too long.
+    """Return the text, or only its beginning and end if it has more than `longest` characters.
 
     The end is kept, because the last line is often the result.
     """

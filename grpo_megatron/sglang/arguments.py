@@ -15,7 +15,10 @@ from grpo_megatron.weights import fp8_blocks
 
 
 def engine_dtype(config: EngineConfig, model_path: str) -> str:
-    """Return torch's name of the dtype that the engine computes in."""
+    """Return the name of the dtype that the engine computes in, such as "bfloat16".
+
+    With rollout.engine.dtype=auto it is the dtype of the checkpoint at `model_path`.
+    """
     # SGLang's own "auto" converts float32 checkpoints to float16.
     return (
         str(read_architecture(model_path).dtype).removeprefix("torch.")
@@ -95,7 +98,7 @@ def _on_cpu(config: EngineConfig) -> dict[str, Any]:
 
 
 def node_arguments(node: int, nodes: int, address: str) -> dict[str, Any]:
-    """Return the additional arguments for one node of an engine on several nodes.
+    """Return the arguments that one node of a multi-node engine needs beside those of `engine_arguments`.
 
     node: index of the node.
     nodes: number of nodes.
@@ -105,9 +108,9 @@ def node_arguments(node: int, nodes: int, address: str) -> dict[str, Any]:
 
 
 def engine_environment(config: EngineConfig, gpu: bool, threads: int = 1) -> dict[str, str]:
-    """Return the environment variables that an engine needs beside those of Cluster.options.
+    """Return the environment variables with which the Ray actor of an engine must be started.
 
-    They must be set before the engine starts.
+    Cluster.options adds those that every actor of a run needs.
 
     threads: intra-op threads of each tensor-parallel rank on a CPU.
     """

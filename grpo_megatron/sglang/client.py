@@ -1,4 +1,4 @@
-"""EngineClient sends requests to one engine. Callers in one event loop each await their own answer."""
+"""EngineClient sends requests to one engine. Each caller awaits the completion of its own request."""
 
 import asyncio
 import contextlib
@@ -17,11 +17,18 @@ _POLL_SECONDS = 5.0
 class EngineClient:
     """A client of one engine with at most rollout.max_concurrency requests in flight.
 
-    See EnginePool.clients.
+    It sends requests in groups and polls the engine for finished ones, so that a Ray call carries many
+    samples. EnginePool.clients creates it.
     """
 
     def __init__(self, engine: ray.actor.ActorHandle, process: Process, config: RolloutConfig, batch: int):
-        """batch: id of this client's batch of requests, higher than that of every earlier client."""
+        """Connect to a running engine.
+
+        engine: the SGLangEngine actor.
+        process: name and log of the engine, for error messages.
+        batch: id of all requests of this client, higher than that of every earlier client. `abort` ends the
+            engine's requests up to this id.
+        """
         self._engine, self._process, self._batch = engine, process, batch
         self._timeout = config.engine.request_timeout
         self._slots = asyncio.Semaphore(config.max_concurrency)
@@ -32,10 +39,10 @@ class EngineClient:
     async def generate(self, request: Request) -> Completion:
         """Send a request and return its completion.
 
-        It first waits while the engine has rollout.max_concurrency requests. At most one request with a given
-        key may be in flight.
-        Raises UserError if the engine dies, or finishes no request for rollout.engine.request_timeout
-        seconds.
+        It first waits while rollout.max_concurrency requests of this client are in flight. At most one
+        request with a given key may be in flight.
+        Raises UserError if the engine dies. Raises UserError also if the engine finishes no request for
+        rollout.engine.request_timeout seconds.
         """
         async with self._slots:
             loop = asyncio.get_running_loop()
@@ -53,9 +60,9 @@ class EngineClient:
         return fetch(reference, self._process, "end_ids")
 
     async def abort(self) -> None:
-        """End all requests in flight. No caller may still be waiting for one.
+        """End all requests in flight on the engine. No caller may still be awaiting `generate`.
 
-        The engine has no requests of other clients, so all of its requests end.
+        Only one client of an engine has requests in flight at a time, so no other client is affected.
         Raises UserError if the engine dies.
         """
         self._answers.clear()

@@ -25,7 +25,10 @@ _MASKED_QUERIES = 512
 
 @dataclass
 class Block:
-    """n sequences that are computed together, with up to L tokens each, of which up to E are new."""
+    """n sequences whose attention is computed together, with up to L tokens each, of which up to E are new.
+
+    New tokens are those whose keys and values were not cached before this step.
+    """
 
     rows: torch.Tensor
     """int64 [n, E]: batch index of each new token's query. Shorter sequences repeat their last index."""
@@ -43,18 +46,19 @@ class Block:
     """Cache of `padding`: {heads: result}."""
 
     def head_slots(self, heads: int) -> torch.Tensor:
-        """Return the slots of all heads in a pool viewed as [slots * heads, head_dim]: int64 [n * heads * L].
+        """Return where the keys or values of each head are, to gather them with one index_select.
 
-        It is computed once per batch.
+        The result is int64 [n * heads * L], row indices of the pool viewed as [slots * heads, head_dim]. It
+        is computed once per batch and used in every layer.
         """
         if heads not in self._head_slots:
             self._head_slots[heads] = (self.slots[:, None] * heads + torch.arange(heads)[:, None]).flatten()
         return self._head_slots[heads]
 
     def padding(self, heads: int) -> torch.Tensor:
-        """Return the additive mask, float32 [n * heads, 1, L]: -inf after the end of a sequence, else 0.
+        """Return the additive attention mask, float32 [n * heads, 1, L]: -inf after a sequence's end, else 0.
 
-        It is computed once per batch.
+        It is computed once per batch and used in every layer.
         """
         if heads not in self._padding:
             behind = torch.arange(self.slots.shape[1]) >= self.lengths[:, None]
@@ -66,9 +70,10 @@ class Block:
 def make_blocks(
     req_to_token: torch.Tensor, requests: torch.Tensor, lengths: torch.Tensor, prefix: torch.Tensor
 ) -> list[Block]:
-    """Partition a batch into blocks of sequences with similar numbers of tokens and of new tokens.
+    """Partition a batch into blocks of sequences of similar length, so that little is computed on padding.
 
-    In a block either all sequences have a cached prefix, or none has one.
+    The sequences of a block have similar numbers of tokens and of new tokens. Either all of them have a
+    cached prefix, or none has one.
 
     req_to_token: int32 [requests, context], the pool's slots of each request.
     requests: int64 [B], the row in `req_to_token` of each sequence.
@@ -110,11 +115,12 @@ def _block(req_to_token, requests, lengths, prefix, starts) -> Block:
 def decode_attention(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float
 ) -> torch.Tensor:
-    """Return the attention of one new token per sequence, float32 [n, heads, v_dim].
+    """Return the attention of one new token per sequence (decoding), float32 [n, heads, v_dim].
 
-    q: [n, heads, d].
-    keys: [slots, kv_heads, d], the pool.
-    values: [slots, kv_heads, v_dim], the pool.
+    q: [n, heads, d], the queries.
+    keys: [slots, kv_heads, d], SGLang's whole pool of cached keys.
+    values: [slots, kv_heads, v_dim], SGLang's whole pool of cached values.
+    scale: factor of the scores before the softmax.
 
     The query heads that share a kv head are the rows of one matrix product. All dtypes are computed in
     float32.
@@ -139,10 +145,12 @@ def decode_attention(
 def extend_attention(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block: Block, scale: float
 ) -> torch.Tensor:
-    """Return the causal attention of the new tokens, [n, E, heads, v_dim].
+    """Return the causal attention of all new tokens (prefill), [n, E, heads, v_dim] in the queries' dtype.
 
-    q: [n, E, heads, d].
-    keys, values: as in `decode_attention`.
+    q: [n, E, heads, d], the queries, padded at the end of each sequence.
+    keys: [slots, kv_heads, d], SGLang's whole pool of cached keys.
+    values: [slots, kv_heads, v_dim], SGLang's whole pool of cached values.
+    scale: factor of the scores before the softmax.
     """
     n, length = block.slots.shape
     flat = block.slots.flatten()
@@ -169,10 +177,10 @@ def extend_attention(
 
 
 class BatchedAttention(TorchNativeAttnBackend):
-    """The `torch_native` backend, but computed on blocks of sequences.
+    """The attention backend of CPU engines: SGLang's `torch_native`, but computed on blocks of sequences.
 
-    Cross-attention, encoders and sliding windows are left to `torch_native`. The models of this project do
-    not have them.
+    Cross-attention, encoders and sliding windows, which the models of this project do not have, still use the
+    methods of `torch_native`.
     """
 
     def init_forward_metadata(self, forward_batch):

@@ -24,7 +24,7 @@ from grpo_megatron.weights.fp8_blocks import quantise
 
 
 def register() -> None:
-    """Replace SGLang's FP8 functions in this process, for layers that are created from now on."""
+    """Replace SGLang's FP8 functions, which need Triton, for layers created from now on in this process."""
     fp8_utils.triton_w8a8_block_fp8_linear = linear
     fused_moe.fused_experts = experts
 
@@ -37,10 +37,15 @@ def linear(
     input_scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the linear layer's output, [..., out] in the input's dtype. Sums are float32.
+    """Return a linear layer's output. It replaces SGLang's triton_w8a8_block_fp8_linear, which needs a GPU.
+
+    The result is [..., out] in the input's dtype. Sums are float32.
 
     input: [..., n] of any float dtype.
     weight: float8_e4m3fn [out, n].
+    block_size: (rows, columns) of the weight that share a scale.
+    weight_scale: one scale per block.
+    Raises NotImplementedError for an input that is quantised already.
     """
     if input_scale is not None:
         raise NotImplementedError("an input that is quantised already")
@@ -63,7 +68,7 @@ def experts(
     use_fp8_w8a8: bool,
     **others,
 ) -> torch.Tensor:
-    """Return the output of the experts, [tokens, h].
+    """Return the output of an MoE layer's experts, [tokens, h]. It replaces SGLang's Triton kernels.
 
     hidden_states: [tokens, h].
     w1: gate and up projections, float8_e4m3fn [experts, 2f, h].
@@ -91,7 +96,10 @@ def experts(
 
 
 def _is_plain(config: MoeRunnerConfig) -> bool:
-    """Return whether experts are plain SwiGLU MLPs whose outputs are weighted after the second product."""
+    """Return whether `experts` supports this MoE layer.
+
+    It supports plain SwiGLU MLPs whose outputs are weighted after the second matrix product.
+    """
     limits = config.gemm1_alpha, config.gemm1_clamp_limit, config.swiglu_limit
     other = (
         config.apply_router_weight_on_input or config.no_combine or any(limit is not None for limit in limits)
@@ -100,13 +108,13 @@ def _is_plain(config: MoeRunnerConfig) -> bool:
 
 
 def _multiplied(weight: torch.Tensor, scale: torch.Tensor, block_size: list[int]) -> torch.Tensor:
-    """Return the dequantised weight, float32 [out, n]: elements times the scales of their blocks."""
+    """Return the dequantised weight, float32 [out, n]: each element times the scale of its block."""
     rows, columns = block_size
     return weight.float() * scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
 
 
 def _rounded(x: torch.Tensor, columns: int) -> torch.Tensor:
-    """Return x [tokens, n] rounded to FP8 and dequantised again, float32.
+    """Return x [tokens, n] rounded to FP8 and back to float32, to compute as the GPU kernel does.
 
     Each group of `columns` features of a token has its own scale, which need not be a power of two.
     """

@@ -27,7 +27,7 @@ _PROT_NONE, _PROT_READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
 
 
 class _Recorded(TorchDispatchMode):
-    """A context that records the storages of all CPU tensors created within it."""
+    """A context that records the storages of all CPU tensors created within it, into the given dict."""
 
     def __init__(self, storages: dict[int, StorageWeakRef]):
         super().__init__()
@@ -43,9 +43,10 @@ class _Recorded(TorchDispatchMode):
 
 
 class HostMemorySaver(_TorchMemorySaverAdapterNoop):
-    """An implementation of SGLang's interface to torch_memory_saver.
+    """The memory saver of CPU engines, a stand-in for the package torch_memory_saver, which needs CUDA.
 
-    The contents of a region are lost when it is paused. Its memory is zero after `resume`.
+    A region is the memory of all tensors with one tag. `pause` releases it, and its contents are lost. It is
+    zero after `resume`.
     """
 
     enabled = True
@@ -74,9 +75,9 @@ class HostMemorySaver(_TorchMemorySaverAdapterNoop):
             _system("mprotect", start, size, _PROT_READ_WRITE)
 
     def _pages(self, tag: str) -> Iterator[tuple[int, int]]:
-        """Yield (address, bytes) of the pages that lie completely within a storage of the region.
+        """Yield (address, bytes) of the memory pages that lie completely within a storage of the region.
 
-        The first and last page of a storage may also hold other data.
+        Only these are released, because the first and last page of a storage may also contain other data.
         """
         page = mmap.PAGESIZE
         for address, reference in self._regions[tag].items():
@@ -95,7 +96,7 @@ def _system(call: str, start: int, size: int, argument: int) -> None:
 
 
 def register() -> HostMemorySaver:
-    """Make a HostMemorySaver the memory saver that SGLang uses in this process from now on, and return it."""
+    """Make SGLang use a HostMemorySaver in this process from now on, and return it."""
     saver = HostMemorySaver()
     create = TorchMemorySaverAdapter.create
     TorchMemorySaverAdapter.create = staticmethod(lambda enable: saver if enable else create(False))
@@ -103,7 +104,10 @@ def register() -> HostMemorySaver:
 
 
 def weights_region():
-    """Return a context in which new tensors count as weights, if this engine can release memory."""
+    """Return a context in which new tensors count as weights, so that they are released with the weights.
+
+    It has no effect if this engine was started without the memory saver.
+    """
     from sglang.srt.runtime_context import get_exec
 
     return TorchMemorySaverAdapter.create(enable=get_exec().features.enable_memory_saver).region(

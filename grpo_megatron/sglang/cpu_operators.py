@@ -21,9 +21,9 @@ from torch.nn.functional import linear, silu
 
 
 def register(platform_key: str) -> None:
-    """Replace the operators in this process, for all calls from now on.
+    """Replace SGLang's slow operators by those of this module, in this process, from now on.
 
-    platform_key: the platform's get_dispatch_key_name.
+    platform_key: the key of the CPU platform in SGLang's operators, TorchCpuPlatform.get_dispatch_key_name.
     """
     BaseFusedOp.register_oot_forward(RMSNorm, rms_norm, platform_key)
     # These subclasses differ only in their frequencies.
@@ -47,12 +47,15 @@ def store_weights_by_column(model: torch.nn.Module) -> None:
 
 @cache
 def _scalar(value: float) -> torch.Tensor:
-    """Return a constant as a tensor, for operators that only take tensors."""
+    """Return a cached tensor of a constant, for torch operators that take no Python numbers."""
     return torch.tensor(value)
 
 
 def rms_norm(self: RMSNorm, x, residual=None, post_residual_addition=None, quant_linear=None):
-    """Return the RMS norm of x [..., h]. With a residual, return the norm of x + residual, and that sum."""
+    """Return the RMS norm of x [..., h]; with a residual, (norm of x + residual, x + residual).
+
+    It replaces RMSNorm's native forward for float32 and launches fewer operators.
+    """
     special = self.variance_size_override is not None or self.fp32_residual or not self.has_weight
     if x.dtype != torch.float32 or special or post_residual_addition is not None:
         return self.forward_native(x, residual, post_residual_addition)
@@ -65,7 +68,10 @@ def rms_norm(self: RMSNorm, x, residual=None, post_residual_addition=None, quant
 
 
 def rotate(self: RotaryEmbedding, positions, query, key, offsets=None, fused_set_kv_buffer_arg=None):
-    """Return query and key [tokens, heads * head_size] with the rotary embedding applied."""
+    """Return (query, key), each [tokens, heads * head_size], with the rotary embedding applied.
+
+    It replaces RotaryEmbedding's native forward for float32 and launches fewer operators.
+    """
     whole = self.is_neox_style and self.rotary_dim == self.head_size and not hasattr(self, "sin_cos_cache")
     if (
         query.dtype != torch.float32
@@ -89,10 +95,10 @@ def rotate(self: RotaryEmbedding, positions, query, key, offsets=None, fused_set
 
 
 def experts(self: UnquantizedFusedMoEMethod, layer, dispatch_output):
-    """Compute the experts of an MoE layer, also under expert parallelism.
+    """Compute the experts of an MoE layer. It replaces SGLang's native form, wrong under expert parallelism.
 
-    There the index of an expert on another rank is -1. SGLang's native form would use it as the index of an
-    own expert.
+    With expert parallelism the index of an expert on another rank is -1. SGLang's native form would take it
+    for the index of one of this rank's experts.
     """
     x, (weights, chosen, _) = dispatch_output.hidden_states, dispatch_output.topk_output
     if not (chosen < 0).any():

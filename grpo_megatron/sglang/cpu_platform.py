@@ -24,9 +24,9 @@ def activate() -> str | None:
 
 
 def _allocate_plain(dims, dtype, device, pin_memory, allocator, registration_granularity_bytes=None):
-    """Allocate the host buffer for the routed experts without CUDA.
+    """Allocate SGLang's host buffer for the routed experts of tokens.
 
-    By default SGLang registers this buffer with CUDA.
+    It replaces SGLang's function, which also registers the buffer with CUDA.
     """
     return allocator.allocate(dims, dtype=dtype, device=device)
 

@@ -17,13 +17,19 @@ _IMPORTS = "grpo_megatron.sglang.cpu_imports"
 
 
 def prepare() -> None:
-    """Start the process to fork from, with the current environment, and return immediately."""
+    """Start the process from which SGLang's processes will be forked, and return immediately.
+
+    It gets the current environment and imports SGLang in the background.
+    """
     forkserver.set_forkserver_preload([_IMPORTS])
     forkserver.ensure_running()
 
 
 def forking(engine: type) -> type:
-    """Return a subclass of sglang.Engine whose processes are forked instead of spawned."""
+    """Return a subclass of sglang.Engine that forks its processes instead of spawning them, to start faster.
+
+    engine: the class sglang.Engine.
+    """
 
     class ForkingEngine(engine):
         @classmethod
@@ -41,10 +47,11 @@ def forking(engine: type) -> type:
 
 
 def _run(environment: dict[str, str], function: Callable, *arguments) -> Any:
-    """Run `function` as a spawned process would.
+    """Run the main function of an SGLang process in a forked process, as if the process had been spawned.
 
-    environment: the environment variables that SGLang has set since the process to fork from was started.
     Child processes of this process are spawned, not forked.
+
+    environment: the environment of the engine's process. SGLang may have set variables since `prepare`.
     """
     # Set only the variables that changed: once the whole environment has been set, a process title cannot be
     # set.

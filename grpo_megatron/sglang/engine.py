@@ -1,8 +1,7 @@
 """SGLangEngine runs one SGLang engine as a Ray actor: token ids in, token ids and log-probs out.
 
-`submit` takes requests, and `poll` returns those that have finished. One Ray call carries many samples, and
-no caller waits for the slowest sample of a group. All calls to SGLang go through release.py, which hides the
-differences between its releases.
+`submit` takes requests and `poll` returns the finished ones, so that one Ray call carries many samples. All
+calls to SGLang go through release.py, which hides the differences between its releases.
 """
 
 import asyncio
@@ -36,15 +35,15 @@ class Request:
     """A request to sample one response."""
 
     key: tuple[int, int]
-    """Identifies the request; the completion has the same key."""
+    """Identifier of the request, chosen by the caller; the completion has the same key."""
     prompt_ids: list[int]
     """Token ids of the prompt."""
     sampling: dict[str, Any]
     """SGLang's sampling parameters."""
     routed: int = 0
-    """Number of leading tokens whose experts the caller already has."""
+    """Number of leading tokens whose experts (from MoE routing) the caller already has."""
     top: int = 0
-    """Number of most likely tokens to return at each position."""
+    """Number of most likely tokens to return for each token of the response; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,8 @@ class Completion:
     weight_spans: tuple[WeightSpan, ...]
     """Spans of the response's tokens with the weight version that sampled them."""
     routing: np.ndarray | None = None
-    """int16 [P + R - 1 - Request.routed, L, k], the k experts of each computed token in each of the L layers
-    with experts, without the first `Request.routed` tokens; None unless requested."""
+    """int16 [P + R - 1 - Request.routed, L, k], the k experts of each token in each of the L layers with
+    experts, without the first `Request.routed` tokens and the last token; None unless requested."""
     top_ids: np.ndarray | None = None
     """int32 [R, Request.top], the most likely tokens at each position, best first; None unless requested."""
     top_logprobs: np.ndarray | None = None
@@ -71,10 +70,9 @@ class Completion:
 
 
 class _Scheduling:
-    """The progress of SGLang's processes for the engine's heartbeat, see cluster.heart.View.
+    """Tells the engine's heartbeat whether SGLang's child processes make progress (a cluster.heart.View).
 
-    The threads of the actor itself do not show progress: its event loop keeps running even if the scheduler
-    hangs.
+    The actor's own threads cannot tell: its event loop keeps running even if SGLang's scheduler hangs.
     """
 
     def __init__(self, control: EngineControl, children: Children):
@@ -91,7 +89,7 @@ class _Scheduling:
 
 
 def _phase(method: Callable) -> Callable:
-    """Decorate a method so that the engine's heartbeat reports a phase of the method's name while it runs."""
+    """Decorate an engine method so that the heartbeat, and so the hang detector, names it while it runs."""
 
     @wraps(method)
     async def within(engine, *arguments):
@@ -117,7 +115,7 @@ class SGLangEngine:
         process: name and log of this process.
         arguments: arguments of sglang.Engine.
         routed_layers: for each layer of the model, whether it has experts; None if routing is not requested.
-        others: the EngineNode actors on the engine's other nodes.
+        others: {process: EngineNode actor} for the engine's nodes after the first.
         """
         redirect_output(process.log)
         self._process, self._routed_layers = process, routed_layers
@@ -139,7 +137,7 @@ class SGLangEngine:
         self._heart.start()
 
     async def ready(self) -> int:
-        """Return the process id once the engine can serve."""
+        """Return the id of this process. The call returns only after SGLang has loaded the model."""
         # SGLang's own server does this after its start. Otherwise each garbage collection traverses all
         # imported objects, which takes 0.1 to 0.3 s in each of its three processes.
         await self._control.freeze_gc()
@@ -150,20 +148,21 @@ class SGLangEngine:
         return self._control.end_ids
 
     async def beat(self) -> None:
-        """Send a heartbeat to the driver's hang detector now."""
+        """Send a heartbeat to the driver's hang detector now, ahead of the regular interval."""
         self._heart.beat()
 
     def _dead(self) -> Process | None:
-        """Return a process of this engine that has lost an SGLang child process, or None if all are alive."""
+        """Return a process of this engine, on any node, whose SGLang child has died; None: all are alive."""
         if not self._children.alive:
             return self._process
         return next((process for process, end in self._ends.items() if end.done()), None)
 
     async def _while_alive(self, call: str, awaitable: Awaitable, timeout: float | None = None) -> Any:
-        """Return the awaitable's result, but raise ProcessDied if a child process of SGLang dies on any node.
+        """Return the result of a call to SGLang, without waiting forever if SGLang dies.
 
-        SGLang usually ends this process when one of its children dies, but not always. After a SIGKILL of the
-        scheduler every call was seen to wait forever. Raises asyncio.TimeoutError after `timeout` seconds.
+        After a SIGKILL of SGLang's scheduler process, every call was seen to wait forever.
+        Raises ProcessDied if a child process of SGLang dies on any node. Raises asyncio.TimeoutError after
+        `timeout` seconds.
         """
         task = asyncio.ensure_future(awaitable)
         waited = 0.0
@@ -181,7 +180,7 @@ class SGLangEngine:
         return task.result()
 
     def admit(self) -> None:
-        """Allow this engine to serve until the next update begins."""
+        """Allow requests until the next weight update. A new engine refuses them until it is admitted."""
         self._admitted = True
 
     def _must_be_admitted(self) -> None:
@@ -194,7 +193,7 @@ class SGLangEngine:
         self._memory.must_have(*Part)
 
     async def submit(self, batch: int, requests: list[Request]) -> None:
-        """Start to answer requests. `abort` can end all requests of a batch."""
+        """Start to answer requests of a client, whose id is `batch`. `poll` returns the completions."""
         # Ray may run the calls of an async actor in another order than they were made. Requests that arrived
         # after their abort used to be answered in the next step.
         for request in requests if batch > self._aborted else ():
@@ -215,7 +214,7 @@ class SGLangEngine:
     async def poll(self, batch: int, timeout: float) -> list[Completion]:
         """Return the completions since the last call. Wait up to `timeout` seconds for the first one.
 
-        Raises the error of a request that failed.
+        The list is empty if no request finishes in time. Raises the error of a request that failed.
         """
         if batch <= self._aborted:
             return []
@@ -234,9 +233,9 @@ class SGLangEngine:
 
     @_phase
     async def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
-        """Return the log-probs of each sequence's tokens at temperature 1, float32 [n - 1].
+        """Return the log-probs of given token sequences at temperature 1, to compare engine and trainer.
 
-        The first token has no log-prob.
+        The result for a sequence of n tokens is float32 [n - 1], because its first token has no log-prob.
         """
         self._must_be_admitted()
         scored = await self._while_alive("score", self._control.score(sequences))
@@ -251,7 +250,10 @@ class SGLangEngine:
 
     @_phase
     async def begin_update(self, pause: PauseMode) -> None:
-        """Stop serving and open an update session. pause: what happens to running requests."""
+        """Stop serving, and let the weights be replaced until `end_update`.
+
+        pause: what happens to running requests: they are retracted, continued in place, or aborted.
+        """
         self._memory.must_have(Part.weights)
         self._admitted, self._updating = False, True
         if self._tasks:
@@ -267,9 +269,9 @@ class SGLangEngine:
 
     @_phase
     async def sync_order(self, order: Order) -> list[Answer]:
-        """Make every tensor-parallel rank carry out an order within the session. Return their answers.
+        """Make every tensor-parallel rank carry out a weight-sync order of the driver, after `begin_update`.
 
-        Raises UserError if a rank failed.
+        Return one answer per rank, in rank order. Raises UserError if a rank failed.
         """
         asking = self._control.call_loader(by_value(order), self._tp_size, DOOR)
         await self._accepted("update_weights_from_tensor", asking)
@@ -285,10 +287,9 @@ class SGLangEngine:
 
     @_phase
     async def load_bucket(self, bucket: Bucket) -> list[str]:
-        """Load tensors by HF name, and return the names.
+        """Load full HF tensors with SGLang's own loader, after `begin_update`, and return their names.
 
-        It works only for an engine on a single node, because the tensors are passed through files of this
-        node.
+        It works only on a single node, because SGLang's processes get the tensors through files of this node.
         """
         loading = self._control.load_tensors(bucket.tensors(), self._tp_size)
         await self._accepted("update_weights_from_tensor", loading)
@@ -296,9 +297,9 @@ class SGLangEngine:
 
     @_phase
     async def end_update(self, version: int, keep_cache: bool) -> None:
-        """Close the session, drop the prefix cache of the old weights, set the version, and resume serving.
+        """Resume serving with the new weights, whose version is `version`, and drop the prefix cache.
 
-        keep_cache: requests that were paused in place continue with keys and values of the old weights.
+        keep_cache: if requests are paused, keep it: they continue with the old weights' keys and values.
         """
         await self._accepted("end_weight_update", self._control.end_weight_update())
         if not (keep_cache and self._paused):
@@ -311,9 +312,9 @@ class SGLangEngine:
         self.admit()
 
     async def reset(self, batch: int) -> bool:
-        """Abort like `abort`, and return whether the engine can continue.
+        """Drop all requests after a failure elsewhere in the run. Return whether this engine can be kept.
 
-        It cannot continue in the middle of an update, because some of its weights are new and some are old.
+        It cannot if SGLang has died, or during an update, when some weights are new and some are old.
         """
         if self._updating or self._dead():
             return False
@@ -322,10 +323,7 @@ class SGLangEngine:
         return True
 
     async def abort(self, batch: int) -> None:
-        """End all requests of batches up to this one and discard their answers.
-
-        No later batch may have begun.
-        """
+        """End all requests up to this batch and discard their completions. No later one may have begun."""
         self._aborted = batch
         self._control.abort()
         if self._tasks:
@@ -335,9 +333,9 @@ class SGLangEngine:
 
     @_phase
     async def release_memory(self) -> None:
-        """Release the memory of the weights and the KV cache. A weight sync must precede the next request.
+        """Release the memory of the weights and the KV cache, so that the trainer can use it.
 
-        Raises RuntimeError while requests run.
+        A weight sync must precede the next request. Raises RuntimeError while requests run.
         """
         if self._tasks:
             raise RuntimeError(f"{self._process.name} still generates, and may not give back its memory")
@@ -349,11 +347,11 @@ class SGLangEngine:
         await self._memory.resume(part)
 
     async def occupied(self) -> int:
-        """Return the bytes in use, see `engine_bytes`."""
+        """Return the bytes in use on the engine's fullest GPU, or by its processes if it has no GPU."""
         return engine_bytes(self._children)
 
     async def _accepted(self, call: str, awaitable: Awaitable[Accepted]) -> None:
-        """Wait for SGLang's answer. Raises UserError if it refuses the call."""
+        """Wait for SGLang's answer to a call. Raises UserError if SGLang refuses the call."""
         success, message = await self._while_alive(call, awaitable)
         if not success:
             raise UserError(f"the engine refused {call}: {message}")
@@ -363,7 +361,7 @@ class SGLangEngine:
 
 
 def _routing(request: Request, answer: dict, has_experts: tuple[bool, ...]) -> np.ndarray:
-    """Return Completion.routing. SGLang's array also has the layers without experts."""
+    """Decode SGLang's array of experts into Completion.routing, which omits the layers without experts."""
     flat = np.frombuffer(base64.b64decode(answer["meta_info"]["routed_experts"]), dtype=np.int32)
     tokens = len(request.prompt_ids) + len(answer["output_ids"]) - 1 - request.routed
     return flat.reshape(tokens, len(has_experts), -1)[:, np.array(has_experts)].astype(np.int16)
@@ -387,9 +385,9 @@ def _completion(request: Request, answer: dict, routed_layers: tuple[bool, ...] 
 
 
 def _top_tokens(places: list[list[tuple[float, int, str | None]]]) -> dict[str, np.ndarray]:
-    """Return Completion.top_ids and Completion.top_logprobs.
+    """Return Completion.top_ids and Completion.top_logprobs, as keyword arguments of Completion.
 
-    places: for each position the most likely tokens, the most likely first.
+    places: for each token of the response, SGLang's (log-prob, id, text) of the likely tokens, best first.
     """
     return {
         "top_ids": np.array([[token for _, token, _ in place] for place in places], dtype=np.int32),

@@ -1,4 +1,4 @@
-"""Release and resumption of an engine's GPU memory, for devices that it shares with the trainer."""
+"""Release and resumption of an engine's memory, for engines that share their GPUs with the trainer."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -16,7 +16,7 @@ _IDLE_POLLS, _IDLE_POLL_SECONDS = 200, 0.05
 
 
 class Part(Enum):
-    """A part of the memory that can be released, named by SGLang's tags.
+    """A part of an engine's memory that can be released. The values are SGLang's memory tags.
 
     The contents of a part are lost when it is released.
     """
@@ -28,20 +28,22 @@ class Part(Enum):
 class EngineMemory:
     """Releases and resumes the memory of an engine, and records which parts are released.
 
-    SGLang's schedulers hold the memory. SGLang itself accepts requests or weights while their memory is
-    released, and then crashes.
+    The record is needed because SGLang does not check it: it accepts requests or weights while the memory for
+    them is released, and then crashes.
     """
 
     def __init__(self, name: str, control: EngineControl, waited_for: Callable[[str, Awaitable], Awaitable]):
-        """name: name of the engine in error messages.
+        """Record that no part is released yet.
 
-        waited_for: function of a call's name and an awaitable that returns the awaitable's result.
+        name: name of the engine in error messages.
+        waited_for: awaits a call to SGLang and returns its result. Its arguments are the name of the call and
+            the awaitable. SGLangEngine passes a function that raises an error if SGLang dies meanwhile.
         """
         self._name, self._control, self._waited_for = name, control, waited_for
         self._released: set[Part] = set()
 
     def must_have(self, *parts: Part) -> None:
-        """Check that no part is released. Raises RuntimeError otherwise."""
+        """Raise RuntimeError if one of these parts is released."""
         gone = [part.value for part in parts if part in self._released]
         if gone:
             raise RuntimeError(
@@ -50,7 +52,7 @@ class EngineMemory:
             )
 
     async def release(self) -> None:
-        """Release all parts. No request may be running. Raises RuntimeError if a part is released already."""
+        """Release all parts. Raises RuntimeError if a part is released already, or if requests run."""
         self.must_have(*Part)
         await self._until_idle()
         await self._waited_for(
@@ -59,7 +61,10 @@ class EngineMemory:
         self._released = set(Part)
 
     async def _until_idle(self) -> None:
-        """Wait until the scheduler is idle. A busy scheduler dies if it is asked to release its memory."""
+        """Wait until SGLang's scheduler is idle. A busy scheduler dies if it is asked to release its memory.
+
+        Raises RuntimeError if it is still busy after ten seconds.
+        """
         for _ in range(_IDLE_POLLS):
             if (await self._waited_for("flush_cache", self._control.flush_cache()))[0]:
                 return
@@ -78,10 +83,12 @@ class EngineMemory:
 
 
 def engine_bytes(children: Children) -> int:
-    """Return the bytes of memory in use by an engine.
+    """Return the bytes of memory in use by an engine on this node.
 
-    With GPUs it is the memory in use on the fullest of the engine's GPUs, by all processes together. Without
-    GPUs it is the memory of the engine's child processes.
+    With GPUs it is the memory in use on the fullest of the engine's GPUs, by all processes together, also
+    those of the trainer. Without GPUs it is the anonymous memory of SGLang's child processes.
+
+    children: SGLang's child processes on this node.
     """
     devices = torch.cuda.device_count()
     if devices:

@@ -21,7 +21,10 @@ _SHARED = "/dev/shm/sgl"
 
 
 class Children:
-    """SGLang's child processes on this node, found when the object is created."""
+    """The child processes that SGLang has started in this process, found when the object is created.
+
+    Used to detect dead engines, to measure their memory, and to delete their shared-memory files.
+    """
 
     def __init__(self) -> None:
         # Python's helper processes, which come and go, are children too and are skipped.
@@ -36,7 +39,7 @@ class Children:
         return [child.pid for child in self._processes]
 
     def states(self) -> list[str]:
-        """Return the state of each process, such as `sglang::scheduler (pid 7) stopped`."""
+        """Return the state of each process, such as `sglang::scheduler (pid 7) stopped`, for heartbeats."""
         found = []
         for child in self._processes:
             with suppress(psutil.NoSuchProcess):
@@ -44,9 +47,10 @@ class Children:
         return found
 
     def unlink_shared_files(self) -> None:
-        """Delete the shared-memory files of the processes, after all of them have opened the files.
+        """Delete the names of the processes' shared-memory files. All of them must have opened the files.
 
-        SGLang ends the processes by SIGKILL, and the files would stay in /dev/shm forever.
+        The files disappear when the processes end. Otherwise they would stay in /dev/shm forever, because
+        SGLang ends its processes by SIGKILL.
         """
         for pid in self.pids:
             with suppress(OSError):  # the process has just died, which is detected elsewhere
@@ -61,7 +65,11 @@ class Children:
 
 @ray.remote
 class EngineNode:
-    """The Ray actor of a further node of an engine. Its schedulers follow those on the first node."""
+    """The Ray actor on each node after the first of an engine that spans several nodes.
+
+    It starts SGLang's scheduler processes there. They follow the schedulers on the first node, where the
+    SGLangEngine actor receives all requests.
+    """
 
     def __init__(self, process: Process, arguments: dict[str, Any]):
         redirect_output(process.log)
@@ -70,11 +78,11 @@ class EngineNode:
         self._children.unlink_shared_files()
 
     async def ready(self) -> int:
-        """Return the process id once the node is up."""
+        """Return the id of this process. The call returns only after SGLang has started on this node."""
         return os.getpid()
 
     async def end(self) -> None:
-        """Return as soon as a child process of SGLang has ended."""
+        """Return as soon as a child process of SGLang has ended here, so that the first node notices it."""
         while self._children.alive:
             await asyncio.sleep(1.0)
 

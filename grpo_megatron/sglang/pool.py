@@ -57,11 +57,13 @@ class EnginePool:
     ):
         """Start all engines and return immediately. `wait_until_ready` waits for them.
 
-        seed: random seed of the first engine; the i-th engine after it gets seed + i.
+        seed: random seed of engine 0; engine i gets seed + i.
+        log_dir: folder of the engines' log files.
         watch: the hang detector, which monitors all engines.
-        routing: record the experts of each token in completions.
+        routing: return the experts of each token in completions, if the model has experts.
         pause: what a weight update does to running requests.
-        shared: the engines share their devices with the trainer and release memory in turns, see run.turns.
+        shared: the engines share their devices with the trainer, so they must be able to release their memory
+            while the trainer computes (run.turns).
         """
         self._config, self._pause = config, pause
         self.weight_version = 0
@@ -101,7 +103,7 @@ class EnginePool:
     def _start(self, numbers: Iterable[int]) -> None:
         """Start the engines with these indices, each with its processes on all its nodes.
 
-        Raises ProcessLost if a node does not answer.
+        Raises ProcessLost if a node does not name a free port for an engine's rendezvous.
         """
         addresses = self._addresses(numbers)
         for number in numbers:
@@ -124,9 +126,10 @@ class EnginePool:
             self._watch.add(self.processes[number], self._engines[number])
 
     def _addresses(self, numbers: Iterable[int]) -> dict[int, str]:
-        """Return {engine: host:port of its rendezvous} for the engines that need a port.
+        """Return {engine index: host:port where its processes rendezvous}.
 
-        Their first nodes are asked for a free port, all at the same time.
+        Only engines on several nodes or with data-parallel attention need one. The first node of each is
+        asked for a free port, all nodes at the same time.
         """
         asked = {}
         for number in numbers:
@@ -150,12 +153,13 @@ class EnginePool:
             raise process_error(error, self.processes[min(asked)], "free_address") from error
 
     def recover(self, anew: bool) -> None:
-        """Recover from a failure anywhere in the run. `wait_until_ready` must follow.
+        """Bring the engines into a usable state after a failure anywhere in the run.
 
-        Engines that cannot continue are restarted. The others drop their requests.
+        Engines that are dead, or have both old and new weights, are restarted. The others drop their
+        requests. The caller must call `wait_until_ready` next, and then sync the weights.
 
-        anew: restart all engines. It is needed with shared devices, because it is unknown which memory they
-            have released.
+        anew: restart all engines. It is needed if they share devices with the trainer, because it is unknown
+            which memory they have released.
         """
         resets = [engine.reset.remote(self._batch) for engine in self._engines]
         ray.wait(resets, num_returns=len(resets), timeout=_RESET_SECONDS)
@@ -167,9 +171,10 @@ class EnginePool:
         self._start(lost)
 
     def wait_until_ready(self) -> None:
-        """Wait until all engines can serve.
+        """Wait until all processes of all engines have started.
 
-        Raises UserError if an engine dies, or does not start within rollout.engine.start_timeout seconds.
+        Raises UserError if an engine dies. Raises UserError also if an engine does not start within
+        rollout.engine.start_timeout seconds.
         """
         nodes = [pair for others in self._others for pair in others.items()]
         nodes += zip(self.processes, self._engines, strict=True)
@@ -177,7 +182,7 @@ class EnginePool:
         gather(calls, [process for process, _ in nodes], "ready", self._config.engine.start_timeout)
 
     def clients(self) -> list[EngineClient]:
-        """Return one client for each engine, for use within one event loop.
+        """Return one new client for each engine. The clients must all be used within one event loop.
 
         All requests of earlier clients must have finished or been aborted.
         """
@@ -186,15 +191,21 @@ class EnginePool:
         return [EngineClient(engine, process, self._config, self._batch) for engine, process in pairs]
 
     def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
-        """Score sequences with the first engine, see SGLangEngine.score."""
+        """Return the first engine's log-probs of given token sequences.
+
+        The result for a sequence of n tokens is float32 [n - 1], at temperature 1, without its first token.
+        """
         return fetch(self._engines[0].score.remote(sequences), self.processes[0], "score")
 
     def score_on_all(self, sequences: list[list[int]]) -> list[list[np.ndarray]]:
-        """Score the same sequences with every engine, see SGLangEngine.score."""
+        """Return every engine's log-probs of the same token sequences, to compare them with the trainer's.
+
+        The result is indexed by engine and sequence, and its arrays are those of `score`.
+        """
         return list(self._on_all("score", sequences).values())
 
     def admit(self) -> None:
-        """Let the engines serve the weights that they loaded at their start, as version 0.
+        """Allow the engines to answer requests with the weights that they loaded at their start (version 0).
 
         A weight sync admits the engines itself, so it does not need this call.
         """
@@ -205,30 +216,33 @@ class EnginePool:
         self._on_all("begin_update", self._pause)
 
     def load_bucket(self, bucket: ray.ObjectRef) -> list[str]:
-        """Load a part of the new weights into every engine. Return the HF names of its tensors.
+        """Load some of the new weights into every engine, and return their HF names.
 
-        bucket: reference to a weights.buckets.Bucket.
+        It must be called between `begin_update` and `end_update`.
+
+        bucket: reference to a weights.buckets.Bucket, which holds full HF tensors.
         """
         return self._on_all("load_bucket", bucket)[0]
 
     def sync_order(self, order: Order) -> list[ray.ObjectRef]:
-        """Make every engine carry out an order within the update session.
+        """Make every engine carry out a weight-sync order, between `begin_update` and `end_update`.
 
-        Return one reference per engine, to the list of its ranks' answers.
+        Return one reference per engine, to the list of its ranks' weights.sync.order.Answer.
         """
         return [
             engine.sync_order.remote(order.to_engine(number)) for number, engine in enumerate(self._engines)
         ]
 
     def end_update(self, version: int) -> None:
-        """Close the update session and resume serving. Samples carry `version` from now on."""
+        """Close the update session and resume serving. Completions report `version` from now on."""
         self._on_all("end_update", version, self._pause == PauseMode.in_place)
         self.weight_version = version
 
     def release_memory(self) -> None:
-        """Release the memory of weights and KV caches.
+        """Release the memory of the engines' weights and KV caches, so that the trainer can use it.
 
-        No request may be running. The engines must get weights by a sync before they serve again.
+        No request may be running. Before the engines serve again, the memory must be resumed and a weight
+        sync must fill in the weights.
         """
         self._on_all("release_memory")
 
@@ -241,7 +255,10 @@ class EnginePool:
         self._on_all("resume_memory", Part.kv_cache)
 
     def occupied(self) -> int:
-        """Return the bytes in use by the engine that uses most, see memory.engine_bytes."""
+        """Return the bytes in use by the engine that uses most.
+
+        These are the bytes in use on an engine's fullest GPU, or by its processes if it has no GPU.
+        """
         return max(self._on_all("occupied").values())
 
     def _on_all(self, method: str, *arguments) -> dict:

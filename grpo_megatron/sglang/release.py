@@ -32,7 +32,7 @@ class EngineControl:
     """
 
     def __init__(self, engine: Any):
-        """engine: an sglang.Engine in this process."""
+        """Wrap a running engine. engine: an sglang.Engine in this process."""
         from sglang.srt.managers import io_struct
 
         self._engine, self._manager, self._requests = engine, engine.tokenizer_manager, io_struct
@@ -42,8 +42,9 @@ class EngineControl:
     ) -> dict[str, Any]:
         """Sample one response and return SGLang's answer.
 
+        sampling: SGLang's sampling parameters.
         routed: index of the first token whose experts are returned; None: no experts are returned.
-        top: number of most likely tokens to return at each position.
+        top: number of most likely tokens to return for each response token; 0: none.
 
         SGLang stores the experts of a token with its keys and values. So it also returns the experts of
         tokens that it finds in its prefix cache.
@@ -94,7 +95,7 @@ class EngineControl:
         return "weight_versions" in self._requests.BatchTokenIDOutput.__struct_fields__
 
     async def freeze_gc(self) -> None:
-        """Exclude all existing objects from garbage collection (gc.freeze) in all processes of the engine."""
+        """Make garbage collections faster: exclude all existing objects, in all processes of the engine."""
         await self._manager.freeze_gc()
 
     async def pause(self, mode: PauseMode) -> None:
@@ -110,7 +111,11 @@ class EngineControl:
         return await self._manager.begin_weight_update(self._requests.BeginWeightUpdateReqInput(), None)
 
     async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]], num_ranks: int) -> Accepted:
-        """Load tensors by HF name with the model's own loader. It reaches the ranks of this node only."""
+        """Load full HF tensors with SGLang's own loader of the model. Only ranks on this node get them.
+
+        tensors: (HF name, tensor).
+        num_ranks: number of tensor-parallel ranks.
+        """
         from sglang.srt.utils import MultiprocessingSerializer
 
         # One payload per rank, because the file handles in a payload can be opened only once.
@@ -119,7 +124,7 @@ class EngineControl:
         )
 
     async def call_loader(self, payload: bytes, num_ranks: int, loader: str) -> Accepted:
-        """Call a function on every rank.
+        """Call a function on every tensor-parallel rank, as a custom weight loader with access to the model.
 
         payload: the pickled named tensors that the function gets.
         loader: the import path of the function.
@@ -144,7 +149,10 @@ class EngineControl:
     async def release_memory(self, tags: list[str]) -> None:
         """Release the memory with these tags.
 
-        The scheduler must be idle, and all of this memory must be allocated, see memory.py.
+        The scheduler must be idle, and none of this memory may be released already. Otherwise SGLang crashes;
+        EngineMemory checks both.
+
+        tags: SGLang's memory tags, the values of memory.Part.
         """
         await self._manager.release_memory_occupation(
             self._requests.ReleaseMemoryOccupationReqInput(tags=tags)
@@ -155,10 +163,7 @@ class EngineControl:
         await self._manager.resume_memory_occupation(self._requests.ResumeMemoryOccupationReqInput(tags=tags))
 
     async def tag(self, version: int) -> None:
-        """Set the weight version that samples carry from now on.
-
-        SGLang does not confirm the call. The versions of the samples are checked instead.
-        """
+        """Set the weight version that samples report from now on. SGLang does not confirm it."""
         if hasattr(self._manager, "update_weight_version"):
             request = self._requests.UpdateWeightVersionReqInput(
                 new_version=str(version), abort_all_requests=False

@@ -14,18 +14,23 @@ from grpo_megatron.cluster.gpu_environment import preload_environment
 
 
 def meeting_file() -> tuple[BinaryIO, str]:
-    """Create the rendezvous file of the engine's processes on this node. Return it and a path to it.
+    """Create the file through which an engine's processes on this node find each other (rendezvous).
 
-    The path is valid as long as this process keeps the file open. The file has no name of its own, because
-    engines are ended by SIGKILL and would leave a named file behind. It cannot be deleted after the
-    rendezvous, because process groups that are created later use it too.
+    It replaces SGLang's rendezvous port. Returns (file, path): the path is valid as long as this process
+    keeps the file open. The file has no name of its own, because engines are ended by SIGKILL and would leave
+    a named file behind. A named file could not be deleted after the rendezvous either, because process groups
+    that are created later use it too.
     """
     file = tempfile.TemporaryFile()  # noqa: SIM115 - held as long as the engine
     return file, f"/proc/{os.getpid()}/fd/{file.fileno()}"
 
 
 def start_engine(arguments: dict[str, Any]) -> Any:
-    """Return sglang.Engine(**arguments). Its processes on this node are children of this one."""
+    """Start SGLang and return sglang.Engine(**arguments). Its processes are children of this process.
+
+    Used in place of sglang.Engine, because some preparation must precede the import of SGLang: for the memory
+    saver, and for a fast start on a CPU.
+    """
     unlink_files_of_the_dead()
     if arguments.get("enable_memory_saver"):
         # SGLang preloads the memory saver's library into its schedulers. They inherit this environment.
@@ -51,10 +56,10 @@ def start_engine(arguments: dict[str, Any]) -> Any:
 
 
 def unlink_files_of_the_dead() -> None:
-    """Delete the shared-memory files of this user's SGLang processes that were killed during their start.
+    """Delete the shared-memory files that this user's killed SGLang processes have left in /dev/shm.
 
-    Such files have 24 MiB and are named /dev/shm/sgl_shm_KIND_PID_RANDOM. After the start the files have no
-    names any more, see node.Children.
+    Such files have 24 MiB each and are named /dev/shm/sgl_shm_KIND_PID_RANDOM. They remain only if an engine
+    was killed during its start: afterwards node.Children.unlink_shared_files has deleted the names.
     """
     for path in Path("/dev/shm").glob("sgl_shm_*"):
         pid = path.name.split("_")[-2]

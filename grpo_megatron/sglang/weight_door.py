@@ -25,9 +25,9 @@ def answer_key(order: Order, rank: int) -> str:
 
 
 class _Bytes:
-    """Bytes that unpickle as a uint8 tensor.
+    """Bytes that are pickled by value and unpickled as a uint8 tensor, to send them to ranks on other nodes.
 
-    SGLang's own serialisation of tensors refers to a file of this node, but a rank may be on another node.
+    It replaces SGLang's serialisation of tensors, which refers to a file of this node.
     """
 
     def __init__(self, content: bytes):
@@ -38,15 +38,17 @@ class _Bytes:
 
 
 def by_value(order: Order) -> bytes:
-    """Serialise an order in the form of the named tensors that SGLang passes to `obey` on each rank."""
+    """Serialise an order as named tensors, the only form in which SGLang passes data to `obey`."""
     return pickle.dumps([("order", _Bytes(pickle.dumps(order)))])
 
 
 def obey(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Carry out an order and put the Answer into the driver's key-value store.
+    """Carry out a weight-sync order in one rank of an engine. SGLang calls it as a custom weight loader.
 
-    named_tensors: one tensor, the serialised Order.
-    Errors are reported in the Answer, because an exception would end the scheduler.
+    The Answer goes to the driver's key-value store, because SGLang returns nothing of a loader. Errors are
+    reported in it too, because an exception would end SGLang's scheduler.
+
+    named_tensors: one tensor, the Order serialised by `by_value`.
     """
     from sglang.srt.distributed import get_tp_group
 
@@ -94,7 +96,7 @@ def reset_kv_scales(model: torch.nn.Module) -> None:
 
 
 def _receiver(order: Order, me: EngineRank, model: torch.nn.Module) -> Receiver:
-    """Return this rank's receiver. It is kept in the model until the setup changes."""
+    """Return this rank's receiver. It is kept in the model object until the order's setup changes."""
     kept: Receiver | None = model.__dict__.get(_RECEIVER)
     if kept is None or kept.setup != order.setup:
         if kept is not None:

@@ -1,1 +1,1 @@
-"""Driver side of training: all ranks behind one object."""
+"""Driver side of training: objects through which the driver process controls all trainer ranks."""

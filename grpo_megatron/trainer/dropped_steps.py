@@ -7,7 +7,10 @@ from grpo_megatron.errors import UserError
 
 
 class DroppedSteps:
-    """Counts optimizer steps that are dropped in a row, and stops the run if there are too many."""
+    """Counts optimizer steps that are dropped in a row, and stops the run if there are too many.
+
+    A dropped step changes no weight, so a run that drops every step would only waste GPU time.
+    """
 
     def __init__(self, config: OptimizerConfig):
         self._config = config
@@ -23,11 +26,13 @@ class DroppedSteps:
     def note(
         self, dropped: bool, grad_norm: float, loss: float, step: int | None, beyond: tuple[str, ...] = ()
     ) -> None:
-        """Record one optimizer step. Must be called after every step.
+        """Record the outcome of one optimizer step. The driver calls this after every optimizer step.
 
-        step: step of the run, if known.
-        beyond: exceeded limits of the loss, see spec.TrainResult.
-        Raises UserError at the optimizer.max_dropped_steps-th dropped step in a row.
+        grad_norm, loss: those of this step; the error message lists them.
+        step: index of the training step, for the error message. None: unknown.
+        beyond: reasons other than the gradient, such as one sentence for each limit of the loss that was
+            exceeded.
+        Raises UserError when optimizer.max_dropped_steps steps in a row have been dropped.
         """
         if not dropped:
             self._in_a_row.clear()

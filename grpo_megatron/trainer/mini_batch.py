@@ -1,4 +1,4 @@
-"""Samples of one optimizer step, and their division among replicas and micro-batches."""
+"""Samples of one optimizer step, and their division among data-parallel replicas and micro-batches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,9 +21,12 @@ Item = TypeVar("Item")
 
 @dataclass
 class MiniBatch:
-    """Samples of one optimizer step with their partition, which every pass over them reuses.
+    """Samples of one optimizer step, and their partition into micro-batches.
 
-    key: (step, index of the mini-batch in it), by which the ranks recognise the mini-batch.
+    All passes (old log-probs, reference, training) use the same partition, so that ranks can reuse what they
+    computed for a micro-batch in an earlier pass.
+
+    key: (step, index of the mini-batch within the step). The ranks store such results under this key.
     """
 
     batch: TrainBatch
@@ -32,10 +35,11 @@ class MiniBatch:
 
 
 def partition(config: Config, lengths: np.ndarray, cost: CostModel, pairs: bool = False) -> Schedule:
-    """Return the micro-batches of one optimizer step for every replica.
+    """Divide the sequences of one optimizer step among data-parallel replicas and their micro-batches.
 
     lengths: int64 [S], tokens of each sequence.
-    pairs: keep sequences 2 i and 2 i + 1 together, see schedule_pairs.
+    cost: estimates the compute time of a sequence, so that all replicas take about equally long.
+    pairs: keep sequences 2 i and 2 i + 1 (chosen and rejected) in the same micro-batch.
     """
     sizes = ParallelSizes.from_config(config.megatron)
     return (schedule_pairs if pairs else schedule)(
@@ -51,9 +55,12 @@ def partition(config: Config, lengths: np.ndarray, cost: CostModel, pairs: bool 
 
 
 def enough(items: Sequence[Item], config: Config) -> list[Item]:
-    """Return enough items for `partition` to divide among the replicas, some of them twice if necessary.
+    """Repeat items from the beginning until `partition` can give every data-parallel replica its share.
 
-    items: sequences, or pairs of them, that are only scored.
+    Only for items that are scored, not trained: a repeated item would count twice in a loss. The caller
+    ignores the results after the first len(items).
+
+    items: sequences, or pairs of sequences.
     """
     sizes = ParallelSizes.from_config(config.megatron)
     share = sizes.dp * sizes.micro_batch_multiple
@@ -62,9 +69,13 @@ def enough(items: Sequence[Item], config: Config) -> list[Item]:
 
 
 def make_mini_batches(groups: list[Group], config: Config, cost: CostModel, step: int) -> list[MiniBatch]:
-    """Make one mini-batch of every train.ppo_mini_batch_size groups, with the samples of each in one stream.
+    """Divide the groups of one training step into mini-batches of train.ppo_mini_batch_size groups each.
 
-    Raises UserError if train.old_logprobs=current meets more than one optimizer step.
+    groups: all samples of a prompt form a group.
+    cost: see `partition`.
+    step: index of the training step, for the keys of the mini-batches.
+    Raises UserError if train.old_logprobs=current and there would be more than one optimizer step: after the
+    first optimizer step, the current policy is no longer the one that generated the samples.
     """
     batch = TrainBatch.from_samples([sample for group in groups for sample in group.samples])
     batch.number = np.arange(batch.num_tokens)

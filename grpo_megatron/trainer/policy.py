@@ -1,4 +1,4 @@
-"""Trainer of the policy as the controller sees it: all ranks of the Megatron actor behind one object."""
+"""PolicyTrainer: the driver's interface to all trainer ranks, each of which runs a megatron Actor."""
 
 import os
 from collections.abc import Iterator
@@ -33,10 +33,10 @@ from grpo_megatron.weights.sync.order import Order
 
 
 def _environment(slot: Slot, threads: int = 1) -> dict[str, str]:
-    """Return a rank's environment variables, beside those that Cluster.options sets.
+    """Return the environment variables that a rank's process must be started with.
 
-    They must be set before the rank starts.
-    threads: intra-op threads on a CPU.
+    Cluster.options adds those that all processes of a run need.
+    threads: intra-op threads of torch, if the rank runs on a CPU.
     """
     if slot.device is not None:
         return {
@@ -52,7 +52,11 @@ def _environment(slot: Slot, threads: int = 1) -> dict[str, str]:
 
 
 def _in_order(batch: TrainBatch, plan: Schedule, parts: list[np.ndarray]) -> np.ndarray:
-    """Return the replicas' values [..., t] as [..., T] in the order of the batch."""
+    """Join the results of all data-parallel replicas, in the order of the batch's tokens.
+
+    parts: one array [..., t] per replica, with one value per token of this replica's micro-batches.
+    Returns float32 [..., T], with T = batch.num_tokens.
+    """
     out = np.empty((*parts[0].shape[:-1], batch.num_tokens), dtype=np.float32)
     for dp, part in enumerate(parts):
         out[..., batch.token_index(plan.sequences(dp))] = part
@@ -60,9 +64,10 @@ def _in_order(batch: TrainBatch, plan: Schedule, parts: list[np.ndarray]) -> np.
 
 
 class PolicyTrainer:
-    """All ranks of the trainer behind one object.
+    """Driver-side handle of all trainer ranks: starts them and calls each method on every rank.
 
-    Every method returns when all ranks are done, and raises if one of them failed.
+    Except for `sync_order` and `weight_stream`, a method returns when all ranks are done. It raises if a rank
+    failed.
     """
 
     def __init__(
@@ -76,11 +81,15 @@ class PolicyTrainer:
         watch: Watch,
         takes_turns: bool = False,
     ):
-        """Start the ranks.
+        """Start one process per rank and wait until all have built their model.
 
+        spec: what every rank builds: model, optimizer, parallel layout.
+        seed: seed of the ranks' random number generators.
+        log_dir: folder of the ranks' log files.
         timeout: most seconds that one call to the ranks may take.
         watch: hang detector, which observes all ranks.
-        takes_turns: engines share the ranks' devices, so run.turns wakes sleeping ranks, not the next call.
+        takes_turns: True: rollout engines use the ranks' GPUs while the ranks sleep. A call to sleeping ranks
+            then raises RuntimeError. Otherwise it wakes them.
         """
         self.sizes = spec.sizes
         self.nodes = tuple(slot.node for slot in cluster.rank_slots)
@@ -102,7 +111,10 @@ class PolicyTrainer:
         self._asleep = False
 
     def _call(self, method: str, args_of_replica: list[tuple]) -> list[Any]:
-        """Call a method on all ranks, with the arguments of their replica. Return the replicas' reports."""
+        """Call a method of Actor on all ranks. Return one result per data-parallel replica, in their order.
+
+        args_of_replica: arguments for the ranks of each replica.
+        """
         self._must_be_awake()
         ranks = self.group.ranks
         results = self.group.call(method, [args_of_replica[rank.dp_rank] for rank in ranks])
@@ -113,14 +125,15 @@ class PolicyTrainer:
         self._call(method, [args] * self.sizes.dp)
 
     def make_room(self) -> None:
-        """Free what ranks keep of a finished step, see Actor.make_room."""
+        """Free the memory that the ranks can rebuild, such as the finished step's micro-batches."""
         self._must_be_awake()
         self.group.call("make_room")
 
     def sleep(self) -> dict[str, float]:
-        """Free the ranks' memory until they are woken, if megatron.sleep is set.
+        """Free the ranks' GPU memory for the rollout engines, until `wake`. Needs megatron.sleep.
 
-        Returns metrics: GiB that the fullest rank occupies awake and asleep. Empty if nothing is freed.
+        Returns two metrics: the GiB that the fullest rank occupies awake, and asleep. Returns an empty dict
+        if the ranks sleep already, or if megatron.sleep is off.
         """
         if self._asleep:
             return {}
@@ -140,25 +153,25 @@ class PolicyTrainer:
         self._asleep = False
 
     def occupied(self) -> int:
-        """Return the bytes that the fullest rank occupies, see cluster.memory. Does not wake the ranks."""
+        """Return the GPU bytes (without a GPU: host bytes) of the fullest rank. Does not wake the ranks."""
         return max(self.group.occupied())
 
     def _must_be_awake(self) -> None:
-        """Wake the ranks. Raises RuntimeError if they sleep because engines are using their devices."""
+        """Wake the ranks. Raises RuntimeError instead if engines are using the devices of sleeping ranks."""
         if self._asleep and self._takes_turns:
             raise RuntimeError("the trainer's ranks sleep: it is the turn of the engines on their devices")
         self.wake()
 
     def _split(self, batch: TrainBatch, plan: Schedule) -> list:
-        """Return object references to each replica's micro-batches."""
+        """Put each replica's micro-batches into Ray's object store. Return one reference per replica."""
         return [ray.put([batch.select(mb) for mb in plan.micro_batches[dp]]) for dp in range(self.sizes.dp)]
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Give the ranks the reference's weights within the context.
+        """Exchange the policy's weights for those of the reference model within the context.
 
-        Only `logprobs(reference=True)` may be called in it.
-        Entering and leaving swap all weights, so use one context for all passes of a step.
+        Only `logprobs(reference=True)` may be called inside. Entering and leaving copy all weights, so open
+        one context for all mini-batches of a step.
         """
         self._call_alike("begin_reference")
         yield
@@ -172,11 +185,12 @@ class PolicyTrainer:
         key: tuple[int, int] | None = None,
         keep_hidden: bool = False,
     ) -> np.ndarray:
-        """Return the log-prob of every target, float32 [T], under the current weights.
+        """Return the log-prob of every target token, float32 [T], in the order of the batch.
 
-        reference: use the reference's weights instead; only within the context `reference`.
-        key: (step, index of the mini-batch), by which ranks reuse what they keep between passes.
-        keep_hidden: keep the reference's hidden states on the ranks, for the exact KL.
+        reference: use the reference model's weights, not the policy's. Only within the context `reference()`.
+        key: MiniBatch.key. With it, ranks reuse prepared inputs in later passes over the same mini-batch.
+        keep_hidden: with `reference`, keep the reference's last hidden states on the ranks. The training pass
+            computes the exact KL from them.
         """
         arguments = [
             (micro_batches, reference, key, keep_hidden) for micro_batches in self._split(batch, plan)
@@ -184,9 +198,10 @@ class PolicyTrainer:
         return self._checked(_in_order(batch, plan, self._call("logprobs", arguments)))
 
     def scores(self, batch: TrainBatch, plan: Schedule) -> np.ndarray:
-        """Return the score of every sequence, float32 [S].
+        """Return the reward model's score of every sequence, float32 [S].
 
-        The reward model is the one that is trained, or the one beside the policy.
+        When a reward model is trained, it computes the scores. When a policy is trained, the frozen reward
+        model on the same ranks does.
         """
         parts = self._call("scores", [(micro_batches,) for micro_batches in self._split(batch, plan)])
         out = np.empty(batch.num_sequences, dtype=np.float32)
@@ -197,18 +212,23 @@ class PolicyTrainer:
     def probe(
         self, batch: TrainBatch, plan: Schedule, temperature: float, rounding: torch.dtype | None = None
     ) -> np.ndarray:
-        """Return log-prob and entropy of every target, float32 [2, T], see `Actor.probe`."""
+        """Return log-prob and entropy of every target, float32 [2, T], to compare trainer and engines.
+
+        temperature: divides the logits, in place of the configured temperature.
+        rounding: add rounding errors of this dtype after every layer, to measure their effect. None: add
+            none.
+        """
         arguments = [(micro_batches, temperature, rounding) for micro_batches in self._split(batch, plan)]
         return self._checked(_in_order(batch, plan, self._call("probe", arguments)))
 
     def _checked(self, values: np.ndarray) -> np.ndarray:
-        """Return the values. Raises UserError if they contain NaN and the weights are not finite."""
+        """Return the values. If they contain NaN, check the weights: UserError if these are not finite."""
         if np.isnan(values).any():
             self.must_be_finite()
         return values
 
     def must_be_finite(self) -> None:
-        """Raise UserError if weights are NaN or infinite, because training does not recover from that."""
+        """Raise UserError if any weight is NaN or infinite, because training does not recover from that."""
         self._must_be_awake()
         found = dict(zip(self.processes, self.group.call("broken_weights"), strict=True))
         broken = [(process.name, name) for process, names in found.items() for name in names]
@@ -225,7 +245,11 @@ class PolicyTrainer:
             )
 
     def scale_weights(self, factor: float, share: float = 1.0) -> None:
-        """Multiply all weights by `factor`, see `Actor.scale_weights`."""
+        """Multiply the weights by `factor` until the next optimizer step.
+
+        The self-test uses this to see whether a changed weight reaches the engines.
+        share: fraction of the elements to multiply, chosen at random.
+        """
         self._call_alike("scale_weights", factor, share)
 
     def train_step(
@@ -236,10 +260,14 @@ class PolicyTrainer:
         current_is_old: bool = False,
         key: tuple[int, int] | None = None,
     ) -> Metrics:
-        """Take one optimizer step on a mini-batch whose token weights are set. Return its metrics.
+        """Take one optimizer step on a mini-batch. Return its metrics.
 
-        Raises UserError if too many steps in a row were dropped, see DroppedSteps, or if the weights are not
-        finite.
+        batch: its `weight` (of each token's loss) must be set. If all weights are 0, the step is dropped.
+        current_is_old: the current policy is the one that generated the samples, so the loss takes the
+            current log-probs, detached, as the old ones.
+        key: MiniBatch.key.
+        Raises UserError if optimizer.max_dropped_steps steps in a row were dropped. Raises UserError also if
+        the gradient norm or the loss is not finite and the weights are not finite either.
         """
         parts = self._split(batch, plan)
         # If no token has a weight, drop the step: Adam would move the weights without a gradient too.
@@ -272,42 +300,51 @@ class PolicyTrainer:
         return self.group.processes
 
     def sync_order(self, order: Order) -> list[ray.ObjectRef]:
-        """Make every rank do its part of a weight sync. Return references to their answers."""
+        """Start every rank's part of a weight sync to the engines. Return references to their answers."""
         self._must_be_awake()
         return self.group.submit("sync_order", order)
 
     def weight_stream(self, max_bytes: int) -> AbstractContextManager:
-        """Return a context that gives references to the buckets of all stages, see WorkerGroup.stream."""
+        """Return a context that yields the current weights as Ray references to buckets, rank by rank.
+
+        The weights have HF names. The object-store weight sync uses this. All buckets must be taken.
+        max_bytes: size limit of a bucket.
+        """
         self._must_be_awake()
         return self.group.stream("weight_buckets", max_bytes)
 
     def reset_reference(self) -> None:
-        """Make the current weights the reference."""
+        """Make the policy's current weights the reference model's weights."""
         self._call_alike("reset_reference")
 
     def save_hf(self, folder: str) -> None:
-        """Write an HF checkpoint. Raises UserError if the weights are not finite."""
+        """Write the current weights as an HF checkpoint. Raises UserError if they are not finite."""
         self.must_be_finite()
         self._call_alike("save_hf", folder)
 
     def begin_checkpoint(self, folder: str) -> None:
-        """Start writing a checkpoint, see Actor.begin_checkpoint. `finish_checkpoint` must follow.
+        """Start writing a checkpoint in the background. Training may go on in the meantime.
 
+        The checkpoint is complete when `finish_checkpoint` has returned; the caller must call that.
         Raises UserError if the weights are not finite.
         """
         self.must_be_finite()  # a broken checkpoint must not replace a good one
         self._call_alike("begin_checkpoint", folder)
 
     def checkpoint_written(self) -> bool:
-        """Return True if `finish_checkpoint` has nothing to wait for. Does not wake the ranks."""
+        """Return True if all ranks' files are written, or there is no checkpoint in progress.
+
+        `finish_checkpoint` then returns quickly. Does not wake the ranks.
+        """
         return all(self.group.call("checkpoint_written"))
 
     def finish_checkpoint(self, timeout: float | None = None) -> SaveReport:
-        """Wait until the ranks' files are complete. Does not wake the ranks.
+        """Wait until the files of all ranks are complete. Does not wake the ranks.
 
-        Returns the longest times of any rank, and the bytes and files of all. Raises NotWritten if a file
-        could not be written.
-        timeout: in seconds; None: as for all calls.
+        timeout: most seconds to wait. None: the timeout of the constructor.
+        Returns a SaveReport. Its times are those of the slowest rank. Its bytes and files are those of all
+        ranks together.
+        Raises NotWritten if a rank could not write its file.
         """
         reports = self.group.call("finish_checkpoint", timeout=timeout)
         files = {name: record for report in reports for name, record in report.files.items()}
@@ -315,16 +352,16 @@ class PolicyTrainer:
         return SaveReport(seconds, waited, sum(r.bytes for r in reports), files)
 
     def load_checkpoint(self, folder: str, files: dict[str, FileRecord]) -> None:
-        """Check a checkpoint's files and load it.
+        """Check a checkpoint's files, then load it.
 
-        files: records of the files that the folder must have.
-        Raises DamagedCheckpoint, naming the file, if one is not as recorded. Nothing is loaded then.
+        files: {file name: its recorded size and checksum}.
+        Raises DamagedCheckpoint, naming the file, if a file differs from its record. Nothing is loaded then.
         """
         self._call_alike("verify_checkpoint", folder, files)
         self._call_alike("load_checkpoint", folder)
 
     def state_dict(self) -> dict:
-        """Return the driver's own state, which the ranks do not save."""
+        """Return the part of a checkpoint's state that the driver holds, not the ranks: the dropped steps."""
         return {"dropped_steps": self._dropped_steps.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:

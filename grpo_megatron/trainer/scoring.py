@@ -1,4 +1,4 @@
-"""Rewards by a reward model on the trainer's ranks."""
+"""Rewards from a reward model that runs on the trainer's ranks."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,14 +21,14 @@ from grpo_megatron.trainer.policy import PolicyTrainer
 
 
 class ModelRewards:
-    """Rewards samples with a reward model on the trainer's ranks.
+    """Rewards samples with the scores of a reward model that runs on the trainer's ranks.
 
-    A sample's value is the score of the conversation that ends with it. This is the whole reward, or one of
-    its terms.
+    The reward model scores the conversation of prompt and response. The score is the sample's whole reward,
+    or one term of it.
 
-    If the reward model has the policy's tokenizer, it reads the tokens as they were sampled. Otherwise it
-    reads the prompt in its own chat template, and the text of the response. The response is followed by what
-    that template ends with.
+    If reward model and policy have the same tokenizer, the reward model reads the sampled token ids.
+    Otherwise prompt and response text are encoded again, with the reward model's chat template. In both cases
+    the response is followed by the tokens with which that chat template ends a conversation.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class ModelRewards:
         conversations: Conversations,
         ranks_turn: Callable[[], None],
     ):
-        """Read the reward model's configuration.
+        """Prepare the scoring of samples.
 
-        conversations: conversations in the form that the reward model reads.
-        ranks_turn: called before the ranks are.
+        conversations: tokenizer and chat template of the reward model.
+        ranks_turn: called before the ranks are used. It puts engines that share their GPUs to sleep.
         """
         self._config, self._trainer, self._ranks_turn = config, trainer, ranks_turn
         path = config.reward.model.path
@@ -62,9 +62,9 @@ class ModelRewards:
         ]
 
     def _as_read(self, prompt: Prompt, sample: Sample) -> Sample:
-        """Return what the reward model reads.
+        """Return the sample with the token ids that the reward model reads.
 
-        It is cut to its last tokens if it is longer than the reward model or a micro-batch can be.
+        If the conversation is longer than the reward model or a micro-batch allows, its first tokens are cut.
         """
         prompt_ids, response_ids = sample.prompt_ids, sample.response_ids
         if not self._keeps_ids:

@@ -1,6 +1,7 @@
 """Check after a weight sync: trainer and engines must give fixed token sequences the same probabilities.
 
-It finds what digests cannot see, such as a wrong weight map.
+The checksums of a weight sync show that the bytes arrived. Only this check finds that the engine uses them
+wrongly, for example because the weight map is wrong.
 """
 
 import numpy as np
@@ -29,12 +30,15 @@ TRAINER_DTYPES = {
 
 
 def tolerance(dtype: torch.dtype) -> int:
-    """Return the limit of mean |delta| of log-probs, in units of the effect of rounding to this dtype."""
+    """Return how far log-probs of trainer and engine may differ, as a multiple of the effect of rounding.
+
+    The multiple applies to the mean absolute change of log-probs when every layer rounds to `dtype`.
+    """
     return _FP8_TOLERANCE if dtype == torch.float8_e4m3fn else _TOLERANCE
 
 
 def served_dtype(config: Config) -> tuple[torch.dtype, str]:
-    """Return the dtype in which the engines multiply, and the config key that sets it."""
+    """Return (dtype of the engines' matrix products, config key that sets it, for messages)."""
     engine = config.rollout.engine
     if engine.quantization == Quantization.fp8:
         return torch.float8_e4m3fn, "rollout.engine.quantization"
@@ -42,17 +46,19 @@ def served_dtype(config: Config) -> tuple[torch.dtype, str]:
 
 
 class WeightProbe:
-    """Compares trainer and engines after a weight sync.
+    """Compares the log-probs of trainer and engines after a weight sync.
 
-    Call `ask_trainer` first, then `ask_engines` when the engines serve again.
+    The two may share GPUs and then run one after the other. So call `ask_trainer` first, while the trainer
+    has the GPUs, and `ask_engines` when the engines serve again.
     """
 
     def __init__(
         self, trainer: PolicyTrainer, engines: EnginePool, sequences: list[np.ndarray], config: Config
     ):
-        """Prepare the probe.
+        """Prepare the comparison.
 
-        sequences: token ids int [n] each, n > 1, at least one per data-parallel replica.
+        sequences: token ids of each probe sequence, int [n] with n > 1. There must be at least one sequence
+            per data-parallel replica.
         """
         self._trainer, self._engines = trainer, engines
         self._sequences = [sequence.tolist() for sequence in sequences]
@@ -73,9 +79,10 @@ class WeightProbe:
         self._limit = self._tolerance * float(np.abs(self._logprobs(self._dtype) - self._expected).mean())
 
     def ask_engines(self) -> dict[str, float]:
-        """Return mean |difference of log-probs| and its limit.
+        """Compare every engine with the trainer. `ask_trainer` must have been called.
 
-        Raises RuntimeError for an engine beyond the limit.
+        Returns the mean absolute difference of log-probs of the worst engine, and the limit.
+        Raises RuntimeError if an engine exceeds the limit.
         """
         expected, limit = self._expected, self._limit
         found = [
@@ -94,7 +101,10 @@ class WeightProbe:
         return {"probe_mean": found[worst], "probe_limit": limit}
 
     def _logprobs(self, rounding: torch.dtype | None) -> np.ndarray:
-        """Return log-probs at temperature 1, float32 [tokens], of all tokens but each sequence's first."""
+        """Return the trainer's log-probs at temperature 1, float32 [tokens], without each sequence's first.
+
+        rounding: see `PolicyTrainer.probe`.
+        """
         return self._trainer.probe(self._batch, self._plan, 1.0, rounding)[0][self._batch.loss_mask]
 
 

@@ -1,4 +1,4 @@
-"""Buckets: groups of full HF tensors, the unit in which weights travel through Ray's object store."""
+"""Buckets: groups of full HF tensors, in which weights are sent through Ray's object store to the engines."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -20,18 +20,22 @@ class PackedTensor:
     start: int
     """Byte offset of its first element."""
     end: int
-    """Byte offset of the end of its elements."""
+    """Byte offset after its last element."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Several named tensors in one uint8 array. Ray's object store shares the array without copying it."""
+    """Several named tensors in one uint8 array, so that Ray's object store shares them without copying.
+
+    contents: name, dtype and location of each tensor in `data`.
+    data: uint8 [bytes], the elements of all tensors.
+    """
 
     contents: tuple[PackedTensor, ...]
     data: np.ndarray
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Return (name, tensor) of every tensor. They share memory with `data`, which may be read-only."""
+        """Return (HF name, tensor) of every tensor. They share memory with `data`, which may be read-only."""
         flat = torch.from_numpy(self.data)
         return [
             (item.name, flat[item.start : item.end].view(getattr(torch, item.dtype)).view(item.shape))
@@ -42,13 +46,15 @@ class Bucket:
 def make_buckets(
     named_tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int, stacks: dict[str, str] | None = None
 ) -> Iterator[Bucket]:
-    """Pack tensors into buckets of at most `max_bytes` each.
+    """Pack full HF tensors into buckets of at most `max_bytes` bytes, and yield each when it is full.
 
-    A tensor larger than that gets a bucket of its own.
+    A larger tensor gets a bucket of its own.
 
-    stacks: {HF name: engine's parameter}, as `entries.engine_stacks` returns it. Consecutive tensors of one
-        engine parameter stay in one bucket. SGLang's DeepSeek loader fuses the two down projections only if
-        both arrive in the same call, and silently drops one that arrives without the other.
+    named_tensors: (HF name, tensor).
+    stacks: {HF name: engine's parameter that several HF tensors fill}, from model.entries.engine_stacks.
+        Consecutive tensors of one such parameter stay in one bucket, even if it becomes too large. SGLang's
+        DeepSeek loader fuses the two down projections of attention only if both arrive in the same call, and
+        silently drops one that arrives without the other.
     """
     pending: list[tuple[str, torch.Tensor]] = []
     size = 0

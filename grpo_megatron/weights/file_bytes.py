@@ -12,9 +12,10 @@ _WRITE_BYTES = 512 * 2**10
 
 
 def write(file, data) -> int:
-    """Write a whole contiguous buffer to a file opened in binary mode.
+    """Write all bytes of a contiguous buffer to a file that is open for writing in binary mode.
 
-    Return its size in bytes. Raises OSError.
+    It replaces file.write, which is slow for large buffers on some machines. Return the number of bytes.
+    Raises OSError if the disk is full, for example.
     """
     data = memoryview(data).cast("B")
     for first in range(0, len(data), _WRITE_BYTES):
@@ -23,14 +24,14 @@ def write(file, data) -> int:
 
 
 def bytes_of(tensor: torch.Tensor):
-    """Return the elements of a CPU tensor as a row-major buffer. A contiguous tensor is not copied."""
+    """Return the elements of a CPU tensor as a row-major buffer, for `write`. No copy if it is contiguous."""
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def fill(out: torch.Tensor, path: str | Path, offset: int) -> bool:
-    """Fill a contiguous tensor with the bytes at `offset` of a file.
+    """Read the elements of a contiguous CPU tensor from a file, starting at byte `offset`.
 
-    Return False if the file ends too early.
+    Return True if the tensor was filled, and False if the file ended before.
     """
     # as_strided: torch calls a tensor of one element contiguous whatever its stride is.
     raw: np.ndarray = out.as_strided((out.numel(),), (1,)).view(torch.uint8).numpy()

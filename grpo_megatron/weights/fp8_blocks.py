@@ -8,17 +8,19 @@ _LEAST_EXPONENT = -126  # the smallest exponent of a normal float32 number
 
 
 def quantise(matrix: torch.Tensor, rows: int = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise a matrix [r, c] of any float dtype. Return (elements, scales).
+    """Quantise a matrix to FP8 with one scale per block of `rows` x 128 elements. Returns (elements, scales).
 
-    elements: float8_e4m3fn [r, c].
+    elements: float8_e4m3fn [r, c]. An element times the scale of its block gives the original value, rounded.
     scales: float32 [ceil(r / rows), ceil(c / 128)].
+
+    matrix: [r, c] of any float dtype.
     rows: rows of a block; 1 for activations.
 
-    An element times the scale of its block gives the original value, rounded to the nearest e4m3 number. The
-    error is at most 2**-4 of the element, or 2**-10 of the scale where the element is subnormal in FP8. Each
-    scale is the smallest power of two for which the largest magnitude of the block is at most 448.
-    TransformerEngine's blockwise recipe chooses scales in the same way, so FP8 training and an engine compute
-    with the same numbers. Raises ValueError for NaN and infinity.
+    Rounding is to the nearest e4m3 number. The error is at most 2**-4 of the value, or 2**-10 of the scale
+    where the element is subnormal in FP8. Each scale is the smallest power of two for which the largest
+    magnitude of the block is at most 448 after division by it. TransformerEngine's blockwise recipe chooses
+    scales in the same way, so FP8 training and an engine compute with the same numbers.
+    Raises ValueError for NaN and infinity.
     """
     height, width = matrix.shape
     padded = matrix.new_zeros(-(-height // rows) * rows, -(-width // BLOCK) * BLOCK, dtype=torch.float32)
@@ -38,7 +40,10 @@ def quantise(matrix: torch.Tensor, rows: int = BLOCK) -> tuple[torch.Tensor, tor
 
 
 def settings(kept: list[str]) -> dict:
-    """Return the `quantization_config` of config.json. kept: names of the modules that are not quantised."""
+    """Return the `quantization_config` that describes such weights in config.json, as SGLang expects it.
+
+    kept: names of the modules that are not quantised.
+    """
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",

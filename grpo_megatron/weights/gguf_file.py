@@ -18,7 +18,7 @@ from grpo_megatron.paths import file_problem
 
 @dataclass(frozen=True)
 class _Kind:
-    """The HF names of a GGUF architecture, and how the tensors of the two formats differ."""
+    """The HF names of a GGUF architecture, and the differences between its tensors and HF's."""
 
     architecture: str
     """Name in `architectures` of config.json."""
@@ -66,7 +66,11 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 class GGUFFile:
-    """A GGUF file of a decoder architecture with a weight map. Raises UserError for any other file."""
+    """A GGUF file of a model, read as if it were an HF checkpoint.
+
+    Raises UserError if the file is damaged, or one part of several. Raises UserError also for an architecture
+    that this project cannot train.
+    """
 
     def __init__(self, path: str):
         self.path = path
@@ -103,13 +107,14 @@ class GGUFFile:
         self._unread = set(self._tensors)
 
     def value(self, key: str) -> Any:
-        """Return a metadata value by its full key, or None if the file does not have it."""
+        """Return the metadata value under a full key, e.g. "general.architecture"; None if there is none."""
         return self._values.get(key)
 
     def config(self) -> dict[str, Any]:
-        """Return the contents of config.json for this model.
+        """Return the contents that an HF checkpoint of this model would have in config.json.
 
-        Raises UserError for metadata that change the forward pass but cannot be expressed in config.json.
+        Raises UserError if a value is missing or of the wrong type. Raises UserError also for metadata that
+        change the model's outputs but cannot be expressed in config.json.
         """
         prefix = f"{self.architecture}."
         own = {
@@ -147,10 +152,7 @@ class GGUFFile:
         return config | self.special_tokens()
 
     def special_tokens(self) -> dict[str, int]:
-        """Return {name: token id} for config.json and generation_config.json.
-
-        A name is e.g. `eos_token_id`.
-        """
+        """Return {HF name, such as "eos_token_id": token id} for config.json and generation_config.json."""
         ids = {name: self.value(f"tokenizer.ggml.{key}") for key, name in _TOKENS.items()}
         return {name: int(value) for name, value in ids.items() if value is not None}
 
@@ -175,7 +177,11 @@ class GGUFFile:
         return {"rope_scaling": {**scaling, "rope_theta": theta}}
 
     def _llama3(self, theta: float) -> dict[str, Any]:
-        """Return the parameters of Llama 3's RoPE scaling for the frequency ratios stored in the file."""
+        """Return HF's parameters of Llama 3's RoPE scaling, computed from the ratios stored in the file.
+
+        theta: the base of RoPE's frequencies.
+        Raises UserError if the ratios are those of another scaling.
+        """
         stored = self._values_of(_ROPE_FREQUENCIES).double()
         factor = float(stored.max())
         exponents = torch.arange(len(stored), dtype=torch.float64) / len(stored)
@@ -189,7 +195,11 @@ class GGUFFile:
         return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
 
     def read(self, name: str, arch: Architecture) -> torch.Tensor:
-        """Return a tensor by its HF name, in float32. Raises UserError if the file does not have it."""
+        """Return a tensor by its HF name, dequantised to float32, with its rows in HF's order.
+
+        arch: architecture of the model.
+        Raises UserError if the file does not have the tensor, or has it in an unknown quantisation.
+        """
         expert = re.search(r"\.experts\.(\d+)\.", name)
         stem, kind = name.replace(expert[0], ".experts.").rsplit(".", 1) if expert else name.rsplit(".", 1)
         stored = f"{_names(self._number, arch.num_layers).get_name(stem)}.{kind}"
@@ -223,19 +233,23 @@ class GGUFFile:
 
     @property
     def unread(self) -> list[str]:
-        """The names of the tensors that have not been read so far, sorted."""
+        """Sorted GGUF names of the tensors that have not been read yet, to check that none was forgotten."""
         return sorted(self._unread)
 
 
 @cache
 def _names(number: gguf.MODEL_ARCH, num_layers: int) -> gguf.TensorNameMap:
-    """Return the map from HF tensor names to GGUF tensor names for an architecture."""
+    """Return the map from HF tensor names to GGUF tensor names for an architecture.
+
+    number: the architecture as gguf's enum value.
+    """
     return gguf.get_tensor_name_map(number, num_layers)
 
 
 def _plain(value: Any) -> Any:
-    """Return a float32 as its shortest decimal, such as 1e-05 for 9.999999747378752e-06.
+    """Return a float with the digits that a float32 has, such as 1e-05 for 9.999999747378752e-06.
 
-    Other values pass through.
+    GGUF stores float32, and config.json should have the number that the user knows. Other values are returned
+    unchanged.
     """
     return float(str(np.float32(value))) if isinstance(value, float) else value

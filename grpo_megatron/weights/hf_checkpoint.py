@@ -47,12 +47,12 @@ _TORCH_TYPES = {name: dtype for dtype, name in TYPES.items()}
 
 
 class HFCheckpoint:
-    """Read access to the safetensors files of an HF folder. Tensors are read one at a time, on the CPU.
+    """Reads the tensors of an HF checkpoint folder (safetensors) one at a time, onto the CPU.
 
     raw: return block-scaled FP8 tensors as they are stored. By default they are dequantised to float32.
 
-    The constructor raises UserError if the index or a shard file is missing, if a file is not a safetensors
-    file, or if a tensor that the index lists is in no file.
+    The constructor raises UserError if the index or a file is missing, or if a file is not a safetensors
+    file. It also raises UserError if a tensor that the index lists is in no file.
     """
 
     def __init__(self, folder: str, raw: bool = False):
@@ -75,10 +75,13 @@ class HFCheckpoint:
         return set(self._where)
 
     def unread(self, entries: dict[str, Entry]) -> list[str]:
-        """Return the sorted names of tensors that no entry reads. Their values would be lost silently.
+        """Return the sorted names of stored tensors that the weight map does not use, to report them.
 
-        Not included are `left_out`, the scales of FP8 tensors, and two redundant tensors that some tools
-        write: the output layer of a model with a tied embedding, and the inverse frequencies of RoPE.
+        Not included are the tensors of `left_out`, the scales of FP8 tensors, and two redundant tensors that
+        some tools write: the output layer of a model with a tied embedding, and the inverse frequencies of
+        RoPE.
+
+        entries: the weight map, from model.families.weight_map.
         """
         promised = {name for entry in entries.values() for name in entry.hf}
         scales = {name + SCALES for name in (promised | {_HEAD}) & self.names if self._is_fp8(name)}
@@ -87,15 +90,12 @@ class HFCheckpoint:
 
     @property
     def left_out(self) -> list[str]:
-        """The sorted names of the tensors of multi-token prediction layers.
-
-        They are neither trained nor exported.
-        """
+        """The sorted names of tensors of multi-token prediction layers, which are not trained or exported."""
         return sorted(name for name in self.names if name.startswith(self._stored.left_out))
 
     @property
     def notes(self) -> list[str]:
-        """One line for each group of files or tensors that loading leaves out."""
+        """Messages for the user, one line for each group of files or tensors that loading leaves out."""
         beside = weights_beside(self.folder, self._where)
         found = [beside] if beside else []
         if self.left_out:
@@ -107,15 +107,14 @@ class HFCheckpoint:
         return found
 
     def violations(self, entries: dict[str, Entry]) -> list[str]:
-        """Compare the tensors' names, shapes and dtypes with the weight map.
+        """Compare the tensors' names, shapes and dtypes with the weight map, to find errors before loading.
 
-        Return one sentence per violation.
+        Return sentences about what is wrong; each names the folder. An empty list means that all is right.
 
-        Only the headers of the files are read, with one exception: if the output layer is tied but the files
-        contain one, its values are compared with the embedding.
+        Only the headers of the files are read, with one exception: if the output layer is tied to the
+        embedding but the files contain an output layer, the values of the two are compared.
 
         entries: the weight map of the architecture in config.json, from model.families.weight_map.
-        Each sentence names the folder or file.
         """
         promised = hf_shapes(entries)
         found = []
@@ -165,8 +164,8 @@ class HFCheckpoint:
     def _has_other_head(self) -> bool:
         """Return whether the files contain an output layer whose values differ from the embedding's.
 
-        Values are compared in the less precise of the two dtypes, because some tools write a tied layer in
-        float32.
+        Values are compared in the less precise of the two tensors' dtypes, because some tools write one of
+        the two tied tensors in float32.
         """
         if not {_HEAD, _EMBEDDING} <= self.names:
             return False
@@ -181,7 +180,10 @@ class HFCheckpoint:
         return False
 
     def _scales_problem(self, name: str, shape: Shape) -> str | None:
-        """Return what is wrong with the scales of an FP8 tensor of this shape, or None."""
+        """Return a sentence if the scales of this FP8 tensor are missing or have a wrong shape or dtype.
+
+        shape: the shape of the FP8 tensor. Return None if the scales are right.
+        """
         if len(shape) != 2:
             return f"{name} of type {FP8}, which only matrices can have"
         if name + SCALES not in self._where:
@@ -195,16 +197,19 @@ class HFCheckpoint:
         return None
 
     def _slice(self, name: str) -> Any:
-        """Return the lazy handle of a tensor. Raises UserError if the checkpoint does not have it."""
+        """Return safetensors' handle of a tensor, which reads its shape, its dtype or a slice on demand.
+
+        Raises UserError if the checkpoint does not have the tensor.
+        """
         return self._file_of(name).get_slice(name)
 
     def _is_fp8(self, name: str) -> bool:
         return self._stored.block is not None and self._slice(name).get_dtype() == FP8
 
     def header(self, name: str) -> tuple[Shape, torch.dtype]:
-        """Return the (shape, dtype) that `read` would return.
+        """Return the (shape, dtype) of the tensor that `read` would return, without reading its elements.
 
-        Raises UserError for a dtype that torch lacks.
+        Raises UserError if the checkpoint does not have the tensor, or has it in a dtype that torch lacks.
         """
         described = self._slice(name)
         if described.get_dtype() not in _TORCH_TYPES:
@@ -222,7 +227,7 @@ class HFCheckpoint:
         return self.read_slice(name, (0,) * len(shape), shape)
 
     def read_slice(self, name: str, start: Shape, shape: Shape) -> torch.Tensor:
-        """Read one rectangle of a tensor and return it.
+        """Return tensor[start : start + shape], a rectangle of a tensor, without reading the rest.
 
         Raises UserError if the checkpoint does not have the tensor.
         """
@@ -235,8 +240,9 @@ class HFCheckpoint:
     def read_into(self, name: str, start: Shape, out: torch.Tensor) -> None:
         """Fill `out` with tensor[start : start + out.shape], cast to the dtype of `out`.
 
-        Whole rows that need no cast are read directly from the file. The safetensors library would map the
-        file into memory instead, so that the disk is read page by page.
+        It is faster than `read_slice` for whole rows that need no cast. These are read directly from the
+        file, where the safetensors library would map the file into memory and read the disk page by page.
+        Raises UserError if the file ends too early.
         """
         shape, dtype = self.header(name)
         whole_rows = out.is_contiguous() and tuple(out.shape[1:]) == shape[1:]
@@ -257,10 +263,10 @@ class HFCheckpoint:
 
 
 class HFWriter:
-    """A writer that collects tensors into shards of at most `max_shard_bytes`.
+    """Writes tensors into the files (shards) of a new HF checkpoint, each of at most `max_shard_bytes` bytes.
 
     Several writers with different `tag`s may write to one folder, for example one per pipeline stage.
-    `finish` gives the shards their final names and writes the index.
+    Afterwards the function `finish` gives all their shards the final names and writes the index.
     """
 
     def __init__(self, folder: str, tag: str, max_shard_bytes: int = 5 * 2**30):
@@ -290,15 +296,20 @@ class HFWriter:
         self._pending, self._bytes = {}, 0
 
     def close(self) -> list[tuple[str, dict[str, int]]]:
-        """Write the tensors that are still pending. Return this writer's shards, for `finish`."""
+        """Write the remaining tensors. Return (file name, {tensor: bytes}) of this writer's shards.
+
+        The function `finish` needs the shards of all writers.
+        """
         self._flush()
         return self.shards
 
 
 def start(partial: str, final: str, source: str) -> None:
-    """Create the empty folder `partial`, which an export is written to before `finish` renames it to `final`.
+    """Begin an export: create the empty folder `partial`, in which it is written.
 
-    source: folder of the model that was loaded. Raises UserError if it is `final`.
+    final: the folder that `finish` renames it to, so that an incomplete export never has this name.
+    source: folder of the model that was loaded.
+    Raises UserError if `final` is `source`, because the model would be overwritten.
     """
     if Path(final).absolute() == Path(source).absolute():
         raise UserError(f"{final} is the model that was loaded; export to another folder")
@@ -311,7 +322,9 @@ def finish(partial: str, shards: list[tuple[str, dict[str, int]]], final: str) -
     """Complete an export: rename all shards to HF names, write the index, and rename `partial` to `final`.
 
     The folder is renamed only after everything is on the disk. An existing folder `final` is removed as a
-    whole, because loaders could pick up an old index or old shards beside the new files.
+    whole before, because loaders could pick up an old index or old shards beside the new files.
+
+    shards: the results of HFWriter.close of all writers, concatenated.
     """
     root = Path(partial)
     where = {}
@@ -329,12 +342,20 @@ def finish(partial: str, shards: list[tuple[str, dict[str, int]]], final: str) -
 
 
 def shard_name(number: int, count: int) -> str:
-    """Return HF's file name of a shard. number: its index from 0. count: number of shards."""
+    """Return the file name by which HF's loaders find a shard.
+
+    number: index of the shard, from 0.
+    count: number of shards.
+    """
     return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def write_index(folder: Path, where: dict[str, str], total_bytes: int) -> None:
-    """Write the index of a checkpoint, unless it has a single file. where: {tensor: file name}."""
+    """Write the index, which tells HF's loaders the file of each tensor, unless there is a single file.
+
+    where: {tensor: file name}.
+    total_bytes: bytes of all tensors.
+    """
     if set(where.values()) != {SINGLE}:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": where}
         (folder / INDEX).write_text(json_text(index, indent=2), encoding="utf-8")
@@ -343,10 +364,12 @@ def write_index(folder: Path, where: dict[str, str], total_bytes: int) -> None:
 def copy_companions(
     source: str, target: str, dtype: torch.dtype, changes: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """Copy the config, generation config and tokenizer of a model to `target`.
+    """Copy the files that an HF checkpoint needs beside its weights: configs, tokenizer, chat template.
 
-    config.json is adapted to the exported weights: the dtype is `dtype`, there is no quantisation and there
-    are no multi-token prediction layers. `changes` are applied on top.
+    config.json is adapted to the exported weights: its dtype becomes `dtype`, and quantisation and
+    multi-token prediction layers are removed.
+
+    changes: {key: value} to be set in config.json besides.
     """
     root = Path(target)
     root.mkdir(parents=True, exist_ok=True)

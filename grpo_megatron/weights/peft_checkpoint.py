@@ -13,9 +13,12 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def finish(folder: str, parts: Iterable[str], lora: LoraConfig, base: str) -> None:
-    """Merge the shards of all writers in `folder` into the single file that PEFT reads, and write its config.
+    """Complete an export of LoRA adapters: merge all shards into the one file that PEFT reads.
 
-    parts: file names of the shards.
+    PEFT's adapter_config.json is written beside it.
+
+    folder: the folder of the export, to which HFWriters have written the shards.
+    parts: file names of the shards. They are deleted.
     base: name or path of the model that the adapters belong to.
     """
     root = Path(folder)

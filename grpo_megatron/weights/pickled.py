@@ -7,9 +7,10 @@ _LEGACY_MEGATRON = "mp_rank_[0-9]*"
 
 
 def pickled_weights(folder: str | Path) -> str | None:
-    """Return which pickled weights a folder holds and how to convert them, or None if it holds none.
+    """Return the end of an error message about pickled weights in a folder, or None if it has none.
 
-    The text is the end of a sentence that begins with the folder.
+    The text begins with a verb ("holds ..."), so the caller puts the folder before it. It says how to convert
+    the weights safely.
     """
     root = Path(folder)
     legacy = sorted(

@@ -29,7 +29,10 @@ TYPES = {
 
 
 def starts(path: str | Path) -> dict[str, int]:
-    """Return {tensor: byte offset of its first element in the file}. The file must be intact."""
+    """Return {tensor: byte offset of its first element in the file}, which the safetensors library hides.
+
+    The file must be intact: its header is not checked.
+    """
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         described = json.loads(file.read(length))
@@ -41,13 +44,15 @@ def starts(path: str | Path) -> dict[str, int]:
 
 
 class Header:
-    """The header of a safetensors file; `raw` holds the bytes that the file begins with.
+    """The header of a new safetensors file. Only then can its tensors be written one by one.
+
+    raw: the bytes that the file must begin with.
 
     Tensors of larger dtypes come first, so that each tensor starts at a multiple of its element size.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, Shape, torch.dtype]]):
-        """tensors: (name, shape, dtype) of each tensor."""
+        """Lay out the file. tensors: (name, shape, dtype) of each tensor."""
         described, end = {}, 0
         for name, shape, dtype in sorted(tensors, key=lambda tensor: -tensor[2].itemsize):
             start, end = end, end + prod(shape) * dtype.itemsize
@@ -58,15 +63,14 @@ class Header:
         self._starts = {name: about["data_offsets"][0] for name, about in described.items()}
 
     def start_of(self, name: str) -> int:
-        """Return the byte offset of the tensor in the file."""
+        """Return the byte offset in the file at which the tensor's elements must be written."""
         return len(self.raw) + self._starts[name]
 
 
 def save(path: str | Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write CPU tensors to one file.
+    """Write CPU tensors to one safetensors file.
 
-    The file gets the permissions of any new file. The safetensors library makes files that only their owner
-    can read.
+    It replaces safetensors.torch.save_file, which makes files that only their owner can read.
     """
     header = Header((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
     with open(path, "wb") as file:

@@ -14,14 +14,14 @@ from grpo_megatron.model.pieces import Piece, Shape
 
 @dataclass(frozen=True)
 class SavedPart:
-    """One saved parameter, or one of the parts that it is saved in: key[at : at + shape]."""
+    """One saved parameter, or one of the parts that it is saved in: checkpoint[key][at : at + shape]."""
 
     key: str
     """Key of the tensor in the checkpoint."""
     full: Shape
     """Shape of the whole tensor under this key."""
     dtype: torch.dtype | None
-    """Dtype if it is the same in every precision, as for a router's bias; None: that of the parameters."""
+    """Dtype if it does not depend on the training precision, as for a router's bias. None: it does."""
     at: Shape
     """Start of this part within the whole tensor."""
     shape: Shape
@@ -29,7 +29,7 @@ class SavedPart:
     pieces: tuple[Piece, ...]
     """The HF rectangles that the part consists of. Their `at` counts from the start of the whole tensor."""
     padded: bool
-    """True if the size depends on the parallel layout that saved it."""
+    """True if the tensor is padded, so that its size depends on the parallel layout that saved it."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,10 @@ class SavedModel:
 
 
 def clipped(piece: Piece, at: Shape, shape: Shape) -> Piece | None:
-    """Return the part of a piece that lies in local[at : at + shape], or None if they do not overlap.
+    """Return the part of a piece that lies in the rectangle local[at : at + shape] of its local tensor.
 
-    The `at` of the returned piece counts from the start of that rectangle.
+    Return None if they do not overlap. The `at` of the returned piece counts from the start of the rectangle,
+    so that a conversion can process one rectangle of a large tensor at a time.
     """
     lead = len(piece.at) - len(piece.shape)
     low = np.maximum(piece.at, at)
@@ -59,10 +60,13 @@ def clipped(piece: Piece, at: Shape, shape: Shape) -> Piece | None:
 
 
 def rows_within(shape: Shape, itemsize: int, limit: int, multiple: int = 1) -> list[tuple[Shape, Shape]]:
-    """Cut a tensor into rectangles [(start, shape)] along its first dimension that is not 1.
+    """Cut a tensor into rectangles of at most `limit` bytes, so that it is never in memory as a whole.
 
-    Each has at most `limit` bytes, but at least `multiple` rows. The row count of every rectangle
-    except the last is divisible by `multiple`.
+    Return (start, shape) of each. The cuts are along the first dimension whose size is not 1, here called
+    rows. A rectangle has at least `multiple` rows, even if these exceed `limit`. The row count of every
+    rectangle except the last is divisible by `multiple`.
+
+    itemsize: bytes of an element.
     """
     axis = next((axis for axis, size in enumerate(shape) if size > 1), None)
     if axis is None:

@@ -33,7 +33,8 @@ class Stored:
 def read_stored(folder: Path) -> Stored:
     """Return how the tensors in `folder` are stored, according to its config.json if there is one.
 
-    Raises UserError if config.json is damaged, or if the weights are quantised in any other way.
+    Raises UserError if config.json is damaged. Raises UserError also if the weights are quantised in another
+    way than FP8 with one scale per block.
     """
     path = folder / "config.json"
     if is_absent(path):
@@ -50,15 +51,19 @@ def read_stored(folder: Path) -> Stored:
 
 
 def scales_shape(shape: Shape, block: tuple[int, int]) -> Shape:
-    """Return the shape of the scales of a whole FP8 tensor.
+    """Return the shape of the scales of a whole FP8 tensor. The last blocks of a dimension may be smaller.
 
-    The last block of a row or column may be smaller.
+    block: the (rows, columns) that share a scale.
     """
     return tuple(math.ceil(size / part) for size, part in zip(shape, block, strict=True))
 
 
 def scales_box(start: Shape, shape: Shape, block: tuple[int, int]) -> tuple[Shape, Shape]:
-    """Return (start, shape) of the scales that belong to a rectangle of an FP8 tensor."""
+    """Return (start, shape) of the scales that are needed to dequantise a rectangle of an FP8 tensor.
+
+    start, shape: the rectangle.
+    block: the (rows, columns) that share a scale.
+    """
     first = tuple(at // part for at, part in zip(start, block, strict=True))
     last = tuple(math.ceil((at + size) / part) for at, size, part in zip(start, shape, block, strict=True))
     return first, tuple(end - begin for begin, end in zip(first, last, strict=True))
@@ -67,10 +72,13 @@ def scales_box(start: Shape, shape: Shape, block: tuple[int, int]) -> tuple[Shap
 def dequantised(
     values: torch.Tensor, scales: torch.Tensor, start: Shape, block: tuple[int, int]
 ) -> torch.Tensor:
-    """Return float32 [r, c]: each element times the scale of its block.
+    """Dequantise a rectangle of an FP8 tensor: multiply each element by the scale of its block.
+
+    Return float32 [r, c].
 
     values: float8_e4m3fn [r, c], the rectangle of the whole tensor that begins at `start`.
-    scales: float32, the rectangle that `scales_box` gives.
+    scales: the part of the scales that `scales_box` gives for this rectangle, of any float dtype.
+    block: the (rows, columns) that share a scale.
     """
     rows, columns = (
         (at % part + torch.arange(size)) // part

@@ -52,7 +52,7 @@ _ALLOWED = {
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """The location of key[at : at + shape] of a stored tensor: `length` bytes at `offset` of `file`."""
+    """The location of one chunk of a stored tensor: the rectangle [at : at + shape] of the tensor."""
 
     at: Shape
     """Start of the chunk within the whole tensor."""
@@ -68,7 +68,7 @@ class StoredChunk:
 
 @dataclass(frozen=True)
 class Stored:
-    """The description of one tensor of a checkpoint."""
+    """The dtype, the whole shape and the chunks of one tensor of a checkpoint."""
 
     dtype: torch.dtype
     shape: Shape
@@ -84,10 +84,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: str | Path) -> dict[str, Stored]:
-    """Return {key: tensor description} of a checkpoint, optimizer states included.
+    """Return {key: its Stored} for every tensor of a checkpoint, optimizer states included.
 
-    Raises UserError if the checkpoint is damaged or incomplete. Every file is checked to be long enough for
-    its chunks.
+    No tensor is read. Every file is checked to be long enough for its chunks. Raises UserError if the
+    checkpoint is damaged or incomplete, or not in the format torch_dist.
     """
     root = Path(folder)
     problem = folder_problem(root) or (
@@ -116,7 +116,10 @@ def read_metadata(folder: str | Path) -> dict[str, Stored]:
 
 
 def load_metadata(folder: str | Path) -> Metadata:
-    """Load `.metadata` without running code from its pickle. Raises UserError if it cannot be read."""
+    """Load a checkpoint's `.metadata` without running code from its pickle, unlike torch's own reader.
+
+    Raises UserError if it cannot be read.
+    """
     try:
         with open(Path(folder, _METADATA), "rb") as file:
             metadata = _Unpickler(file).load()
@@ -161,10 +164,10 @@ def _check_files(root: Path, tensors: dict[str, Stored]) -> None:
 
 
 class TorchDistReader:
-    """A reader of rectangles of the tensors of a checkpoint.
+    """Reads any rectangle of the tensors of a torch_dist checkpoint, to convert it with little memory.
 
-    Its only large memory is a scratch buffer, as large as the largest part of a chunk that had to be read at
-    once.
+    Its only large memory is a scratch buffer. The buffer is needed where a rectangle is not contiguous in the
+    file or must be cast.
     """
 
     def __init__(self, folder: str | Path):
@@ -179,10 +182,10 @@ class TorchDistReader:
         self._scratch = np.empty(0, np.uint8)
 
     def read(self, key: str, start: Shape, out: torch.Tensor) -> None:
-        """Fill `out` with key[start : start + out.shape], cast to the dtype of `out`.
+        """Fill `out` with [start : start + out.shape] of the tensor under `key`, cast to the dtype of `out`.
 
         out: has as many dimensions as the stored tensor.
-        Raises UserError if no chunk holds some part of it, or if a file is damaged.
+        Raises UserError if the checkpoint lacks the tensor or some of its elements, or if a file is damaged.
         """
         if key not in self.tensors:
             raise UserError(f"{self.folder} holds no tensor {key}; it is a checkpoint of another model")
@@ -201,9 +204,12 @@ class TorchDistReader:
             )
 
     def _read_chunk(self, key: str, number: int, at: Shape, out: torch.Tensor) -> None:
-        """Fill `out` with chunk[at : at + out.shape].
+        """Fill `out` with [at : at + out.shape] of one chunk.
 
-        A rectangle that is contiguous in the file and in `out` is read without an intermediate buffer.
+        A rectangle that is contiguous in the file and in `out` is read without an intermediate buffer, if it
+        needs no cast.
+
+        number: index of the chunk among those of the tensor.
         """
         stored, chunk = self.tensors[key], self.tensors[key].chunks[number]
         strides = [prod(chunk.shape[axis + 1 :]) for axis in range(out.ndim)]
@@ -241,9 +247,10 @@ class TorchDistReader:
         return self._data[where]
 
     def _find_data(self, chunk: StoredChunk, dtype: torch.dtype) -> int:
-        """Return the byte offset of a chunk's elements in the file.
+        """Return the byte offset in the file at which a chunk's elements begin.
 
-        A chunk is an archive made by torch.save that holds one tensor.
+        A chunk is a ZIP archive made by torch.save with one tensor. Raises an error of any type if the file
+        is damaged.
         """
         with open(self.folder / chunk.file, "rb") as file:
             section = _Section(file, chunk.offset, chunk.length)
@@ -269,7 +276,7 @@ class TorchDistReader:
 
 
 class _Section(io.RawIOBase):
-    """A read-only file object for a section of another file."""
+    """A read-only file object for `length` bytes of another file, so that torch.load can read one chunk."""
 
     def __init__(self, file, offset: int, length: int):
         self.file, self.offset, self.length, self.at = file, offset, length, 0
@@ -314,9 +321,10 @@ class _Remembering:
 
 
 def append_tensor(file, tensor: torch.Tensor) -> tuple[int, int]:
-    """Append a tensor to the file and return its (offset, length) in bytes. Raises OSError.
+    """Append a tensor to an open file as one chunk of a checkpoint. Returns (offset, length) in bytes.
 
-    The tensor must cover its whole storage.
+    The tensor must cover its whole storage, because torch.save writes the storage. Raises OSError, where
+    torch.save would end the process.
     """
     offset, stream = file.tell(), _Remembering(file)
     checksums = torch.serialization.get_crc32_options()
@@ -334,11 +342,12 @@ def append_tensor(file, tensor: torch.Tensor) -> tuple[int, int]:
 def write_metadata(
     folder: str | Path, tensors: dict[str, Stored], objects: dict[str, tuple[str, int, int]]
 ) -> list[str]:
-    """Write `.metadata` and `metadata.json`, which turn the files of a folder into a checkpoint.
+    """Write `.metadata` and `metadata.json`, which turn the files of a folder into a torch_dist checkpoint.
 
-    Return their names.
+    Return the names of the two files.
 
-    objects: {key: (file, offset, length)} of the objects that are not tensors.
+    tensors: {key: its dtype, shape and chunks in the files}.
+    objects: {key: (file name, offset, length)} of the objects that are not tensors, in bytes.
     """
     root = Path(folder)
     state: dict = {key: BytesStorageMetadata() for key in objects}

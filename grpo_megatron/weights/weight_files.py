@@ -17,7 +17,7 @@ _NAMED = 5  # maximum number of files or tensors that a message names
 
 
 def some(names: list[str], separator: str = ", ") -> str:
-    """Return the first names as text, followed by the number of names left out."""
+    """Return at most five names as text for a message, followed by the number of names left out."""
     more = f" (and {len(names) - _NAMED} more)" if len(names) > _NAMED else ""
     return separator.join(shortened(name, 150) for name in names[:_NAMED]) + more
 
@@ -37,9 +37,9 @@ def open_safetensors(path: Path) -> Any:
 def files_of_tensors(folder: Path) -> dict[str, Path]:
     """Return {tensor: its file} of an HF folder, read from its index or from its single weight file.
 
-    Raises UserError if there are no weights, if a file is missing or damaged, or if there are two sets of
-    weights. Of two sets, transformers would load model.safetensors and SGLang the index, so trainer and
-    engine would have different models.
+    Raises UserError if there are no weights, or if a file is missing or damaged. Raises UserError also if
+    there are two sets of weights. Of two sets, transformers would load model.safetensors and SGLang the files
+    of the index, so trainer and engine would have different models.
     """
     if is_absent(folder / INDEX):
         if is_absent(folder / SINGLE):
@@ -76,9 +76,9 @@ def files_of_tensors(folder: Path) -> dict[str, Path]:
 
 
 def weights_beside(folder: Path, found: dict[str, Path]) -> str | None:
-    """Return a sentence about the weight files of a folder that are not read, or None if there are none.
+    """Return a sentence that tells the user which weight files of a folder are not read; None if all are.
 
-    found: the result of `files_of_tensors`.
+    found: {tensor: its file}, the result of `files_of_tensors`.
     """
     read = {path.name for path in found.values()}
     others = sorted(
@@ -92,7 +92,7 @@ def weights_beside(folder: Path, found: dict[str, Path]) -> str | None:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Return {tensor: file name} from the index."""
+    """Return {tensor: file name} from the index. Raises UserError if it has another form."""
     promised = read_object(index).get("weight_map")
     if not isinstance(promised, dict):
         raise UserError(f"{index}: weight_map must be an object of tensors and the files they are in")

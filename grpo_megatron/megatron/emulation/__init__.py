@@ -1,5 +1,6 @@
 """TransformerEngine 2.11 on a CPU: its own Python code, with its compiled kernels emulated in torch.
 
+With megatron.emulate_kernels, FP8 training and TransformerEngine's layers can be tested without a GPU.
 Modules, autograd functions, quantizers, FP8 tensors, recipes, the caching of FP8 weights, the choice of an
 attention backend, ring attention, recomputation and the fused optimizer's bookkeeping are TransformerEngine's
 own. Its wheel is pure Python and is unpacked outside the environment: installed without its library it would
@@ -36,7 +37,7 @@ _KERNELS = {
 
 
 class _Hopper(cpu.CpuCuda):
-    """Stand-in for ``torch.cuda`` inside Megatron and TransformerEngine: the CPU as a GPU with FP8."""
+    """Replacement for ``torch.cuda`` inside Megatron and TransformerEngine: claims to be a Hopper GPU."""
 
     @staticmethod
     def is_available():
@@ -58,7 +59,10 @@ class _Hopper(cpu.CpuCuda):
 
 
 class _ToCpu(cpu.CudaToCpu):
-    """Syntax tree transformer for TransformerEngine, which names its device in more ways than Megatron."""
+    """Syntax tree transformer that makes a TransformerEngine module use the CPU where it says CUDA.
+
+    It handles more expressions than CudaToCpu, which is written for Megatron.
+    """
 
     def visit_Constant(self, node):
         if node.value == "cuda":
@@ -74,7 +78,7 @@ class _ToCpu(cpu.CudaToCpu):
 
 
 class _InOrder:
-    """Stand-in for torch's manager of coalesced collectives, which gloo lacks: they run one by one."""
+    """Replacement for torch's `_coalescing_manager`, which gloo lacks: collectives run one by one."""
 
     def __init__(self, group=None, device=None, async_ops=False):
         pass
@@ -121,7 +125,8 @@ def _mend_quantization(module):
 def install() -> None:
     """Make ``transformer_engine`` importable in this process. Must run before the first import of Megatron.
 
-    A second call does nothing. Raises UserError if there is CUDA, or if the wheel is not unpacked.
+    A second call does nothing. Raises UserError if the emulation is impossible on this machine, for example
+    because it has CUDA, or because TransformerEngine's wheel is not unpacked.
     """
     if "transformer_engine_torch" in sys.modules and isinstance(
         sys.modules["transformer_engine_torch"], Extension

@@ -1,4 +1,4 @@
-"""Stand-in module for `transformer_engine_torch`, the compiled extension of TransformerEngine 2.11.
+"""Replacement for `transformer_engine_torch`, the compiled extension of TransformerEngine 2.11, on a CPU.
 
 Its enumerations have the values of the real ones. Its functions are the emulated ones. Any other name exists
 too, so that imports succeed, but raises when it is called.
@@ -71,7 +71,7 @@ _ENUMERATIONS = (
 
 
 class _Missing:
-    """A function (or class) of the extension that is not emulated."""
+    """Placeholder for a function or class of the extension that is not emulated. It raises when called."""
 
     def __init__(self, name: str):
         self.__name__ = name
@@ -86,7 +86,7 @@ class _Missing:
 
 
 class MissingModule(types.ModuleType):
-    """Module in which every name exists, but nothing can be called."""
+    """Placeholder for a module that is imported but not needed: every name exists, but raises when called."""
 
     def __init__(self, name: str):
         super().__init__(name)
@@ -100,7 +100,11 @@ class MissingModule(types.ModuleType):
 
 
 class Extension(MissingModule):
-    """Stand-in for the extension. calls: number of calls of each emulated function."""
+    """Module that is imported in place of `transformer_engine_torch`.
+
+    functions: {name: emulated function}.
+    calls: {name: number of calls}, by which tests see which kernels ran.
+    """
 
     def __init__(self, functions: dict[str, Callable]):
         super().__init__("transformer_engine_torch")

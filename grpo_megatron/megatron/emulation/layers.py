@@ -1,7 +1,7 @@
-"""Emulated kernels of TransformerEngine: matrix products, norm, rotary embedding and optimizer.
+"""Emulated kernels of TransformerEngine: matrix products, norm, rotary embedding, padding and optimizer.
 
-It also has the padding of experts' rows. Products are summed in float32, as in the kernels, but in another
-order.
+Each public function replaces the function of this name in TransformerEngine's compiled extension, with the
+same arguments. Products are summed in float32, as in the real kernels, but in another order.
 """
 
 import math
@@ -25,7 +25,10 @@ def _check_sizes(*shapes: tuple[int, ...]) -> None:
 
 
 def _product(a, transa: bool, b, transb: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (op(b) op(a), b) in float32. cuBLAS is column-major, so a and b change places in torch."""
+    """Return (op(b) op(a), b) in float32, where op transposes if transb or transa is set.
+
+    cuBLAS, whose arguments these are, is column-major, so a and b change places in torch.
+    """
     left, right = operand(a, not transa), operand(b, transb)
     if is_quantized(a) or is_quantized(b):
         if not (is_quantized(a) and is_quantized(b)):
@@ -41,7 +44,11 @@ def generic_gemm(
     workspace_size, accumulate, split_accumulator, *, comm_overlap=None, comm_type=None, extra_output=None,
     bulk_overlap=False, alpha=1.0, beta=None,
 ):  # fmt: skip
-    """Return (out, gradient of the bias, None, extra_output). With `grad`, a bias asks for its gradient."""
+    """Compute a matrix product as the extension's general GEMM does.
+
+    Returns (out, gradient of the bias, None, extra_output). With `grad`, the gradient of the bias is computed
+    if a bias is given. Otherwise the bias is added to the product.
+    """
     if gelu or comm_overlap is not None:
         raise NotImplementedError("products with GELU or with overlapped communication are not emulated")
     product, right = _product(A, transa, B, transb)
@@ -76,9 +83,10 @@ def te_general_grouped_gemm(
     A, transa, B, transb, out, out_dtype, m_splits, bias, bias_type, single_output, gelu_in, grad, workspaces,
     workspace_size, accumulate, split_accumulator, sm_count,
 ):  # fmt: skip
-    """Compute one product for each expert. Return the biases.
+    """Compute one matrix product per expert, into `out`. Return the biases unchanged.
 
-    single_output: the results of all experts, m_splits rows each, are parts of out[0].
+    single_output: True: out[0] has the results of all experts, with m_splits[i] rows for expert i. False:
+        out[i] has the result of expert i.
     """
     if any(b.numel() for b in bias):
         raise NotImplementedError("grouped products with biases are not emulated")
@@ -91,7 +99,10 @@ def te_general_grouped_gemm(
 
 
 def rmsnorm_fwd(x, weight, eps, output, quantizer, out_dtype, sm_margin, zero_centered):
-    """Return (x / rms(x) * weight, None, 1 / rms(x) of each row)."""
+    """Compute the RMS norm. Return (x / rms(x) * weight, None, 1 / rms(x) of each row).
+
+    zero_centered: True: the stored weight is the factor minus 1.
+    """
     values = x.float()
     inverse = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
     normed = (values * inverse * (weight.float() + zero_centered)).to(TORCH[out_dtype])
@@ -103,7 +114,7 @@ def rmsnorm_fwd(x, weight, eps, output, quantizer, out_dtype, sm_margin, zero_ce
 
 
 def rmsnorm_bwd(grad, x, inverse, weight, sm_margin, zero_centered):
-    """Return (gradient of x, gradient of the weight)."""
+    """Compute the backward pass of rmsnorm_fwd. Return (gradient of x, gradient of the weight)."""
     values, grads = (tensor.float().reshape(-1, x.shape[-1]) for tensor in (x, grad))
     inverse = inverse.reshape(-1, 1)
     normed = values * inverse
@@ -113,9 +124,9 @@ def rmsnorm_bwd(grad, x, inverse, weight, sm_margin, zero_centered):
 
 
 def _positions(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """Return the position in its sequence of each row of a CP rank.
+    """Return, for each row that a CP rank holds, its position in its sequence.
 
-    A sequence has 2 cp chunks; rank r holds chunks r and 2 cp - 1 - r.
+    A sequence is cut into 2 cp chunks; rank r holds the chunks r and 2 cp - 1 - r, counted from 0.
     """
     parts = []
     for length in (cu_seqlens[1:] - cu_seqlens[:-1]).tolist():
@@ -140,9 +151,10 @@ def _rotate(x, freqs, layout, interleaved, cu_seqlens, cp_size, cp_rank, directi
 
 
 def fused_rope_forward(x, freqs, start_positions, layout, interleaved, cu_seqlens, cp_size, cp_rank):
-    """Rotate x [t, heads, d] of a pack by freqs [s, 1, 1, at most d].
+    """Apply the rotary embedding to x [t, heads, d] of a pack.
 
-    cu_seqlens: of the whole sequences, over all CP ranks.
+    freqs: [s, 1, 1, at most d], angles of the positions 0 to s - 1. Further channels are not rotated.
+    cu_seqlens: cumulative lengths of the whole sequences, over all CP ranks.
     """
     return _rotate(x, freqs, layout, interleaved, cu_seqlens, cp_size, cp_rank, 1)
 
@@ -152,7 +164,10 @@ def fused_rope_backward(grad, freqs, start_positions, layout, interleaved, cu_se
 
 
 def fused_multi_row_padding(source, target, rows, padded_rows):
-    """Copy each expert's rows, followed by zero rows."""
+    """Copy each expert's rows to `target` and pad them with zero rows to the multiple that FP8 needs.
+
+    rows, padded_rows: number of rows of each expert, without and with padding.
+    """
     for part, place in zip(source.split(rows), target.split(padded_rows), strict=True):
         place[: len(part)] = part
         place[len(part) :] = 0
@@ -164,7 +179,7 @@ def fused_multi_row_unpadding(source, target, padded_rows, rows):
 
 
 def multi_tensor_l2norm(chunk_size, overflow, lists, per_tensor):
-    """Return (norm of all tensors [1], norm of each)."""
+    """Return (L2 norm of all tensors together [1], norm of each tensor)."""
     norms = torch.stack([tensor.float().norm() for tensor in lists[0]]) if lists[0] else torch.zeros(1)
     return norms.norm().view(1), norms
 
@@ -177,9 +192,9 @@ def multi_tensor_scale(chunk_size, overflow, lists, scale):
 def multi_tensor_adam(
     chunk_size, overflow, lists, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay
 ):
-    """Apply Adam (mode 0, decay in the gradient) or AdamW (mode 1) in place.
+    """Update parameters and moments in place by Adam (mode 0: decay in the gradient) or AdamW (mode 1).
 
-    lists: [gradients, parameters, moments, second moments].
+    lists: [gradients, parameters, first moments, second moments].
     """
     correct1, correct2 = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1, 1)
     for grad, parameter, moment, second in zip(*lists, strict=True):

@@ -1,7 +1,9 @@
-"""Emulated cuDNN attention over packs, and the emulated kernels of context parallelism's ring.
+"""Emulated cuDNN attention over packs, and emulated kernels of ring attention (context parallelism).
 
-Like the kernel, the emulation refuses float32 and writes nothing outside of the given sequences. Statistics
-there are `PADDING_STATISTICS`, which may be set to NaN.
+Each public function replaces the function of this name in TransformerEngine's compiled extension. Like the
+real kernel, the emulation refuses float32 and writes nothing to rows outside of the given sequences. The
+softmax statistics of these rows are `PADDING_STATISTICS`, which tests set to NaN to find code that reads
+them.
 """
 
 from itertools import pairwise
@@ -19,7 +21,10 @@ def get_fused_attn_backend(*args):
 
 
 def _sequences(cu, cu_padded, cu_keys, cu_keys_padded):
-    """Return (rows of queries, rows of keys) as slices, for each sequence that has both."""
+    """Return (slice of query rows, slice of key rows) for each sequence that has both.
+
+    cu, cu_keys: cumulative real lengths. cu_padded, cu_keys_padded: cumulative padded lengths, or None.
+    """
     both = []
     for ends, padded in ((cu, cu_padded), (cu_keys, cu_keys_padded)):
         starts = (ends if padded is None else padded)[:-1].tolist()
@@ -39,7 +44,7 @@ def _is_causal(mask) -> bool:
 
 
 def _scores(query, key, scale: float, causal: bool) -> torch.Tensor:
-    """Return the scores [heads, q, k]. One head of keys serves several of queries."""
+    """Return the attention scores [heads, q, k]. Several query heads share one key head."""
     key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
     if causal:  # aligned to the top left
@@ -51,7 +56,11 @@ def fused_attn_fwd(
     max_q, max_kv, training, scale, dropout, fast_zero_fill, layout, bias_type, mask, softmax_type, window,
     cu_q, cu_kv, query, key, value, dtype, cu_q_padded, cu_kv_padded, *rest,
 ):  # fmt: skip
-    """Return [output, statistics float32 [t, heads, 1] (log of the sums), state of the random numbers]."""
+    """Compute attention, as cuDNN's fused kernel does.
+
+    Returns [output, statistics, random state]: statistics are the log of each row's softmax denominator,
+    float32 [t, heads, 1]. The random state is of dropout, which is not used.
+    """
     if query.dtype not in (torch.bfloat16, torch.float16):
         raise RuntimeError("fused attention takes bf16 and fp16")
     heads, causal = query.shape[1], _is_causal(mask)
@@ -73,7 +82,11 @@ def fused_attn_bwd(
     deterministic, cu_q, cu_kv, query, key, value, output, grad, dtype, grad_dtype, auxiliary, cu_q_padded,
     cu_kv_padded, *rest,
 ):  # fmt: skip
-    """Return [gradient of the query, of the key, of the value, None, None]."""
+    """Compute the backward pass of fused_attn_fwd.
+
+    auxiliary: its first tensor has the statistics of the forward pass.
+    Returns [gradient of the query, of the key, of the value, None, None].
+    """
     statistics, causal = auxiliary[0], _is_causal(mask)
     statistics = statistics[..., None] if statistics.dim() == 2 else statistics
     of_query, of_key, of_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
@@ -103,7 +116,7 @@ def _sum_of_heads(grads: torch.Tensor, shared: int) -> torch.Tensor:
 
 
 def _half(cu_seqlens, which: int) -> torch.Tensor:
-    """Return the rows of the first (0) or second (1) halves of all sequences."""
+    """Return the row indices of the first (which=0) or second (which=1) halves of all sequences."""
     ends = cu_seqlens.tolist()
     parts = [
         torch.arange(start + (end - start) // 2 * which, start + (end - start) // 2 * (which + 1))
@@ -113,12 +126,15 @@ def _half(cu_seqlens, which: int) -> torch.Tensor:
 
 
 def thd_read_half_tensor(tensor, cu_seqlens, half):
-    """Return one half of each sequence. tensor: [t, heads, d], or [2, t, heads, d]."""
+    """Return the first (half=0) or second (half=1) half of each sequence.
+
+    tensor: [t, heads, d], or keys and values together, [2, t, heads, d].
+    """
     return tensor.index_select(0 if tensor.dim() == 3 else 1, _half(cu_seqlens, half))
 
 
 def thd_get_partitioned_indices(cu_seqlens, total, world, rank):
-    """Return the rows of whole sequences that a CP rank holds, int32."""
+    """Return the rows of the whole pack that a CP rank holds, int32: chunks rank and 2 world - 1 - rank."""
     rows, ends = [], cu_seqlens.tolist()
     for start, end in pairwise(ends):
         chunk = (end - start) // (2 * world)
@@ -128,7 +144,10 @@ def thd_get_partitioned_indices(cu_seqlens, total, world, rank):
 
 
 def thd_second_half_lse_correction(statistics, of_step, cu_seqlens, packed):
-    """Make the statistics [heads, t] of the second halves cover the keys of this step too."""
+    """Extend the statistics [heads, t] of the second halves, in place, by the keys of one step of the ring.
+
+    of_step: statistics of the second halves over the keys of this step only.
+    """
     rows = _half(cu_seqlens, 1)
     statistics[:, rows] = torch.logaddexp(statistics[:, rows], of_step[:, : len(rows)])
 
@@ -141,7 +160,11 @@ def thd_read_second_half_lse(statistics, cu_seqlens, packed, length):
 
 
 def thd_out_correction(output, of_step, statistics, statistics_of_step, cu_seqlens, only_second_half, packed):
-    """Add a step's part of the attention, weighted by its share of the softmax."""
+    """Add the attention over the keys of one ring step to `output`, in place.
+
+    It is weighted by this step's share of the softmax over all keys.
+    statistics: those over all keys. statistics_of_step: those over this step's keys.
+    """
     rows = _half(cu_seqlens, 1) if only_second_half else torch.arange(len(output))
     part = of_step.view(-1, *output.shape[1:])[: len(rows)].float()
     share = torch.exp(statistics_of_step[:, : len(rows)] - statistics[:, rows]).t()[..., None]
@@ -149,10 +172,10 @@ def thd_out_correction(output, of_step, statistics, statistics_of_step, cu_seqle
 
 
 def thd_grad_correction(grad, of_step, cu_seqlens, first, second):
-    """Combine a step's gradient with `grad`.
+    """Combine the gradient of one ring step with `grad`, in place.
 
-    first, second: what happens to each half: add, copy or none.
-    of_step: has the halves that are not none.
+    first, second: what to do with the first and second half of each sequence: "add", "copy" or "none".
+    of_step: gradient of this step; it has no rows for a half with "none".
     """
     both = "none" not in (first, second)
     for half, how in enumerate((first, second)):

@@ -1,6 +1,6 @@
-"""Emulated FP8 casts of TransformerEngine's extension: how values, scales and transposes are stored.
+"""Emulated FP8 casts of TransformerEngine's compiled extension.
 
-Casts round to nearest even and saturate, as the kernels do. Quantizers and quantized tensors are
+Casts round to nearest even and saturate, as the real kernels do. Quantizers and quantized tensors are
 TransformerEngine's own objects; these functions fill and read them.
 """
 
@@ -31,7 +31,10 @@ def is_quantized(tensor) -> bool:
 
 
 def _scale(amax: torch.Tensor, top: float, power_of_two: bool) -> torch.Tensor:
-    """Return the factor by which amax becomes the largest FP8 number; 1 where amax is 0 or not finite."""
+    """Return the FP8 scale: the factor that maps `amax` to `top`, the largest FP8 number.
+
+    It is 1 where amax is 0 or not finite. power_of_two: round it down to a power of two.
+    """
     scale = torch.where((amax == 0) | ~torch.isfinite(amax), torch.ones_like(amax), top / amax).clamp_max(
         _LARGEST
     )
@@ -44,7 +47,7 @@ def _cast(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torc
 
 
 def _transposed(rows: torch.Tensor) -> torch.Tensor:
-    """Transpose [..., n] to [n, ...]."""
+    """Move the last axis to the front, as TransformerEngine stores transposes: [..., n] to [n, ...]."""
     flat = rows.reshape(-1, rows.shape[-1]).t().contiguous()
     return flat.view(rows.shape[-1], *rows.shape[:-1])
 
@@ -89,9 +92,9 @@ def _values(tensor) -> torch.Tensor:
 def _block_cast(
     values: torch.Tensor, dtype: torch.dtype, rows: int, quantizer
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cast float32 values [M, K] in blocks of rows x 128.
+    """Cast float32 values [M, K] to FP8 with one scale per block of `rows` x 128 values.
 
-    Returns (uint8 [M, K], float32 inverse scales [M / rows, K / 128]).
+    Returns (FP8 values as uint8 [M, K], float32 inverse scales [ceil(M / rows), ceil(K / 128)]).
     """
     m, k = values.shape
     padded = F.pad(values, (0, -k % _BLOCK, 0, -m % rows))
@@ -121,9 +124,10 @@ def _store_blocks(tensor: torch.Tensor, quantizer, output) -> None:
 
 
 def _block_values(tensor, columnwise: bool) -> torch.Tensor:
-    """Return the values of the copy that is stored by rows or by columns.
+    """Return the float32 values of a block-wise quantized tensor.
 
-    In single-row blocks the two copies are rounded differently.
+    columnwise: read the copy that is stored by columns, otherwise the one by rows. With blocks of 1 x 128 the
+        two copies are rounded differently.
     """
     if tensor._data_format == BlockScaleFormat.COMPACT:
         raise RuntimeError("a tensor in the compact format is to be gathered, not multiplied")
@@ -143,9 +147,9 @@ def _block_values(tensor, columnwise: bool) -> torch.Tensor:
 
 
 def operand(tensor, columnwise: bool) -> torch.Tensor:
-    """Return an operand of a product in float32.
+    """Return the float32 values of a matrix product's operand, quantized or not.
 
-    columnwise: take it from the copy that is stored by columns, where there are two.
+    columnwise: if it has a copy by rows and one by columns, read the one by columns.
     """
     if not is_quantized(tensor):
         return tensor.float()
@@ -164,7 +168,10 @@ def quantize(tensor, quantizer, output=None, noop=None):
 
 
 def _internal(tensor, quantizer):
-    """Return the tensor in the class that the extension returns, which does not dispatch on operations."""
+    """Return the tensor as a Float8TensorStorage, which the real extension returns for internal quantizers.
+
+    That class is no torch.Tensor.
+    """
     from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
     return Float8TensorStorage(
@@ -177,7 +184,7 @@ def _internal(tensor, quantizer):
 
 
 def split_quantize(tensor, sections, quantizers):
-    """Cast the rows of each expert with its own quantizer."""
+    """Cast the rows of each expert with its own quantizer. sections: number of rows of each expert."""
     return [
         quantize(part, quantizer) for part, quantizer in zip(tensor.split(sections), quantizers, strict=True)
     ]
@@ -193,14 +200,15 @@ def fp8_transpose(data, dtype, *, out=None):
 
 
 def bgrad_quantize(grad, quantizer):
-    """Return (gradient of the bias, quantized gradient)."""
+    """Return (gradient of the bias, quantized gradient of the layer's output)."""
     return grad.reshape(-1, grad.shape[-1]).sum(0), quantize(grad, quantizer)
 
 
 def fused_amax_and_scale_update_after_reduction(amaxes, histories, scales, algorithm, dtype, margin):
-    """Store this step's largest values in the histories, and compute the next step's scales from them.
+    """Compute the next step's FP8 scales for the recipe "delayed scaling", in place.
 
-    The recipe is delayed scaling.
+    amaxes: this step's largest absolute values of all tensors, which are stored in the histories.
+    algorithm: "max": scale by the largest value of the history. Otherwise by this step's.
     """
     top = torch.finfo(FP8[dtype]).max
     for history, scale, of_step in zip(

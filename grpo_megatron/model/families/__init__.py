@@ -1,4 +1,4 @@
-"""Model families. Each file reads the config.json of one family and names its tensors.
+"""Model families. Each file reads the config.json of one family and maps the family's tensors.
 
 To add a family, write a file with a FAMILY in it and name it in the list here; see docs/adding-a-model.md.
 """
@@ -33,12 +33,12 @@ _BY_NAME = {family.name: family for family in _FAMILIES}
 
 
 def read_architecture(model_path: str, reward_model: bool = False) -> Architecture:
-    """Read the config.json of an HF folder.
+    """Return the architecture of the model in an HF folder, read from its config.json.
 
     reward_model: give the decoder a scalar head, whatever head the checkpoint has.
 
-    Raises UserError, which names the file and the key, for a missing or broken config.json and for an
-    unsupported model.
+    Raises UserError for a missing or broken config.json. Raises UserError also for an unsupported model. The
+    message names the file and the key.
     """
     path = Path(model_path) / "config.json"
     problem = folder_problem(model_path)
@@ -77,7 +77,7 @@ def _must_have_one_label(config: Fields) -> None:
 
 
 def reward_architecture(arch: Architecture) -> str:
-    """Return the name that a reward model of this family has in `architectures` of config.json.
+    """Return the transformers class of a reward model of this family, for `architectures` in config.json.
 
     Raises UserError if transformers has no such class.
     """
@@ -92,10 +92,10 @@ def reward_architecture(arch: Architecture) -> str:
 
 
 def weight_map(arch: Architecture, transformer_engine: bool = False) -> dict[str, Entry]:
-    """Return {Megatron name: entry} for the whole model in the order of the forward pass.
+    """Return {Megatron name: entry} of all parameters of a model, in the order of the forward pass.
 
-    transformer_engine: the layers are TransformerEngine's, which hold a norm inside the linear layer that
-    follows it, under another name.
+    transformer_engine: Megatron uses TransformerEngine's layers instead of its local ones. They contain the
+        norm before a linear layer, so its Megatron name is different.
     """
     entries = _BY_NAME[arch.family].entries(arch)
     if transformer_engine:
@@ -106,6 +106,7 @@ def weight_map(arch: Architecture, transformer_engine: bool = False) -> dict[str
 
 
 def _transformer_engine_name(name: str, arch: Architecture) -> str:
+    """Return the name that a parameter of Megatron's local layers has in TransformerEngine's layers."""
     fused = {} if arch.latent else {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     layer = name.removeprefix("decoder.layers.").split(".")[0]
     if arch.moe is None or (layer.isdigit() and not arch.moe.layers[int(layer)]):

@@ -1,4 +1,4 @@
-"""Weight maps of the layers that most families share."""
+"""Weight map entries of the layers that most families share."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,14 +15,18 @@ Block = Callable[[Architecture, str, str], list[Entry]]
 
 
 def same(hf: str, shape: Shape, megatron: str, axis: int | None) -> Entry:
-    """Return the entry of a tensor that is the same in HF, Megatron and the engine, under HF's name there."""
+    """Return the entry of a tensor that has the same content in HF, Megatron and the engine.
+
+    The engine's name is HF's. `axis` is the axis split over tensor-parallel ranks in both; None: not split.
+    """
     return Entry((hf,), (shape,), megatron, axis, hf, axis)
 
 
 def decoder(arch: Architecture, attention: Block, mlp: Block, experts: Block | None = None) -> list[Entry]:
-    """Return the entries of the whole model.
+    """Return the weight map entries of a whole decoder, in the order of the forward pass.
 
-    experts: used in place of `mlp` in the layers that have experts.
+    attention, mlp: functions that return the entries of one layer's attention and MLP.
+    experts: takes the place of `mlp` in the layers that have experts.
     """
     embedding, table = "model.embed_tokens.weight", ((arch.vocab_size, arch.hidden_size),)
     # attention=True: an attention group of the engine also looks up the embeddings of its own tokens.
@@ -50,9 +54,11 @@ def decoder(arch: Architecture, attention: Block, mlp: Block, experts: Block | N
 
 
 def attention(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
-    """Return the entries of attention with grouped queries, and of both norms of the layer.
+    """Return the entries of one layer's grouped-query attention, and of both norms of the layer.
 
     Q/K norms and the QKV bias are included if the architecture has them.
+
+    hf, megatron: name of the layer in HF and in Megatron.
     """
     hidden, head = arch.hidden_size, arch.head_dim
     rows = {"q": arch.num_heads * head, "k": arch.num_kv_heads * head, "v": arch.num_kv_heads * head}
@@ -87,7 +93,7 @@ def attention(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
 
 
 def mlp(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
-    """Return the entries of a SwiGLU MLP."""
+    """Return the entries of one layer's SwiGLU MLP. `hf` and `megatron` are the layer's names."""
     return _swiglu(arch.hidden_size, arch.ffn_hidden_size, f"{hf}.mlp", f"{megatron}.mlp")
 
 
@@ -101,9 +107,11 @@ def _swiglu(hidden: int, ffn: int, hf: str, megatron: str) -> list[Entry]:
 
 
 def experts(block: str, gate: str, up: str, down: str) -> Block:
-    """Return the block of a router, SwiGLU experts and shared experts.
+    """Return a function for `decoder` that returns the entries of one layer's router and experts.
 
-    block: HF's name of the block.
+    The experts are SwiGLU MLPs. Shared experts are included if the architecture has them.
+
+    block: HF's name of the module with the experts, within the layer.
     gate, up, down: HF's names of an expert's projections.
     """
 

@@ -1,4 +1,4 @@
-"""The interface of a model family to the rest of the system."""
+"""The type that each model family is an instance of."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,24 +11,24 @@ from grpo_megatron.model.entries import Entry
 
 @dataclass(frozen=True)
 class Family:
-    """One model family. Each family is an instance of this class in a file of its own."""
+    """A model family: how to read its config.json, and how its weights are named and arranged."""
 
     name: str
     """Common name, such as `qwen2`."""
     architecture: str
     """Name in `architectures` of config.json."""
     read: Callable[[Fields], Architecture]
-    """Reads config.json. Raises UserError for what changes the forward pass and is not implemented."""
+    """Reads config.json. Raises UserError for unsupported settings that change the forward pass."""
     entries: Callable[[Architecture], list[Entry]]
     """Returns the weight map in the order of the forward pass, with the names of Megatron's local layers."""
     defaults: Mapping[str, Any]
     """{key: value} for keys that config.json may lack: transformers' defaults. Sizes have no default."""
     has_classifier: bool = True
-    """True if transformers has a class of this decoder for sequence classification."""
+    """True if transformers has a *ForSequenceClassification class of the family, which reward models need."""
 
     @property
     def reward_architecture(self) -> str | None:
-        """Name of a reward model in `architectures`; None if there is no such class."""
+        """Name of the transformers class of a reward model; None if there is no such class."""
         return (
             self.architecture.replace("ForCausalLM", "ForSequenceClassification")
             if self.has_classifier

@@ -1,6 +1,6 @@
 """GLM-4.5 and 4.6 (arXiv:2508.06471).
 
-Half of a head's channels are rotated, some sizes norm queries and keys, and the experts are as in
+Half of a head's channels are rotated. Some model sizes norm queries and keys. The experts are those of
 DeepSeek-V3.
 """
 

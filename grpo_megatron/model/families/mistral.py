@@ -1,6 +1,7 @@
 """Mistral (arXiv:2310.06825).
 
-Within its sliding window it computes what Llama computes. Sequences here are no longer than the window.
+Within its sliding window it computes what Llama computes. Sequences are limited to the window's length, so
+the window itself is not implemented.
 """
 
 from functools import partial

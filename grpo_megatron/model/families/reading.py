@@ -17,11 +17,11 @@ def decoder(
     moe: MoE | None = None,
     latent: Latent | None = None,
 ) -> Architecture:
-    """Return a decoder with rotary embeddings, RMS norms and SwiGLU.
+    """Return the architecture of a decoder with rotary embeddings, RMS norms and SwiGLU.
 
-    windowed: a sliding window in config.json is on unless config.json turns it off.
-    rotary_share: the family's share of rotated channels if config.json has no partial_rotary_factor; 1: the
-    family has no such key.
+    windowed: the family's default for whether a sliding window in config.json is used (use_sliding_window).
+    rotary_share: the family's default for partial_rotary_factor, the share of a head's channels that is
+        rotated; 1: the family has no such key.
 
     Raises UserError for settings that are not supported.
     """
@@ -70,6 +70,7 @@ def num_layers(config: Fields) -> int:
 
 
 def top_k(config: Fields, num_experts: int) -> int:
+    """Return the number of experts of each token. Raises UserError if it exceeds the number of experts."""
     chosen = config.integer("num_experts_per_tok")
     if chosen > num_experts:
         raise UserError(f"num_experts_per_tok={chosen} is more than the {num_experts} experts")
@@ -77,9 +78,10 @@ def top_k(config: Fields, num_experts: int) -> int:
 
 
 def sigmoid_experts(config: Fields) -> MoE:
-    """Return the shared and routed experts of DeepSeek-V3 (arXiv:2412.19437).
+    """Return the router and experts of DeepSeek-V3 (arXiv:2412.19437), which GLM-4.5 has too.
 
-    The first `first_k_dense_replace` layers have none.
+    The first `first_k_dense_replace` layers have a dense MLP instead. Raises UserError for settings that are
+    not supported.
     """
     num_experts, ffn = config.integer("n_routed_experts"), config.integer("moe_intermediate_size")
     chosen, dense = (
@@ -121,7 +123,10 @@ def sigmoid_experts(config: Fields) -> MoE:
 
 
 def _latent_heads(config: Fields, latent: Latent) -> tuple[int, int, int]:
-    """Return the same as `heads`, for latent attention."""
+    """Return (heads, KV heads, channels of a query or key head) of latent attention.
+
+    Each head has a key of its own, so both numbers are equal. Raises UserError if config.json says otherwise.
+    """
     count = config.integer("num_attention_heads")
     kv_heads = config.integer("num_key_value_heads", count)
     if kv_heads != count:
@@ -132,13 +137,17 @@ def _latent_heads(config: Fields, latent: Latent) -> tuple[int, int, int]:
 
 
 def _max_positions(config: Fields, windowed: bool) -> int:
+    """Return the longest sequence in tokens. A sliding window in use lowers it to the window's length."""
     positions = config.integer("max_position_embeddings")
     window = config.integer("sliding_window", None)
     return min(positions, window) if window and config.flag("use_sliding_window", windowed) else positions
 
 
 def heads(config: Fields) -> tuple[int, int, int]:
-    """Return the number of heads, the number of KV heads, and the dimension of a head."""
+    """Return (heads, KV heads, channels of a head) of grouped-query attention.
+
+    Raises UserError for numbers that do not divide each other, or an odd number of channels.
+    """
     hidden, count = config.integer("hidden_size"), config.integer("num_attention_heads")
     kv_heads = config.integer("num_key_value_heads", count)
     if count % kv_heads:
@@ -158,9 +167,11 @@ def heads(config: Fields) -> tuple[int, int, int]:
 
 
 def rope(config: Fields, rotary_share: float, yarn: bool) -> tuple[float, RopeScaling | Yarn | None, float]:
-    """Return base and scaling of the rotary embedding, and the share of a head's channels that it rotates.
+    """Return (base of the rotary embedding, its frequency scaling, share of a head's channels it rotates).
 
-    rotary_share: see `decoder`.
+    The scaling is None if frequencies are not scaled. Raises UserError for settings that are not supported.
+
+    rotary_share: the family's default for the share; 1: the family has no such setting.
     yarn: whether YaRN scaling is supported.
     """
     name, parameters = _rope_parameters(config)
@@ -191,11 +202,11 @@ def rope(config: Fields, rotary_share: float, yarn: bool) -> tuple[float, RopeSc
 
 
 def _rope_parameters(config: Fields) -> tuple[str, Fields]:
-    """Return the key of config.json that describes the rotary embedding, and the object that it holds.
+    """Return (key of config.json that describes the rotary embedding, the object under that key).
 
     The choice follows transformers. Version 5 writes rope_parameters. Older versions write rope_theta, and
     rope_scaling if frequencies are scaled. If both objects are present and not empty, transformers uses
-    rope_scaling only.
+    rope_scaling only. Raises UserError if settings in rope_parameters would be lost by that.
     """
     scaling, parameters = config.object("rope_scaling"), config.object("rope_parameters")
     name, chosen = ("rope_scaling", scaling) if scaling else ("rope_parameters", parameters or Fields({}))

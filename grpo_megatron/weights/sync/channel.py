@@ -17,41 +17,45 @@ SizeOf = Callable[[Parcel], int]
 
 
 class SendingChannel(Protocol):
-    """The side of a trainer rank. Parcels are sent in the order of parcels.parcels_in_order."""
+    """The sending side of a transport, in the process of a trainer rank.
+
+    For each parcel the caller calls `buffer` and then `send`, in the order of parcels.parcels_in_order.
+    """
 
     def begin(self, number: int) -> None:
-        """Begin a sync. number: the unique sequence number of its order."""
+        """Begin a weight sync. number: sequence number of its Order, which no other sync of the run has."""
 
     def buffer(self, size: int) -> torch.Tensor:
-        """Return a buffer, uint8 [size], to fill with the next parcel. Waits until a buffer is free.
+        """Return a buffer, uint8 [size], to fill with the next parcel. Wait until a buffer is free.
 
-        Raises TimeoutError if none becomes free in time.
+        Raises TimeoutError if no buffer becomes free in time, because receivers have not read older parcels.
         """
 
     def send(self, parcel: Parcel, payload: torch.Tensor) -> None:
-        """Send a payload: the last buffer, a part of it, or other bytes that are no longer than the buffer.
+        """Send the payload (the bytes to transfer) of a parcel.
 
-        The caller must not write to the payload afterwards.
+        payload: the buffer that `buffer` returned last, a part of it, or another tensor of at most its size.
+            The caller must not write to it afterwards.
         """
 
     def finish(self) -> None:
-        """Wait until every receiver has received everything."""
+        """Wait until no parcel of this sync is in flight. Files are complete when `send` returns already."""
 
     def close(self) -> None: ...
 
 
 class ReceivingChannel(Protocol):
-    """The side of a tensor-parallel rank of an engine."""
+    """The receiving side of a transport, in the process of one tensor-parallel rank of an engine."""
 
     def receive(
         self, number: int, parcels: list[Parcel], size_of: SizeOf
     ) -> Iterator[tuple[Parcel, torch.Tensor]]:
-        """Yield each parcel with its payload, uint8, in the order given.
+        """Yield (parcel, payload) for each of the parcels, in the order given. A payload is uint8 [bytes].
 
-        number: sequence number of the order.
+        number: sequence number of the Order, as for SendingChannel.begin.
         size_of: returns the maximum payload bytes of a parcel.
 
-        A payload is valid until the next one is requested.
+        A payload is valid until the next one is requested, because its buffer is then used again.
         Raises TimeoutError if the next parcel does not arrive in time. The timeout is per parcel, so a whole
         sync may take longer.
         """
@@ -60,12 +64,16 @@ class ReceivingChannel(Protocol):
 
 
 def parcel_key(number: int, parcel: Parcel, what: str) -> str:
-    """Return a key for the key-value store. number: sequence number of the order."""
+    """Return the key under which sender and receiver store a state of a parcel in the key-value store.
+
+    number: sequence number of the Order.
+    what: the state, such as "sent" or "taken".
+    """
     return f"{number}/{parcel.link.name}/{parcel.number}/{what}"
 
 
 def wait_for(store: dist.Store, key: str, timeout: float) -> None:
-    """Wait until the store has a key. Raises TimeoutError after `timeout` seconds."""
+    """Wait until another process has set a key in the store. Raises TimeoutError after `timeout` seconds."""
     try:
         store.wait([key], timedelta(seconds=timeout))
     except dist.DistStoreError as error:

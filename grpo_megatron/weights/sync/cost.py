@@ -14,7 +14,7 @@ from grpo_megatron.weights.sync.plan import Layouts, Link, ReshardPlan
 
 @dataclass(frozen=True)
 class Machine:
-    """The hardware's speed.
+    """The speed of the hardware that weights travel over.
 
     network: GB/s of one GPU between nodes, in each direction.
     fabric: GB/s of one GPU within a node, in each direction.
@@ -39,16 +39,16 @@ class Cost:
     received_gb: float
     """GB received by the GPU that receives most, within and between nodes."""
     messages: int
-    """Messages of the GPU that sends most messages."""
+    """Number of messages sent by the GPU that sends most messages."""
     bound: float
-    """Lower bound in seconds of any plan for these layouts."""
+    """Seconds that a sync between these layouts takes at least, whatever the plan."""
     seconds: float
-    """Estimated seconds of this plan."""
+    """Estimated seconds of a sync with the reshard plan."""
 
 
 @dataclass
 class _Traffic:
-    """Bytes and messages per GPU. The keys are ranks for trainer GPUs, and EngineRanks for engine GPUs."""
+    """Bytes and messages per GPU in one sync. The keys are trainer ranks and EngineRanks."""
 
     network_out: Counter = field(default_factory=Counter)
     """Bytes sent to other nodes."""
@@ -85,7 +85,11 @@ class _Traffic:
 
 
 def cost(layouts: Layouts, machine: Machine, bucket_bytes: int, itemsize: int = 2) -> Cost:
-    """Return the cost of one sync. itemsize: bytes of an element of the engines' dtype."""
+    """Return the estimated cost of one sync with the reshard plan for these layouts.
+
+    bucket_bytes: weight_sync.bucket_bytes, the maximum bytes of a message.
+    itemsize: bytes of an element of the engines' dtype.
+    """
     plan, traffic = ReshardPlan(layouts), _Traffic()
     for link, size in plan.volumes(itemsize).items():
         traffic.add(plan, link, size, ceil(size / bucket_bytes))
@@ -120,11 +124,13 @@ def cost(layouts: Layouts, machine: Machine, bucket_bytes: int, itemsize: int = 
 
 
 def _bound(layouts: Layouts, traffic: _Traffic, machine: Machine, model_bytes: int) -> float:
-    """Return the lower bound in seconds of any plan.
+    """Return the seconds that any plan for these layouts takes at least (Cost.bound).
 
-    Each engine rank must receive its parameters, and the trainer must send each element at least once. If
-    weights are handed over within nodes, all data that a node's trainer ranks lack must come through that
-    node's network cards, and each engine rank must read its parameters over the fabric.
+    Each engine rank must receive its parameters, and the trainer must send each element at least once. With
+    `layouts.within_nodes`, all data that a node's trainer ranks lack must come through that node's network
+    cards, and each engine rank must read its parameters over the fabric.
+
+    model_bytes: bytes of all weights in the engines' dtype.
     """
     if not layouts.within_nodes:
         needed = max((traffic.network_in + traffic.fabric_in).values())
@@ -137,9 +143,9 @@ def _bound(layouts: Layouts, traffic: _Traffic, machine: Machine, model_bytes: i
 
 
 def full_tensors_seconds(layouts: Layouts, machine: Machine, itemsize: int = 2) -> float:
-    """Return the seconds of a sync through the object store.
+    """Return the seconds of a sync of full tensors (ObjectStore), to compare resharding with it.
 
-    One trainer rank after the other sends its full tensors to every engine rank over a single network card.
+    In it one trainer rank after the other sends full tensors to every engine rank over one network card.
     """
     model_bytes = itemsize * sum(entry.numel for entry in ReshardPlan(layouts).entries)
     return model_bytes * layouts.num_engines * layouts.engine.tp / machine.network / 1e9
@@ -150,7 +156,7 @@ _MOST_GROUPS = 16
 
 
 def broadcast_is_cheaper(layouts: Layouts, bucket_bytes: int, machine: Machine = Machine()) -> bool:
-    """Return whether broadcasts to all engines are faster than sending to each engine separately.
+    """Return whether broadcasts to all engines are at least 10 % faster than sending to each separately.
 
     They are faster for a small model with many engines, for example. The result is False if an engine rank
     would be in too many process groups, because broadcasts need one per link.
@@ -165,9 +171,11 @@ def broadcast_is_cheaper(layouts: Layouts, bucket_bytes: int, machine: Machine =
 
 
 def on_nodes(layouts: Layouts, gpus_per_node: int, colocated: bool) -> Layouts:
-    """Return the layouts with GPUs assigned node by node: first the trainer's, then the engines'.
+    """Return the layouts with a node assigned to each rank, to estimate the cost on an imagined cluster.
 
-    colocated: the engines use the same GPUs as the trainer.
+    Nodes are filled one after the other, first with the trainer's ranks and then with the engines' ranks.
+
+    colocated: the engines use the same GPUs as the trainer, and get weights through shared memory.
     """
     ranks = layouts.sizes.world_size
     first = 0 if colocated else ranks

@@ -20,12 +20,15 @@ _LEVEL = 1
 
 
 def max_payload(parcel: Parcel) -> int:
-    """Return the bytes of the largest possible payload of a parcel."""
+    """Return the bytes of a parcel's largest possible payload: all of the parcel, and a footer."""
     return parcel.total_bytes + _FOOTER.size
 
 
 def _elements(parcel: Parcel, buffer: torch.Tensor) -> np.ndarray:
-    """View the data as unsigned integers as wide as the smallest dtype in the parcel."""
+    """View a parcel's data as unsigned integers, so that elements can be compared bit by bit.
+
+    The integers are as wide as the smallest dtype in the parcel. On a CPU the memory is shared.
+    """
     size = min(dtype.itemsize for dtype in parcel.dtypes)
     return (
         buffer[: parcel.data_bytes]
@@ -36,7 +39,7 @@ def _elements(parcel: Parcel, buffer: torch.Tensor) -> np.ndarray:
 
 
 class Encoder:
-    """The sender's side. It keeps a copy of the last sent weights in host memory.
+    """Encodes the parcels of a trainer rank. It keeps a copy of the last sent weights in host memory.
 
     sent_bytes: bytes of all payloads since the last `begin`.
     """
@@ -46,15 +49,18 @@ class Encoder:
         self.sent_bytes = 0
 
     def begin(self, full: bool) -> None:
-        """Begin a sync. full: send whole parcels, because receivers may lack the weights of the last sync."""
+        """Begin a sync.
+
+        full: send whole parcels, because receivers may lack the weights of the last sync.
+        """
         self.sent_bytes = 0
         if full:
             self._sent.clear()
 
     def encode(self, parcel: Parcel, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the payload, uint8, of a buffer with parts and digests.
+        """Return the bytes to send for a parcel, uint8 [bytes], for `decode`.
 
-        The buffer has room for `max_payload` bytes.
+        buffer: the packed parcel with its digests, and room for `max_payload` bytes.
         """
         elements, key = _elements(parcel, buffer), (parcel.link.name, parcel.number)
         before = self._sent.get(key)
@@ -73,7 +79,10 @@ class Encoder:
     def _changes(
         parcel: Parcel, buffer: torch.Tensor, elements: np.ndarray, changed: np.ndarray
     ) -> torch.Tensor | None:
-        """Return the delta payload, or None if it would not be smaller than the parcel."""
+        """Return a payload with only the changed elements, or None if it would not be smaller.
+
+        changed: bool, for each of the elements whether it changed since the last sync.
+        """
         if np.count_nonzero(changed) * elements.itemsize >= parcel.data_bytes:
             return None
         compressor = zstandard.ZstdCompressor(level=_LEVEL)
@@ -87,9 +96,9 @@ class Encoder:
 
 
 def decode(parcel: Parcel, payload: torch.Tensor, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the encoded buffer, uint8 [>= total_bytes].
+    """Return the packed parcel that `Encoder.encode` made this payload from, uint8 [>= total_bytes].
 
-    parameters: the receiver's parameters with the values of the last sync.
+    parameters: {engine's name: the receiver's parameter}, with the values of the last sync.
     """
     kind, size = _FOOTER.unpack(payload[-_FOOTER.size :].cpu().numpy().tobytes())
     if kind == _FULL:

@@ -33,8 +33,9 @@ def _name(parcel: Parcel) -> str:
 class DiskSender:
     """A sender that writes each parcel to a file. The files of a sync are deleted when the next sync begins.
 
-    store: the key-value store that every receiver can reach.
+    store: the driver's key-value store, in which complete files are announced.
     folder: the folder of this run below weight_sync.folder.
+    device: the device of the buffers in which parcels are packed.
     """
 
     def __init__(self, store: dist.Store, folder: str, device: torch.device):
@@ -80,8 +81,10 @@ class DiskSender:
 class DiskReceiver:
     """A receiver that reads each parcel from its file.
 
-    store: the key-value store that the senders announce files in.
-    timeout: seconds to wait for a file.
+    store: the driver's key-value store, in which the senders announce complete files.
+    folder: the folder of this run below weight_sync.folder.
+    device: the device to which the contents are copied.
+    timeout: maximum seconds to wait for one file.
     """
 
     def __init__(self, store: dist.Store, folder: str, device: torch.device, timeout: float):
@@ -98,9 +101,10 @@ class DiskReceiver:
             )
 
     def _read(self, path: Path) -> np.ndarray:
-        """Return the contents, uint8 [bytes], of a file that has been written.
+        """Return the contents, uint8 [bytes], of a file that its sender has announced.
 
-        If another node wrote it, the file may become visible here only after a delay.
+        If another node wrote it, the file may become visible here only after a delay. Raises TimeoutError if
+        it does not.
         """
         deadline = time.monotonic() + self._timeout
         while True:

@@ -28,7 +28,12 @@ Member = int | EngineRank  # a trainer rank, or an engine rank
 
 
 class _Route(NamedTuple):
-    """The process group of a link, and the member that the sender sends to (None: it broadcasts to all)."""
+    """The process group that a link uses.
+
+    name: name of the group, the same in all processes.
+    members: the group's trainer ranks and engine ranks, in the order of their ranks in the group.
+    target: the member that the sender sends to; None: it broadcasts to all.
+    """
 
     name: str
     members: list[Member]
@@ -53,9 +58,9 @@ def _stage(layouts: Layouts, stage: int, target: Member | None) -> _Route:
 
 
 def _groups_of(layouts: Layouts, me: Member, links: list[Link]) -> dict[str, list[Member]]:
-    """Return {name: members} of each group that process `me` must join.
+    """Return {name: members} of each process group that process `me` must join.
 
-    These include members that it exchanges nothing with: a group needs all of them.
+    Members that `me` exchanges nothing with are listed too, because all members must create a group together.
     """
     routes = [_route(layouts, link) for link in links]
     if layouts.within_nodes:
@@ -66,13 +71,14 @@ def _groups_of(layouts: Layouts, me: Member, links: list[Link]) -> dict[str, lis
 
 
 class Groups:
-    """The process groups that this process is a member of.
+    """The process groups of a weight sync that this process is a member of.
 
-    The constructor waits for all members of each group.
+    The constructor creates them, and waits for all members of each group.
 
-    me: this process.
+    store: the key-value store through which the members find each other.
+    me: this process, a trainer rank or an engine rank.
     links: the links that it sends or receives over.
-    timeout: seconds that one parcel may take.
+    timeout: maximum seconds to wait for one parcel.
     """
 
     def __init__(
@@ -99,7 +105,7 @@ class Groups:
         return dist.ProcessGroupNCCL(store, rank, size, options)
 
     def transfer(self, link: Link, payload: torch.Tensor, sending: bool) -> dist.Work:
-        """Start to send or receive one payload."""
+        """Start to send or receive one payload over a link. The caller must `wait` for the result."""
         route = _route(self._layouts, link)
         group, places = self._groups[route.name], self._places[route.name]
         if route.target is None:
@@ -127,7 +133,7 @@ class Groups:
 
 
 class _Ring:
-    """A ring of reusable buffers.
+    """A ring of buffers for parcels, which are used again and again.
 
     Allocating memory for each parcel would take as long as the copy into it.
     """
@@ -140,7 +146,7 @@ class _Ring:
         )
 
     def take(self, size: int) -> torch.Tensor:
-        """Return uint8 [size], which reuses the buffer returned _IN_FLIGHT + 1 calls ago."""
+        """Return a buffer, uint8 [size]. It reuses the memory of the buffer of _IN_FLIGHT + 1 calls ago."""
         self._next = (self._next + 1) % len(self._buffers)
         if len(self._buffers[self._next]) < size:
             self._buffers[self._next] = torch.empty(size, dtype=torch.uint8, device=self._device)
@@ -148,9 +154,9 @@ class _Ring:
 
 
 class GroupSender:
-    """The sending channel over process groups.
+    """The sending side of the transport over process groups (a channel.SendingChannel).
 
-    variable: payloads vary in size (deltas), so the size is sent before each payload.
+    variable: True for deltas: payloads vary in size, so the size is sent before each payload.
     """
 
     def __init__(self, groups: Groups, variable: bool):
@@ -185,7 +191,10 @@ class GroupSender:
 
 
 class GroupReceiver:
-    """The receiving channel over process groups. variable: see GroupSender."""
+    """The receiving side of the transport over process groups (a channel.ReceivingChannel).
+
+    variable: True for deltas: payloads vary in size, so the size is received before each payload.
+    """
 
     def __init__(self, groups: Groups, variable: bool):
         self._groups, self._variable, self._ring = groups, variable, _Ring(groups.device)

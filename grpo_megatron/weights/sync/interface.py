@@ -1,4 +1,4 @@
-"""Protocols of the parts of a weight sync: source, target, transport and probe."""
+"""Protocols of the parts of a weight sync: trainer, engines, transport and comparison of their outputs."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -16,21 +16,21 @@ class WeightSource(Protocol):
     processes: list[Process]
 
     def sync_order(self, order: Order) -> list[ray.ObjectRef]:
-        """Make every rank carry out its side of an order. Return a reference to each rank's order.Answer."""
+        """Make every trainer rank carry out its side of an order. Return one reference per rank's Answer."""
 
     def weight_stream(self, max_bytes: int) -> AbstractContextManager[Iterator[ray.ObjectRef]]:
-        """Return a context that yields references to all weights, under HF names.
+        """Return a context that yields all weights as full HF tensors, for ObjectStore.
 
-        Each reference is to a weights.buckets.Bucket of at most `max_bytes`. The caller must consume all of
-        them, because building a bucket is a collective operation of the trainer's ranks.
+        It yields references to weights.buckets.Bucket of at most `max_bytes` bytes each. The caller must
+        consume all of them, because building a bucket is a collective operation of the trainer's ranks.
         """
 
 
 class WeightTarget(Protocol):
-    """The engines, one process each. Implemented by sglang.pool.EnginePool.
+    """The engines. `processes` has one process per engine. Implemented by sglang.pool.EnginePool.
 
-    Between `begin_update` and `end_update` the engines serve no requests. If anything fails in between, their
-    weights are undefined. Then they never serve again, and the run must end.
+    Between `begin_update` and `end_update` (the update session) the engines serve no requests. If anything
+    fails in between, their weights are undefined, and they must not serve again.
     """
 
     processes: list[Process]
@@ -40,41 +40,45 @@ class WeightTarget(Protocol):
     def sync_order(self, order: Order) -> list[ray.ObjectRef]:
         """Make every engine carry out its side of an order.
 
-        Return one reference per engine, to the list of its ranks' order.Answer.
+        Return one reference per engine, to the list of its ranks' Answers.
         """
 
     def load_bucket(self, bucket: ray.ObjectRef) -> list[str]:
-        """Load a weights.buckets.Bucket into every engine. Return the HF names of its tensors."""
+        """Load the full HF tensors of a weights.buckets.Bucket into every engine. Return their HF names."""
 
     def end_update(self, version: int) -> None:
-        """Resume serving. Samples carry `version` from now on."""
+        """Resume serving. The engines' samples report `version` as their weight version from now on."""
 
 
 class Transport(Protocol):
-    """A method of transferring the weights. It is called within an update session of the target."""
+    """A method of transferring the weights from the trainer (`source`) to the engines (`target`).
+
+    It is called between `begin_update` and `end_update` of the engines.
+    """
 
     def transfer(self, source: WeightSource, target: WeightTarget, version: int) -> dict[str, float]:
-        """Transfer all weights. Return {metric: value} once every engine has them and their digests match.
+        """Transfer all weights, verify them as far as this transport can, and return {metric: value}.
 
-        Raises RuntimeError, which names the tensor, if an engine's weights differ from the trainer's.
+        version: version number of these weights.
+        Raises RuntimeError if an engine's weights differ from the trainer's. The message names the tensors.
         """
 
     def close(self) -> None: ...
 
 
 class Probe(Protocol):
-    """A comparison of what the trainer and the engines compute.
+    """A comparison of what the trainer and the engines compute after a weight sync.
 
-    Implemented by trainer.weight_probe.WeightProbe.
-
-    The two steps are separate, because trainer and engines may have to take turns on shared devices.
+    It detects errors that checksums cannot: right weights that an engine uses differently. Implemented by
+    trainer.weight_probe.WeightProbe. The two steps are separate methods, because trainer and engines may have
+    to take turns on devices that they share.
     """
 
     def ask_trainer(self) -> None:
-        """Compute the expected answers with the trainer."""
+        """Compute the expected outputs with the trainer, and keep them."""
 
     def ask_engines(self) -> dict[str, float]:
-        """Compute the engines' answers and return {metric: value}.
+        """Compute the same outputs with the engines, compare them, and return {metric: value}.
 
         Raises RuntimeError if they differ from the trainer's.
         """

@@ -13,13 +13,17 @@ from grpo_megatron.weights.sync.interface import WeightSource, WeightTarget
 class ObjectStore:
     """Transport that works between any two layouts, over any network and on any machine.
 
-    It costs a copy through the hosts' memory. SGLang's own loaders fill the engine's parameters from the HF
-    tensors, so this transport also serves engines whose parameters no weight map describes. Digests cannot
-    be compared.
+    It is slower than resharding, because full tensors are copied through the hosts' memory. SGLang's own
+    loaders fill the engine's parameters from the HF tensors, so it is also the fallback for engines whose
+    parameters no weight map describes. Digests (checksums) cannot be compared.
     """
 
     def __init__(self, entries: Iterable[Entry], bucket_bytes: int):
-        """bucket_bytes: weight_sync.bucket_bytes, the most bytes that a rank holds at a time."""
+        """Remember which HF tensors must arrive in the engines.
+
+        entries: the weight map of the model.
+        bucket_bytes: weight_sync.bucket_bytes, the maximum bytes of a bucket.
+        """
         self._engine_names = {hf: entry.engine for entry in entries if entry.exported for hf in entry.hf}
         self._bucket_bytes = bucket_bytes
 
@@ -29,9 +33,9 @@ class ObjectStore:
         return {}
 
     def _check(self, delivered: Iterable[str]) -> None:
-        """Raise RuntimeError unless each tensor of the weight map was delivered exactly once.
+        """Raise RuntimeError unless each HF tensor of the weight map was loaded exactly once.
 
-        delivered: HF names in any order.
+        delivered: HF names of the loaded tensors, in any order.
         """
         counts = Counter(delivered)
         wrong = [

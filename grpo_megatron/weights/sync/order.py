@@ -17,7 +17,7 @@ from grpo_megatron.weights.sync.shared_memory import SharedMemoryReceiver, Share
 
 
 class Way(Enum):
-    """The transport of parcels."""
+    """The transport that carries parcels: one of the values of weight_sync.transport that use a plan."""
 
     shared_memory = "shared_memory"
     groups = "groups"
@@ -25,10 +25,10 @@ class Way(Enum):
 
 
 class Task(Enum):
-    """The kind of an order.
+    """The task that an Order gives to the trainer's and the engines' ranks.
 
-    describe: report the names, shapes and dtypes of the engine's parameters.
-    transfer: copy the weights.
+    describe: report the names, shapes and dtypes of the engine's parameters; for engine ranks only.
+    transfer: copy the weights and compare digests (checksums).
     verify: compare digests only. No weights are sent.
     """
 
@@ -44,7 +44,7 @@ class Setup:
     layouts: Layouts
     """How the trainer and the engines divide the model."""
     way: Way
-    """The transport."""
+    """The transport that carries parcels."""
     store: StoreAddress
     """Address of the driver's key-value store."""
     bucket_bytes: int
@@ -54,7 +54,7 @@ class Setup:
     dtypes: tuple[tuple[str, torch.dtype], ...] = ()
     """(engine's parameter, its dtype) of every parameter; empty until the engines have described them."""
     folder: str = ""
-    """Folder of the files; only for Way.disk."""
+    """Folder in which parcels are written as files; only for Way.disk."""
     delta: bool = False
     """Send only the elements that changed since the last sync, compressed."""
 
@@ -63,14 +63,17 @@ class Setup:
         return max_payload(parcel) if self.delta else parcel.total_bytes
 
     def expected_bytes(self, task: Task) -> SizeOf:
-        """Return the function that gives the payload bytes of a parcel, or the maximum if the size varies."""
+        """Return a function that gives the payload bytes of a parcel; for deltas, their maximum.
+
+        Task.verify sends only the digests of a parcel, 8 bytes each.
+        """
         return (lambda parcel: 8 * len(parcel.runs)) if task == Task.verify else self.size_of
 
     def connect(self) -> dist.TCPStore:
         return self.store.connect(self.timeout)
 
     def sending_channel(self, rank: int, parcels: list[Parcel], device: torch.device) -> SendingChannel:
-        """Return the channel for the parcels that this trainer rank hands over to engines."""
+        """Return the channel over which this trainer rank sends these parcels to engine ranks."""
         if self.way == Way.disk:
             return DiskSender(self.connect(), self.folder, device)
         if self.way == Way.groups:
@@ -95,12 +98,12 @@ class Setup:
 
 @dataclass(frozen=True)
 class Order:
-    """A command from the driver to a trainer rank or an engine rank."""
+    """A command of the driver process to a trainer rank or an engine rank: its side of one weight sync."""
 
     task: Task
-    """What to do."""
+    """The task to carry out."""
     number: int
-    """Sequence number of the order. It distinguishes the keys of one sync from those of the others."""
+    """Sequence number of the order. It makes the order's keys in the key-value stores unique."""
     setup: Setup
     """Settings, the same in every order of a run."""
     engine: int = -1
@@ -114,10 +117,11 @@ class Order:
 
 @dataclass
 class Answer:
-    """A rank's report on an order."""
+    """The report of a trainer rank or an engine rank after it has carried out an order."""
 
     seals: dict[str, int]
-    """{link name: checksum of all data sent, or received, over the link (the sum of its digests)}."""
+    """{link name: checksum of all data sent, or received, over the link (the sum of its digests modulo
+    2^64)}. The driver compares the checksums of both sides."""
     seconds: dict[str, float]
     """{activity, such as "pack" or "all": seconds}."""
     bytes: int = 0
@@ -125,6 +129,6 @@ class Answer:
     parameters: dict[str, tuple[tuple[int, ...], torch.dtype]] | None = None
     """{engine's parameter: (shape, dtype)}; only for Task.describe."""
     wrong: tuple[str, ...] = ()
-    """Names of the HF tensors whose digest differs from the sender's."""
+    """Names of the HF tensors that an engine rank has with another digest than the sender."""
     error: str = ""
     """Traceback if the order failed, else empty."""

@@ -45,7 +45,10 @@ class Parcel:
 
     @cached_property
     def runs(self) -> list[tuple[str, int, int]]:
-        """Spans of consecutive parts of one HF tensor: (HF name, start, end), in words of 8 bytes."""
+        """(HF name, start, end) of each group of consecutive parts of one HF tensor. Each has one digest.
+
+        `start` and `end` (exclusive) count words of 8 bytes in the buffer.
+        """
         ends = (*self.offsets[1:], self.data_bytes)
         found: list[tuple[str, int, int]] = []
         for part, start, end in zip(self.parts, self.offsets, ends, strict=True):
@@ -66,9 +69,9 @@ class Parcel:
     def pack(self, parameters: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> None:
         """Copy the parts from the sender's parameters into the buffer, cast to the engine's dtypes.
 
-        Writes no digests.
+        The digests at the end of the buffer are not written.
 
-        parameters: {Megatron name: tensor}.
+        parameters: {Megatron name: this rank's shard}.
         buffer: uint8 [>= total_bytes].
         """
         self._clear_gaps(buffer)
@@ -76,13 +79,22 @@ class Parcel:
             view.copy_(part.move.source(parameters[part.megatron]))
 
     def pack_again(self, parameters: dict[str, torch.Tensor], buffer: torch.Tensor) -> None:
-        """Fill the buffer as `pack` does, but from the receiver's parameters: {engine's name: tensor}."""
+        """Copy the parts from the receiver's parameters back into a buffer.
+
+        Used to compute the digests of what the engine really holds, and as the basis of a delta.
+
+        parameters: {engine's name: this rank's parameter}.
+        buffer: uint8 [>= total_bytes]; its digests are not written.
+        """
         self._clear_gaps(buffer)
         for part, view in self._views(buffer):
             view.copy_(part.move.target(parameters[part.engine]))
 
     def unpack(self, buffer: torch.Tensor, parameters: dict[str, torch.Tensor]) -> None:
-        """Copy the parts from the buffer into the receiver's parameters: {engine's name: tensor}."""
+        """Copy the parts from the buffer into the receiver's parameters.
+
+        parameters: {engine's name: this rank's parameter}, written in place.
+        """
         for part, view in self._views(buffer):
             part.move.target(parameters[part.engine]).copy_(view)
 
@@ -95,11 +107,14 @@ class Parcel:
                 buffer[used:end] = 0
 
     def digests(self, buffer: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """Return the digest of each run, int64 [runs]: the sum of (2k + 1) word_k modulo 2^64.
+        """Return the digest (checksum) of each entry of `runs`, int64 [runs], computed from the buffer.
 
-        k is the index of the word in the buffer. factors: from `odd_factors`.
-        An odd factor is invertible modulo 2^64, so a change of one word always changes the digest. The
-        factors of any two words differ, so swapped words are detected too.
+        The buffer is read as int64 words. The digest is the sum of (2k + 1) * word k modulo 2^64 over the
+        words of the entry, where k is the word's index in the buffer. An odd factor is invertible modulo
+        2^64, so a change of one word always changes the digest. The factors of any two words differ, so
+        swapped words are detected too.
+
+        factors: the numbers 2k + 1, from `odd_factors`.
         """
         words = buffer[: self.data_bytes].view(torch.int64)
         if not words.is_cuda:  # torch.dot is several times faster, but does not support integers on a GPU
@@ -110,12 +125,15 @@ class Parcel:
         return torch.stack([products[start:end].sum() for _, start, end in self.runs])
 
     def sealed(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the view of the buffer that holds the digests, int64 [runs]."""
+        """Return the view of the buffer that holds the sender's digests, int64 [runs]."""
         return buffer[self.data_bytes : self.total_bytes].view(torch.int64)
 
 
 def odd_factors(parcels: list[Parcel], device: torch.device) -> torch.Tensor:
-    """Return the factors 1, 3, 5, ... of `digests` as int64, enough for the largest of the parcels."""
+    """Return the factors 1, 3, 5, ... that Parcel.digests needs, enough for the largest of the parcels.
+
+    The result is int64 [words]. It is computed once and used for all parcels.
+    """
     words = max((parcel.data_bytes for parcel in parcels), default=0) // 8
     return torch.arange(1, 2 * words, 2, dtype=torch.int64, device=device)
 
@@ -123,9 +141,9 @@ def odd_factors(parcels: list[Parcel], device: torch.device) -> torch.Tensor:
 def make_parcels(
     link: Link, parts: list[Part], dtypes: dict[str, torch.dtype], max_bytes: int
 ) -> list[Parcel]:
-    """Divide a link's parts into parcels of at most `max_bytes` of data.
+    """Divide the parts that are sent over a link into parcels of at most `max_bytes` of data.
 
-    A part that is larger is cut by rows. A single row larger than `max_bytes` gets a parcel of its own.
+    A larger part is cut by rows. A single row larger than `max_bytes` gets a parcel of its own.
 
     dtypes: {engine's parameter: its dtype}. Data is transferred in this dtype.
     """
@@ -155,7 +173,7 @@ def make_parcels(
 
 
 def _cut(part: Part, max_numel: int) -> Iterator[Part]:
-    """Cut a part by rows into parts of at most `max_numel` elements."""
+    """Cut a part by rows into parts of at most `max_numel` elements, but at least one row."""
     move = part.move
     step = max(1, max_numel // prod(move.shape[1:]))
     if move.shape[0] <= step:
@@ -183,11 +201,15 @@ def _moved(at: tuple[int, ...], dimensions: int, rows: int) -> tuple[int, ...]:
 def parcels_in_order(
     plan: ReshardPlan, links: dict[Link, list[Part]], dtypes: dict[str, torch.dtype], max_bytes: int
 ) -> list[Parcel]:
-    """Return all parcels of these links in the order in which both sides process them.
+    """Return all parcels of these links in the order in which sender and receivers process them.
 
-    Each process's order is a subsequence of one global order of all parcels, so processes cannot deadlock. In
-    the global order, neighbouring parcels have different senders and different receivers. The other
-    parameters are those of `make_parcels`.
+    All parcels of the plan have one global order. Every process handles its own parcels in this order, so
+    that processes cannot deadlock. In the global order, neighbouring parcels tend to have different senders
+    and different receivers, so that transfers run in parallel.
+
+    links: {link: parts that are sent over it}, from ReshardPlan.
+    dtypes: {engine's parameter: its dtype}.
+    max_bytes: maximum bytes of data in a parcel.
     """
 
     places = {receiver: place for place, receiver in enumerate(plan.engine_ranks)}

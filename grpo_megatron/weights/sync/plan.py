@@ -41,8 +41,8 @@ class Link(NamedTuple):
 
     sender: the trainer rank.
     receivers: the engine ranks.
-    carrier: the relay rank, a trainer rank that hands the bytes over to the receivers. It differs from the
-        sender if the bytes must be handed over on the receivers' node and the sender is on another node.
+    carrier: the relay rank, which is the trainer rank that gives the bytes to the receivers. It is the sender
+        itself, except with `Layouts.within_nodes` if the sender is on another node than the receivers.
     """
 
     sender: int
@@ -51,7 +51,7 @@ class Link(NamedTuple):
 
     @property
     def name(self) -> str:
-        """An identifier that is the same in every process."""
+        """An identifier of the link that is the same in every process, for use in keys and file names."""
         first = self.receivers[0]
         others = f"+{zlib.crc32(repr(self.receivers).encode()):08x}" if len(self.receivers) > 1 else ""
         return f"{self.sender}-{first.engine}.{first.rank}{others}"
@@ -59,7 +59,12 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """A rectangle to be copied from the Megatron parameter `megatron` to the engine's parameter `engine`."""
+    """A rectangle that is copied from a shard of a Megatron parameter into an engine's parameter.
+
+    megatron: name of the Megatron parameter.
+    engine: name of the engine's parameter.
+    move: the rectangle's location in both, and in the HF tensor.
+    """
 
     megatron: str
     engine: str
@@ -79,13 +84,14 @@ class Layouts:
     num_engines: int
     """Number of engines."""
     multicast: bool = False
-    """Send bytes that several engines need only once: by a broadcast, through shared memory, or in a file.
-    Otherwise each engine gets its own copy from the replica that serves it."""
+    """True: bytes that several engines need are sent once, by a broadcast, through shared memory, or in a
+    file. False: each engine gets its own copy, from a data-parallel replica that is chosen for it."""
     within_nodes: bool = False
-    """Hand bytes over within a node, to all engines on it (shared memory)."""
+    """True (for shared memory): engine ranks get all bytes from trainer ranks on their own node. Bytes from
+    other nodes are first sent to a relay rank there."""
     rank_nodes: tuple[str, ...] = ()
-    """Node of every trainer rank; empty if everything is on one node. Engine ranks are served by a replica on
-    their own node where there is one."""
+    """Node of every trainer rank; empty if everything is on one node. An engine rank gets a shard from a
+    trainer rank on its own node if there is one that holds it."""
     engine_nodes: tuple[str, ...] = ()
     """Node of every engine rank, engine by engine; empty if everything is on one node."""
 
@@ -106,10 +112,17 @@ class Layouts:
 
 
 class ReshardPlan:
-    """The plan of a weight sync. It covers every element of every engine rank's parameters exactly once."""
+    """The plan of a weight sync: which trainer rank sends which rectangles to which engine ranks.
+
+    It covers every element of every engine rank's parameters exactly once.
+    """
 
     def __init__(self, layouts: Layouts, transformer_engine: bool = False):
-        """transformer_engine: the trainer's parameters have the names of TransformerEngine's layers."""
+        """Compute the plan for a trainer and its engines.
+
+        transformer_engine: the trainer's parameters have the names of TransformerEngine's layers.
+        Raises ValueError if `layouts.within_nodes` is set and an engine's node has no trainer rank.
+        """
         self.layouts = layouts
         alone = set(layouts.engine_nodes) - set(layouts.rank_nodes)
         if layouts.within_nodes and alone:
@@ -132,22 +145,23 @@ class ReshardPlan:
         return engine_shapes(self.entries, self.layouts.engine)
 
     def outgoing(self, rank: int) -> dict[Link, list[Part]]:
-        """Return the parts that a trainer rank sends, by link. All of them are in its own parameters."""
+        """Return {link: parts} that a trainer rank sends from its own shards."""
         return self._collected(self._links(sender=rank))
 
     def carried(self, rank: int) -> dict[Link, list[Part]]:
-        """Return the parts that a trainer rank relays on its node for senders on other nodes, by link."""
+        """Return {link: parts} that a trainer rank receives from other nodes and relays to its own node."""
         links = self._collected(self._links(carrier=rank)) if self.has_carriers else {}
         return {link: parts for link, parts in links.items() if link.sender != rank}
 
     def incoming(self, receiver: EngineRank) -> dict[Link, list[Part]]:
-        """Return the parts that an engine rank receives, by link."""
+        """Return {link: parts} that an engine rank receives."""
         return self._collected(self._links(receiver=receiver))
 
     def quantised(self, rank: int) -> dict[str, list[Move]]:
-        """Return {Megatron name: moves} of the parameters that a trainer rank quantises to FP8.
+        """Return {Megatron name: moves} of the parameters that a trainer rank quantises for FP8 engines.
 
-        The moves reorder the rows of its shard as `model.block_scaled.stacked_by_tensor` does.
+        The moves reorder the rows of its shard so that the rows of each HF tensor are adjacent
+        (`model.block_scaled.stacked_by_tensor`). Empty if the engines do not use FP8.
         """
         found = {}
         for entry in self._exported if self.layouts.engine.fp8 else ():
@@ -159,9 +173,9 @@ class ReshardPlan:
         return found
 
     def volumes(self, itemsize: int) -> dict[Link, int]:
-        """Return {link: bytes sent over it} of the whole plan.
+        """Return {link: bytes sent over it} of the whole plan, for the cost model and for checks.
 
-        It can be computed for layouts that are too large to list every part.
+        It is much cheaper than listing every part, so it also works for thousands of ranks.
 
         itemsize: bytes of an element of the engine's dtype.
         """
@@ -189,7 +203,10 @@ class ReshardPlan:
     def _links(
         self, sender: int | None = None, receiver: EngineRank | None = None, carrier: int | None = None
     ) -> Iterator[tuple[Link, Part]]:
-        """Yield (link, part) of the plan, or only those of the given sender, receiver or relay rank."""
+        """Yield (link, part) of the whole plan, or only those with this sender, receiver or relay rank.
+
+        None: no restriction.
+        """
         for number, entry in enumerate(self.entries):
             for shard in range(self._ranks.shards(entry)):
                 senders = self._senders[number, shard]
@@ -208,7 +225,11 @@ class ReshardPlan:
                                     yield link, part
 
     def _served_by(self, carrier: int | None, audiences: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the receiver groups on the relay rank's node, or all of them if `carrier` is None."""
+        """Return which of the receiver groups a relay rank may serve: those on its own node.
+
+        carrier: the relay rank; None: return all groups.
+        audiences: indices into `_audiences`.
+        """
         if carrier is None:
             return audiences
         layouts = self.layouts
@@ -238,7 +259,7 @@ class ReshardPlan:
 
     @property
     def has_carriers(self) -> bool:
-        """True if parcels may go through a relay rank other than their sender."""
+        """True if some parcels may reach their receivers through a relay rank other than their sender."""
         return self.layouts.within_nodes and len(set(self.layouts.rank_nodes)) > 1
 
     @cached_property
@@ -250,10 +271,10 @@ class ReshardPlan:
 
     @cached_property
     def _audiences(self) -> list[tuple[EngineRank, ...]]:
-        """The receiver groups: engine ranks that take a given shard from the same sender.
+        """The receiver groups. The engine ranks of a group get a given shard from the same trainer rank.
 
-        A group is the ranks of one engine on one node. With multicast it is all engine ranks of a node if
-        weights are handed over within nodes, otherwise all engine ranks.
+        Without multicast, a group is the ranks of one engine on one node. With multicast and `within_nodes`,
+        it is all engine ranks on one node. With multicast alone, it is all engine ranks.
         """
         layouts, found = self.layouts, defaultdict(list)
         for one in self.engine_ranks:
@@ -267,9 +288,11 @@ class ReshardPlan:
         )
 
     def _needed(self, entry: Entry, shard: int, receiver: EngineRank | None) -> dict[Move, list[int]]:
-        """Return {rectangle of this shard: engine ranks that need it, all at the same position}.
+        """Return {rectangle of this shard: tensor-parallel ranks of an engine that need it}.
 
-        receiver: if given, only the rectangles that it needs.
+        Ranks that need the same rectangle at different positions of their parameters get separate entries.
+
+        receiver: return only the rectangles that this engine rank needs; None: all.
         """
         layout, parts = self.layouts.engine, self._ranks.shards(entry)
         source, needed = entry.megatron_pieces(parts, shard), defaultdict(list)
@@ -284,9 +307,10 @@ class ReshardPlan:
 
     @cached_property
     def _senders(self) -> dict[tuple[int, int], dict[int, tuple[int, ...]]]:
-        """{(index of entry, shard): {trainer rank that sends it: indices of receiver groups}}.
+        """{(index of entry, shard): {trainer rank that sends it: indices of the groups that receive it}}.
 
-        Of the ranks that serve a group, the one that has the least to send so far is chosen.
+        Among the ranks that may send to a group, the one with the least to send so far is chosen, so that the
+        load is balanced.
         """
         load: dict[tuple[int, ...], dict[int, int]] = {}
         chosen = {}
@@ -304,9 +328,10 @@ class ReshardPlan:
         return chosen
 
     def _serving(self, holders: tuple[int, ...], audience: int) -> tuple[int, ...]:
-        """Return the ranks, of `holders`, that may send to a receiver group.
+        """Return which of the trainer ranks `holders` may send to a receiver group.
 
-        These are the ranks on the group's node if there are any, else an equal share of all.
+        If the group is on one node and some holders are too, these are the holders on that node. Otherwise it
+        is every n-th holder for n groups, so that different groups have different senders.
         """
         rank_nodes, engine_nodes = self.layouts.rank_nodes, self.layouts.engine_nodes
         nodes = (

@@ -10,14 +10,19 @@ from grpo_megatron.weights.fp8_blocks import quantise
 
 
 class Quantised(Mapping):
-    """A mapping {Megatron name: this rank's shard}, plus the FP8 elements and scales of linear weights.
+    """The shards of a trainer rank as a mapping {name: tensor}, to pack parcels for FP8 engines from.
 
-    Their names are those of model.block_scaled. The last quantised parameter is cached, because packing asks
-    for slices of one parameter many times in a row.
+    Beside {Megatron name: shard} it has the FP8 elements and the scales of linear weights, under the names of
+    `elements_name` and `scales_name` (model.block_scaled). A weight is quantised when it is first read. Only
+    the last one is cached, because packing reads slices of one parameter many times in a row.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], orders: dict[str, list[Move]]):
-        """orders: the result of plan.ReshardPlan.quantised for this rank."""
+        """Wrap the shards of a rank.
+
+        orders: {Megatron name: how to reorder the shard's rows before it is quantised}, the result of
+            ReshardPlan.quantised for this rank.
+        """
         self._parameters, self._orders = parameters, orders
         self._sources = {name(of): of for of in orders for name in (elements_name, scales_name)}
         self._source, self._kept = "", {}

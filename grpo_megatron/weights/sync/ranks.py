@@ -1,4 +1,4 @@
-"""TrainerRanks computes which trainer rank holds which shard of a parameter, without a running trainer."""
+"""TrainerRanks computes which trainer rank has which shard of a parameter, without a running trainer."""
 
 from dataclasses import dataclass
 
@@ -8,17 +8,17 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 @dataclass(frozen=True)
 class TrainerRanks:
-    """Megatron's assignment of shards to ranks.
+    """Megatron's assignment of parameter shards to ranks, from which every process computes the reshard plan.
 
-    Consecutive ranks differ first in tensor parallel rank, then context, data and pipeline parallel rank. For
-    experts the order is expert-tensor, expert, data and pipeline parallel.
+    Consecutive ranks differ first in their tensor-parallel rank, then in the context-, data- and
+    pipeline-parallel rank. For experts the order is expert-tensor, expert, data and pipeline parallel.
     """
 
     sizes: ParallelSizes
     num_layers: int
 
     def stage(self, entry: Entry) -> int:
-        """Return the pipeline stage that has this parameter."""
+        """Return the index of the pipeline stage that has this parameter."""
         if entry.megatron.startswith("embedding."):
             return 0
         if not entry.megatron.startswith("decoder.layers."):
@@ -31,13 +31,16 @@ class TrainerRanks:
         raise ValueError(f"{entry.megatron}: the model has {self.num_layers} layers")
 
     def shards(self, entry: Entry) -> int:
-        """Return the number of different shards of a parameter."""
+        """Return the number of shards that tensor parallelism divides a parameter into; 1: not divided."""
         if entry.axis is None:
             return 1
         return self.sizes.etp if entry.expert else self.sizes.tp
 
     def holders(self, entry: Entry, shard: int) -> tuple[int, ...]:
-        """Return the ranks that hold this shard. They are replicas of each other."""
+        """Return the trainer ranks that have this shard of a parameter, each a full copy of it.
+
+        shard: index of the shard.
+        """
         sizes, stage = self.sizes, self.stage(entry)
         per_stage = sizes.world_size // sizes.pp
         if entry.expert:

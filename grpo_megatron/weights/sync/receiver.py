@@ -12,7 +12,10 @@ from grpo_megatron.weights.sync.plan import EngineRank, ReshardPlan
 
 
 class Receiver:
-    """The receiver of an engine rank. It keeps the rank's parcels and channel from sync to sync."""
+    """Receives and verifies the weights of one engine rank.
+
+    It is kept from sync to sync, because setting up its parcels and its channel takes long.
+    """
 
     def __init__(self, setup: Setup, me: EngineRank, device: torch.device):
         self.setup = setup
@@ -24,11 +27,12 @@ class Receiver:
         self._scratch = torch.empty(largest, dtype=torch.uint8, device=device)
 
     def receive(self, order: Order, parameters: dict[str, torch.Tensor]) -> Answer:
-        """Receive all parcels, write them into the parameters, and compare digests.
+        """Receive all parcels, write them into the parameters, and compare digests with the sender's.
 
-        For Task.verify, only receive and compare digests.
+        For Task.verify the sender sends only digests, and the parameters stay as they are.
 
         parameters: {engine's name: this rank's parameter}, written in place.
+        Return the report for the driver. It names the HF tensors whose digests differ.
         """
         seconds, seals, wrong, received = defaultdict(float), defaultdict(int), [], 0
         verifying = order.task == Task.verify

@@ -13,9 +13,10 @@ from grpo_megatron.weights.sync.parcels import Parcel
 
 
 class Relay(GroupSender):
-    """The channel between trainer ranks.
+    """The channel between trainer ranks, over a process group of all of them.
 
-    It sends parcels to relay ranks and receives those that this rank relays.
+    As a sender it sends this rank's parcels to the relay ranks on other nodes. `take` receives the parcels
+    that this rank relays to engines on its own node.
     """
 
     def __init__(self, setup: Setup, rank: int, parcels: list[Parcel], device: torch.device):

@@ -26,15 +26,17 @@ _SHOWN = 5
 class Resharding:
     """The transport in which trainer ranks send slices of their shards directly to engine ranks.
 
-    Each engine rank writes the slices into its own parameters.
+    Each engine rank writes the slices into its own parameters. This object runs in the driver process: it
+    sends the orders and compares the checksums of both sides.
     """
 
     def __init__(
         self, layouts: Layouts, way: Way, config: WeightSyncConfig, folder: str, call_timeout: float
     ):
-        """Serve the key-value store of the syncs.
+        """Compute the reshard plan, and start the key-value store through which the ranks coordinate.
 
-        folder: for Way.disk, a folder that only this run uses.
+        way: what carries the data.
+        folder: for Way.disk, the folder for the data, which only this run uses.
         call_timeout: maximum seconds of a whole sync.
         """
         self._plan, self._call_timeout = ReshardPlan(layouts), call_timeout
@@ -52,9 +54,10 @@ class Resharding:
         self._clear_folder()  # a killed run of the same name may have left files
 
     def describe(self, target: WeightTarget) -> list[str]:
-        """Ask the engines for their parameters. Return one sentence for each that differs from the plan.
+        """Compare the shapes and dtypes of the engines' parameters with the plan.
 
-        It must be called within an update session, and before any other method.
+        Return one sentence for each difference; empty if this transport can be used. It must be called before
+        any other method, and between `begin_update` and `end_update` of the engines.
         """
         shapes, found, dtypes = self._plan.engine_shapes, [], {}
         planned = {entry.engine: entry.engine_dtype for entry in self._plan.entries if entry.engine_dtype}
@@ -90,8 +93,9 @@ class Resharding:
         return self._run(Task.transfer, source, target, version)
 
     def verify(self, source: WeightSource, target: WeightTarget, version: int) -> dict[str, float]:
-        """Compare the engines' weights with the trainer's. Like `transfer`, but only digests are sent.
+        """Check that the engines have the trainer's weights, by sending only digests (checksums).
 
+        version: version of the weights. Return the same metrics as `transfer`.
         Raises RuntimeError if the weights differ.
         """
         return self._run(Task.verify, source, target, version)
@@ -110,7 +114,11 @@ class Resharding:
         return _measured(sent, list(received.values()))
 
     def _compare(self, sent: list[Answer], received: dict[EngineRank, Answer]) -> None:
-        """Raise RuntimeError unless each engine rank has what the trainer ranks sent to it."""
+        """Raise RuntimeError unless each engine rank has the weights that the trainer ranks sent to it.
+
+        sent: one report per trainer rank.
+        received: the report of each engine rank.
+        """
         wrong = [f"{name} at {me}" for me, answer in received.items() for name in answer.wrong]
         if wrong:
             more = f" (and {len(wrong) - _SHOWN} more)" if len(wrong) > _SHOWN else ""
@@ -134,7 +142,7 @@ class Resharding:
 
     @cached_property
     def _links_to(self) -> dict[EngineRank, list[str]]:
-        """{engine rank: names of the links that it receives over}."""
+        """{engine rank: names of the links over which the plan sends it weights}."""
         found = {me: [] for me in self._plan.engine_ranks}
         for link in self._plan.volumes(itemsize=1):
             for me in link.receivers:
@@ -142,13 +150,13 @@ class Resharding:
         return found
 
     def close(self) -> None:
-        """Remove the files of the ranks, which may be dead already."""
+        """Remove the files that the trainer ranks have written, for the case that they died before."""
         self._clear_folder()
 
     def _clear_folder(self) -> None:
-        """Remove the files of Way.disk, and the folder if it is empty.
+        """Remove the files of all syncs, and then the folder if it is empty; does nothing unless Way.disk.
 
-        Other files are kept, because the user chose the folder.
+        Other files in it are kept, because the user chose the folder.
         """
         if self._setup.way == Way.disk:
             for left in Path(self._setup.folder).glob("sync????????"):
@@ -158,7 +166,7 @@ class Resharding:
 
 
 def _by_rank(answers) -> dict[EngineRank, Answer]:
-    """Return the answers by engine rank. answers: for each engine, the list of its ranks' answers."""
+    """Return {engine rank: its answer}. answers: for each engine, the list of its ranks' answers."""
     return {
         EngineRank(e, rank): answer
         for e, of_engine in enumerate(answers)
@@ -167,10 +175,10 @@ def _by_rank(answers) -> dict[EngineRank, Answer]:
 
 
 def _measured(sent: list[Answer], received: list[Answer]) -> dict[str, float]:
-    """Return the metrics of a sync.
+    """Return the metrics of a sync, {name: value}.
 
-    These are the GB that the trainer sent and the engines received, and the seconds of the slowest rank on
-    either side.
+    They are the GB that the trainer sent and that the engines received, and for each activity the seconds of
+    the slowest trainer rank and of the slowest engine rank.
     """
     seconds = {
         f"{side}_{what}_seconds": max(answer.seconds.get(what, 0.0) for answer in answers)
@@ -185,12 +193,12 @@ def _measured(sent: list[Answer], received: list[Answer]) -> dict[str, float]:
 
 
 def chosen_way(config: WeightSyncConfig, layouts: Layouts) -> tuple[Way, Layouts]:
-    """Return the transport of parcels, and the layouts adapted to it.
+    """Choose what carries the parcels. Returns (way, layouts): the layouts are adapted to the way.
 
-    With `transport: auto` it is shared memory if every engine node has a trainer rank, else process groups.
-    Process groups broadcast where the cost model in weights.sync.cost says that this is cheaper, else they
-    send point to point. Raises UserError if shared memory is configured but an engine node has no trainer
-    rank.
+    With `weight_sync.transport=auto` it is shared memory if every engine node has a trainer rank, else
+    process groups. Process groups broadcast if the cost model in weights.sync.cost says that this is faster.
+    Otherwise they send point to point. Raises UserError if shared memory is configured but an engine node has
+    no trainer rank.
     """
     alone = sorted(set(layouts.engine_nodes) - set(layouts.rank_nodes))
     automatic = Way.groups if alone else Way.shared_memory
@@ -205,10 +213,11 @@ def chosen_way(config: WeightSyncConfig, layouts: Layouts) -> tuple[Way, Layouts
 
 
 class Checked:
-    """A transport that chooses between resharding and full tensors at the first sync.
+    """A transport that chooses between `Resharding` and full tensors (`ObjectStore`) at the first sync.
 
-    It uses resharding if the engines' parameters are as the plan expects. If they are not, `auto` falls back
-    to full tensors and tells the user; every other setting raises UserError.
+    Only then can the engines be asked for their parameters. If these are as the reshard plan expects, it uses
+    `Resharding`. If not, weight_sync.transport=auto falls back to full tensors and tells the user. Every
+    other setting raises UserError.
     """
 
     def __init__(
@@ -219,7 +228,12 @@ class Checked:
         not_full: str,
         say: Callable[[str], None],
     ):
-        """not_full: reason why these engines cannot take full tensors, or empty. say: prints a message."""
+        """Keep both transports until the first sync.
+
+        transport: the setting weight_sync.transport.
+        not_full: reason why these engines cannot load full tensors, for an error message; empty if they can.
+        say: prints a message for the user.
+        """
         self._resharding, self._full, self._transport, self._not_full, self._say = (
             resharding,
             full,
@@ -264,11 +278,13 @@ def _not_full(layouts: Layouts) -> str:
 def make_transport(
     config: WeightSyncConfig, layouts: Layouts, folder: str, call_timeout: float, say: Callable[[str], None]
 ) -> Transport:
-    """Return the configured transport.
+    """Return the transport of a run, as weight_sync.transport configures it.
 
-    folder: the folder of this run below weight_sync.folder.
+    layouts: how trainer and engines divide the model, and the nodes that they are on.
+    folder: the folder of this run below weight_sync.folder, for the transport `disk`.
     call_timeout: maximum seconds of a whole sync.
-    say: tells the user a message.
+    say: prints a message for the user.
+    Raises UserError if the configured transport cannot reach the engines.
     """
     full = ObjectStore(ReshardPlan(layouts).entries, config.bucket_bytes)
     if config.transport == SyncTransport.object_store:

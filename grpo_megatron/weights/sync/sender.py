@@ -15,10 +15,16 @@ from grpo_megatron.weights.sync.relay import Relay
 
 
 class Sender:
-    """The sender of a trainer rank. It keeps the rank's parcels and channel from sync to sync."""
+    """Sends the weights of one trainer rank to the engine ranks that need them.
+
+    It is kept from sync to sync, because setting up its parcels and its channel takes long.
+    """
 
     def __init__(self, setup: Setup, rank: int, device: torch.device, transformer_engine: bool = False):
-        """transformer_engine: the rank's parameters have the names of TransformerEngine's layers."""
+        """Compute the rank's parcels and open its channels.
+
+        transformer_engine: the rank's parameters have the names of TransformerEngine's layers.
+        """
         self.setup, self._rank = setup, rank
         plan = ReshardPlan(setup.layouts, transformer_engine)
         self._quantised = plan.quantised(rank)
@@ -33,10 +39,13 @@ class Sender:
     def send(
         self, order: Order, parameters: Mapping[str, torch.Tensor], advance: Callable[[], None] = lambda: None
     ) -> Answer:
-        """Send all parcels of this rank, and relay those that it hands over for others.
+        """Send this rank's weights, and relay the parcels of ranks on other nodes to engines on this node.
 
-        parameters: {Megatron name: this rank's current, whole parameter}.
-        advance: called before each parcel.
+        For Task.verify, send only the digests of the weights.
+
+        parameters: {Megatron name: this rank's current shard, with LoRA adapters merged}.
+        advance: called before each parcel, to report progress to the hang detector.
+        Return the report for the driver.
         """
         seconds, seals, sent = defaultdict(float), defaultdict(int), 0
         started = time.perf_counter()
@@ -83,7 +92,10 @@ class Sender:
 def sender_for(
     setup: Setup, last: Sender | None, rank: int, device: torch.device, transformer_engine: bool
 ) -> Sender:
-    """Return the sender of the last sync if it has this setup. Otherwise close it and return a new one."""
+    """Return the sender to use for a sync: the last one if it has this setup, else a new one.
+
+    last: the sender of the last sync, which is closed if it cannot be used again; None at the first sync.
+    """
     if last is not None and last.setup == setup:
         return last
     if last is not None:

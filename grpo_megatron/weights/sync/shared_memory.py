@@ -28,10 +28,11 @@ _STORAGE_DEVICE = 6
 
 
 def _make(size: int, device: torch.device) -> tuple[torch.Tensor, Any, IO | None]:
-    """Allocate uint8 [size] of shared memory.
+    """Allocate shared memory of `size` bytes on a device. Returns (memory, handle, file).
 
-    Return the memory, the handle by which another process opens it, and the file that must stay open until
-    then.
+    memory: uint8 [size].
+    handle: the argument with which `_open` maps the memory in another process.
+    file: on a CPU, a file that must stay open until the other processes have mapped the memory; else None.
     """
     if device.type != "cpu":
         memory = torch.empty(size, dtype=torch.uint8, device=device)
@@ -60,7 +61,7 @@ def _open(handle: Any, device: torch.device) -> torch.Tensor:
 
 
 def _settle(memory: torch.Tensor) -> None:
-    """Wait until all copies on a device are done. This must precede telling the other process about them."""
+    """Wait until all copies on the memory's device are done, before another process is told about them."""
     if memory.device.type != "cpu":
         torch.get_device_module(memory.device).synchronize(memory.device)
 
@@ -68,10 +69,11 @@ def _settle(memory: torch.Tensor) -> None:
 class SharedMemorySender:
     """A sender that fills slots in shared memory on its own device.
 
-    store: the key-value store that every receiver can reach. It holds the address of the memory and of the
-        rank's own store.
-    slot_bytes: size of the largest payload.
-    timeout: seconds that a slot may stay occupied.
+    store: the driver's key-value store. The sender puts the handle of its memory, and the address of its own
+        store, there.
+    rank: this trainer rank.
+    slot_bytes: bytes of the largest payload.
+    timeout: maximum seconds to wait until receivers have read a slot.
     """
 
     def __init__(self, store: dist.Store, rank: int, slot_bytes: int, device: torch.device, timeout: float):
@@ -118,18 +120,18 @@ class SharedMemorySender:
 
 
 class _Carrier(NamedTuple):
-    """The receiver's view of a trainer rank that hands parcels over: its memory, and its key-value store."""
+    """The shared memory and the key-value store of a trainer rank that this receiver gets parcels from."""
 
     memory: torch.Tensor
     store: dist.Store
 
 
 class SharedMemoryReceiver:
-    """A receiver that reads the slots of its senders on its own device.
+    """A receiver that reads parcels from the shared memory of the trainer ranks on its node.
 
-    store: the key-value store in which the senders announce their memory.
-    device: the device of the parameters to fill.
-    timeout: seconds to wait for a parcel.
+    store: the driver's key-value store, in which senders put the handles of their memory.
+    device: the device of the engine's parameters.
+    timeout: maximum seconds to wait for one parcel.
     """
 
     def __init__(self, store: dist.Store, device: torch.device, timeout: float):

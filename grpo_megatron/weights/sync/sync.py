@@ -1,4 +1,4 @@
-"""WeightSync copies the trainer's current weights into the engines and counts their versions."""
+"""WeightSync copies the trainer's current weights into the engines and numbers their versions."""
 
 import time
 
@@ -6,10 +6,10 @@ from grpo_megatron.weights.sync.interface import Probe, Transport, WeightSource,
 
 
 class WeightSync:
-    """The controller's handle for weight syncs.
+    """Copies the trainer's weights into the engines. The training loop calls `run` when they have changed.
 
     version: version of the weights that the engines serve; 0 before the first sync.
-    metrics: metrics of the last sync.
+    metrics: {"sync/NAME": value} of the last sync.
     """
 
     def __init__(
@@ -22,7 +22,9 @@ class WeightSync:
     ):
         """Connect a trainer (`source`) to the engines (`target`).
 
-        probe: runs after the first sync and then after every `probe_every`-th one; 0 disables it.
+        transport: how the weights travel.
+        probe: compares what trainer and engines compute; None: no comparison.
+        probe_every: use the probe after the first sync, and then after every `probe_every`-th sync; 0: never.
         """
         self._source, self._target, self._transport = source, target, transport
         self._probe, self._probe_every, self._probing, self._syncs = probe, probe_every, False, 0
@@ -32,13 +34,12 @@ class WeightSync:
     def run(self, changed: bool = True) -> None:
         """Copy the trainer's current weights into the engines.
 
-        Later samples carry the version of these weights.
+        Samples of the engines report the version of these weights from now on. The caller must call `probe`
+        once the engines can answer requests.
 
         changed: whether the weights differ from those of the last sync; if so, the version increases by one.
-
-        The caller calls `probe` once the engines serve.
-        Raises if a rank or an engine fails, if an engine refuses a part, or if a digest differs. The run must
-        then end.
+        Raises an error if a rank or an engine fails, if an engine refuses some weights, or if a checksum
+        differs. The engines cannot be used after such an error.
         """
         started = time.perf_counter()
         version = self.version + changed
@@ -56,9 +57,9 @@ class WeightSync:
         self.metrics["sync/seconds"] = time.perf_counter() - started
 
     def probe(self) -> None:
-        """Compare what the engines and the trainer compute, if a probe is due after this sync.
+        """Compare what the engines and the trainer compute, if `probe_every` asks for it after this sync.
 
-        Raises RuntimeError if they differ.
+        The results are added to `metrics`. Raises RuntimeError if they differ.
         """
         if self._probing:
             started = time.perf_counter()
