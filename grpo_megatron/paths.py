@@ -80,7 +80,7 @@ def output_folder_problem(path: str | Path) -> str | None:
 
 
 def nearest_folder(path: str | Path) -> Path:
-    """Return `path` itself if it exists, else the nearest folder above it that does."""
+    """Return `path` itself if it exists, else the nearest existing folder above it."""
     path = Path(path).absolute()
     return next((place for place in (path, *path.parents) if not is_absent(place)), path)
 
@@ -194,7 +194,10 @@ _FULL = ("No space left on device", "inline_container.cc")
 
 
 def disk_is_full(error: BaseException | None) -> bool:
-    """Return True if an exception, or one in its chain of causes and contexts, is about a full disk."""
+    """Return True if an exception, or one in its chain of causes and contexts, reports a full disk.
+
+    The command line then asks the user to make room, rather than reporting an unexpected error.
+    """
     while error is not None:
         # safetensors (Rust) and torch.save (C++) report it in the text of their errors only. torch's text is
         # about the incomplete file that it finds afterwards.

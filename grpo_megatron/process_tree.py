@@ -70,9 +70,9 @@ def adopt_orphans() -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends. Exit if the parent has already ended.
+    """Have the kernel kill this process when its parent ends, so that a helper process is never left behind.
 
-    parent: pid of the process that started this one.
+    parent: pid of the process that started this one. If it has already ended, this process exits.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

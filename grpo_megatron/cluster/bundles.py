@@ -60,5 +60,5 @@ def bundles(
 
 
 def _cut(total: int, size: int) -> tuple[int, ...]:
-    """Split `total` into parts of `size`. A remainder becomes a last, smaller part."""
+    """Split `total` devices into bundles of `size`. A remainder becomes a last, smaller bundle."""
     return (size,) * (total // size) + ((total % size,) if total % size else ())

@@ -44,7 +44,7 @@ _PATIENCE_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker's process runs.
+    """Node, name and log file of a worker's process.
 
     process: name and log file of the process
     node: id of the Ray node

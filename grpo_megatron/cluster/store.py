@@ -136,7 +136,7 @@ def _listen(host: str, handler: _Handler) -> int:
 
 
 async def _join(*ends: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> None:
-    """Pass bytes in both directions between two connections until either ends."""
+    """Pass bytes in both directions between two connections, each (reader, writer), until either ends."""
     (reader, writer), (there_reader, there_writer) = ends
     passing = {
         asyncio.ensure_future(_pass(reader, there_writer)),

@@ -113,7 +113,7 @@ class WorkerGroup:
             raise
 
     def restart(self) -> None:
-        """Kill what is left of the processes, and start the group anew. None of its state survives."""
+        """Kill the remaining processes and start the whole group anew. All state of the objects is lost."""
         self.close()
         self.start()
 

@@ -26,7 +26,7 @@ _LARGEST_BATCH = 256
 
 
 class WorkerDied(ProcessLost):
-    """The process of a call died, and so did that of its second trial, if there was one."""
+    """The process of a call died, and the call was not tried again or died in its second try too."""
 
 
 class WorkerHangs(UserError):

@@ -199,7 +199,7 @@ def _hyperparameters(values: dict[str, Any]) -> dict[str, bool | int | float | s
 
 
 class _Clock:
-    """Measures the seconds that the monitor costs a step. Each method of the monitor runs inside `with clock`.
+    """Measures the seconds that the monitor costs a step. The monitor's work is done inside `with clock`.
 
     Only the thread that created the clock counts, because other threads do not slow down a step. Nested
     `with` blocks count once.

@@ -27,7 +27,7 @@ _CLOSE_SECONDS = 30.0
 
 
 def check_listeners(config: Config) -> None:
-    """Raise UserError if a package that monitor.listeners needs is missing."""
+    """Raise UserError if a Python package is missing that a listener named in monitor.listeners needs."""
     for name in config.monitor.listeners:
         if find_spec(_PACKAGES[name]) is None:
             raise UserError(

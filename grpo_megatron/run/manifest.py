@@ -29,7 +29,7 @@ class DamagedCheckpoint(UserError):
 
 
 class FileRecord(NamedTuple):
-    """Size and digest of a file.
+    """Size and digest of a checkpoint's file, as the manifest lists them.
 
     size: in bytes
     digest: XXH3 of 128 bits, as hexadecimal digits

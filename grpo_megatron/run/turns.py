@@ -14,7 +14,7 @@ _GIB = 2**30
 
 
 class State(Enum):
-    """Which side occupies the memory of the shared devices. The value describes the state in messages."""
+    """Use of the shared devices' memory by engines and ranks. The value describes it in messages."""
 
     serving = "engines serve, ranks sleep"
     vacant = "engines have given back weights and KV cache, ranks sleep"
@@ -47,7 +47,7 @@ _BY_NAME = {transition.name: transition for transition in RING}
 
 
 class SharingEngines(Protocol):
-    """Engines that share devices. Implemented by sglang.pool.EnginePool."""
+    """The engines as Turns uses them. Implemented by sglang.pool.EnginePool."""
 
     def release_memory(self) -> None: ...
 
@@ -59,7 +59,7 @@ class SharingEngines(Protocol):
 
 
 class SharingRanks(Protocol):
-    """Ranks that share devices. Implemented by trainer.policy.PolicyTrainer."""
+    """The trainer's ranks as Turns uses them. Implemented by trainer.policy.PolicyTrainer."""
 
     def wake(self) -> None: ...
 
@@ -127,13 +127,13 @@ class Turns:
             self._engines.resume_kv_cache()
 
     def to_ranks(self) -> None:
-        """Go from generation to training. Does nothing if the ranks have the devices already."""
+        """Give the devices' memory to the ranks, for training. Does nothing if they have it already."""
         if self.state != State.training:
             self.release()
             self.wake()
 
     def to_engines(self, sync: Callable[[], None]) -> None:
-        """Go from training to generation.
+        """Sync the weights and give the devices' memory to the engines, for generation.
 
         sync: copies the trainer's weights into the engines, which have released theirs.
         """
