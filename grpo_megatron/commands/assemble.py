@@ -213,18 +213,7 @@ def open_site(
         engines = None
         if num_engines:
             # Engines are slow to start. On devices of their own, they start while the ranks build the model.
-            engines = EnginePool(
-                cluster,
-                config.rollout,
-                config.model,
-                # A resumed run must not draw the random numbers of its first steps again.
-                seed=config.run.seed + 1000 * (checkpoint.step if checkpoint else 0),
-                log_dir=f"{directory}/logs",
-                watch=watch,
-                routing=config.moe.routing_replay == RoutingReplay.engine,
-                pause=config.weight_sync.pause,
-                shared=config.cluster.placement == Placement.colocated,
-            )
+            engines = _start_engines(config, cluster, watch, f"{directory}/logs", checkpoint)
             cleanup.callback(engines.close)
         yield Site(
             config,
@@ -239,6 +228,24 @@ def open_site(
             started,
             listeners=listeners,
         )
+
+
+def _start_engines(
+    config: Config, cluster: Cluster, watch: Watch, log_dir: str, checkpoint: Checkpoint | None
+) -> EnginePool:
+    """Start the engines of a run, without waiting for them. checkpoint: the one that the run resumes from."""
+    return EnginePool(
+        cluster,
+        config.rollout,
+        config.model,
+        # A resumed run must not draw the random numbers of its first steps again.
+        seed=config.run.seed + 1000 * (checkpoint.step if checkpoint else 0),
+        log_dir=log_dir,
+        watch=watch,
+        routing=config.moe.routing_replay == RoutingReplay.engine,
+        pause=config.weight_sync.pause,
+        shared=config.cluster.placement == Placement.colocated,
+    )
 
 
 def _throughput(site: Site) -> Throughput:
