@@ -267,6 +267,19 @@ def unless_null(ours: str) -> Convert:
     return convert
 
 
+def only_where(applies: Callable[[Source], bool], ours: str, names: dict[str, Any] | None = None) -> Convert:
+    """Return a converter to `ours` for a key that has an effect only in some configurations.
+
+    applies: whether the key has an effect in this one. Where it has none, and for null, nothing is written.
+    names: {the other system's value: ours} where they differ.
+    """
+
+    def convert(value: Any, source: Source) -> dict[str, Any]:
+        return {ours: (names or {}).get(value, value)} if value is not None and applies(source) else {}
+
+    return convert
+
+
 def every(ours: str) -> Convert:
     """Return a converter for an interval in steps. "Never" is -1 in the other system and 0 here.
 

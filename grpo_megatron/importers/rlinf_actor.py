@@ -12,6 +12,7 @@ from grpo_megatron.importers.mapping import (
     elsewhere,
     flag,
     only,
+    only_where,
     same,
     trains,
     truth,
@@ -50,13 +51,8 @@ def _checkpointing(value: Any, source: Source) -> dict[str, Any]:
     )
 
 
-def _wsd(ours: str) -> Convert:
-    """Return a converter to `ours` for a key that has an effect only with the WSD learning-rate schedule."""
-
-    def convert(value: Any, source: Source) -> dict[str, Any]:
-        return {ours: value} if value is not None and source["actor.lr_sched.lr_decay_style"] == "WSD" else {}
-
-    return convert
+def _is_wsd(source: Source) -> bool:
+    return source["actor.lr_sched.lr_decay_style"] == "WSD"
 
 
 def _global_batch(value: Any, source: Source) -> int:
@@ -176,12 +172,12 @@ ACTOR = (
         becomes(
             "actor.lr_sched.lr_wsd_decay_iters",
             "optimizer.wsd_decay_steps",
-            _wsd("optimizer.wsd_decay_steps"),
+            only_where(_is_wsd, "optimizer.wsd_decay_steps"),
         ),
         becomes(
             "actor.lr_sched.lr_wsd_decay_style",
             "optimizer.wsd_decay_style",
-            _wsd("optimizer.wsd_decay_style"),
+            only_where(_is_wsd, "optimizer.wsd_decay_style"),
         ),
         same("actor.lr_sched.lr_warmup_iters", "optimizer.lr_warmup_steps"),
         becomes("actor.lr_sched.lr_warmup_fraction", "optimizer.lr_warmup_steps", _warmup_fraction, "only 0"),

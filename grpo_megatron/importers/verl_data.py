@@ -21,6 +21,7 @@ from grpo_megatron.importers.mapping import (
 )
 
 BUFFER = "reward_model.overlong_buffer"
+_ALL_RECORDS = only((-1, None), "all records are used: write those you want to a file")
 
 
 def _train_files(value: Any, source: Source) -> dict[str, Any]:
@@ -121,13 +122,13 @@ DATA = (
         becomes(
             "data.max_samples",
             (),
-            only((-1, None), "all records are used: write those you want to a file"),
+            _ALL_RECORDS,
             "only -1",
         ),
         becomes(
             "data.train_max_samples",
             (),
-            only((-1, None), "all records are used: write those you want to a file"),
+            _ALL_RECORDS,
             "only -1",
         ),
     ),
@@ -150,7 +151,7 @@ DATA = (
     becomes(
         "data.val_max_samples",
         (),
-        only((-1, None), "all records are used: write those you want to a file"),
+        _ALL_RECORDS,
         "only -1",
     ),
     same("data.val_files", "data.eval"),

@@ -4,7 +4,6 @@ from typing import Any
 
 from grpo_megatron.importers.mapping import (
     CannotCarry,
-    Convert,
     Source,
     becomes,
     choice,
@@ -12,6 +11,7 @@ from grpo_megatron.importers.mapping import (
     elsewhere,
     flag,
     only,
+    only_where,
     same,
     trains,
     unless_null,
@@ -53,20 +53,8 @@ def _schedule(source: Source) -> str:
     return SCHEDULES.get(str(next(filter(None, set_by), None)), "constant")
 
 
-def _wsd(ours: str, names: dict[str, str] | None = None) -> Convert:
-    """Return a converter to `ours` for a key that has an effect only with the WSD learning-rate schedule.
-
-    names: verl's values -> ours, where they differ.
-    """
-
-    def convert(value: Any, source: Source) -> dict[str, Any]:
-        return (
-            {ours: (names or {}).get(value, value)}
-            if value is not None and _schedule(source) == "wsd"
-            else {}
-        )
-
-    return convert
+def _is_wsd(source: Source) -> bool:
+    return _schedule(source) == "wsd"
 
 
 def _unless_constant(value: Any, source: Source) -> dict[str, Any]:
@@ -128,12 +116,12 @@ OPTIMIZER = (
         becomes(
             f"{ACTOR}.optim.lr_wsd_decay_steps",
             "optimizer.wsd_decay_steps",
-            _wsd("optimizer.wsd_decay_steps"),
+            only_where(_is_wsd, "optimizer.wsd_decay_steps"),
         ),
         becomes(
             f"{ACTOR}.optim.lr_wsd_decay_style",
             "optimizer.wsd_decay_style",
-            _wsd("optimizer.wsd_decay_style", {"minus_square_root": "minus_sqrt"}),
+            only_where(_is_wsd, "optimizer.wsd_decay_style", {"minus_square_root": "minus_sqrt"}),
         ),
         becomes(f"{ACTOR}.optim.lr_min", "optimizer.lr_min", _unless_constant),
         *(
