@@ -11,7 +11,6 @@ from contextlib import closing
 import pytest
 import torch
 
-from grpo_megatron.megatron import memory
 from grpo_megatron.megatron.memory import unique_storages
 from grpo_megatron.megatron.parking import Parking
 from grpo_megatron.model.entries import EngineLayout
@@ -138,7 +137,9 @@ def asleep_and_awake(tmp_path: str, in_files: bool) -> None:
     parking._in_files = in_files
     with pytest.MonkeyPatch.context() as patch:
         # Page-locked memory needs CUDA.
-        patch.setattr(memory, "host_memory", lambda size: torch.empty(size, dtype=torch.uint8))
+        patch.setattr(
+            "grpo_megatron.megatron.parking.host_memory", lambda size: torch.empty(size, dtype=torch.uint8)
+        )
         for _ in range(2):
             parking.park("values", unique_storages(tensors))
             assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0, 0]
