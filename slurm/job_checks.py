@@ -117,18 +117,20 @@ def cpu_slots(config: Config, command: str) -> int:
     """Return the fewest CPUs per node with which every rank and engine process gets one.
 
     Processes that must share a node, such as a tensor-parallel group, are kept on one node. A process takes a
-    CPU even if it has a GPU, because cluster.placement.allocate asks Ray for both. Raises UserError if no
-    number of CPUs is enough for the layout.
+    CPU even if it has a GPU, because cluster.placement.allocate asks Ray for both. Raises UserError with the
+    reason if no number of CPUs is enough for the layout.
     """
     engine, colocated = config.rollout.engine, config.cluster.placement == Placement.colocated
     ranks, engines = num_processes(config, command)
+    reason = f"more processes must share a node than cluster.nodes={config.cluster.nodes} have room for"
     for cpus in range(1, ranks + engines * engine.tensor_parallel + 1):
         try:
             devices = config.cluster.gpus_per_node or cpus
             wanted = bundles(
                 ranks, config.megatron.tensor_parallel, engines, engine.tensor_parallel, devices, colocated
             )
-        except UserError:  # a group needs more devices than a node has
+        except UserError as error:  # a group needs more devices than a node has
+            reason = str(error)
             continue
         free = [cpus] * config.cluster.nodes
         for size in sorted((*wanted.ranks, *wanted.engines), reverse=True):
@@ -136,7 +138,7 @@ def cpu_slots(config: Config, command: str) -> int:
             free[0] -= size
         if min(free) >= 0:
             return cpus
-    raise UserError("this layout does not fit on any node")
+    raise UserError(f"this layout does not fit on any number of CPUs: {reason}")
 
 
 def several_jobs(options: argparse.Namespace) -> bool:

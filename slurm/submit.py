@@ -33,37 +33,49 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--config", metavar="FILE", required=True, help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that override the file's")
+    parser.add_argument("--config", metavar="FILE", required=True, help="YAML file of the run")
     parser.add_argument(
-        "--command", choices=COMMANDS, default="train", help="of grpo-megatron; default: train"
+        "overrides", nargs="*", metavar="key=value", help="values that override those of the file"
+    )
+    parser.add_argument(
+        "--command", choices=COMMANDS, default="train", help="grpo-megatron command to run; default: train"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the job's script and submit nothing")
     parser.add_argument(
-        "--architecture", metavar="FOLDER", help="with config.json, where model.path is not on this machine"
+        "--architecture",
+        metavar="FOLDER",
+        help="folder with config.json, if model.path is not on this machine",
     )
     _add_nodes(parser.add_argument_group("nodes"))
     programs = parser.add_argument_group("programs")
     container = programs.add_mutually_exclusive_group()
-    container.add_argument("--apptainer", metavar="IMAGE", help="run in a container of Apptainer")
-    container.add_argument("--pyxis", metavar="IMAGE", help="run in a container of Pyxis and Enroot")
+    container.add_argument("--apptainer", metavar="IMAGE", help="run in this Apptainer image")
+    container.add_argument("--pyxis", metavar="IMAGE", help="run in this image with Pyxis and Enroot")
     programs.add_argument(
         "--mount",
         action="append",
         default=[],
-        metavar="FROM[:TO]",
-        help="folder for the container; repeatable",
+        metavar="FROM[:TO[:OPTIONS]]",
+        help="folder to mount in the container, such as /data:/data:ro; repeatable",
     )
     programs.add_argument(
         "--bin",
         metavar="FOLDER",
-        help="of the environment's programs; default: this Python's, or the image's",
+        help="folder with the environment's programs; default: that of this Python, or of the image",
     )
     programs.add_argument(
-        "--env", action="append", default=[], metavar="NAME=VALUE", help="for the job, no secrets; repeatable"
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="variable for the job; not for secrets; repeatable",
     )
     programs.add_argument(
-        "--setup", action="append", default=[], metavar="COMMAND", help="of the shell, run first; repeatable"
+        "--setup",
+        action="append",
+        default=[],
+        metavar="COMMAND",
+        help="shell command to run first; repeatable",
     )
     several = parser.add_argument_group("several jobs")
     several.add_argument(
@@ -71,52 +83,56 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         type=_positive,
         default=1,
         metavar="N",
-        help="N jobs in turn, which continue one run",
+        help="submit N jobs that continue one run, one after the other",
     )
     several.add_argument(
-        "--array", metavar="SPEC", help=f"as sbatch takes it, such as 0-7; {TASK} in arguments is the number"
+        "--array",
+        metavar="SPEC",
+        help=f"job array, such as 0-7; {TASK} in an argument is replaced by the index",
     )
     several.add_argument(
-        "--requeue", action="store_true", help="queue the job again when it was stopped before it was done"
+        "--requeue",
+        action="store_true",
+        help="queue the job again if it was stopped before the run was finished",
     )
     several.add_argument(
         "--stop-before",
         type=_positive,
         metavar="SECONDS",
-        help="of the time limit, when the run saves and stops; default: 600",
+        help="tell the run this long before the time limit to save and stop; default: 600",
     )
     return parser.parse_intermixed_args(arguments)
 
 
 def _add_nodes(group) -> None:
-    group.add_argument("--nodes", type=_positive, metavar="N", help="default: cluster.nodes")
+    group.add_argument("--nodes", type=_positive, metavar="N", help="number of nodes; default: cluster.nodes")
     group.add_argument(
         "--gpus-per-node",
         type=_positive,
         metavar="N",
-        help="default: cluster.gpus_per_node; neither: no GPUs",
+        help="GPUs per node; default: cluster.gpus_per_node, or none if that is not set",
     )
     group.add_argument(
         "--cpus-per-node",
         type=_positive,
         metavar="N",
-        help="default: whole nodes if with GPUs, else one for each process",
+        help="CPUs per node; default: all of a node with GPUs, otherwise one per process",
     )
     for name in ("partition", "account", "qos"):
         group.add_argument(f"--{name}", metavar="NAME")
-    group.add_argument("--time", metavar="LIMIT", help="as sbatch takes it, such as 24:00:00")
+    group.add_argument("--time", metavar="LIMIT", help="time limit in sbatch's format, such as 24:00:00")
     group.add_argument(
         "--interface", metavar="NAME", help="network interface of Ray, NCCL and gloo, such as ib0"
     )
     group.add_argument(
-        "--start-timeout", type=_positive, metavar="SECONDS", help="that nodes may take to join; default: 300"
+        "--start-timeout", type=_positive, metavar="SECONDS", help="time for all nodes to join; default: 300"
     )
     group.add_argument(
         "--sbatch-arg",
         action="append",
         default=[],
         metavar="ARG",
-        help="for sbatch, as in --sbatch-arg=--exclude=n7; repeatable",
+        help="argument for sbatch, as in --sbatch-arg=--exclude=n7; repeatable",
     )
 
 
@@ -324,8 +340,8 @@ def _mounts(wanted: list[str]) -> list[str]:
             or (rest and not rest[0].startswith("/"))
         ):
             raise UserError(
-                f"--mount {mount}: it must be FROM or FROM:TO, absolute folders without a comma or colon in "
-                "their names"
+                f"--mount {mount}: it must be FROM, FROM:TO or FROM:TO:OPTIONS. FROM and TO are absolute "
+                "folders without a comma or colon in their names"
             )
     return list(dict.fromkeys(wanted))
 

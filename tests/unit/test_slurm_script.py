@@ -38,7 +38,7 @@ def part_of_script(*parts: str, **env) -> subprocess.CompletedProcess:
     return subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize(("status", "says"), [(0, ""), (1, "error: Slurm does not queue job 7 again")])
+@pytest.mark.parametrize(("status", "says"), [(0, ""), (1, "error: Slurm refused to queue job 7 again")])
 def test_a_run_that_has_stopped_is_a_job_that_has_stopped_whatever_scontrol_says(status, says):
     done = part_of_script(f"scontrol() {{ echo scontrol $*; return {status}; }}", "asked=USR1", "leave 75")
     assert done.returncode == 75

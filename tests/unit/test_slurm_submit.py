@@ -185,6 +185,13 @@ def test_every_process_of_a_run_on_cpus_has_a_cpu():
     assert slots(2, "megatron.data_parallel=16", *on_gpus) == 8
 
 
+def test_a_layout_without_room_names_the_reason():
+    changes = ["megatron.tensor_parallel=16", "cluster.gpu=h100-80g", "cluster.gpus_per_node=8"]
+    config = read_config("configs/quickstart.yaml", ["cluster.nodes=2", *changes])
+    with pytest.raises(UserError, match=r"megatron\.tensor_parallel=16: .* which has 8 devices"):
+        cpu_slots(config, "train")
+
+
 def test_containers():
     image = ["apptainer", "exec", "--nv", "--bind", "/a", "--bind", "/b:/c:ro", "i.sif"]
     assert apptainer("i.sif", ["/a", "/b:/c:ro"], gpus=True) == image
