@@ -2,11 +2,13 @@
 
     make mutants FILES="grpo_megatron/batch/*.py"
     python tools/mutants.py grpo_megatron/batch/schedule.py --tests tests/unit/test_schedule.py
+    python tools/mutants.py grpo_megatron/rollout/*.py --sample 300
     python tools/mutants.py --show grpo_megatron.batch.schedule.x__pack__mutmut_4
 
 mutmut makes the faults and runs the tests. By default these are the files in tests/unit that import a module
 of a mutated file's package; --tests names others. For each fault, only the tests that execute the changed
-function are run. Everything happens in a copy of the tracked files in .mutants/.
+function are run. --sample tries some of the faults, chosen at random with a fixed seed, to estimate the share
+that is caught. Everything happens in a copy of the tracked files in .mutants/.
 
 The output shows the changed lines of each fault that was not caught. Its last line is a JSON object.
 docs/maturity.md explains how to judge the remaining faults.
@@ -17,6 +19,7 @@ import ast
 import difflib
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -122,10 +125,19 @@ def make_copy(files: list[Path], tests: list[Path]) -> None:
     (COPY / "setup.cfg").write_text("\n".join(["[mutmut]", *lines, ""]), encoding="utf-8")
 
 
-def mutmut(*words: str) -> int:
+def mutmut(*words: str, quiet: bool = False) -> int:
     # One thread, because a forked process does not inherit the threads of torch's pool.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, "-m", "mutmut", *words], cwd=COPY, env=environment).returncode
+    command = [sys.executable, "-m", "mutmut", *words]
+    return subprocess.run(command, cwd=COPY, env=environment, capture_output=quiet).returncode
+
+
+def sample_of(files: list[Path], size: int) -> list[str]:
+    """Make the faults of the files, but try none. Return the names of `size` of them, chosen at random."""
+    # mutmut makes all faults before it looks for the ones to try. It finds none of this name and ends.
+    mutmut("run", "--max-children", "1", "no fault", quiet=True)
+    names = sorted(name for _, statuses in results(files) for name in statuses)
+    return random.Random(0).sample(names, min(size, len(names)))
 
 
 def results(files: list[Path]) -> Iterator[tuple[Path, dict[str, int | None]]]:
@@ -209,6 +221,9 @@ def main() -> None:
     parser.add_argument(
         "--processes", type=int, default=os.cpu_count(), help="tests that run at the same time"
     )
+    parser.add_argument(
+        "--sample", type=int, metavar="N", help="try N of the faults, chosen at random; default: all"
+    )
     parser.add_argument("--show", metavar="MUTANT", help="show one fault of the last run as a diff")
     args = parser.parse_args()
     os.chdir(ROOT)
@@ -225,7 +240,8 @@ def main() -> None:
     if not tests:
         parser.error("no file in tests/unit imports the packages of these files; name tests with --tests")
     make_copy(args.files, tests)
-    mutmut("run", "--max-children", str(args.processes))
+    names = sample_of(args.files, args.sample) if args.sample else []
+    mutmut("run", "--max-children", str(args.processes), *names)
     if all(exit_status is None for _, statuses in results(args.files) for exit_status in statuses.values()):
         sys.exit("no fault was tried: the lines above say why, such as a test that fails without any fault")
     print_results(args.files)
