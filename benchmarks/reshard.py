@@ -75,7 +75,7 @@ def config(folder: Path, engine_tp: int):
             "megatron.precision=bf16",
             "rollout.engine.load_format=dummy",
             f"rollout.engine.tensor_parallel={engine_tp}",
-            "rollout.engine.max_total_tokens=1024",
+            "rollout.engine.max_total_tokens=2048",
             "checkpoint.export_hf=false",
             "run.resume=none",
         ],
