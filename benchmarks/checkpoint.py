@@ -75,7 +75,7 @@ class Extra:
     """The peak memory of this process and its children within the context beyond that before, in bytes."""
 
     def __enter__(self):
-        from grpo_megatron.megatron.parking import return_to_system
+        from grpo_megatron.megatron.memory.parking import return_to_system
 
         gc.collect()
         return_to_system()

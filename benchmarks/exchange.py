@@ -38,7 +38,7 @@ from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import OptimizerConfig, Precision
 from grpo_megatron.megatron import process_groups
 from grpo_megatron.megatron.actor import Actor
-from grpo_megatron.megatron.host_memory import host_memory
+from grpo_megatron.megatron.memory.host import host_memory
 from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 

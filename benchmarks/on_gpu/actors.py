@@ -15,7 +15,7 @@ from grpo_megatron.config.schema import OptimizerConfig, Precision, TransformerI
 from grpo_megatron.megatron import process_groups
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.spec import ActorSpec
-from grpo_megatron.megatron.weights import local_weights
+from grpo_megatron.megatron.state.hf_weights import local_weights
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from on_gpu.bench import Bench, Sizes, random_weights
 

@@ -9,7 +9,7 @@ from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.megatron.actor import Actor
-from grpo_megatron.megatron.weights import iterate_hf
+from grpo_megatron.megatron.state.hf_weights import iterate_hf
 from on_gpu.actors import PRECISIONS, RandomActor, batches, micro_batches, one_rank, problem_of, spec_of
 from on_gpu.bench import Bench, parameters
 from on_gpu.device import seconds, slowest_operations

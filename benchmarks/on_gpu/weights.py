@@ -30,7 +30,7 @@ def export(bench: Bench) -> None:
     Two ways are measured: within the device's memory, where engines on the same device take them, and in
     buckets on the host.
     """
-    from grpo_megatron.megatron.weights import iterate_hf
+    from grpo_megatron.megatron.state.hf_weights import iterate_hf
     from on_gpu.actors import RandomActor, one_rank, spec_of
 
     with one_rank(), bench.model(_MODEL, bench.sizes.layers) as folder:

@@ -19,30 +19,31 @@ from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.cluster.heart import Heart
 from grpo_megatron.cluster.memory import occupied
 from grpo_megatron.config.schema import RoutingReplay
-from grpo_megatron.megatron import checkpoint_files, export, lora, sharded_state
-from grpo_megatron.megatron.checkpoint_files import Writer
 from grpo_megatron.megatron.forward_backward import (
     forward_backward,
     forward_logprobs,
     forward_probe,
     forward_scores,
 )
-from grpo_megatron.megatron.memory import Bytes, TrainingMemory
+from grpo_megatron.megatron.head.objectives import make_head, make_objective
+from grpo_megatron.megatron.head.score import load_reward_model
+from grpo_megatron.megatron.layers import lora
+from grpo_megatron.megatron.layers.build import build_model, output_weight, uses_transformer_engine
+from grpo_megatron.megatron.layers.rounding import rounding_noise
+from grpo_megatron.megatron.layers.router import Routing
+from grpo_megatron.megatron.memory.parking import return_to_system
+from grpo_megatron.megatron.memory.training import Bytes, TrainingMemory
 from grpo_megatron.megatron.micro_batch import MicroBatch, MiniBatchStore, choose_routing
-from grpo_megatron.megatron.model import build_model, output_weight, uses_transformer_engine
-from grpo_megatron.megatron.objectives import make_head, make_objective
+from grpo_megatron.megatron.optimizer import wrap_for_training
 from grpo_megatron.megatron.parameters import names_of_broken, scale_parameters
-from grpo_megatron.megatron.parking import return_to_system
 from grpo_megatron.megatron.process_groups import local_device, rank_info
-from grpo_megatron.megatron.reference import ReferencePasses, ReferenceWeights
 from grpo_megatron.megatron.reward_model import RewardModel
-from grpo_megatron.megatron.rounding import rounding_noise
-from grpo_megatron.megatron.router import Routing
-from grpo_megatron.megatron.score_head import load_reward_model
 from grpo_megatron.megatron.spec import ActorSpec, TrainResult
+from grpo_megatron.megatron.state import checkpoint, checkpoint_files, export
+from grpo_megatron.megatron.state.checkpoint_files import Writer
+from grpo_megatron.megatron.state.hf_weights import iterate_hf, load_hf, mark_parallel
+from grpo_megatron.megatron.state.reference import ReferencePasses, ReferenceWeights
 from grpo_megatron.megatron.step_metrics import beyond_limits, merge_over_context, router_metrics
-from grpo_megatron.megatron.training_setup import wrap_for_training
-from grpo_megatron.megatron.weights import iterate_hf, load_hf, mark_parallel
 from grpo_megatron.metrics import Metrics, concrete, merge
 from grpo_megatron.model.adapters import adapter_entries
 from grpo_megatron.model.entries import engine_stacks
@@ -56,7 +57,6 @@ from grpo_megatron.weights.sync.order import Answer, Order
 from grpo_megatron.weights.sync.sender import Sender, sender_for
 
 MicroBatches = list[TrainBatch]
-Key = tuple[int, int]
 
 
 class Actor:
@@ -190,7 +190,7 @@ class Actor:
         self,
         micro_batches: MicroBatches,
         reference: bool = False,
-        key: Key | None = None,
+        key: tuple[int, int] | None = None,
         keep_hidden: bool = False,
     ) -> np.ndarray | None:
         """Return the log-prob of every target, float32 [T], in the order of the micro-batches. Collective.
@@ -267,7 +267,7 @@ class Actor:
         loss: TokenLoss | PreferenceLoss,
         step_tokens: int,
         current_is_old: bool = False,
-        key: Key | None = None,
+        key: tuple[int, int] | None = None,
         drop: bool = False,
     ) -> TrainResult | None:
         """Take one optimizer step on the weighted sum of all replicas' token losses. Collective.
@@ -293,7 +293,7 @@ class Actor:
         loss: TokenLoss | PreferenceLoss,
         step_tokens: int,
         current_is_old: bool = False,
-        key: Key | None = None,
+        key: tuple[int, int] | None = None,
     ) -> Metrics:
         """Compute the gradients of `train_step` into the parameters' `main_grad`. Collective.
 
@@ -368,7 +368,7 @@ class Actor:
         if self._writer:
             raise RuntimeError("the last checkpoint has not been finished")
         with self._settled_weights(), self.memory.optimizer_at_hand():
-            self._writer = sharded_state.save(
+            self._writer = checkpoint.save(
                 folder, [ddp.module for ddp in self.ddp], self.optimizer, self.reference
             )
             if self.spec.optimizer.offload:
@@ -397,4 +397,4 @@ class Actor:
         """Restore weights, optimizer, learning-rate state, and a reference that was reset. Collective."""
         self._until_saved()
         with self._settled_weights(), self.memory.optimizer_at_hand():
-            sharded_state.load(folder, [ddp.module for ddp in self.ddp], self.optimizer, self.reference)
+            checkpoint.load(folder, [ddp.module for ddp in self.ddp], self.optimizer, self.reference)

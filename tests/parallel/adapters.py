@@ -7,8 +7,8 @@ from megatron.core import parallel_state as mpu
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.actor import Actor
-from grpo_megatron.megatron.lora import MergedWeights
-from grpo_megatron.megatron.weights import local_parameters
+from grpo_megatron.megatron.layers.lora import MergedWeights
+from grpo_megatron.megatron.state.hf_weights import local_parameters
 from tests.parallel.actors import in_order, micro_batches, reference_logprobs
 
 

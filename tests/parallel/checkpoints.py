@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from grpo_megatron.config.schema import CheckpointConfig
 from grpo_megatron.errors import UserError
-from grpo_megatron.megatron import checkpoint_files, sharded_state, shards
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.spec import TrainResult
+from grpo_megatron.megatron.state import checkpoint, checkpoint_files, shards
 from grpo_megatron.run.checkpoints import Checkpoints, SaveReport
 from grpo_megatron.run.manifest import DamagedCheckpoint
 from tests.parallel.actors import micro_batches, reference_logprobs
@@ -162,7 +162,7 @@ def refusals(spec, other, folder) -> list[str]:
     another = Actor(other)
     another.begin_checkpoint(folders[0])
     another.finish_checkpoint()
-    sharded_state.save_weights(folders[1], actor.chunks)
+    checkpoint.save_weights(folders[1], actor.chunks)
     actor.begin_checkpoint(folders[2])
     actor.finish_checkpoint()
     Path(folders[2], ".metadata").unlink()

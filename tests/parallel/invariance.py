@@ -13,7 +13,7 @@ from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.process_groups import RankInfo
 from grpo_megatron.megatron.spec import ActorSpec
-from grpo_megatron.megatron.weights import local_parameters, whole_tensors
+from grpo_megatron.megatron.state.hf_weights import local_parameters, whole_tensors
 from grpo_megatron.metrics import Metrics, merge, to_floats
 from grpo_megatron.model.adapters import adapter_entries
 from grpo_megatron.model.families import weight_map
@@ -151,19 +151,23 @@ def _own_tokens_only(plain):
 # Faults of the kinds that stacks of this sort have had: (module[:class], name in it, what replaces it).
 FAULTS = {
     "keys' gradients stay on their CP rank": (
-        "grpo_megatron.megatron.attention",
+        "grpo_megatron.megatron.layers.attention",
         "gather_from_sequence_parallel_region",
         _keys_gradients_stay,
     ),
     "sequence sums of one CP rank": ("grpo_megatron.batch.layout", "_sum_over", _own_sums_only),
     "adapters' gradients of one TP rank's tokens": (
-        "grpo_megatron.megatron.lora:_Adapted",
+        "grpo_megatron.megatron.layers.lora:_Adapted",
         "_add_adapter",
         _own_tokens_only,
     ),
-    "wrong VPP order": ("grpo_megatron.megatron.weights", "local_parameters", _chunks_of_a_stage_adjacent),
+    "wrong VPP order": (
+        "grpo_megatron.megatron.state.hf_weights",
+        "local_parameters",
+        _chunks_of_a_stage_adjacent,
+    ),
     "auxiliary losses by one rank's tokens": (
-        "grpo_megatron.megatron.router:Router",
+        "grpo_megatron.megatron.layers.router:Router",
         "_apply_aux_loss",
         _megatrons_own,
     ),

@@ -3,7 +3,7 @@
 import torch
 
 from grpo_megatron.megatron.actor import Actor
-from grpo_megatron.megatron.weights import local_parameters
+from grpo_megatron.megatron.state.hf_weights import local_parameters
 from tests.parallel.actors import micro_batches
 
 

@@ -10,7 +10,7 @@ from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.process_groups import RankInfo
 from grpo_megatron.megatron.spec import ActorSpec, TrainResult
-from grpo_megatron.megatron.weights import local_parameters
+from grpo_megatron.megatron.state.hf_weights import local_parameters
 from tests.parallel.actors import micro_batches
 from tests.parallel.invariance import Case, RankResult, owned_gradient, share
 

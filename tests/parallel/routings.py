@@ -4,7 +4,7 @@ import torch
 from megatron.core import parallel_state as mpu
 
 from grpo_megatron.megatron.actor import Actor
-from grpo_megatron.megatron.router import routers
+from grpo_megatron.megatron.layers.router import routers
 from tests.parallel.actors import micro_batches
 
 

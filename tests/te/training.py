@@ -9,10 +9,10 @@ from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.fp8 import FP8Recipe
 from grpo_megatron.config.schema import Precision
 from grpo_megatron.megatron.actor import Actor
-from grpo_megatron.megatron.emulation import packed_attention
 from grpo_megatron.megatron.process_groups import RankInfo
 from grpo_megatron.megatron.spec import ActorSpec
-from grpo_megatron.megatron.weights import local_parameters
+from grpo_megatron.megatron.state.hf_weights import local_parameters
+from grpo_megatron.megatron.without_gpu.emulation import packed_attention
 from grpo_megatron.model.pieces import box
 from tests.parallel.actors import micro_batches
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from grpo_megatron.megatron.parking import Parking
+from grpo_megatron.megatron.memory.parking import Parking
 
 # {name: bytes}
 Bytes = dict[str, int]

@@ -13,10 +13,10 @@ from megatron.core import parallel_state as mpu
 from grpo_megatron.algorithm.losses import TokenLoss
 from grpo_megatron.algorithm.preferences import PreferenceLoss
 from grpo_megatron.batch.train_batch import TrainBatch
-from grpo_megatron.megatron.logprobs import HeadOutput, token_logprobs
+from grpo_megatron.megatron.head.logprobs import HeadOutput, token_logprobs
+from grpo_megatron.megatron.head.score import ScoreHead
+from grpo_megatron.megatron.layers.build import output_weight
 from grpo_megatron.megatron.micro_batch import MicroBatch, set_loss_inputs, set_pair_inputs
-from grpo_megatron.megatron.model import output_weight
-from grpo_megatron.megatron.score_head import ScoreHead
 from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.metrics import Metrics, Sum
 from grpo_megatron.model.architecture import Architecture

@@ -1,4 +1,4 @@
-"""Imports of the process that SGLang's processes on a CPU are forked from, see cpu_processes."""
+"""Imports of the process that SGLang's processes on a CPU are forked from, see `forking`."""
 
 import ctypes
 import gc

@@ -13,7 +13,7 @@ from functools import partial
 from multiprocessing import forkserver
 from typing import Any
 
-_IMPORTS = "grpo_megatron.sglang.cpu_imports"
+_IMPORTS = "grpo_megatron.sglang.without_gpu.forked_imports"
 
 
 def prepare() -> None:

@@ -18,8 +18,8 @@ import types
 
 import torch
 
-from grpo_megatron.megatron import without_te
-from grpo_megatron.megatron.import_hook import changes
+from grpo_megatron.megatron.without_gpu import without_te
+from grpo_megatron.megatron.without_gpu.import_hook import changes
 
 _CPU = torch.device("cpu")
 _CUDA_TENSOR_TYPES = ("torch.cuda.FloatTensor", "torch.cuda.HalfTensor", "torch.cuda.BFloat16Tensor")

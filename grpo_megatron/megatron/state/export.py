@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from grpo_megatron.data.conversations import pad_token
-from grpo_megatron.megatron.lora import MergedWeights
+from grpo_megatron.megatron.layers.lora import MergedWeights
 from grpo_megatron.megatron.process_groups import rank_info
 from grpo_megatron.megatron.spec import ActorSpec
-from grpo_megatron.megatron.weights import iterate_hf, local_parameters
+from grpo_megatron.megatron.state.hf_weights import iterate_hf, local_parameters
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.entries import Entry
 from grpo_megatron.model.families import reward_architecture

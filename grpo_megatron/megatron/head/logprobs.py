@@ -1,7 +1,7 @@
 """Head of a language model: computes log-prob, entropy and KL to a reference per token from hidden states.
 
 Megatron's own output layer first computes all logits. Here the output projection is fused with what follows
-(`fused_head`), so a tensor of all logits, [t, vocabulary], never exists.
+(`fused`), so a tensor of all logits, [t, vocabulary], never exists.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
-from grpo_megatron.megatron.fused_head import FusedHead, HeadTask, Tiling
+from grpo_megatron.megatron.head.fused import FusedHead, HeadTask, Tiling
 
 
 class HiddenStatesOutput(ColumnParallelLinear):

@@ -8,7 +8,7 @@ minor versions before, so the CPU requirements pin the version.
 import os
 
 PLATFORM_NAME = "grpo_cpu"
-ATTENTION_BACKEND = "grpo_batched"  # cpu_attention.BatchedAttention
+ATTENTION_BACKEND = "grpo_batched"  # batched_attention.BatchedAttention
 
 
 def activate() -> str | None:
@@ -20,7 +20,7 @@ def activate() -> str | None:
     """
     if os.environ.get("SGLANG_PLATFORM") != PLATFORM_NAME:
         return None
-    return "grpo_megatron.sglang.cpu_platform:TorchCpuPlatform"
+    return "grpo_megatron.sglang.without_gpu.platform:TorchCpuPlatform"
 
 
 def _allocate_plain(dims, dtype, device, pin_memory, allocator, registration_granularity_bytes=None):
@@ -67,26 +67,26 @@ def __getattr__(name: str):
             )
 
             from grpo_megatron.cluster import gloo
-            from grpo_megatron.sglang import cpu_fp8, cpu_memory, cpu_operators
-            from grpo_megatron.sglang.cpu_attention import BatchedAttention
+            from grpo_megatron.sglang.without_gpu import fp8_layers, memory_saver, operators
+            from grpo_megatron.sglang.without_gpu.batched_attention import BatchedAttention
 
             gloo.share_device()
-            cpu_memory.register()
+            memory_saver.register()
             register_attention_backend(ATTENTION_BACKEND)(BatchedAttention)
             # By default latent attention (MLA) of new tokens without a prefix uses keys and values that are
             # not in the pool. BatchedAttention reads them from the pool.
             AttentionBackendRegistry.register(
                 ATTENTION_BACKEND, lambda attention, batch: AttnForwardMethod.MLA
             )
-            cpu_operators.register(self.get_dispatch_key_name())
-            cpu_fp8.register()
+            operators.register(self.get_dispatch_key_name())
+            fp8_layers.register()
             common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate_plain
 
         def post_load_model(self, model) -> None:
-            from grpo_megatron.sglang import cpu_memory, cpu_operators
+            from grpo_megatron.sglang.without_gpu import memory_saver, operators
 
-            with cpu_memory.weights_region():
-                cpu_operators.store_weights_by_column(model)
+            with memory_saver.weights_region():
+                operators.store_weights_by_column(model)
 
     globals()[name] = TorchCpuPlatform
     return TorchCpuPlatform

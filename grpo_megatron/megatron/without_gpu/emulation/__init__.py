@@ -19,10 +19,10 @@ import torch
 
 from grpo_megatron.capabilities import emulated_transformer_engine
 from grpo_megatron.errors import UserError
-from grpo_megatron.megatron import cpu
-from grpo_megatron.megatron.emulation import layers, packed_attention, quantization
-from grpo_megatron.megatron.emulation.extension import Extension, MissingModule
-from grpo_megatron.megatron.import_hook import changes
+from grpo_megatron.megatron.without_gpu import patches
+from grpo_megatron.megatron.without_gpu.emulation import layers, packed_attention, quantization
+from grpo_megatron.megatron.without_gpu.emulation.extension import Extension, MissingModule
+from grpo_megatron.megatron.without_gpu.import_hook import changes
 
 _KERNELS = {
     quantization: "quantize split_quantize dequantize fp8_transpose bgrad_quantize "
@@ -36,7 +36,7 @@ _KERNELS = {
 }
 
 
-class _Hopper(cpu.CpuCuda):
+class _Hopper(patches.CpuCuda):
     """Replacement for ``torch.cuda`` inside Megatron and TransformerEngine: claims to be a Hopper GPU."""
 
     @staticmethod
@@ -58,7 +58,7 @@ class _Hopper(cpu.CpuCuda):
         return False
 
 
-class _ToCpu(cpu.CudaToCpu):
+class _ToCpu(patches.CudaToCpu):
     """Syntax tree transformer that makes a TransformerEngine module use the CPU where it says CUDA.
 
     It handles more expressions than CudaToCpu, which is written for Megatron.
@@ -135,8 +135,8 @@ def install() -> None:
     folder, problem = emulated_transformer_engine()
     if problem:
         raise UserError(f"megatron.emulate_kernels=true is not possible here: {problem}")
-    cpu.install()
-    cpu.must_be_new("megatron.core.")
+    patches.install()
+    patches.must_be_new("megatron.core.")
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # TransformerEngine then loads no library
     sys.path.append(str(folder))
     ours = changes()

@@ -13,7 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from grpo_megatron.batch.layout import on_device
 from grpo_megatron.megatron.micro_batch import MicroBatch
-from grpo_megatron.megatron.weights import load_hf
+from grpo_megatron.megatron.state.hf_weights import load_hf
 from grpo_megatron.model.entries import Entry
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.families.blocks import SCALAR_HEAD

@@ -14,7 +14,7 @@ from typing import BinaryIO
 import torch
 
 from grpo_megatron.errors import UserError
-from grpo_megatron.megatron.host_memory import host_memory
+from grpo_megatron.megatron.memory.host import host_memory
 from grpo_megatron.paths import output_folder_problem
 
 

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron import process_groups
-from grpo_megatron.megatron.model import build_model
+from grpo_megatron.megatron.layers.build import build_model
 from grpo_megatron.megatron.spec import ModelSpec
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.families import weight_map

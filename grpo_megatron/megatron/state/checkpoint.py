@@ -9,10 +9,11 @@ import time
 import torch
 
 from grpo_megatron.errors import UserError
-from grpo_megatron.megatron import lora, random_states
-from grpo_megatron.megatron.checkpoint_files import Writer, read, read_common
-from grpo_megatron.megatron.reference import ReferenceWeights
-from grpo_megatron.megatron.shards import optimizer_pieces, sharded_model, weight_pieces
+from grpo_megatron.megatron.layers import lora
+from grpo_megatron.megatron.state import rng
+from grpo_megatron.megatron.state.checkpoint_files import Writer, read, read_common
+from grpo_megatron.megatron.state.reference import ReferenceWeights
+from grpo_megatron.megatron.state.shards import optimizer_pieces, sharded_model, weight_pieces
 
 # Prefix of the names of the reference's weights.
 _REFERENCE = "reference."
@@ -37,7 +38,7 @@ def save(folder: str, chunks, optimizer, reference: ReferenceWeights | None = No
     if stores_reference:
         weights += weight_pieces(shards, True, _REFERENCE, reference.held_value)
     if optimizer is not None:
-        own_objects[random_states.name()] = _serialised(random_states.take())
+        own_objects[rng.name()] = _serialised(rng.take())
         _fill_optimizer_state(optimizer)
         states = optimizer_pieces(shards, optimizer, writing=True)
         steps = [
@@ -76,7 +77,7 @@ def load(folder: str, chunks, optimizer, reference: ReferenceWeights | None = No
         if reference is not None and common["reference"]:
             pieces += weight_pieces(shards, False, _REFERENCE, reference.held_value)
             reference.is_initial = False
-    random_name = random_states.name()
+    random_name = rng.name()
     found = read(
         folder, pieces, [item.unique_key for own in objects for item in own.values()], optional=[random_name]
     )
@@ -90,7 +91,7 @@ def load(folder: str, chunks, optimizer, reference: ReferenceWeights | None = No
         optimizer.load_scheduler(common["scheduler"])
         # In another layout the ranks keep the random states that they began with.
         if random_name in found:
-            random_states.restore(_deserialised(found[random_name]))
+            rng.restore(_deserialised(found[random_name]))
 
 
 def save_weights(folder: str, chunks) -> None:

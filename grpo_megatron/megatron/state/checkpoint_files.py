@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from grpo_megatron.errors import ANOTHER_RUN, UserError
-from grpo_megatron.megatron.shards import Rectangle
+from grpo_megatron.megatron.state.shards import Rectangle
 from grpo_megatron.paths import sync_to_disk
 from grpo_megatron.progress import moved
 from grpo_megatron.run.checkpoints import NotWritten, SaveReport

@@ -1,7 +1,7 @@
 """Import hook that changes modules of Megatron (and TransformerEngine) while they are imported.
 
-It lets this project patch Megatron without a modified copy of it: `cpu` and `emulation` register their
-changes here. One finder in ``sys.meta_path`` holds them.
+It lets this project patch Megatron without a modified copy of it: `patches` and `emulation` register
+their changes here. One finder in ``sys.meta_path`` holds them.
 """
 
 import ast

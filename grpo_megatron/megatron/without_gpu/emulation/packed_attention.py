@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import torch
 
-from grpo_megatron.megatron.emulation.extension import FusedAttentionBackend, MaskType
+from grpo_megatron.megatron.without_gpu.emulation.extension import FusedAttentionBackend, MaskType
 
 # Softmax statistics of rows that belong to no sequence. The kernel leaves there whatever the memory held.
 PADDING_STATISTICS = 0.0

@@ -8,8 +8,8 @@ import math
 
 import torch
 
-from grpo_megatron.megatron.emulation.extension import QKVFormat
-from grpo_megatron.megatron.emulation.quantization import TORCH, is_quantized, operand, quantize
+from grpo_megatron.megatron.without_gpu.emulation.extension import QKVFormat
+from grpo_megatron.megatron.without_gpu.emulation.quantization import TORCH, is_quantized, operand, quantize
 
 # cuBLAS's FP8 products accept only multiples of this size.
 _FP8_MULTIPLE = 16

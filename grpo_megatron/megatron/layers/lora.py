@@ -19,7 +19,7 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.errors import UserError
-from grpo_megatron.megatron.weights import local_parameters, local_weights
+from grpo_megatron.megatron.state.hf_weights import local_parameters, local_weights
 from grpo_megatron.model.adapters import A, is_adapter
 from grpo_megatron.model.entries import Entry
 from grpo_megatron.model.pieces import box

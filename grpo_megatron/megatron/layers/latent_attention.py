@@ -21,8 +21,8 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
-from grpo_megatron.megatron.attention import rotate
-from grpo_megatron.megatron.modules import RMSNorm
+from grpo_megatron.megatron.layers.attention import rotate
+from grpo_megatron.megatron.layers.modules import RMSNorm
 from grpo_megatron.model.architecture import LATENT_NORM_EPS, Architecture
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from grpo_megatron.megatron.emulation.extension import BlockScaleFormat, DType
+from grpo_megatron.megatron.without_gpu.emulation.extension import BlockScaleFormat, DType
 
 FP8 = {DType.kFloat8E4M3: torch.float8_e4m3fn, DType.kFloat8E5M2: torch.float8_e5m2}
 TORCH = {

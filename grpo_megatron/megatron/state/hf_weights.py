@@ -13,8 +13,8 @@ from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 
 from grpo_megatron.errors import UserError
+from grpo_megatron.megatron.layers.router import is_correction_bias
 from grpo_megatron.megatron.process_groups import rank_info
-from grpo_megatron.megatron.router import is_correction_bias
 from grpo_megatron.model.adapters import is_adapter
 from grpo_megatron.model.entries import Entry
 from grpo_megatron.model.pieces import box

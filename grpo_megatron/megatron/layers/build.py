@@ -18,15 +18,15 @@ from grpo_megatron.capabilities import Capabilities
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.schema import Precision, TransformerImpl
 from grpo_megatron.errors import UserError
-from grpo_megatron.megatron.attention import PackedAttention
-from grpo_megatron.megatron.latent_attention import LatentAttention, LatentAttentionParts
-from grpo_megatron.megatron.logprobs import hand_out_hidden_states
-from grpo_megatron.megatron.lora import AdaptedColumns, AdaptedGateUp, AdaptedRows
-from grpo_megatron.megatron.modules import RMSNorm, SwiGLU
-from grpo_megatron.megatron.router import Router
-from grpo_megatron.megatron.score_head import put_scalar_head
+from grpo_megatron.megatron.head.logprobs import hand_out_hidden_states
+from grpo_megatron.megatron.head.score import put_scalar_head
+from grpo_megatron.megatron.layers.attention import PackedAttention
+from grpo_megatron.megatron.layers.latent_attention import LatentAttention, LatentAttentionParts
+from grpo_megatron.megatron.layers.lora import AdaptedColumns, AdaptedGateUp, AdaptedRows
+from grpo_megatron.megatron.layers.modules import RMSNorm, SwiGLU
+from grpo_megatron.megatron.layers.router import Router
+from grpo_megatron.megatron.layers.transformer_config import transformer_config
 from grpo_megatron.megatron.spec import ModelSpec
-from grpo_megatron.megatron.transformer_config import transformer_config
 from grpo_megatron.model.architecture import Architecture
 
 

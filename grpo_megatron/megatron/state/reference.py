@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 import torch
 
 from grpo_megatron.batch.layout import padded_to
-from grpo_megatron.megatron.host_memory import host_memory
-from grpo_megatron.megatron.weights import local_parameters, local_weights
+from grpo_megatron.megatron.memory.host import host_memory
+from grpo_megatron.megatron.state.hf_weights import local_parameters, local_weights
 
 # Bytes that are swapped at a time, by kind of device. With much smaller pieces a GPU would spend longer on
 # starting copies than on copying. On a CPU a piece should stay in a core's cache between two copies.
