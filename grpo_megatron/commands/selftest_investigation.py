@@ -230,12 +230,12 @@ class Investigation:
         before = self.scores(tokens)
         self.controller.ranks_turn()
         try:
-            self.controller.trainer.scale_weights(2.0)
+            self.controller.trainer.weights.scale(2.0)
             self.controller.sync_weights()
             after = self.scores(tokens)
         finally:
             self.controller.ranks_turn()
-            self.controller.trainer.scale_weights(0.5)
+            self.controller.trainer.weights.scale(0.5)
         self.controller.sync_weights()
         trainer, engine = (float(np.abs(new - old).mean()) for new, old in zip(after, before, strict=True))
         # Compare only how far both move. With one wrong tensor, the engine moves as far, but elsewhere.

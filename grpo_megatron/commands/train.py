@@ -138,7 +138,7 @@ def _loop(
             manager = RolloutManager(run.engines, episodes, data.tokenizer.turn_ends)
             rollouts = EngineRollouts(manager, config, run.resumed)
             weight_sync = WeightSync(
-                run.trainer,
+                run.trainer.weights,
                 run.engines,
                 _transport(run),
                 _probe(run, prompts),

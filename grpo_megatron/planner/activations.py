@@ -171,7 +171,7 @@ def head_bytes(arch: Architecture, config: Config) -> int:
     They are its input and the input's gradient (float32) for all tokens of the micro-batch, and tiles of
     logits. The fused layer never makes a whole [tokens, vocabulary] tensor, see megatron.head.fused. With the
     exact KL and ref.offload, the reference's output weight is copied to the device too, as in
-    Actor.compute_gradients.
+    Passes.compute_gradients.
     """
     size, tokens = itemsize(config.megatron), config.train.max_tokens_per_micro_batch
     # Each projection has a tile of logits in float32, and one in the parameters' dtype if that is another.

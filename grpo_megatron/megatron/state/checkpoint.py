@@ -10,13 +10,66 @@ import torch
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.layers import lora
-from grpo_megatron.megatron.state import rng
+from grpo_megatron.megatron.state import checkpoint_files, rng
 from grpo_megatron.megatron.state.checkpoint_files import Writer, read, read_common
 from grpo_megatron.megatron.state.reference import ReferenceWeights
 from grpo_megatron.megatron.state.shards import optimizer_pieces, sharded_model, weight_pieces
+from grpo_megatron.megatron.trained_model import TrainedModel
+from grpo_megatron.run.checkpoints import SaveReport
+from grpo_megatron.run.manifest import FileRecord
 
 # Prefix of the names of the reference's weights.
 _REFERENCE = "reference."
+
+
+class RankCheckpoints:
+    """Training checkpoints of one rank. At most one is being written at a time."""
+
+    def __init__(self, model: TrainedModel):
+        self._model = model
+
+    def _content(self) -> tuple:
+        model = self._model
+        return [ddp.module for ddp in model.ddp], model.optimizer, model.reference
+
+    def begin(self, folder: str) -> None:
+        """Start writing weights, optimizer and learning-rate state as they are now. Collective.
+
+        A thread writes them while other methods may be called. Methods that change what is still to be
+        written wait for the thread. The checkpoint is complete when `finish` has returned.
+        """
+        model = self._model
+        if model.writer:
+            raise RuntimeError("the last checkpoint has not been finished")
+        with model.settled_weights(), model.memory.optimizer_at_hand():
+            model.writer = save(folder, *self._content())
+            if model.spec.optimizer.offload:
+                model.until_saved()
+
+    def written(self) -> bool:
+        """Return True if this rank has written its file, or no checkpoint is in progress."""
+        return self._model.writer is None or self._model.writer.done()
+
+    def finish(self) -> SaveReport:
+        """Wait until the checkpoint of `begin` is on disk. Collective. May be called while asleep.
+
+        Raises NotWritten on all ranks if any rank could not write. The message names these ranks.
+        """
+        writer, self._model.writer = self._model.writer, None
+        return writer.finish()
+
+    def verify(self, folder: str, files: dict[str, FileRecord]) -> None:
+        """Check a checkpoint's files before `load`. Collective. Raises DamagedCheckpoint.
+
+        files: {file name: its recorded size and checksum}.
+        """
+        checkpoint_files.verify(folder, files)
+
+    def load(self, folder: str) -> None:
+        """Restore weights, optimizer, learning-rate state, and a reference that was reset. Collective."""
+        self._model.until_saved()
+        with self._model.settled_weights(), self._model.memory.optimizer_at_hand():
+            load(folder, *self._content())
 
 
 def save(folder: str, chunks, optimizer, reference: ReferenceWeights | None = None) -> Writer:

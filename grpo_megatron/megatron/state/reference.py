@@ -123,7 +123,7 @@ class ReferenceWeights:
 
 
 class ReferencePasses:
-    """State between Actor.begin_reference and end_reference, in which the model has the reference's weights.
+    """State between `Passes.begin_reference` and `end_reference`: the model has the reference's weights.
 
     It holds the contexts that must be closed at the end.
     """
