@@ -226,7 +226,7 @@ def test_a_version_tag_of_old(controller, verdict, monkeypatch):
 
 def test_nothing_outlives_the_process_of_an_engine(controller):
     (engine,) = controller.engines._engines
-    process = psutil.Process(ray.get(engine.ready.remote()))
+    process = psutil.Process(ray.get(engine.ready.remote()).pid)
     children = process.children(recursive=True)
     assert len(children) > 2
     process.kill()

@@ -143,5 +143,5 @@ def test_a_death_in_mid_sync_leaves_no_engine_serving(ray_here, arithmetic, tmp_
 
 
 def scheduler_of(engine) -> int:
-    children = psutil.Process(ray.get(engine.ready.remote())).children(recursive=True)
+    children = psutil.Process(ray.get(engine.ready.remote()).pid).children(recursive=True)
     return next(child.pid for child in children if "scheduler" in " ".join(child.cmdline()))
