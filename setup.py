@@ -49,6 +49,6 @@ setup(
     entry_points={
         "console_scripts": ["grpo-megatron = grpo_megatron.cli:main"],
         # SGLang looks here for platforms it does not ship; selected by SGLANG_PLATFORM=grpo_cpu.
-        "sglang.srt.platforms": ["grpo_cpu = grpo_megatron.sglang.cpu_platform:activate"],
+        "sglang.srt.platforms": ["grpo_cpu = grpo_megatron.sglang.without_gpu.platform:activate"],
     },
 )

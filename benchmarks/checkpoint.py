@@ -75,7 +75,7 @@ class Extra:
     """The peak memory of this process and its children within the context beyond that before, in bytes."""
 
     def __enter__(self):
-        from grpo_megatron.megatron.parking import return_to_system
+        from grpo_megatron.megatron.memory.parking import return_to_system
 
         gc.collect()
         return_to_system()
@@ -115,8 +115,8 @@ class Extra:
 def step(actor, batch: TrainBatch) -> float:
     """Compute log-probs and do an optimizer step. Return the seconds."""
     begun = time.perf_counter()
-    actor.logprobs([batch], key=(0, 0))
-    actor.train_step(
+    actor.passes.logprobs([batch], key=(0, 0))
+    actor.passes.train_step(
         [batch], PolicyLoss(), batch.num_tokens * actor.spec.sizes.dp, current_is_old=True, key=(0, 0)
     )
     return time.perf_counter() - begun
@@ -133,9 +133,9 @@ def save_gathering(actor, folder: str) -> None:
         "singleton_local_shards": False,
     }
     weights = {
-        f"model{i}": ddp.module.sharded_state_dict(metadata=metadata) for i, ddp in enumerate(actor.ddp)
+        f"model{i}": ddp.module.sharded_state_dict(metadata=metadata) for i, ddp in enumerate(actor.model.ddp)
     }
-    state = actor.optimizer.inner.sharded_state_dict(weights, is_loading=False, metadata=metadata)
+    state = actor.model.optimizer.inner.sharded_state_dict(weights, is_loading=False, metadata=metadata)
     Path(folder).mkdir(exist_ok=True)
     dist.barrier()
     dist_checkpointing.save({**weights, "optimizer": state}, folder)
@@ -143,10 +143,10 @@ def save_gathering(actor, folder: str) -> None:
 
 def timed_save(actor, batch: TrainBatch, folder: str) -> dict[str, float]:
     dist.barrier()
-    actor.begin_checkpoint(folder)
+    actor.checkpoints.begin(folder)
     seconds = step(actor, batch)
     begun = time.perf_counter()
-    report = actor.finish_checkpoint()
+    report = actor.checkpoints.finish()
     completing = time.perf_counter() - begun
     return {
         "save_seconds": report.seconds + completing,
@@ -159,7 +159,7 @@ def timed_save(actor, batch: TrainBatch, folder: str) -> dict[str, float]:
 def digest(actor) -> str:
     """Return a digest of the rank's weights, masters and moments."""
     found = hashlib.blake2b()
-    for storages in (actor.memory.parameters(), actor.memory.optimizer()):
+    for storages in (actor.model.memory.parameters(), actor.model.memory.optimizer()):
         for storage in storages.values():
             found.update(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
     return found.hexdigest()
@@ -191,13 +191,13 @@ def measure(rank: int, folder: str, options: argparse.Namespace, results) -> Non
         found["saves"].append(
             timed_save(actor, batch, f"{folder}/timed{number}") | {"quiet_step_seconds": quiet}
         )
-    state = sum(size for kind, size in actor.memory.resident().items() if kind != "gradients")
+    state = sum(size for kind, size in actor.model.memory.resident().items() if kind != "gradients")
     with Extra() as extra:
         dist.barrier()
-        actor.begin_checkpoint(f"{folder}/kept")
-        while not actor.checkpoint_written():
+        actor.checkpoints.begin(f"{folder}/kept")
+        while not actor.checkpoints.written():
             time.sleep(0.01)
-        actor.finish_checkpoint()
+        actor.checkpoints.finish()
     found["extra_over_state"] = extra.bytes / state
     for number in range(2 if options.before else 0):  # the first save also starts Megatron's result process
         with Extra() as extra:
@@ -207,15 +207,15 @@ def measure(rank: int, folder: str, options: argparse.Namespace, results) -> Non
             found["before_seconds"] = time.perf_counter() - begun
         found["before_extra_over_state"] = extra.bytes / state
     saved = digest(actor)
-    actor.save_hf(f"{folder}/hf")
+    actor.weights.save_hf(f"{folder}/hf")
     del actor
     actor = new_actor(spec, rank, folder, "store of the resumed")
-    actor.load_checkpoint(f"{folder}/kept")
+    actor.checkpoints.load(f"{folder}/kept")
     found["bit_identical"] = digest(actor) == saved
     del actor
     actor = new_actor(ActorSpec(**{**vars(spec), "sizes": OTHER}), rank, folder, "store of the other")
-    actor.load_checkpoint(f"{folder}/kept")
-    actor.save_hf(f"{folder}/other_hf")
+    actor.checkpoints.load(f"{folder}/kept")
+    actor.weights.save_hf(f"{folder}/other_hf")
     results.put(found)
 
 

@@ -68,7 +68,7 @@ CONFIG = {
 }
 # Imports of a conversion's processes: the workers, and the parent, which also asks the model for its layout.
 WORKER = "import grpo_megatron.conversion.hf_to_megatron, grpo_megatron.conversion.megatron_to_hf"
-PARENT = f"{WORKER}, grpo_megatron.megatron.model, grpo_megatron.megatron.process_groups"
+PARENT = f"{WORKER}, grpo_megatron.megatron.layers.build, grpo_megatron.megatron.process_groups"
 WAIT = "; print(); input()"
 
 

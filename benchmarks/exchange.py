@@ -38,7 +38,7 @@ from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import OptimizerConfig, Precision
 from grpo_megatron.megatron import process_groups
 from grpo_megatron.megatron.actor import Actor
-from grpo_megatron.megatron.host_memory import host_memory
+from grpo_megatron.megatron.memory.host import host_memory
 from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 
@@ -58,14 +58,14 @@ def seconds(device: torch.device, call: Callable[[], None]) -> float:
 def measure(actor: Actor, repeats: int) -> dict[str, float]:
     own = [
         parameter.detach().view(-1).view(torch.uint8)
-        for chunk in actor.chunks
+        for chunk in actor.model.chunks
         for parameter in chunk.parameters()
     ]
     host = [host_memory(values.nbytes) for values in own]
 
     def exchange() -> None:
-        actor.begin_reference()
-        actor.end_reference()
+        actor.passes.begin_reference()
+        actor.passes.end_reference()
 
     def copy() -> None:
         for _ in range(2):
@@ -77,8 +77,8 @@ def measure(actor: Actor, repeats: int) -> dict[str, float]:
     before = [values.clone() for values in own]
     times: dict[str, list[float]] = {"exchange": [], "copy": []}
     for _ in range(repeats + 1):
-        times["exchange"].append(seconds(actor.device, exchange) / 2)
-        times["copy"].append(seconds(actor.device, copy) / 2)
+        times["exchange"].append(seconds(actor.model.device, exchange) / 2)
+        times["copy"].append(seconds(actor.model.device, copy) / 2)
     if not all(torch.equal(one, other) for one, other in zip(own, before, strict=True)):
         raise RuntimeError("the weights changed in an exchange and its return")
     found = {f"{name}_seconds": statistics.median(values[1:]) for name, values in times.items()}
@@ -92,18 +92,18 @@ def measure(actor: Actor, repeats: int) -> dict[str, float]:
 
 def exchanges_of_a_step(actor: Actor) -> int:
     """Return the number of exchanges in a step that computes reference log-probs for each mini-batch."""
-    plain, made = actor.reference._exchange, []
-    actor.reference._exchange = lambda: made.append(plain())
+    plain, made = actor.model.reference._exchange, []
+    actor.model.reference._exchange = lambda: made.append(plain())
     rng = np.random.default_rng(0)
-    actor.begin_reference()
+    actor.passes.begin_reference()
     for number in range(MINI_BATCHES):
         ids = rng.integers(6, 29, 12).astype(np.int32)
         sample = Sample(
             0, number, ids[:4], ids[4:], np.ones(8, np.bool_), np.full(8, -3.0, np.float32), "stop"
         )
-        actor.logprobs([TrainBatch.from_samples([sample])], reference=True, key=(1, number))
-    actor.end_reference()
-    actor.reference._exchange = plain
+        actor.passes.logprobs([TrainBatch.from_samples([sample])], reference=True, key=(1, number))
+    actor.passes.end_reference()
+    actor.model.reference._exchange = plain
     return len(made)
 
 

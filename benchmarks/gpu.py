@@ -233,7 +233,7 @@ def prepare_dry_run() -> None:
     """Import once, before the sections' processes are forked, what each of them would import."""
     import torch
 
-    from grpo_megatron.megatron import emulation
+    from grpo_megatron.megatron.without_gpu import emulation
 
     torch.set_num_threads(1)
     emulation.install()

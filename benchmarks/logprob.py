@@ -40,7 +40,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from grpo_megatron.megatron import process_groups
-from grpo_megatron.megatron.logprobs import token_logprobs
+from grpo_megatron.megatron.head.logprobs import token_logprobs
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 

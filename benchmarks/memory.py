@@ -99,12 +99,12 @@ def measure(case: str, model: str, tokens: int) -> dict[str, float]:
         imports = occupied()
         options = {"optimizer": OptimizerConfig(), **CASES[case]}
         actor = Actor(ActorSpec(model, ParallelSizes(), precision=Precision.bf16, **options))
-        actor.train_step([batch], PolicyLoss(), batch.num_tokens, current_is_old=True)
-        asleep = actor.sleep()["asleep"]["occupied"]  # sleep() also returns freed memory to the system
-        actor.wake()
+        actor.passes.train_step([batch], PolicyLoss(), batch.num_tokens, current_is_old=True)
+        asleep = actor.memory.sleep()["asleep"]["occupied"]  # sleep() also returns freed memory to the system
+        actor.memory.wake()
         rest = occupied()
         with Peak() as peak:
-            actor.train_step([batch], PolicyLoss(), batch.num_tokens, current_is_old=True)
+            actor.passes.train_step([batch], PolicyLoss(), batch.num_tokens, current_is_old=True)
         process_groups.destroy()
     figures = {"rest": rest, "peak": peak.bytes, "asleep": asleep}
     return {name: (value - imports) / 2**20 for name, value in figures.items()}

@@ -112,7 +112,7 @@ def deltas(layouts, run) -> dict[str, float]:
     sent = {}
     for version, share in enumerate((None, *SHARES), start=1):
         if share is not None:
-            run.trainer.scale_weights(1.5, share)
+            run.trainer.weights.scale(1.5, share)
         run.engines.begin_update()
         sent[share] = resharding.transfer(run.trainer, run.engines, version)["sent_gb"]
         run.engines.end_update(version)

@@ -103,11 +103,11 @@ class Side:
 
     def warm_up(self, tokens: int) -> None:
         """Compute gradients once. The weights do not change."""
-        self.actor.compute_gradients(self.micro_batches[:1], LOSS, tokens)
+        self.actor.passes.compute_gradients(self.micro_batches[:1], LOSS, tokens)
 
     def step(self, tokens: int) -> TrainResult:
         start = time.process_time()
-        result = self.actor.train_step(self.micro_batches, LOSS, tokens)
+        result = self.actor.passes.train_step(self.micro_batches, LOSS, tokens)
         self.rates.append(tokens / (time.process_time() - start))
         return result
 
@@ -183,7 +183,7 @@ def make_sides(batch: TrainBatch, folder: str) -> list[Side]:
     sides = []
     for name, (layout, partition) in partitions.items():
         actor = Actor(ActorSpec(folder, ParallelSizes(), OptimizerConfig(lr=1e-4)))
-        actor.mini_batches.layout = layout
+        actor.passes.mini_batches.layout = layout
         sides.append(Side(name, layout, [batch.select(part) for part in partition], actor))
     return sides
 

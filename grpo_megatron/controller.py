@@ -268,7 +268,7 @@ class Controller:
         if not self.config.megatron.sleep:
             return {}
         with self.monitor.phases("sleep"):
-            return self.trainer.sleep()
+            return self.trainer.ranks.sleep()
 
     def sync_weights(self, changed: bool = True) -> None:
         """Copy the current weights into the engines, which tag every sample with the weights' version.

@@ -7,10 +7,10 @@ from pathlib import Path
 from grpo_megatron.capabilities import GPUS
 from grpo_megatron.cluster.bundles import bundles
 from grpo_megatron.commands.evaluate import evaluation_config
+from grpo_megatron.config.derived import scores_on_ranks
 from grpo_megatron.config.load import read_config
 from grpo_megatron.config.schema import Config, Placement
 from grpo_megatron.errors import UserError
-from grpo_megatron.megatron.spec import scores_on_ranks
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.paths import folder_problem, is_absent
 from grpo_megatron.planner.advice import checked_plan

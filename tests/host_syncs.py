@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_megatron.megatron import emulation
+from grpo_megatron.megatron.without_gpu import emulation
 
 aten = torch.ops.aten
 # Those that return a number, or a tensor whose shape depends on values.

@@ -152,7 +152,7 @@ def _forget_scales() -> None:
 def _import_megatron(emulate_kernels: bool) -> None:
     gc.disable()  # during the imports, of which nothing is garbage
     if emulate_kernels:
-        from grpo_megatron.megatron import emulation
+        from grpo_megatron.megatron.without_gpu import emulation
 
         emulation.install()
     import grpo_megatron.megatron.actor  # noqa: F401

@@ -15,7 +15,8 @@ from grpo_megatron.config.schema import OptimizerConfig, Precision, TransformerI
 from grpo_megatron.megatron import process_groups
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.spec import ActorSpec
-from grpo_megatron.megatron.weights import local_weights
+from grpo_megatron.megatron.state.hf_weights import local_weights
+from grpo_megatron.megatron.trained_model import TrainedModel
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from on_gpu.bench import Bench, Sizes, random_weights
 
@@ -28,12 +29,16 @@ PRECISIONS = {
 }
 
 
-class RandomActor(Actor):
-    """An actor with random weights. The model's folder needs only a config.json."""
+class RandomModel(TrainedModel):
+    """A model with random weights. Its folder needs only a config.json."""
 
     @torch.no_grad()
     def _load(self, folder: str) -> None:
         random_weights(local_weights(self.chunks))
+
+
+def random_actor(spec: ActorSpec) -> Actor:
+    return Actor(spec, build=RandomModel)
 
 
 @contextmanager
@@ -92,5 +97,5 @@ def batches(sizes: Sizes, vocab_size: int) -> dict[str, TrainBatch]:
 
 
 def micro_batches(batch: TrainBatch, actor: Actor, tokens: int) -> list[TrainBatch]:
-    plan = schedule(batch.lengths, tokens, cost=actor.arch.cost_model)
+    plan = schedule(batch.lengths, tokens, cost=actor.model.arch.cost_model)
     return [batch.select(part) for part in plan.micro_batches[0]]

@@ -64,7 +64,7 @@ def _ways() -> dict:
     import torch.distributed as dist
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    from grpo_megatron.megatron.logprobs import token_logprobs
+    from grpo_megatron.megatron.head.logprobs import token_logprobs
 
     def log_softmax(hidden, weight, target):
         logits = F.linear(hidden, weight).float()

@@ -88,7 +88,7 @@ _IMPORT = Step(
     "transformer_engine",
     60,
     '{python} -c "import transformer_engine.pytorch as te; print(te.__file__)"',
-    '{python} -c "from grpo_megatron.megatron import emulation; emulation.install(); '
+    '{python} -c "from grpo_megatron.megatron.without_gpu import emulation; emulation.install(); '
     'import transformer_engine.pytorch"',
     required=True,
 )

@@ -9,8 +9,8 @@ from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.megatron.actor import Actor
-from grpo_megatron.megatron.weights import iterate_hf
-from on_gpu.actors import PRECISIONS, RandomActor, batches, micro_batches, one_rank, problem_of, spec_of
+from grpo_megatron.megatron.state.hf_weights import iterate_hf
+from on_gpu.actors import PRECISIONS, batches, micro_batches, one_rank, problem_of, random_actor, spec_of
 from on_gpu.bench import Bench, parameters
 from on_gpu.device import seconds, slowest_operations
 
@@ -34,11 +34,11 @@ def shape(bench: Bench, name: str) -> None:
             if problem := problem_of(bench, precision):
                 bench.report(**{precision: {"skipped": problem}})
                 continue
-            actor = RandomActor(spec_of(bench, folder, precision))
+            actor = random_actor(spec_of(bench, folder, precision))
             bench.report(
                 layers=layers,
-                parameters=parameters(actor.arch),
-                transformer_engine=actor.model_spec.transformer_engine,
+                parameters=parameters(actor.model.arch),
+                transformer_engine=actor.model.model_spec.transformer_engine,
             )
             _measure(bench, actor, precision, in_bf16)
             del actor
@@ -58,11 +58,11 @@ def _measure(bench: Bench, actor: Actor, precision: str, in_bf16: dict[str, np.n
     """
     sides = {
         name: (batch, micro_batches(batch, actor, bench.sizes.tokens))
-        for name, batch in batches(bench.sizes, actor.arch.vocab_size).items()
+        for name, batch in batches(bench.sizes, actor.model.arch.vocab_size).items()
     }
     found: dict = {}
     for name, (_, parts) in sides.items():
-        values = actor.logprobs(parts)
+        values = actor.passes.logprobs(parts)
         difference = np.abs(values - in_bf16.setdefault(name, values)).mean()
         found[f"mean_logp_difference_{name}"] = float(difference)
     for number, (name, (batch, parts)) in enumerate(sides.items()):
@@ -77,7 +77,7 @@ def _measure(bench: Bench, actor: Actor, precision: str, in_bf16: dict[str, np.n
 
 
 def _step(actor: Actor, batch: TrainBatch, parts: list[TrainBatch], key: tuple[int, int]) -> None:
-    result = actor.train_step(parts, LOSS, batch.num_tokens, current_is_old=True, key=key)
+    result = actor.passes.train_step(parts, LOSS, batch.num_tokens, current_is_old=True, key=key)
     if result.dropped:
         raise RuntimeError(f"the step was dropped: its gradient norm is {result.grad_norm}")
 
@@ -85,7 +85,7 @@ def _step(actor: Actor, batch: TrainBatch, parts: list[TrainBatch], key: tuple[i
 def _rates(
     bench: Bench, actor: Actor, batch: TrainBatch, parts: list[TrainBatch], key: tuple[int, int]
 ) -> dict:
-    flops, repeats = float(actor.arch.cost_model.flops(batch.lengths).sum()), bench.sizes.repeats
+    flops, repeats = float(actor.model.arch.cost_model.flops(batch.lengths).sum()), bench.sizes.repeats
 
     def step() -> None:
         _step(actor, batch, parts, key)
@@ -93,7 +93,7 @@ def _rates(
     step()  # the first step creates the optimizer's states
     peak = bench.device.peak_during(step)
     training = seconds(bench.device, step, repeats, warm_up=0)
-    logprobs = seconds(bench.device, lambda: actor.logprobs(parts, key=key), repeats, warm_up=1)
+    logprobs = seconds(bench.device, lambda: actor.passes.logprobs(parts, key=key), repeats, warm_up=1)
     return {
         "tokens": batch.num_tokens,
         "micro_batches": len(parts),
@@ -122,12 +122,15 @@ def repeat(bench: Bench) -> None:
 def _weights_after_steps(
     bench: Bench, folder: str, precision: str, steps: int = 3
 ) -> dict[str, torch.Tensor]:
-    actor = RandomActor(spec_of(bench, folder, precision))
-    batch = batches(bench.sizes, actor.arch.vocab_size)["gsm8k"]
+    actor = random_actor(spec_of(bench, folder, precision))
+    batch = batches(bench.sizes, actor.model.arch.vocab_size)["gsm8k"]
     parts = micro_batches(batch, actor, bench.sizes.tokens)
     for number in range(steps):
         _step(actor, batch, parts, key=(0, number))
-    weights = {name: tensor.to("cpu", copy=True) for name, tensor in iterate_hf(actor.chunks, actor.entries)}
+    weights = {
+        name: tensor.to("cpu", copy=True)
+        for name, tensor in iterate_hf(actor.model.chunks, actor.model.entries)
+    }
     del actor
     bench.device.give_back()
     return weights
@@ -151,7 +154,7 @@ def fp8_error(bench: Bench) -> None:
         for precision in PRECISIONS:
             actor = Actor(spec_of(bench, folder, precision))
             parts = micro_batches(batch, actor, bench.sizes.tokens)
-            values[precision] = actor.logprobs(parts)
+            values[precision] = actor.passes.logprobs(parts)
             del actor
             bench.device.give_back()
     bench.report(tokens=batch.num_tokens, mean_logp=float(values["bf16"].mean()))

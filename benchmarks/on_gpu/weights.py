@@ -30,30 +30,30 @@ def export(bench: Bench) -> None:
     Two ways are measured: within the device's memory, where engines on the same device take them, and in
     buckets on the host.
     """
-    from grpo_megatron.megatron.weights import iterate_hf
-    from on_gpu.actors import RandomActor, one_rank, spec_of
+    from grpo_megatron.megatron.state.hf_weights import iterate_hf
+    from on_gpu.actors import one_rank, random_actor, spec_of
 
     with one_rank(), bench.model(_MODEL, bench.sizes.layers) as folder:
-        actor = RandomActor(spec_of(bench, folder))
-        sizes = [tensor.nbytes for _, tensor in iterate_hf(actor.chunks, actor.entries)]
+        actor = random_actor(spec_of(bench, folder))
+        sizes = [tensor.nbytes for _, tensor in iterate_hf(actor.model.chunks, actor.model.entries)]
 
         def exhaust(tensors) -> None:
             for _ in tensors:
                 pass
 
         def copy() -> None:
-            for chunk in actor.chunks:
+            for chunk in actor.model.chunks:
                 for parameter in chunk.parameters():
                     parameter.detach().clone()
 
         gigabytes, repeats = sum(sizes) / 1e9, bench.sizes.repeats
         taken = {
             "device": seconds(
-                bench.device, lambda: exhaust(iterate_hf(actor.chunks, actor.entries)), repeats
+                bench.device, lambda: exhaust(iterate_hf(actor.model.chunks, actor.model.entries)), repeats
             ),
             "copy": seconds(bench.device, copy, repeats),
             "host": seconds(
-                bench.device, lambda: exhaust(actor.weight_buckets(bench.sizes.bucket)), 1, warm_up=1
+                bench.device, lambda: exhaust(actor.weights.buckets(bench.sizes.bucket)), 1, warm_up=1
             ),
         }
         bench.report(
@@ -116,23 +116,23 @@ def sleep(bench: Bench) -> None:
 
     Log-probs must be the same after each cycle.
     """
-    from on_gpu.actors import RandomActor, batches, micro_batches, one_rank, spec_of
+    from on_gpu.actors import batches, micro_batches, one_rank, random_actor, spec_of
     from on_gpu.training import LOSS
 
     before = bench.device.occupied()
     with one_rank(), bench.model(_MODEL, bench.sizes.layers) as folder:
-        actor = RandomActor(spec_of(bench, folder))
-        batch = batches(bench.sizes, actor.arch.vocab_size)["long"]
+        actor = random_actor(spec_of(bench, folder))
+        batch = batches(bench.sizes, actor.model.arch.vocab_size)["long"]
         parts = micro_batches(batch, actor, bench.sizes.tokens)[:1]
-        actor.train_step(parts, LOSS, batch.num_tokens, current_is_old=True)
-        expected = actor.logprobs(parts)
+        actor.passes.train_step(parts, LOSS, batch.num_tokens, current_is_old=True)
+        expected = actor.passes.logprobs(parts)
         rows = []
         for _ in range(_CYCLES):
             awake = bench.device.occupied()
-            asleep_after = seconds(bench.device, actor.sleep, repeats=1, warm_up=0)
+            asleep_after = seconds(bench.device, actor.memory.sleep, repeats=1, warm_up=0)
             asleep = bench.device.occupied()
-            awake_after = seconds(bench.device, actor.wake, repeats=1, warm_up=0)
-            if not np.array_equal(actor.logprobs(parts), expected):
+            awake_after = seconds(bench.device, actor.memory.wake, repeats=1, warm_up=0)
+            if not np.array_equal(actor.passes.logprobs(parts), expected):
                 raise RuntimeError("log-probs changed while the actor was asleep")
             rows.append((awake, asleep, asleep_after, awake_after))
     awake, asleep, to_sleep, to_wake = zip(*rows, strict=True)

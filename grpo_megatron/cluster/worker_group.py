@@ -1,13 +1,14 @@
 """Processes that compute as one, such as the ranks of a distributed model.
 
 A group starts, calls, watches and restarts its processes together. It knows nothing of what they compute:
-every process builds one object, and calls go to the methods of that object.
+every process builds one object, and calls go to the methods of that object or of its attributes.
 """
 
 import gc
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import ray
@@ -49,7 +50,7 @@ class _Worker:
 
     def call(self, method: str, *arguments) -> Any:
         with self._heart.phase(method):
-            return getattr(self._target, method)(*arguments)
+            return attrgetter(method)(self._target)(*arguments)
 
     def beat(self) -> None:
         """Send a heartbeat now. The hang detector calls this, also to find out whether a rank is dead."""
@@ -61,7 +62,7 @@ class _Worker:
     def stream(self, method: str, *arguments) -> Iterator[Any]:
         """Yield the items of the generator `method` one by one. Ray streams them to the caller."""
         with self._heart.phase(method):
-            yield from getattr(self._target, method)(*arguments)
+            yield from attrgetter(method)(self._target)(*arguments)
 
 
 class WorkerGroup:
@@ -120,6 +121,7 @@ class WorkerGroup:
     def submit(self, method: str, *arguments) -> list[ray.ObjectRef]:
         """Call `method` on every rank with the same arguments, without waiting for the results.
 
+        method: name such as `close`, or path such as `passes.logprobs`.
         Returns Ray's references to the results, in rank order.
         """
         return [worker.call.remote(method, *arguments) for worker in self._workers]
@@ -129,6 +131,7 @@ class WorkerGroup:
     ) -> list[Any]:
         """Call `method` on every rank, and return all results in rank order.
 
+        method: name or path, see `submit`.
         arguments: a tuple of positional arguments for each rank; None: no arguments.
         timeout: seconds; None: the group's timeout.
         """

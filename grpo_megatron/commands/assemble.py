@@ -92,7 +92,7 @@ class Run:
             if self.turns:
                 self.turns.to_ranks()
             with self.monitor.phases("export"):
-                self.trainer.save_hf(result["model"])
+                self.trainer.weights.save_hf(result["model"])
         if failure:
             exported = f"; the trained model is in {result['model']}" if "model" in result else ""
             raise NotWritten(f"{failure}{exported}") from failure
@@ -301,17 +301,17 @@ def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
         trainer = _start_ranks(site)
         cleanup.callback(trainer.close)
         if turns:
-            turns.started(trainer)
+            turns.started(trainer.ranks)
         elif engines:
             engines.wait_until_ready()
         if checkpoint:
-            trainer.load_checkpoint(checkpoint.actor, checkpoint.files)
+            trainer.checkpoints.load_checkpoint(checkpoint.actor, checkpoint.files)
         set_aside(site.directory, checkpoint, say)
         take_back(site.directory, checkpoint, say)
         site.begun = True
         monitor.say(f"everything is up after {time.perf_counter() - site.started:.1f} s")
         about, folder = {"config": as_saved(config)}, f"{site.directory}/{CHECKPOINTS}"
-        saver = Checkpoints(folder, config.checkpoint, trainer, monitor.say, resumed, about)
+        saver = Checkpoints(folder, config.checkpoint, trainer.checkpoints, monitor.say, resumed, about)
         state = checkpoint.state if checkpoint else None
         try:
             yield Run(

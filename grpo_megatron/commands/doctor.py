@@ -122,7 +122,7 @@ def _sglang() -> list[Finding]:
     expected = SGLANG_ON_GPU if torch.cuda.is_available() else SGLANG
     found = [_package("sglang", expected, "no rollouts, only sft and rollout.replay", required=True)]
     if not torch.cuda.is_available() and version("sglang"):
-        from grpo_megatron.sglang.cpu_platform import PLATFORM_NAME
+        from grpo_megatron.sglang.without_gpu.platform import PLATFORM_NAME
 
         names = [entry.name for entry in metadata.entry_points(group="sglang.srt.platforms")]
         if PLATFORM_NAME not in names:

@@ -81,18 +81,18 @@ class Investigation:
         self.limit = 0.0
 
     def run(self) -> Verdict:
-        verdict, steps = self.measured()
+        verdict, steps = self._measured()
         self.limit = verdict.limit
-        verdict.explanations = self.mismatch_explained(verdict, steps) + self.drift(verdict)
+        verdict.explanations = self._mismatch_explained(verdict, steps) + self._drift(verdict)
         # Samples can be compared with the trainer's distribution only if the log-probs agree, or differ in a
         # known way.
         if verdict.passed or verdict.explanations[0].startswith(("temperature", "precision")):
-            verdict.sampling_z = self.surprise(steps)
+            verdict.sampling_z = self._surprise(steps)
             if abs(verdict.sampling_z) > SAMPLING_Z:
-                verdict.explanations.append(self.sampling(verdict.sampling_z))
+                verdict.explanations.append(self._sampling(verdict.sampling_z))
         return verdict
 
-    def measured(self) -> tuple[Verdict, list[Tokens]]:
+    def _measured(self) -> tuple[Verdict, list[Tokens]]:
         """Return (verdict, steps): the numbers of the verdict, and the tokens of each step.
 
         The verdict has each step's mismatch and the limit, but no explanations yet.
@@ -101,29 +101,29 @@ class Investigation:
         verdict = Verdict(
             mean=[tokens.mismatch for tokens in steps],
             maximum=[float(np.abs(tokens.trainer - tokens.engine).max()) for tokens in steps],
-            limit=tolerance(self.dtype) * self.rounding(steps[-1], self.dtype),
+            limit=tolerance(self.dtype) * self._rounding(steps[-1], self.dtype),
         )
         return verdict, steps
 
-    def mismatch_explained(self, verdict: Verdict, steps: list[Tokens]) -> list[str]:
+    def _mismatch_explained(self, verdict: Verdict, steps: list[Tokens]) -> list[str]:
         """Return an explanation if the mismatch is beyond the limit or the engine's weights are old; else [].
 
         steps: the tokens of each step.
         """
-        stale = self.weight_version(steps[-1])
+        stale = self._weight_version(steps[-1])
         if stale:
             return [stale]
         bad = verdict.beyond_limit
         if not bad:
             return []
         if len(steps) - 1 in bad:
-            return [self.explain(steps[-1])]
+            return [self._explain(steps[-1])]
         return [
             f"weight version: the mismatch of step {bad[-1] + 1} is gone in the next, under the same "
             "weights; the engine got them too late"
         ]
 
-    def drift(self, verdict: Verdict) -> list[str]:
+    def _drift(self, verdict: Verdict) -> list[str]:
         if len(verdict.beyond_limit) < len(verdict.mean) or max(verdict.mean) <= FLAT * min(verdict.mean):
             return []
         return [
@@ -133,7 +133,7 @@ class Investigation:
 
     # -- measurements -------------------------------------------------------------------------
 
-    def probe(
+    def _probe(
         self, tokens: Tokens, temperature: float | None = None, rounding: torch.dtype | None = None
     ) -> np.ndarray:
         """Have the trainer compute log-probs and entropies of the tokens again, under other conditions.
@@ -153,14 +153,14 @@ class Investigation:
         ]
         return np.concatenate(parts, axis=1).astype(np.float64)
 
-    def rounding(self, tokens: Tokens, dtype: torch.dtype) -> float:
+    def _rounding(self, tokens: Tokens, dtype: torch.dtype) -> float:
         """Return how much rounding errors of this dtype change the trainer's log-probs, in the mean.
 
         The limit of an acceptable mismatch is a multiple of this.
         """
-        return float(np.abs(self.probe(tokens, rounding=dtype)[0] - tokens.trainer).mean())
+        return float(np.abs(self._probe(tokens, rounding=dtype)[0] - tokens.trainer).mean())
 
-    def scores(self, tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
+    def _scores(self, tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
         """Have trainer and engine score the same token ids at temperature 1, without sampling.
 
         Returns (trainer, engine): their log-probs of the trained tokens, float64 [n] each.
@@ -173,9 +173,9 @@ class Investigation:
             ids = [batch.tokens[start:end].tolist() for start, end in pairs]
             parts = self.engines.score(ids)
             scored.append(np.concatenate([np.append(part, 0.0) for part in parts])[batch.loss_mask])
-        return self.probe(tokens, 1.0)[0], np.concatenate(scored)
+        return self._probe(tokens, 1.0)[0], np.concatenate(scored)
 
-    def sample_again(self) -> Tokens:
+    def _sample_again(self) -> Tokens:
         """Sample once more under the same weights, after another weight sync. Return the tokens.
 
         If the mismatch is gone, the engine had generated with older weights before.
@@ -189,27 +189,27 @@ class Investigation:
         controller.old_and_reference_logprobs(mini_batches)
         return Tokens.of(mini_batches)
 
-    def surprise(self, steps: list[Tokens]) -> float:
+    def _surprise(self, steps: list[Tokens]) -> float:
         """Test whether the engine draws tokens from the distribution that its log-probs describe.
 
         Returns the difference of mean surprise (-log p of the engine) and mean entropy (of the trainer), in
         standard errors. Both means are the same if each token is drawn from the trainer's distribution,
         whatever ends a response, because their difference is a martingale.
         """
-        excess = np.concatenate([-tokens.engine - self.probe(tokens)[1] for tokens in steps])
+        excess = np.concatenate([-tokens.engine - self._probe(tokens)[1] for tokens in steps])
         return float(excess.mean() / max(excess.std() / np.sqrt(len(excess)), 1e-12))
 
     # -- causes -------------------------------------------------------------------------------
 
-    def explain(self, tokens: Tokens) -> str:
+    def _explain(self, tokens: Tokens) -> str:
         enough = max(self.limit, LEFT * tokens.mismatch)
-        left = self.sample_again().mismatch
+        left = self._sample_again().mismatch
         if left <= enough:
             return (
                 f"weight version: mean |delta| was {tokens.mismatch:.3g} and is {left:.3g} after another "
                 "weight sync; the engine generated with older weights than the trainer's"
             )
-        for cause in (self.sampling_temperature, self.truncated, self.tokenizer, self.engine_precision):
+        for cause in (self._sampling_temperature, self._truncated, self._tokenizer, self._engine_precision):
             found = cause(tokens, enough)
             if found:
                 return found
@@ -221,21 +221,21 @@ class Investigation:
             "TensorBoard under mismatch/worst"
         )
 
-    def weight_version(self, tokens: Tokens) -> str | None:
+    def _weight_version(self, tokens: Tokens) -> str | None:
         """Check that weight syncs reach the engine: double all weights and sync, then halve them and sync.
 
         Both changes are exact in floating point. Returns an explanation if the engine's log-probs do not
         change as much as the trainer's, else None.
         """
-        before = self.scores(tokens)
+        before = self._scores(tokens)
         self.controller.ranks_turn()
         try:
-            self.controller.trainer.scale_weights(2.0)
+            self.controller.trainer.weights.scale(2.0)
             self.controller.sync_weights()
-            after = self.scores(tokens)
+            after = self._scores(tokens)
         finally:
             self.controller.ranks_turn()
-            self.controller.trainer.scale_weights(0.5)
+            self.controller.trainer.weights.scale(0.5)
         self.controller.sync_weights()
         trainer, engine = (float(np.abs(new - old).mean()) for new, old in zip(after, before, strict=True))
         # Compare only how far both move. With one wrong tensor, the engine moves as far, but elsewhere.
@@ -247,9 +247,9 @@ class Investigation:
             "weights than it was sent"
         )
 
-    def sampling_temperature(self, tokens: Tokens, enough: float) -> str | None:
+    def _sampling_temperature(self, tokens: Tokens, enough: float) -> str | None:
         def left(log_factor: float) -> float:
-            logp = self.probe(tokens, self.temperature * float(np.exp(log_factor)))[0]
+            logp = self._probe(tokens, self.temperature * float(np.exp(log_factor)))[0]
             return float(np.abs(logp - tokens.engine).mean())
 
         best, value = _minimum(left, np.log(np.geomspace(0.25, 4.0, 9)))
@@ -262,7 +262,7 @@ class Investigation:
             f"{self.temperature:.3g}; the engine samples, or reports its log-probs, at that temperature"
         )
 
-    def truncated(self, tokens: Tokens, enough: float) -> str | None:
+    def _truncated(self, tokens: Tokens, enough: float) -> str | None:
         # top-p divides every probability in the nucleus by the mass of the nucleus, so none gets smaller.
         if np.mean(tokens.trainer - tokens.engine > self.limit) > 1e-3:
             return None
@@ -272,14 +272,14 @@ class Investigation:
             "min_p) and normalised again"
         )
 
-    def tokenizer(self, tokens: Tokens, enough: float) -> str | None:
+    def _tokenizer(self, tokens: Tokens, enough: float) -> str | None:
         """Return an explanation if the engine agrees with the trainer once it scores the same token ids.
 
         The ids were then changed between sampling and training. Returns None if the mismatch stays.
 
         enough: mean |delta| at or below which the mismatch counts as gone.
         """
-        trainer, engine = self.scores(tokens)
+        trainer, engine = self._scores(tokens)
         left = float(np.abs(trainer - engine).mean())
         if left > enough:
             return None
@@ -290,12 +290,12 @@ class Investigation:
             "The ids were changed in between: text was tokenized again, or log-probs belong to other tokens"
         )
 
-    def engine_precision(self, tokens: Tokens, enough: float) -> str | None:
+    def _engine_precision(self, tokens: Tokens, enough: float) -> str | None:
         dtype, key = served_dtype(self.config)
         name = str(dtype).removeprefix("torch.")
         if torch.finfo(dtype).eps <= torch.finfo(self.dtype).eps:
             return None
-        moved = self.rounding(tokens, dtype)
+        moved = self._rounding(tokens, dtype)
         if tokens.mismatch > tolerance(dtype) * moved:
             return None
         return (
@@ -304,7 +304,7 @@ class Investigation:
             f"{tokens.mismatch:.3g}"
         )
 
-    def sampling(self, z: float) -> str:
+    def _sampling(self, z: float) -> str:
         if z < 0:
             return (
                 "top-p: the log-probs agree, but the samples are likelier than the distribution makes them "

@@ -11,12 +11,12 @@ import numpy as np
 
 from grpo_megatron.cluster.worker_pool import worker_places
 from grpo_megatron.commands.assemble import Run, Site, assemble, open_site, persist
+from grpo_megatron.config.derived import scores_on_ranks
 from grpo_megatron.config.schema import Config
 from grpo_megatron.controller import Controller
 from grpo_megatron.data import PromptSource, PromptTokenizer
 from grpo_megatron.data.conversations import conversations_of
 from grpo_megatron.data.sources import held_out_prompts, training_prompts
-from grpo_megatron.megatron.spec import scores_on_ranks
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.monitoring.terminal import say
@@ -138,7 +138,7 @@ def _loop(
             manager = RolloutManager(run.engines, episodes, data.tokenizer.turn_ends)
             rollouts = EngineRollouts(manager, config, run.resumed)
             weight_sync = WeightSync(
-                run.trainer,
+                run.trainer.weights,
                 run.engines,
                 _transport(run),
                 _probe(run, prompts),

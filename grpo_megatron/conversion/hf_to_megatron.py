@@ -113,7 +113,7 @@ def hf_to_megatron(source: str, target: str, processes: int) -> Progress:
     for note in checkpoint.notes:
         print(note, file=sys.stderr)
     # Imported here and not at the top, because the worker processes need no Megatron.
-    from grpo_megatron.megatron.saved_model import saved_model
+    from grpo_megatron.megatron.state.model_layout import saved_model
 
     saved = saved_model(arch)
     units = _units(saved, arch)

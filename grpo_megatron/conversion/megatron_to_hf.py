@@ -172,7 +172,7 @@ def megatron_to_hf(
     weights, companions = weights_folder(source), companions_of(source, hf)
     arch = read_architecture(companions)
     # Imported here and not at the top, because the worker processes need no Megatron.
-    from grpo_megatron.megatron.saved_model import saved_model
+    from grpo_megatron.megatron.state.model_layout import saved_model
 
     saved = saved_model(arch)
     tensors = hf_tensors(saved, hf_shapes(weight_map(arch)), dtype or arch.dtype, fp8)

@@ -73,7 +73,7 @@ def different_bits(hf: str, megatron: str, processes: int) -> tuple[list[str], P
 
     Raises UserError if a checkpoint is damaged, incomplete or of another model.
     """
-    from grpo_megatron.megatron.saved_model import saved_model
+    from grpo_megatron.megatron.state.model_layout import saved_model
 
     arch, checkpoint = read_architecture(hf), HFCheckpoint(hf)
     entries = weight_map(arch)
@@ -111,7 +111,7 @@ def logits_difference(hf: str, megatron: str) -> tuple[float, float]:
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    from grpo_megatron.megatron.logits import logits_of
+    from grpo_megatron.megatron.state.logits import logits_of
 
     arch = read_architecture(hf)
     random = torch.Generator().manual_seed(0)

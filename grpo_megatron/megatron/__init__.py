@@ -3,8 +3,8 @@
 It does not depend on prompts or reward functions.
 """
 
-from grpo_megatron.megatron import cpu
+from grpo_megatron.megatron.without_gpu import patches
 
 # This must run before any module below imports Megatron. With CUDA it only adds what a missing
 # TransformerEngine leaves undefined.
-cpu.install()
+patches.install()

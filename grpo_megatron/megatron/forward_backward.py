@@ -13,10 +13,10 @@ from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 
+from grpo_megatron.megatron.head.objectives import Head, Objective
+from grpo_megatron.megatron.head.score import ScoreHead
+from grpo_megatron.megatron.layers.router import Routing, recorded_routing, set_routing
 from grpo_megatron.megatron.micro_batch import MicroBatch
-from grpo_megatron.megatron.objectives import Head, Objective
-from grpo_megatron.megatron.router import Routing, recorded_routing, set_routing
-from grpo_megatron.megatron.score_head import ScoreHead
 from grpo_megatron.metrics import Metrics
 
 

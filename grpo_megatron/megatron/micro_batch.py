@@ -11,9 +11,9 @@ from grpo_megatron.algorithm.preferences import PairInputs
 from grpo_megatron.batch.layout import Layout, Pack, on_device
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import RoutingReplay
-from grpo_megatron.megatron.attention import PackedSequences, describe_pack
-from grpo_megatron.megatron.host_memory import HostArena
-from grpo_megatron.megatron.router import Routing
+from grpo_megatron.megatron.layers.attention import PackedSequences, describe_pack
+from grpo_megatron.megatron.layers.router import Routing
+from grpo_megatron.megatron.memory.host import HostArena
 from grpo_megatron.model.architecture import MoE
 
 

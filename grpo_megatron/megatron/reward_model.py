@@ -10,12 +10,12 @@ from megatron.core.transformer.module import Float16Module
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.schema import Precision, Recompute
 from grpo_megatron.megatron.forward_backward import forward_scores
-from grpo_megatron.megatron.host_memory import host_memory
-from grpo_megatron.megatron.memory import unique_storages
+from grpo_megatron.megatron.head.objectives import make_head
+from grpo_megatron.megatron.head.score import load_reward_model
+from grpo_megatron.megatron.layers.build import build_model, uses_transformer_engine
+from grpo_megatron.megatron.memory.host import host_memory
+from grpo_megatron.megatron.memory.training import unique_storages
 from grpo_megatron.megatron.micro_batch import MicroBatch
-from grpo_megatron.megatron.model import build_model, uses_transformer_engine
-from grpo_megatron.megatron.objectives import make_head
-from grpo_megatron.megatron.score_head import load_reward_model
 from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.families import read_architecture, weight_map
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from grpo_megatron.batch.layout import Layout, padded_to
+from grpo_megatron.config.derived import lr_decay_steps, pack_limit, scores_on_ranks
 from grpo_megatron.config.fp8 import FP8Config, FP8Recipe
 from grpo_megatron.config.lora import LoraConfig
-from grpo_megatron.config.reward import MODEL, functions_of
 from grpo_megatron.config.schema import (
     Config,
     MoEConfig,
@@ -147,29 +147,6 @@ class TrainResult:
     """Bytes of GPU memory (without a GPU: host memory) of the rank that returns this result."""
 
 
-def scores_on_ranks(config: Config) -> bool:
-    """Return True if the trainer's ranks hold a frozen reward model beside the policy.
-
-    A run that replays recorded samples (rollout.replay) needs none, because these have been scored already.
-    """
-    return MODEL in functions_of(config.reward) and not config.rollout.replay
-
-
-def lr_decay_steps(config: Config, command: str) -> int:
-    """Return the length of the learning-rate schedule in optimizer steps, including its warm-up.
-
-    This is optimizer.lr_decay_steps, or by default the number of optimizer steps of the whole run.
-    command: command-line command, such as "train". Other commands take one optimizer step per step of the
-        run.
-    """
-    if config.optimizer.lr_decay_steps is not None:
-        return config.optimizer.lr_decay_steps
-    if command != "train":
-        return config.run.total_steps
-    mini_batches = config.data.train_batch_size // max(1, config.train.ppo_mini_batch_size)
-    return config.run.total_steps * mini_batches * config.train.ppo_epochs
-
-
 def fp8_alignment(fp8: FP8Config | None) -> int:
     """Return the multiple to which the tokens of a pack, and each rank's part of it, must be padded for FP8.
 
@@ -178,11 +155,6 @@ def fp8_alignment(fp8: FP8Config | None) -> int:
     if fp8 is None:
         return 1
     return {FP8Recipe.blockwise: 128, FP8Recipe.mxfp8: 32}.get(fp8.recipe, 16)
-
-
-def pack_limit(config: Config) -> int:
-    """Return the most tokens that a micro-batch may have, over all CP ranks."""
-    return config.train.max_tokens_per_micro_batch * config.megatron.context_parallel
 
 
 def actor_spec(config: Config, command: str = "train") -> ActorSpec:

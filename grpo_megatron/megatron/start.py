@@ -23,7 +23,7 @@ def start_actor(spec: ActorSpec, seed: int, timeout: float, rank: int, store: St
     # nothing, because imported modules stay, and take a fifth of the time.
     gc.disable()
     if spec.emulate_kernels:
-        from grpo_megatron.megatron import emulation
+        from grpo_megatron.megatron.without_gpu import emulation
 
         emulation.install()
     from grpo_megatron.megatron import process_groups

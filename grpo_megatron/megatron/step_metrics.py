@@ -5,7 +5,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from grpo_megatron.config.schema import MoEConfig
-from grpo_megatron.megatron.router import take_loss_sums
+from grpo_megatron.megatron.layers.router import take_loss_sums
 from grpo_megatron.metrics import Mean, Metrics, merge
 from grpo_megatron.model.architecture import MoE
 

@@ -15,7 +15,7 @@ from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.planner.states import itemsize
 
-# A tile of float32 logits in megatron.fused_head on a GPU: its bytes, and its words if it spans most tokens.
+# A tile of float32 logits in megatron.head.fused on a GPU: its bytes, and its words if it spans most tokens.
 _TILE_BYTES, _TILE_WORDS = 128 << 20, 8192
 
 
@@ -169,9 +169,9 @@ def head_bytes(arch: Architecture, config: Config) -> int:
     """Return the bytes that the fused output layer takes on a rank of the last stage.
 
     They are its input and the input's gradient (float32) for all tokens of the micro-batch, and tiles of
-    logits. The fused layer never makes a whole [tokens, vocabulary] tensor, see megatron.fused_head. With the
+    logits. The fused layer never makes a whole [tokens, vocabulary] tensor, see megatron.head.fused. With the
     exact KL and ref.offload, the reference's output weight is copied to the device too, as in
-    Actor.compute_gradients.
+    Passes.compute_gradients.
     """
     size, tokens = itemsize(config.megatron), config.train.max_tokens_per_micro_batch
     # Each projection has a tile of logits in float32, and one in the parameters' dtype if that is another.

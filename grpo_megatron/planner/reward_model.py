@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from functools import cache
 
+from grpo_megatron.config.derived import scores_on_ranks
 from grpo_megatron.config.schema import Config, Precision, Recompute
-from grpo_megatron.megatron.spec import scores_on_ranks
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.families import read_architecture
 

@@ -7,12 +7,12 @@ from functools import partial
 
 from omegaconf import MISSING
 
+from grpo_megatron.config.derived import scores_on_ranks
 from grpo_megatron.config.load import Layer, as_config, merge, missing_keys, read_preset, read_sources
 from grpo_megatron.config.origins import leaves
 from grpo_megatron.config.schema import Config
 from grpo_megatron.data.records import HUB_PREFIX, hub_folder
 from grpo_megatron.errors import UserError, shortened
-from grpo_megatron.megatron.spec import scores_on_ranks
 from grpo_megatron.model.gguf_advice import gguf_advice
 from grpo_megatron.paths import file_problem, folder_problem, is_absent
 from grpo_megatron.preflight.cluster_rules import known_capabilities, runs_here

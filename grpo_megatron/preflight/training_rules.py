@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from grpo_megatron.batch.layout import Layout, padded_to
+from grpo_megatron.config.derived import lr_decay_steps
 from grpo_megatron.config.schema import Config, LrSchedule, OldLogprobs, RoutingReplay
-from grpo_megatron.megatron.spec import lr_decay_steps
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.preflight.rule import RuleBook
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.config.rollout import BeamConfig, EarlyStopping
-from grpo_megatron.sglang.engine import Completion
+from grpo_megatron.sglang.request import Completion
 
 # (index of the live beam, its tokens so far, how many of the most likely next tokens to return) -> the
 # engine's answer, one token

@@ -21,7 +21,7 @@ from grpo_megatron.rewards.base import check_record
 from grpo_megatron.rollout.environments import FAILURES, Environments, RemoteEnvironment, asks_reward_function
 from grpo_megatron.rollout.history import HISTORIES, History
 from grpo_megatron.rollout.trajectory import Episode, Trajectory
-from grpo_megatron.sglang.engine import Completion
+from grpo_megatron.sglang.request import Completion
 
 # (token ids to continue, maximal number of new tokens, routed=number of leading ids whose experts are known)
 # -> the model's next turn

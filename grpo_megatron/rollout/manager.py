@@ -15,8 +15,8 @@ from grpo_megatron.rollout.beam import BeamSearch, run_search
 from grpo_megatron.rollout.episodes import MultiTurn, Respond, SingleTurn
 from grpo_megatron.rollout.trajectory import Episode
 from grpo_megatron.sglang.client import EngineClient
-from grpo_megatron.sglang.engine import Completion, Request
 from grpo_megatron.sglang.pool import EnginePool
+from grpo_megatron.sglang.request import Completion, Request
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class RolloutManager:
             return completion
 
         if sampling.beam:
-            ends = await client.end_ids() | stops
+            ends = client.end_ids | stops
             search = BeamSearch(sampling.n, ends, sampling.max_response_length, sampling.beam)
             asked = prompt.ids.tolist()
             await run_search(search, lambda beam, ids, top: ask(beam, asked + ids, 1, top=top))

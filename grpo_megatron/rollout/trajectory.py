@@ -6,7 +6,7 @@ import numpy as np
 
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Sample, WeightSpan
-from grpo_megatron.sglang.engine import Completion
+from grpo_megatron.sglang.request import Completion
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class SaveReport:
 class Saveable(Protocol):
     """The trainer as Checkpoints uses it: it writes its state into a folder while training goes on.
 
-    Implemented by trainer.policy.PolicyTrainer.
+    Implemented by trainer.checkpoints.TrainerCheckpoints.
     """
 
     def begin_checkpoint(self, folder: str) -> None: ...

@@ -8,9 +8,9 @@ from grpo_megatron.config.engine import EngineConfig, Quantization
 from grpo_megatron.config.schema import ModelConfig
 from grpo_megatron.json_files import json_text
 from grpo_megatron.model.families import read_architecture
-from grpo_megatron.sglang.cpu_platform import ATTENTION_BACKEND, PLATFORM_NAME
 from grpo_megatron.sglang.release import GPU_ARGUMENTS
 from grpo_megatron.sglang.weight_door import DOOR
+from grpo_megatron.sglang.without_gpu.platform import ATTENTION_BACKEND, PLATFORM_NAME
 from grpo_megatron.weights import fp8_blocks
 
 

@@ -8,7 +8,7 @@ import ray
 from grpo_megatron.cluster.processes import Process, fetch
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.errors import UserError
-from grpo_megatron.sglang.engine import Completion, Request
+from grpo_megatron.sglang.request import Completion, Request
 
 # Maximum seconds that one poll waits in the engine. It only determines how soon a deadlock is noticed.
 _POLL_SECONDS = 5.0
@@ -19,9 +19,18 @@ class EngineClient:
 
     It sends requests in groups and polls the engine for finished ones, so that a Ray call carries many
     samples. EnginePool.clients creates it.
+
+    end_ids: ids of the tokens that end a response
     """
 
-    def __init__(self, engine: ray.actor.ActorHandle, process: Process, config: RolloutConfig, batch: int):
+    def __init__(
+        self,
+        engine: ray.actor.ActorHandle,
+        process: Process,
+        config: RolloutConfig,
+        batch: int,
+        end_ids: frozenset[int],
+    ):
         """Connect to a running engine.
 
         engine: the SGLangEngine actor.
@@ -30,6 +39,7 @@ class EngineClient:
             engine's requests up to this id.
         """
         self._engine, self._process, self._batch = engine, process, batch
+        self.end_ids = end_ids
         self._timeout = config.engine.request_timeout
         self._slots = asyncio.Semaphore(config.max_concurrency)
         self._answers: dict[tuple[int, int], asyncio.Future] = {}
@@ -51,13 +61,6 @@ class EngineClient:
             if len(self._unsent) == 1:
                 loop.call_soon(self._send)  # together with other requests that arrive until then
             return await answer
-
-    async def end_ids(self) -> frozenset[int]:
-        """Return the ids of the tokens that end a response. Raises UserError if the engine dies."""
-        reference = self._engine.end_ids.remote()
-        with contextlib.suppress(Exception):
-            await reference  # fetch raises the error
-        return fetch(reference, self._process, "end_ids")
 
     async def abort(self) -> None:
         """End all requests in flight on the engine. No caller may still be awaiting `generate`.

@@ -5,68 +5,38 @@ calls to SGLang go through release.py, which hides the differences between its r
 """
 
 import asyncio
-import base64
 import os
 import pickle
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
 
-from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.cluster.heart import Heart
 from grpo_megatron.cluster.processes import Process, redirect_output
 from grpo_megatron.config.weight_sync import PauseMode
 from grpo_megatron.errors import UserError
 from grpo_megatron.sglang.memory import EngineMemory, Part, engine_bytes
 from grpo_megatron.sglang.node import Children
-from grpo_megatron.sglang.release import Accepted, EngineControl, weight_spans
+from grpo_megatron.sglang.release import Accepted, EngineControl
+from grpo_megatron.sglang.request import Completion, Request, completion_of
 from grpo_megatron.sglang.start import meeting_file, start_engine
 from grpo_megatron.sglang.weight_door import DOOR, answer_key, by_value
 from grpo_megatron.weights.buckets import Bucket
 from grpo_megatron.weights.sync.order import Answer, Order
 
 
-@dataclass(frozen=True)
-class Request:
-    """A request to sample one response."""
+class Started(NamedTuple):
+    """Report of an engine that has loaded the model.
 
-    key: tuple[int, int]
-    """Identifier of the request, chosen by the caller; the completion has the same key."""
-    prompt_ids: list[int]
-    """Token ids of the prompt."""
-    sampling: dict[str, Any]
-    """SGLang's sampling parameters."""
-    routed: int = 0
-    """Number of leading tokens whose experts (from MoE routing) the caller already has."""
-    top: int = 0
-    """Number of most likely tokens to return for each token of the response; 0: none."""
+    pid: id of the engine's process
+    end_ids: ids of the tokens that end a response
+    """
 
-
-@dataclass(frozen=True)
-class Completion:
-    """A finished request with a prompt of P tokens and a response of R tokens."""
-
-    key: tuple[int, int]
-    """Key of the request."""
-    response_ids: np.ndarray
-    """int32 [R], token ids of the response."""
-    logprobs: np.ndarray
-    """float32 [R], log-probs of the response (after temperature)."""
-    finish_reason: str
-    """SGLang's finish reason, such as "stop" or "length"."""
-    weight_spans: tuple[WeightSpan, ...]
-    """Spans of the response's tokens with the weight version that sampled them."""
-    routing: np.ndarray | None = None
-    """int16 [P + R - 1 - Request.routed, L, k], the k experts of each token in each of the L layers with
-    experts, without the first `Request.routed` tokens and the last token; None unless requested."""
-    top_ids: np.ndarray | None = None
-    """int32 [R, Request.top], the most likely tokens at each position, best first; None unless requested."""
-    top_logprobs: np.ndarray | None = None
-    """float32 [R, Request.top], their log-probs (after temperature)."""
+    pid: int
+    end_ids: frozenset[int]
 
 
 class _Scheduling:
@@ -136,16 +106,12 @@ class SGLangEngine:
         self._heart = Heart(_Scheduling(self._control, self._children))
         self._heart.start()
 
-    async def ready(self) -> int:
-        """Return the id of this process. The call returns only after SGLang has loaded the model."""
+    async def ready(self) -> Started:
+        """Return when SGLang has loaded the model."""
         # SGLang's own server does this after its start. Otherwise each garbage collection traverses all
         # imported objects, which takes 0.1 to 0.3 s in each of its three processes.
         await self._control.freeze_gc()
-        return os.getpid()
-
-    async def end_ids(self) -> frozenset[int]:
-        """Return the ids of the tokens that end a response."""
-        return self._control.end_ids
+        return Started(os.getpid(), self._control.end_ids)
 
     async def beat(self) -> None:
         """Send a heartbeat to the driver's hang detector now, ahead of the regular interval."""
@@ -207,7 +173,7 @@ class SGLangEngine:
             with self._heart.phase("generate", alone=True):
                 routed = request.routed if self._routed_layers else None
                 answer = await self._control.sample(request.prompt_ids, request.sampling, routed, request.top)
-            self._finished.put_nowait(_completion(request, answer, self._routed_layers))
+            self._finished.put_nowait(completion_of(request, answer, self._routed_layers))
         except Exception as error:  # poll raises it in the caller
             self._finished.put_nowait(error)
 
@@ -358,40 +324,3 @@ class SGLangEngine:
 
     async def shutdown(self) -> None:
         self._control.shutdown()
-
-
-def _routing(request: Request, answer: dict, has_experts: tuple[bool, ...]) -> np.ndarray:
-    """Decode SGLang's array of experts into Completion.routing, which omits the layers without experts."""
-    flat = np.frombuffer(base64.b64decode(answer["meta_info"]["routed_experts"]), dtype=np.int32)
-    tokens = len(request.prompt_ids) + len(answer["output_ids"]) - 1 - request.routed
-    return flat.reshape(tokens, len(has_experts), -1)[:, np.array(has_experts)].astype(np.int16)
-
-
-def _completion(request: Request, answer: dict, routed_layers: tuple[bool, ...] | None) -> Completion:
-    key, meta = request.key, answer["meta_info"]
-    logprobs = meta["output_token_logprobs"]
-    ids = np.array([token for _, token, _ in logprobs], dtype=np.int32)
-    if not np.array_equal(ids, answer["output_ids"]):
-        raise RuntimeError(f"engine answer {key}: log-probs are of other tokens than the output")
-    return Completion(
-        key=key,
-        response_ids=ids,
-        logprobs=np.array([logprob for logprob, _, _ in logprobs], dtype=np.float32),
-        finish_reason=meta["finish_reason"]["type"],
-        weight_spans=weight_spans(meta, len(ids)),
-        routing=_routing(request, answer, routed_layers) if routed_layers else None,
-        **(_top_tokens(meta["output_top_logprobs"]) if request.top else {}),
-    )
-
-
-def _top_tokens(places: list[list[tuple[float, int, str | None]]]) -> dict[str, np.ndarray]:
-    """Return Completion.top_ids and Completion.top_logprobs, as keyword arguments of Completion.
-
-    places: for each token of the response, SGLang's (log-prob, id, text) of the likely tokens, best first.
-    """
-    return {
-        "top_ids": np.array([[token for _, token, _ in place] for place in places], dtype=np.int32),
-        "top_logprobs": np.array(
-            [[logprob for logprob, _, _ in place] for place in places], dtype=np.float32
-        ),
-    }

@@ -68,6 +68,7 @@ class EnginePool:
         self._config, self._pause = config, pause
         self.weight_version = 0
         self._batch = 0
+        self._end_ids: frozenset[int] = frozenset()  # known when the engines are ready
         self._log_dir, self._watch = log_dir, watch
         self.nodes = tuple(slot.node for slots in cluster.engine_slots for slot in slots)
         self.processes = [
@@ -179,7 +180,9 @@ class EnginePool:
         nodes = [pair for others in self._others for pair in others.items()]
         nodes += zip(self.processes, self._engines, strict=True)
         calls = {number: node.ready.remote() for number, (_, node) in enumerate(nodes)}
-        gather(calls, [process for process, _ in nodes], "ready", self._config.engine.start_timeout)
+        processes = [process for process, _ in nodes]
+        started = gather(calls, processes, "ready", self._config.engine.start_timeout)
+        self._end_ids = started[len(nodes) - 1].end_ids  # all engines, which come last, have the same model
 
     def clients(self) -> list[EngineClient]:
         """Return one new client for each engine. The clients must all be used within one event loop.
@@ -188,7 +191,10 @@ class EnginePool:
         """
         self._batch += 1
         pairs = zip(self._engines, self.processes, strict=True)
-        return [EngineClient(engine, process, self._config, self._batch) for engine, process in pairs]
+        return [
+            EngineClient(engine, process, self._config, self._batch, self._end_ids)
+            for engine, process in pairs
+        ]
 
     def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
         """Return the first engine's log-probs of given token sequences.

@@ -37,9 +37,9 @@ def start_engine(arguments: dict[str, Any]) -> Any:
         os.environ |= preload_environment(os.environ, torch.version.cuda)
     on_cpu = arguments.get("device") == "cpu"
     if on_cpu:
-        from grpo_megatron.sglang import cpu_processes
+        from grpo_megatron.sglang.without_gpu import forking
 
-        cpu_processes.prepare()  # first, so that both processes import SGLang at the same time
+        forking.prepare()  # first, so that both processes import SGLang at the same time
     # Garbage collections during the import take a quarter of its time and find nothing, as all imported
     # objects stay.
     gc.disable()
@@ -48,10 +48,10 @@ def start_engine(arguments: dict[str, Any]) -> Any:
     gc.enable()
     engine = sglang.srt.entrypoints.engine.Engine
     if on_cpu:
-        from grpo_megatron.sglang import cpu_memory
+        from grpo_megatron.sglang.without_gpu import memory_saver
 
-        cpu_memory.register()  # this process, which starts the schedulers, uses the memory saver too
-        engine = cpu_processes.forking(engine)
+        memory_saver.register()  # this process, which starts the schedulers, uses the memory saver too
+        engine = forking.forking(engine)
     return engine(**arguments)
 
 

@@ -11,9 +11,9 @@ from grpo_megatron.batch.pairs import schedule_pairs
 from grpo_megatron.batch.sample import Group
 from grpo_megatron.batch.schedule import CostModel, Schedule, schedule
 from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.config.derived import pack_limit
 from grpo_megatron.config.schema import Config, OldLogprobs
 from grpo_megatron.errors import UserError
-from grpo_megatron.megatron.spec import pack_limit
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 Item = TypeVar("Item")

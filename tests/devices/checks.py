@@ -11,8 +11,8 @@ from contextlib import closing
 import pytest
 import torch
 
-from grpo_megatron.megatron.memory import unique_storages
-from grpo_megatron.megatron.parking import Parking
+from grpo_megatron.megatron.memory.parking import Parking
+from grpo_megatron.megatron.memory.training import unique_storages
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.sglang import weight_door
@@ -138,7 +138,8 @@ def asleep_and_awake(tmp_path: str, in_files: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # Page-locked memory needs CUDA.
         patch.setattr(
-            "grpo_megatron.megatron.parking.host_memory", lambda size: torch.empty(size, dtype=torch.uint8)
+            "grpo_megatron.megatron.memory.parking.host_memory",
+            lambda size: torch.empty(size, dtype=torch.uint8),
         )
         for _ in range(2):
             parking.park("values", unique_storages(tensors))

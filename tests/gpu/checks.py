@@ -74,7 +74,7 @@ def train(spec: ActorSpec, batch: TrainBatch, steps: int = 3) -> Trained:
     parts = [batch.select(part) for part in schedule(batch.lengths, 256).micro_batches[0]]
     before = logprobs(actor, batch)
     for _ in range(steps):
-        result = actor.train_step(parts, PolicyLoss(), batch.num_tokens, current_is_old=True)
+        result = actor.passes.train_step(parts, PolicyLoss(), batch.num_tokens, current_is_old=True)
         assert not result.dropped
         assert np.isfinite(result.grad_norm)
     after = _weights(actor)
@@ -84,7 +84,7 @@ def train(spec: ActorSpec, batch: TrainBatch, steps: int = 3) -> Trained:
 
 def _weights(actor: Actor) -> dict[str, torch.Tensor]:
     return {
-        name: tensor.clone() for bucket in actor.weight_buckets(2**20) for name, tensor in bucket.tensors()
+        name: tensor.clone() for bucket in actor.weights.buckets(2**20) for name, tensor in bucket.tensors()
     }
 
 
@@ -108,13 +108,13 @@ def sleep(spec: ActorSpec, batch: TrainBatch, cycles: int) -> tuple[int, list[in
     parts = [batch.select(part) for part in schedule(batch.lengths, 256).micro_batches[0]]
     batch.weight = token_weights(batch, "token-mean", 40)
     batch.advantage = batch.loss_mask.astype(np.float32)
-    actor.train_step(parts, PolicyLoss(), batch.num_tokens, current_is_old=True)
-    resident = sum(actor.memory.resident().values())
+    actor.passes.train_step(parts, PolicyLoss(), batch.num_tokens, current_is_old=True)
+    resident = sum(actor.model.memory.resident().values())
     asleep, values = [], [logprobs(actor, batch)]
     for _ in range(cycles):
-        report = actor.sleep()["asleep"]
+        report = actor.memory.sleep()["asleep"]
         assert report["parameters"] == report["gradients"] == report["optimizer"] == 0
         asleep.append(occupied())
-        actor.wake()
+        actor.memory.wake()
         values.append(logprobs(actor, batch))
     return resident, asleep, values

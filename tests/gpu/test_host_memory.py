@@ -7,9 +7,9 @@ import torch
 
 from grpo_megatron.config.schema import OptimizerConfig, Precision
 from grpo_megatron.megatron import process_groups
-from grpo_megatron.megatron.host_memory import HostArena, host_memory
-from grpo_megatron.megatron.memory import unique_storages
-from grpo_megatron.megatron.parking import Parking
+from grpo_megatron.megatron.memory.host import HostArena, host_memory
+from grpo_megatron.megatron.memory.parking import Parking
+from grpo_megatron.megatron.memory.training import unique_storages
 from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from tests.models import tiny_model

@@ -11,7 +11,7 @@ from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.rollout.environments import Environments
 from grpo_megatron.rollout.episodes import MultiTurn
 from grpo_megatron.rollout.trajectory import Episode
-from grpo_megatron.sglang.engine import Completion
+from grpo_megatron.sglang.request import Completion
 from tests.unit.toy_environments import decode, encode
 
 

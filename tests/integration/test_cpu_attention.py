@@ -89,7 +89,7 @@ def _both(kv_heads: int, group: int, dtype_name: str):
     import torch
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    from grpo_megatron.sglang.cpu_platform import ATTENTION_BACKEND
+    from grpo_megatron.sglang.without_gpu.platform import ATTENTION_BACKEND
 
     dtype, results = getattr(torch, dtype_name), []
     for name in (ATTENTION_BACKEND, "torch_native"):
@@ -131,7 +131,7 @@ def _operators():
     from sglang.srt.layers.layernorm import RMSNorm
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
-    from grpo_megatron.sglang import cpu_operators
+    from grpo_megatron.sglang.without_gpu import operators
 
     generator = torch.Generator().manual_seed(7)
     native = {}
@@ -144,7 +144,7 @@ def _operators():
         native[case] = (
             max(float((a - b).abs().max()) for a, b in pairs),
             max(float(b.abs().max()) for _, b in pairs),
-            operator._resolve_forward_method().__func__.__module__ == cpu_operators.__name__,
+            operator._resolve_forward_method().__func__.__module__ == operators.__name__,
         )
 
     norm = RMSNorm(32, eps=1e-5)
@@ -169,7 +169,7 @@ def _by_column() -> dict:
     import torch
     from sglang.srt.layers.linear import ReplicatedLinear
 
-    from grpo_megatron.sglang import cpu_operators
+    from grpo_megatron.sglang.without_gpu import operators
 
     generator = torch.Generator().manual_seed(8)
     layer = ReplicatedLinear(32, 48, bias=False)
@@ -177,7 +177,7 @@ def _by_column() -> dict:
     x = torch.randn(5, 32, generator=generator)
     weight = layer.weight
     weight.weight_loader(weight, first)
-    cpu_operators.store_weights_by_column(torch.nn.Sequential(layer))
+    operators.store_weights_by_column(torch.nn.Sequential(layer))
     kept = torch.equal(layer.weight, first)
     weight.weight_loader(weight, second)
     difference = (layer(x)[0] - x @ second.t()).abs().max()

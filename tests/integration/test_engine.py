@@ -34,8 +34,8 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rollout.episodes import SingleTurn
 from grpo_megatron.rollout.manager import Goal, RolloutManager, Sampling
-from grpo_megatron.sglang.engine import Request
 from grpo_megatron.sglang.pool import EnginePool
+from grpo_megatron.sglang.request import Request
 from grpo_megatron.weights.buckets import make_buckets
 from grpo_megatron.weights.sync.object_store import ObjectStore
 from grpo_megatron.weights.sync.plan import Layouts
@@ -275,7 +275,7 @@ def check_no_names_of_shared_files(engines, kinds):
     """
     mapped = set()
     for engine in engines._engines:
-        for child in psutil.Process(ray.get(engine.ready.remote())).children(recursive=True):
+        for child in psutil.Process(ray.get(engine.ready.remote()).pid).children(recursive=True):
             words = Path(f"/proc/{child.pid}/maps").read_text().split()
             mapped |= {word for word in words if word.startswith("/dev/shm/sgl")}
     assert {
@@ -362,7 +362,7 @@ def test_an_engine_that_is_not_in_fp8_as_planned_is_refused(engines, tmp_path):
 
 def test_an_engine_that_dies_is_named(manager, engines, tokenizer):
     """Must be the last test in this file, because the engine is gone afterwards."""
-    process = psutil.Process(ray.get(engines._engines[0].ready.remote()))
+    process = psutil.Process(ray.get(engines._engines[0].ready.remote()).pid)
     scheduler = next(
         child for child in process.children(recursive=True) if "scheduler" in " ".join(child.cmdline())
     )

@@ -266,9 +266,9 @@ def of_engine(x, weight):
     import sglang.srt.model_executor.model_runner  # noqa: F401 - as in the engine: selects the platform
     from sglang.srt.layers.quantization import fp8_utils
 
-    from grpo_megatron.sglang import cpu_fp8
+    from grpo_megatron.sglang.without_gpu import fp8_layers
 
-    cpu_fp8.register()
+    fp8_layers.register()
     layer = fp8_utils.dispatch_w8a8_block_fp8_linear([128, 128], act_scale_ue8m0=True)
     values, scales = quantise(weight)
     return layer(x, values, [128, 128], scales)
@@ -304,9 +304,9 @@ def experts_of_engine(x, gate_up, down, weights, chosen):
     from sglang.srt.layers.moe.token_dispatcher import StandardDispatchOutput
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
-    from grpo_megatron.sglang import cpu_fp8
+    from grpo_megatron.sglang.without_gpu import fp8_layers
 
-    cpu_fp8.register()
+    fp8_layers.register()
     stacks = [
         [torch.stack(of) for of in zip(*map(quantise, matrices), strict=True)] for matrices in (gate_up, down)
     ]

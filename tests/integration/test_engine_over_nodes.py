@@ -34,7 +34,7 @@ def test_weights_reach_both_nodes_and_samples_come_back(two_nodes, experts, tmp_
         assert len(set(run.engines.nodes)) == len(set(run.trainer.nodes)) == 2
         assert largest_mismatch(controller) < 1e-5
         controller.ranks_turn()
-        run.trainer.scale_weights(1.1)
+        run.trainer.weights.scale(1.1)
         assert largest_mismatch(controller) < 1e-5
         controller.ranks_turn()
         controller.run()

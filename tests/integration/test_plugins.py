@@ -22,7 +22,7 @@ from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rollout.environments import Environments
 from grpo_megatron.rollout.episodes import MultiTurn
 from grpo_megatron.rollout.trajectory import Episode
-from grpo_megatron.sglang.engine import Completion
+from grpo_megatron.sglang.request import Completion
 from tests.unit.test_losses import inputs as loss_inputs
 from tests.unit.toy_environments import decode, encode
 

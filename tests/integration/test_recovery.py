@@ -22,7 +22,9 @@ from grpo_megatron.data import EpochOrder
 from grpo_megatron.rollout.evaluation import Evaluation
 from grpo_megatron.sglang.client import EngineClient
 from grpo_megatron.sglang.pool import EnginePool
+from grpo_megatron.trainer.checkpoints import TrainerCheckpoints
 from grpo_megatron.trainer.policy import PolicyTrainer
+from grpo_megatron.trainer.ranks import TrainerRanks
 from tests.integration.train_runs import arguments, metrics, trained
 
 STEPS = 3
@@ -54,7 +56,7 @@ def gone(pid: int) -> bool:
 
 def fall_asleep(worker) -> None:
     """Let a rank sleep in its next optimizer step, in which the others wait for it in a collective."""
-    worker._target.optimizer.step = lambda **_: time.sleep(10_000)
+    worker._target.model.optimizer.step = lambda **_: time.sleep(10_000)
 
 
 class Fault(NamedTuple):
@@ -85,8 +87,8 @@ def plant(monkeypatch):
 
         def strike(caller) -> None:
             if fault.what is None:
-                ray.get(caller.group._workers[-1].__ray_call__.remote(fall_asleep))
-                befallen.append(caller.group.ranks[-1].pid)
+                ray.get(caller.ranks.group._workers[-1].__ray_call__.remote(fall_asleep))
+                befallen.append(caller.ranks.group.ranks[-1].pid)
             else:
                 befallen.append(find(fault.title)[-1])
                 os.kill(befallen[0], fault.what)
@@ -160,7 +162,7 @@ def test_a_run_outlives_a_dead_rank_and_one_that_sleeps_in_a_collective(
     asleep = plant(Fault(PolicyTrainer, "train_step", 6, RANK, what=None))
     said, engines = train(arithmetic, tmp_path, capsys, HANG, TWO_RANKS)
     assert re.search(
-        r"trainer rank \d of 2 died in `train_step`.*restart 1 of at most 3, from ", said, re.DOTALL
+        r"trainer rank \d of 2 died in `passes.train_step`.*restart 1 of at most 3, from ", said, re.DOTALL
     ), said
     asleep_for = (
         r"rank 1 \(tp1 pp0 cp0 dp0 ep0\) in `optimizer` for \d+ s, at \S+test_recovery.py:\d+ <lambda>"
@@ -180,7 +182,7 @@ def test_a_run_outlives_a_dead_rank_and_one_that_sleeps_in_a_collective(
     [
         (Fault(EngineClient, "_send", 2, SCHEDULER, after=True), 2),
         (Fault(EngineClient, "_send", 2, ENGINE, after=True), 2),
-        (Fault(PolicyTrainer, "begin_checkpoint", 2, RANK, after=True), 1),
+        (Fault(TrainerCheckpoints, "begin_checkpoint", 2, RANK, after=True), 1),
         (Fault(PolicyTrainer, "logprobs", 1, RANK), 1),
     ],
     ids=[
@@ -239,7 +241,7 @@ def test_an_engine_that_stays_takes_the_weights_of_new_ranks(
     "fault",
     [
         Fault(EnginePool, "resume_weights", 2, SCHEDULER),
-        Fault(PolicyTrainer, "wake", 3, RANK),
+        Fault(TrainerRanks, "wake", 3, RANK),
         Fault(EngineClient, "_send", 2, SCHEDULER, after=True),
     ],
     ids=["engine takes back its weights", "rank wakes", "engine in generation"],
@@ -258,7 +260,7 @@ def test_colocated_processes_are_replaced_together(ray_here, arithmetic, tmp_pat
 def test_a_death_in_an_evaluation_and_one_in_the_restart(ray_here, arithmetic, tmp_path, capsys, plant):
     first, second = (
         plant(Fault(Evaluation, "run", 3, SCHEDULER)),
-        plant(Fault(PolicyTrainer, "load_checkpoint", 1, RANK)),
+        plant(Fault(TrainerCheckpoints, "load_checkpoint", 1, RANK)),
     )
     changes = [f"data.eval={arithmetic}/data/eval.jsonl", "eval.every=1", "eval.n=1", TWO_RANKS]
     said, _ = train(arithmetic, tmp_path, capsys, *changes)

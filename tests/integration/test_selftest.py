@@ -181,9 +181,9 @@ def test_an_engine_one_version_behind(controller, verdict, monkeypatch):
 
 def test_weights_that_came_late(controller, verdict, monkeypatch):
     """The first update after the start is lost, but acknowledged."""
-    controller.trainer.scale_weights(2.0)
+    controller.trainer.weights.scale(2.0)
     controller.sync_weights()
-    controller.trainer.scale_weights(0.5)
+    controller.trainer.weights.scale(0.5)
 
     def send(load, buckets, number):
         load([] if number == 0 else buckets)
@@ -226,7 +226,7 @@ def test_a_version_tag_of_old(controller, verdict, monkeypatch):
 
 def test_nothing_outlives_the_process_of_an_engine(controller):
     (engine,) = controller.engines._engines
-    process = psutil.Process(ray.get(engine.ready.remote()))
+    process = psutil.Process(ray.get(engine.ready.remote()).pid)
     children = process.children(recursive=True)
     assert len(children) > 2
     process.kill()

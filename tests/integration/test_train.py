@@ -105,7 +105,7 @@ def test_the_timeline_accounts_for_the_steps(recorded):
         name: {event["name"] for event in everyone if names[event["pid"]] == name} for name in names.values()
     }
     assert of["engine 0"] >= {"generate"}
-    assert of["trainer rank 0 of 2"] >= {"train_step", "forward_backward", "optimizer"}
+    assert of["trainer rank 0 of 2"] >= {"passes.train_step", "forward_backward", "optimizer"}
     spans = [event for event in everyone if names[event["pid"]] == "driver"]
     steps = [span for span in spans if re.fullmatch(r"step \d+", span["name"])]
     assert [span["name"] for span in steps] == ["step 1", "step 2", "step 3"]
@@ -285,7 +285,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused(recorded, arithmetic, root, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["logprobs", "weight_buckets"])
+@pytest.mark.parametrize("call", ["passes.logprobs", "weights.buckets"])
 def test_a_rank_that_dies_is_named(recorded, arithmetic, root, tmp_path, call):
     """Its partner waits in a collective meanwhile, and the run does not wait for that to time out.
 
@@ -301,29 +301,29 @@ def test_a_rank_that_dies_is_named(recorded, arithmetic, root, tmp_path, call):
     )
 
     def sync():
-        with actor.weight_stream(10_000) as buckets:
+        with actor.weights.weight_stream(10_000) as buckets:
             return [ray.get(bucket) for bucket in buckets]
 
     assert len(sync()) > 1
     before = actor.logprobs(batch, schedule(batch.lengths, 128))
-    saver = Checkpoints(str(tmp_path / "checkpoints"), config.checkpoint, actor, print)
+    saver = Checkpoints(str(tmp_path / "checkpoints"), config.checkpoint, actor.checkpoints, print)
     saver.save({"step": 1, "order": {}, "tokens": 0})
     saver.save({"step": 2, "order": {}, "tokens": 0})  # completes the first
-    os.kill(actor.group.ranks[1].pid, signal.SIGKILL)
+    os.kill(actor.ranks.group.ranks[1].pid, signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(ProcessDied, match=rf"trainer rank 1 of 2 died in `{call}`.*; its log is .*rank1.log"):
-        sync() if call == "weight_buckets" else actor.logprobs(batch, schedule(batch.lengths, 128))
+        sync() if call == "weights.buckets" else actor.logprobs(batch, schedule(batch.lengths, 128))
     assert time.monotonic() - start < 120
     # The checkpoint that was being written meanwhile does not come to look complete; the one before it is.
-    with pytest.raises(ProcessDied, match="trainer rank 1 of 2 died in `finish_checkpoint`"):
+    with pytest.raises(ProcessDied, match=r"trainer rank 1 of 2 died in `checkpoints\.finish`"):
         saver.finish(timeout=30)
     assert sorted(folder.name for folder in saver.folder.iterdir()) == [
         "step_00000001",
         "step_00000002.partial",
     ]
     assert open_checkpoint(saver.folder / "step_00000001", "sft").step == 1
-    if call == "logprobs":
-        actor.group.restart()
+    if call == "passes.logprobs":
+        actor.ranks.group.restart()
         assert np.array_equal(actor.logprobs(batch, schedule(batch.lengths, 128)), before)
     actor.close()
     cluster.close()

@@ -52,10 +52,10 @@ def test_shared_memory_from_two_stages_and_back_to_the_weights_before(ray_here, 
         full = controller.weight_sync.metrics["sync/sent_gb"]
         assert largest_mismatch(controller) < 1e-5  # nothing has changed
         assert controller.weight_sync.metrics["sync/sent_gb"] < 0.02 * full
-        run.trainer.scale_weights(2.0)
+        run.trainer.weights.scale(2.0)
         assert largest_mismatch(controller) < 1e-5
         verify(controller, run)
-        run.trainer.scale_weights(0.5)  # the engines have other weights now, and that is found
+        run.trainer.weights.scale(0.5)  # the engines have other weights now, and that is found
         with pytest.raises(
             RuntimeError,
             match=r"digest differs from the trainer's of model.embed_tokens.weight at rank 0 of engine 0",
@@ -84,7 +84,7 @@ def test_other_transports_into_two_engines(ray_here, arithmetic, tmp_path, trans
         changes.append(f"weight_sync.folder={tmp_path}/weights")
     with loop(arithmetic, tmp_path, *changes) as (controller, run):
         assert largest_mismatch(controller) < 1e-5
-        run.trainer.scale_weights(2.0)
+        run.trainer.weights.scale(2.0)
         assert largest_mismatch(controller) < 1e-5
     assert not os.path.exists(f"{tmp_path}/weights/sync")
 
@@ -99,7 +99,7 @@ def test_into_engines_with_two_tensor_parallel_ranks(ray_here, arithmetic, tmp_p
     ]
     with loop(arithmetic, tmp_path, *changes) as (controller, run):
         assert largest_mismatch(controller) < 1e-5
-        run.trainer.scale_weights(2.0)
+        run.trainer.weights.scale(2.0)
         assert largest_mismatch(controller) < 1e-5
 
 
@@ -127,7 +127,7 @@ def test_a_death_in_mid_sync_leaves_no_engine_serving(ray_here, arithmetic, tmp_
         seconds = time.monotonic() - started
         assert seconds > 0.5
         process = {
-            "trainer": run.trainer.group.ranks[1].pid,
+            "trainer": run.trainer.ranks.group.ranks[1].pid,
             "engine": scheduler_of(run.engines._engines[1]),
         }[victim]
         threading.Timer(seconds / 3, os.kill, (process, signal.SIGKILL)).start()
@@ -143,5 +143,5 @@ def test_a_death_in_mid_sync_leaves_no_engine_serving(ray_here, arithmetic, tmp_
 
 
 def scheduler_of(engine) -> int:
-    children = psutil.Process(ray.get(engine.ready.remote())).children(recursive=True)
+    children = psutil.Process(ray.get(engine.ready.remote()).pid).children(recursive=True)
     return next(child.pid for child in children if "scheduler" in " ".join(child.cmdline()))

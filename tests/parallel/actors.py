@@ -37,9 +37,9 @@ def in_order(batch: TrainBatch, plan, actor: Actor, values: np.ndarray) -> np.nd
 
 def reference_logprobs(actor: Actor, parts: list[TrainBatch], **options) -> np.ndarray | None:
     """Return `Actor.logprobs` of the reference, whose weights are exchanged for this one pass."""
-    actor.begin_reference()
-    values = actor.logprobs(parts, reference=True, **options)
-    actor.end_reference()
+    actor.passes.begin_reference()
+    values = actor.passes.logprobs(parts, reference=True, **options)
+    actor.passes.end_reference()
     return values
 
 
@@ -47,7 +47,7 @@ def logprobs(spec: ActorSpec, batch: TrainBatch, packing: bool, reference: bool 
     """Return the log-probs of all tokens of this replica's sequences, in the order of the batch."""
     actor = Actor(spec)
     plan, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing)
-    values = reference_logprobs(actor, parts) if reference else actor.logprobs(parts)
+    values = reference_logprobs(actor, parts) if reference else actor.passes.logprobs(parts)
     if values is None:
         return None
     return in_order(batch, plan, actor, values)
@@ -57,13 +57,13 @@ def probes(spec: ActorSpec, batch: TrainBatch, temperature: float):
     """Return {probe: values [T] or [2, T] of this replica's sequences, zero elsewhere}."""
     actor = Actor(spec)
     plan, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
-    values = {"logprobs": actor.logprobs(parts), "probe": actor.probe(parts, temperature, None)}
+    values = {"logprobs": actor.passes.logprobs(parts), "probe": actor.passes.probe(parts, temperature, None)}
     for dtype in (torch.float32, torch.bfloat16):
-        values[dtype] = actor.probe(parts, temperature, dtype)
-    actor.scale_weights(2.0)
-    values["doubled"] = actor.probe(parts, temperature, None)
-    actor.scale_weights(0.5)
-    values["undone"] = actor.probe(parts, temperature, None)
+        values[dtype] = actor.passes.probe(parts, temperature, dtype)
+    actor.weights.scale(2.0)
+    values["doubled"] = actor.passes.probe(parts, temperature, None)
+    actor.weights.scale(0.5)
+    values["undone"] = actor.passes.probe(parts, temperature, None)
     if not actor.rank.reports:
         return None
     return {name: in_order(batch, plan, actor, value) for name, value in values.items()}
@@ -71,7 +71,7 @@ def probes(spec: ActorSpec, batch: TrainBatch, temperature: float):
 
 def round_trip(spec: ActorSpec, folder: str, dtype):
     """Convert HF -> Megatron -> HF."""
-    Actor(spec).save_hf(folder, dtype)
+    Actor(spec).weights.save_hf(folder, dtype)
 
 
 def synced_tensors(spec: ActorSpec, bucket_bytes: int):
@@ -79,7 +79,7 @@ def synced_tensors(spec: ActorSpec, bucket_bytes: int):
     actor = Actor(spec)
     return {
         name: tensor.clone()
-        for bucket in actor.weight_buckets(bucket_bytes)
+        for bucket in actor.weights.buckets(bucket_bytes)
         for name, tensor in bucket.tensors()
     }
 
@@ -88,8 +88,8 @@ def logprobs_and_round_trip(spec: ActorSpec, batch: TrainBatch, folder: str):
     """Return one actor's log-probs of the batch, and export it as HF to `folder`."""
     actor = Actor(spec)
     plan, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
-    values = actor.logprobs(parts)
-    actor.save_hf(folder)
+    values = actor.passes.logprobs(parts)
+    actor.weights.save_hf(folder)
     if values is None:
         return None
     return in_order(batch, plan, actor, values)
@@ -102,20 +102,20 @@ def train_with_reference(spec: ActorSpec, batches: list[TrainBatch], loss):
     for batch in batches:
         _, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
         before = reference_logprobs(actor, parts)
-        results.append(actor.train_step(parts, loss, step_tokens=batch.num_tokens))
+        results.append(actor.passes.train_step(parts, loss, step_tokens=batch.num_tokens))
         after = reference_logprobs(actor, parts)
         assert np.array_equal(before, after), "training moved the reference"
     return results if actor.rank.reports else None
 
 
 def broken_weights(spec, batch):
-    """Return what Actor.broken_weights reports before and after a NaN is put into the last rank's last
+    """Return what `weights.broken` reports before and after a NaN is put into the last rank's last
     parameter.
     """
     actor = Actor(spec)
-    sound = actor.broken_weights()
-    name, parameter = list(actor.chunks[-1].named_parameters())[-1]
+    sound = actor.weights.broken()
+    name, parameter = list(actor.model.chunks[-1].named_parameters())[-1]
     if actor.rank.rank == spec.sizes.world_size - 1:
         with torch.no_grad():
             parameter.view(-1)[-1] = torch.nan
-    return sound, actor.broken_weights(), name
+    return sound, actor.weights.broken(), name

@@ -7,8 +7,8 @@ from megatron.core import parallel_state as mpu
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.actor import Actor
-from grpo_megatron.megatron.lora import MergedWeights
-from grpo_megatron.megatron.weights import local_parameters
+from grpo_megatron.megatron.layers.lora import MergedWeights
+from grpo_megatron.megatron.state.hf_weights import local_parameters
 from tests.parallel.actors import in_order, micro_batches, reference_logprobs
 
 
@@ -19,8 +19,8 @@ def fill(actor: Actor) -> None:
     Zeros, as at the start of a run, would hide A.
     """
     group = mpu.get_tensor_model_parallel_group()
-    for name, parameter in local_parameters(actor.chunks, adapters=True).items():
-        entry = actor.adapters[name]
+    for name, parameter in local_parameters(actor.model.chunks, adapters=True).items():
+        entry = actor.model.adapters[name]
         if name.endswith(".lora_b"):
             for piece in entry.megatron_pieces(group.size(), group.rank()):
                 shape = entry.shapes[entry.hf.index(piece.hf)]
@@ -36,12 +36,12 @@ def fill(actor: Actor) -> None:
 def logprobs_and_export(spec, batch, folder):
     """Return (log-probs with the adapters, log-probs of the reference), and export to `folder`."""
     actor = Actor(spec)
-    base = {name: p.detach().clone() for name, p in local_parameters(actor.chunks).items()}
+    base = {name: p.detach().clone() for name, p in local_parameters(actor.model.chunks).items()}
     fill(actor)
     plan, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
-    adapted, reference = actor.logprobs(parts), reference_logprobs(actor, parts)
-    actor.save_hf(folder)
-    assert all(torch.equal(base[name], p) for name, p in local_parameters(actor.chunks).items()), (
+    adapted, reference = actor.passes.logprobs(parts), reference_logprobs(actor, parts)
+    actor.weights.save_hf(folder)
+    assert all(torch.equal(base[name], p) for name, p in local_parameters(actor.model.chunks).items()), (
         "the model is frozen"
     )
     if adapted is None:
@@ -56,21 +56,24 @@ def memory_after_a_step(spec, batch, loss):
     merged weights that changed.
     """
     actor = Actor(spec)
-    before = {name: p.detach().clone() for name, p in local_parameters(actor.chunks).items()}
+    before = {name: p.detach().clone() for name, p in local_parameters(actor.model.chunks).items()}
     _, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
-    actor.train_step(parts, loss, batch.num_tokens)
-    after = MergedWeights(actor.chunks)
+    actor.passes.train_step(parts, loss, batch.num_tokens)
+    after = MergedWeights(actor.model.chunks)
     changed = [name for name in before if not torch.equal(before[name], after[name])]
     sizes = [
-        sum(p.numel() for p in local_parameters(actor.chunks, adapters=a).values()) for a in (True, False)
+        sum(p.numel() for p in local_parameters(actor.model.chunks, adapters=a).values())
+        for a in (True, False)
     ]
-    return actor.memory.resident(), *sizes, actor.reference.nbytes // 4, changed
+    return actor.model.memory.resident(), *sizes, actor.model.reference.nbytes // 4, changed
 
 
 def _step(actor, batch, loss):
     _, parts = micro_batches(batch, actor.spec, actor.rank.dp_rank, packing=True)
-    actor.train_step(parts, loss, batch.num_tokens)
-    return {name: p.detach().clone() for name, p in local_parameters(actor.chunks, adapters=True).items()}
+    actor.passes.train_step(parts, loss, batch.num_tokens)
+    return {
+        name: p.detach().clone() for name, p in local_parameters(actor.model.chunks, adapters=True).items()
+    }
 
 
 def train_and_save(spec, batches, loss, folder):
@@ -81,23 +84,25 @@ def train_and_save(spec, batches, loss, folder):
     actor = Actor(spec)
     fill(actor)
     found = [_step(actor, batches[0], loss)]
-    actor.begin_checkpoint(folder)
-    actor.finish_checkpoint()
+    actor.checkpoints.begin(folder)
+    actor.checkpoints.finish()
     return found + [_step(actor, batch, loss) for batch in batches[1:]]
 
 
 def load_and_train(spec, batches, loss, folder):
     """Return the adapters of the checkpoint, and after a step on each batch."""
     actor = Actor(spec)
-    actor.load_checkpoint(folder)
-    loaded = {name: p.detach().clone() for name, p in local_parameters(actor.chunks, adapters=True).items()}
+    actor.checkpoints.load(folder)
+    loaded = {
+        name: p.detach().clone() for name, p in local_parameters(actor.model.chunks, adapters=True).items()
+    }
     return [loaded] + [_step(actor, batch, loss) for batch in batches]
 
 
 def refusal(spec, folder):
     """Return the message with which loading refuses the checkpoint, or None."""
     try:
-        Actor(spec).load_checkpoint(folder)
+        Actor(spec).checkpoints.load(folder)
     except UserError as error:
         return str(error)
 
@@ -106,5 +111,5 @@ def synced(spec):
     actor = Actor(spec)
     fill(actor)
     return {
-        name: tensor.clone() for bucket in actor.weight_buckets(20_000) for name, tensor in bucket.tensors()
+        name: tensor.clone() for bucket in actor.weights.buckets(20_000) for name, tensor in bucket.tensors()
     }

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from grpo_megatron.batch.layout import Layout
-from grpo_megatron.megatron import attention
-from grpo_megatron.megatron.attention import PackedAttention, describe_pack
+from grpo_megatron.megatron.layers import attention
+from grpo_megatron.megatron.layers.attention import PackedAttention, describe_pack
 from tests.parallel.heads import Recorder
 
 # What padding holds: a query that saw it would be far off.

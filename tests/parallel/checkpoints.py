@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from grpo_megatron.config.schema import CheckpointConfig
 from grpo_megatron.errors import UserError
-from grpo_megatron.megatron import checkpoint_files, sharded_state, shards
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.spec import TrainResult
+from grpo_megatron.megatron.state import checkpoint, checkpoint_files, shards
 from grpo_megatron.run.checkpoints import Checkpoints, SaveReport
 from grpo_megatron.run.manifest import DamagedCheckpoint
 from tests.parallel.actors import micro_batches, reference_logprobs
@@ -27,11 +27,11 @@ class Kept:
     """Stands in for a run's trainer in run.checkpoints.Checkpoints, with an actor of one rank."""
 
     def __init__(self, actor: Actor):
-        self._actor = actor
-        self.begin_checkpoint, self.checkpoint_written = actor.begin_checkpoint, actor.checkpoint_written
+        self._checkpoints = actor.checkpoints
+        self.begin_checkpoint, self.checkpoint_written = actor.checkpoints.begin, actor.checkpoints.written
 
     def finish_checkpoint(self, timeout: float | None = None) -> SaveReport:
-        return self._actor.finish_checkpoint()
+        return self._checkpoints.finish()
 
 
 class Outcome(NamedTuple):
@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
 
 
 def _state(actor: Actor) -> State:
-    with actor.memory.optimizer_at_hand():
+    with actor.model.memory.optimizer_at_hand():
         return state_of(actor)
 
 
@@ -64,8 +64,8 @@ def save(spec, batches, loss, folder) -> Outcome:
         step(actor, batch, loss)
     at = _state(actor)
     with _small_pieces():
-        actor.begin_checkpoint(folder)
-        actor.finish_checkpoint()
+        actor.checkpoints.begin(folder)
+        actor.checkpoints.finish()
     result = step(actor, batches[-1], loss)
     return Outcome(at, _state(actor), result)
 
@@ -76,11 +76,11 @@ def resume(spec, batch, loss, folder, again=None) -> Outcome:
     again: folder to save what was loaded, or None.
     """
     actor = Actor(spec)
-    actor.load_checkpoint(folder)
+    actor.checkpoints.load(folder)
     at = _state(actor)
     if again:
-        actor.begin_checkpoint(again)
-        actor.finish_checkpoint()
+        actor.checkpoints.begin(again)
+        actor.checkpoints.finish()
     result = step(actor, batch, loss)
     return Outcome(at, _state(actor), result)
 
@@ -106,7 +106,7 @@ def save_while_training(spec, batches, loss, folder, not_waiting=None) -> State:
         if (not_waiting == "weights") != weights_only or not_waiting is None:
             wait(writer, weights_only)
 
-    exchange = actor.reference.in_place
+    exchange = actor.model.reference.in_place
 
     @contextmanager
     def lasting():
@@ -117,18 +117,18 @@ def save_while_training(spec, batches, loss, folder, not_waiting=None) -> State:
             time.sleep(0.3)
             yield
 
-    actor.reference.in_place = lasting
+    actor.model.reference.in_place = lasting
     try:
         checkpoint_files.torch.save, checkpoint_files.Writer.wait_until_read = slowly, waits
-        actor.begin_checkpoint(folder)
-        assert not actor.checkpoint_written()
+        actor.checkpoints.begin(folder)
+        assert not actor.checkpoints.written()
         parts = micro_batches(batches[1], spec, actor.rank.dp_rank, packing=True)[1]
         reference_logprobs(actor, parts)
         if not_waiting is None:
-            actor.sleep()
-            actor.wake()
+            actor.memory.sleep()
+            actor.memory.wake()
         step(actor, batches[1], loss)
-        report = actor.finish_checkpoint()
+        report = actor.checkpoints.finish()
     finally:
         checkpoint_files.torch.save, checkpoint_files.Writer.wait_until_read = write, wait
     assert 0 < report.waited < report.seconds + 1
@@ -141,15 +141,15 @@ def fail(spec, batches, loss, folder) -> str:
     Training goes on, and the next checkpoint is written.
     """
     actor = Actor(spec)
-    actor.begin_checkpoint(folder)
+    actor.checkpoints.begin(folder)
     step(actor, batches[0], loss)
     said = ""
     try:
-        actor.finish_checkpoint()
+        actor.checkpoints.finish()
     except UserError as error:
         said = str(error)
-    actor.begin_checkpoint(f"{folder}-next")
-    actor.finish_checkpoint()
+    actor.checkpoints.begin(f"{folder}-next")
+    actor.checkpoints.finish()
     return said
 
 
@@ -160,16 +160,16 @@ def refusals(spec, other, folder) -> list[str]:
     actor = Actor(spec)
     folders = [f"{folder}/{name}" for name in ("other", "weights", "begun")]
     another = Actor(other)
-    another.begin_checkpoint(folders[0])
-    another.finish_checkpoint()
-    sharded_state.save_weights(folders[1], actor.chunks)
-    actor.begin_checkpoint(folders[2])
-    actor.finish_checkpoint()
+    another.checkpoints.begin(folders[0])
+    another.checkpoints.finish()
+    checkpoint.save_weights(folders[1], actor.model.chunks)
+    actor.checkpoints.begin(folders[2])
+    actor.checkpoints.finish()
     Path(folders[2], ".metadata").unlink()
     said = []
     for name in folders:
         try:
-            actor.load_checkpoint(name)
+            actor.checkpoints.load(name)
         except UserError as error:
             said.append(str(error))
     return said
@@ -231,14 +231,14 @@ class ResetOutcome(NamedTuple):
 
 def _logprobs(actor, spec, batch) -> ResetOutcome:
     parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)[1]
-    return ResetOutcome(actor.logprobs(parts), reference_logprobs(actor, parts))
+    return ResetOutcome(actor.passes.logprobs(parts), reference_logprobs(actor, parts))
 
 
 def save_after_reset(spec, batches, loss, folder) -> ResetOutcome:
     """Reset the reference between two steps, and again while the checkpoint is slowly written."""
     actor = Actor(spec)
     step(actor, batches[0], loss)
-    actor.reset_reference()
+    actor.weights.reset_reference()
     step(actor, batches[1], loss)
     expected = _logprobs(actor, spec, batches[2])
     write = torch.save
@@ -250,17 +250,17 @@ def save_after_reset(spec, batches, loss, folder) -> ResetOutcome:
     checkpoint_files.torch.save = slowly
     try:
         with _small_pieces():
-            actor.begin_checkpoint(folder)
-        actor.reset_reference()
+            actor.checkpoints.begin(folder)
+        actor.weights.reset_reference()
     finally:
         checkpoint_files.torch.save = write
-    actor.finish_checkpoint()
+    actor.checkpoints.finish()
     return expected
 
 
 def resume_after_reset(spec, batch, folder) -> ResetOutcome:
     actor = Actor(spec)
-    actor.load_checkpoint(folder)
+    actor.checkpoints.load(folder)
     return _logprobs(actor, spec, batch)
 
 
@@ -271,13 +271,13 @@ def random_numbers(spec, folder, resumed: bool) -> list[float]:
     """
     actor = Actor(spec)
     if resumed:
-        actor.load_checkpoint(folder)
+        actor.checkpoints.load(folder)
     else:
         torch.rand(3)
         with get_cuda_rng_tracker().fork():
             torch.rand(5)
-        actor.begin_checkpoint(folder)
-        actor.finish_checkpoint()
+        actor.checkpoints.begin(folder)
+        actor.checkpoints.finish()
     with get_cuda_rng_tracker().fork():
         within = torch.rand(2)
     return [*torch.rand(2).tolist(), *within.tolist()]

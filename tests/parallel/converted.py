@@ -2,10 +2,10 @@
 
 import torch
 
-from grpo_megatron.megatron import sharded_state
-from grpo_megatron.megatron.model import build_model
+from grpo_megatron.megatron.layers.build import build_model
 from grpo_megatron.megatron.spec import ModelSpec
-from grpo_megatron.megatron.weights import local_parameters
+from grpo_megatron.megatron.state import checkpoint
+from grpo_megatron.megatron.state.hf_weights import local_parameters
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
@@ -14,8 +14,8 @@ from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 def load_and_save(sizes: ParallelSizes, hf: str, source: str, target: str) -> None:
     """Load the shards of `source` into a model like a trainer, and save them again in this layout."""
     chunks = build_model(read_architecture(hf), ModelSpec(sizes, torch.float32))
-    sharded_state.load_weights(source, chunks)
-    sharded_state.save_weights(target, chunks)
+    checkpoint.load_weights(source, chunks)
+    checkpoint.save_weights(target, chunks)
 
 
 def compare_with_mbridge(hf: str, converted: str) -> dict[str, list[str]]:
@@ -25,9 +25,9 @@ def compare_with_mbridge(hf: str, converted: str) -> dict[str, list[str]]:
     """
     from mbridge import AutoBridge
 
-    arch, checkpoint = read_architecture(hf), HFCheckpoint(hf)
+    arch, source = read_architecture(hf), HFCheckpoint(hf)
     chunks = build_model(arch, ModelSpec(ParallelSizes(), torch.float32))
-    sharded_state.load_weights(converted, chunks)
+    checkpoint.load_weights(converted, chunks)
     bridge = AutoBridge.from_pretrained(hf, dtype=torch.float32)
     ours = local_parameters(chunks)
     compared, different = [], []
@@ -39,7 +39,7 @@ def compare_with_mbridge(hf: str, converted: str) -> dict[str, list[str]]:
         if experts:  # grouped experts, whose number is at the end
             number, _, rest = after.partition(".")
             theirs = f"{before}mlp.experts.{rest}{number}"
-        tensors = [checkpoint.read(hf_name) for hf_name in bridge._weight_name_mapping_mcore_to_hf(theirs)]
+        tensors = [source.read(hf_name) for hf_name in bridge._weight_name_mapping_mcore_to_hf(theirs)]
         compared.append(name)
         if not torch.equal(bridge._weight_to_mcore_format(theirs, tensors), ours[name]):
             different.append(name)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_megatron.megatron.logprobs import token_logprobs
+from grpo_megatron.megatron.head.logprobs import token_logprobs
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.process_groups import RankInfo
 from grpo_megatron.megatron.spec import ActorSpec
-from grpo_megatron.megatron.weights import local_parameters, whole_tensors
+from grpo_megatron.megatron.state.hf_weights import local_parameters, whole_tensors
 from grpo_megatron.metrics import Metrics, merge, to_floats
 from grpo_megatron.model.adapters import adapter_entries
 from grpo_megatron.model.families import weight_map
@@ -67,22 +67,22 @@ def two_steps(case: Case) -> RankResult:
         actor = Actor(case.spec)
         if case.start:
             case.start(actor)
-        trained = local_parameters(actor.chunks, adapters=bool(actor.adapters))
+        trained = local_parameters(actor.model.chunks, adapters=bool(actor.model.adapters))
         gradients, losses, norms = {}, [], []
         for step, batch in enumerate(case.batches):
             parts = share(case, batch, actor.rank.dp_rank)
             reference = case.loss.needs_full_kl
             if reference:
                 reference_logprobs(actor, parts, key=(step, 0), keep_hidden=True)
-            metrics = actor.compute_gradients(parts, case.loss, batch.num_tokens, key=(step, 0))
+            metrics = actor.passes.compute_gradients(parts, case.loss, batch.num_tokens, key=(step, 0))
             if step == 0:
                 gradients = {name: owned_gradient(actor, p) for name, p in trained.items()}
-            with actor.memory.optimizer_at_hand():
-                outcome = actor.optimizer.step()
+            with actor.model.memory.optimizer_at_hand():
+                outcome = actor.model.optimizer.step()
             assert not outcome.dropped
             losses.append(metrics)
             norms.append(outcome.grad_norm)
-        with actor._settled_weights():
+        with actor.model.settled_weights():
             parameters = {name: p.detach().clone() for name, p in trained.items()}
         return RankResult(actor.rank, gradients, parameters, losses, norms)
 
@@ -104,7 +104,7 @@ def owned_gradient(actor: Actor, parameter) -> tuple[int, torch.Tensor]:
     flat = parameter.main_grad.detach().flatten().clone()
     if not actor.spec.distributed_optimizer:
         return 0, flat
-    for optimizer in actor.optimizer.parts():
+    for optimizer in actor.model.optimizer.parts():
         if parameter in optimizer.model_param_group_index_map:
             owned = optimizer._get_model_param_range_map(parameter)["param"]
             return owned.start, flat[owned.start : owned.end]
@@ -151,19 +151,23 @@ def _own_tokens_only(plain):
 # Faults of the kinds that stacks of this sort have had: (module[:class], name in it, what replaces it).
 FAULTS = {
     "keys' gradients stay on their CP rank": (
-        "grpo_megatron.megatron.attention",
+        "grpo_megatron.megatron.layers.attention",
         "gather_from_sequence_parallel_region",
         _keys_gradients_stay,
     ),
     "sequence sums of one CP rank": ("grpo_megatron.batch.layout", "_sum_over", _own_sums_only),
     "adapters' gradients of one TP rank's tokens": (
-        "grpo_megatron.megatron.lora:_Adapted",
+        "grpo_megatron.megatron.layers.lora:_Adapted",
         "_add_adapter",
         _own_tokens_only,
     ),
-    "wrong VPP order": ("grpo_megatron.megatron.weights", "local_parameters", _chunks_of_a_stage_adjacent),
+    "wrong VPP order": (
+        "grpo_megatron.megatron.state.hf_weights",
+        "local_parameters",
+        _chunks_of_a_stage_adjacent,
+    ),
     "auxiliary losses by one rank's tokens": (
-        "grpo_megatron.megatron.router:Router",
+        "grpo_megatron.megatron.layers.router:Router",
         "_apply_aux_loss",
         _megatrons_own,
     ),

@@ -3,18 +3,18 @@
 import torch
 
 from grpo_megatron.megatron.actor import Actor
-from grpo_megatron.megatron.weights import local_parameters
+from grpo_megatron.megatron.state.hf_weights import local_parameters
 from tests.parallel.actors import micro_batches
 
 
 def _step(actor, batch, loss):
     parts = micro_batches(batch, actor.spec, actor.rank.dp_rank, packing=True)[1]
-    actor.train_step(parts, loss, batch.num_tokens)
+    actor.passes.train_step(parts, loss, batch.num_tokens)
 
 
 def _parameters(actor):
-    with actor._settled_weights():
-        return {name: p.detach().clone() for name, p in local_parameters(actor.chunks).items()}
+    with actor.model.settled_weights():
+        return {name: p.detach().clone() for name, p in local_parameters(actor.model.chunks).items()}
 
 
 def train(spec, batches, loss, sleeping):
@@ -23,8 +23,8 @@ def train(spec, batches, loss, sleeping):
     reports = []
     for batch in batches:
         if sleeping:
-            reports.append(actor.sleep())
-            actor.wake()
+            reports.append(actor.memory.sleep())
+            actor.memory.wake()
         _step(actor, batch, loss)
     return _parameters(actor), reports[1:]  # before the first step the optimizer has no states
 
@@ -35,7 +35,7 @@ def kept_for_backward(spec, batch, loss):
     """
     actor = Actor(spec)
     _, (part,) = micro_batches(batch, spec, 0, packing=True, max_tokens=batch.num_tokens)
-    weights = {storage.data_ptr() for storage in actor.memory.parameters().values()}
+    weights = {storage.data_ptr() for storage in actor.model.memory.parameters().values()}
     kept, backward = {}, []
 
     def keep(tensor):
@@ -49,5 +49,5 @@ def kept_for_backward(spec, batch, loss):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, hand_out):
-        actor.compute_gradients([part], loss, batch.num_tokens)
+        actor.passes.compute_gradients([part], loss, batch.num_tokens)
     return sum(kept.values()), batch.num_tokens

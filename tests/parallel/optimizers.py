@@ -10,7 +10,7 @@ from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.process_groups import RankInfo
 from grpo_megatron.megatron.spec import ActorSpec, TrainResult
-from grpo_megatron.megatron.weights import local_parameters
+from grpo_megatron.megatron.state.hf_weights import local_parameters
 from tests.parallel.actors import micro_batches
 from tests.parallel.invariance import Case, RankResult, owned_gradient, share
 
@@ -29,14 +29,14 @@ class State:
 
 
 def parameters_of(actor: Actor) -> dict[str, torch.Tensor]:
-    with actor._settled_weights():
-        return {name: p.detach().clone() for name, p in local_parameters(actor.chunks).items()}
+    with actor.model.settled_weights():
+        return {name: p.detach().clone() for name, p in local_parameters(actor.model.chunks).items()}
 
 
 def state_of(actor: Actor) -> State:
     tensors: dict[str, torch.Tensor] = dict(parameters_of(actor))
-    numbers = {"scheduler": actor.optimizer.scheduler.num_steps}
-    for i, part in enumerate(actor.optimizer.parts()):
+    numbers = {"scheduler": actor.model.optimizer.scheduler.num_steps}
+    for i, part in enumerate(actor.model.optimizer.parts()):
         for j, group in enumerate(part.optimizer.param_groups):
             numbers |= {
                 f"{i}.{j}.{key}": group[key] for key in ("lr", "weight_decay", "step") if key in group
@@ -56,7 +56,7 @@ def optimized(actor: Actor, parameter: torch.nn.Parameter) -> tuple[dict, torch.
     """Return (its parameter group, the tensor that Adam updates for it, Adam's state of that), or None on
     other replicas.
     """
-    for part in actor.optimizer.parts():
+    for part in actor.model.optimizer.parts():
         groups = part.optimizer.param_groups
         if actor.spec.distributed_optimizer:
             if parameter not in part.model_param_group_index_map:
@@ -75,7 +75,7 @@ def optimized(actor: Actor, parameter: torch.nn.Parameter) -> tuple[dict, torch.
 
 def step(actor: Actor, batch: TrainBatch, loss) -> TrainResult | None:
     _, parts = micro_batches(batch, actor.spec, actor.rank.dp_rank, packing=True)
-    return actor.train_step(parts, loss, batch.num_tokens)
+    return actor.passes.train_step(parts, loss, batch.num_tokens)
 
 
 def states_after_steps(
@@ -115,10 +115,10 @@ def disagreement(spec: ActorSpec, batch: TrainBatch, loss) -> tuple[float, bool]
     actor = Actor(spec)
     limit = spec.optimizer.max_grad_norm_to_step
     norm = limit if dist.get_rank() == 0 else math.nextafter(limit, math.inf)
-    actor.optimizer.inner.get_grad_norm = lambda: norm
+    actor.model.optimizer.inner.get_grad_norm = lambda: norm
     _, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
-    actor.compute_gradients(parts, loss, batch.num_tokens)
-    return norm, actor.optimizer.step().dropped
+    actor.passes.compute_gradients(parts, loss, batch.num_tokens)
+    return norm, actor.model.optimizer.step().dropped
 
 
 def one_step(case: Case) -> tuple[dict[str, torch.Tensor], RankResult]:
@@ -126,9 +126,11 @@ def one_step(case: Case) -> tuple[dict[str, torch.Tensor], RankResult]:
     actor = Actor(case.spec)
     before = parameters_of(actor)
     batch = case.batches[0]
-    metrics = actor.compute_gradients(share(case, batch, actor.rank.dp_rank), case.loss, batch.num_tokens)
-    gradients = {name: owned_gradient(actor, p) for name, p in local_parameters(actor.chunks).items()}
-    outcome = actor.optimizer.step()
+    metrics = actor.passes.compute_gradients(
+        share(case, batch, actor.rank.dp_rank), case.loss, batch.num_tokens
+    )
+    gradients = {name: owned_gradient(actor, p) for name, p in local_parameters(actor.model.chunks).items()}
+    outcome = actor.model.optimizer.step()
     return before, RankResult(actor.rank, gradients, parameters_of(actor), [metrics], [outcome.grad_norm])
 
 
@@ -153,14 +155,16 @@ def masters_after_steps(spec: ActorSpec, batch: TrainBatch, loss, steps: int) ->
         if number:
             step(actor, batch, loss)
         whole = parameters_of(actor)
-        for name, parameter in local_parameters(actor.chunks).items():
+        for name, parameter in local_parameters(actor.model.chunks).items():
             owned = optimized(actor, parameter)
             if owned is None:
                 continue
             _, master, moments = owned
             values = whole[name].flatten()
             if spec.distributed_optimizer:
-                part = next(p for p in actor.optimizer.parts() if parameter in p.model_param_group_index_map)
+                part = next(
+                    p for p in actor.model.optimizer.parts() if parameter in p.model_param_group_index_map
+                )
                 own = part._get_model_param_range_map(parameter)["param"]
                 values = values[own.start : own.end]
             entry = found.setdefault(name, Masters([], [], set()))
@@ -190,13 +194,13 @@ def rates_and_groups(
 ) -> Run:
     actor = Actor(spec)
     if load:
-        actor.load_checkpoint(load)
+        actor.checkpoints.load(load)
     results = [step(actor, batch, loss) for batch in batches]
     if save:
-        actor.begin_checkpoint(save)
-        actor.finish_checkpoint()
+        actor.checkpoints.begin(save)
+        actor.checkpoints.finish()
     decay, moments = {}, {}
-    for name, parameter in local_parameters(actor.chunks).items():
+    for name, parameter in local_parameters(actor.model.chunks).items():
         owned = optimized(actor, parameter)
         if owned:
             group, _, state = owned

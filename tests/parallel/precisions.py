@@ -25,7 +25,7 @@ class Errors:
 def logprobs(actor: Actor, batch: TrainBatch) -> np.ndarray:
     """Return the log-probs of the only rank, float32 [T]."""
     plan, parts = micro_batches(batch, actor.spec, 0, packing=True)
-    return in_order(batch, plan, actor, actor.logprobs(parts))
+    return in_order(batch, plan, actor, actor.passes.logprobs(parts))
 
 
 def mean_error(logp: np.ndarray, expected: np.ndarray) -> float:
@@ -42,7 +42,7 @@ def allowed_in_bf16(actor: Actor, batch: TrainBatch) -> float:
     """
     _, parts = micro_batches(batch, actor.spec, 0, packing=True)
     exact, rounded = (
-        actor.probe(parts, actor.spec.temperature, dtype)[0] for dtype in (None, torch.bfloat16)
+        actor.passes.probe(parts, actor.spec.temperature, dtype)[0] for dtype in (None, torch.bfloat16)
     )
     return 2 * mean_error(rounded, exact)
 
@@ -57,5 +57,5 @@ def errors_in_bf16(model: str, batch: TrainBatch, expected: np.ndarray) -> Error
     allowed = allowed_in_bf16(Actor(spec), batch)
     actor = Actor(replace(spec, precision=Precision.bf16))
     sound = mean_error(logprobs(actor, batch), expected)
-    actor.chunks[0].decoder.layers[0].pre_mlp_layernorm.weight.data.mul_(1.1)
+    actor.model.chunks[0].decoder.layers[0].pre_mlp_layernorm.weight.data.mul_(1.1)
     return Errors(allowed, sound, faulty=mean_error(logprobs(actor, batch), expected))

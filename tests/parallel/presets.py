@@ -45,7 +45,7 @@ class OneReplica:
         if reference:
             own = reference_logprobs(self.actor, self.parts, key=(1, 0), keep_hidden=keep_hidden)
         else:
-            own = self.actor.logprobs(self.parts, key=(1, 0))
+            own = self.actor.passes.logprobs(self.parts, key=(1, 0))
         everyone: list = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, own)
         out = np.empty(self.batch.num_tokens, dtype=np.float32)
@@ -56,7 +56,7 @@ class OneReplica:
 
     def train_step(self, loss: PolicyLoss) -> TrainResult | None:
         parts = [self.batch.select(sequences) for sequences in self.plan.micro_batches[0]]
-        return self.actor.train_step(parts, loss, self.batch.num_tokens, key=(1, 0))
+        return self.actor.passes.train_step(parts, loss, self.batch.num_tokens, key=(1, 0))
 
 
 def steps(config: Config, spec: ActorSpec, batch: TrainBatch, old_shift: float = 0.0, count: int = 1) -> Step:
@@ -95,7 +95,7 @@ def reference_reset(spec: ActorSpec, batch: TrainBatch) -> dict[str, torch.Tenso
         if when.startswith("stepped"):
             replica.train_step(PolicyLoss())
         if when == "reset":
-            replica.actor.reset_reference()
+            replica.actor.weights.reset_reference()
         for name, reference in (("policy", False), ("reference", True)):
             found[f"{when}: {name}"] = replica.logprobs(reference)
     return found

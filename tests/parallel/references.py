@@ -1,6 +1,7 @@
 """Functions that the tests of the reference run on each rank."""
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -10,25 +11,33 @@ from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group
 from grpo_megatron.config.schema import Config
 from grpo_megatron.controller import Controller
-from grpo_megatron.megatron import reference
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.spec import ActorSpec
-from grpo_megatron.megatron.weights import local_parameters
+from grpo_megatron.megatron.state import reference
+from grpo_megatron.megatron.state.hf_weights import local_parameters
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.trainer.mini_batch import MiniBatch, make_mini_batches
 from grpo_megatron.trainer.policy import PolicyTrainer
+from grpo_megatron.trainer.ranks import TrainerRanks
 from tests.models import random_samples
 from tests.parallel.actors import micro_batches, reference_logprobs
+
+
+class OneRank(TrainerRanks):
+    """The only rank of a trainer, in this process."""
+
+    def __init__(self, actor: Actor):
+        self._actor, self._replicas = actor, 1
+
+    def call(self, method, args_of_replica):
+        return [attrgetter(method)(self._actor)(*args_of_replica[0])]
 
 
 class InThisProcess(PolicyTrainer):
     """A trainer of one rank that runs in this process."""
 
     def __init__(self, actor: Actor):
-        self.sizes, self.actor = actor.spec.sizes, actor
-
-    def _call(self, method, args_of_replica):
-        return [getattr(self.actor, method)(*args_of_replica[0])]
+        self.sizes, self.ranks = actor.spec.sizes, OneRank(actor)
 
     def _split(self, batch, plan):
         return [[batch.select(sequences) for sequences in plan.micro_batches[0]]]
@@ -45,8 +54,8 @@ class Step:
 def before_training(config: Config, spec: ActorSpec) -> Step:
     """Do the passes of one step as the controller does them."""
     actor, exchanges = Actor(spec), []
-    plain = actor.reference._exchange
-    actor.reference._exchange = lambda: exchanges.append(plain())
+    plain = actor.model.reference._exchange
+    actor.model.reference._exchange = lambda: exchanges.append(plain())
     samples = random_samples(count=config.data.train_batch_size * 4)
     groups = [
         Group(i, Prompt(i, samples[i].prompt_ids, "", ""), tuple(samples[4 * i : 4 * i + 4]))
@@ -65,7 +74,7 @@ def before_training(config: Config, spec: ActorSpec) -> Step:
 
 
 def weights_of(actor: Actor) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in local_parameters(actor.chunks).items()}
+    return {name: p.detach().clone() for name, p in local_parameters(actor.model.chunks).items()}
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -88,9 +97,9 @@ def exchanged(spec: ActorSpec, piece: int) -> tuple[bool, bool, bool]:
             Actor(ActorSpec(spec.reference_path, spec.sizes, spec.optimizer, spec.precision))
         )
         policy = weights_of(actor)
-        actor.begin_reference()
+        actor.passes.begin_reference()
         within = weights_of(actor)
-        actor.end_reference()
+        actor.passes.end_reference()
         return equal(within, expected), not equal(within, policy), equal(weights_of(actor), policy)
     finally:
         reference._PIECE.update(usual)
@@ -104,25 +113,25 @@ def refusals(spec: ActorSpec, batch, loss: TokenLoss, folder: str) -> dict[str, 
     actor = Actor(spec)
     _, parts = micro_batches(batch, spec, 0, packing=True)
     tried = {
-        "policy pass": lambda: actor.logprobs(parts),
-        "training": lambda: actor.train_step(parts, loss, batch.num_tokens),
-        "gradients": lambda: actor.compute_gradients(parts, loss, batch.num_tokens),
-        "checkpoint": lambda: actor.begin_checkpoint(folder),
-        "resume": lambda: actor.load_checkpoint(folder),
-        "export": lambda: actor.save_hf(folder),
-        "sync": lambda: list(actor.weight_buckets(1000)),
-        "reset": lambda: actor.reset_reference(),
-        "sleep": lambda: actor.sleep(),
-        "second begin": lambda: actor.begin_reference(),
+        "policy pass": lambda: actor.passes.logprobs(parts),
+        "training": lambda: actor.passes.train_step(parts, loss, batch.num_tokens),
+        "gradients": lambda: actor.passes.compute_gradients(parts, loss, batch.num_tokens),
+        "checkpoint": lambda: actor.checkpoints.begin(folder),
+        "resume": lambda: actor.checkpoints.load(folder),
+        "export": lambda: actor.weights.save_hf(folder),
+        "sync": lambda: list(actor.weights.buckets(1000)),
+        "reset": lambda: actor.weights.reset_reference(),
+        "sleep": lambda: actor.memory.sleep(),
+        "second begin": lambda: actor.passes.begin_reference(),
     }
-    found = {"reference pass": said(lambda: actor.logprobs(parts, reference=True))}
-    before, first = weights_of(actor), actor.logprobs(parts)
-    actor.begin_reference()
+    found = {"reference pass": said(lambda: actor.passes.logprobs(parts, reference=True))}
+    before, first = weights_of(actor), actor.passes.logprobs(parts)
+    actor.passes.begin_reference()
     found |= {name: said(call) for name, call in tried.items()}
-    within = actor.logprobs(parts, reference=True)
-    actor.end_reference()
+    within = actor.passes.logprobs(parts, reference=True)
+    actor.passes.end_reference()
     assert equal(weights_of(actor), before)
-    assert np.array_equal(actor.logprobs(parts), first)
+    assert np.array_equal(actor.passes.logprobs(parts), first)
     assert not np.array_equal(within, first)
     return found
 
@@ -142,15 +151,17 @@ def gradients_of_full_kl(spec: ActorSpec, batches, loss: TokenLoss):
     actor, gradients, on_host = Actor(spec), [], []
     for step in (1, 2):
         parts = [micro_batches(batch, spec, 0, packing=True, max_tokens=200)[1] for batch in batches]
-        actor.begin_reference()
+        actor.passes.begin_reference()
         for number, own in enumerate(parts):
-            actor.logprobs(own, reference=True, key=(step, number), keep_hidden=True)
-        actor.end_reference()
-        arena = actor.mini_batches._hidden_on_host
+            actor.passes.logprobs(own, reference=True, key=(step, number), keep_hidden=True)
+        actor.passes.end_reference()
+        arena = actor.passes.mini_batches._hidden_on_host
         for number, own in enumerate(parts):
-            actor.compute_gradients(own, loss, sum(part.num_tokens for part in own), key=(step, number))
+            actor.passes.compute_gradients(
+                own, loss, sum(part.num_tokens for part in own), key=(step, number)
+            )
             gradients.append(
-                {name: p.main_grad.clone() for name, p in local_parameters(actor.chunks).items()}
+                {name: p.main_grad.clone() for name, p in local_parameters(actor.model.chunks).items()}
             )
         on_host.append(sum(arena._used))
     assert len(arena._blocks) <= 1, "the second step has the memory of the first"
@@ -161,4 +172,4 @@ def without_hidden(spec: ActorSpec, batch, loss: TokenLoss) -> str:
     actor = Actor(spec)
     _, parts = micro_batches(batch, spec, 0, packing=True)
     reference_logprobs(actor, parts, key=(1, 0))
-    return said(lambda: actor.compute_gradients(parts, loss, batch.num_tokens, key=(1, 0)))
+    return said(lambda: actor.passes.compute_gradients(parts, loss, batch.num_tokens, key=(1, 0)))

@@ -23,9 +23,9 @@ def scores(
     with planted(fault) if fault else nullcontext():
         actor = Actor(spec)
         if folder:
-            actor.save_hf(folder)
+            actor.weights.save_hf(folder)
         plan, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
-        values = actor.scores(parts)
+        values = actor.passes.scores(parts)
     if values is None:
         return None
     out = np.zeros(batch.num_sequences, np.float32)
@@ -40,14 +40,14 @@ def scores_beside_a_policy(spec: ActorSpec, batch: TrainBatch) -> dict[str, np.n
     actor = Actor(spec)
     plan, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
     found = {
-        "logprobs": actor.logprobs(parts),
-        "scores": actor.scores(parts),
-        "logprobs again": actor.logprobs(parts),
+        "logprobs": actor.passes.logprobs(parts),
+        "scores": actor.passes.scores(parts),
+        "logprobs again": actor.passes.logprobs(parts),
     }
-    result = actor.train_step(parts, CrossEntropyLoss(), batch.num_tokens)
+    result = actor.passes.train_step(parts, CrossEntropyLoss(), batch.num_tokens)
     found |= {
-        "later": actor.scores(parts),
-        "trained": actor.logprobs(parts),
+        "later": actor.passes.scores(parts),
+        "trained": actor.passes.logprobs(parts),
         "order": plan.sequences(actor.rank.dp_rank),
     }
     if not actor.rank.reports:

@@ -4,19 +4,19 @@ import torch
 from megatron.core import parallel_state as mpu
 
 from grpo_megatron.megatron.actor import Actor
-from grpo_megatron.megatron.router import routers
+from grpo_megatron.megatron.layers.router import routers
 from tests.parallel.actors import micro_batches
 
 
 def _flip(actor) -> None:
-    for chunk in actor.chunks:
+    for chunk in actor.model.chunks:
         for _, router in routers(chunk):
             router.weight.data.neg_()
 
 
 def _train(actor, parts, batch, loss, key):
     """Return (sum, count) of the entropy, on reporting ranks."""
-    metrics = actor.compute_gradients(parts, loss, batch.num_tokens, key=key)
+    metrics = actor.passes.compute_gradients(parts, loss, batch.num_tokens, key=key)
     return (metrics["actor/entropy"].total, metrics["actor/entropy"].count) if actor.rank.reports else None
 
 
@@ -27,10 +27,10 @@ def record_flip_train(spec, batch, loss):
     """
     actor = Actor(spec)
     plan, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
-    actor.logprobs(parts, key=(1, 0))
+    actor.passes.logprobs(parts, key=(1, 0))
     recorded = {}
     for part, kept in zip(
-        plan.micro_batches[actor.rank.dp_rank], actor.mini_batches.get((1, 0), parts), strict=True
+        plan.micro_batches[actor.rank.dp_rank], actor.passes.mini_batches.get((1, 0), parts), strict=True
     ):
         local = torch.from_numpy(kept.pack.index)
         index = kept.pack.layout.tensor_parallel_share(local, mpu.get_tensor_model_parallel_rank()).numpy()

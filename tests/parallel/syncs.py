@@ -19,20 +19,20 @@ def of_passes(spec: ActorSpec, batch: TrainBatch, count: int, loss: TokenLoss) -
     parts = [batch.select([i, i + 1]) for i in range(0, 2 * count, 2)]
     tokens = sum(part.num_tokens for part in parts)
     passes = {
-        "log-probs": lambda: actor.logprobs(parts, key=key),
-        "training": lambda: actor.compute_gradients(parts, loss, tokens, key=key),
+        "log-probs": lambda: actor.passes.logprobs(parts, key=key),
+        "training": lambda: actor.passes.compute_gradients(parts, loss, tokens, key=key),
     }
     if spec.with_reference:
         passes = {
-            "reference": lambda: actor.logprobs(parts, reference=True, key=key, keep_hidden=True)
+            "reference": lambda: actor.passes.logprobs(parts, reference=True, key=key, keep_hidden=True)
         } | passes
     for name, make in passes.items():
         for _ in range(2):
             if name == "reference":
-                actor.begin_reference()
+                actor.passes.begin_reference()
             with host_syncs() as syncs:
                 make()
             if name == "reference":
-                actor.end_reference()
+                actor.passes.end_reference()
         found[name] = syncs.found
     return found

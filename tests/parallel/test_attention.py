@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from grpo_megatron.megatron.attention import _ShortAttention
-from grpo_megatron.megatron.modules import RMSNorm, SwiGLU
+from grpo_megatron.megatron.layers.attention import _ShortAttention
+from grpo_megatron.megatron.layers.modules import RMSNorm, SwiGLU
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from tests.parallel import attentions
 from tests.parallel.attentions import Problem

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_megatron.config.schema import OptimizerConfig, Precision
-from grpo_megatron.megatron.shards import rectangles
 from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.megatron.state.shards import rectangles
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from tests.models import tiny_model
 from tests.parallel import checkpoints

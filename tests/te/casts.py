@@ -88,7 +88,7 @@ def _blocks(x: torch.Tensor, rows: int, kind) -> torch.Tensor:
 def scales_of_blocks() -> None:
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
-    from grpo_megatron.megatron.emulation.quantization import operand
+    from grpo_megatron.megatron.without_gpu.emulation.quantization import operand
 
     number, kind = _kinds()[0]
     for dimension, rows in ((1, 1), (2, 128)):

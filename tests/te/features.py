@@ -62,25 +62,25 @@ def train_sleep_and_refer(spec: ActorSpec, batch: TrainBatch, loss) -> list[dict
 
     def logprobs(reference: bool = False) -> np.ndarray:
         if not reference:
-            return actor.logprobs(parts)
-        actor.begin_reference()
+            return actor.passes.logprobs(parts)
+        actor.passes.begin_reference()
         try:
-            return actor.logprobs(parts, reference=True)
+            return actor.passes.logprobs(parts, reference=True)
         finally:
-            actor.end_reference()
+            actor.passes.end_reference()
 
     start, reports = logprobs(), []
     for _ in range(2):
-        actor.train_step(parts, loss, batch.num_tokens, current_is_old=True)
+        actor.passes.train_step(parts, loss, batch.num_tokens, current_is_old=True)
         policy = logprobs()
         assert np.array_equal(logprobs(reference=True), start), "training moved the reference"
         assert np.array_equal(logprobs(), policy), "the exchange changed the policy"
         assert not np.array_equal(policy, start), "nothing was trained"
-        report = {"full": actor.memory.resident()}
-        actor.make_room()
-        report["roomy"] = actor.memory.resident()
+        report = {"full": actor.model.memory.resident()}
+        actor.memory.make_room()
+        report["roomy"] = actor.model.memory.resident()
         assert np.array_equal(logprobs(), policy), "making room changed the policy"
-        reports.append(report | actor.sleep())
-        actor.wake()
+        reports.append(report | actor.memory.sleep())
+        actor.memory.wake()
         assert np.array_equal(logprobs(), policy), "sleeping changed the policy"
     return reports

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from grpo_megatron.megatron.emulation import layers, packed_attention
-from grpo_megatron.megatron.emulation.extension import DType, MaskType, QKVFormat
+from grpo_megatron.megatron.without_gpu.emulation import layers, packed_attention
+from grpo_megatron.megatron.without_gpu.emulation.extension import DType, MaskType, QKVFormat
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from tests.te import casts
 

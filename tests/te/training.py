@@ -9,10 +9,11 @@ from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.fp8 import FP8Recipe
 from grpo_megatron.config.schema import Precision
 from grpo_megatron.megatron.actor import Actor
-from grpo_megatron.megatron.emulation import packed_attention
 from grpo_megatron.megatron.process_groups import RankInfo
 from grpo_megatron.megatron.spec import ActorSpec
-from grpo_megatron.megatron.weights import local_parameters
+from grpo_megatron.megatron.state.hf_weights import local_parameters
+from grpo_megatron.megatron.trained_model import TrainedModel
+from grpo_megatron.megatron.without_gpu.emulation import packed_attention
 from grpo_megatron.model.pieces import box
 from tests.parallel.actors import micro_batches
 
@@ -39,32 +40,32 @@ def first_step(
     loss,
     folder: str | None,
     padding_statistics: float = 0.0,
-    actor: type[Actor] = Actor,
+    build: type[TrainedModel] = TrainedModel,
 ) -> FirstStep:
     """Compute log-probs of policy and reference, export to `folder` as HF, and do two optimizer steps.
 
     The gradients are those of the first step.
     """
     packed_attention.PADDING_STATISTICS = padding_statistics
-    actor = actor(spec)
+    actor = Actor(spec, build=build)
     if folder:
-        actor.save_hf(folder)
+        actor.weights.save_hf(folder)
     _, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True, max_tokens=256)
-    policy = actor.logprobs(parts)
-    actor.begin_reference()
-    reference = actor.logprobs(parts, reference=True)
-    actor.end_reference()
+    policy = actor.passes.logprobs(parts)
+    actor.passes.begin_reference()
+    reference = actor.passes.logprobs(parts, reference=True)
+    actor.passes.end_reference()
     gradients, norms = {}, []
     if spec.precision == Precision.fp8 and spec.fp8.recipe == FP8Recipe.delayed:
         # It scales gradients by earlier ones. With none, most of them are too small for E5M2.
-        actor.compute_gradients(parts, loss, batch.num_tokens, current_is_old=True)
+        actor.passes.compute_gradients(parts, loss, batch.num_tokens, current_is_old=True)
     for step in range(2):
-        actor.compute_gradients(parts, loss, batch.num_tokens, current_is_old=True)
+        actor.passes.compute_gradients(parts, loss, batch.num_tokens, current_is_old=True)
         if step == 0:
-            trained = local_parameters(actor.chunks)
+            trained = local_parameters(actor.model.chunks)
             gradients = {name: parameter.main_grad.detach().clone() for name, parameter in trained.items()}
-        with actor.memory.optimizer_at_hand():
-            norms.append(actor.optimizer.step().grad_norm)
+        with actor.model.memory.optimizer_at_hand():
+            norms.append(actor.model.optimizer.step().grad_norm)
     difference = None if policy is None else float(np.abs(policy - reference).max())
     return FirstStep(actor.rank, gradients, difference, norms)
 
@@ -72,7 +73,7 @@ def first_step(
 def first_step_with_unsummed_norms(spec: ActorSpec, batch: TrainBatch, loss) -> FirstStep:
     """Do the same with a planted fault: a norm's gradient on each rank is that of the rank's own tokens."""
 
-    class Faulty(Actor):
+    class Faulty(TrainedModel):
         def _set_up_training(self):
             for chunk in self.chunks:
                 for name, parameter in chunk.named_parameters():
@@ -80,7 +81,7 @@ def first_step_with_unsummed_norms(spec: ActorSpec, batch: TrainBatch, loss) -> 
                         parameter.sequence_parallel = False
             super()._set_up_training()
 
-    return first_step(spec, batch, loss, None, actor=Faulty)
+    return first_step(spec, batch, loss, None, build=Faulty)
 
 
 def cosines(entries, sizes, result: FirstStep, whole: dict[str, torch.Tensor]) -> dict[str, float]:

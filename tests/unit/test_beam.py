@@ -15,7 +15,7 @@ from grpo_megatron.rollout.beam import BeamSearch
 from grpo_megatron.rollout.episodes import SingleTurn
 from grpo_megatron.rollout.manager import Goal, RolloutManager, StaleWeights
 from grpo_megatron.rollout.source import training_sampling
-from grpo_megatron.sglang.engine import Completion
+from grpo_megatron.sglang.request import Completion
 from tests.models import tiny_model, transformers_beams
 
 PROMPT = [1, 17, 33, 4]
@@ -101,15 +101,13 @@ class Engine:
         slow: uid of a prompt that gets no answer for a minute.
         """
         self.model, self.old, self.slow, self.waiting, self.most = model, old, slow, 0, 0
+        self.end_ids = frozenset({43})
 
     def clients(self):
         return [self]
 
     async def abort(self):
         self.aborts += 1
-
-    async def end_ids(self):
-        return frozenset({43})
 
     async def generate(self, request):
         assert request.sampling["max_new_tokens"] == 1

@@ -12,7 +12,7 @@ from grpo_megatron.cluster.placement import Slot
 from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.config.load import read_config
 from grpo_megatron.sglang.arguments import engine_environment
-from grpo_megatron.trainer.policy import _environment
+from grpo_megatron.trainer.ranks import _environment
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from grpo_megatron.rewards.scoring import RewardTask, ScorerSpec
 from grpo_megatron.rollout.episodes import SingleTurn
 from grpo_megatron.rollout.manager import RolloutManager, Sampling
 from grpo_megatron.rollout.tool_environment import ToolEnvironment
-from grpo_megatron.sglang.engine import Completion
+from grpo_megatron.sglang.request import Completion
 from tests.unit.chat_templates import PAD, TEMPLATES, save_tokenizer
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>", "\\boxed{", "####"]

@@ -132,7 +132,7 @@ PLANTED = """# A page
 
 See [one](README.md), [two](nowhere.md), [three](#a-page), [four](#another-page).
 
-`grpo_megatron/cli.py` `grpo_megatron/cly.py` `megatron/model.py` `megatron/modell.py` \
+`grpo_megatron/cli.py` `grpo_megatron/cly.py` `megatron/layers/build.py` `megatron/modell.py` \
 `layout.py` `lay_out.py` `configs/*node.yaml`
 `tests/unit/test_docs.py::test_every_row_is_of_a_command` `tests/unit/test_docs.py::test_nothing` \
 `rollout/tokens` `reward/mean`

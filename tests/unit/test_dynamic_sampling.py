@@ -16,7 +16,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.rollout.episodes import SingleTurn
 from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.source import EngineRollouts
-from grpo_megatron.sglang.engine import Completion
+from grpo_megatron.sglang.request import Completion
 
 SIZE = 40
 

@@ -22,7 +22,7 @@ from grpo_megatron.config.schema import ModelConfig
 from grpo_megatron.sglang import start
 from grpo_megatron.sglang.arguments import engine_arguments, engine_environment
 from grpo_megatron.sglang.release import GPU_ARGUMENTS
-from grpo_megatron.trainer import policy
+from grpo_megatron.trainer import ranks
 from tests.tools import unpacked
 
 BIN = str(Path(sys.executable).parent)
@@ -47,7 +47,7 @@ def environments(monkeypatch):
             monkeypatch.setenv(name, value)
         cluster = Cluster(None, [slot], [[slot]])
         gpu = slot.device is not None
-        asked = policy._environment(slot), engine_environment(engine, gpu)
+        asked = ranks._environment(slot), engine_environment(engine, gpu)
         return tuple(cluster.options(slot, own)["runtime_env"]["env_vars"] for own in asked)
 
     return of_both

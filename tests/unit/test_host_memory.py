@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from grpo_megatron.cluster.memory import occupied
-from grpo_megatron.megatron.host_memory import HostArena, host_memory
-from grpo_megatron.megatron.memory import unique_storages
-from grpo_megatron.megatron.parking import Parking
+from grpo_megatron.megatron.memory.host import HostArena, host_memory
+from grpo_megatron.megatron.memory.parking import Parking
+from grpo_megatron.megatron.memory.training import unique_storages
 
 MIB = 1 << 20
 

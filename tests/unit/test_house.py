@@ -13,6 +13,9 @@ SOURCES = sorted(
 MOST_LINES_OF_A_FILE = 400
 MOST_LINES_OF_A_FUNCTION = 60
 MOST_FIELDS_IN_ONE_PARAGRAPH = 4
+MOST_PUBLIC_METHODS = 15
+# Classes that have more, with their number, which may only fall.
+LARGE_CLASSES = {"Controller": 16, "SGLangEngine": 16}
 # A docstring that begins with one of these is no sentence: it has no subject yet, or no verb.
 NO_FIRST_WORDS = """
     about above after against as at because before behind below beside besides between beyond by
@@ -68,11 +71,31 @@ def undocumented_fields(tree: ast.Module) -> list[str]:
     return found
 
 
+def public_methods(node: ast.ClassDef) -> list[str]:
+    """Return the methods that users of a class can call. Properties are attributes."""
+    return [
+        item.name
+        for item in node.body
+        if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)
+        and not item.name.startswith("_")
+        and not any("property" in ast.unparse(decorator) for decorator in item.decorator_list)
+    ]
+
+
+def large_classes(tree: ast.Module) -> list[str]:
+    counts = {n.name: len(public_methods(n)) for n in ast.walk(tree) if isinstance(n, ast.ClassDef)}
+    return [
+        f"{name} of {count} public methods"
+        for name, count in counts.items()
+        if count > LARGE_CLASSES.get(name, MOST_PUBLIC_METHODS)
+    ]
+
+
 def complaints(source: str) -> list[str]:
     lines = source.splitlines()
     found = [f"{len(lines)} lines"] if len(lines) > MOST_LINES_OF_A_FILE else []
     tree = ast.parse(source)
-    found += docstrings_without_a_subject(tree) + undocumented_fields(tree)
+    found += docstrings_without_a_subject(tree) + undocumented_fields(tree) + large_classes(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = node.end_lineno - node.lineno + 1
@@ -100,5 +123,11 @@ def test_each_rule_is_noticed():
     )
     assert len(complaints(f"class Row(NamedTuple):\n{fields}\n    '''The last one.'''\n")) == 4
     assert complaints("@dataclass\nclass Row:\n    a: int\n    b: int\n") == []
+    methods = "".join(f"    def {name}(self): ...\n" for name in "abcdefghijklmno")
+    assert (
+        complaints(f"class Large:\n{methods}    @property\n    def q(self): ...\n    def _r(self): ...\n")
+        == []
+    )
+    assert complaints(f"class Large:\n{methods}    def p(self): ...\n") == ["Large of 16 public methods"]
     assert complaints('"""Whose end comes first."""\n') == ["the docstring of the module begins with 'whose'"]
     assert complaints('def f():\n    """Of those, the last."""\n') == ["the docstring of f begins with 'of'"]

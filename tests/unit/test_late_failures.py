@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from grpo_megatron.errors import UserError
-from grpo_megatron.megatron.parking import Parking
+from grpo_megatron.megatron.memory.parking import Parking
 from grpo_megatron.paths import output_file_problem, output_folder_problem
 from grpo_megatron.preflight.check import check
 from grpo_megatron.preflight.load import load_config

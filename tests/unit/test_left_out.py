@@ -22,7 +22,7 @@ from grpo_megatron.rollout.manager import RolloutManager, Sampling
 from grpo_megatron.rollout.record import Replay
 from grpo_megatron.rollout.source import EngineRollouts, Rollout
 from grpo_megatron.rollout.statistics import group_statistics, pass_rates, step_statistics
-from grpo_megatron.sglang.engine import Completion
+from grpo_megatron.sglang.request import Completion
 from tests.unit.test_reward_terms import InThisProcess
 from tests.unit.toy_environments import encode
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from grpo_megatron.config.derived import lr_decay_steps
 from grpo_megatron.config.schema import LrSchedule, OptimizerConfig, WsdDecayStyle
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.optimizer import continue_schedule, lr_scheduler
-from grpo_megatron.megatron.spec import lr_decay_steps
 from grpo_megatron.preflight.load import load_config
 from grpo_megatron.trainer.policy import DroppedSteps
 

@@ -123,7 +123,8 @@ def place(monkeypatch):
     load: what its ranks do to the checkpoint that they load.
     """
     ranks = SimpleNamespace(load=lambda *_: None)
-    trainer = SimpleNamespace(load_checkpoint=lambda *given: ranks.load(*given), close=lambda: None)
+    checkpoints = SimpleNamespace(load_checkpoint=lambda *given: ranks.load(*given))
+    trainer = SimpleNamespace(checkpoints=checkpoints, close=lambda: None)
     monkeypatch.setattr(assemble, "PolicyTrainer", lambda *_: trainer)
     monkeypatch.setattr(assemble, "actor_spec", lambda *_: None)
     monkeypatch.setattr(assemble, "_throughput", lambda _: None)

@@ -33,7 +33,7 @@ FORKS_WITHOUT_TORCH = {
     "tests/unit/test_sandbox.py",
 }
 # Used by engines on a CPU only, see sglang.start.
-FORKS_ON_CPU_ONLY = {"grpo_megatron/sglang/cpu_processes.py"}
+FORKS_ON_CPU_ONLY = {"grpo_megatron/sglang/without_gpu/forking.py"}
 DEFAULT_METHOD = {"multiprocessing.Process", "multiprocessing.Pool", "ProcessPoolExecutor"}
 
 

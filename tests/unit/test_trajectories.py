@@ -28,7 +28,7 @@ from grpo_megatron.rollout.episodes import MultiTurn
 from grpo_megatron.rollout.record import Recorder, Replay
 from grpo_megatron.rollout.statistics import group_statistics
 from grpo_megatron.rollout.trajectory import Episode
-from grpo_megatron.sglang.engine import Completion
+from grpo_megatron.sglang.request import Completion
 
 # Drops what earlier turns thought, as Qwen3's does.
 FORGETFUL = (

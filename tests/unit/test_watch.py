@@ -244,7 +244,7 @@ def test_a_rank_that_reads_or_writes_a_checkpoint_slowly_moves(tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_a_rank_that_takes_its_pieces_from_a_checkpoint_moves():
-    from grpo_megatron.megatron import checkpoint_files  # loads Megatron
+    from grpo_megatron.megatron.state import checkpoint_files  # loads Megatron
 
     before = moves()
     checkpoint_files._Targets({}).commit_tensor(None, None)

@@ -1,6 +1,7 @@
-"""Model families. Each file reads the config.json of one family and maps the family's tensors.
+"""Model families. Each reads its models' config.json and maps their tensors.
 
-To add a family, write a file with a FAMILY in it and name it in the list here; see docs/adding-a-model.md.
+To add a family, define a Family in a file here, or in dense.py if it differs from Llama only in settings of
+the common decoder, and add it to the list below; see docs/adding-a-model.md.
 """
 
 from dataclasses import replace
@@ -11,21 +12,19 @@ from grpo_megatron.json_files import read_object
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.config_json import Fields
 from grpo_megatron.model.entries import Entry
-from grpo_megatron.model.families import (
-    deepseek_v3,
-    glm4_moe,
-    llama,
-    mistral,
-    mixtral,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-)
+from grpo_megatron.model.families import deepseek_v3, dense, glm4_moe, mixtral, qwen3_moe
 from grpo_megatron.model.gguf_advice import gguf_advice
 from grpo_megatron.paths import folder_problem, is_absent
 
 _FAMILIES = [
-    module.FAMILY for module in (llama, mistral, qwen2, qwen3, qwen3_moe, mixtral, glm4_moe, deepseek_v3)
+    dense.LLAMA,
+    dense.MISTRAL,
+    dense.QWEN2,
+    dense.QWEN3,
+    qwen3_moe.FAMILY,
+    mixtral.FAMILY,
+    glm4_moe.FAMILY,
+    deepseek_v3.FAMILY,
 ]
 _BY_ARCHITECTURE = {family.architecture: family for family in _FAMILIES}
 _REWARD_MODELS = {family.reward_architecture: family for family in _FAMILIES if family.has_classifier}

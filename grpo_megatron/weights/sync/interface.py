@@ -11,7 +11,7 @@ from grpo_megatron.weights.sync.order import Order
 
 
 class WeightSource(Protocol):
-    """The trainer, whose ranks are `processes`. Implemented by trainer.policy.PolicyTrainer."""
+    """The trainer, whose ranks are `processes`. Implemented by trainer.weights.TrainerWeights."""
 
     processes: list[Process]
 

@@ -1,0 +1,32 @@
+"""Values that follow from several settings of the configuration."""
+
+from grpo_megatron.config.reward import MODEL, functions_of
+from grpo_megatron.config.schema import Config
+
+
+def scores_on_ranks(config: Config) -> bool:
+    """Return True if the trainer's ranks hold a frozen reward model beside the policy.
+
+    A run that replays recorded samples (rollout.replay) needs none, because these have been scored already.
+    """
+    return MODEL in functions_of(config.reward) and not config.rollout.replay
+
+
+def lr_decay_steps(config: Config, command: str) -> int:
+    """Return the length of the learning-rate schedule in optimizer steps, including its warm-up.
+
+    This is optimizer.lr_decay_steps, or by default the number of optimizer steps of the whole run.
+    command: command-line command, such as "train". Other commands take one optimizer step per step of the
+        run.
+    """
+    if config.optimizer.lr_decay_steps is not None:
+        return config.optimizer.lr_decay_steps
+    if command != "train":
+        return config.run.total_steps
+    mini_batches = config.data.train_batch_size // max(1, config.train.ppo_mini_batch_size)
+    return config.run.total_steps * mini_batches * config.train.ppo_epochs
+
+
+def pack_limit(config: Config) -> int:
+    """Return the most tokens that a micro-batch may have, over all CP ranks."""
+    return config.train.max_tokens_per_micro_batch * config.megatron.context_parallel

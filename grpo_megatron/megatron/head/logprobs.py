@@ -1,0 +1,131 @@
+"""Head of a language model: computes log-prob, entropy and KL to a reference per token from hidden states.
+
+Megatron's own output layer first computes all logits. Here the output projection is fused with what follows
+(`fused`), so a tensor of all logits, [t, vocabulary], never exists.
+"""
+
+from typing import NamedTuple
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel import ColumnParallelLinear
+
+from grpo_megatron.megatron.head.fused import FusedHead, HeadTask, Tiling
+
+
+class HiddenStatesOutput(ColumnParallelLinear):
+    """Output layer that returns hidden states instead of logits. Its parameters keep their names.
+
+    `token_logprobs` reads its weight and does the projection.
+    """
+
+    def forward(self, input_, weight=None, runtime_gather_output=None):
+        return input_, None
+
+
+def hand_out_hidden_states(model) -> None:
+    """Make a GPTModel return hidden states [1, t, h] instead of logits.
+
+    GPTModel constructs its output layer itself, so this replaces the class of the existing layer. Its
+    parameter, names and sharded checkpoint state do not change.
+    """
+    model.output_layer.__class__ = HiddenStatesOutput
+
+
+class HeadOutput(NamedTuple):
+    """Result of `token_logprobs`: one value per computed token, float32, natural logarithm.
+
+    The values are equal on every TP rank.
+    """
+
+    logp: torch.Tensor
+    """Log-prob of the target."""
+    entropy: torch.Tensor
+    """Entropy of the distribution."""
+    kl: torch.Tensor | None
+    """sum_v p_v (log p_v - log q_v) over all words, q the reference's distribution. None: no reference."""
+
+
+def token_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    temperature: float,
+    vocab_size: int,
+    tp_group,
+    sequence_parallel: bool,
+    reference: tuple[torch.Tensor, torch.Tensor] | None = None,
+    chunk_tokens: int | None = None,
+    chunk_vocab: int | None = None,
+    accumulate_into_main_grad: bool = False,
+    exact_logits: bool = False,
+    positions: torch.Tensor | None = None,
+) -> HeadOutput:
+    """Return log-prob of each target, entropy of each distribution and, with a reference, the exact KL.
+
+    Distributions are softmax(logits / temperature) over vocab_size words, in float32 whatever the weights'
+    dtype. The result is differentiable (once) in hidden and weight. An output that the loss does not use
+    costs nothing in the backward pass. Every TP rank must compute the same loss from the result.
+
+    hidden: [t, h]; with sequence_parallel [t / tp, h], this rank's part.
+    weight: [V_padded / tp, h], this rank's rows of the output projection (of the embedding if tied).
+    target: int64 [t], ids below vocab_size. Any other id has log-prob NaN.
+    reference: (hidden, weight) of the reference model, of the same shapes. No gradient flows into them. They
+        must stay unchanged until the backward pass, which reads them again.
+    chunk_tokens, chunk_vocab: size of a tile. None: 8 MiB of float32 logits and at most 1024 tokens on a CPU,
+        128 MiB and 4096 tokens on a GPU. Results differ by rounding only.
+    accumulate_into_main_grad: add the weight's gradient to `weight.main_grad` (DDP's buffer), as Megatron's
+        gradient_accumulation_fusion does. `weight.grad` is then meaningless.
+    exact_logits: do not round logits to the weight's dtype. The gradient's products still use that dtype.
+    positions: int64 [n], the tokens to compute. Outputs are then [n], and other tokens cost nothing. None:
+        all t.
+
+    Raises ValueError if shapes do not match, if temperature or a chunk size is not positive, or if main_grad
+    is missing.
+    """
+    if temperature <= 0:
+        raise ValueError(f"temperature must be above 0, is {temperature}")
+    if accumulate_into_main_grad and not hasattr(weight, "main_grad"):
+        raise ValueError("accumulate_into_main_grad: the weight has no main_grad")
+    hidden = _all_tokens(hidden, sequence_parallel, tp_group).to(weight.dtype)
+    if len(hidden) != len(target):
+        raise ValueError(f"{len(hidden)} hidden states for {len(target)} targets")
+    ref_hidden, ref_weight = _of_reference(reference, hidden, weight, sequence_parallel, tp_group)
+    if positions is not None:
+        hidden, target = hidden.index_select(0, positions), target.index_select(0, positions)
+        ref_hidden = None if ref_hidden is None else ref_hidden.index_select(0, positions)
+    tiling = Tiling.of(weight, len(target), vocab_size, tp_group, chunk_tokens, chunk_vocab)
+    task = HeadTask(
+        target, float(temperature), vocab_size, tiling, tp_group, accumulate_into_main_grad, exact_logits
+    )
+    return HeadOutput(*FusedHead.apply(hidden, weight, ref_hidden, ref_weight, task))
+
+
+def _of_reference(reference, hidden, weight, sequence_parallel: bool, tp_group):
+    """Return (hidden states of all tokens, weight) of the reference model, both detached.
+
+    Returns (None, None) without a reference. Raises ValueError if the shapes differ from the policy's.
+    """
+    if reference is None:
+        return None, None
+    with torch.no_grad():
+        ref_weight = reference[1].detach()
+        ref_hidden = _all_tokens(reference[0].detach(), sequence_parallel, tp_group).to(ref_weight.dtype)
+    if ref_hidden.shape != hidden.shape or ref_weight.shape != weight.shape:
+        raise ValueError(
+            f"reference hidden states {list(ref_hidden.shape)} and weight {list(ref_weight.shape)} for"
+            f" {list(hidden.shape)} and {list(weight.shape)}"
+        )
+    return ref_hidden, ref_weight
+
+
+def _all_tokens(hidden, sequence_parallel: bool, group):
+    """Return the hidden states of all t tokens, [t, h], on every TP rank.
+
+    The backward pass sums the TP ranks' gradients, because each rank computes only those of its own words.
+    """
+    if sequence_parallel:
+        return tensor_parallel.gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=True, group=group
+        )
+    return tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=group)

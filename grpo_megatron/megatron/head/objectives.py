@@ -1,0 +1,143 @@
+"""Heads and objectives, which run on the last pipeline stage.
+
+A head turns hidden states into log-probs (language model) or scores (reward model). An objective applies the
+head and then the loss. The training pass calls it for each micro-batch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state as mpu
+
+from grpo_megatron.algorithm.losses import TokenLoss
+from grpo_megatron.algorithm.preferences import PreferenceLoss
+from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.megatron.head.logprobs import HeadOutput, token_logprobs
+from grpo_megatron.megatron.head.score import ScoreHead
+from grpo_megatron.megatron.layers.build import output_weight
+from grpo_megatron.megatron.micro_batch import MicroBatch, set_loss_inputs, set_pair_inputs
+from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.metrics import Metrics, Sum
+from grpo_megatron.model.architecture import Architecture
+
+# (hidden states, micro-batch) -> (sum of weight times loss, metrics)
+Objective = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, Metrics]]
+
+
+@dataclass(frozen=True)
+class Head:
+    """Head of a language model: log-prob, entropy and optionally KL per target token, from hidden states."""
+
+    weight: Callable[[], torch.Tensor]
+    """Returns this TP rank's rows of the output projection, [V_padded / tp, h]."""
+    vocab_size: int
+    """Number of words, without padding."""
+    sequence_parallel: bool
+    """True: hidden states are split over the TP ranks."""
+    temperature: float
+    """Logits are divided by this."""
+    exact_logits: bool = False
+    """True: do not round logits to the weight's dtype, see token_logprobs."""
+    reference_weight: Callable[[], torch.Tensor] | None = None
+    """Returns the reference's output projection, for the exact KL. None: no KL."""
+
+    def __call__(self, hidden: torch.Tensor, micro_batch: MicroBatch) -> HeadOutput:
+        """Compute log-prob and entropy of all t target tokens. hidden: [1, t, h], under SP [1, t / tp, h]."""
+        return self._values(hidden, micro_batch.target, None, None)
+
+    def of_trained(self, hidden: torch.Tensor, micro_batch: MicroBatch, with_kl: bool) -> HeadOutput:
+        """Compute only the target tokens whose loss counts, so prompts cost nothing. Return zeros elsewhere.
+
+        with_kl: compute the exact KL too; the micro-batch must have the reference's hidden states.
+        """
+        reference = (micro_batch.hidden_of_reference(), self.reference_weight()) if with_kl else None
+        found = self._values(hidden, micro_batch.target, micro_batch.trained, reference)
+        return HeadOutput(*(value if value is None else _spread(value, micro_batch) for value in found))
+
+    def _values(
+        self, hidden: torch.Tensor, target: torch.Tensor, positions: torch.Tensor | None, reference
+    ) -> HeadOutput:
+        weight = self.weight()
+        return token_logprobs(
+            hidden[0],  # [1, t, h]: packs are one row
+            weight,
+            target,
+            self.temperature,
+            self.vocab_size,
+            mpu.get_tensor_model_parallel_group(),
+            self.sequence_parallel,
+            reference=reference,
+            # Only weights that DDP trains have a main_grad: not frozen ones, and not those of a reward model.
+            accumulate_into_main_grad=hasattr(weight, "main_grad"),
+            exact_logits=self.exact_logits,
+            positions=positions,
+        )
+
+
+def _spread(values: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
+    """Return a [t] tensor with the values [n] at micro_batch.trained and zeros elsewhere."""
+    return values.new_zeros(len(micro_batch.target)).index_copy(0, micro_batch.trained, values)
+
+
+def make_head(chunks: list, arch: Architecture, spec: ActorSpec) -> Head | ScoreHead:
+    """Return the head of the trained model: Head for a language model, ScoreHead for a reward model.
+
+    chunks: this rank's model chunks. The head reads the last chunk's output weight at each call, because the
+        weight may be swapped with the reference's.
+    """
+    weight, sequence_parallel = (lambda: output_weight(chunks[-1])), spec.sizes.sequence_parallel
+    if arch.scalar_head:
+        return ScoreHead(weight, sequence_parallel)
+    return Head(weight, arch.vocab_size, sequence_parallel, spec.temperature, spec.fp32_head)
+
+
+def make_objective(
+    head: Head | ScoreHead,
+    loss: TokenLoss | PreferenceLoss,
+    prepared: list[MicroBatch],
+    batches: list[TrainBatch],
+    current_is_old: bool,
+) -> Objective:
+    """Store the loss's inputs in the micro-batches, and return the objective of one training pass.
+
+    prepared: the micro-batches of `batches`, as `lay_out` made them.
+    current_is_old: take the current log-probs as those of the old policy (train.old_logprobs=current).
+    """
+    for micro_batch, batch in zip(prepared, batches, strict=True):
+        if isinstance(head, ScoreHead):
+            set_pair_inputs(micro_batch, batch)
+        else:
+            set_loss_inputs(micro_batch, batch, current_is_old)
+    return _of_pairs(head, loss) if isinstance(head, ScoreHead) else _of_tokens(head, loss)
+
+
+def _of_tokens(head: Head, loss: TokenLoss) -> Objective:
+    """Return the objective of a policy: the sum of weight times loss over this CP rank's target tokens."""
+
+    def objective(hidden: torch.Tensor, micro_batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:
+        new = head.of_trained(hidden, micro_batch, loss.needs_full_kl)
+        token_loss, metrics = loss(new.logp, new.entropy, micro_batch.inputs, new.kl)
+        total = (micro_batch.weight * token_loss).sum()
+        metrics["actor/loss"] = Sum(total.detach().clone())  # schedules divide the loss in place
+        return total, metrics
+
+    return objective
+
+
+def _of_pairs(head: ScoreHead, loss: PreferenceLoss) -> Objective:
+    """Return the objective of a reward model: the sum of weight times loss over a micro-batch's pairs.
+
+    Every CP rank computes the whole value, but only the gradient through its own tokens.
+    """
+
+    def objective(hidden: torch.Tensor, micro_batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:
+        pair_loss, metrics = loss(head(hidden, micro_batch), micro_batch.inputs)
+        total = (micro_batch.inputs.weight * pair_loss).sum()
+        metrics["actor/loss"] = Sum(total.detach().clone())  # as above
+        return (
+            total,
+            metrics if mpu.get_context_parallel_rank() == 0 else {},
+        )  # other CP ranks would count the pairs again
+
+    return objective

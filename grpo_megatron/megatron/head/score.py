@@ -1,0 +1,103 @@
+"""Head of a reward model: one score per sequence, w . (hidden state of its last token), w of shape [1, h].
+
+As in transformers' *ForSequenceClassification, the hidden state is the one after the final norm.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel
+from megatron.core.transformer.module import MegatronModule
+
+from grpo_megatron.batch.layout import on_device
+from grpo_megatron.megatron.micro_batch import MicroBatch
+from grpo_megatron.megatron.state.hf_weights import load_hf
+from grpo_megatron.model.entries import Entry
+from grpo_megatron.model.families import read_architecture
+from grpo_megatron.model.families.blocks import SCALAR_HEAD
+from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
+
+
+class ScoreOutput(MegatronModule):
+    """Output layer of a reward model: returns hidden states [t, 1, h], and owns w, which ScoreHead applies.
+
+    Every TP rank holds all of w.
+    """
+
+    def __init__(self, config):
+        super().__init__(config)
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(
+            torch.empty(1, config.hidden_size, dtype=config.params_dtype, device=device)
+        )
+
+    def forward(self, input_, weight=None, runtime_gather_output=None):
+        return input_, None
+
+
+def put_scalar_head(model) -> None:
+    """Turn a GPTModel of a language model into one of a reward model, before weights are loaded.
+
+    Its output projection is replaced by ScoreOutput, so that it returns hidden states [1, t, h].
+    """
+    model.output_layer = ScoreOutput(model.config)
+
+
+def load_reward_model(chunks, folder: str, entries: dict[str, Entry], seed: int) -> None:
+    """Fill the parameters of a reward model from an HF checkpoint.
+
+    folder: checkpoint of a reward model, or of a language model. In the second case the score head is new.
+    entries: the weight map of the reward model.
+    seed: seed of a new score head.
+    """
+    has_head = read_architecture(folder).scalar_head
+    load_hf(chunks, HFCheckpoint(folder), entries, left_out=() if has_head else (SCALAR_HEAD,))
+    if not has_head and chunks[-1].post_process:
+        _initialise(chunks[-1].output_layer.weight, seed)
+
+
+@torch.no_grad()
+def _initialise(weight: torch.Tensor, seed: int) -> None:
+    """Fill w from a normal distribution with variance 1 / (h + 1) (Stiennon et al. 2020, arXiv:2009.01325).
+
+    The values are the same in every parallel layout.
+    """
+    values = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+    weight.copy_(values / (weight.shape[1] + 1) ** 0.5)
+
+
+@dataclass(frozen=True)
+class ScoreHead:
+    """Computes the score of each sequence of a micro-batch from its hidden states.
+
+    weight: returns w, [1, h].
+    sequence_parallel: True: hidden states are split over the TP ranks.
+    """
+
+    weight: Callable[[], torch.Tensor]
+    sequence_parallel: bool
+
+    def __call__(self, hidden: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
+        """Return the scores, float32 [S], equal on every TP and CP rank.
+
+        hidden: [1, t, h], under SP [1, t / tp, h].
+
+        A score's gradient flows into the hidden state of the sequence's last token and into w, both only on
+        the CP rank that holds this token. Gradients are summed over CP ranks, so the result is exact.
+        """
+        pack = micro_batch.pack
+        rows, sequences = pack.last_tokens(mpu.get_tensor_model_parallel_rank())
+        own = (
+            on_device(torch.from_numpy(rows), hidden.device),
+            on_device(torch.from_numpy(sequences), hidden.device),
+        )
+        last = hidden.new_zeros(pack.num_sequences, hidden.shape[-1]).index_copy(
+            0, own[1], hidden[0].index_select(0, own[0])
+        )
+        if self.sequence_parallel:
+            # Now every TP rank has the same last states and gradient of w, which needs no sum over TP.
+            last = tensor_parallel.reduce_from_tensor_model_parallel_region(last)
+        scores = (last.float() * self.weight().float()).sum(1)
+        return pack.sum_over_context(scores, mpu.get_context_parallel_group()) + (scores - scores.detach())

@@ -1,0 +1,231 @@
+"""LoRA adapters (arXiv:2106.09685) for tensor-parallel layers: frozen W, used as W + (alpha / rank) B A.
+
+In a column-parallel layer, B is split over TP by rows. In a row-parallel layer, A is split over TP by
+columns. The other matrix is whole on every rank. TP ranks exchange only the product of the input with A,
+which has `rank` columns.
+"""
+
+import math
+import zlib
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel as tp
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
+
+from grpo_megatron.config.lora import LoraConfig
+from grpo_megatron.errors import UserError
+from grpo_megatron.megatron.state.hf_weights import local_parameters, local_weights
+from grpo_megatron.model.adapters import A, is_adapter
+from grpo_megatron.model.entries import Entry
+from grpo_megatron.model.pieces import box
+
+
+class _Adapted:
+    """Base class of column-parallel and row-parallel layers with an adapter.
+
+    Shapes: weight [out, in], lora_a [rank, in], lora_b [out, rank]. out and in are the sizes of this TP
+    rank's shard of the weight.
+    """
+
+    def _add_adapter(self, lora: LoraConfig, whole: str) -> None:
+        """Create the adapter's matrices, uninitialised; `attach` fills them.
+
+        whole: name of the matrix that is not split over TP, "lora_a" or "lora_b".
+        """
+        rows, columns = self.weight.shape
+        self.rank, self.alpha = lora.rank, lora.alpha
+        self.lora_a = torch.nn.Parameter(self.weight.new_empty(lora.rank, columns))
+        self.lora_b = torch.nn.Parameter(self.weight.new_empty(rows, lora.rank))
+        # Under SP each TP rank sees different tokens at the whole matrix: finalize_model_grads sums marked
+        # gradients over TP.
+        getattr(self, whole).sequence_parallel = self.sequence_parallel
+
+    def _with_adapter(self, output: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+        """Return the frozen layer's `output` plus the adapter's.
+
+        low: [..., rank], the product of the same tokens' inputs with A.
+        """
+        return torch.add(output, F.linear(low, self.lora_b), alpha=self.alpha / self.rank)
+
+    def merged_weight(self) -> torch.Tensor:
+        """Return this rank's shard of W + (alpha / rank) B A, rounded once to the dtype of W."""
+        product = self.lora_b.float() @ self.lora_a.float()
+        return product.mul_(self.alpha / self.rank).add_(self.weight).to(self.weight.dtype)
+
+    def _sharded(
+        self, state: dict, name: str, axis: int, prefix: str, offsets: tuple, metadata: dict
+    ) -> None:
+        """Correct the checkpoint entry of an adapter matrix that is split over TP along `axis`.
+
+        Megatron's sharded_state_dict describes it as a whole matrix, because it does not know the adapter.
+        """
+        key, groups = f"{prefix}{name}", {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
+        tensor = getattr(self, name)
+        state[key] = make_tp_sharded_tensor_for_checkpoint(
+            tensor, key, axis, prepend_offsets=offsets, **groups
+        )
+
+
+class AdaptedColumns(tp.ColumnParallelLinear, _Adapted):
+    """Column-parallel linear layer with an adapter, for Megatron's local layers."""
+
+    def __init__(self, *args, lora: LoraConfig, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._add_adapter(lora, whole="lora_a")
+
+    def forward(self, input_, weight=None, runtime_gather_output=None):
+        output, bias = super().forward(input_, weight, runtime_gather_output)
+        low = F.linear(input_, self.lora_a)
+        # In the backward pass, each rank has the part of the gradient that comes through its own rows of B.
+        if self.sequence_parallel:
+            low = tp.gather_from_sequence_parallel_region(
+                low, tensor_parallel_output_grad=True, group=self.tp_group
+            )
+        else:
+            low = tp.copy_to_tensor_model_parallel_region(low, group=self.tp_group)
+        return self._with_adapter(output, low), bias
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        self._sharded(state, "lora_b", 0, prefix, sharded_offsets, metadata)
+        return state
+
+
+class AdaptedGateUp(AdaptedColumns):
+    """Joint gate and up projection of the MLP with an adapter.
+
+    Each TP rank holds its rows of the gate projection, then its rows of the up projection. Megatron's MLP
+    tells checkpoints about this order for weight and bias only, so this class does it for lora_b.
+    """
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        key, alone = f"{prefix}lora_b", metadata.get("singleton_local_shards", False)
+        state[key] = apply_swiglu_sharded_factory(state[key], sharded_offsets, alone)
+        return state
+
+
+class AdaptedRows(tp.RowParallelLinear, _Adapted):
+    """Row-parallel linear layer with an adapter, for Megatron's local layers."""
+
+    def __init__(self, *args, lora: LoraConfig, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._add_adapter(lora, whole="lora_b")
+
+    def forward(self, input_):
+        output, bias = super().forward(input_)
+        low = F.linear(input_, self.lora_a)
+        if self.sequence_parallel:
+            low = tp.reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
+        else:
+            low = tp.reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
+        return self._with_adapter(output, low), bias
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        self._sharded(state, "lora_a", 1, prefix, sharded_offsets, metadata)
+        return state
+
+
+def attach(chunks, entries: dict[str, Entry], seed: int) -> None:
+    """Give all adapters their initial values, and freeze all other parameters.
+
+    A is uniform in +-1 / sqrt(in) as in PEFT, with the same values in every parallel layout. B is zero, so
+    that the adapters do not change the model's output at first.
+    entries: weight-map entries of the adapters, by Megatron name.
+    """
+    parameters, group = local_parameters(chunks, adapters=True), mpu.get_tensor_model_parallel_group()
+    for name, parameter in parameters.items():
+        entry = entries[name]
+        if entry.axis is not None:
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=entry.axis, stride=1)
+        with torch.no_grad():
+            parameter.zero_()
+            if name.endswith(A):
+                piece = entry.megatron_pieces(group.size(), group.rank())[0]
+                whole = _first_value(entry.shapes[0], zlib.crc32(f"{seed} {name}".encode()))
+                piece.of(parameter).copy_(whole[box(piece.start, piece.shape)])
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            parameter.requires_grad_(is_adapter(name))
+        if chunk.pre_process:
+            # A recomputed layer gets no gradient, not even for its adapters, unless one of its inputs needs
+            # one.
+            chunk.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+
+
+def _first_value(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    bound = 1 / math.sqrt(shape[1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))
+
+
+class MergedWeights(Mapping):
+    """Mapping {Megatron name: current value of this rank's shard}, with adapters merged into the weights.
+
+    Weight syncs and HF exports read the weights through it. Merging happens when a name is looked up. The
+    last merged tensor is kept, because code that packs slices of a tensor looks it up repeatedly.
+    """
+
+    def __init__(self, chunks):
+        modules = [module for chunk in chunks for module in chunk.modules()]
+        layers = {id(module.weight): module for module in modules if isinstance(module, _Adapted)}
+        self._parameters = local_weights(chunks)
+        self._layers = {name: layers[id(own)] for name, own in self._parameters.items() if id(own) in layers}
+        self._kept: tuple[str, torch.Tensor | None] = ("", None)
+
+    @torch.no_grad()
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._layers:
+            return self._parameters[name].detach()
+        if self._kept[0] != name:
+            self._kept = ("", None)
+            self._kept = (name, self._layers[name].merged_weight())
+        return self._kept[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+
+def description(chunks) -> dict | None:
+    """Return the rank, alpha and layer names of the adapters, for comparison when a checkpoint is resumed.
+
+    Returns None without adapters.
+    """
+    found = {
+        name.rsplit(".")[-1]: module
+        for c in chunks
+        for name, module in c.named_modules()
+        if isinstance(module, _Adapted)
+    }
+    any_of_them = next(iter(found.values()), None)
+    return any_of_them and {"rank": any_of_them.rank, "alpha": any_of_them.alpha, "layers": sorted(found)}
+
+
+def check_checkpoint(folder: str, saved: dict | None, chunks) -> None:
+    """Raise UserError if a checkpoint has other adapters than these model chunks: weights would be lost.
+
+    saved: `description` of the model when the checkpoint was written.
+    """
+    ours = description(chunks)
+    if saved != ours:
+        raise UserError(
+            f"{folder} was saved with {_in_words(saved)}, but here there are {_in_words(ours)}: "
+            "megatron.lora must be as in the run that saved it "
+            "(to go on from its weights alone, take that run's hf/ as model.path)"
+        )
+
+
+def _in_words(of: dict | None) -> str:
+    return (
+        f"adapters of rank {of['rank']} and alpha {of['alpha']} on {', '.join(of['layers'])}"
+        if of
+        else "no adapters"
+    )

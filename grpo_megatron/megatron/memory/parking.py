@@ -1,0 +1,113 @@
+"""Parking: freeing the memory of tensors for a while, with their contents in host memory or in files.
+
+Parking a tensor empties its storage; unparking fills the same storage again. Parameters, DDP buffers and
+optimizer states are views of common storages. So all tensors stay valid, and none has to be recreated.
+"""
+
+import ctypes
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from grpo_megatron.errors import UserError
+from grpo_megatron.megatron.memory.host import host_memory
+from grpo_megatron.paths import output_folder_problem
+
+
+class Parking:
+    """Frees the memory of tensor storages and restores it later. Contents wait on the host or in files.
+
+    folder: folder of the files. None: pinned host memory with CUDA; without it, files in the system's folder
+        for temporary files, because without a GPU it is host memory that must be freed.
+
+    The files have no names, so they vanish with the process. Ranks are ended by SIGKILL, which would leave
+    named files on the disk.
+    """
+
+    def __init__(self, folder: str | None = None):
+        self._pinned: dict[str, torch.Tensor] = {}
+        self._folder, self._in_files = folder, folder is not None or not torch.cuda.is_available()
+        if folder is not None:
+            if problem := output_folder_problem(folder):  # checked on this node; the driver may be on another
+                raise UserError(f"megatron.offload_folder={folder} {problem} (on {socket.gethostname()})")
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        # {name: (file of the contents, if in a file; [(storage, its bytes, its copy, if in memory)])}
+        self._parked: dict[
+            str, tuple[BinaryIO | None, list[tuple[torch.UntypedStorage, int, torch.Tensor | None]]]
+        ] = {}
+
+    def park(self, name: str, storages: dict[int, torch.UntypedStorage], keep: bool = True) -> None:
+        """Save the contents of the storages, and free their memory until `unpark(name)`.
+
+        keep: False: do not save the contents; `unpark` fills the storages with zeros.
+        """
+        if name in self._parked:
+            raise RuntimeError(f"{name} is parked already")
+        # One file for all storages, one after the other, because a process may open only so many files.
+        file = tempfile.TemporaryFile(dir=self._folder) if self._in_files and keep else None  # noqa: SIM115 - open until unpark
+        copies: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []
+        self._parked[name] = file, copies
+        for number, storage in enumerate(storages.values()):
+            size, copy = storage.nbytes(), None
+            if file:
+                host = storage.cpu()  # must live until it is written
+                file.write(_host_bytes(host))
+            elif keep:
+                copy = self._pin(f"{name}-{number}", storage)
+            storage.resize_(0)
+            copies.append((storage, size, copy))
+        if file:
+            file.seek(0)
+        return_to_system()
+
+    def unpark(self, name: str) -> None:
+        """Give the storages parked under `name` their memory and contents back, if there are any."""
+        file, copies = self._parked.pop(name, (None, []))
+        for storage, size, copy in copies:
+            storage.resize_(size)
+            if file:
+                _read(file, storage)
+            elif copy is not None:
+                _as_tensor(storage).copy_(copy)
+            else:
+                storage.fill_(0)
+        if file:
+            file.close()
+
+    def parked(self, name: str) -> bool:
+        return name in self._parked
+
+    def _pin(self, name: str, storage: torch.UntypedStorage) -> torch.Tensor:
+        # The pinned copy is kept for next time: allocating it takes longer than filling it.
+        if name not in self._pinned or len(self._pinned[name]) != storage.nbytes():
+            self._pinned[name] = host_memory(storage.nbytes())
+        return self._pinned[name].copy_(_as_tensor(storage))
+
+
+def _read(file: BinaryIO, storage: torch.UntypedStorage) -> None:
+    host = storage if storage.device.type == "cpu" else torch.UntypedStorage(storage.nbytes())
+    if file.readinto(_host_bytes(host)) != storage.nbytes():
+        raise RuntimeError("the file of what was parked is shorter than that")
+    if host is not storage:
+        storage.copy_(host)
+
+
+def _as_tensor(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _host_bytes(storage: torch.UntypedStorage):
+    """Return a host storage as a writable buffer. Unlike Tensor.numpy(), this keeps the storage resizable."""
+    return (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+
+
+def return_to_system() -> None:
+    """Release the memory that torch (without CUDA: glibc) caches, so that other processes can have it."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    elif sys.platform == "linux":
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # glibc keeps small blocks otherwise

@@ -1,0 +1,41 @@
+"""RankMemory frees the device memory of a rank while rollout engines use the device."""
+
+from grpo_megatron.cluster.memory import occupied
+from grpo_megatron.megatron.memory.parking import return_to_system
+from grpo_megatron.megatron.memory.training import Bytes
+from grpo_megatron.megatron.micro_batch import MiniBatchStore
+from grpo_megatron.megatron.trained_model import TrainedModel
+
+
+class RankMemory:
+    """Memory of one rank, for engines that share its device."""
+
+    def __init__(self, model: TrainedModel, mini_batches: MiniBatchStore):
+        self._model, self._mini_batches = model, mini_batches
+
+    def make_room(self) -> None:
+        """Free memory that later passes can rebuild: prepared micro-batches, FP8 weight copies, caches."""
+        self._mini_batches.clear()
+        self._model.memory.drop_fp8_casts()
+        return_to_system()
+
+    def sleep(self) -> dict[str, Bytes]:
+        """Free the device memory of weights, gradients and optimizer states until `wake`. Collective.
+
+        Rollout engines use the memory in the meantime. Until `wake`, only `RankCheckpoints.written` and
+        `RankCheckpoints.finish` may be called.
+        Returns {"before": {kind: bytes}, "asleep": {kind: bytes}}: memory before and after. The kinds are
+        those of TrainingMemory.resident, and "occupied" for all memory of this process.
+        """
+        model = self._model
+        report = {"before": model.memory.resident() | {"occupied": occupied()}}
+        with model.settled_weights():
+            pass  # waits for values that are still arriving from other replicas
+        model.until_saved()
+        self.make_room()
+        model.memory.sleep()
+        return report | {"asleep": model.memory.resident() | {"occupied": occupied()}}
+
+    def wake(self) -> None:
+        """Bring weights, gradients and optimizer states back after `sleep`. Collective."""
+        self._model.memory.wake()

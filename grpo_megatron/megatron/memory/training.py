@@ -1,0 +1,125 @@
+"""Device memory that model and optimizer occupy on a rank, and how to free it for a while."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from grpo_megatron.megatron.memory.parking import Parking
+
+# {name: bytes}
+Bytes = dict[str, int]
+
+
+def unique_storages(tensors) -> dict[int, torch.UntypedStorage]:
+    """Return {address: storage} of the tensors. Tensors that are views of each other share one storage."""
+    storages = (tensor.untyped_storage() for tensor in tensors if tensor is not None)
+    return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
+
+
+class TrainingMemory:
+    """Device memory of a DDP-wrapped model and its optimizer: measures it, and moves it to the host and back.
+
+    `sleep` frees it for the rollout engines. With an offloaded optimizer, the optimizer's states are on the
+    device only during an optimizer step. Methods look up the tensors at each call, because some appear only
+    with the first step.
+
+    The kinds of memory are
+    parameters: the weights.
+    gradients: DDP's buffers.
+    optimizer: Adam's moments, and master weights where they are not the weights themselves.
+    fp8_casts: FP8 copies of the weights, which TransformerEngine keeps from one micro-batch to the next.
+    """
+
+    def __init__(self, ddp: list, optimizer, offload_optimizer: bool, folder: str | None):
+        """Register model and optimizer, and move an offloaded optimizer's states to the host at once.
+
+        offload_optimizer: keep the states in device memory only within `optimizer_at_hand`.
+        folder: folder for the contents of freed memory. None: host memory (without CUDA, a temporary folder).
+        """
+        self._ddp, self._optimizer, self._offload = ddp, optimizer, offload_optimizer
+        self._parking = Parking(folder)
+        self._park_optimizer()
+
+    def _buffers(self) -> Iterator:
+        for ddp in self._ddp:
+            yield from ddp.buffers
+            yield from ddp.expert_parallel_buffers
+
+    def parameters(self) -> dict[int, torch.UntypedStorage]:
+        return unique_storages(parameter.data for ddp in self._ddp for parameter in ddp.parameters())
+
+    def gradients(self) -> dict[int, torch.UntypedStorage]:
+        return unique_storages(buffer.grad_data for buffer in self._buffers())
+
+    def optimizer(self) -> dict[int, torch.UntypedStorage]:
+        tensors = []
+        for part in self._optimizer.parts():
+            for group in part.optimizer.param_groups:
+                tensors += [parameter.data for parameter in group["params"]]
+            for state in part.optimizer.state.values():
+                tensors += [value for value in state.values() if torch.is_tensor(value)]
+        weights = self.parameters()
+        return {
+            address: storage
+            for address, storage in unique_storages(tensors).items()
+            if address not in weights
+        }
+
+    def _casts(self) -> Iterator[dict]:
+        for ddp in self._ddp:
+            for module in ddp.modules():
+                yield getattr(module, "_fp8_workspaces", {})
+
+    def fp8_casts(self) -> dict[int, torch.UntypedStorage]:
+        quantized = (cast for casts in self._casts() for cast in casts.values())
+        return unique_storages(
+            part for cast in quantized for part in vars(cast).values() if torch.is_tensor(part)
+        )
+
+    def drop_fp8_casts(self) -> None:
+        """Drop the FP8 copies of the weights. The next micro-batch makes them again."""
+        for casts in self._casts():
+            casts.clear()
+
+    def resident(self) -> Bytes:
+        """Return {kind: bytes} of what is in device memory now, by the kinds of the class docstring."""
+        kinds = {
+            "parameters": self.parameters(),
+            "gradients": self.gradients(),
+            "optimizer": self.optimizer(),
+            "fp8_casts": self.fp8_casts(),
+        }
+        return {
+            name: sum(storage.nbytes() for storage in storages.values()) for name, storages in kinds.items()
+        }
+
+    @contextmanager
+    def optimizer_at_hand(self):
+        """Bring an offloaded optimizer's states to the device within the context, to step or to save."""
+        self._parking.unpark("optimizer")
+        try:
+            yield
+        finally:
+            self._park_optimizer()
+
+    def _park_optimizer(self) -> None:
+        if self._offload:
+            self._parking.park("optimizer", self.optimizer())
+
+    def sleep(self) -> None:
+        """Free the device memory of weights, gradients and optimizer states until `wake`.
+
+        Weights and states are copied to the host. Gradients are not, and come back as zeros.
+        """
+        if not self._parking.parked("optimizer"):
+            self._parking.park("optimizer", self.optimizer())
+        self._parking.park("parameters", self.parameters())
+        self._parking.park("gradients", self.gradients(), keep=False)
+
+    def wake(self) -> None:
+        """Bring back what `sleep` has freed."""
+        self._parking.unpark("gradients")
+        self._parking.unpark("parameters")
+        if not self._offload:
+            self._parking.unpark("optimizer")

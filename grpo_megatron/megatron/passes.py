@@ -1,0 +1,186 @@
+"""Passes: forward and training passes of one rank over the micro-batches of its data-parallel replica."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from grpo_megatron.algorithm.losses import TokenLoss
+from grpo_megatron.algorithm.preferences import PreferenceLoss
+from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.cluster.memory import occupied
+from grpo_megatron.config.schema import RoutingReplay
+from grpo_megatron.megatron.forward_backward import (
+    forward_backward,
+    forward_logprobs,
+    forward_probe,
+    forward_scores,
+)
+from grpo_megatron.megatron.head.objectives import make_head, make_objective
+from grpo_megatron.megatron.layers.build import output_weight
+from grpo_megatron.megatron.layers.rounding import rounding_noise
+from grpo_megatron.megatron.layers.router import Routing
+from grpo_megatron.megatron.micro_batch import MicroBatch, MiniBatchStore, choose_routing
+from grpo_megatron.megatron.reward_model import RewardModel
+from grpo_megatron.megatron.spec import TrainResult
+from grpo_megatron.megatron.step_metrics import beyond_limits, merge_over_context, router_metrics
+from grpo_megatron.megatron.trained_model import TrainedModel
+from grpo_megatron.metrics import Metrics, concrete, merge
+
+MicroBatches = list[TrainBatch]
+
+
+class Passes:
+    """Passes of the policy, of the reference in its place, and of a frozen reward model. All are collective.
+
+    mini_batches: prepared micro-batches of the current step
+    """
+
+    def __init__(self, model: TrainedModel, reward_model: RewardModel | None):
+        self._model, self._reward_model = model, reward_model
+        self._spec, self._reports = model.spec, model.rank.reports
+        self._head = make_head(model.chunks, model.arch, model.spec)
+        self.mini_batches = MiniBatchStore(
+            model.spec.layout(model.rank.cp_rank),
+            model.device,
+            own_attention=not model.model_spec.transformer_engine,
+        )
+
+    def begin_reference(self) -> None:
+        """Let the model compute with the reference's weights until `end_reference`. Collective.
+
+        In between, only `logprobs(reference=True)` may be called, any number of times. A weight sync or a
+        checkpoint would take the reference's weights for the policy's.
+        """
+        model, reference = self._model, self._model.require_reference()
+        model.until_saved(weights_only=True)
+        model.reference_passes.begin(model.settled_weights(), reference.in_place())
+
+    def end_reference(self) -> None:
+        """Put the policy's weights back. Collective."""
+        self._model.reference_passes.end()
+
+    def logprobs(
+        self,
+        micro_batches: MicroBatches,
+        reference: bool = False,
+        key: tuple[int, int] | None = None,
+        keep_hidden: bool = False,
+    ) -> np.ndarray | None:
+        """Return the log-prob of every target, float32 [T], in the order of the micro-batches. Collective.
+
+        Only one rank per data-parallel replica returns them (RankInfo.reports); the others return None.
+        reference: compute with the reference's weights; `begin_reference` must have been called.
+        key: (step, index of the mini-batch). Later passes with the same key reuse the prepared inputs and,
+            with moe.routing_replay, the choice of experts.
+        keep_hidden: with `reference`, keep the last hidden states for the exact KL of `train_step`.
+        """
+        model = self._model
+        if reference and not model.reference_passes.begun:
+            raise RuntimeError("a pass of the reference needs begin_reference first")
+        prepared = self.mini_batches.get(key, micro_batches)
+        routing = Routing.own if reference else self._route(prepared, micro_batches, recording=True)
+        keep = partial(self.mini_batches.keep_hidden, on_device=self._spec.reference_hidden_bytes)
+        with nullcontext() if reference else model.settled_weights():
+            parts = forward_logprobs(model.ddp, prepared, self._head, routing, keep if keep_hidden else None)
+        return torch.cat(parts).cpu().numpy() if self._reports else None
+
+    def scores(self, micro_batches: MicroBatches) -> np.ndarray | None:
+        """Return the reward model's score of every sequence, float32 [S], in their order. Collective.
+
+        The frozen reward model computes them if there is one, otherwise the trained model.
+        Only one rank per data-parallel replica returns them; the others return None.
+        """
+        prepared = self.mini_batches.get(None, micro_batches)
+        with self._model.settled_weights():
+            of_policy = partial(forward_scores, self._model.ddp, head=self._head)
+            parts = (self._reward_model or of_policy)(prepared)
+        return torch.cat(parts).cpu().numpy() if self._reports else None
+
+    def probe(
+        self, micro_batches: MicroBatches, temperature: float, rounding: torch.dtype | None
+    ) -> np.ndarray | None:
+        """Return log-prob and entropy of every target, float32 [2, T], to compare with engines. Collective.
+
+        Only one rank per data-parallel replica returns them; the others return None.
+        temperature: divides the logits, in place of the configured temperature.
+        rounding: multiply each layer's output by random rounding errors of this dtype. None: do not.
+        """
+        model, head = self._model, replace(self._head, temperature=temperature)
+        prepared = self.mini_batches.get(None, micro_batches)
+        # No earlier pass recorded a routing of these sequences. Only the engine's samples may bring one.
+        replays = (
+            self._spec.moe.routing_replay == RoutingReplay.engine and micro_batches[0].routing is not None
+        )
+        routing = self._route(prepared, micro_batches, recording=True) if replays else Routing.own
+        with model.settled_weights(), rounding_noise(model.chunks, rounding) if rounding else nullcontext():
+            parts = forward_probe(model.ddp, prepared, head, routing)
+        return torch.cat(parts, dim=1).cpu().numpy() if self._reports else None
+
+    def _route(self, prepared: list[MicroBatch], micro_batches: MicroBatches, recording: bool) -> Routing:
+        replay, moe = self._spec.moe.routing_replay, self._model.arch.moe
+        return choose_routing(replay, moe, prepared, micro_batches, recording)
+
+    def train_step(
+        self,
+        micro_batches: MicroBatches,
+        loss: TokenLoss | PreferenceLoss,
+        step_tokens: int,
+        current_is_old: bool = False,
+        key: tuple[int, int] | None = None,
+        drop: bool = False,
+    ) -> TrainResult | None:
+        """Take one optimizer step on the weighted sum of all replicas' token losses. Collective.
+
+        Only one rank per data-parallel replica returns a TrainResult; the others return None.
+        step_tokens: tokens of the optimizer step over all replicas, padding excluded.
+        current_is_old: take the current log-probs as those of the old policy (train.old_logprobs=current).
+        key: (step, index of the mini-batch), see `logprobs`.
+        drop: compute loss and gradient norm, but leave the weights unchanged.
+        """
+        model = self._model
+        metrics = self.compute_gradients(micro_batches, loss, step_tokens, current_is_old, key)
+        beyond = beyond_limits(loss.limits, metrics)
+        model.until_saved()
+        with model.heart.phase("optimizer"), model.memory.optimizer_at_hand():
+            outcome = model.optimizer.step(drop=drop or bool(beyond))
+        if not self._reports:
+            return None
+        return TrainResult(outcome.grad_norm, outcome.lr, outcome.dropped, metrics, beyond, occupied())
+
+    def compute_gradients(
+        self,
+        micro_batches: MicroBatches,
+        loss: TokenLoss | PreferenceLoss,
+        step_tokens: int,
+        current_is_old: bool = False,
+        key: tuple[int, int] | None = None,
+    ) -> Metrics:
+        """Compute the gradients of `train_step` into the parameters' `main_grad`. Collective.
+
+        Returns this replica's metrics on one rank of the replica, and an empty dict on its other ranks.
+        """
+        model = self._model
+        model.reference_passes.require_policy()
+        for ddp in model.ddp:
+            ddp.train()
+            ddp.zero_grad_buffer()
+        model.optimizer.zero_grad()
+        prepared = self.mini_batches.get(key, micro_batches)
+        head = self._head
+        if loss.needs_full_kl and model.rank.last_stage:
+            reference_weight = model.reference.value_of(output_weight(model.chunks[-1]))
+            head = replace(head, reference_weight=lambda: reference_weight)
+        routing = self._route(prepared, micro_batches, recording=False)
+        objective = make_objective(head, loss, prepared, micro_batches, current_is_old)
+        with model.heart.phase("forward_backward"):
+            parts = forward_backward(model.ddp, prepared, objective, step_tokens, routing)
+        routers: Metrics = {}
+        if model.arch.moe is not None:
+            tokens = sum(batch.num_tokens for batch in micro_batches)
+            routers = router_metrics(model.chunks, model.arch.moe, self._spec.moe, tokens, model.device)
+        *parts, routers = concrete([*parts, routers])
+        metrics = merge_over_context(merge(parts)) if model.rank.last_stage else {}
+        return metrics | routers if self._reports else {}

@@ -1,0 +1,183 @@
+"""Transfer of weights from an HF checkpoint to the ranks of a Megatron model, and back under HF names.
+
+Global names are Megatron's parameter names with the layer and expert indices of the whole model, as in the
+weight map.
+"""
+
+import re
+from collections.abc import Callable, Container, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+
+from grpo_megatron.errors import UserError
+from grpo_megatron.megatron.layers.router import is_correction_bias
+from grpo_megatron.megatron.process_groups import rank_info
+from grpo_megatron.model.adapters import is_adapter
+from grpo_megatron.model.entries import Entry
+from grpo_megatron.model.pieces import box
+from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
+
+_EXPERTS = "mlp.experts.local_experts."
+# Names of TransformerEngine's experts, where one module has all the weights.
+_GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
+
+
+def local_parameters(chunks, adapters: bool = False) -> dict[str, torch.nn.Parameter]:
+    """Return {global name: parameter} of this rank's model chunks.
+
+    adapters: True: only the LoRA adapters' parameters. False: all others.
+    """
+    return _under_global_names(
+        chunks, lambda chunk: ((n, p) for n, p in chunk.named_parameters() if is_adapter(n) == adapters)
+    )
+
+
+def local_weights(chunks) -> dict[str, torch.Tensor]:
+    """Return {global name: tensor} of what an HF checkpoint contains of this rank's model.
+
+    These are the parameters without adapters, and the routers' correction biases, which are buffers.
+    """
+    biases = _under_global_names(
+        chunks, lambda chunk: ((n, b) for n, b in chunk.named_buffers() if is_correction_bias(n))
+    )
+    return local_parameters(chunks) | biases
+
+
+def _under_global_names(chunks, named: Callable) -> dict:
+    """Return {global name: tensor}. Megatron's own names count layers per chunk and experts per rank.
+
+    named: chunk -> (Megatron's name, tensor) pairs.
+    """
+    first_expert = mpu.get_expert_model_parallel_rank()
+    found = {}
+    for chunk in chunks:
+        for name, parameter in named(chunk):
+            if name.startswith("decoder.layers."):
+                _, _, local, rest = name.split(".", 3)
+                layer = chunk.decoder.layers[int(local)]
+                if rest.startswith(_EXPERTS):
+                    number, rest = rest.removeprefix(_EXPERTS).split(".", 1)
+                    rest = f"{_EXPERTS}{first_expert * layer.mlp.num_local_experts + int(number)}.{rest}"
+                elif grouped := _GROUPED.fullmatch(rest):
+                    matrix, number = grouped.groups()
+                    rest = (
+                        f"{_EXPERTS}{first_expert * layer.mlp.num_local_experts + int(number)}."
+                        f"{matrix}.weight"
+                    )
+                name = f"decoder.layers.{layer.layer_number - 1}.{rest}"
+            found[name] = parameter
+    return found
+
+
+def _entry_of(entries: dict[str, Entry], name: str) -> Entry:
+    if name not in entries:
+        raise UserError(
+            f"the weight map has no entry for Megatron's parameter {name}; "
+            "the map of this architecture is incomplete"
+        )
+    return entries[name]
+
+
+def mark_parallel(chunks, entries: dict[str, Entry]) -> None:
+    """Tell Megatron which parameters are split over TP, and which belong to experts.
+
+    Megatron sets the TP mark while it initialises weights, which we skip. Without the mark the gradient norm
+    counts a split parameter on the first TP rank only, so it is silently too small. The expert mark decides
+    which ranks sum the gradient. Megatron sets it only with expert_parallel > 1. Without the mark, TP ranks
+    that each hold the whole expert would keep the gradients of their own tokens.
+    """
+    for name, parameter in local_parameters(chunks).items():
+        entry = _entry_of(entries, name)
+        if entry.axis is not None and not getattr(parameter, "tensor_model_parallel", False):
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=entry.axis, stride=1)
+        if entry.expert:
+            parameter.allreduce = False
+
+
+@torch.no_grad()
+def load_hf(
+    chunks, checkpoint: HFCheckpoint, entries: dict[str, Entry], left_out: Container[str] = ()
+) -> None:
+    """Load an HF checkpoint into this rank's parameters: each gets its slice, cast to the parameter's dtype.
+
+    entries: the weight map {global name: entry}.
+    left_out: global names of parameters that the checkpoint does not have. They are not filled.
+
+    Raises UserError if names, shapes or types in the checkpoint differ from the weight map. Without this
+    check, tensors that no entry reads would be lost silently.
+    """
+    entries = {name: entry for name, entry in entries.items() if name not in left_out}
+    violations = checkpoint.violations(entries)
+    if violations:
+        raise UserError("; ".join(violations))
+    for name, parameter in local_weights(chunks).items():
+        if name in left_out:
+            continue
+        entry = _entry_of(entries, name)
+        group = _split_over(entry)
+        if parameter.shape != entry.megatron_shape(group.size()):
+            raise UserError(
+                f"{name} has the shape {tuple(parameter.shape)} in Megatron, the weight map promises "
+                f"{entry.megatron_shape(group.size())}; the map of this architecture is wrong"
+            )
+        pieces = entry.megatron_pieces(group.size(), group.rank())
+        if sum(piece.numel for piece in pieces) < parameter.numel():
+            parameter.zero_()  # rows beyond the vocabulary
+        for piece in pieces:
+            piece.of(parameter).copy_(checkpoint.read_slice(piece.hf, piece.start, piece.shape))
+
+
+def _split_over(entry: Entry):
+    """Return the process group whose ranks each hold one shard of a parameter."""
+    return mpu.get_expert_tensor_parallel_group() if entry.expert else mpu.get_tensor_model_parallel_group()
+
+
+def iterate_hf(
+    chunks,
+    entries: dict[str, Entry],
+    dtype: torch.dtype | None = None,
+    values: Mapping[str, torch.Tensor] | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (HF name, full tensor) of all parameters, for weight syncs and HF exports. Collective.
+
+    Each tensor is gathered and yielded on one rank only. Exhaust the iterator on all ranks.
+    entries: the weight map {global name: entry}.
+    dtype: dtype of the tensors, except for float32 buffers. None: unchanged.
+    values: {global name: this rank's shard}. None: the values in the chunks.
+
+    The first rank of the group that holds a parameter's shards yields it, in the first replica. The other
+    ranks of the group send their shards. At most one gathered parameter is in memory beyond what the consumer
+    keeps. Experts come last, so that a rank that yields only experts has sent all its other shards before its
+    consumer makes it wait.
+    """
+    rank = rank_info()
+    values = local_weights(chunks) if values is None else values
+    for entry in sorted((_entry_of(entries, name) for name in values), key=lambda entry: bool(entry.expert)):
+        if not entry.exported or not (
+            rank.in_first_expert_replica if entry.expert else rank.in_first_replica
+        ):
+            continue
+        group, own = _split_over(entry), values[entry.megatron].detach()
+        shards = [own]
+        if entry.axis is not None and group.size() > 1:
+            first = group.rank() == 0
+            shards = [torch.empty_like(own) for _ in range(group.size())] if first else None
+            dist.gather(own.contiguous(), shards, group=group, group_dst=0)
+        if group.rank() == 0:
+            for name, tensor in whole_tensors(entry, shards):
+                yield name, tensor if entry.float32 or dtype is None else tensor.to(dtype)
+
+
+def whole_tensors(entry: Entry, shards: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """Assemble the HF tensors of one Megatron parameter. Return (HF name, full tensor) pairs.
+
+    shards: all shards of the parameter in rank order; a single one if it is not split.
+    """
+    full = {hf: shards[0].new_empty(shape) for hf, shape in zip(entry.hf, entry.shapes, strict=True)}
+    for number, shard in enumerate(shards):
+        for piece in entry.megatron_pieces(len(shards), number):
+            full[piece.hf][box(piece.start, piece.shape)] = piece.of(shard)
+    return list(full.items())

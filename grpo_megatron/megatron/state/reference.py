@@ -1,0 +1,154 @@
+"""Reference weights on the actor's ranks, swapped with the policy's in place."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+import torch
+
+from grpo_megatron.batch.layout import padded_to
+from grpo_megatron.megatron.memory.host import host_memory
+from grpo_megatron.megatron.state.hf_weights import local_parameters, local_weights
+
+# Bytes that are swapped at a time, by kind of device. With much smaller pieces a GPU would spend longer on
+# starting copies than on copying. On a CPU a piece should stay in a core's cache between two copies.
+_PIECE = {"cuda": 64 << 20, "cpu": 1 << 20}
+# Every parameter starts at a multiple of this many bytes in the reference's memory, whatever its dtype.
+_ALIGNMENT = 256
+
+
+class ReferenceWeights:
+    """Weights of the reference model: a second set of values for the policy's parameters.
+
+    To compute with them, both sets of values are swapped in memory. The parameter tensors stay the same
+    objects, because the optimizer refers to them (with the distributed optimizer, to views of one buffer). A
+    replaced parameter would silently stop being trained.
+    """
+
+    def __init__(self, chunks, on_host: bool = True, same_model: bool = True):
+        """Take the current values of the model's chunks as the reference.
+
+        on_host: keep the values in host memory between uses, otherwise next to the parameters.
+        same_model: policy and reference start from the same checkpoint. With adapters, only the adapters'
+            initial values are then stored, because frozen parameters are equal in both models.
+        """
+        adapters = local_parameters(chunks, adapters=True)
+        held = adapters if adapters and same_model else local_weights(chunks) | adapters
+        self._parameters = list(held.values())
+        sizes = [padded_to(parameter.nbytes, _ALIGNMENT) for parameter in self._parameters]
+        device = self._parameters[0].device
+        memory = (
+            host_memory(sum(sizes)) if on_host else torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        )
+        parts = zip(memory.split(sizes), self._parameters, strict=True)
+        self._others = [part[: parameter.nbytes] for part, parameter in parts]
+        self.is_initial = True  # these are the model's first weights, which a checkpoint need not hold
+        self._take()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the reference's values take."""
+        return sum(other.nbytes for other in self._others)
+
+    def _pieces(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield (policy's bytes, reference's bytes) of all parameters, in pieces of at most `size` bytes.
+
+        The two are uint8 views of the same elements of a parameter.
+        """
+        for parameter, other in zip(self._parameters, self._others, strict=True):
+            own = parameter.detach().view(-1).view(torch.uint8)
+            yield from zip(own.split(size), other.split(size), strict=True)
+
+    def take_current(self) -> None:
+        """Make the parameters' current values the reference's."""
+        self._take()
+        self.is_initial = False
+
+    @torch.no_grad()
+    def _take(self) -> None:
+        for own, other in self._pieces(_PIECE["cuda"]):
+            other.copy_(own, non_blocking=True)
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        """Swap the values of policy and reference. With CUDA this returns at once: only device work waits.
+
+        Each byte crosses the link once in each direction, and both directions are busy at the same time:
+        while one piece of the policy moves out, the reference's next piece moves in.
+        """
+        device = self._parameters[0].device
+        backend = torch.get_device_module(device)  # torch.cpu also has streams; they do nothing
+        current, inward, outward = backend.current_stream(), backend.Stream(), backend.Stream()
+        inward.wait_stream(current)
+        size = _PIECE[device.type]
+        staging = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        emptied = [None, None]
+        for number, (own, other) in enumerate(self._pieces(size)):
+            slot = number % 2
+            held = staging[slot][: len(own)]
+            with backend.stream(inward):
+                if emptied[slot] is not None:
+                    inward.wait_event(emptied[slot])
+                held.copy_(own)
+                own.copy_(other, non_blocking=True)
+                arrived = inward.record_event()
+            with backend.stream(outward):
+                outward.wait_event(arrived)
+                other.copy_(held, non_blocking=True)
+                emptied[slot] = outward.record_event()
+        current.wait_stream(inward)
+        current.wait_stream(outward)
+
+    def held_value(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return the reference's value of a parameter, on the host or the device, wherever it is kept.
+
+        Returns None if the policy's value is also the reference's (frozen parameters with adapters). Must not
+        be called within `in_place`, where the two are swapped.
+        """
+        index = next((i for i, own in enumerate(self._parameters) if own is parameter), None)
+        return None if index is None else self._others[index].view(parameter.dtype).view(parameter.shape)
+
+    def value_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """Return the reference's value of a parameter, on the parameter's device."""
+        value = self.held_value(parameter)
+        return parameter.detach() if value is None else value.to(parameter.device, non_blocking=True)
+
+    @contextmanager
+    def in_place(self):
+        """Make the model compute with the reference weights within the context."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+
+class ReferencePasses:
+    """State between `Passes.begin_reference` and `end_reference`: the model has the reference's weights.
+
+    It holds the contexts that must be closed at the end.
+    """
+
+    def __init__(self) -> None:
+        self._contexts: ExitStack | None = None
+
+    @property
+    def begun(self) -> bool:
+        return self._contexts is not None
+
+    def require_policy(self) -> None:
+        """Raise RuntimeError if the model has the reference's weights: callers need the policy's."""
+        if self.begun:
+            raise RuntimeError(
+                "the reference's weights are in the policy's place: end_reference must come first"
+            )
+
+    def begin(self, *contexts: AbstractContextManager) -> None:
+        """Enter the contexts in this order. `end` exits them."""
+        with ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context)
+            self._contexts = stack.pop_all()
+
+    def end(self) -> None:
+        contexts, self._contexts = self._contexts, None
+        contexts.close()

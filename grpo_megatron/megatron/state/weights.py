@@ -1,0 +1,84 @@
+"""Weights of the trained model on one rank: weight sync, export, and changes and checks of their values."""
+
+from collections.abc import Iterator
+
+import torch
+
+from grpo_megatron.megatron.layers.lora import MergedWeights
+from grpo_megatron.megatron.state import export
+from grpo_megatron.megatron.state.hf_weights import iterate_hf
+from grpo_megatron.megatron.trained_model import TrainedModel
+from grpo_megatron.model.entries import engine_stacks
+from grpo_megatron.paths import writing
+from grpo_megatron.weights.buckets import Bucket, make_buckets
+from grpo_megatron.weights.sync.order import Answer, Order
+from grpo_megatron.weights.sync.sender import Sender, sender_for
+
+
+class RankWeights:
+    """Access to the policy's current weights. All methods are collective."""
+
+    def __init__(self, model: TrainedModel):
+        self._model = model
+        self._sender: Sender | None = None
+
+    def sync_order(self, order: Order) -> Answer:
+        """Do this rank's part of a weight sync to the engines, and return its answer to the driver.
+
+        The sender and its connections are kept until an order with another setup comes.
+        """
+        model = self._model
+        with_te = model.model_spec.transformer_engine
+        self._sender = sender_for(order.setup, self._sender, model.rank.rank, model.device, with_te)
+        with model.settled_weights(), torch.no_grad():
+            return self._sender.send(order, MergedWeights(model.chunks), model.heart.tick)
+
+    def buckets(self, max_bytes: int) -> Iterator[Bucket]:
+        """Yield the current weights under HF names in buckets of at most `max_bytes`. Collective.
+
+        Each weight comes from one rank only. Exhaust the iterator on every rank, also on those that yield
+        nothing, because weights are gathered collectively over the TP group.
+        """
+        model = self._model
+        with model.settled_weights():
+            # Ranks that yield no weight still run the loop, because it drives the collectives.
+            tensors = iterate_hf(model.chunks, model.entries, values=MergedWeights(model.chunks))
+            yield from make_buckets(tensors, max_bytes, engine_stacks(model.entries.values()))
+
+    def save_hf(self, folder: str, dtype: torch.dtype | None = None) -> None:
+        """Write the current weights as an HF checkpoint. Collective.
+
+        dtype: dtype of the written tensors. None: that of the parameters. Raises UserError if the disk fails.
+        """
+        model = self._model
+        with writing(folder), model.settled_weights():
+            dtype = dtype or model.model_spec.params_dtype
+            export.save_hf(model.chunks, model.entries, model.spec, model.arch, folder, dtype, model.adapters)
+
+    def reset_reference(self) -> None:
+        """Make the policy's current weights the reference model's weights. Collective."""
+        model, reference = self._model, self._model.require_reference()
+        model.until_saved(weights_only=True)  # the checkpoint's weights include the reference's
+        with model.settled_weights():
+            reference.take_current()
+
+    def scale(self, factor: float, share: float = 1.0) -> None:
+        """Multiply every parameter by `factor`, so that the self-test can sync changed weights. Collective.
+
+        The optimizer's master weights do not change, so the next optimizer step undoes the change.
+        share: fraction of the elements to multiply, chosen at random. Below 1, replicas then differ, and
+            nothing may be trained afterwards.
+        """
+        self._model.until_saved(weights_only=True)
+        with self._model.settled_weights(), torch.no_grad():
+            for parameter in (p for chunk in self._model.chunks for p in chunk.parameters()):
+                if share == 1.0:
+                    parameter.mul_(factor)
+                else:
+                    parameter.mul_(torch.where(torch.rand_like(parameter) < share, factor, 1.0))
+
+    def broken(self) -> list[str]:
+        """Return the names of this rank's parameters that contain NaN or infinity. Collective."""
+        with self._model.settled_weights():
+            named = [item for chunk in self._model.chunks for item in chunk.named_parameters()]
+            return [name for name, parameter in named if not parameter.isfinite().all()]

@@ -1,0 +1,108 @@
+"""TrainedModel: model, optimizer and reference weights of one rank, which all parts of an Actor use."""
+
+from contextlib import contextmanager
+
+from grpo_megatron.cluster.heart import Heart
+from grpo_megatron.megatron.head.score import load_reward_model
+from grpo_megatron.megatron.layers import lora
+from grpo_megatron.megatron.layers.build import build_model, uses_transformer_engine
+from grpo_megatron.megatron.memory.training import TrainingMemory
+from grpo_megatron.megatron.optimizer import wrap_for_training
+from grpo_megatron.megatron.process_groups import local_device, rank_info
+from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.megatron.state.checkpoint_files import Writer
+from grpo_megatron.megatron.state.hf_weights import load_hf, mark_parallel
+from grpo_megatron.megatron.state.reference import ReferencePasses, ReferenceWeights
+from grpo_megatron.model.adapters import adapter_entries
+from grpo_megatron.model.families import read_architecture, weight_map
+from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
+
+
+class TrainedModel:
+    """Model, optimizer and reference weights of one rank.
+
+    Its tensors are read and changed by passes, checkpoints, weight sync and sleep. `settled_weights` and
+    `until_saved` keep these from disturbing one another.
+    """
+
+    def __init__(self, spec: ActorSpec, heart: Heart):
+        """Build the model, load its weights and set up the optimizer.
+
+        heart: heartbeat of this process, for the driver's hang detector.
+        """
+        self.spec, self.heart = spec, heart
+        self.rank = rank_info()
+        self.device = local_device()
+        self.arch = read_architecture(spec.model_path, reward_model=spec.scalar_head)
+        self.model_spec = spec.model_spec(
+            uses_transformer_engine(spec.transformer_impl, spec.precision, spec.emulate_kernels)
+        )
+        self.entries = weight_map(self.arch, self.model_spec.transformer_engine)
+        self.chunks = build_model(self.arch, self.model_spec)
+        for chunk in self.chunks:
+            chunk.register_forward_pre_hook(lambda *_: heart.tick())
+        mark_parallel(self.chunks, self.entries)
+        self.adapters = adapter_entries(self.entries.values(), spec.lora)
+        if self.adapters:
+            lora.attach(self.chunks, self.adapters, spec.seed)
+        # Read the values before DDP and the optimizer move the parameters into their buffers.
+        self.reference, same_model = None, spec.reference_path in (None, spec.model_path)
+        if spec.with_reference:
+            self._load(spec.reference_path or spec.model_path)
+            self.reference = ReferenceWeights(
+                self.chunks, on_host=spec.reference_offload, same_model=same_model
+            )
+        if not spec.with_reference or not same_model:
+            self._load(spec.model_path)
+        self._set_up_training()
+        self.reference_passes = ReferencePasses()
+        self.writer: Writer | None = None  # writes the checkpoint that is in progress
+
+    def _load(self, folder: str) -> None:
+        """Fill the parameters from an HF checkpoint. Benchmarks override this to run without a checkpoint."""
+        if self.arch.scalar_head:
+            load_reward_model(self.chunks, folder, self.entries, self.spec.seed)
+        else:
+            load_hf(self.chunks, HFCheckpoint(folder), self.entries)
+
+    def _set_up_training(self) -> None:
+        """Wrap each model chunk in Megatron's DDP, and build the optimizer over all chunks."""
+        spec = self.spec
+        self._gathers_in_forward = spec.overlap and spec.distributed_optimizer
+        self.ddp, self.optimizer = wrap_for_training(self.chunks, spec, self.model_spec.params_dtype)
+        self.memory = TrainingMemory(self.ddp, self.optimizer, spec.optimizer.offload, spec.offload_folder)
+
+    @contextmanager
+    def settled_weights(self):
+        """Wait until all parameters have their newest values, and keep them so within the context.
+
+        Enter it before weights are read or swapped. With megatron.overlap, the distributed optimizer's new
+        values arrive only during the next training forward pass: code would read old values, or its own would
+        be overwritten.
+        Raises RuntimeError while the reference's weights are in the policy's place.
+        """
+        self.reference_passes.require_policy()
+        overlapping = self.ddp if self._gathers_in_forward else []
+        for ddp in overlapping:
+            ddp.disable_forward_pre_hook(param_sync=True)
+        for ddp in self.ddp:
+            ddp.eval()
+        try:
+            yield
+        finally:
+            for ddp in overlapping:
+                ddp.enable_forward_pre_hook()
+
+    def until_saved(self, weights_only: bool = False) -> None:
+        """Wait until the checkpoint thread, which reads tensors without a copy, no longer needs them.
+
+        weights_only: the caller is about to change only weights, not the optimizer's states.
+        """
+        if self.writer:
+            self.writer.wait_until_read(weights_only)
+
+    def require_reference(self) -> ReferenceWeights:
+        """Return the reference weights. Raises RuntimeError if the spec asked for none."""
+        if self.reference is None:
+            raise RuntimeError("this actor was built without reference weights")
+        return self.reference

@@ -1,0 +1,209 @@
+"""Emulated kernels of TransformerEngine: matrix products, norm, rotary embedding, padding and optimizer.
+
+Each public function replaces the function of this name in TransformerEngine's compiled extension, with the
+same arguments. Products are summed in float32, as in the real kernels, but in another order.
+"""
+
+import math
+
+import torch
+
+from grpo_megatron.megatron.without_gpu.emulation.extension import QKVFormat
+from grpo_megatron.megatron.without_gpu.emulation.quantization import TORCH, is_quantized, operand, quantize
+
+# cuBLAS's FP8 products accept only multiples of this size.
+_FP8_MULTIPLE = 16
+
+
+def _check_sizes(*shapes: tuple[int, ...]) -> None:
+    for shape in shapes:
+        rows = math.prod(shape[:-1])
+        if shape[-1] % _FP8_MULTIPLE or rows % _FP8_MULTIPLE:
+            raise RuntimeError(
+                f"an FP8 product takes multiples of {_FP8_MULTIPLE}, not a matrix of {rows} x {shape[-1]}"
+            )
+
+
+def _product(a, transa: bool, b, transb: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (op(b) op(a), b) in float32, where op transposes if transb or transa is set.
+
+    cuBLAS, whose arguments these are, is column-major, so a and b change places in torch.
+    """
+    left, right = operand(a, not transa), operand(b, transb)
+    if is_quantized(a) or is_quantized(b):
+        if not (is_quantized(a) and is_quantized(b)):
+            raise RuntimeError("one operand of an FP8 product is not FP8")
+        _check_sizes(tuple(left.shape), tuple(right.shape))
+    rows = right.reshape(-1, right.shape[-1])
+    left = left.reshape(-1, left.shape[-1])
+    return (rows.t() if transb else rows) @ (left.t() if transa else left), right
+
+
+def generic_gemm(
+    A, transa, B, transb, out, quantizer, out_dtype, bias, bias_type, gelu, gelu_in, grad, workspace,
+    workspace_size, accumulate, split_accumulator, *, comm_overlap=None, comm_type=None, extra_output=None,
+    bulk_overlap=False, alpha=1.0, beta=None,
+):  # fmt: skip
+    """Compute a matrix product as the extension's general GEMM does.
+
+    Returns (out, gradient of the bias, None, extra_output). With `grad`, the gradient of the bias is computed
+    if a bias is given. Otherwise the bias is added to the product.
+    """
+    if gelu or comm_overlap is not None:
+        raise NotImplementedError("products with GELU or with overlapped communication are not emulated")
+    product, right = _product(A, transa, B, transb)
+    if alpha != 1.0:
+        product = product * alpha
+    dtype = TORCH[out_dtype] if out_dtype is not None else (out.dtype if out is not None else A.dtype)
+    bias_grad = None
+    if bias is not None and bias.numel():
+        if grad:
+            bias_grad = right.reshape(-1, right.shape[-1]).sum(0).to(bias.dtype)
+        else:
+            product = product + bias.float()
+    if not transb:
+        product = product.view(*right.shape[:-1], product.shape[-1])
+    if quantizer is not None:
+        return quantize(product.to(dtype), quantizer), bias_grad, None, extra_output
+    if out is None:
+        return product.to(dtype), bias_grad, None, extra_output
+    _put(product, out, accumulate)
+    return out, bias_grad, None, extra_output
+
+
+def _put(product: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
+    product = product.view(out.shape).to(out.dtype)
+    if accumulate:
+        out.add_(product)
+    else:
+        out.copy_(product)
+
+
+def te_general_grouped_gemm(
+    A, transa, B, transb, out, out_dtype, m_splits, bias, bias_type, single_output, gelu_in, grad, workspaces,
+    workspace_size, accumulate, split_accumulator, sm_count,
+):  # fmt: skip
+    """Compute one matrix product per expert, into `out`. Return the biases unchanged.
+
+    single_output: True: out[0] has the results of all experts, with m_splits[i] rows for expert i. False:
+        out[i] has the result of expert i.
+    """
+    if any(b.numel() for b in bias):
+        raise NotImplementedError("grouped products with biases are not emulated")
+    targets = out[0].split(m_splits) if single_output else out
+    for a, b, target in zip(A, B, targets, strict=True):
+        if target.numel():
+            product, _ = _product(a, transa, b, transb)
+            _put(product, target, accumulate)
+    return bias
+
+
+def rmsnorm_fwd(x, weight, eps, output, quantizer, out_dtype, sm_margin, zero_centered):
+    """Compute the RMS norm. Return (x / rms(x) * weight, None, 1 / rms(x) of each row).
+
+    zero_centered: True: the stored weight is the factor minus 1.
+    """
+    values = x.float()
+    inverse = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    normed = (values * inverse * (weight.float() + zero_centered)).to(TORCH[out_dtype])
+    if quantizer is not None:
+        normed = quantize(normed, quantizer, output)
+    elif output is not None:
+        normed = output.copy_(normed)
+    return normed, None, inverse.flatten()
+
+
+def rmsnorm_bwd(grad, x, inverse, weight, sm_margin, zero_centered):
+    """Compute the backward pass of rmsnorm_fwd. Return (gradient of x, gradient of the weight)."""
+    values, grads = (tensor.float().reshape(-1, x.shape[-1]) for tensor in (x, grad))
+    inverse = inverse.reshape(-1, 1)
+    normed = values * inverse
+    of_normed = grads * (weight.float() + zero_centered)
+    of_x = (of_normed - normed * (of_normed * normed).mean(-1, keepdim=True)) * inverse
+    return of_x.to(weight.dtype).view(x.shape), (grads * normed).sum(0).to(weight.dtype)
+
+
+def _positions(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:
+    """Return, for each row that a CP rank holds, its position in its sequence.
+
+    A sequence is cut into 2 cp chunks; rank r holds the chunks r and 2 cp - 1 - r, counted from 0.
+    """
+    parts = []
+    for length in (cu_seqlens[1:] - cu_seqlens[:-1]).tolist():
+        if cp_size == 1:
+            parts.append(torch.arange(length))
+            continue
+        chunk = length // (2 * cp_size)
+        parts += [
+            torch.arange(first * chunk, (first + 1) * chunk) for first in (cp_rank, 2 * cp_size - 1 - cp_rank)
+        ]
+    return torch.cat(parts)
+
+
+def _rotate(x, freqs, layout, interleaved, cu_seqlens, cp_size, cp_rank, direction):
+    if layout != QKVFormat.NVTE_THD or interleaved:
+        raise NotImplementedError("only packs with channels in halves are rotated here")
+    angles = freqs.float().flatten(1)[_positions(cu_seqlens, cp_size, cp_rank)][:, None]
+    turned, rest = x[..., : angles.shape[-1]].float(), x[..., angles.shape[-1] :]
+    first, second = turned.chunk(2, dim=-1)
+    rotated = turned * angles.cos() + torch.cat([-second, first], dim=-1) * angles.sin() * direction
+    return torch.cat([rotated.to(x.dtype), rest], dim=-1)
+
+
+def fused_rope_forward(x, freqs, start_positions, layout, interleaved, cu_seqlens, cp_size, cp_rank):
+    """Apply the rotary embedding to x [t, heads, d] of a pack.
+
+    freqs: [s, 1, 1, at most d], angles of the positions 0 to s - 1. Further channels are not rotated.
+    cu_seqlens: cumulative lengths of the whole sequences, over all CP ranks.
+    """
+    return _rotate(x, freqs, layout, interleaved, cu_seqlens, cp_size, cp_rank, 1)
+
+
+def fused_rope_backward(grad, freqs, start_positions, layout, interleaved, cu_seqlens, cp_size, cp_rank):
+    return _rotate(grad, freqs, layout, interleaved, cu_seqlens, cp_size, cp_rank, -1)
+
+
+def fused_multi_row_padding(source, target, rows, padded_rows):
+    """Copy each expert's rows to `target` and pad them with zero rows to the multiple that FP8 needs.
+
+    rows, padded_rows: number of rows of each expert, without and with padding.
+    """
+    for part, place in zip(source.split(rows), target.split(padded_rows), strict=True):
+        place[: len(part)] = part
+        place[len(part) :] = 0
+
+
+def fused_multi_row_unpadding(source, target, padded_rows, rows):
+    for part, place in zip(source.split(padded_rows), target.split(rows), strict=True):
+        place.copy_(part[: len(place)])
+
+
+def multi_tensor_l2norm(chunk_size, overflow, lists, per_tensor):
+    """Return (L2 norm of all tensors together [1], norm of each tensor)."""
+    norms = torch.stack([tensor.float().norm() for tensor in lists[0]]) if lists[0] else torch.zeros(1)
+    return norms.norm().view(1), norms
+
+
+def multi_tensor_scale(chunk_size, overflow, lists, scale):
+    for source, target in zip(*lists, strict=True):
+        target.copy_(source * scale)
+
+
+def multi_tensor_adam(
+    chunk_size, overflow, lists, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay
+):
+    """Update parameters and moments in place by Adam (mode 0: decay in the gradient) or AdamW (mode 1).
+
+    lists: [gradients, parameters, first moments, second moments].
+    """
+    correct1, correct2 = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1, 1)
+    for grad, parameter, moment, second in zip(*lists, strict=True):
+        values, grad = parameter.float(), grad.float()
+        if mode == 0:
+            grad = grad + weight_decay * values
+        moment.mul_(beta1).add_(grad, alpha=1 - beta1)
+        second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        update = (moment / correct1) / ((second / correct2).sqrt() + eps)
+        if mode == 1:
+            update = update + weight_decay * values
+        parameter.copy_(values - lr * update)

@@ -1,0 +1,188 @@
+"""Emulated cuDNN attention over packs, and emulated kernels of ring attention (context parallelism).
+
+Each public function replaces the function of this name in TransformerEngine's compiled extension. Like the
+real kernel, the emulation refuses float32 and writes nothing to rows outside of the given sequences. The
+softmax statistics of these rows are `PADDING_STATISTICS`, which tests set to NaN to find code that reads
+them.
+"""
+
+from itertools import pairwise
+
+import torch
+
+from grpo_megatron.megatron.without_gpu.emulation.extension import FusedAttentionBackend, MaskType
+
+# Softmax statistics of rows that belong to no sequence. The kernel leaves there whatever the memory held.
+PADDING_STATISTICS = 0.0
+
+
+def get_fused_attn_backend(*args):
+    return FusedAttentionBackend.NVTE_F16_arbitrary_seqlen
+
+
+def _sequences(cu, cu_padded, cu_keys, cu_keys_padded):
+    """Return (slice of query rows, slice of key rows) for each sequence that has both.
+
+    cu, cu_keys: cumulative real lengths. cu_padded, cu_keys_padded: cumulative padded lengths, or None.
+    """
+    both = []
+    for ends, padded in ((cu, cu_padded), (cu_keys, cu_keys_padded)):
+        starts = (ends if padded is None else padded)[:-1].tolist()
+        both.append(
+            [
+                slice(start, start + n)
+                for start, n in zip(starts, (ends[1:] - ends[:-1]).tolist(), strict=True)
+            ]
+        )
+    return [(q, k) for q, k in zip(*both, strict=True) if q.stop > q.start and k.stop > k.start]
+
+
+def _is_causal(mask) -> bool:
+    if mask not in (MaskType.NVTE_PADDING_CAUSAL_MASK, MaskType.NVTE_PADDING_MASK):
+        raise NotImplementedError(f"attention with {mask!r} is not emulated")
+    return mask == MaskType.NVTE_PADDING_CAUSAL_MASK
+
+
+def _scores(query, key, scale: float, causal: bool) -> torch.Tensor:
+    """Return the attention scores [heads, q, k]. Several query heads share one key head."""
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    if causal:  # aligned to the top left
+        scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -torch.inf)
+    return scores
+
+
+def fused_attn_fwd(
+    max_q, max_kv, training, scale, dropout, fast_zero_fill, layout, bias_type, mask, softmax_type, window,
+    cu_q, cu_kv, query, key, value, dtype, cu_q_padded, cu_kv_padded, *rest,
+):  # fmt: skip
+    """Compute attention, as cuDNN's fused kernel does.
+
+    Returns [output, statistics, random state]: statistics are the log of each row's softmax denominator,
+    float32 [t, heads, 1]. The random state is of dropout, which is not used.
+    """
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        raise RuntimeError("fused attention takes bf16 and fp16")
+    heads, causal = query.shape[1], _is_causal(mask)
+    output = torch.zeros(*query.shape[:-1], value.shape[-1], dtype=query.dtype)
+    statistics = torch.full((len(query), heads, 1), PADDING_STATISTICS)
+    for q, k in _sequences(cu_q, cu_q_padded, cu_kv, cu_kv_padded):
+        if q.stop - q.start > max_q or k.stop - k.start > max_kv:
+            raise RuntimeError("a sequence is longer than the maximum that was given")
+        scores = _scores(query[q].float(), key[k].float(), scale, causal)
+        sums = torch.logsumexp(scores, -1)
+        values = value[k].float().repeat_interleave(heads // value.shape[1], 1)
+        output[q] = torch.einsum("hqk,khd->qhd", (scores - sums[..., None]).exp(), values).to(output.dtype)
+        statistics[q, :, 0] = sums.t()
+    return [output, statistics, torch.zeros(2, dtype=torch.int64)]
+
+
+def fused_attn_bwd(
+    max_q, max_kv, scale, dropout, fast_zero_fill, layout, bias_type, mask, softmax_type, window,
+    deterministic, cu_q, cu_kv, query, key, value, output, grad, dtype, grad_dtype, auxiliary, cu_q_padded,
+    cu_kv_padded, *rest,
+):  # fmt: skip
+    """Compute the backward pass of fused_attn_fwd.
+
+    auxiliary: its first tensor has the statistics of the forward pass.
+    Returns [gradient of the query, of the key, of the value, None, None].
+    """
+    statistics, causal = auxiliary[0], _is_causal(mask)
+    statistics = statistics[..., None] if statistics.dim() == 2 else statistics
+    of_query, of_key, of_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
+    shared = query.shape[1] // key.shape[1]
+    for q, k in _sequences(cu_q, cu_q_padded, cu_kv, cu_kv_padded):
+        queries, keys, values, outputs, grads = (
+            x.float() for x in (query[q], key[k], value[k], output[q], grad[q])
+        )
+        share = (_scores(queries, keys, scale, causal) - statistics[q, :, 0].t()[..., None]).exp()
+        of_values = torch.einsum("hqk,qhd->khd", share, grads)
+        of_share = torch.einsum("qhd,khd->hqk", grads, values.repeat_interleave(shared, 1))
+        of_scores = share * (of_share - (grads * outputs).sum(-1).t()[..., None]) * scale
+        of_query[q] = torch.einsum("hqk,khd->qhd", of_scores, keys.repeat_interleave(shared, 1)).to(
+            query.dtype
+        )
+        of_keys = torch.einsum("hqk,qhd->khd", of_scores, queries)
+        of_key[k] = _sum_of_heads(of_keys, shared).to(key.dtype)
+        of_value[k] = _sum_of_heads(of_values, shared).to(value.dtype)
+    return [of_query, of_key, of_value, None, None]
+
+
+def _sum_of_heads(grads: torch.Tensor, shared: int) -> torch.Tensor:
+    return grads.unflatten(1, (-1, shared)).sum(2)
+
+
+# --- context parallelism: a rank holds two chunks of each sequence, one of each half
+
+
+def _half(cu_seqlens, which: int) -> torch.Tensor:
+    """Return the row indices of the first (which=0) or second (which=1) halves of all sequences."""
+    ends = cu_seqlens.tolist()
+    parts = [
+        torch.arange(start + (end - start) // 2 * which, start + (end - start) // 2 * (which + 1))
+        for start, end in pairwise(ends)
+    ]
+    return torch.cat(parts)
+
+
+def thd_read_half_tensor(tensor, cu_seqlens, half):
+    """Return the first (half=0) or second (half=1) half of each sequence.
+
+    tensor: [t, heads, d], or keys and values together, [2, t, heads, d].
+    """
+    return tensor.index_select(0 if tensor.dim() == 3 else 1, _half(cu_seqlens, half))
+
+
+def thd_get_partitioned_indices(cu_seqlens, total, world, rank):
+    """Return the rows of the whole pack that a CP rank holds, int32: chunks rank and 2 world - 1 - rank."""
+    rows, ends = [], cu_seqlens.tolist()
+    for start, end in pairwise(ends):
+        chunk = (end - start) // (2 * world)
+        rows.append(torch.arange(start + chunk * rank, start + chunk * (rank + 1)))
+        rows.append(torch.arange(end - chunk * (rank + 1), end - chunk * rank))
+    return torch.cat(rows).int()
+
+
+def thd_second_half_lse_correction(statistics, of_step, cu_seqlens, packed):
+    """Extend the statistics [heads, t] of the second halves, in place, by the keys of one step of the ring.
+
+    of_step: statistics of the second halves over the keys of this step only.
+    """
+    rows = _half(cu_seqlens, 1)
+    statistics[:, rows] = torch.logaddexp(statistics[:, rows], of_step[:, : len(rows)])
+
+
+def thd_read_second_half_lse(statistics, cu_seqlens, packed, length):
+    rows = _half(cu_seqlens, 1)
+    read = torch.zeros(len(statistics), length, dtype=statistics.dtype)
+    read[:, : len(rows)] = statistics[:, rows]
+    return read
+
+
+def thd_out_correction(output, of_step, statistics, statistics_of_step, cu_seqlens, only_second_half, packed):
+    """Add the attention over the keys of one ring step to `output`, in place.
+
+    It is weighted by this step's share of the softmax over all keys.
+    statistics: those over all keys. statistics_of_step: those over this step's keys.
+    """
+    rows = _half(cu_seqlens, 1) if only_second_half else torch.arange(len(output))
+    part = of_step.view(-1, *output.shape[1:])[: len(rows)].float()
+    share = torch.exp(statistics_of_step[:, : len(rows)] - statistics[:, rows]).t()[..., None]
+    output[rows] = (output[rows].float() + part * share).to(output.dtype)
+
+
+def thd_grad_correction(grad, of_step, cu_seqlens, first, second):
+    """Combine the gradient of one ring step with `grad`, in place.
+
+    first, second: what to do with the first and second half of each sequence: "add", "copy" or "none".
+    of_step: gradient of this step; it has no rows for a half with "none".
+    """
+    both = "none" not in (first, second)
+    for half, how in enumerate((first, second)):
+        if how == "none":
+            continue
+        rows = _half(cu_seqlens, half)
+        part = of_step[rows] if both else of_step[: len(rows)]
+        if how == "add":
+            part = grad[rows].float() + part.float()
+        grad[rows] = part.to(grad.dtype)

@@ -1,0 +1,86 @@
+"""A request to an engine, and the completion that is made of SGLang's answer."""
+
+import base64
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from grpo_megatron.batch.sample import WeightSpan
+from grpo_megatron.sglang.release import weight_spans
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request to sample one response."""
+
+    key: tuple[int, int]
+    """Identifier of the request, chosen by the caller; the completion has the same key."""
+    prompt_ids: list[int]
+    """Token ids of the prompt."""
+    sampling: dict[str, Any]
+    """SGLang's sampling parameters."""
+    routed: int = 0
+    """Number of leading tokens whose experts (from MoE routing) the caller already has."""
+    top: int = 0
+    """Number of most likely tokens to return for each token of the response; 0: none."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished request with a prompt of P tokens and a response of R tokens."""
+
+    key: tuple[int, int]
+    """Key of the request."""
+    response_ids: np.ndarray
+    """int32 [R], token ids of the response."""
+    logprobs: np.ndarray
+    """float32 [R], log-probs of the response (after temperature)."""
+    finish_reason: str
+    """SGLang's finish reason, such as "stop" or "length"."""
+    weight_spans: tuple[WeightSpan, ...]
+    """Spans of the response's tokens with the weight version that sampled them."""
+    routing: np.ndarray | None = None
+    """int16 [P + R - 1 - Request.routed, L, k], the k experts of each token in each of the L layers with
+    experts, without the first `Request.routed` tokens and the last token; None unless requested."""
+    top_ids: np.ndarray | None = None
+    """int32 [R, Request.top], the most likely tokens at each position, best first; None unless requested."""
+    top_logprobs: np.ndarray | None = None
+    """float32 [R, Request.top], their log-probs (after temperature)."""
+
+
+def _routing(request: Request, answer: dict, has_experts: tuple[bool, ...]) -> np.ndarray:
+    """Decode SGLang's array of experts into Completion.routing, which omits the layers without experts."""
+    flat = np.frombuffer(base64.b64decode(answer["meta_info"]["routed_experts"]), dtype=np.int32)
+    tokens = len(request.prompt_ids) + len(answer["output_ids"]) - 1 - request.routed
+    return flat.reshape(tokens, len(has_experts), -1)[:, np.array(has_experts)].astype(np.int16)
+
+
+def completion_of(request: Request, answer: dict, routed_layers: tuple[bool, ...] | None) -> Completion:
+    key, meta = request.key, answer["meta_info"]
+    logprobs = meta["output_token_logprobs"]
+    ids = np.array([token for _, token, _ in logprobs], dtype=np.int32)
+    if not np.array_equal(ids, answer["output_ids"]):
+        raise RuntimeError(f"engine answer {key}: log-probs are of other tokens than the output")
+    return Completion(
+        key=key,
+        response_ids=ids,
+        logprobs=np.array([logprob for logprob, _, _ in logprobs], dtype=np.float32),
+        finish_reason=meta["finish_reason"]["type"],
+        weight_spans=weight_spans(meta, len(ids)),
+        routing=_routing(request, answer, routed_layers) if routed_layers else None,
+        **(_top_tokens(meta["output_top_logprobs"]) if request.top else {}),
+    )
+
+
+def _top_tokens(places: list[list[tuple[float, int, str | None]]]) -> dict[str, np.ndarray]:
+    """Return Completion.top_ids and Completion.top_logprobs, as keyword arguments of Completion.
+
+    places: for each token of the response, SGLang's (log-prob, id, text) of the likely tokens, best first.
+    """
+    return {
+        "top_ids": np.array([[token for _, token, _ in place] for place in places], dtype=np.int32),
+        "top_logprobs": np.array(
+            [[logprob for logprob, _, _ in place] for place in places], dtype=np.float32
+        ),
+    }

@@ -1,0 +1,1 @@
+"""SGLang without a GPU: a platform, an attention backend, operators, and fast starts, all on PyTorch."""

@@ -1,0 +1,20 @@
+"""Imports of the process that SGLang's processes on a CPU are forked from, see `forking`."""
+
+import ctypes
+import gc
+import signal
+
+_PR_SET_PDEATHSIG = 1
+# End this process when the engine's process ends. SGLang makes the same call in its processes, so they end
+# with this one. Without it they would be left behind.
+ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+gc.disable()
+
+import ray  # noqa: E402, F401 - what the engine's process was started with, each child imports too
+import sglang.srt.managers.detokenizer_manager  # noqa: E402
+import sglang.srt.managers.scheduler  # noqa: E402
+import sglang.srt.models.registry  # noqa: E402, F401
+
+gc.enable()
+gc.freeze()  # garbage collections in forked processes skip the objects that exist now

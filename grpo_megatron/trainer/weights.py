@@ -1,0 +1,66 @@
+"""TrainerWeights: the trained weights on all ranks, for weight sync, export and the self-test."""
+
+from contextlib import AbstractContextManager
+
+import ray
+
+from grpo_megatron.cluster.processes import Process
+from grpo_megatron.errors import UserError
+from grpo_megatron.trainer.ranks import TrainerRanks
+from grpo_megatron.weights.sync.order import Order
+
+
+class TrainerWeights:
+    """The policy's current weights, spread over the ranks.
+
+    last_step: last step of the run in which they changed; None if they have not changed yet
+    """
+
+    def __init__(self, ranks: TrainerRanks):
+        self._ranks = ranks
+        self.last_step: int | None = None
+
+    @property
+    def processes(self) -> list[Process]:
+        return self._ranks.processes
+
+    def must_be_finite(self) -> None:
+        """Raise UserError if any weight is NaN or infinite, because training does not recover from that."""
+        found = dict(zip(self.processes, self._ranks.awake().call("weights.broken"), strict=True))
+        broken = [(process.name, name) for process, names in found.items() for name in names]
+        if broken:
+            since = (
+                "since they were loaded"
+                if self.last_step is None
+                else f"since the optimizer step of step {self.last_step}"
+            )
+            raise UserError(
+                f"{len(broken)} parameters hold NaN or infinity {since}, such as {broken[0][1]} on "
+                f"{broken[0][0]}; continue from a checkpoint before it, with a lower optimizer.lr or a lower "
+                "optimizer.clip_grad, or begin with a model that is whole"
+            )
+
+    def scale(self, factor: float, share: float = 1.0) -> None:
+        """Multiply the weights by `factor` until the next optimizer step.
+
+        The self-test uses this to see whether a changed weight reaches the engines.
+        share: fraction of the elements to multiply, chosen at random.
+        """
+        self._ranks.call_alike("weights.scale", factor, share)
+
+    def sync_order(self, order: Order) -> list[ray.ObjectRef]:
+        """Start every rank's part of a weight sync to the engines. Return references to their answers."""
+        return self._ranks.awake().submit("weights.sync_order", order)
+
+    def weight_stream(self, max_bytes: int) -> AbstractContextManager:
+        """Return a context that yields the current weights as Ray references to buckets, rank by rank.
+
+        The weights have HF names. The object-store weight sync uses this. All buckets must be taken.
+        max_bytes: size limit of a bucket.
+        """
+        return self._ranks.awake().stream("weights.buckets", max_bytes)
+
+    def save_hf(self, folder: str) -> None:
+        """Write the current weights as an HF checkpoint. Raises UserError if they are not finite."""
+        self.must_be_finite()
+        self._ranks.call_alike("weights.save_hf", folder)
