@@ -130,7 +130,7 @@ def listing(path: str, hf: str | None, keys: bool, digests: bool, processes: int
             own = sorted(key for key in stored if not key.startswith(_OPTIMIZER))
             tensors = [Described(key, stored[key].shape, stored[key].dtype) for key in own]
         else:
-            from grpo_megatron.megatron.saved_model import saved_model
+            from grpo_megatron.megatron.model_layout import saved_model
 
             kind, source = "Megatron", megatron_tensors(weights, saved_model(read_architecture(companions)))
             tensors = [

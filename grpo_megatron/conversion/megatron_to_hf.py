@@ -29,9 +29,9 @@ from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.pieces import Shape
 from grpo_megatron.paths import writing
 from grpo_megatron.weights import fp8_blocks, hf_checkpoint
+from grpo_megatron.weights.checkpoint_layout import SavedModel
 from grpo_megatron.weights.file_bytes import bytes_of, write
 from grpo_megatron.weights.safetensors_file import Header
-from grpo_megatron.weights.saved_model import SavedModel
 
 _FP8_BUCKET = BUCKET_BYTES // 8  # smaller, because quantising works on several copies in float32
 
@@ -172,7 +172,7 @@ def megatron_to_hf(
     weights, companions = weights_folder(source), companions_of(source, hf)
     arch = read_architecture(companions)
     # Imported here and not at the top, because the worker processes need no Megatron.
-    from grpo_megatron.megatron.saved_model import saved_model
+    from grpo_megatron.megatron.model_layout import saved_model
 
     saved = saved_model(arch)
     tensors = hf_tensors(saved, hf_shapes(weight_map(arch)), dtype or arch.dtype, fp8)

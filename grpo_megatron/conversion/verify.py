@@ -20,8 +20,8 @@ from grpo_megatron.conversion.units import BUCKET_BYTES, file_bytes, filled
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.entries import hf_shapes
 from grpo_megatron.model.families import read_architecture, weight_map
+from grpo_megatron.weights.checkpoint_layout import rows_within
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
-from grpo_megatron.weights.saved_model import rows_within
 
 LOGITS_BOUND = 1e-5  # largest allowed difference of float32 logits, relative to the largest magnitude
 _LENGTHS = (48, 17)  # lengths of the sequences whose logits are compared
@@ -73,7 +73,7 @@ def different_bits(hf: str, megatron: str, processes: int) -> tuple[list[str], P
 
     Raises UserError if a checkpoint is damaged, incomplete or of another model.
     """
-    from grpo_megatron.megatron.saved_model import saved_model
+    from grpo_megatron.megatron.model_layout import saved_model
 
     arch, checkpoint = read_architecture(hf), HFCheckpoint(hf)
     entries = weight_map(arch)

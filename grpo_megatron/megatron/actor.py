@@ -5,7 +5,6 @@ directly. A method whose docstring says "Collective" must be called on all ranks
 are the same on all ranks, except micro-batches, which are those of the rank's data-parallel replica.
 """
 
-from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -42,18 +41,16 @@ from grpo_megatron.megatron.score_head import load_reward_model
 from grpo_megatron.megatron.spec import ActorSpec, TrainResult
 from grpo_megatron.megatron.step_metrics import beyond_limits, merge_over_context, router_metrics
 from grpo_megatron.megatron.training_setup import wrap_for_training
-from grpo_megatron.megatron.weights import iterate_hf, load_hf, mark_parallel
+from grpo_megatron.megatron.weights import load_hf, mark_parallel
 from grpo_megatron.metrics import Metrics, concrete, merge
 from grpo_megatron.model.adapters import adapter_entries
-from grpo_megatron.model.entries import engine_stacks
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.paths import writing
 from grpo_megatron.run.checkpoints import SaveReport
 from grpo_megatron.run.manifest import FileRecord
 from grpo_megatron.weights import hf_checkpoint
-from grpo_megatron.weights.buckets import Bucket, make_buckets
-from grpo_megatron.weights.sync.order import Answer, Order
-from grpo_megatron.weights.sync.sender import Sender, sender_for
+from grpo_megatron.weights.sync.messages import SyncCommand, SyncReport
+from grpo_megatron.weights.sync.sender import WeightSender, sender_for
 
 MicroBatches = list[TrainBatch]
 Key = tuple[int, int]
@@ -74,7 +71,7 @@ class Actor:
         self.model_spec = model_spec = spec.model_spec(
             uses_transformer_engine(spec.transformer_impl, spec.precision, spec.emulate_kernels)
         )
-        self._sender: Sender | None = None
+        self._sender: WeightSender | None = None
         self.reward_model = RewardModel(spec, self._heart.tick) if spec.reward_model else None
         self.entries = weight_map(self.arch, model_spec.transformer_engine)
         self.chunks = build_model(self.arch, model_spec)
@@ -329,26 +326,15 @@ class Actor:
         with self._settled_weights():
             self.reference.take_current()
 
-    def sync_order(self, order: Order) -> Answer:
-        """Do this rank's part of a weight sync to the engines, and return its answer to the driver.
+    def send_weights(self, command: SyncCommand) -> SyncReport:
+        """Do this rank's part of a weight sync to the engines, and return its report to the driver.
 
-        The sender and its connections are kept until an order with another setup comes.
+        The sender and its connections are kept until a command with another setup comes.
         """
-        with_te = self.model_spec.transformer_engine
-        self._sender = sender_for(order.setup, self._sender, self.rank.rank, self.device, with_te)
         with self._settled_weights(), torch.no_grad():
-            return self._sender.send(order, lora.MergedWeights(self.chunks), self._heart.tick)
-
-    def weight_buckets(self, max_bytes: int) -> Iterator[Bucket]:
-        """Yield the current weights under HF names in buckets of at most `max_bytes`. Collective.
-
-        Each weight comes from one rank only. Exhaust the iterator on every rank, also on those that yield
-        nothing, because weights are gathered collectively over the TP group.
-        """
-        with self._settled_weights():
-            # Ranks that yield no weight still run the loop, because it drives the collectives.
-            tensors = iterate_hf(self.chunks, self.entries, values=lora.MergedWeights(self.chunks))
-            yield from make_buckets(tensors, max_bytes, engine_stacks(self.entries.values()))
+            with_te = self.model_spec.transformer_engine
+            self._sender = sender_for(command.setup, self._sender, self.rank.rank, self.device, with_te)
+            return self._sender.send(command, lora.MergedWeights(self.chunks), self._heart.tick)
 
     def save_hf(self, folder: str, dtype: torch.dtype | None = None) -> None:
         """Write the current weights as an HF checkpoint. Collective.

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from math import isfinite
 from typing import Any
@@ -29,7 +29,7 @@ from grpo_megatron.model.families import read_architecture
 from grpo_megatron.run.checkpoints import SaveReport
 from grpo_megatron.run.manifest import FileRecord
 from grpo_megatron.trainer.dropped_steps import DroppedSteps
-from grpo_megatron.weights.sync.order import Order
+from grpo_megatron.weights.sync.messages import SyncCommand
 
 
 def _environment(slot: Slot, threads: int = 1) -> dict[str, str]:
@@ -66,8 +66,7 @@ def _in_order(batch: TrainBatch, plan: Schedule, parts: list[np.ndarray]) -> np.
 class PolicyTrainer:
     """Driver-side handle of all trainer ranks: starts them and calls each method on every rank.
 
-    Except for `sync_order` and `weight_stream`, a method returns when all ranks are done. It raises if a rank
-    failed.
+    Except for `send_weights`, a method returns when all ranks are done. It raises if a rank failed.
     """
 
     def __init__(
@@ -299,19 +298,10 @@ class PolicyTrainer:
     def processes(self) -> list[Process]:
         return self.group.processes
 
-    def sync_order(self, order: Order) -> list[ray.ObjectRef]:
-        """Start every rank's part of a weight sync to the engines. Return references to their answers."""
+    def send_weights(self, command: SyncCommand) -> list[ray.ObjectRef]:
+        """Start every rank's part of a weight sync to the engines. Return references to their reports."""
         self._must_be_awake()
-        return self.group.submit("sync_order", order)
-
-    def weight_stream(self, max_bytes: int) -> AbstractContextManager:
-        """Return a context that yields the current weights as Ray references to buckets, rank by rank.
-
-        The weights have HF names. The object-store weight sync uses this. All buckets must be taken.
-        max_bytes: size limit of a bucket.
-        """
-        self._must_be_awake()
-        return self.group.stream("weight_buckets", max_bytes)
+        return self.group.submit("send_weights", command)
 
     def reset_reference(self) -> None:
         """Make the policy's current weights the reference model's weights."""

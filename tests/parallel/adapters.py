@@ -8,7 +8,7 @@ from megatron.core import parallel_state as mpu
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.lora import MergedWeights
-from grpo_megatron.megatron.weights import local_parameters
+from grpo_megatron.megatron.weights import iterate_hf, local_parameters
 from tests.parallel.actors import in_order, micro_batches, reference_logprobs
 
 
@@ -102,9 +102,9 @@ def refusal(spec, folder):
         return str(error)
 
 
-def synced(spec):
+def merged_weights(spec):
+    """Return {HF name: tensor with its adapter merged} of the tensors that this rank exports."""
     actor = Actor(spec)
     fill(actor)
-    return {
-        name: tensor.clone() for bucket in actor.weight_buckets(20_000) for name, tensor in bucket.tensors()
-    }
+    merged = MergedWeights(actor.chunks)
+    return {name: tensor.clone() for name, tensor in iterate_hf(actor.chunks, actor.entries, values=merged)}

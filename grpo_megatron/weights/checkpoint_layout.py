@@ -1,6 +1,6 @@
 """The location of each HF tensor in a Megatron checkpoint.
 
-megatron/saved_model.py builds these records from the model itself.
+megatron/model_layout.py builds these records from the model itself.
 """
 
 from dataclasses import dataclass
