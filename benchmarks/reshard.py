@@ -14,7 +14,7 @@ of the same size. `bound` is the number of bytes that the engine's ranks must re
 Prints a table and, as its last line, one JSON object:
 
     bytes_over_bound, time_over_raw    of the transport that `auto` chooses, the worse of the two engines
-    groups_over_raw, seconds, object_store_seconds, digest_seconds
+    groups_over_raw, seconds, digest_seconds
     delta_bytes                        {share of elements changed: share of all bytes}
 """
 
@@ -32,13 +32,12 @@ import torch
 import torch.distributed as dist
 
 from grpo_megatron.commands.assemble import assemble, open_site
-from grpo_megatron.config.weight_sync import SyncTransport
+from grpo_megatron.config.weight_sync import Transport
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.preflight.load import load_config
-from grpo_megatron.weights.sync.object_store import ObjectStore
 from grpo_megatron.weights.sync.plan import Layouts, ReshardPlan
-from grpo_megatron.weights.sync.resharding import Resharding, chosen_way
+from grpo_megatron.weights.sync.resharding import Resharding
 
 SHARES = (0.01, 0.1, 1.0)
 
@@ -82,39 +81,32 @@ def config(folder: Path, engine_tp: int):
     )
 
 
-def timed(transport, run, repeat: int) -> tuple[float, dict[str, float]]:
+def timed(sync: Resharding, run, repeat: int) -> tuple[float, dict[str, float]]:
     """Return the median seconds of a transfer, after a first one, and what the last transfer measured."""
     seconds = []
     for version in range(1, repeat + 2):
         run.engines.begin_update()
         started = time.perf_counter()
-        measured = transport.transfer(run.trainer, run.engines, version)
+        measured = sync.transfer(run.trainer, run.engines, version)
         seconds.append(time.perf_counter() - started)
         run.engines.end_update(version)
     return statistics.median(seconds[1:]), measured
 
 
-def described(layouts, run, transport: SyncTransport, **settings) -> Resharding:
-    sync = replace(run.config.weight_sync, transport=transport, **settings)
-    way, layouts = chosen_way(sync, layouts)
-    resharding = Resharding(layouts, way, sync, "", 600.0)
-    run.engines.begin_update()
-    different = resharding.describe(run.engines)
-    run.engines.end_update(0)
-    if different:
-        raise SystemExit(f"the engine's parameters are not as planned: {different[:3]}")
-    return resharding
+def resharding(layouts, run, transport: Transport, **settings) -> Resharding:
+    config = replace(run.config.weight_sync, transport=transport, **settings)
+    return Resharding(layouts, config, folder="", call_timeout=600.0)
 
 
 def deltas(layouts, run) -> dict[str, float]:
     """Return {share of elements changed: share of all bytes sent}. Digests are compared each time."""
-    resharding = described(layouts, run, SyncTransport.auto, delta=True)
+    sync = resharding(layouts, run, Transport.auto, delta=True)
     sent = {}
     for version, share in enumerate((None, *SHARES), start=1):
         if share is not None:
             run.trainer.weights.scale(1.5, share)
         run.engines.begin_update()
-        sent[share] = resharding.transfer(run.trainer, run.engines, version)["sent_gb"]
+        sent[share] = sync.transfer(run.trainer, run.engines, version)["sent_gb"]
         run.engines.end_update(version)
     return {str(share): sent[share] / sent[None] for share in SHARES}
 
@@ -212,12 +204,9 @@ def measure(folder: Path, engine_tp: int, repeat: int) -> dict:
             for piece in entry.engine_pieces(layouts.engine, me.rank)
         )
         found = {"engine_tp": engine_tp, "bound_gb": bound / 1e9}
-        for transport in (SyncTransport.shared_memory, SyncTransport.groups):
-            seconds, measured = timed(described(layouts, run, transport), run, repeat)
+        for transport in (Transport.shared_memory, Transport.groups):
+            seconds, measured = timed(resharding(layouts, run, transport), run, repeat)
             found[transport.value] = {"seconds": seconds, **measured}
-        found["object_store"], _ = timed(
-            ObjectStore(plan.entries, settings.weight_sync.bucket_bytes), run, repeat
-        )
         found["delta"] = deltas(layouts, run)
         found["ray_direct"] = ray_direct(bound, settings.weight_sync.bucket_bytes, repeat)
         found["raw"] = raw_broadcast(bound, settings.weight_sync.bucket_bytes, repeat)
@@ -254,16 +243,6 @@ def main() -> None:
         rows.append(
             (
                 name,
-                "object_store",
-                f"{one['object_store']:.3f}",
-                f"{one['object_store'] / one['raw']:.2f}",
-                "",
-                "",
-            )
-        )
-        rows.append(
-            (
-                name,
                 "Ray direct, to actor",
                 f"{one['ray_direct']:.3f}",
                 f"{one['ray_direct'] / one['raw']:.2f}",
@@ -288,7 +267,6 @@ def summary(found: list[dict]) -> dict:
         "time_over_raw": max(one["shared_memory"]["seconds"] / one["raw"] for one in found),
         "groups_over_raw": max(one["groups"]["seconds"] / one["raw"] for one in found),
         "seconds": max(one["shared_memory"]["seconds"] for one in found),
-        "object_store_seconds": max(one["object_store"] for one in found),
         "ray_direct_seconds": max(one["ray_direct"] for one in found),
         "raw_seconds": max(one["raw"] for one in found),
         "digest_seconds": max(one["shared_memory"]["engine_digest_seconds"] for one in found),

@@ -18,14 +18,7 @@ from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.preflight.layout import layout_violations, layout_violations_of_model
-from grpo_megatron.weights.sync.cost import (
-    Cost,
-    Machine,
-    broadcast_is_cheaper,
-    cost,
-    full_tensors_seconds,
-    on_nodes,
-)
+from grpo_megatron.weights.sync.cost import Cost, Machine, broadcast_is_cheaper, cost, on_nodes
 from grpo_megatron.weights.sync.plan import Layouts, ReshardPlan
 
 MODELS = Path(__file__).resolve().parent.parent / "configs" / "models"
@@ -89,7 +82,6 @@ def row(case: Case, nodes: int, gpus_per_node: int, machine: Machine, bucket_byt
         f"{found.received_gb:.1f}",
         f"{found.bound:.2f}",
         f"{found.seconds:.2f}",
-        f"{full_tensors_seconds(layouts, machine):,.0f}",
         f"{transport}: {why}",
     )
 
@@ -106,7 +98,6 @@ HEAD = (
     "GB into one",
     "bound, s",
     "plan, s",
-    "object store, s",
     "transport",
 )
 
@@ -122,7 +113,7 @@ def show_links(case: Case, nodes: int, gpus_per_node: int) -> None:
     """Print the bytes of every link of the weight sync, from a rank to the engines' receivers."""
     layouts = layouts_of(case, nodes, gpus_per_node)
     for link, size in ReshardPlan(layouts).volumes(itemsize=2).items():
-        via = f" through rank {link.carrier}" if link.carrier != link.sender else ""
+        via = f" through rank {link.relay_rank}" if link.relay_rank != link.sender else ""
         sender, to = (
             f"rank {link.sender} ({layouts.rank_nodes[link.sender]}){via}",
             ", ".join(map(str, link.receivers)),

@@ -33,19 +33,20 @@ from safetensors.torch import load_file
 from grpo_megatron.cluster.store import StoreServer
 from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.config.schema import ModelConfig
+from grpo_megatron.config.weight_sync import Transport
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.model.pieces import box
 from grpo_megatron.sglang.arguments import engine_arguments, engine_environment
-from grpo_megatron.sglang.memory import EngineMemory, Part, engine_bytes
+from grpo_megatron.sglang.memory import EngineMemory, MemoryPart, engine_bytes
 from grpo_megatron.sglang.node import Children
 from grpo_megatron.sglang.release import EngineControl
 from grpo_megatron.sglang.start import meeting_file, start_engine
-from grpo_megatron.sglang.weight_door import DOOR, answer_key, by_value
-from grpo_megatron.weights.sync.order import Answer, Order, Setup, Task, Way
+from grpo_megatron.sglang.weight_receiver import RECEIVE_WEIGHTS, as_named_tensors, report_key
+from grpo_megatron.weights.sync.messages import SyncCommand, SyncKind, SyncReport, SyncSetup
 from grpo_megatron.weights.sync.plan import EngineRank, Layouts, ReshardPlan
-from grpo_megatron.weights.sync.sender import Sender
+from grpo_megatron.weights.sync.sender import WeightSender
 
 _WAIT_SECONDS = 60.0
 _PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS = 16, 48, 24
@@ -92,7 +93,7 @@ async def difference(control: EngineControl, model: str, gpu: bool) -> float:
     return float(torch.cat(found).mean())
 
 
-def send_weights(setup: Setup, model: str, device: torch.device) -> None:
+def send_weights(setup: SyncSetup, model: str, device: torch.device) -> None:
     """Send a checkpoint's weights as the only rank of a trainer. Runs in a process of its own."""
     tensors = load_file(Path(model, "model.safetensors"))
     own = {}
@@ -101,34 +102,34 @@ def send_weights(setup: Setup, model: str, device: torch.device) -> None:
         for piece in entry.megatron_pieces(1, 0):
             piece.of(local).copy_(tensors[piece.hf][box(piece.start, piece.shape)])
         own[entry.megatron] = local.to(device)
-    sender = Sender(setup, 0, device)
-    sender.send(Order(Task.transfer, 1, setup), own)
+    sender = WeightSender(setup, 0, device)
+    sender.send(SyncCommand(SyncKind.transfer, 1, setup), own)
     sender.close()
 
 
-async def take_weights(control: EngineControl, model: str, gpu: bool) -> Answer:
-    """Let the engine take another checkpoint's weights from another process, and return its answer."""
+async def take_weights(control: EngineControl, model: str, gpu: bool) -> SyncReport:
+    """Let the engine take another checkpoint's weights from another process, and return its report."""
     server = StoreServer("127.0.0.1", _WAIT_SECONDS)
     layouts = Layouts(
         read_architecture(model), ParallelSizes(), EngineLayout(), 1, multicast=True, within_nodes=True
     )
     kind = torch.bfloat16 if gpu else torch.float32
     dtypes = tuple((name, kind) for name in ReshardPlan(layouts).engine_shapes)
-    setup = Setup(layouts, Way.shared_memory, server.address, 1 << 20, _WAIT_SECONDS, dtypes)
+    setup = SyncSetup(layouts, Transport.shared_memory, server.address, 1 << 20, _WAIT_SECONDS, dtypes)
     device = torch.device("cuda", 0) if gpu else torch.device("cpu")
     sender = multiprocessing.get_context("spawn").Process(target=send_weights, args=(setup, model, device))
     sender.start()
-    order = Order(Task.transfer, 1, setup, engine=0)
+    command = SyncCommand(SyncKind.transfer, 1, setup, engine=0)
     accepted, message = await control.begin_weight_update()
     if accepted:
-        accepted, message = await control.call_loader(by_value(order), 1, DOOR)
+        accepted, message = await control.call_loader(as_named_tensors(command), 1, RECEIVE_WEIGHTS)
     if not accepted:
         raise RuntimeError(f"the engine refused the weights: {message}")
-    answer = pickle.loads(server.store.get(answer_key(order, EngineRank(0, 0).rank)))
+    report = pickle.loads(server.store.get(report_key(command, EngineRank(0, 0).rank)))
     await control.end_weight_update()
     await control.flush_cache()
     await asyncio.to_thread(sender.join, _WAIT_SECONDS)
-    return answer
+    return report
 
 
 async def measure(
@@ -150,10 +151,10 @@ async def measure(
     before = engine_bytes(children)
     await memory.release()
     report.add(released_gb=(before - engine_bytes(children)) / 1e9, occupied_gb=engine_bytes(children) / 1e9)
-    await memory.resume(Part.weights)
-    answer = await take_weights(control, models[1], gpu)
-    report.add(sync_error=answer.error, wrong=answer.wrong, sync_seconds=answer.seconds.get("all"))
-    await memory.resume(Part.kv_cache)
+    await memory.resume(MemoryPart.weights)
+    synced = await take_weights(control, models[1], gpu)
+    report.add(sync_error=synced.error, wrong=synced.wrong, sync_seconds=synced.seconds.get("all"))
+    await memory.resume(MemoryPart.kv_cache)
     report.add(resumed_gb=engine_bytes(children) / 1e9)
     report.add(difference_after_sync=await difference(control, models[1], gpu))
 

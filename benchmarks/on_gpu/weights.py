@@ -7,14 +7,15 @@ import numpy as np
 import torch
 
 from grpo_megatron.cluster.store import StoreAddress, StoreServer
+from grpo_megatron.config.weight_sync import Transport
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from grpo_megatron.weights.sync.order import Order, Setup, Task, Way
+from grpo_megatron.weights.sync.messages import SyncCommand, SyncKind, SyncSetup
 from grpo_megatron.weights.sync.plan import EngineRank, Layouts, ReshardPlan
-from grpo_megatron.weights.sync.receiver import Receiver
-from grpo_megatron.weights.sync.sender import Sender
+from grpo_megatron.weights.sync.receiver import WeightReceiver
+from grpo_megatron.weights.sync.sender import WeightSender
 from on_gpu.bench import Bench, random_weights
 from on_gpu.device import seconds
 
@@ -25,11 +26,7 @@ _WAIT_SECONDS = 120
 
 
 def export(bench: Bench) -> None:
-    """Measure the export of all weights as HF tensors.
-
-    Two ways are measured: within the device's memory, where engines on the same device take them, and in
-    buckets on the host.
-    """
+    """Measure the export of all weights as HF tensors within the device's memory, beside a plain copy."""
     from grpo_megatron.megatron.state.hf_weights import iterate_hf
     from on_gpu.actors import one_rank, random_actor, spec_of
 
@@ -52,9 +49,6 @@ def export(bench: Bench) -> None:
                 bench.device, lambda: exhaust(iterate_hf(actor.model.chunks, actor.model.entries)), repeats
             ),
             "copy": seconds(bench.device, copy, repeats),
-            "host": seconds(
-                bench.device, lambda: exhaust(actor.weights.buckets(bench.sizes.bucket)), 1, warm_up=1
-            ),
         }
         bench.report(
             gigabytes=gigabytes, **{f"{name}_gb_per_s": gigabytes / value for name, value in taken.items()}
@@ -71,8 +65,8 @@ def handover(bench: Bench) -> None:
     server = StoreServer("127.0.0.1", _WAIT_SECONDS)
     setup = _setup(arch, server.address, bench.sizes.bucket)
     context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    other = context.Process(target=_receive, args=(setup, bench.device.device, answers))
+    reports = context.Queue()
+    other = context.Process(target=_receive, args=(setup, bench.device.device, reports))
     other.start()
     with torch.no_grad():
         own = {
@@ -82,32 +76,32 @@ def handover(bench: Bench) -> None:
             for entry in ReshardPlan(setup.layouts).entries
         }
         random_weights(own)
-    sender = Sender(setup, 0, bench.device.device)
-    sent = [sender.send(Order(Task.transfer, number, setup), own) for number in range(_TRANSFERS)]
-    received = [answers.get(timeout=_WAIT_SECONDS) for _ in range(_TRANSFERS)]
+    sender = WeightSender(setup, 0, bench.device.device)
+    sent = [sender.send(SyncCommand(SyncKind.transfer, number, setup), own) for number in range(_TRANSFERS)]
+    received = [reports.get(timeout=_WAIT_SECONDS) for _ in range(_TRANSFERS)]
     sender.close()
     other.join(timeout=_WAIT_SECONDS)
-    if any(answer.wrong for answer in received) or received[-1].seals != sent[-1].seals:
+    if any(report.wrong for report in received) or received[-1].link_checksums != sent[-1].link_checksums:
         raise RuntimeError(f"weights arrived that are not those that were sent: {received[-1].wrong[:3]}")
     gigabytes = received[-1].bytes / 1e9
-    taken = statistics.median(answer.seconds["all"] for answer in received[1:])
+    taken = statistics.median(report.seconds["all"] for report in received[1:])
     parts = {f"sender_{name}_seconds": value for name, value in sent[-1].seconds.items()}
     parts |= {f"receiver_{name}_seconds": value for name, value in received[-1].seconds.items()}
     bench.report(gigabytes=gigabytes, gb_per_s=gigabytes / taken, bucket_bytes=setup.bucket_bytes, **parts)
 
 
-def _setup(arch: Architecture, store: StoreAddress, bucket_bytes: int) -> Setup:
+def _setup(arch: Architecture, store: StoreAddress, bucket_bytes: int) -> SyncSetup:
     layouts = Layouts(arch, ParallelSizes(), EngineLayout(), 1, multicast=True, within_nodes=True)
     dtypes = tuple((name, torch.bfloat16) for name in ReshardPlan(layouts).engine_shapes)
-    return Setup(layouts, Way.shared_memory, store, bucket_bytes, timeout=60.0, dtypes=dtypes)
+    return SyncSetup(layouts, Transport.shared_memory, store, bucket_bytes, timeout=60.0, dtypes=dtypes)
 
 
-def _receive(setup: Setup, device: torch.device, answers) -> None:
-    receiver = Receiver(setup, EngineRank(0, 0), device)
+def _receive(setup: SyncSetup, device: torch.device, reports) -> None:
+    receiver = WeightReceiver(setup, EngineRank(0, 0), device)
     shapes = ReshardPlan(setup.layouts).engine_shapes
     own = {name: torch.empty(shape, dtype=torch.bfloat16, device=device) for name, shape in shapes.items()}
     for number in range(_TRANSFERS):
-        answers.put(receiver.receive(Order(Task.transfer, number, setup), own))
+        reports.put(receiver.receive(SyncCommand(SyncKind.transfer, number, setup), own))
     receiver.close()
 
 

@@ -5,9 +5,7 @@ every process builds one object, and calls go to the methods of that object or o
 """
 
 import gc
-import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -15,7 +13,7 @@ import ray
 
 from grpo_megatron.cluster.heart import Heart
 from grpo_megatron.cluster.memory import occupied
-from grpo_megatron.cluster.processes import Process, fetch, gather, redirect_output
+from grpo_megatron.cluster.processes import Process, gather, redirect_output
 from grpo_megatron.cluster.store import StoreAddress, StoreServer
 from grpo_megatron.cluster.watch import Watch
 
@@ -58,11 +56,6 @@ class _Worker:
 
     def occupied(self) -> int:
         return occupied()
-
-    def stream(self, method: str, *arguments) -> Iterator[Any]:
-        """Yield the items of the generator `method` one by one. Ray streams them to the caller."""
-        with self._heart.phase(method):
-            yield from attrgetter(method)(self._target)(*arguments)
 
 
 class WorkerGroup:
@@ -152,29 +145,6 @@ class WorkerGroup:
         self, references: dict[int, ray.ObjectRef], call: str, timeout: float | None = None
     ) -> dict[int, Any]:
         return gather(references, self.processes, call, self._timeout if timeout is None else timeout)
-
-    @contextmanager
-    def stream(self, method: str, *arguments) -> Iterator[Iterator[ray.ObjectRef]]:
-        """Run the generator `method` on every rank. Yield an iterator over all items, rank by rank.
-
-        It is for large items such as buckets of weights. The iterator returns Ray's references. The items'
-        bytes stay in Ray's object store. A rank makes an item only when the ones before were taken (at most
-        two in advance), and the caller must take all of them. If a rank fails, the error names it, even if
-        the caller failed first because of an item that did not come.
-        """
-        # Each rank is limited to two items in advance. Without a limit, all of them would be in the object
-        # store.
-        options = {"num_returns": "streaming", "_generator_backpressure_num_objects": 2}
-        streams = [worker.stream.options(**options).remote(method, *arguments) for worker in self._workers]
-        ended = {stream.completed(): rank for rank, stream in enumerate(streams)}
-        try:
-            yield itertools.chain.from_iterable(streams)
-        except Exception:
-            ready, _ = ray.wait(list(ended), num_returns=len(ended), timeout=5.0)
-            for reference in ready:
-                fetch(reference, self.processes[ended[reference]], method)
-            raise
-        self._gather({rank: reference for reference, rank in ended.items()}, method)
 
     def close(self) -> None:
         """Kill all processes, without waiting."""

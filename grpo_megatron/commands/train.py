@@ -32,16 +32,15 @@ from grpo_megatron.run.resume import Checkpoint, finished_result
 from grpo_megatron.run.stop import StopRequest
 from grpo_megatron.trainer.scoring import ModelRewards
 from grpo_megatron.trainer.weight_probe import WeightProbe
-from grpo_megatron.weights.sync.interface import Transport
 from grpo_megatron.weights.sync.plan import Layouts
-from grpo_megatron.weights.sync.resharding import make_transport
+from grpo_megatron.weights.sync.resharding import Resharding
 from grpo_megatron.weights.sync.sync import WeightSync
 
 # Number of prompts whose log-probs are compared after a weight sync.
 _PROBES = 4
 
 
-def _transport(run: Run) -> Transport:
+def _resharding(run: Run) -> Resharding:
     config = run.config
     layouts = Layouts(
         arch=read_architecture(config.model.path),
@@ -55,7 +54,7 @@ def _transport(run: Run) -> Transport:
     # resumed, which then removes what it left there.
     which = hashlib.blake2b(run.directory.encode(), digest_size=4).hexdigest()
     folder = f"{config.weight_sync.folder}/{config.run.name}-{which}.weight_sync"
-    return make_transport(config.weight_sync, layouts, folder, config.cluster.call_timeout, run.monitor.say)
+    return Resharding(layouts, config.weight_sync, folder, config.cluster.call_timeout)
 
 
 def _probe(run: Run, prompts: PromptSource) -> WeightProbe:
@@ -140,7 +139,7 @@ def _loop(
             weight_sync = WeightSync(
                 run.trainer.weights,
                 run.engines,
-                _transport(run),
+                _resharding(run),
                 _probe(run, prompts),
                 config.weight_sync.probe_every,
             )

@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_megatron.config.keys import default_of, type_name
 from grpo_megatron.config.schema import Config
+from grpo_megatron.config.weight_sync import REMOVED_VALUES
 from grpo_megatron.config.yaml_reader import MAX_CHARACTERS, MAX_DEPTH, read_yaml
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.paths import file_problem
@@ -282,6 +283,8 @@ def _checked(source: str, key: str, value: Any) -> Any:
             f"{source}: {key} is a {'list' if get_origin(kind) is list else 'mapping'}, not "
             f"{shortened(repr(value))}"
         )
+    if isinstance(value, str) and (key, value) in REMOVED_VALUES:
+        raise UserError(f"{source}: {key} can no longer be {value}; {REMOVED_VALUES[key, value]}")
     if value is False and "off" in getattr(kind, "__members__", ()):
         return "off"  # YAML reads a bare off as false, but here it is one of the choices
     for text in _texts(value):

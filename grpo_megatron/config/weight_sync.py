@@ -7,12 +7,20 @@ from grpo_megatron.config.limits import LONGEST_WAIT, Text
 from grpo_megatron.config.options import option
 
 
-class SyncTransport(str, Enum):
+class Transport(str, Enum):
+    """What carries the weights from the trainer to the engines. `auto`: chosen at the start of the run."""
+
     auto = "auto"
     shared_memory = "shared_memory"
     groups = "groups"
     disk = "disk"
-    object_store = "object_store"
+
+
+# {(key, value that earlier versions had): what to use instead}
+REMOVED_VALUES = {
+    ("weight_sync.transport", "object_store"): "use auto, which sends each engine rank its own slices and "
+    "compares their digests",
+}
 
 
 class PauseMode(str, Enum):
@@ -23,11 +31,10 @@ class PauseMode(str, Enum):
 
 @dataclass
 class WeightSyncConfig:
-    transport: SyncTransport = option(
-        SyncTransport.auto,
+    transport: Transport = option(
+        Transport.auto,
         "how weights reach the engines: shared_memory (one node; CUDA IPC on GPUs), groups (NCCL, or gloo on "
-        "CPUs), disk (folder), object_store (full HF tensors through Ray, for engines whose parameters no "
-        "weight map describes), or auto",
+        "CPUs), disk (folder), or auto",
     )
     bucket_bytes: int = option(64 * 2**20, "size of the buckets weights travel in", "bytes", above=0)
     delta: bool = option(

@@ -24,8 +24,8 @@ from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.pieces import Piece, Shape
 from grpo_megatron.paths import writing
 from grpo_megatron.weights import hf_checkpoint
-from grpo_megatron.weights.saved_model import SavedModel, clipped, rows_within
-from grpo_megatron.weights.torch_dist import Stored, StoredChunk, append_tensor, write_metadata
+from grpo_megatron.weights.checkpoint_layout import SavedModel, clipped, rows_within
+from grpo_megatron.weights.torch_dist import StoredChunk, StoredTensor, append_tensor, write_metadata
 
 # Records what the checkpoint was converted from. A checkpoint without this file was saved by a trainer.
 _NOTE = "converted.json"
@@ -171,7 +171,7 @@ def _finish(
     These are a file with the objects that are no tensors, an empty common.pt, and the metadata, which says in
     which file and at which offset each chunk is.
     """
-    tensors = {part.key: Stored(part.dtype or arch.dtype, part.full, ()) for part in saved.parts}
+    tensors = {part.key: StoredTensor(part.dtype or arch.dtype, part.full, ()) for part in saved.parts}
     for unit in units:
         for chunk, place in zip(unit.chunks, folder.note(_inside(unit)), strict=True):
             stored = tensors[chunk.key]

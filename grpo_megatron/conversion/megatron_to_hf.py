@@ -29,9 +29,9 @@ from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.pieces import Shape
 from grpo_megatron.paths import writing
 from grpo_megatron.weights import fp8_blocks, hf_checkpoint
+from grpo_megatron.weights.checkpoint_layout import SavedModel
 from grpo_megatron.weights.file_bytes import bytes_of, write
 from grpo_megatron.weights.safetensors_file import Header
-from grpo_megatron.weights.saved_model import SavedModel
 
 _FP8_BUCKET = BUCKET_BYTES // 8  # smaller, because quantising works on several copies in float32
 

@@ -17,9 +17,9 @@ from grpo_megatron.model.adapters import is_adapter
 from grpo_megatron.model.gguf_advice import gguf_advice
 from grpo_megatron.model.pieces import Piece, Shape, box
 from grpo_megatron.paths import folder_problem, is_absent
+from grpo_megatron.weights.checkpoint_layout import SavedModel, rows_within
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 from grpo_megatron.weights.pickled import pickled_weights
-from grpo_megatron.weights.saved_model import SavedModel, rows_within
 from grpo_megatron.weights.torch_dist import TorchDistReader, read_metadata
 
 WEIGHTS = "actor"  # subfolder with the weights, in a converted checkpoint and in a trainer's

@@ -20,8 +20,8 @@ from grpo_megatron.conversion.units import BUCKET_BYTES, file_bytes, filled
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.entries import hf_shapes
 from grpo_megatron.model.families import read_architecture, weight_map
+from grpo_megatron.weights.checkpoint_layout import rows_within
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
-from grpo_megatron.weights.saved_model import rows_within
 
 LOGITS_BOUND = 1e-5  # largest allowed difference of float32 logits, relative to the largest magnitude
 _LENGTHS = (48, 17)  # lengths of the sequences whose logits are compared

@@ -290,12 +290,3 @@ def engine_shapes(entries: Iterable[Entry], layout: EngineLayout) -> dict[str, S
             # If several entries share a parameter, the last one ends where the parameter ends.
             shapes[entry.engine] = max(shape, shapes.get(entry.engine, shape))
     return shapes
-
-
-def engine_stacks(entries: Iterable[Entry]) -> dict[str, str]:
-    """Return {HF tensor: engine's parameter} of tensors that share an engine parameter with others.
-
-    Such tensors must arrive in the same bucket of a weight sync. Experts are left out.
-    """
-    stacked = {entry.engine for entry in entries if entry.engine_row}
-    return {hf: entry.engine for entry in entries if entry.engine in stacked for hf in entry.hf}

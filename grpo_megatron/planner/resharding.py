@@ -5,15 +5,14 @@ from math import lcm
 
 from grpo_megatron.capabilities import GPUS
 from grpo_megatron.config.schema import Config, Placement
-from grpo_megatron.config.weight_sync import SyncTransport
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.planner.engines import engine_dtype
 from grpo_megatron.planner.time import LINKS, NETWORK_SECONDS
-from grpo_megatron.weights.sync.cost import Machine, cost, full_tensors_seconds, on_nodes
+from grpo_megatron.weights.sync.cost import Machine, cost, on_nodes
 from grpo_megatron.weights.sync.plan import Layouts
-from grpo_megatron.weights.sync.resharding import chosen_way
+from grpo_megatron.weights.sync.resharding import choose_transport
 
 
 def sync_seconds(config: Config, arch: Architecture) -> float:
@@ -28,9 +27,7 @@ def sync_seconds(config: Config, arch: Architecture) -> float:
     layouts = Layouts(_with_few_experts(arch, sizes, layout), sizes, layout, engine.num_engines)
     layouts = on_nodes(layouts, config.cluster.gpus_per_node, config.cluster.placement == Placement.colocated)
     itemsize = engine_dtype(arch, engine).itemsize
-    if config.weight_sync.transport == SyncTransport.object_store:
-        return full_tensors_seconds(layouts, machine, itemsize)
-    _, layouts = chosen_way(config.weight_sync, layouts)
+    _, layouts = choose_transport(config.weight_sync, layouts)
     return cost(layouts, machine, config.weight_sync.bucket_bytes, itemsize).seconds
 
 

@@ -7,7 +7,6 @@ from grpo_megatron.cluster.bundles import bundles
 from grpo_megatron.config.engine import KVCacheDtype, Quantization
 from grpo_megatron.config.fp8 import FP8Recipe
 from grpo_megatron.config.schema import Config, Placement, Precision, Recompute, TransformerImpl
-from grpo_megatron.config.weight_sync import SyncTransport
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.preflight.rule import ENGINE_COMMANDS, TRAINING_COMMANDS, RuleBook
@@ -218,22 +217,6 @@ def engines_fit_nodes(config: Config, capabilities: Capabilities) -> Iterator[st
             bundles(ranks, min(group, per_node), engines, engine_tp, per_node, colocated)
         except UserError as error:
             yield f"{capabilities.where}: {error}"
-
-
-@CLUSTER.rule(
-    "Full tensors reach the ranks of an engine through files of its node.",
-    "weight_sync.transport",
-    "rollout.engine.tensor_parallel",
-    *_FACTS,
-    commands=("train",),
-)
-def full_tensors_stay_on_a_node(config: Config, capabilities: Capabilities) -> Iterator[str]:
-    tp, per_node = config.rollout.engine.tensor_parallel, capabilities.gpus_per_node
-    if per_node and tp > per_node and config.weight_sync.transport == SyncTransport.object_store:
-        yield (
-            "weight_sync.transport=object_store does not reach an engine of "
-            f"rollout.engine.tensor_parallel={tp} over nodes of {per_node} GPUs; use groups, or auto"
-        )
 
 
 @CLUSTER.rule(

@@ -9,7 +9,7 @@ from grpo_megatron.config.schema import ModelConfig
 from grpo_megatron.json_files import json_text
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.sglang.release import GPU_ARGUMENTS
-from grpo_megatron.sglang.weight_door import DOOR
+from grpo_megatron.sglang.weight_receiver import RECEIVE_WEIGHTS
 from grpo_megatron.sglang.without_gpu.platform import ATTENTION_BACKEND, PLATFORM_NAME
 from grpo_megatron.weights import fp8_blocks
 
@@ -61,7 +61,7 @@ def engine_arguments(
         "disable_shared_experts_fusion": True,
         # Only stop strings need text. Without them token ids are enough, and the detokenizer stays idle.
         "skip_tokenizer_init": not needs_tokenizer,
-        "custom_weight_loader": [DOOR],
+        "custom_weight_loader": [RECEIVE_WEIGHTS],
     }
     if config.quantization == Quantization.fp8:
         # Pretend that the checkpoint is in FP8. The weights that SGLang loads from it have no scales, so they

@@ -18,14 +18,13 @@ from grpo_megatron.cluster.heart import Heart
 from grpo_megatron.cluster.processes import Process, redirect_output
 from grpo_megatron.config.weight_sync import PauseMode
 from grpo_megatron.errors import UserError
-from grpo_megatron.sglang.memory import EngineMemory, Part, engine_bytes
+from grpo_megatron.sglang.memory import EngineMemory, MemoryPart, engine_bytes
 from grpo_megatron.sglang.node import Children
 from grpo_megatron.sglang.release import Accepted, EngineControl
 from grpo_megatron.sglang.request import Completion, Request, completion_of
 from grpo_megatron.sglang.start import meeting_file, start_engine
-from grpo_megatron.sglang.weight_door import DOOR, answer_key, by_value
-from grpo_megatron.weights.buckets import Bucket
-from grpo_megatron.weights.sync.order import Answer, Order
+from grpo_megatron.sglang.weight_receiver import RECEIVE_WEIGHTS, as_named_tensors, report_key
+from grpo_megatron.weights.sync.messages import SyncCommand, SyncReport
 
 
 class Started(NamedTuple):
@@ -156,7 +155,7 @@ class SGLangEngine:
             raise RuntimeError(
                 f"{self._process.name} may not serve: nobody has compared its weights with the trainer's"
             )
-        self._memory.must_have(*Part)
+        self._memory.must_have(*MemoryPart)
 
     async def submit(self, batch: int, requests: list[Request]) -> None:
         """Start to answer requests of a client, whose id is `batch`. `poll` returns the completions."""
@@ -220,7 +219,7 @@ class SGLangEngine:
 
         pause: what happens to running requests: they are retracted, continued in place, or aborted.
         """
-        self._memory.must_have(Part.weights)
+        self._memory.must_have(MemoryPart.weights)
         self._admitted, self._updating = False, True
         if self._tasks:
             if pause != PauseMode.abort and not self._control.knows_spans:
@@ -234,32 +233,22 @@ class SGLangEngine:
         await self._accepted("begin_weight_update", self._control.begin_weight_update())
 
     @_phase
-    async def sync_order(self, order: Order) -> list[Answer]:
-        """Make every tensor-parallel rank carry out a weight-sync order of the driver, after `begin_update`.
+    async def receive_weights(self, command: SyncCommand) -> list[SyncReport]:
+        """Make every tensor-parallel rank carry out a weight-sync command, after `begin_update`.
 
-        Return one answer per rank, in rank order. Raises UserError if a rank failed.
+        Return one report per rank, in rank order. Raises UserError if a rank failed.
         """
-        asking = self._control.call_loader(by_value(order), self._tp_size, DOOR)
-        await self._accepted("update_weights_from_tensor", asking)
-        store = order.setup.connect()
-        answers = [pickle.loads(store.get(answer_key(order, rank))) for rank in range(self._tp_size)]
-        for rank, answer in enumerate(answers):
-            store.delete_key(answer_key(order, rank))
-            if answer.error:
+        calling = self._control.call_loader(as_named_tensors(command), self._tp_size, RECEIVE_WEIGHTS)
+        await self._accepted("update_weights_from_tensor", calling)
+        store = command.setup.connect()
+        reports = [pickle.loads(store.get(report_key(command, rank))) for rank in range(self._tp_size)]
+        for rank, report in enumerate(reports):
+            store.delete_key(report_key(command, rank))
+            if report.error:
                 raise UserError(
-                    f"rank {rank} of {self._process.name} failed in the weight sync:\n{answer.error}"
+                    f"rank {rank} of {self._process.name} failed in the weight sync:\n{report.error}"
                 )
-        return answers
-
-    @_phase
-    async def load_bucket(self, bucket: Bucket) -> list[str]:
-        """Load full HF tensors with SGLang's own loader, after `begin_update`, and return their names.
-
-        It works only on a single node, because SGLang's processes get the tensors through files of this node.
-        """
-        loading = self._control.load_tensors(bucket.tensors(), self._tp_size)
-        await self._accepted("update_weights_from_tensor", loading)
-        return [item.name for item in bucket.contents]
+        return reports
 
     @_phase
     async def end_update(self, version: int, keep_cache: bool) -> None:
@@ -309,7 +298,7 @@ class SGLangEngine:
         await self._memory.release()
 
     @_phase
-    async def resume_memory(self, part: Part) -> None:
+    async def resume_memory(self, part: MemoryPart) -> None:
         await self._memory.resume(part)
 
     async def occupied(self) -> int:

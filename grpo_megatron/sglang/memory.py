@@ -15,7 +15,7 @@ from grpo_megatron.sglang.release import EngineControl
 _IDLE_POLLS, _IDLE_POLL_SECONDS = 200, 0.05
 
 
-class Part(Enum):
+class MemoryPart(Enum):
     """A part of an engine's memory that can be released. The values are SGLang's memory tags.
 
     The contents of a part are lost when it is released.
@@ -40,9 +40,9 @@ class EngineMemory:
             the awaitable. SGLangEngine passes a function that raises an error if SGLang dies meanwhile.
         """
         self._name, self._control, self._waited_for = name, control, waited_for
-        self._released: set[Part] = set()
+        self._released: set[MemoryPart] = set()
 
-    def must_have(self, *parts: Part) -> None:
+    def must_have(self, *parts: MemoryPart) -> None:
         """Raise RuntimeError if one of these parts is released."""
         gone = [part.value for part in parts if part in self._released]
         if gone:
@@ -53,12 +53,12 @@ class EngineMemory:
 
     async def release(self) -> None:
         """Release all parts. Raises RuntimeError if a part is released already, or if requests run."""
-        self.must_have(*Part)
+        self.must_have(*MemoryPart)
         await self._until_idle()
         await self._waited_for(
-            "release_memory_occupation", self._control.release_memory([part.value for part in Part])
+            "release_memory_occupation", self._control.release_memory([part.value for part in MemoryPart])
         )
-        self._released = set(Part)
+        self._released = set(MemoryPart)
 
     async def _until_idle(self) -> None:
         """Wait until SGLang's scheduler is idle. A busy scheduler dies if it is asked to release its memory.
@@ -71,7 +71,7 @@ class EngineMemory:
             await asyncio.sleep(_IDLE_POLL_SECONDS)
         raise RuntimeError(f"{self._name} still generates, and may not give back its memory")
 
-    async def resume(self, part: Part) -> None:
+    async def resume(self, part: MemoryPart) -> None:
         """Allocate the memory of a part again. Its contents are undefined.
 
         Raises RuntimeError if the part is not released.

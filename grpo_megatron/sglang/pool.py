@@ -18,9 +18,9 @@ from grpo_megatron.model.families import read_architecture
 from grpo_megatron.sglang.arguments import engine_arguments, engine_environment, node_arguments
 from grpo_megatron.sglang.client import EngineClient
 from grpo_megatron.sglang.engine import SGLangEngine
-from grpo_megatron.sglang.memory import Part
+from grpo_megatron.sglang.memory import MemoryPart
 from grpo_megatron.sglang.node import EngineNode
-from grpo_megatron.weights.sync.order import Order
+from grpo_megatron.weights.sync.messages import SyncCommand
 
 _SHUTDOWN_SECONDS = 20.0
 # Difference between the random seeds of an engine and of its replacement. It is larger than the number of
@@ -221,22 +221,14 @@ class EnginePool:
         """Pause every engine and open its update session. No engine serves until `end_update`."""
         self._on_all("begin_update", self._pause)
 
-    def load_bucket(self, bucket: ray.ObjectRef) -> list[str]:
-        """Load some of the new weights into every engine, and return their HF names.
+    def receive_weights(self, command: SyncCommand) -> list[ray.ObjectRef]:
+        """Make every engine carry out a weight-sync command, between `begin_update` and `end_update`.
 
-        It must be called between `begin_update` and `end_update`.
-
-        bucket: reference to a weights.buckets.Bucket, which holds full HF tensors.
-        """
-        return self._on_all("load_bucket", bucket)[0]
-
-    def sync_order(self, order: Order) -> list[ray.ObjectRef]:
-        """Make every engine carry out a weight-sync order, between `begin_update` and `end_update`.
-
-        Return one reference per engine, to the list of its ranks' weights.sync.order.Answer.
+        Return one reference per engine, to the list of its ranks' SyncReports.
         """
         return [
-            engine.sync_order.remote(order.to_engine(number)) for number, engine in enumerate(self._engines)
+            engine.receive_weights.remote(command.to_engine(index))
+            for index, engine in enumerate(self._engines)
         ]
 
     def end_update(self, version: int) -> None:
@@ -254,11 +246,11 @@ class EnginePool:
 
     def resume_weights(self) -> None:
         """Allocate the memory of the weights again. A sync must fill it."""
-        self._on_all("resume_memory", Part.weights)
+        self._on_all("resume_memory", MemoryPart.weights)
 
     def resume_kv_cache(self) -> None:
         """Allocate the memory of the KV caches again. They are empty."""
-        self._on_all("resume_memory", Part.kv_cache)
+        self._on_all("resume_memory", MemoryPart.kv_cache)
 
     def occupied(self) -> int:
         """Return the bytes in use by the engine that uses most.

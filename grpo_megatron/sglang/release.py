@@ -6,8 +6,6 @@ installed. tests/integration/test_sglang_releases.py makes all these calls in th
 
 from typing import Any
 
-import torch
-
 from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.config.weight_sync import PauseMode
 
@@ -110,30 +108,14 @@ class EngineControl:
             return True, ""
         return await self._manager.begin_weight_update(self._requests.BeginWeightUpdateReqInput(), None)
 
-    async def load_tensors(self, tensors: list[tuple[str, torch.Tensor]], num_ranks: int) -> Accepted:
-        """Load full HF tensors with SGLang's own loader of the model. Only ranks on this node get them.
-
-        tensors: (HF name, tensor).
-        num_ranks: number of tensor-parallel ranks.
-        """
-        from sglang.srt.utils import MultiprocessingSerializer
-
-        # One payload per rank, because the file handles in a payload can be opened only once.
-        return await self._load(
-            [MultiprocessingSerializer.serialize(tensors) for _ in range(num_ranks)], None
-        )
-
     async def call_loader(self, payload: bytes, num_ranks: int, loader: str) -> Accepted:
         """Call a function on every tensor-parallel rank, as a custom weight loader with access to the model.
 
         payload: the pickled named tensors that the function gets.
         loader: the import path of the function.
         """
-        return await self._load([payload] * num_ranks, loader)
-
-    async def _load(self, payloads: list[bytes], load_format: str | None) -> Accepted:
         request = self._requests.UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=payloads, load_format=load_format, flush_cache=False
+            serialized_named_tensors=[payload] * num_ranks, load_format=loader, flush_cache=False
         )
         return await self._manager.update_weights_from_tensor(request, None)
 
@@ -152,7 +134,7 @@ class EngineControl:
         The scheduler must be idle, and none of this memory may be released already. Otherwise SGLang crashes;
         EngineMemory checks both.
 
-        tags: SGLang's memory tags, the values of memory.Part.
+        tags: SGLang's memory tags, the values of memory.MemoryPart.
         """
         await self._manager.release_memory_occupation(
             self._requests.ReleaseMemoryOccupationReqInput(tags=tags)

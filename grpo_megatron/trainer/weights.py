@@ -1,13 +1,11 @@
 """TrainerWeights: the trained weights on all ranks, for weight sync, export and the self-test."""
 
-from contextlib import AbstractContextManager
-
 import ray
 
 from grpo_megatron.cluster.processes import Process
 from grpo_megatron.errors import UserError
 from grpo_megatron.trainer.ranks import TrainerRanks
-from grpo_megatron.weights.sync.order import Order
+from grpo_megatron.weights.sync.messages import SyncCommand
 
 
 class TrainerWeights:
@@ -48,17 +46,9 @@ class TrainerWeights:
         """
         self._ranks.call_alike("weights.scale", factor, share)
 
-    def sync_order(self, order: Order) -> list[ray.ObjectRef]:
-        """Start every rank's part of a weight sync to the engines. Return references to their answers."""
-        return self._ranks.awake().submit("weights.sync_order", order)
-
-    def weight_stream(self, max_bytes: int) -> AbstractContextManager:
-        """Return a context that yields the current weights as Ray references to buckets, rank by rank.
-
-        The weights have HF names. The object-store weight sync uses this. All buckets must be taken.
-        max_bytes: size limit of a bucket.
-        """
-        return self._ranks.awake().stream("weights.buckets", max_bytes)
+    def send_weights(self, command: SyncCommand) -> list[ray.ObjectRef]:
+        """Start every rank's part of a weight sync to the engines. Return references to their reports."""
+        return self._ranks.awake().submit("weights.send", command)
 
     def save_hf(self, folder: str) -> None:
         """Write the current weights as an HF checkpoint. Raises UserError if they are not finite."""

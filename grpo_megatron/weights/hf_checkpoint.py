@@ -15,9 +15,9 @@ from grpo_megatron.json_files import json_text
 from grpo_megatron.model.entries import Entry, hf_shapes
 from grpo_megatron.model.pieces import Shape, box
 from grpo_megatron.paths import folder_problem, sync_to_disk
+from grpo_megatron.weights.checkpoint_layout import rows_within
 from grpo_megatron.weights.file_bytes import fill
 from grpo_megatron.weights.safetensors_file import TYPES, save, starts
-from grpo_megatron.weights.saved_model import rows_within
 from grpo_megatron.weights.stored import (
     FP8,
     SCALES,

@@ -67,7 +67,7 @@ class StoredChunk:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """The dtype, the whole shape and the chunks of one tensor of a checkpoint."""
 
     dtype: torch.dtype
@@ -83,8 +83,8 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint's metadata needs")
 
 
-def read_metadata(folder: str | Path) -> dict[str, Stored]:
-    """Return {key: its Stored} for every tensor of a checkpoint, optimizer states included.
+def read_metadata(folder: str | Path) -> dict[str, StoredTensor]:
+    """Return {key: its StoredTensor} for every tensor of a checkpoint, optimizer states included.
 
     No tensor is read. Every file is checked to be long enough for its chunks. Raises UserError if the
     checkpoint is damaged or incomplete, or not in the format torch_dist.
@@ -136,7 +136,7 @@ def _damaged(root: Path, error: Exception) -> UserError:
     )
 
 
-def _stored(key: str, value: TensorStorageMetadata, where: dict) -> Stored:
+def _stored(key: str, value: TensorStorageMetadata, where: dict) -> StoredTensor:
     chunks = []
     for chunk in value.chunks:
         info = where[MetadataIndex(key, chunk.offsets)]
@@ -147,10 +147,10 @@ def _stored(key: str, value: TensorStorageMetadata, where: dict) -> Stored:
                 tuple(chunk.offsets), tuple(chunk.sizes), info.relative_path, info.offset, info.length
             )
         )
-    return Stored(value.properties.dtype, tuple(value.size), tuple(chunks))
+    return StoredTensor(value.properties.dtype, tuple(value.size), tuple(chunks))
 
 
-def _check_files(root: Path, tensors: dict[str, Stored]) -> None:
+def _check_files(root: Path, tensors: dict[str, StoredTensor]) -> None:
     ends: dict[str, int] = {}
     for stored in tensors.values():
         for chunk in stored.chunks:
@@ -340,7 +340,7 @@ def append_tensor(file, tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def write_metadata(
-    folder: str | Path, tensors: dict[str, Stored], objects: dict[str, tuple[str, int, int]]
+    folder: str | Path, tensors: dict[str, StoredTensor], objects: dict[str, tuple[str, int, int]]
 ) -> list[str]:
     """Write `.metadata` and `metadata.json`, which turn the files of a folder into a torch_dist checkpoint.
 

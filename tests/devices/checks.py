@@ -11,14 +11,16 @@ from contextlib import closing
 import pytest
 import torch
 
+from grpo_megatron.config.weight_sync import Transport
 from grpo_megatron.megatron.memory.parking import Parking
 from grpo_megatron.megatron.memory.training import unique_storages
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from grpo_megatron.sglang import weight_door
-from grpo_megatron.weights.sync import delta, receiver, sender, shared_memory
-from grpo_megatron.weights.sync.order import Answer, Order, Task, Way
+from grpo_megatron.sglang import weight_receiver
+from grpo_megatron.weights.sync import delta, receiver, sender
+from grpo_megatron.weights.sync.messages import SyncCommand, SyncKind, SyncReport
 from grpo_megatron.weights.sync.plan import EngineRank, Layouts
+from grpo_megatron.weights.sync.transports import shared_memory
 from tests.unit.sync_cluster import DENSE, Cluster, hf_tensors
 
 
@@ -52,37 +54,37 @@ def colocated(engines: int = 1, **sizes) -> Layouts:
     return Layouts(DENSE, sizes, EngineLayout(2), engines, multicast=True, within_nodes=True)
 
 
-def sync(way: Way, folder: str, use_delta: bool = False, layouts: Layouts | None = None) -> None:
+def sync(transport: Transport, folder: str, use_delta: bool = False, layouts: Layouts | None = None) -> None:
     """Transfer weights twice and verify them.
 
     Every parameter must arrive on its rank's device with the right digest.
     """
-    with closing(Node(layouts or colocated(), way, folder, delta=use_delta)) as node:
+    with closing(Node(layouts or colocated(), transport, folder, delta=use_delta)) as node:
         for seed in (1, 2):
             tensors = hf_tensors(DENSE, seed)
-            answers = node.sync(tensors, full=seed == 1)
+            reports = node.sync(tensors, full=seed == 1)
             node.check(tensors)
-            assert not any(answers[me].wrong for me in node.plan.engine_ranks)
-        node.sync(tensors, Task.verify)
+            assert not any(reports[me].wrong for me in node.plan.engine_ranks)
+        node.sync(tensors, SyncKind.verify)
         for me, own in node.arrived.items():
             assert {value.device for value in own.values()} == {node.device_of(me)}
 
 
 def over_shared_memory(tmp_path: str) -> None:
-    sync(Way.shared_memory, tmp_path)
+    sync(Transport.shared_memory, tmp_path)
 
 
 def as_deltas(tmp_path: str) -> None:
-    sync(Way.shared_memory, tmp_path, use_delta=True)
+    sync(Transport.shared_memory, tmp_path, use_delta=True)
 
 
 def over_files(tmp_path: str) -> None:
-    sync(Way.disk, tmp_path, use_delta=True)
+    sync(Transport.disk, tmp_path, use_delta=True)
 
 
 def to_two_engines(tmp_path: str) -> None:
     """Sync to two engines, whose receivers open each rank's memory on both devices."""
-    sync(Way.shared_memory, tmp_path, layouts=colocated(engines=2, tp=1, pp=2))
+    sync(Transport.shared_memory, tmp_path, layouts=colocated(engines=2, tp=1, pp=2))
 
 
 class Model(torch.nn.Module):
@@ -99,29 +101,28 @@ class Model(torch.nn.Module):
         return iter(self._own.values())
 
 
-def through_the_weight_door(tmp_path: str) -> None:
+def through_sglangs_weight_loader(tmp_path: str) -> None:
     """Sync through SGLang's loader. The schedulers see both devices, and each trainer rank only its own."""
     local = threading.local()
     distributed = types.SimpleNamespace(get_tp_group=lambda: types.SimpleNamespace(rank_in_group=local.rank))
     with (
-        closing(Node(colocated(), Way.shared_memory, tmp_path)) as node,
+        closing(Node(colocated(), Transport.shared_memory, tmp_path)) as node,
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setitem(sys.modules, "sglang.srt.distributed", distributed)
-        tensors, number = hf_tensors(DENSE), 1
+        tensors, sync_id = hf_tensors(DENSE), 1
         have = node.trainer_parameters(tensors)
         models = {me: Model(own) for me, own in node.arrived.items()}
-        order = Order(Task.transfer, number, node.setup)
+        command = SyncCommand(SyncKind.transfer, sync_id, node.setup)
 
-        def obey(me: EngineRank) -> Answer:
+        def receive_weights(me: EngineRank) -> SyncReport:
             local.rank = me.rank
-            weight_door.obey(models[me], pickle.loads(weight_door.by_value(order.to_engine(me.engine))))
-            return pickle.loads(
-                node.server.store.get(weight_door.answer_key(order.to_engine(me.engine), me.rank))
-            )
+            own = command.to_engine(me.engine)
+            weight_receiver.receive_weights(models[me], pickle.loads(weight_receiver.as_named_tensors(own)))
+            return pickle.loads(node.server.store.get(weight_receiver.report_key(own, me.rank)))
 
-        answers = node.on_all(lambda rank: node.senders[rank].send(order, have[rank]), obey)
-        assert [answers[me].error for me in models] == [""] * len(models)
+        reports = node.on_all(lambda rank: node.senders[rank].send(command, have[rank]), receive_weights)
+        assert [reports[me].error for me in models] == [""] * len(models)
         node.check(tensors)
 
 
@@ -185,4 +186,4 @@ def with_fault(tmp_path: str, name: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(target, attribute, fault(getattr(target, attribute)))
         with pytest.raises(RuntimeError, match=r"fake:[01].* fake:[01]"):
-            sync(Way.shared_memory, tmp_path, use_delta)
+            sync(Transport.shared_memory, tmp_path, use_delta)

@@ -34,7 +34,7 @@ def process(tmp_path_factory):
         checks.as_deltas,
         checks.over_files,
         checks.to_two_engines,
-        checks.through_the_weight_door,
+        checks.through_sglangs_weight_loader,
         checks.parked_in_files,
         checks.parked_in_memory,
     ],

@@ -15,6 +15,7 @@ from grpo_megatron.config.fp8 import FP8Config
 from grpo_megatron.config.schema import OptimizerConfig, Precision, TransformerImpl
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.megatron.state.hf_weights import iterate_hf
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from tests.parallel.precisions import allowed_in_bf16, logprobs
 
@@ -83,9 +84,8 @@ def train(spec: ActorSpec, batch: TrainBatch, steps: int = 3) -> Trained:
 
 
 def _weights(actor: Actor) -> dict[str, torch.Tensor]:
-    return {
-        name: tensor.clone() for bucket in actor.weights.buckets(2**20) for name, tensor in bucket.tensors()
-    }
+    tensors = iterate_hf(actor.model.chunks, actor.model.entries)
+    return {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
 
 
 def occupied() -> int:

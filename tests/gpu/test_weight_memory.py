@@ -8,44 +8,46 @@ import pytest
 import torch
 
 from grpo_megatron.cluster.store import StoreServer
+from grpo_megatron.config.weight_sync import Transport
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from grpo_megatron.weights.sync.order import Order, Setup, Task, Way
+from grpo_megatron.weights.sync.messages import SyncCommand, SyncKind, SyncSetup
 from grpo_megatron.weights.sync.plan import EngineRank, Layouts, ReshardPlan
-from grpo_megatron.weights.sync.receiver import Receiver
-from grpo_megatron.weights.sync.sender import Sender
+from grpo_megatron.weights.sync.receiver import WeightReceiver
+from grpo_megatron.weights.sync.sender import WeightSender
 from tests.unit.sync_cluster import DENSE, engine_parameters, hf_tensors, trainer_parameters
 
 ME = EngineRank(0, 0)
 SYNCS = (1, 2)
 
 
-def send(setup, device, answers):
-    sender, plan = Sender(setup, 0, torch.device(device)), ReshardPlan(setup.layouts)
-    for number in SYNCS:
-        own = trainer_parameters(plan, hf_tensors(DENSE, seed=number))[0]
-        answer = sender.send(
-            Order(Task.transfer, number, setup), {name: value.to(device) for name, value in own.items()}
-        )
-        answers.put(("sent", number, answer.seals))
+def send(setup, device, reports):
+    sender, plan = WeightSender(setup, 0, torch.device(device)), ReshardPlan(setup.layouts)
+    for sync_id in SYNCS:
+        own = trainer_parameters(plan, hf_tensors(DENSE, seed=sync_id))[0]
+        own = {name: value.to(device) for name, value in own.items()}
+        report = sender.send(SyncCommand(SyncKind.transfer, sync_id, setup), own)
+        reports.put(("sent", sync_id, report.link_checksums))
     sender.close()
 
 
-def receive(setup, device, answers):
+def receive(setup, device, reports):
     plan = ReshardPlan(setup.layouts)
     receiver, own = (
-        Receiver(setup, ME, torch.device(device)),
+        WeightReceiver(setup, ME, torch.device(device)),
         engine_parameters(plan, dtypes=dict(setup.dtypes))[ME],
     )
     own = {name: value.to(device) for name, value in own.items()}
-    for number in SYNCS:
-        answer = receiver.receive(Order(Task.transfer, number, setup), own)
-        expected = engine_parameters(plan, hf_tensors(DENSE, seed=number), dict(setup.dtypes))[ME]
+    for sync_id in SYNCS:
+        report = receiver.receive(SyncCommand(SyncKind.transfer, sync_id, setup), own)
+        expected = engine_parameters(plan, hf_tensors(DENSE, seed=sync_id), dict(setup.dtypes))[ME]
         equal = all(
             torch.equal(own[name].cpu().nan_to_num(7.0), value.nan_to_num(7.0))
             for name, value in expected.items()
         )
-        answers.put(("received", number, answer.seals if equal and not answer.wrong else answer.wrong))
+        reports.put(
+            ("received", sync_id, report.link_checksums if equal and not report.wrong else report.wrong)
+        )
 
 
 @pytest.mark.parametrize(
@@ -57,18 +59,20 @@ def test_a_process_takes_weights_out_of_anothers_memory(device):
     server = StoreServer("127.0.0.1", timeout=60)
     layouts = Layouts(DENSE, ParallelSizes(), EngineLayout(), 1, multicast=True, within_nodes=True)
     dtypes = tuple((name, torch.bfloat16) for name in ReshardPlan(layouts).engine_shapes)
-    setup = Setup(layouts, Way.shared_memory, server.address, bucket_bytes=4000, timeout=60.0, dtypes=dtypes)
+    setup = SyncSetup(
+        layouts, Transport.shared_memory, server.address, bucket_bytes=4000, timeout=60.0, dtypes=dtypes
+    )
     context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    processes = [context.Process(target=side, args=(setup, device, answers)) for side in (send, receive)]
+    reports = context.Queue()
+    processes = [context.Process(target=side, args=(setup, device, reports)) for side in (send, receive)]
     for process in processes:
         process.start()
     found = {
-        (side, number): seals
-        for side, number, seals in (answers.get(timeout=120) for _ in range(2 * len(SYNCS)))
+        (side, sync_id): link_checksums
+        for side, sync_id, link_checksums in (reports.get(timeout=120) for _ in range(2 * len(SYNCS)))
     }
     for process in processes:
         process.join(timeout=60)
         assert process.exitcode == 0
-    for number in SYNCS:
-        assert found["received", number] == found["sent", number] != {}
+    for sync_id in SYNCS:
+        assert found["received", sync_id] == found["sent", sync_id] != {}

@@ -25,7 +25,7 @@ CONFIG_MAPPING.register = lambda key, value, exist_ok=False: _register(key, valu
 
 import sglang  # noqa: E402
 from sglang.srt.configs import model_config  # noqa: E402
-from sglang.srt.distributed import get_tp_group  # noqa: E402, F401  # the door calls it
+from sglang.srt.distributed import get_tp_group  # noqa: E402, F401  # receive_weights calls it
 from sglang.srt.entrypoints.engine import Engine  # noqa: E402  # what sglang.Engine is, once it is called
 from sglang.srt.managers import io_struct, tokenizer_manager  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
@@ -35,7 +35,7 @@ from sglang.srt.utils.common import dynamic_import, normalize_serialized_named_t
 
 from grpo_megatron.config.weight_sync import PauseMode  # noqa: E402
 from grpo_megatron.sglang.release import EngineControl  # noqa: E402
-from grpo_megatron.sglang.weight_door import DOOR, by_value, obey  # noqa: E402
+from grpo_megatron.sglang.weight_receiver import RECEIVE_WEIGHTS, as_named_tensors, receive_weights  # noqa: E402
 
 META = (
     "input_token_logprobs",
@@ -143,15 +143,15 @@ def expert_problems(config) -> list[str]:
 
 
 def load_problems(arguments: dict) -> list[str]:
-    """Return what is wrong with the path of a weight-sync order through the scheduler's process."""
-    if dynamic_import(arguments["custom_weight_loader"][0]) is not obey or arguments[
+    """Return what is wrong with the path of a weight-sync command through the scheduler's process."""
+    if dynamic_import(arguments["custom_weight_loader"][0]) is not receive_weights or arguments[
         "custom_weight_loader"
-    ] != [DOOR]:
-        return [f"{DOOR} is not the door"]
-    payload = normalize_serialized_named_tensor_payload(by_value({"number": 7}))
+    ] != [RECEIVE_WEIGHTS]:
+        return [f"{RECEIVE_WEIGHTS} is not the weight loader"]
+    payload = normalize_serialized_named_tensor_payload(as_named_tensors({"number": 7}))
     ((_, tensor),) = MultiprocessingSerializer.deserialize(payload)
     given = pickle.loads(tensor.to("cpu").numpy().tobytes())
-    return [] if given == {"number": 7} else [f"an order came as {given}"]
+    return [] if given == {"number": 7} else [f"a command came as {given}"]
 
 
 async def made_calls() -> tuple[list[str], bool]:
@@ -168,8 +168,7 @@ async def made_calls() -> tuple[list[str], bool]:
         "sample": ([1, 2], {"temperature": 1.0}, 1, 4),
         "score": ([[1, 2], [3]],),
         "pause": (PauseMode.in_place,),
-        "load_tensors": ([("a", torch.zeros(2))], 2),
-        "call_loader": (by_value({}), 2, DOOR),
+        "call_loader": (as_named_tensors({}), 2, RECEIVE_WEIGHTS),
         "tag": (3,),
         "release_memory": (["weights", "kv_cache"],),
         "resume_memory": (["weights"],),

@@ -16,13 +16,10 @@ from grpo_megatron.commands.train import assembled_loop
 from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.config.schema import Config, ModelConfig
 from grpo_megatron.controller import Controller
-from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.preflight.load import load_config
 from grpo_megatron.run.turns import State
 from grpo_megatron.sglang.pool import EnginePool
-from grpo_megatron.weights.sync.object_store import ObjectStore
-from grpo_megatron.weights.sync.sync import WeightSync
-from tests.integration.test_engine import Weights
+from tests.integration.one_rank import sync_from
 from tests.integration.train_runs import STEPS, arguments, metrics
 
 pytestmark = pytest.mark.slow
@@ -89,8 +86,8 @@ def test_an_engine_gives_back_its_memory_and_then_answers_as_before(engines, wid
     engines.resume_weights()
     with pytest.raises(RuntimeError, match=r"engine 0 still has the memory of its weights"):
         engines.resume_weights()
-    entries = weight_map(read_architecture(wide)).values()
-    WeightSync(Weights(model), engines, ObjectStore(entries, 4 * MIB)).run()
+    with sync_from(wide, model.state_dict(), engines, bucket_bytes=4 * MIB) as sync:
+        sync.run()
     without_cache = engines.occupied()
     assert weights * 0.95 < without_cache - released < weights + kv_cache
     with pytest.raises(

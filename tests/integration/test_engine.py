@@ -29,18 +29,17 @@ from grpo_megatron.config.weight_sync import PauseMode, WeightSyncConfig
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.entries import EngineLayout
-from grpo_megatron.model.families import read_architecture, weight_map
+from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rollout.episodes import SingleTurn
 from grpo_megatron.rollout.manager import Goal, RolloutManager, Sampling
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.sglang.request import Request
-from grpo_megatron.weights.buckets import make_buckets
-from grpo_megatron.weights.sync.object_store import ObjectStore
+from grpo_megatron.weights.sync.messages import SyncCommand, SyncKind
 from grpo_megatron.weights.sync.plan import Layouts
-from grpo_megatron.weights.sync.resharding import make_transport
-from grpo_megatron.weights.sync.sync import WeightSync
+from grpo_megatron.weights.sync.resharding import Resharding
+from tests.integration.one_rank import sync_from
 from tests.models import transformers_beams, transformers_logprobs
 
 pytestmark = pytest.mark.slow
@@ -95,19 +94,6 @@ def manager(rollouts):
 @pytest.fixture
 def engines(rollouts):
     return rollouts[1]
-
-
-class Weights:
-    """A WeightSource with the weights of a transformers model."""
-
-    def __init__(self, model):
-        self._model = model
-
-    @contextmanager
-    def weight_stream(self, max_bytes):
-        buckets = [ray.put(bucket) for bucket in make_buckets(self._model.state_dict().items(), max_bytes)]
-        assert len(buckets) > 3
-        yield buckets
 
 
 def prompts(tokenizer):
@@ -249,11 +235,10 @@ def check_update(manager, engines, tokenizer, model, model_path):
     torch.manual_seed(11)
     for parameter in other.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    entries = weight_map(read_architecture(model_path)).values()
-    sync = WeightSync(Weights(other), engines, ObjectStore(entries, 20_000))
-    sync.load_state_dict({"version": 40})
-    sync.run()
-    assert sync.version == 41
+    with sync_from(model_path, other.state_dict(), engines) as sync:
+        sync.load_state_dict({"version": 40})
+        sync.run()
+        assert sync.version == 41
     after = manager.generate(asked, sampling)
     assert responses(after) == [greedy(other, prompt, 10) for prompt in asked]
     assert responses(after) != responses(before)
@@ -338,11 +323,11 @@ def test_an_engine_that_nobody_admitted_says_so_at_once(engines, tokenizer):
 
 
 def test_an_update_the_engine_refuses_is_an_error(engines):
-    bucket = next(make_buckets([("model.norm.weight", torch.zeros(64))], 1000))
+    command = SyncCommand(SyncKind.describe, 1, setup=None)
     with pytest.raises(
         UserError, match=r"the engine refused update_weights_from_tensor: .*begin_weight_update"
     ):
-        engines.load_bucket(ray.put(bucket))  # outside a session
+        ray.get(engines.receive_weights(command))  # outside a session
 
 
 def test_an_engine_that_is_not_in_fp8_as_planned_is_refused(engines, tmp_path):
@@ -350,14 +335,12 @@ def test_an_engine_that_is_not_in_fp8_as_planned_is_refused(engines, tmp_path):
 
     make(tmp_path, hidden=256, ffn=512, heads=8, kv_heads=8)  # of whole blocks, as the engine's model is not
     layouts = Layouts(read_architecture(str(tmp_path)), ParallelSizes(), EngineLayout(1, fp8=True), 1)
-    transport = make_transport(WeightSyncConfig(), layouts, "", 60.0, print)
+    resharding = Resharding(layouts, WeightSyncConfig(), folder="", call_timeout=60.0)
     engines.begin_update()
-    with pytest.raises(
-        UserError, match=r"parameters are not those of the weight map .*; an engine in FP8 takes no others"
-    ):
-        transport.transfer(Weights(None), engines, 1)
+    with pytest.raises(UserError, match=r"parameters are not those of the weight map .*No weights were sent"):
+        resharding.transfer(None, engines, 1)
     engines.end_update(engines.weight_version + 1)
-    transport.close()
+    resharding.close()
 
 
 def test_an_engine_that_dies_is_named(manager, engines, tokenizer):

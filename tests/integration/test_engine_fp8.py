@@ -25,14 +25,14 @@ from grpo_megatron.model.pieces import box
 from grpo_megatron.preflight.load import load_config
 from grpo_megatron.sglang import pool
 from grpo_megatron.sglang.arguments import engine_environment
-from grpo_megatron.sglang.weight_door import KV_SCALES, by_value
+from grpo_megatron.sglang.weight_receiver import KV_SCALES, as_named_tensors
 from grpo_megatron.weights.fp8_blocks import quantise
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 from tests.integration.train_runs import arguments, metrics
 from tests.models import tiny_model
 from tests.ranks import rank_pool
 
-LOOK, SWAP = (f"tests.integration.engine_door.{name}" for name in ("parameters", "swap_halves"))
+LOOK, SWAP = (f"tests.integration.engine_loaders.{name}" for name in ("parameters", "swap_halves"))
 FP8_ENGINE = ("rollout.engine.dtype=bfloat16", "rollout.engine.quantization=fp8")
 FP8_TRAINER = (
     "megatron.precision=fp8",
@@ -144,12 +144,12 @@ def synced(ray_here, blocks, experts, request, tmp_path_factory):
     family, *layouts = request.param
     root, made = experts(family) if family else blocks, pool.engine_arguments
 
-    def with_doors(*args):
+    def with_loaders(*args):
         found = made(*args)
         return found | {"custom_weight_loader": [*found["custom_weight_loader"], LOOK, SWAP]}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool, "engine_arguments", with_doors)
+        patch.setattr(pool, "engine_arguments", with_loaders)
         with loop(root, tmp_path_factory.mktemp("runs"), *layouts) as (controller, run):
             controller.sync_weights()
             probe = controller.weight_sync.metrics
@@ -157,20 +157,20 @@ def synced(ray_here, blocks, experts, request, tmp_path_factory):
             yield Synced(str(root / "model"), layout, controller, run.engines, probe)
 
 
-def call(engines, door, argument, tp):
-    """Have each rank of the only engine run a function of tests.integration.engine_door within a session."""
+def call(engines, loader, argument, tp):
+    """Have each rank of the only engine run a function of engine_loaders.py within a session."""
 
     def ask(actor, payload):  # in a thread of its own
         async def look():
             await actor._control.begin_weight_update()
-            answer = await actor._control.call_loader(payload, tp, door)
+            answer = await actor._control.call_loader(payload, tp, loader)
             await actor._control.end_weight_update()
             return answer
 
         return asyncio.run_coroutine_threadsafe(look(), actor._control._manager.event_loop).result(timeout=60)
 
     (engine,) = engines._engines
-    success, message = ray.get(engine.__ray_call__.remote(ask, by_value(argument)))
+    success, message = ray.get(engine.__ray_call__.remote(ask, as_named_tensors(argument)))
     assert success, message
 
 

@@ -17,7 +17,7 @@ from grpo_megatron.preflight.model import ATTENTION_GROUPS
 from grpo_megatron.sglang.arguments import engine_arguments, engine_environment
 from tests.models import FAMILIES, tiny_model
 
-DOOR = "tests.integration.engine_door.describe"
+LOADER = "tests.integration.engine_loaders.describe"
 
 
 @ray.remote(num_cpus=0)
@@ -26,7 +26,7 @@ class Engine:
         redirect_output(log)
         import sglang
 
-        self._engine = sglang.Engine(**{**arguments, "custom_weight_loader": [DOOR]})
+        self._engine = sglang.Engine(**{**arguments, "custom_weight_loader": [LOADER]})
 
     async def describe(self, path, tp):
         from sglang.srt.managers import io_struct
@@ -37,7 +37,7 @@ class Engine:
         tensor = torch.tensor(list(path.encode()), dtype=torch.uint8)
         payloads = [MultiprocessingSerializer.serialize([("path", tensor)]) for _ in range(tp)]
         request = io_struct.UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=payloads, load_format=DOOR, flush_cache=False
+            serialized_named_tensors=payloads, load_format=LOADER, flush_cache=False
         )
         return await manager.update_weights_from_tensor(request, None)
 
@@ -64,7 +64,7 @@ def parameters_of_an_engine(model, layout, path):
         success, message = ray.get(engine.describe.remote(str(path), layout.tp), timeout=240)
         assert success, message
         ray.get(engine.shutdown.remote(), timeout=30)
-    except ray.exceptions.RayActorError:  # what the door raises ends the engine
+    except ray.exceptions.RayActorError:  # what the loader raises ends the engine
         pytest.fail(Path(log).read_text(encoding="utf-8")[-3000:])
     finally:
         ray.kill(engine)

@@ -18,6 +18,7 @@ from grpo_megatron.commands.selftest_investigation import SelftestController
 from grpo_megatron.commands.selftest_verdict import Verdict
 from grpo_megatron.commands.train import assembled_loop
 from grpo_megatron.json_files import json_text
+from grpo_megatron.megatron.state.hf_weights import local_parameters
 from grpo_megatron.preflight.load import load_config
 
 pytestmark = pytest.mark.slow
@@ -135,46 +136,45 @@ def test_token_ids_changed_after_sampling(controller, verdict, monkeypatch):
     assert found.startswith("tokenizer:")
 
 
-def _copy(bucket):
-    return replace(bucket, data=bucket.data.copy())  # the object store's is read-only
-
-
-class Faulty:
-    """A transport that passes what was sent to `send(load, buckets, number of the sync)`, which decides
-    what to load.
-    """
-
-    def __init__(self, send):
-        self._send, self._count = send, itertools.count()
-
-    def transfer(self, source, target, version):
-        with source.weight_stream(2**20) as buckets:
-            taken = [_copy(ray.get(bucket)) for bucket in buckets]
-        self._send(
-            lambda some: [target.load_bucket(ray.put(bucket)) for bucket in some], taken, next(self._count)
-        )
-        return {}
-
-
 @contextmanager
-def intercepted(controller, monkeypatch, send):
+def intercepted(controller, monkeypatch, fault):
+    """Replace each weight sync by `fault(transfer, number of the sync)`, where `transfer` does the real one.
+
+    The engines take the result for a sync.
+    """
+    real, count = controller.weight_sync._resharding, itertools.count()
+
+    class Intercepted:
+        def transfer(self, source, target, version):
+            fault(lambda: real.transfer(source, target, version), next(count))
+            return {}
+
     with monkeypatch.context() as patch:
-        patch.setattr(controller.weight_sync, "_transport", Faulty(send))
+        patch.setattr(controller.weight_sync, "_resharding", Intercepted())
         yield
 
 
 def test_an_engine_one_version_behind(controller, verdict, monkeypatch):
     """Every update brings the weights of the one before.
 
-    With learning rate 0, only the first is changed by that.
+    With learning rate 0, weights only change where the self-test scales them.
     """
-    kept = []
+    scale = controller.trainer.scale_weights
+    factor = {"now": 1.0, "sent": 1.0}
 
-    def send(load, buckets, number):
-        kept.append(buckets)
-        load(kept[max(number - 1, 0)])
+    def counted(by):
+        scale(by)
+        factor["now"] *= by
 
-    with intercepted(controller, monkeypatch, send):
+    def send_those_before(transfer, number):
+        change = factor["sent"] / factor["now"]
+        scale(change)
+        transfer()
+        scale(1 / change)
+        factor["sent"] = factor["now"]
+
+    monkeypatch.setattr(controller.trainer, "scale_weights", counted)
+    with intercepted(controller, monkeypatch, send_those_before):
         (found,) = verdict().explanations
     assert found.startswith("weight version: other weights were synced")
 
@@ -185,23 +185,28 @@ def test_weights_that_came_late(controller, verdict, monkeypatch):
     controller.sync_weights()
     controller.trainer.weights.scale(0.5)
 
-    def send(load, buckets, number):
-        load([] if number == 0 else buckets)
-
-    with intercepted(controller, monkeypatch, send):
+    with intercepted(controller, monkeypatch, lambda transfer, number: transfer() if number else None):
         (found,) = verdict().explanations
     assert found.startswith("weight version: the mismatch of step 1 is gone")
 
 
 def test_a_tensor_that_never_arrives(controller, verdict, monkeypatch):
-    def send(load, buckets, number):
-        for bucket in buckets:
-            for name, tensor in bucket.tensors():
-                if name == "model.layers.0.mlp.down_proj.weight":
-                    tensor.zero_()
-        load(buckets)
+    """The rank sends zeros in its place, so that digests agree."""
+    (rank,) = controller.trainer.group._workers
 
-    with intercepted(controller, monkeypatch, send):
+    def exchange(worker, value):  # runs in the rank's process; returns the value before
+        parameter = local_parameters(worker._target.chunks)["decoder.layers.0.mlp.linear_fc2.weight"]
+        before = parameter.detach().clone()
+        with torch.no_grad():
+            parameter.copy_(torch.zeros_like(before) if value is None else value)
+        return before
+
+    def without_it(transfer, number):
+        own = ray.get(rank.__ray_call__.remote(exchange, None))
+        transfer()
+        ray.get(rank.__ray_call__.remote(exchange, own))
+
+    with intercepted(controller, monkeypatch, without_it):
         (found,) = verdict().explanations
     assert found.startswith("unknown:")
     assert "model/families" in found

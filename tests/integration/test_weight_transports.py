@@ -66,14 +66,14 @@ def test_shared_memory_from_two_stages_and_back_to_the_weights_before(ray_here, 
 
 def verify(controller, run):
     """Compare the digests, without a transfer, in a session of their own."""
-    resharding = controller.weight_sync._transport._chosen
+    resharding = controller.weight_sync._resharding
     run.engines.begin_update()
     resharding.verify(run.trainer, run.engines, controller.weight_sync.version)
     run.engines.end_update(controller.weight_sync.version)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["groups", "disk", "object_store"])
+@pytest.mark.parametrize("transport", ["groups", "disk"])
 def test_other_transports_into_two_engines(ray_here, arithmetic, tmp_path, transport):
     changes = [
         f"weight_sync.transport={transport}",
@@ -105,8 +105,7 @@ def test_into_engines_with_two_tensor_parallel_ranks(ray_here, arithmetic, tmp_p
 
 def one_sync_takes_seconds(controller):
     """Use very small buckets, so that a sync takes seconds. A first sync opens all connections."""
-    sync = controller.weight_sync
-    resharding = sync._transport._resharding
+    resharding = controller.weight_sync._resharding
     resharding._setup = replace(resharding._setup, bucket_bytes=100)
 
 

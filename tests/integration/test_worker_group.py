@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import psutil
 import pytest
-import ray
 
 from grpo_megatron.cluster.heart import BEAT_SECONDS, Heart
 from grpo_megatron.cluster.processes import ProcessDied
@@ -76,12 +75,6 @@ class Member:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(20)
 
-    def numbers(self, count, rank):
-        for number in range(count):
-            if number == 2 and rank == self.rank:
-                raise UserError("planted in the stream")
-            yield 10 * self.rank + number
-
 
 def build(rank: int, store: StoreAddress, heart: Heart):
     meeting = store.connect(timeout=30)
@@ -107,8 +100,6 @@ def test_calls_answer_in_the_order_of_ranks(group):
     assert len({info.pid for info in group.ranks}) == 3
     assert group.call("echo") == [(0, 1, ()), (1, 1, ()), (2, 1, ())]
     assert group.call("echo", [("a",), ("b", 1), ()]) == [(0, 2, ("a",)), (1, 2, ("b", 1)), (2, 2, ())]
-    with group.stream("numbers", 2, -1) as references:
-        assert ray.get(list(references)) == [0, 1, 10, 11, 20, 21]
 
 
 def test_what_fails_names_the_rank_and_the_call(group):
@@ -119,8 +110,6 @@ def test_what_fails_names_the_rank_and_the_call(group):
         match=r"(?s)member 2 of 3 failed in `fail_on`: ZeroDivisionError: planted; its log is .*rank2\.log",
     ):
         group.call("fail_on", [(2, "defect")] * 3)
-    with pytest.raises(UserError, match="planted in the stream"), group.stream("numbers", 3, 1) as references:
-        ray.get(list(references))
     assert [rank for rank, *_ in group.call("echo")] == [0, 1, 2]
 
 

@@ -9,6 +9,7 @@ from grpo_megatron.batch.schedule import schedule
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.megatron.state.hf_weights import iterate_hf
 
 
 def micro_batches(
@@ -74,14 +75,11 @@ def round_trip(spec: ActorSpec, folder: str, dtype):
     Actor(spec).weights.save_hf(folder, dtype)
 
 
-def synced_tensors(spec: ActorSpec, bucket_bytes: int):
-    """Return what the engines would be sent: {name: tensor} on exporting ranks, {} elsewhere."""
+def exported_tensors(spec: ActorSpec):
+    """Return {HF name: tensor} on ranks that export it, {} elsewhere."""
     actor = Actor(spec)
-    return {
-        name: tensor.clone()
-        for bucket in actor.weights.buckets(bucket_bytes)
-        for name, tensor in bucket.tensors()
-    }
+    tensors = iterate_hf(actor.model.chunks, actor.model.entries)
+    return {name: tensor.detach().clone() for name, tensor in tensors}
 
 
 def logprobs_and_round_trip(spec: ActorSpec, batch: TrainBatch, folder: str):

@@ -8,7 +8,7 @@ from megatron.core import parallel_state as mpu
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.layers.lora import MergedWeights
-from grpo_megatron.megatron.state.hf_weights import local_parameters
+from grpo_megatron.megatron.state.hf_weights import iterate_hf, local_parameters
 from tests.parallel.actors import in_order, micro_batches, reference_logprobs
 
 
@@ -107,9 +107,10 @@ def refusal(spec, folder):
         return str(error)
 
 
-def synced(spec):
+def merged_weights(spec):
+    """Return {HF name: tensor with its adapter merged} of the tensors that this rank exports."""
     actor = Actor(spec)
     fill(actor)
-    return {
-        name: tensor.clone() for bucket in actor.weights.buckets(20_000) for name, tensor in bucket.tensors()
-    }
+    merged = MergedWeights(actor.model.chunks)
+    tensors = iterate_hf(actor.model.chunks, actor.model.entries, values=merged)
+    return {name: tensor.clone() for name, tensor in tensors}

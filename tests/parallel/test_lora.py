@@ -142,9 +142,7 @@ def test_peft_loads_the_adapter(model, exported):
 
 def test_engines_are_sent_merged_weights(ranks, model, exported):
     spec = ActorSpec(model, ParallelSizes(), OptimizerConfig(), lora=LORA)
-    sent = {
-        name: tensor for rank in ranks.run(adapters.synced, spec.sizes, spec) for name, tensor in rank.items()
-    }
+    (sent,) = ranks.run(adapters.merged_weights, spec.sizes, spec)
     merged = read_all(exported[0])
     assert sent.keys() == merged.keys()
     for name, tensor in merged.items():

@@ -1,4 +1,4 @@
-"""HF -> Megatron -> HF, and the tensors that weight sync sends, bit for bit."""
+"""HF -> Megatron -> HF, and the tensors that ranks export, bit for bit."""
 
 from pathlib import Path
 
@@ -57,10 +57,10 @@ def test_round_trip_of_bf16_weights_trained_in_fp32(ranks, tmp_path):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_sync_buckets_hold_every_tensor_once(ranks, tmp_path, layout):
+def test_every_tensor_is_exported_by_one_rank(ranks, tmp_path, layout):
     model = tiny_qwen3(tmp_path)
     spec = ActorSpec(model, LAYOUTS[layout], OptimizerConfig())
-    per_rank = ranks.run(actors.synced_tensors, spec.sizes, spec, 20_000)
+    per_rank = ranks.run(actors.exported_tensors, spec.sizes, spec)
     names = [name for sent in per_rank for name in sent]
     assert len(names) == len(set(names))
     assert_identical({name: tensor for sent in per_rank for name, tensor in sent.items()}, read_all(model))

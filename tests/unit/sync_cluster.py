@@ -6,17 +6,19 @@ import threading
 import torch
 
 from grpo_megatron.cluster.store import StoreServer
+from grpo_megatron.config.weight_sync import Transport
 from grpo_megatron.model.architecture import Architecture, MoE
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.model.pieces import box
-from grpo_megatron.weights.sync.order import Order, Setup, Task
+from grpo_megatron.weights.sync.messages import SyncCommand, SyncKind, SyncSetup
 from grpo_megatron.weights.sync.plan import Layouts, ReshardPlan
 from grpo_megatron.weights.sync.ranks import TrainerRanks
-from grpo_megatron.weights.sync.receiver import Receiver
-from grpo_megatron.weights.sync.sender import Sender
+from grpo_megatron.weights.sync.receiver import WeightReceiver
+from grpo_megatron.weights.sync.sender import WeightSender
 
+TRANSPORTS = [transport for transport in Transport if transport != Transport.auto]
 DENSE = Architecture(
     family="qwen2",
     num_layers=4,
@@ -86,14 +88,14 @@ class Cluster:
     """Every rank of the trainer and of the engines as a thread, with its own sender or receiver."""
 
     def __init__(
-        self, layouts, way, folder="", bucket_bytes=700, timeout=10.0, delta=False, dtype=torch.float32
+        self, layouts, transport, folder="", bucket_bytes=700, timeout=10.0, delta=False, dtype=torch.float32
     ):
         self.server = StoreServer("127.0.0.1", timeout=30)
         self.plan = ReshardPlan(layouts)
         dtypes = {name: self.dtype(name, dtype) for name in self.plan.engine_shapes}
-        self.setup = Setup(
+        self.setup = SyncSetup(
             layouts,
-            way,
+            transport,
             self.server.address,
             bucket_bytes,
             timeout,
@@ -103,12 +105,12 @@ class Cluster:
         )
         self.arrived = engine_parameters(self.plan, dtypes=dtypes)
         made = self.on_all(
-            lambda rank: Sender(self.setup, rank, self.device_of(rank)),
-            lambda me: Receiver(self.setup, me, self.device_of(me)),
+            lambda rank: WeightSender(self.setup, rank, self.device_of(rank)),
+            lambda me: WeightReceiver(self.setup, me, self.device_of(me)),
         )
         self.senders = {rank: made[rank] for rank in range(layouts.sizes.world_size)}
         self.receivers = {me: made[me] for me in self.plan.engine_ranks}
-        self.number = 0
+        self.sync_id = 0
 
     def dtype(self, name, of_engine):
         return of_engine
@@ -141,13 +143,13 @@ class Cluster:
             raise errors[0]
         return results
 
-    def sync(self, tensors, task=Task.transfer, full=True, without=()):
-        self.number += 1
-        order = Order(task, self.number, self.setup, full=full)
+    def sync(self, tensors, kind=SyncKind.transfer, full=True, without=()):
+        self.sync_id += 1
+        command = SyncCommand(kind, self.sync_id, self.setup, full=full)
         have = self.trainer_parameters(tensors)
         return self.on_all(
-            lambda rank: self.senders[rank].send(order, have[rank]),
-            lambda me: self.receivers[me].receive(order, self.arrived[me]),
+            lambda rank: self.senders[rank].send(command, have[rank]),
+            lambda me: self.receivers[me].receive(command, self.arrived[me]),
             without,
         )
 

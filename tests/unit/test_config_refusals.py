@@ -55,6 +55,7 @@ MISSPELT = [
 
 # (as written, what the message must say beside the key)
 ILL_TYPED = [
+    ("weight_sync.transport=object_store", "can no longer be object_store; use auto, which sends"),
     ("rollout.n=four", "integer"),
     ("rollout.n=4.5", "integer"),
     ("rollout.n=true", "integer"),

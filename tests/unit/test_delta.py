@@ -27,13 +27,13 @@ def parcel_of(*tensors: tuple[int, torch.dtype]):
     return parcel
 
 
-def sealed(parcel, parameters, buffer=None) -> torch.Tensor:
+def packed(parcel, parameters, buffer=None) -> torch.Tensor:
     """Return a packed buffer with its digests and spare room, like a sender's, which fits its largest
     parcel.
     """
     buffer = torch.full((max_payload(parcel) + 48,), 0xAB, dtype=torch.uint8) if buffer is None else buffer
     parcel.pack(parameters, buffer)
-    parcel.sealed(buffer).copy_(parcel.digests(buffer, odd_factors([parcel], CPU)))
+    parcel.sent_digests(buffer).copy_(parcel.digests(buffer, odd_factors([parcel], CPU)))
     return buffer
 
 
@@ -48,7 +48,7 @@ def test_parts_of_one_tensor_that_follow_each_other_have_one_digest():
     """Parts are padded to 16 bytes, and a digest works on words of 8 bytes."""
     moves = [Move(name, (0,), (n,), (0,), (0,)) for name, n in (("b", 4), ("a", 3), ("a", 5), ("b", 1))]
     (parcel,) = make_parcels(LINK, [Part("m", "e", move) for move in moves], {"e": torch.float32}, 10**9)
-    assert parcel.runs == [("b", 0, 2), ("a", 2, 8), ("b", 8, 10)]
+    assert parcel.tensor_spans == [("b", 0, 2), ("a", 2, 8), ("b", 8, 10)]
     assert (parcel.data_bytes, parcel.total_bytes) == (80, 104)
 
 
@@ -80,7 +80,7 @@ def test_packing_again_from_what_was_unpacked_gives_the_same_bytes_whatever_was_
     weights.
     """
     parcel, parameters = parcel_of(*tensors), weights(np.random.default_rng(seed), tensors)
-    buffer = sealed(parcel, parameters)
+    buffer = packed(parcel, parameters)
     engine = {f"engine{i}": torch.zeros(n, dtype=dtype) for i, (n, dtype) in enumerate(tensors)}
     parcel.unpack(buffer, engine)
     for i in range(len(tensors)):
@@ -103,7 +103,7 @@ def test_each_delta_is_the_buffer_that_was_packed_and_never_larger(tensors, seed
         for name, other in weights(generator, tensors).items():
             changed = torch.from_numpy(generator.random(len(other)) < share)
             parameters[name] = torch.where(changed, other.float(), parameters[name].float()).to(other.dtype)
-        buffer = sealed(parcel, parameters, buffer)  # a sender packs every sync into the same memory
+        buffer = packed(parcel, parameters, buffer)  # a sender packs every sync into the same memory
         expected = buffer[: parcel.total_bytes].clone()
         payload = encoder.encode(parcel, buffer)
         total += len(payload)
@@ -120,12 +120,12 @@ def test_a_few_changed_elements_are_a_small_payload_and_many_a_whole_one(dtype):
     parcel, parameters = parcel_of(*tensors), weights(np.random.default_rng(0), tensors)
     encoder = Encoder()
     encoder.begin(full=True)
-    assert len(encoder.encode(parcel, sealed(parcel, parameters))) == max_payload(parcel)
+    assert len(encoder.encode(parcel, packed(parcel, parameters))) == max_payload(parcel)
     encoder.begin(full=False)
-    nothing = len(encoder.encode(parcel, sealed(parcel, parameters)))
+    nothing = len(encoder.encode(parcel, packed(parcel, parameters)))
     assert nothing < 100
     parameters["megatron1"][::1000] = 3.0
-    few = len(encoder.encode(parcel, sealed(parcel, parameters)))
+    few = len(encoder.encode(parcel, packed(parcel, parameters)))
     assert few < 600
     assert encoder.sent_bytes == nothing + few
     # Random mantissas do not compress, and the bits that mark changes come on top, so that the whole parcel
@@ -134,7 +134,7 @@ def test_a_few_changed_elements_are_a_small_payload_and_many_a_whole_one(dtype):
     bits = torch.from_numpy(np.random.default_rng(2).integers(0, 256, 40_000 * dtype.itemsize, np.uint8))
     all_other["megatron0"] = bits.view(dtype)
     all_other["megatron1"] = bits.flip(0).view(dtype)
-    assert len(encoder.encode(parcel, sealed(parcel, all_other))) == max_payload(parcel)
+    assert len(encoder.encode(parcel, packed(parcel, all_other))) == max_payload(parcel)
     encoder.begin(full=True)
     assert encoder.sent_bytes == 0
-    assert len(encoder.encode(parcel, sealed(parcel, all_other))) == max_payload(parcel)
+    assert len(encoder.encode(parcel, packed(parcel, all_other))) == max_payload(parcel)

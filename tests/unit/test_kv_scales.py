@@ -7,8 +7,8 @@ zeros, all keys are zero.
 import pytest
 import torch
 
-from grpo_megatron.sglang import weight_door
-from grpo_megatron.weights.sync.order import Answer, Order, Task
+from grpo_megatron.sglang import weight_receiver
+from grpo_megatron.weights.sync.messages import SyncCommand, SyncKind, SyncReport
 from grpo_megatron.weights.sync.plan import EngineRank
 
 
@@ -31,17 +31,17 @@ def model(make=make_scales) -> torch.nn.Module:
     return whole
 
 
-def synced(whole: torch.nn.Module, task: Task, monkeypatch) -> set[str]:
-    """Carry out an order on the model and return the names of the parameters that the transport fills."""
+def synced(whole: torch.nn.Module, kind: SyncKind, monkeypatch) -> set[str]:
+    """Carry out a command on the model and return the names of the parameters that the transport fills."""
     filled = set()
 
     class Receiver:
-        def receive(self, order, parameters):
+        def receive(self, command, parameters):
             filled.update(parameters)
-            return Answer({}, {})
+            return SyncReport()
 
-    monkeypatch.setattr(weight_door, "_receiver", lambda *_: Receiver())
-    weight_door._carry_out(Order(task, 1, setup=None), EngineRank(0, 0), whole)
+    monkeypatch.setattr(weight_receiver, "_receiver", lambda *_: Receiver())
+    weight_receiver._carry_out(SyncCommand(kind, 1, setup=None), EngineRank(0, 0), whole)
     return filled
 
 
@@ -64,7 +64,7 @@ def test_every_transfer_sets_the_scales(monkeypatch, left):
             getattr(layer.attn, name).data.fill_(left)
             setattr(layer.attn, f"{name}_float", left)
     places = [layer.attn.k_scale.data_ptr() for layer in whole.layers]
-    filled = synced(whole, Task.transfer, monkeypatch)
+    filled = synced(whole, SyncKind.transfer, monkeypatch)
     assert filled == {f"layers.{number}.weight_scale" for number in range(2)}
     for layer in whole.layers:
         assert layer.attn.k_scale.item() == layer.attn.v_scale.item() == 1.0
@@ -76,7 +76,7 @@ def test_every_transfer_sets_the_scales(monkeypatch, left):
 
 def test_a_comparison_changes_nothing(monkeypatch):
     whole = model()
-    synced(whole, Task.verify, monkeypatch)
+    synced(whole, SyncKind.verify, monkeypatch)
     assert whole.layers[0].attn.k_scale.item() == -1.0
 
 
@@ -88,12 +88,12 @@ def test_the_scales_are_those_that_sglang_makes(monkeypatch):
         {name: (own.shape, own.dtype) for name, own in each.named_parameters()} for each in (whole, made)
     ]
     assert shapes[0] == shapes[1]
-    synced(whole, Task.transfer, monkeypatch)
+    synced(whole, SyncKind.transfer, monkeypatch)
     assert whole.layers[1].attn.v_scale.item() == 1.0
 
 
 def test_an_engine_without_scales_has_nothing_to_set(monkeypatch):
     whole = torch.nn.Linear(2, 2)
     before = whole.weight.clone()
-    assert synced(whole, Task.transfer, monkeypatch) == {"weight", "bias"}
+    assert synced(whole, SyncKind.transfer, monkeypatch) == {"weight", "bias"}
     assert torch.equal(whole.weight, before)

@@ -45,7 +45,7 @@ def packed_parcel():
     parameters.
     """
     plan = plan_of(DENSE)
-    parcel = max(parcels_of(plan, torch.float32, 2000), key=lambda one: len(one.runs))
+    parcel = max(parcels_of(plan, torch.float32, 2000), key=lambda one: len(one.tensor_spans))
     buffer = torch.zeros(parcel.total_bytes, dtype=torch.uint8)
     parcel.pack(trainer_parameters(plan, hf_tensors(DENSE))[0], buffer)
     return parcel, buffer
@@ -56,9 +56,9 @@ def test_the_digest_of_a_tensor_notices_two_words_in_each_others_place():
     parcel, buffer = packed_parcel()
     factors = odd_factors([parcel], CPU)
     before = parcel.digests(buffer, factors)
-    assert len(parcel.runs) > 1
+    assert len(parcel.tensor_spans) > 1
     words = buffer[: parcel.data_bytes].view(torch.int64)
-    for run, (_, start, end) in enumerate(parcel.runs):
+    for run, (_, start, end) in enumerate(parcel.tensor_spans):
         for one, other in itertools.islice(itertools.combinations(range(start, end), 2), 50):
             if words[one] == words[other]:
                 continue
@@ -72,7 +72,7 @@ def test_the_digest_of_a_tensor_notices_each_single_bit():
     parcel, buffer = packed_parcel()
     factors = odd_factors([parcel], CPU)
     before = parcel.digests(buffer, factors)
-    for run, (_, start, end) in enumerate(parcel.runs):
+    for run, (_, start, end) in enumerate(parcel.tensor_spans):
         for place, bit in itertools.product((8 * start, 8 * end - 1), range(8)):
             buffer[place] ^= 1 << bit
             assert (parcel.digests(buffer, factors) != before).nonzero().flatten().tolist() == [run]
@@ -94,7 +94,7 @@ def test_parts_of_parcels_cover_what_a_rank_sends_exactly_once(max_bytes):
     parcels = list(parcels_of(plan, torch.float32, max_bytes))
     assert sum(part.move.numel for parcel in parcels for part in parcel.parts) == sent
     for link, of_link in itertools.groupby(parcels, key=lambda parcel: parcel.link):
-        assert [parcel.number for parcel in of_link] == list(
+        assert [parcel.index for parcel in of_link] == list(
             range(sum(parcel.link == link for parcel in parcels))
         )
     assert all(dataclasses.astuple(parcel)[4][0] == 0 for parcel in parcels)
@@ -110,7 +110,7 @@ def test_everybodys_order_of_parcels_is_part_of_one_order(arch, multicast):
     dtypes = dict.fromkeys(plan.engine_shapes, torch.bfloat16)
 
     def names(links) -> list[tuple[str, int]]:
-        return [(parcel.link.name, parcel.number) for parcel in parcels_in_order(plan, links, dtypes, 2000)]
+        return [(parcel.link.name, parcel.index) for parcel in parcels_in_order(plan, links, dtypes, 2000)]
 
     ranks = range(4 if arch is DENSE else 2)
     everything = {link: parts for rank in ranks for link, parts in plan.outgoing(rank).items()}

@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import reductions
 
-from grpo_megatron.weights.sync import shared_memory
-from grpo_megatron.weights.sync.order import Setup, Way
+from grpo_megatron.config.weight_sync import Transport
+from grpo_megatron.weights.sync.messages import SyncSetup
 from grpo_megatron.weights.sync.plan import EngineRank
-from tests.unit.sync_cluster import tp2_pp2_to_two_engines
+from grpo_megatron.weights.sync.transports import parcel_receiver, shared_memory
+from tests.unit.sync_cluster import TRANSPORTS, tp2_pp2_to_two_engines
 
 
 def recorded(*arguments):
@@ -35,11 +36,11 @@ def _parameters() -> list[str]:
     return list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
 
 
-@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("device", ["cpu", "cuda:0", "cuda:3"])
-def test_every_receiver_is_given_its_device(monkeypatch, tmp_path, way, device):
+def test_every_receiver_is_given_its_device(monkeypatch, tmp_path, transport, device):
     layouts, device = tp2_pp2_to_two_engines(True), torch.device(device)
-    setup = Setup(layouts, way, None, bucket_bytes=700, timeout=1.0, folder=str(tmp_path))
-    monkeypatch.setattr(Setup, "connect", lambda self: dist.HashStore())
-    channel = setup.receiving_channel(EngineRank(0, 1), [], device)
-    assert (channel._groups.device if way == Way.groups else channel._device) == device
+    setup = SyncSetup(layouts, transport, None, bucket_bytes=700, timeout=1.0, folder=str(tmp_path))
+    monkeypatch.setattr(SyncSetup, "connect", lambda self: dist.HashStore())
+    receiver = parcel_receiver(setup, EngineRank(0, 1), [], device)
+    assert (receiver._groups.device if transport == Transport.groups else receiver._device) == device

@@ -12,15 +12,17 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from grpo_megatron.config.weight_sync import Transport
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.preflight.layout import layout_violations, layout_violations_of_model
-from grpo_megatron.weights.sync.order import Task, Way
+from grpo_megatron.weights.sync.messages import SyncKind
 from grpo_megatron.weights.sync.parcels import Parcel
 from grpo_megatron.weights.sync.plan import EngineRank, Layouts, ReshardPlan
 from tests.unit.sync_cluster import (
     DENSE,
     EXPERTS,
+    TRANSPORTS,
     Cluster,
     engine_parameters,
     hf_tensors,
@@ -87,11 +89,11 @@ def test_every_element_reaches_every_engine_rank_exactly_once(
     for rank in range(sizes.world_size):
         for link, parts in plan.outgoing(rank).items():
             assert link.sender == rank
-            assert link.carrier == rank or link in plan.carried(link.carrier)
+            assert link.relay_rank == rank or link in plan.relayed(link.relay_rank)
             for part in parts:
                 for receiver in link.receivers:
                     if nodes and multicast:
-                        assert where["rank_nodes"][link.carrier] == plan.layouts.node_of(receiver)
+                        assert where["rank_nodes"][link.relay_rank] == plan.layouts.node_of(receiver)
                     target = part.move.target(arrived[receiver][part.engine])
                     assert target.isnan().all(), f"{part} came twice"
                     target.copy_(part.move.source(have[rank][part.megatron]))
@@ -108,8 +110,8 @@ def test_every_element_reaches_every_engine_rank_exactly_once(
 def cluster(tmp_path):
     made = []
 
-    def make(layouts, way, **settings):
-        made.append(Cluster(layouts, way, folder=tmp_path / "weights", **settings))
+    def make(layouts, transport, **settings):
+        made.append(Cluster(layouts, transport, folder=tmp_path / "weights", **settings))
         return made[-1]
 
     yield make
@@ -117,21 +119,25 @@ def cluster(tmp_path):
         one.close()
 
 
-WAYS = [(way, multicast) for way in Way for multicast in (False, True)]
+WITH_MULTICAST = [(transport, multicast) for transport in TRANSPORTS for multicast in (False, True)]
 
 
 @pytest.mark.slow_but(3)
-@pytest.mark.parametrize(("way", "multicast"), WAYS)
-def test_every_transport_brings_every_parameter_and_its_digest(cluster, way, multicast):
-    one = cluster(tp2_pp2_to_two_engines(multicast), way)
+@pytest.mark.parametrize(("transport", "multicast"), WITH_MULTICAST)
+def test_every_transport_brings_every_parameter_and_its_digest(cluster, transport, multicast):
+    one = cluster(tp2_pp2_to_two_engines(multicast), transport)
     for seed in (1, 2):
         tensors = hf_tensors(DENSE, seed)
-        answers = one.sync(tensors)
+        reports = one.sync(tensors)
         one.check(tensors)
-        sealed = {link: seal for rank in range(4) for link, seal in answers[rank].seals.items()}
+        sent = {
+            link: checksum for rank in range(4) for link, checksum in reports[rank].link_checksums.items()
+        }
         for me in one.plan.engine_ranks:
-            assert answers[me].wrong == ()
-            assert answers[me].seals == {link.name: sealed[link.name] for link in one.plan.incoming(me)}
+            assert reports[me].wrong == ()
+            assert reports[me].link_checksums == {
+                link.name: sent[link.name] for link in one.plan.incoming(me)
+            }
 
 
 @pytest.mark.slow
@@ -155,79 +161,82 @@ def test_ranks_of_engines_get_their_weights_from_a_rank_of_their_node(cluster, d
         rank_nodes=("a", "a", "b", "b"),
         engine_nodes=tuple(engine_nodes),
     )
-    one = cluster(layouts, Way.shared_memory, delta=delta)
-    carriers = {
-        link.carrier for rank in range(4) for link in one.plan.outgoing(rank) if link.carrier != link.sender
+    one = cluster(layouts, Transport.shared_memory, delta=delta)
+    relay_ranks = {
+        link.relay_rank
+        for rank in range(4)
+        for link in one.plan.outgoing(rank)
+        if link.relay_rank != link.sender
     }
-    assert carriers == expected
+    assert relay_ranks == expected
     for seed in (1, 2):
         tensors = hf_tensors(DENSE, seed)
-        answers = one.sync(tensors, full=seed == 1)
+        reports = one.sync(tensors, full=seed == 1)
         one.check(tensors)
-        assert not any(answers[me].wrong for me in one.plan.engine_ranks)
-    one.sync(tensors, Task.verify)
+        assert not any(reports[me].wrong for me in one.plan.engine_ranks)
+    one.sync(tensors, SyncKind.verify)
 
 
 def test_experts_reach_an_engine_that_divides_them(cluster):
     layouts = Layouts(EXPERTS, ParallelSizes(dp=2, ep=2), EngineLayout(2, ep=2), 1, multicast=True)
-    one = cluster(layouts, Way.shared_memory)
+    one = cluster(layouts, Transport.shared_memory)
     tensors = hf_tensors(EXPERTS)
     one.sync(tensors)
     one.check(tensors)
 
 
 def test_weights_are_cast_to_what_the_engine_has(cluster):
-    one = cluster(tp2_pp2_to_two_engines(True), Way.shared_memory, dtype=torch.bfloat16)
+    one = cluster(tp2_pp2_to_two_engines(True), Transport.shared_memory, dtype=torch.bfloat16)
     tensors = hf_tensors(DENSE)
-    answers = one.sync(tensors)
+    reports = one.sync(tensors)
     one.check(tensors)
-    assert sum(answers[rank].bytes for rank in range(4)) < 2.2 * sum(
+    assert sum(reports[rank].bytes for rank in range(4)) < 2.2 * sum(
         tensor.numel() for tensor in tensors.values()
     )
 
 
 def test_a_verification_sends_digests_alone_and_finds_what_was_changed(cluster):
-    one = cluster(tp2_pp2_to_two_engines(True), Way.shared_memory)
+    one = cluster(tp2_pp2_to_two_engines(True), Transport.shared_memory)
     tensors = hf_tensors(DENSE)
     transferred = one.sync(tensors)
-    verified = one.sync(tensors, Task.verify)
+    verified = one.sync(tensors, SyncKind.verify)
     me = EngineRank(1, 0)
     assert not any(verified[receiver].wrong for receiver in one.plan.engine_ranks)
-    assert verified[me].seals == transferred[me].seals
+    assert verified[me].link_checksums == transferred[me].link_checksums
     assert sum(verified[rank].bytes for rank in range(4)) < 0.1 * sum(
         transferred[rank].bytes for rank in range(4)
     )
     one.arrived[me]["model.layers.2.self_attn.qkv_proj.weight"][0, 0] += 1e-3
-    verified = one.sync(tensors, Task.verify)
+    verified = one.sync(tensors, SyncKind.verify)
     assert verified[me].wrong == ("model.layers.2.self_attn.q_proj.weight",)
     assert not any(verified[receiver].wrong for receiver in one.plan.engine_ranks if receiver != me)
 
 
 @pytest.mark.parametrize("place", ["data", "digest"])
 def test_a_bucket_that_is_corrupted_on_its_way_names_its_tensor(cluster, monkeypatch, place):
-    one = cluster(tp2_pp2_to_two_engines(True), Way.disk)
-    send = type(one.senders[3]._channel).send
+    one = cluster(tp2_pp2_to_two_engines(True), Transport.disk)
+    send = type(one.senders[3]._transport).send
     broken = []
 
     def corrupting(channel, parcel, payload):
-        if channel is one.senders[3]._channel and not broken:
+        if channel is one.senders[3]._transport and not broken:
             payload[5 if place == "data" else parcel.data_bytes + 1] ^= 4
             broken.append(parcel)
         send(channel, parcel, payload)
 
-    monkeypatch.setattr(type(one.senders[3]._channel), "send", corrupting)
-    answers = one.sync(hf_tensors(DENSE))
+    monkeypatch.setattr(type(one.senders[3]._transport), "send", corrupting)
+    reports = one.sync(hf_tensors(DENSE))
     (parcel,) = broken
-    wrong = {me: answers[me].wrong for me in one.plan.engine_ranks if answers[me].wrong}
-    assert wrong == dict.fromkeys(parcel.link.receivers, (parcel.runs[0][0],))
+    wrong = {me: reports[me].wrong for me in one.plan.engine_ranks if reports[me].wrong}
+    assert wrong == dict.fromkeys(parcel.link.receivers, (parcel.tensor_spans[0][0],))
 
 
-@pytest.mark.slow_when(lambda way: way != Way.groups)
-@pytest.mark.parametrize("way", [Way.shared_memory, Way.groups, Way.disk])
-def test_a_sender_that_is_gone_ends_the_wait_of_the_engines(cluster, way):
+@pytest.mark.slow_when(lambda transport: transport != Transport.groups)
+@pytest.mark.parametrize("transport", [Transport.shared_memory, Transport.groups, Transport.disk])
+def test_a_sender_that_is_gone_ends_the_wait_of_the_engines(cluster, transport):
     # The processes have to find each other within the same number of seconds. 3 were once too few on a slow
     # machine.
-    one = cluster(tp2_pp2_to_two_engines(), way, timeout=10.0)
+    one = cluster(tp2_pp2_to_two_engines(), transport, timeout=10.0)
     one.sync(hf_tensors(DENSE))
     with pytest.raises(TimeoutError, match="did not come within 10 s"):
         one.sync(hf_tensors(DENSE), without=(2,))
@@ -235,7 +244,7 @@ def test_a_sender_that_is_gone_ends_the_wait_of_the_engines(cluster, way):
 
 @pytest.mark.slow
 def test_a_sync_that_moves_on_may_take_longer_than_the_timeout(cluster, monkeypatch):
-    one = cluster(tp2_pp2_to_two_engines(True), Way.shared_memory, timeout=6.0, bucket_bytes=300)
+    one = cluster(tp2_pp2_to_two_engines(True), Transport.shared_memory, timeout=6.0, bucket_bytes=300)
     unpack = Parcel.unpack
 
     def slowly(parcel, buffer, parameters):
@@ -244,8 +253,8 @@ def test_a_sync_that_moves_on_may_take_longer_than_the_timeout(cluster, monkeypa
 
     monkeypatch.setattr(Parcel, "unpack", slowly)
     tensors = hf_tensors(DENSE)
-    answers = one.sync(tensors)
-    assert answers[0].seconds["all"] > 6.0
+    reports = one.sync(tensors)
+    assert reports[0].seconds["all"] > 6.0
     one.check(tensors)
 
 
@@ -257,25 +266,27 @@ def changed(tensors, share, seed):
     }
 
 
-@pytest.mark.slow_when(lambda way: way != Way.shared_memory)
-@pytest.mark.parametrize("way", list(Way))
-def test_a_delta_is_exact_and_small(cluster, way):
-    one = cluster(tp2_pp2_to_two_engines(way != Way.groups), way, delta=True, bucket_bytes=4000)
+@pytest.mark.slow_when(lambda transport: transport != Transport.shared_memory)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_delta_is_exact_and_small(cluster, transport):
+    one = cluster(
+        tp2_pp2_to_two_engines(transport != Transport.groups), transport, delta=True, bucket_bytes=4000
+    )
     tensors = hf_tensors(DENSE)
     sent = {}
     for share in (1.0, 0.0, 0.01, 0.1, 1.0):
         tensors = changed(tensors, share, seed=int(100 * share))
-        answers = one.sync(tensors, full=not sent)
+        reports = one.sync(tensors, full=not sent)
         one.check(tensors)
-        assert not any(answers[me].wrong for me in one.plan.engine_ranks)
-        sent[share] = sum(answers[rank].bytes for rank in range(4))
+        assert not any(reports[me].wrong for me in one.plan.engine_ranks)
+        sent[share] = sum(reports[rank].bytes for rank in range(4))
     assert sent[0.0] < sent[0.01] < sent[0.1] < sent[1.0]
     assert sent[0.01] < 0.15 * sent[1.0]
 
 
 @pytest.mark.slow
 def test_a_delta_on_other_weights_than_the_sender_thinks_is_noticed(cluster):
-    one = cluster(tp2_pp2_to_two_engines(True), Way.shared_memory, delta=True)
+    one = cluster(tp2_pp2_to_two_engines(True), Transport.shared_memory, delta=True)
     tensors = hf_tensors(DENSE)
     one.sync(tensors)
     me = EngineRank(0, 1)

@@ -8,13 +8,7 @@ import pytest
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from grpo_megatron.weights.sync.cost import (
-    Machine,
-    broadcast_is_cheaper,
-    cost,
-    full_tensors_seconds,
-    on_nodes,
-)
+from grpo_megatron.weights.sync.cost import Machine, broadcast_is_cheaper, cost, on_nodes
 from grpo_megatron.weights.sync.plan import Layouts
 from tests.tools import run_tool
 
@@ -55,11 +49,6 @@ def test_70b_colocated_reads_what_its_own_node_has_without_the_network():
     # A node has one of four stages; the rest comes in through its eight cards.
     assert found.network_gb == pytest.approx(16 * 0.75 * 2 * PARAMETERS / 1e9, rel=0.05)
     assert found.seconds < 1.5 * found.bound
-
-
-def test_the_object_store_takes_every_byte_to_every_rank_over_one_card():
-    seconds = full_tensors_seconds(on_128_gpus(), Machine(network=50.0))
-    assert seconds == pytest.approx(16 * 8 * 2 * PARAMETERS / 50e9, rel=1e-6)
 
 
 def test_experts_of_an_engine_on_two_nodes_come_from_all_who_hold_them():

@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from grpo_megatron.config.weight_sync import WeightSyncConfig
+from grpo_megatron.config.weight_sync import Transport, WeightSyncConfig
 from grpo_megatron.model.architecture import MoE
 from grpo_megatron.model.block_scaled import is_block_scaled
 from grpo_megatron.model.entries import EngineLayout
@@ -19,11 +19,18 @@ from grpo_megatron.preflight.engine_fp8 import cut_matrices
 from grpo_megatron.preflight.layout import layout_violations, layout_violations_of_model
 from grpo_megatron.weights.fp8_blocks import quantise
 from grpo_megatron.weights.sync.cost import Machine, cost
-from grpo_megatron.weights.sync.order import Answer, Task, Way
+from grpo_megatron.weights.sync.messages import SyncKind
 from grpo_megatron.weights.sync.plan import EngineRank, Layouts, ReshardPlan
-from grpo_megatron.weights.sync.quantised import Quantised
-from grpo_megatron.weights.sync.resharding import Resharding
-from tests.unit.sync_cluster import DENSE, Cluster, engine_parameters, hf_tensors, trainer_parameters
+from grpo_megatron.weights.sync.quantised_shards import QuantisedShards
+from grpo_megatron.weights.sync.resharding import Resharding, parameter_differences
+from tests.unit.sync_cluster import (
+    DENSE,
+    TRANSPORTS,
+    Cluster,
+    engine_parameters,
+    hf_tensors,
+    trainer_parameters,
+)
 from tests.unit.test_reshard import ENGINE_LAYOUTS
 
 # Heads of 32: a block has rows of four, between which Megatron has rows of others.
@@ -116,10 +123,10 @@ class FP8Cluster(Cluster):
 def cluster():
     made = []
 
-    def make(arch, sizes, engine_tp, way=Way.shared_memory, engine_ep=1, **settings):
+    def make(arch, sizes, engine_tp, transport=Transport.shared_memory, engine_ep=1, **settings):
         layout = EngineLayout(engine_tp, engine_ep, fp8=True)
-        layouts = Layouts(arch, sizes, layout, 1, multicast=way != Way.groups)
-        made.append(FP8Cluster(layouts, way, bucket_bytes=20_000, **settings))
+        layouts = Layouts(arch, sizes, layout, 1, multicast=transport != Transport.groups)
+        made.append(FP8Cluster(layouts, transport, bucket_bytes=20_000, **settings))
         return made[-1]
 
     yield make
@@ -143,9 +150,9 @@ def test_engines_get_the_quantisation_of_whole_tensors(cluster, arch, layout):
     one = cluster(arch, *LAYOUTS[layout])
     for seed in (1, 2):
         tensors = in_bf16(hf_tensors(arch, seed))
-        answers = one.sync(tensors)
+        reports = one.sync(tensors)
         one.check(tensors)
-        assert not any(answers[me].wrong for me in one.plan.engine_ranks)
+        assert not any(reports[me].wrong for me in one.plan.engine_ranks)
 
 
 @pytest.mark.slow
@@ -182,7 +189,7 @@ def test_a_plan_quantises_whole_tensors_unless_preflight_refuses_it(arch, sizes,
         engine_parameters(plan, quantised(arch, tensors), dtypes),
     )
     for rank, own in shards(plan, tensors).items():
-        sent = Quantised(own, plan.quantised(rank))
+        sent = QuantisedShards(own, plan.quantised(rank))
         for link, parts in plan.outgoing(rank).items():
             for part in parts:
                 for receiver in link.receivers:
@@ -199,13 +206,15 @@ def test_a_plan_quantises_whole_tensors_unless_preflight_refuses_it(arch, sizes,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", list(Way))
-def test_experts_in_fp8_travel_as_all_else(cluster, tmp_path, way):
-    one = cluster(GLM4_MOE, ParallelSizes(tp=2, dp=2, ep=2, etp=2), 2, way, engine_ep=2, folder=tmp_path)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_experts_in_fp8_travel_as_all_else(cluster, tmp_path, transport):
+    one = cluster(
+        GLM4_MOE, ParallelSizes(tp=2, dp=2, ep=2, etp=2), 2, transport, engine_ep=2, folder=tmp_path
+    )
     tensors = in_bf16(hf_tensors(GLM4_MOE))
-    answers = one.sync(tensors)
+    reports = one.sync(tensors)
     one.check(tensors)
-    assert not any(answers[me].wrong for me in one.plan.engine_ranks)
+    assert not any(reports[me].wrong for me in one.plan.engine_ranks)
 
 
 def test_experts_with_each_others_scales_are_found(cluster):
@@ -223,20 +232,20 @@ def test_experts_with_each_others_scales_are_found(cluster):
         for number in (1, 2)
         for projection in ("gate", "up")
     }
-    assert set(one.sync(tensors, Task.verify)[me].wrong) == found
+    assert set(one.sync(tensors, SyncKind.verify)[me].wrong) == found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", list(Way))
-def test_a_delta_of_quantised_weights_is_exact(cluster, tmp_path, way):
-    one = cluster(SMALL_HEADS, ParallelSizes(tp=2), 1, way, folder=tmp_path, delta=True)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_delta_of_quantised_weights_is_exact(cluster, tmp_path, transport):
+    one = cluster(SMALL_HEADS, ParallelSizes(tp=2), 1, transport, folder=tmp_path, delta=True)
     tensors = in_bf16(hf_tensors(SMALL_HEADS))
     sent = []
     for step in range(3):
         tensors["model.layers.1.mlp.down_proj.weight"][0, 0] += step
-        answers = one.sync(tensors, full=step == 0)
+        reports = one.sync(tensors, full=step == 0)
         one.check(tensors)
-        sent.append(sum(answers[rank].bytes for rank in range(2)))
+        sent.append(sum(reports[rank].bytes for rank in range(2)))
     assert sent[2] < 0.1 * sent[0]
 
 
@@ -263,7 +272,7 @@ def test_a_changed_byte_in_an_engine_is_found(cluster, what):
     one.sync(tensors)
     me = EngineRank(0, 1)
     one.arrived[me][f"model.layers.1.self_attn.qkv_proj.{what}"].view(torch.uint8)[0, 0] ^= 1
-    verified = one.sync(tensors, Task.verify)
+    verified = one.sync(tensors, SyncKind.verify)
     assert verified[me].wrong == (f"model.layers.1.self_attn.q_proj.{what}",)
 
 
@@ -309,29 +318,27 @@ def test_nothing_but_its_own_files_goes_from_the_folder_of_a_sync(tmp_path):
     (tmp_path / "checkpoints" / "step_00000040").mkdir(parents=True)
     (tmp_path / "sync00000007").mkdir()
     layouts = Layouts(SMALL_HEADS, ParallelSizes(), EngineLayout(1, fp8=True), 1)
-    resharding = Resharding(layouts, Way.disk, WeightSyncConfig(), str(tmp_path), call_timeout=1.0)
+    config = WeightSyncConfig(Transport.disk)
+    resharding = Resharding(layouts, config, str(tmp_path), call_timeout=1.0)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
     resharding.close()
     assert (tmp_path / "checkpoints" / "step_00000040").is_dir()
     (tmp_path / "own" / "sync00000001").mkdir(parents=True)
-    Resharding(layouts, Way.disk, WeightSyncConfig(), str(tmp_path / "own"), call_timeout=1.0)
+    Resharding(layouts, config, str(tmp_path / "own"), call_timeout=1.0)
     assert not (tmp_path / "own").exists()
 
 
-def test_engines_that_hold_them_otherwise_are_found(monkeypatch, tmp_path):
+def test_engines_that_hold_them_otherwise_are_found():
     """SGLang packs scales for Blackwell GPUs, four in an integer."""
-    layouts = Layouts(SMALL_HEADS, ParallelSizes(), EngineLayout(1, fp8=True), 1)
-    resharding = Resharding(layouts, Way.shared_memory, WeightSyncConfig(), str(tmp_path), call_timeout=1.0)
-    plan = ReshardPlan(layouts)
+    plan = ReshardPlan(Layouts(SMALL_HEADS, ParallelSizes(), EngineLayout(1, fp8=True), 1))
     have = {name: (shape, dtype_in(plan, name)) for name, shape in plan.engine_shapes.items()}
-    monkeypatch.setattr(
-        resharding, "_asked", lambda target, task: {EngineRank(0, 0): Answer({}, {}, parameters=have)}
-    )
-    assert resharding.describe(None) == []
+
+    def differences():
+        return parameter_differences(plan, {EngineRank(0, 0): have})
+
+    assert differences() == []
     name = "model.layers.1.mlp.down_proj.weight_scale_inv"
     have[name] = ((2, 4), torch.int32)
-    assert resharding.describe(None) == [
-        f"rank 0 of engine 0 has {name} in torch.int32, planned torch.float32"
-    ]
+    assert differences() == [f"rank 0 of engine 0 has {name} in torch.int32, planned torch.float32"]
     have[name] = ((256, 1), torch.int32)
-    assert resharding.describe(None)[0] == f"rank 0 of engine 0 has {name} of shape (256, 1), planned (2, 4)"
+    assert differences() == [f"rank 0 of engine 0 has {name} of shape (256, 1), planned (2, 4)"]

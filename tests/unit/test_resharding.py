@@ -1,4 +1,4 @@
-"""The driver's side of a weight sync: which syncs are full, and which answers it refuses."""
+"""The driver's side of a weight sync: which syncs are full, and which reports and parameters it refuses."""
 
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from grpo_megatron.config.weight_sync import WeightSyncConfig
+from grpo_megatron.errors import UserError
 from grpo_megatron.weights.sync import resharding
-from grpo_megatron.weights.sync.order import Answer, Task, Way
+from grpo_megatron.weights.sync.messages import SyncKind, SyncReport
 from grpo_megatron.weights.sync.plan import EngineRank, ReshardPlan
-from grpo_megatron.weights.sync.receiver import Receiver
+from grpo_megatron.weights.sync.receiver import WeightReceiver
 from grpo_megatron.weights.sync.resharding import Resharding
-from grpo_megatron.weights.sync.sender import Sender
+from grpo_megatron.weights.sync.sender import WeightSender
 from tests.unit.sync_cluster import (
     DENSE,
     engine_parameters,
@@ -36,14 +37,14 @@ class Processes:
     """The ranks of trainer and engines as threads of this process, behind the two interfaces that the driver
     calls.
 
-    `orders` has every order that arrived. Every answer of an engine rank goes through `alter`, which a test
-    changes.
+    `commands` has every command that arrived. Every report of an engine rank goes through `alter`, which a
+    test changes.
     """
 
     def __init__(self, plan):
-        self.plan, self.tensors, self.orders = plan, {}, []
+        self.plan, self.tensors, self.commands = plan, {}, []
         self.parameters = engine_parameters(plan)
-        self.alter = lambda me, answer: answer
+        self.alter = lambda me, report: report
         self._sides = {}
         self._threads = ThreadPoolExecutor(16)
 
@@ -61,12 +62,12 @@ class Processes:
 class Source(Processes):
     processes = property(lambda self: list(range(self.plan.layouts.sizes.world_size)))
 
-    def sync_order(self, order):
-        self.orders.append(order)
+    def send_weights(self, command):
+        self.commands.append(command)
         have = trainer_parameters(self.plan, self.tensors)
         return [
             self._threads.submit(
-                lambda rank=rank: self._side(Sender, order.setup, rank).send(order, have[rank])
+                lambda rank=rank: self._side(WeightSender, command.setup, rank).send(command, have[rank])
             )
             for rank in self.processes
         ]
@@ -75,19 +76,21 @@ class Source(Processes):
 class Target(Processes):
     processes = property(lambda self: list(range(self.plan.layouts.num_engines)))
 
-    def sync_order(self, order):
-        return [self._threads.submit(self._engine, order, engine) for engine in self.processes]
+    def receive_weights(self, command):
+        return [self._threads.submit(self._engine, command, engine) for engine in self.processes]
 
-    def _engine(self, order, engine):
+    def _engine(self, command, engine):
         ranks = [me for me in self.plan.engine_ranks if me.engine == engine]
-        answers = [self._threads.submit(self._rank, order, me) for me in ranks]
-        return [answer.result() for answer in answers]
+        reports = [self._threads.submit(self._rank, command, me) for me in ranks]
+        return [report.result() for report in reports]
 
-    def _rank(self, order, me):
-        if order.task == Task.describe:
+    def _rank(self, command, me):
+        if command.kind == SyncKind.describe:
             shapes = {name: (tuple(value.shape), value.dtype) for name, value in self.parameters[me].items()}
-            return Answer({}, {}, parameters=shapes)
-        return self.alter(me, self._side(Receiver, order.setup, me).receive(order, self.parameters[me]))
+            return SyncReport(parameters=shapes)
+        return self.alter(
+            me, self._side(WeightReceiver, command.setup, me).receive(command, self.parameters[me])
+        )
 
 
 class Driver:
@@ -96,10 +99,9 @@ class Driver:
     def __init__(self, delta):
         layouts = tp2_pp2_to_two_engines(multicast=True)
         config = WeightSyncConfig(bucket_bytes=700, timeout=30, delta=delta)
-        self._resharding = Resharding(layouts, Way.shared_memory, config, folder="", call_timeout=60)
+        self._resharding = Resharding(layouts, config, folder="", call_timeout=60)
         plan = ReshardPlan(layouts)
         self.source, self.target, self._version = Source(plan), Target(plan), 0
-        assert self._resharding.describe(self.target) == []
 
     def sync(self, tensors):
         """Send these HF tensors as the next version, and return what the sync measured."""
@@ -118,7 +120,7 @@ class Driver:
                 )
 
     def was_full(self):
-        return [order.full for order in self.source.orders]
+        return [command.full for command in self.source.commands]
 
     def close(self):
         self.source.close()
@@ -156,13 +158,13 @@ def test_the_sync_after_a_failed_one_is_full(driver):
     tensors = hf_tensors(DENSE, 1)
     driver.sync(tensors)
 
-    def fail(me, answer):
+    def fail(me, report):
         raise RuntimeError(f"{me} is out of memory")
 
     driver.target.alter = fail
     with pytest.raises(RuntimeError, match="out of memory"):
         driver.sync(changed(tensors, 0.05, seed=2))
-    driver.target.alter = lambda me, answer: answer
+    driver.target.alter = lambda me, report: report
     for me, parameters in driver.target.parameters.items():
         parameters["model.norm.weight"].fill_(me.rank)
     driver.sync(tensors)
@@ -171,17 +173,17 @@ def test_the_sync_after_a_failed_one_is_full(driver):
     assert driver.was_full() == [True, False, True, False]
 
 
-def _other_checksum(answer):
-    link = next(iter(answer.seals))
-    return {**answer.seals, link: answer.seals[link] ^ 1}
+def _other_checksum(report):
+    link = next(iter(report.link_checksums))
+    return {**report.link_checksums, link: report.link_checksums[link] ^ 1}
 
 
-def _without_a_link(answer):
-    return dict(list(answer.seals.items())[1:])
+def _without_a_link(report):
+    return dict(list(report.link_checksums.items())[1:])
 
 
-def _with_another_link(answer):
-    return {**answer.seals, "7-0.0": 1}
+def _with_another_link(report):
+    return {**report.link_checksums, "7-0.0": 1}
 
 
 @pytest.mark.parametrize("alter", [_other_checksum, _without_a_link, _with_another_link])
@@ -189,20 +191,40 @@ def _with_another_link(answer):
 def test_a_link_whose_checksum_is_not_the_senders_is_refused(driver, alter, culprit):
     """All digests of tensors may agree while a parcel is missing. The sum over the link then differs."""
     tensors = hf_tensors(DENSE, 1)
-    driver.target.alter = lambda me, answer: replace(answer, seals=alter(answer)) if me == culprit else answer
+    driver.target.alter = lambda me, report: (
+        replace(report, link_checksums=alter(report)) if me == culprit else report
+    )
     with pytest.raises(RuntimeError, match=f"{culprit} did not take over what the trainer sent on "):
         driver.sync(tensors)
-    driver.target.alter = lambda me, answer: answer
+    driver.target.alter = lambda me, report: report
     driver.sync(tensors)
     assert driver.was_full() == [True, True]
 
 
 def test_a_tensor_whose_digest_differs_is_named(driver):
-    driver.target.alter = lambda me, answer: (
-        replace(answer, wrong=("model.norm.weight",)) if me.engine else answer
+    driver.target.alter = lambda me, report: (
+        replace(report, wrong=("model.norm.weight",)) if me.engine else report
     )
     with pytest.raises(
         RuntimeError,
         match=r"model\.norm\.weight at rank 0 of engine 1, model\.norm\.weight at rank 1 of engine 1",
     ):
         driver.sync(hf_tensors(DENSE, 1))
+
+
+def test_engines_with_other_parameters_end_the_run_before_any_weight_is_sent(driver):
+    """A new release of SGLang may name or divide them in another way."""
+    for me, parameters in driver.target.parameters.items():
+        parameters["model.renamed.weight"] = parameters.pop("model.norm.weight")
+        if me.rank == 1:
+            parameters["lm_head.weight"] = parameters["lm_head.weight"][:3]
+    with pytest.raises(UserError) as caught:
+        driver.sync(hf_tensors(DENSE, 1))
+    assert driver.source.commands == []
+    for part in (
+        "the engines' parameters are not those of the weight map in grpo_megatron/model/families (3 differ: ",
+        "rank 0 of engine 0 has model.norm.weight of shape none, planned (16,)",
+        "rank 0 of engine 0 has model.renamed.weight of shape (16,), planned none",
+        "rank 1 of engine 0 has lm_head.weight of shape (3, 16), planned (",
+    ):
+        assert part in str(caught.value)

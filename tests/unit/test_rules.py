@@ -23,7 +23,6 @@ BROKEN = {
     "something_is_filtered": ["rollout.dynamic_sampling.enabled=true"],
     "disk_has_a_folder": ["weight_sync.transport=disk"],
     "hangs_are_found_first": ["cluster.hang_timeout=1800"],
-    "delta_has_a_transport": ["weight_sync.transport=object_store", "weight_sync.delta=true"],
     "delta_has_engines_that_keep_weights": ["cluster.placement=colocated", "weight_sync.delta=true"],
     "mini_batch_divides": ["train.ppo_mini_batch_size=5"],
     "current_logprobs_are_of_one_step": ["train.old_logprobs=current", "train.ppo_epochs=2"],
@@ -116,14 +115,8 @@ BROKEN = {
     "ranks_fit": [*EIGHT, "megatron.data_parallel=16"],
     "tensor_parallel_is_within_a_node": ["cluster.gpus_per_node=8", "megatron.tensor_parallel=16"],
     "engines_fit_nodes": ["cluster.gpus_per_node=8", "rollout.engine.tensor_parallel=12"],
-    "full_tensors_stay_on_a_node": [
-        "cluster.gpus_per_node=8",
-        "rollout.engine.tensor_parallel=16",
-        "weight_sync.transport=object_store",
-    ],
     "kv_cache_in_fp8_has_gpus": ["rollout.engine.kv_cache_dtype=fp8_e4m3", "cluster.gpu=none"],
     "engines_compute_in_fp8": ["rollout.engine.quantization=fp8", "cluster.gpu=b200"],
-    "fp8_has_a_transport": ["rollout.engine.quantization=fp8", "weight_sync.transport=object_store"],
     "scales_of_the_cache_are_not_random": [
         "rollout.engine.quantization=fp8",
         "rollout.engine.load_format=dummy",

@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from grpo_megatron.weights.sync.channel import parcel_key
-from grpo_megatron.weights.sync.disk import DiskReceiver
-from grpo_megatron.weights.sync.order import Setup, Way
+from grpo_megatron.config.weight_sync import Transport
+from grpo_megatron.weights.sync.messages import SyncSetup
 from grpo_megatron.weights.sync.parcels import make_parcels
 from grpo_megatron.weights.sync.plan import ReshardPlan
+from grpo_megatron.weights.sync.transports.base import parcel_key
+from grpo_megatron.weights.sync.transports.disk import DiskReceiver
 from tests.unit.sync_cluster import DENSE, Cluster, hf_tensors, tp2_pp2_to_two_engines
 
 
@@ -33,12 +34,14 @@ def test_parcels_within_a_node_do_not_pass_through_the_drivers_store(monkeypatch
     """Otherwise it would be asked eight times for each of some 10,000 parcels of a large model, in one
     thread.
     """
-    asked, connect = Counter(), Setup.connect
-    monkeypatch.setattr(Setup, "connect", lambda setup: CountedStore(connect(setup), asked))
+    asked, connect = Counter(), SyncSetup.connect
+    monkeypatch.setattr(SyncSetup, "connect", lambda setup: CountedStore(connect(setup), asked))
     tensors = hf_tensors(DENSE)
-    with closing(Cluster(tp2_pp2_to_two_engines(True), Way.shared_memory)) as one:
+    with closing(Cluster(tp2_pp2_to_two_engines(True), Transport.shared_memory)) as one:
         one.sync(tensors)
-        meetings = sum(len({link.carrier for link in one.plan.incoming(me)}) for me in one.plan.engine_ranks)
+        meetings = sum(
+            len({link.relay_rank for link in one.plan.incoming(me)}) for me in one.plan.engine_ranks
+        )
         assert asked == {"set": len(one.senders), "wait": meetings, "get": meetings}
         asked.clear()
         one.sync(tensors)
@@ -47,7 +50,7 @@ def test_parcels_within_a_node_do_not_pass_through_the_drivers_store(monkeypatch
 
 
 def test_shared_memory_has_no_name_that_a_killed_process_could_leave():
-    with closing(Cluster(tp2_pp2_to_two_engines(True), Way.shared_memory)) as one:
+    with closing(Cluster(tp2_pp2_to_two_engines(True), Transport.shared_memory)) as one:
         one.sync(hf_tensors(DENSE))
         mapped = Path("/proc/self/maps").read_text()
         assert "grpo-weights" in mapped
@@ -55,7 +58,7 @@ def test_shared_memory_has_no_name_that_a_killed_process_could_leave():
 
 
 def test_disk_keeps_the_files_of_one_sync_alone(tmp_path):
-    with closing(Cluster(tp2_pp2_to_two_engines(True), Way.disk, folder=tmp_path)) as one:
+    with closing(Cluster(tp2_pp2_to_two_engines(True), Transport.disk, folder=tmp_path)) as one:
         keys = []
         for _ in range(3):
             one.sync(hf_tensors(DENSE))
@@ -68,7 +71,7 @@ def test_disk_keeps_the_files_of_one_sync_alone(tmp_path):
 def test_a_file_is_looked_for_once_it_is_announced_and_may_then_be_late(tmp_path):
     """NFS caches its answer that a file does not exist."""
     store, parcel = dist.HashStore(), first_parcel()
-    path = tmp_path / "sync00000007" / f"{parcel.link.name}.{parcel.number}"
+    path = tmp_path / "sync00000007" / f"{parcel.link.name}.{parcel.index}"
     path.parent.mkdir()
 
     def receive(timeout):

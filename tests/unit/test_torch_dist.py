@@ -12,10 +12,10 @@ from torch.distributed.checkpoint import FileSystemReader, load
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.pieces import box
-from grpo_megatron.weights.saved_model import rows_within
+from grpo_megatron.weights.checkpoint_layout import rows_within
 from grpo_megatron.weights.torch_dist import (
-    Stored,
     StoredChunk,
+    StoredTensor,
     TorchDistReader,
     append_tensor,
     read_metadata,
@@ -37,7 +37,7 @@ def write(folder, tensors: dict[str, torch.Tensor], cuts: dict[str, list[list[in
                 file = (a, b)[number % 2]
                 place = append_tensor(file, tensor[box(at, shape)].clone())
                 chunks.append(StoredChunk(at, shape, os.path.basename(file.name), *place))
-            stored[name] = Stored(tensor.dtype, tuple(tensor.shape), tuple(chunks))
+            stored[name] = StoredTensor(tensor.dtype, tuple(tensor.shape), tuple(chunks))
     write_metadata(folder, stored, {})
 
 
@@ -137,7 +137,7 @@ def test_damage_is_one_message(folder, damage, monkeypatch):
 def test_what_no_chunk_holds_is_an_error(folder):
     path, _ = folder
     stored = read_metadata(path)
-    write_metadata(path, {"a": Stored(torch.float32, (6, 4), stored["a"].chunks[:1])}, {})
+    write_metadata(path, {"a": StoredTensor(torch.float32, (6, 4), stored["a"].chunks[:1])}, {})
     with pytest.raises(UserError, match="incomplete"):
         TorchDistReader(path).read("a", (0, 0), torch.empty(6, 4))
     with pytest.raises(UserError, match="no tensor c"):

@@ -1,19 +1,8 @@
-"""Versions of a weight sync, and the detection of full tensors that do not arrive."""
-
-from contextlib import contextmanager
+"""Versions of a weight sync, its session with the engines, and the probe after it."""
 
 import pytest
 
-from grpo_megatron.model.families import read_architecture, weight_map
-from grpo_megatron.weights.sync.object_store import ObjectStore
 from grpo_megatron.weights.sync.sync import WeightSync
-from tests.models import tiny_model
-
-
-@pytest.fixture(scope="module")
-def entries(tmp_path_factory):
-    arch = read_architecture(tiny_model(tmp_path_factory.mktemp("model"), "qwen3", tied=True))
-    return list(weight_map(arch).values())
 
 
 class Engines:
@@ -25,38 +14,27 @@ class Engines:
     def begin_update(self):
         self.calls.append("begin")
 
-    def load_bucket(self, bucket):
-        self.calls.append("load")
-        return bucket
-
     def end_update(self, version):
         self.calls.append(version)
 
 
-class Trainer:
-    """A WeightSource whose buckets are lists of names."""
+class Transfer:
+    """Stands in for Resharding. It records its calls among those of the engines."""
 
-    def __init__(self, *buckets):
-        self._buckets = buckets
-
-    @contextmanager
-    def weight_stream(self, max_bytes):
-        yield iter(self._buckets)
+    def transfer(self, source, target, version):
+        target.calls.append(f"transfer {version}")
+        return {"sent_gb": 0.25}
 
 
-def names(entries):
-    return [hf for entry in entries if entry.exported for hf in entry.hf]
-
-
-def test_versions_rise_and_every_sync_is_a_session(entries):
-    engines, transport = Engines(), ObjectStore(entries, 1000)
-    everything = names(entries)
-    sync = WeightSync(Trainer(everything[:3], everything[:2:-1]), engines, transport)
+def test_versions_rise_and_every_sync_is_a_session():
+    engines = Engines()
+    sync = WeightSync(None, engines, Transfer())
     sync.run()
     sync.run()
-    assert engines.calls == ["begin", "load", "load", 1, "begin", "load", "load", 2]
+    assert engines.calls == ["begin", "transfer 1", 1, "begin", "transfer 2", 2]
     assert sync.metrics["sync/seconds"] > 0
-    again = WeightSync(Trainer(), engines, transport)
+    assert sync.metrics["sync/sent_gb"] == 0.25
+    again = WeightSync(None, engines, Transfer())
     again.load_state_dict(sync.state_dict())
     assert again.version == 2
 
@@ -73,42 +51,31 @@ class Probe:
         return {"probe_mean": 0.5}
 
 
-def test_the_same_weights_keep_their_version_and_a_probe_asks_the_trainer_first(entries):
-    engines, everything = Engines(), names(entries)
-    probe = Probe(engines.calls)
-    sync = WeightSync(Trainer(everything), engines, ObjectStore(entries, 1000), probe, probe_every=2)
+def test_the_same_weights_keep_their_version_and_a_probe_asks_the_trainer_first():
+    engines = Engines()
+    sync = WeightSync(None, engines, Transfer(), Probe(engines.calls), probe_every=2)
     sync.run()
-    assert engines.calls == ["begin", "load", 1, "trainer"]
+    assert engines.calls == ["begin", "transfer 1", 1, "trainer"]
     sync.probe()
     sync.probe()  # once a sync
     assert engines.calls[4:] == ["engines"]
     assert sync.metrics["sync/probe_mean"] == 0.5
     sync.run(changed=False)
     sync.probe()
-    assert engines.calls[5:] == ["begin", "load", 1]
+    assert engines.calls[5:] == ["begin", "transfer 1", 1]
     assert sync.version == 1
     sync.run()
-    assert engines.calls[8:] == ["begin", "load", 2, "trainer"]
+    assert engines.calls[8:] == ["begin", "transfer 2", 2, "trainer"]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda names: names[1:],
-            r"embed_tokens.weight, which fills model.embed_tokens.weight, came 0 times",
-        ),
-        (
-            lambda names: [*names, "model.layers.1.self_attn.k_proj.weight"],
-            r"k_proj.weight, which fills .*qkv_proj.weight, came 2 times",
-        ),
-        (lambda names: [*names, "model.layers.9.extra"], r"model.layers.9.extra is not in the weight map"),
-    ],
-)
-def test_full_tensors_that_do_not_arrive_as_planned_are_no_new_version(entries, change, message):
+def test_weights_that_do_not_arrive_are_no_new_version_and_the_engines_stay_paused():
+    class Failing:
+        def transfer(self, source, target, version):
+            raise RuntimeError("the digest differs")
+
     engines = Engines()
-    sync = WeightSync(Trainer(change(names(entries))), engines, ObjectStore(entries, 1000))
-    with pytest.raises(RuntimeError, match=message):
+    sync = WeightSync(None, engines, Failing())
+    with pytest.raises(RuntimeError, match="the digest differs"):
         sync.run()
-    assert engines.calls == ["begin", "load"]
+    assert engines.calls == ["begin"]
     assert sync.version == 0

@@ -31,7 +31,13 @@ from grpo_megatron.paths import sync_to_disk
 from grpo_megatron.progress import moved
 from grpo_megatron.run.checkpoints import NotWritten, SaveReport
 from grpo_megatron.run.manifest import DigestedFile, FileRecord, must_be_sound, problems, record_of
-from grpo_megatron.weights.torch_dist import Stored, StoredChunk, append_tensor, load_metadata, write_metadata
+from grpo_megatron.weights.torch_dist import (
+    StoredChunk,
+    StoredTensor,
+    append_tensor,
+    load_metadata,
+    write_metadata,
+)
 
 # File for everything that is not a tensor. Megatron's own loader asks for this name.
 _COMMON = "common.pt"
@@ -192,7 +198,9 @@ class Writer:
         sync_to_disk(folder)
 
 
-def _contents(files: dict[str, list[_Written]]) -> tuple[dict[str, Stored], dict[str, tuple[str, int, int]]]:
+def _contents(
+    files: dict[str, list[_Written]],
+) -> tuple[dict[str, StoredTensor], dict[str, tuple[str, int, int]]]:
     """Return (tensors, objects) in all ranks' files, in the form that write_metadata takes.
 
     Raises RuntimeError if the rectangles of a tensor do not have as many elements as the tensor.
@@ -211,7 +219,7 @@ def _contents(files: dict[str, list[_Written]]) -> tuple[dict[str, Stored], dict
         first = pairs[0][0]
         if sum(math.prod(item.size) for item, _ in pairs) != math.prod(first.shape):
             raise RuntimeError(f"the ranks have not written {name} of shape {first.shape} exactly once")
-        tensors[name] = Stored(first.dtype, first.shape, tuple(chunk for _, chunk in pairs))
+        tensors[name] = StoredTensor(first.dtype, first.shape, tuple(chunk for _, chunk in pairs))
     return tensors, objects
 
 

@@ -141,7 +141,7 @@ def iterate_hf(
     dtype: torch.dtype | None = None,
     values: Mapping[str, torch.Tensor] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (HF name, full tensor) of all parameters, for weight syncs and HF exports. Collective.
+    """Yield (HF name, full tensor) of all parameters, for HF exports. Collective.
 
     Each tensor is gathered and yielded on one rank only. Exhaust the iterator on all ranks.
     entries: the weight map {global name: entry}.

@@ -21,7 +21,7 @@ from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.families import weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.model.pieces import Piece
-from grpo_megatron.weights.saved_model import SavedModel, SavedPart, clipped
+from grpo_megatron.weights.checkpoint_layout import SavedModel, SavedPart, clipped
 
 # Dtype of the parameters of the model built here. It must differ from that of what stays in float32.
 _PARAMETERS = torch.bfloat16

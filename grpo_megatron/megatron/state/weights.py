@@ -1,18 +1,13 @@
 """Weights of the trained model on one rank: weight sync, export, and changes and checks of their values."""
 
-from collections.abc import Iterator
-
 import torch
 
 from grpo_megatron.megatron.layers.lora import MergedWeights
 from grpo_megatron.megatron.state import export
-from grpo_megatron.megatron.state.hf_weights import iterate_hf
 from grpo_megatron.megatron.trained_model import TrainedModel
-from grpo_megatron.model.entries import engine_stacks
 from grpo_megatron.paths import writing
-from grpo_megatron.weights.buckets import Bucket, make_buckets
-from grpo_megatron.weights.sync.order import Answer, Order
-from grpo_megatron.weights.sync.sender import Sender, sender_for
+from grpo_megatron.weights.sync.messages import SyncCommand, SyncReport
+from grpo_megatron.weights.sync.sender import WeightSender, sender_for
 
 
 class RankWeights:
@@ -20,30 +15,18 @@ class RankWeights:
 
     def __init__(self, model: TrainedModel):
         self._model = model
-        self._sender: Sender | None = None
+        self._sender: WeightSender | None = None
 
-    def sync_order(self, order: Order) -> Answer:
-        """Do this rank's part of a weight sync to the engines, and return its answer to the driver.
+    def send(self, command: SyncCommand) -> SyncReport:
+        """Do this rank's part of a weight sync to the engines, and return its report to the driver.
 
-        The sender and its connections are kept until an order with another setup comes.
+        The sender and its connections are kept until a command with another setup comes.
         """
         model = self._model
-        with_te = model.model_spec.transformer_engine
-        self._sender = sender_for(order.setup, self._sender, model.rank.rank, model.device, with_te)
         with model.settled_weights(), torch.no_grad():
-            return self._sender.send(order, MergedWeights(model.chunks), model.heart.tick)
-
-    def buckets(self, max_bytes: int) -> Iterator[Bucket]:
-        """Yield the current weights under HF names in buckets of at most `max_bytes`. Collective.
-
-        Each weight comes from one rank only. Exhaust the iterator on every rank, also on those that yield
-        nothing, because weights are gathered collectively over the TP group.
-        """
-        model = self._model
-        with model.settled_weights():
-            # Ranks that yield no weight still run the loop, because it drives the collectives.
-            tensors = iterate_hf(model.chunks, model.entries, values=MergedWeights(model.chunks))
-            yield from make_buckets(tensors, max_bytes, engine_stacks(model.entries.values()))
+            with_te = model.model_spec.transformer_engine
+            self._sender = sender_for(command.setup, self._sender, model.rank.rank, model.device, with_te)
+            return self._sender.send(command, MergedWeights(model.chunks), model.heart.tick)
 
     def save_hf(self, folder: str, dtype: torch.dtype | None = None) -> None:
         """Write the current weights as an HF checkpoint. Collective.

@@ -64,11 +64,11 @@ class _Traffic:
     def add(self, plan: ReshardPlan, link: Link, size: int, messages: int) -> None:
         layouts = plan.layouts
         if layouts.within_nodes:
-            if link.carrier != link.sender:
+            if link.relay_rank != link.sender:
                 self.network_out[link.sender] += size
-                self.network_in[link.carrier] += size
+                self.network_in[link.relay_rank] += size
             for receiver in link.receivers:  # each receiver reads the parcel from the relay rank's memory
-                self.fabric_out[link.carrier] += size
+                self.fabric_out[link.relay_rank] += size
                 self.fabric_in[receiver] += size
             self.messages[link.sender] += messages
             return
@@ -140,15 +140,6 @@ def _bound(layouts: Layouts, traffic: _Traffic, machine: Machine, model_bytes: i
         arriving[layouts.rank_nodes[rank]] += size
     network = max((size / cards[node] for node, size in arriving.items()), default=0) / machine.network
     return max(network, max(traffic.fabric_in.values()) / machine.fabric) / 1e9
-
-
-def full_tensors_seconds(layouts: Layouts, machine: Machine, itemsize: int = 2) -> float:
-    """Return the seconds of a sync of full tensors (ObjectStore), to compare resharding with it.
-
-    In it one trainer rank after the other sends full tensors to every engine rank over one network card.
-    """
-    model_bytes = itemsize * sum(entry.numel for entry in ReshardPlan(layouts).entries)
-    return model_bytes * layouts.num_engines * layouts.engine.tp / machine.network / 1e9
 
 
 # Maximum number of communicators per rank. NCCL keeps tens of MB on the device for each.

@@ -62,7 +62,7 @@ class Encoder:
 
         buffer: the packed parcel with its digests, and room for `max_payload` bytes.
         """
-        elements, key = _elements(parcel, buffer), (parcel.link.name, parcel.number)
+        elements, key = _elements(parcel, buffer), (parcel.link.name, parcel.index)
         before = self._sent.get(key)
         self._sent[key] = elements.copy()
         payload = None if before is None else self._changes(parcel, buffer, elements, elements != before)
@@ -107,7 +107,8 @@ def decode(parcel: Parcel, payload: torch.Tensor, parameters: dict[str, torch.Te
     parcel.pack_again(parameters, buffer)
     raw = payload.cpu().numpy()
     elements = _elements(parcel, buffer)  # shares the buffer's memory
-    decompressor, behind = zstandard.ZstdDecompressor(), len(raw) - _FOOTER.size - 8 * len(parcel.runs)
+    decompressor = zstandard.ZstdDecompressor()
+    behind = len(raw) - _FOOTER.size - 8 * len(parcel.tensor_spans)
     bits = np.frombuffer(decompressor.decompress(raw[:size].tobytes()), dtype=np.uint8)
     values = np.frombuffer(decompressor.decompress(raw[size:behind].tobytes()), dtype=elements.dtype)
     elements[np.unpackbits(bits, count=len(elements)).astype(bool)] = values

@@ -1,13 +1,11 @@
-"""Protocols of the parts of a weight sync: trainer, engines, transport and comparison of their outputs."""
+"""Protocols of the parts of a weight sync: trainer, engines and comparison of their outputs."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 import ray
 
 from grpo_megatron.cluster.processes import Process
-from grpo_megatron.weights.sync.order import Order
+from grpo_megatron.weights.sync.messages import SyncCommand
 
 
 class WeightSource(Protocol):
@@ -15,14 +13,10 @@ class WeightSource(Protocol):
 
     processes: list[Process]
 
-    def sync_order(self, order: Order) -> list[ray.ObjectRef]:
-        """Make every trainer rank carry out its side of an order. Return one reference per rank's Answer."""
+    def send_weights(self, command: SyncCommand) -> list[ray.ObjectRef]:
+        """Make every trainer rank carry out its side of a command.
 
-    def weight_stream(self, max_bytes: int) -> AbstractContextManager[Iterator[ray.ObjectRef]]:
-        """Return a context that yields all weights as full HF tensors, for ObjectStore.
-
-        It yields references to weights.buckets.Bucket of at most `max_bytes` bytes each. The caller must
-        consume all of them, because building a bucket is a collective operation of the trainer's ranks.
+        Return one reference per rank, to its SyncReport.
         """
 
 
@@ -37,33 +31,14 @@ class WeightTarget(Protocol):
 
     def begin_update(self) -> None: ...
 
-    def sync_order(self, order: Order) -> list[ray.ObjectRef]:
-        """Make every engine carry out its side of an order.
+    def receive_weights(self, command: SyncCommand) -> list[ray.ObjectRef]:
+        """Make every engine carry out its side of a command.
 
-        Return one reference per engine, to the list of its ranks' Answers.
+        Return one reference per engine, to the list of its ranks' SyncReports.
         """
-
-    def load_bucket(self, bucket: ray.ObjectRef) -> list[str]:
-        """Load the full HF tensors of a weights.buckets.Bucket into every engine. Return their HF names."""
 
     def end_update(self, version: int) -> None:
         """Resume serving. The engines' samples report `version` as their weight version from now on."""
-
-
-class Transport(Protocol):
-    """A method of transferring the weights from the trainer (`source`) to the engines (`target`).
-
-    It is called between `begin_update` and `end_update` of the engines.
-    """
-
-    def transfer(self, source: WeightSource, target: WeightTarget, version: int) -> dict[str, float]:
-        """Transfer all weights, verify them as far as this transport can, and return {metric: value}.
-
-        version: version number of these weights.
-        Raises RuntimeError if an engine's weights differ from the trainer's. The message names the tensors.
-        """
-
-    def close(self) -> None: ...
 
 
 class Probe(Protocol):

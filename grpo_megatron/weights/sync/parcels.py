@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -23,16 +24,29 @@ DIGEST_MODULUS = 2**64
 _ALIGNMENT = 16
 
 
+class TensorSpan(NamedTuple):
+    """A span of a parcel's buffer whose contents belong to one HF tensor.
+
+    hf: name of the tensor.
+    start: first word of 8 bytes.
+    end: word after the last one.
+    """
+
+    hf: str
+    start: int
+    end: int
+
+
 @dataclass(frozen=True)
 class Parcel:
     """The layout of one transfer over a link.
 
-    A buffer of `total_bytes` holds the parts, followed by one int64 digest for each entry of `runs`.
+    A buffer of `total_bytes` holds the parts, followed by one int64 digest for each of `tensor_spans`.
     """
 
     link: Link
     """The link that the parcel is sent over."""
-    number: int
+    index: int
     """Index among the parcels of the link."""
     parts: tuple[Part, ...]
     """The rectangles in the parcel."""
@@ -44,22 +58,19 @@ class Parcel:
     """Bytes of all parts, including the gaps between them."""
 
     @cached_property
-    def runs(self) -> list[tuple[str, int, int]]:
-        """(HF name, start, end) of each group of consecutive parts of one HF tensor. Each has one digest.
-
-        `start` and `end` (exclusive) count words of 8 bytes in the buffer.
-        """
+    def tensor_spans(self) -> list[TensorSpan]:
+        """The span of each group of consecutive parts of one HF tensor. Each has one digest."""
         ends = (*self.offsets[1:], self.data_bytes)
-        found: list[tuple[str, int, int]] = []
+        found: list[TensorSpan] = []
         for part, start, end in zip(self.parts, self.offsets, ends, strict=True):
-            if found and found[-1][0] == part.move.hf:
-                start = 8 * found.pop()[1]
-            found.append((part.move.hf, start // 8, end // 8))
+            if found and found[-1].hf == part.move.hf:
+                start = 8 * found.pop().start
+            found.append(TensorSpan(part.move.hf, start // 8, end // 8))
         return found
 
     @property
     def total_bytes(self) -> int:
-        return self.data_bytes + 8 * len(self.runs)
+        return self.data_bytes + 8 * len(self.tensor_spans)
 
     def _views(self, buffer: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
         for part, dtype, offset in zip(self.parts, self.dtypes, self.offsets, strict=True):
@@ -107,10 +118,10 @@ class Parcel:
                 buffer[used:end] = 0
 
     def digests(self, buffer: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """Return the digest (checksum) of each entry of `runs`, int64 [runs], computed from the buffer.
+        """Return the digest (checksum) of each of `tensor_spans`, int64 [spans], computed from the buffer.
 
         The buffer is read as int64 words. The digest is the sum of (2k + 1) * word k modulo 2^64 over the
-        words of the entry, where k is the word's index in the buffer. An odd factor is invertible modulo
+        words of the span, where k is the word's index in the buffer. An odd factor is invertible modulo
         2^64, so a change of one word always changes the digest. The factors of any two words differ, so
         swapped words are detected too.
 
@@ -119,13 +130,13 @@ class Parcel:
         words = buffer[: self.data_bytes].view(torch.int64)
         if not words.is_cuda:  # torch.dot is several times faster, but does not support integers on a GPU
             return torch.stack(
-                [torch.dot(words[start:end], factors[start:end]) for _, start, end in self.runs]
+                [torch.dot(words[start:end], factors[start:end]) for _, start, end in self.tensor_spans]
             )
         products = factors[: len(words)] * words
-        return torch.stack([products[start:end].sum() for _, start, end in self.runs])
+        return torch.stack([products[start:end].sum() for _, start, end in self.tensor_spans])
 
-    def sealed(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the view of the buffer that holds the sender's digests, int64 [runs]."""
+    def sent_digests(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the view of the buffer that holds the sender's digests, int64 [spans]."""
         return buffer[self.data_bytes : self.total_bytes].view(torch.int64)
 
 
@@ -216,7 +227,7 @@ def parcels_in_order(
 
     def turn(parcel: Parcel) -> tuple:
         sender, receivers = parcel.link.sender, parcel.link.receivers
-        return parcel.number, (places[receivers[0]] - sender) % len(places), sender, receivers
+        return parcel.index, (places[receivers[0]] - sender) % len(places), sender, receivers
 
     parcels = [
         parcel for link, parts in links.items() for parcel in make_parcels(link, parts, dtypes, max_bytes)

@@ -41,13 +41,13 @@ class Link(NamedTuple):
 
     sender: the trainer rank.
     receivers: the engine ranks.
-    carrier: the relay rank, which is the trainer rank that gives the bytes to the receivers. It is the sender
-        itself, except with `Layouts.within_nodes` if the sender is on another node than the receivers.
+    relay_rank: the trainer rank that gives the bytes to the receivers. It is the sender itself, except with
+        `Layouts.within_nodes` if the sender is on another node than the receivers.
     """
 
     sender: int
     receivers: tuple[EngineRank, ...]
-    carrier: int
+    relay_rank: int
 
     @property
     def name(self) -> str:
@@ -101,15 +101,6 @@ class Layouts:
             self.engine_nodes[receiver.engine * self.engine.tp + receiver.rank] if self.engine_nodes else None
         )
 
-    @property
-    def spread(self) -> bool:
-        """True if an engine spans several nodes."""
-        tp = self.engine.tp
-        return any(
-            len(set(self.engine_nodes[first : first + tp])) > 1
-            for first in range(0, len(self.engine_nodes), tp)
-        )
-
 
 class ReshardPlan:
     """The plan of a weight sync: which trainer rank sends which rectangles to which engine ranks.
@@ -148,9 +139,9 @@ class ReshardPlan:
         """Return {link: parts} that a trainer rank sends from its own shards."""
         return self._collected(self._links(sender=rank))
 
-    def carried(self, rank: int) -> dict[Link, list[Part]]:
+    def relayed(self, rank: int) -> dict[Link, list[Part]]:
         """Return {link: parts} that a trainer rank receives from other nodes and relays to its own node."""
-        links = self._collected(self._links(carrier=rank)) if self.has_carriers else {}
+        links = self._collected(self._links(relay_rank=rank)) if self.has_relays else {}
         return {link: parts for link, parts in links.items() if link.sender != rank}
 
     def incoming(self, receiver: EngineRank) -> dict[Link, list[Part]]:
@@ -180,17 +171,16 @@ class ReshardPlan:
         itemsize: bytes of an element of the engine's dtype.
         """
         found: dict[Link, int] = defaultdict(int)
-        for number, entry in enumerate(self.entries):
+        for index, entry in enumerate(self.entries):
             for shard in range(self._ranks.shards(entry)):
                 sizes: dict[tuple[int, ...], int] = defaultdict(int)
                 for move, ranks in self._needed(entry, shard, None).items():
                     sizes[tuple(ranks)] += move.numel * (
                         entry.engine_dtype.itemsize if entry.engine_dtype else itemsize
                     )
-                for holder, audiences in self._senders[number, shard].items():
-                    for ranks, size in sizes.items():
-                        for receivers in self._receivers(audiences, ranks):
-                            found[Link(holder, receivers, self._carrier(holder, receivers[0]))] += size
+                for ranks, size in sizes.items():
+                    for link in self._links_to(self._senders[index, shard], ranks):
+                        found[link] += size
         return found
 
     @staticmethod
@@ -201,53 +191,59 @@ class ReshardPlan:
         return dict(found)
 
     def _links(
-        self, sender: int | None = None, receiver: EngineRank | None = None, carrier: int | None = None
+        self, sender: int | None = None, receiver: EngineRank | None = None, relay_rank: int | None = None
     ) -> Iterator[tuple[Link, Part]]:
         """Yield (link, part) of the whole plan, or only those with this sender, receiver or relay rank.
 
         None: no restriction.
         """
-        for number, entry in enumerate(self.entries):
+        for index, entry in enumerate(self.entries):
             for shard in range(self._ranks.shards(entry)):
-                senders = self._senders[number, shard]
-                if sender is not None and sender not in senders:
+                senders = self._senders[index, shard]
+                if sender is not None:
+                    senders = {sender: senders[sender]} if sender in senders else {}
+                if not senders:
                     continue
                 for move, ranks in self._needed(entry, shard, receiver).items():
                     part = Part(entry.megatron, entry.engine, move)
-                    for holder, audiences in senders.items():
-                        if sender is None or holder == sender:
-                            for receivers in self._receivers(self._served_by(carrier, audiences), ranks):
-                                link = Link(holder, receivers, self._carrier(holder, receivers[0]))
-                                if (receiver is None or receiver in receivers) and carrier in (
-                                    None,
-                                    link.carrier,
-                                ):
-                                    yield link, part
+                    for link in self._links_to(senders, ranks, relay_rank):
+                        if receiver is None or receiver in link.receivers:
+                            yield link, part
 
-    def _served_by(self, carrier: int | None, audiences: tuple[int, ...]) -> tuple[int, ...]:
-        """Return which of the receiver groups a relay rank may serve: those on its own node.
+    def _links_to(
+        self, senders: dict[int, tuple[int, ...]], ranks: Sequence[int], relay_rank: int | None = None
+    ) -> Iterator[Link]:
+        """Yield the links over which a rectangle is sent to the engine ranks that need it.
 
-        carrier: the relay rank; None: return all groups.
-        audiences: indices into `_audiences`.
+        senders: {trainer rank that sends it: indices of the receiver groups that it sends to}.
+        ranks: the tensor-parallel ranks that need it.
+        relay_rank: yield only the links with this relay rank; None: all.
         """
-        if carrier is None:
-            return audiences
+        for sender, groups in senders.items():
+            for group in groups:
+                if relay_rank is None or self._may_relay(relay_rank, group):
+                    for receivers in self._receivers(group, ranks):
+                        link = Link(sender, receivers, self._relay_rank(sender, receivers[0]))
+                        if relay_rank in (None, link.relay_rank):
+                            yield link
+
+    def _may_relay(self, rank: int, group: int) -> bool:
+        """Return whether a trainer rank is on the node of a receiver group, and so may relay to it.
+
+        group: index of the group.
+        """
         layouts = self.layouts
-        return tuple(
-            a for a in audiences if layouts.node_of(self._audiences[a][0]) == layouts.rank_nodes[carrier]
-        )
+        return layouts.node_of(self._receiver_groups[group][0]) == layouts.rank_nodes[rank]
 
-    def _receivers(
-        self, audiences: tuple[int, ...], ranks: Sequence[int]
-    ) -> Iterator[tuple[EngineRank, ...]]:
-        for audience in audiences:
-            everyone = tuple(one for one in self._audiences[audience] if one.rank in ranks)
-            if self.layouts.multicast:
-                yield from [everyone] if everyone else []
-            else:
-                yield from ((one,) for one in everyone)
+    def _receivers(self, group: int, ranks: Sequence[int]) -> Iterator[tuple[EngineRank, ...]]:
+        """Yield the receivers of each link to a receiver group, for a rectangle that these ranks need."""
+        everyone = tuple(one for one in self._receiver_groups[group] if one.rank in ranks)
+        if self.layouts.multicast:
+            yield from [everyone] if everyone else []
+        else:
+            yield from ((one,) for one in everyone)
 
-    def _carrier(self, sender: int, receiver: EngineRank) -> int:
+    def _relay_rank(self, sender: int, receiver: EngineRank) -> int:
         layouts = self.layouts
         if not layouts.within_nodes or not layouts.rank_nodes:
             return sender
@@ -258,7 +254,7 @@ class ReshardPlan:
         return there[(receiver.engine * layouts.engine.tp + receiver.rank) % len(there)]
 
     @property
-    def has_carriers(self) -> bool:
+    def has_relays(self) -> bool:
         """True if some parcels may reach their receivers through a relay rank other than their sender."""
         return self.layouts.within_nodes and len(set(self.layouts.rank_nodes)) > 1
 
@@ -270,7 +266,7 @@ class ReshardPlan:
         return found
 
     @cached_property
-    def _audiences(self) -> list[tuple[EngineRank, ...]]:
+    def _receiver_groups(self) -> list[tuple[EngineRank, ...]]:
         """The receiver groups. The engine ranks of a group get a given shard from the same trainer rank.
 
         Without multicast, a group is the ranks of one engine on one node. With multicast and `within_nodes`,
@@ -314,28 +310,29 @@ class ReshardPlan:
         """
         load: dict[tuple[int, ...], dict[int, int]] = {}
         chosen = {}
-        for number, entry in enumerate(self.entries):
+        for index, entry in enumerate(self.entries):
             shards = self._ranks.shards(entry)
             for shard in range(shards):
                 holders, goes_to = self._ranks.holders(entry, shard), defaultdict(tuple)
-                for audience in range(len(self._audiences)):
-                    serving = self._serving(holders, audience)
+                for group in range(len(self._receiver_groups)):
+                    serving = self._serving(holders, group)
                     loads = load.setdefault(serving, dict.fromkeys(serving, 0))
                     sender = min(serving, key=loads.__getitem__)
                     loads[sender] += entry.numel // shards
-                    goes_to[sender] += (audience,)
-                chosen[number, shard] = dict(goes_to)
+                    goes_to[sender] += (group,)
+                chosen[index, shard] = dict(goes_to)
         return chosen
 
-    def _serving(self, holders: tuple[int, ...], audience: int) -> tuple[int, ...]:
+    def _serving(self, holders: tuple[int, ...], group: int) -> tuple[int, ...]:
         """Return which of the trainer ranks `holders` may send to a receiver group.
 
+        group: index of the group.
         If the group is on one node and some holders are too, these are the holders on that node. Otherwise it
         is every n-th holder for n groups, so that different groups have different senders.
         """
         rank_nodes, engine_nodes = self.layouts.rank_nodes, self.layouts.engine_nodes
         nodes = (
-            {self.layouts.node_of(one) for one in self._audiences[audience]}
+            {self.layouts.node_of(one) for one in self._receiver_groups[group]}
             if rank_nodes and engine_nodes
             else set()
         )
@@ -343,4 +340,4 @@ class ReshardPlan:
             near = tuple(rank for rank in holders if rank_nodes[rank] in nodes)
             if near:
                 return near
-        return holders[audience % len(holders) :: len(self._audiences)]
+        return holders[group % len(holders) :: len(self._receiver_groups)]

@@ -1,67 +1,68 @@
 """The engine rank's side of a weight sync. It runs in the process that holds the engine's parameters."""
 
 import time
-from collections import defaultdict
+from functools import partial
 
 import torch
 
 from grpo_megatron.weights.sync import delta
-from grpo_megatron.weights.sync.order import Answer, Order, Setup, Task
-from grpo_megatron.weights.sync.parcels import DIGEST_MODULUS, Parcel, odd_factors, parcels_in_order
+from grpo_megatron.weights.sync.messages import SyncCommand, SyncKind, SyncReport, SyncSetup
+from grpo_megatron.weights.sync.parcels import Parcel, odd_factors, parcels_in_order
 from grpo_megatron.weights.sync.plan import EngineRank, ReshardPlan
+from grpo_megatron.weights.sync.transports import parcel_receiver
 
 
-class Receiver:
+class WeightReceiver:
     """Receives and verifies the weights of one engine rank.
 
-    It is kept from sync to sync, because setting up its parcels and its channel takes long.
+    It is kept from sync to sync, because setting up its parcels and its connections takes long.
     """
 
-    def __init__(self, setup: Setup, me: EngineRank, device: torch.device):
+    def __init__(self, setup: SyncSetup, me: EngineRank, device: torch.device):
         self.setup = setup
         plan = ReshardPlan(setup.layouts)
         self._parcels = parcels_in_order(plan, plan.incoming(me), dict(setup.dtypes), setup.bucket_bytes)
-        self._channel = setup.receiving_channel(me, self._parcels, device)
+        self._transport = parcel_receiver(setup, me, self._parcels, device)
         largest = max((parcel.total_bytes for parcel in self._parcels), default=0)
         self._factors = odd_factors(self._parcels, device)
         self._scratch = torch.empty(largest, dtype=torch.uint8, device=device)
 
-    def receive(self, order: Order, parameters: dict[str, torch.Tensor]) -> Answer:
+    def receive(self, command: SyncCommand, parameters: dict[str, torch.Tensor]) -> SyncReport:
         """Receive all parcels, write them into the parameters, and compare digests with the sender's.
 
-        For Task.verify the sender sends only digests, and the parameters stay as they are.
+        For SyncKind.verify the sender sends only digests, and the parameters stay as they are.
 
         parameters: {engine's name: this rank's parameter}, written in place.
         Return the report for the driver. It names the HF tensors whose digests differ.
         """
-        seconds, seals, wrong, received = defaultdict(float), defaultdict(int), [], 0
-        verifying = order.task == Task.verify
-        started = time.perf_counter()
-        size_of = self.setup.expected_bytes(order.task)
-        for parcel, payload in self._channel.receive(order.number, self._parcels, size_of):
-            received += len(payload)
+        started, report, wrong = time.perf_counter(), SyncReport(), []
+        payload_bytes = partial(self.setup.payload_bytes, kind=command.kind)
+        for parcel, payload in self._transport.receive(command.sync_id, self._parcels, payload_bytes):
+            report.bytes += len(payload)
             loading = time.perf_counter()
-            sealed = (
-                payload.clone().view(torch.int64) if verifying else self._load(parcel, payload, parameters)
-            )
+            if command.kind == SyncKind.verify:
+                expected = payload.clone().view(torch.int64)
+            else:
+                expected = self._load(parcel, payload, parameters)
             digesting = time.perf_counter()
             parcel.pack_again(parameters, self._scratch)
             digests = parcel.digests(self._scratch, self._factors).tolist()
-            pairs = zip(parcel.runs, digests, sealed.tolist(), strict=True)
-            wrong += [name for (name, _, _), found, expected in pairs if found != expected]
-            seals[parcel.link.name] += sum(digests)
-            seconds["load"] += digesting - loading
-            seconds["digest"] += time.perf_counter() - digesting
-        seconds["all"] = time.perf_counter() - started
-        totals = {link: seal % DIGEST_MODULUS for link, seal in seals.items()}
-        return Answer(totals, dict(seconds), received, wrong=tuple(dict.fromkeys(wrong)))
+            pairs = zip(parcel.tensor_spans, digests, expected.tolist(), strict=True)
+            wrong += [span.hf for span, found, sent in pairs if found != sent]
+            report.add_digests(parcel.link.name, digests)
+            report.add_seconds("load", digesting - loading)
+            report.add_seconds("digest", time.perf_counter() - digesting)
+        report.wrong = tuple(dict.fromkeys(wrong))
+        report.add_seconds("all", time.perf_counter() - started)
+        return report
 
     def _load(
         self, parcel: Parcel, payload: torch.Tensor, parameters: dict[str, torch.Tensor]
     ) -> torch.Tensor:
+        """Write a parcel into the parameters. Return the sender's digests, int64 [tensor spans]."""
         buffer = delta.decode(parcel, payload, parameters) if self.setup.delta else payload
         parcel.unpack(buffer, parameters)
-        return parcel.sealed(buffer).clone()
+        return parcel.sent_digests(buffer).clone()
 
     def close(self) -> None:
-        self._channel.close()
+        self._transport.close()

@@ -3,94 +3,65 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 import ray
+import torch
 
-from grpo_megatron.cluster.processes import gather
+from grpo_megatron.cluster.processes import Process, gather
 from grpo_megatron.cluster.store import StoreServer
-from grpo_megatron.config.weight_sync import SyncTransport, WeightSyncConfig
+from grpo_megatron.config.weight_sync import Transport, WeightSyncConfig
 from grpo_megatron.errors import UserError
 from grpo_megatron.weights.sync.cost import broadcast_is_cheaper
-from grpo_megatron.weights.sync.interface import Transport, WeightSource, WeightTarget
-from grpo_megatron.weights.sync.object_store import ObjectStore
-from grpo_megatron.weights.sync.order import Answer, Order, Setup, Task, Way
+from grpo_megatron.weights.sync.interface import WeightSource, WeightTarget
+from grpo_megatron.weights.sync.messages import SyncCommand, SyncKind, SyncReport, SyncSetup
 from grpo_megatron.weights.sync.plan import EngineRank, Layouts, ReshardPlan
 
 _SHOWN = 5
 
 
 class Resharding:
-    """The transport in which trainer ranks send slices of their shards directly to engine ranks.
+    """Transfers the trainer's weights: its ranks send slices of their shards directly to the engine ranks.
 
     Each engine rank writes the slices into its own parameters. This object runs in the driver process: it
-    sends the orders and compares the checksums of both sides.
+    sends the commands and compares the checksums of both sides.
     """
 
-    def __init__(
-        self, layouts: Layouts, way: Way, config: WeightSyncConfig, folder: str, call_timeout: float
-    ):
+    def __init__(self, layouts: Layouts, config: WeightSyncConfig, folder: str, call_timeout: float):
         """Compute the reshard plan, and start the key-value store through which the ranks coordinate.
 
-        way: what carries the data.
-        folder: for Way.disk, the folder for the data, which only this run uses.
+        layouts: how trainer and engines divide the model, and the nodes that they are on.
+        folder: for the transport `disk`, the folder for the data, which only this run uses.
         call_timeout: maximum seconds of a whole sync.
+        Raises UserError if the configured transport cannot reach the engines.
         """
+        transport, layouts = choose_transport(config, layouts)
         self._plan, self._call_timeout = ReshardPlan(layouts), call_timeout
         self._store = StoreServer(ray.util.get_node_ip_address(), timeout=60)
-        self._setup = Setup(
+        self._setup = SyncSetup(
             layouts,
-            way,
+            transport,
             self._store.address,
             config.bucket_bytes,
             config.timeout,
             folder=folder,
             delta=config.delta,
         )
-        self._number, self._delivered = 0, None
+        self._sync_id, self._delivered = 0, None
         self._clear_folder()  # a killed run of the same name may have left files
 
-    def describe(self, target: WeightTarget) -> list[str]:
-        """Compare the shapes and dtypes of the engines' parameters with the plan.
-
-        Return one sentence for each difference; empty if this transport can be used. It must be called before
-        any other method, and between `begin_update` and `end_update` of the engines.
-        """
-        shapes, found, dtypes = self._plan.engine_shapes, [], {}
-        planned = {entry.engine: entry.engine_dtype for entry in self._plan.entries if entry.engine_dtype}
-        for me, answer in self._asked(target, Task.describe).items():
-            have = answer.parameters
-            dtypes |= {name: dtype for name, (_, dtype) in have.items() if name in shapes}
-            found += [
-                f"{me} has {name} of shape {have[name][0] if name in have else 'none'}, "
-                f"planned {shapes.get(name, 'none')}"
-                for name in sorted(shapes.keys() | have.keys())
-                if name not in have or have[name][0] != shapes.get(name)
-            ]
-            found += [
-                f"{me} has {name} in {have[name][1]}, planned {dtype}"
-                for name, dtype in planned.items()
-                if name in have and have[name][1] != dtype
-            ]
-        self._setup = replace(self._setup, dtypes=tuple(sorted(dtypes.items(), key=lambda item: item[0])))
-        return found
-
-    def _asked(self, target: WeightTarget, task: Task) -> dict[EngineRank, Answer]:
-        order = self._order(task, version=0)
-        answers = gather(
-            dict(enumerate(target.sync_order(order))), target.processes, "weight sync", self._call_timeout
-        )
-        return _by_rank(answers.values())
-
-    def _order(self, task: Task, version: int) -> Order:
-        self._number += 1
-        return Order(task, self._number, self._setup, full=self._delivered != version - 1)
-
     def transfer(self, source: WeightSource, target: WeightTarget, version: int) -> dict[str, float]:
-        return self._run(Task.transfer, source, target, version)
+        """Transfer all weights, compare digests, and return {metric: value}.
+
+        It must be called between `begin_update` and `end_update` of the engines.
+
+        version: version of the weights.
+        Raises UserError if the engines' parameters are not as planned. Raises RuntimeError if an engine's
+        weights differ from the trainer's after the transfer. The messages name the tensors.
+        """
+        return self._run(SyncKind.transfer, source, target, version)
 
     def verify(self, source: WeightSource, target: WeightTarget, version: int) -> dict[str, float]:
         """Check that the engines have the trainer's weights, by sending only digests (checksums).
@@ -98,42 +69,68 @@ class Resharding:
         version: version of the weights. Return the same metrics as `transfer`.
         Raises RuntimeError if the weights differ.
         """
-        return self._run(Task.verify, source, target, version)
+        return self._run(SyncKind.verify, source, target, version)
 
-    def _run(self, task: Task, source: WeightSource, target: WeightTarget, version: int) -> dict[str, float]:
-        order = self._order(task, version)
+    def _run(
+        self, kind: SyncKind, source: WeightSource, target: WeightTarget, version: int
+    ) -> dict[str, float]:
+        if not self._setup.dtypes:
+            self._check_parameters(target)
+        command = self._command(kind, version)
         self._delivered = None  # if the transfer fails, it is unknown which engine has which weights
-        references = [*source.sync_order(order), *target.sync_order(order)]
-        processes = [*source.processes, *target.processes]
-        answers = list(
+        reports = self._reports(
+            [*source.send_weights(command), *target.receive_weights(command)],
+            [*source.processes, *target.processes],
+        )
+        sent, received = reports[: len(source.processes)], _by_rank(reports[len(source.processes) :])
+        _compare_digests(received)
+        self._compare_links(sent, received)
+        self._delivered = version
+        return _metrics(sent, list(received.values()))
+
+    def _command(self, kind: SyncKind, version: int) -> SyncCommand:
+        self._sync_id += 1
+        return SyncCommand(kind, self._sync_id, self._setup, full=self._delivered != version - 1)
+
+    def _reports(self, references: list[ray.ObjectRef], processes: list[Process]) -> list:
+        """Wait for the processes and return their results in order. Raises the error of one that failed."""
+        return list(
             gather(dict(enumerate(references)), processes, "weight sync", self._call_timeout).values()
         )
-        sent, received = answers[: len(source.processes)], _by_rank(answers[len(source.processes) :])
-        self._compare(sent, received)
-        self._delivered = version
-        return _measured(sent, list(received.values()))
 
-    def _compare(self, sent: list[Answer], received: dict[EngineRank, Answer]) -> None:
-        """Raise RuntimeError unless each engine rank has the weights that the trainer ranks sent to it.
+    def _check_parameters(self, target: WeightTarget) -> None:
+        """Check that the engines have the planned parameters, and remember the parameters' dtypes.
+
+        Raises UserError that names the parameters which differ.
+        """
+        command = self._command(SyncKind.describe, version=0)
+        reports = _by_rank(self._reports(target.receive_weights(command), target.processes))
+        described = {me: report.parameters for me, report in reports.items()}
+        different = parameter_differences(self._plan, described)
+        if different:
+            more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
+            raise UserError(
+                "the engines' parameters are not those of the weight map in grpo_megatron/model/families "
+                f"({len(different)} differ: {'; '.join(different[:_SHOWN])}{more}). No weights were sent. "
+                "Another release of SGLang may have changed them: install the one in requirements/, or "
+                "correct the map"
+            )
+        dtypes = {name: dtype for own in described.values() for name, (_, dtype) in own.items()}
+        self._setup = replace(self._setup, dtypes=tuple(sorted(dtypes.items(), key=lambda item: item[0])))
+
+    def _compare_links(self, sent: list[SyncReport], received: dict[EngineRank, SyncReport]) -> None:
+        """Raise RuntimeError unless each engine rank received all that the trainer ranks sent to it.
 
         sent: one report per trainer rank.
         received: the report of each engine rank.
         """
-        wrong = [f"{name} at {me}" for me, answer in received.items() for name in answer.wrong]
-        if wrong:
-            more = f" (and {len(wrong) - _SHOWN} more)" if len(wrong) > _SHOWN else ""
-            raise RuntimeError(
-                "after the weight sync the digest differs from the trainer's of "
-                f"{', '.join(wrong[:_SHOWN])}{more}; the engines do not have the trainer's weights and may "
-                "not serve"
-            )
-        seals = {link: seal for answer in sent for link, seal in answer.seals.items()}
-        for me, answer in received.items():
-            expected = {name: seals.get(name) for name in self._links_to[me]}
+        checksums = {link: checksum for report in sent for link, checksum in report.link_checksums.items()}
+        for me, report in received.items():
+            expected = {link: checksums.get(link) for link in self._links_to[me]}
             different = sorted(
                 link
-                for link in expected.keys() | answer.seals.keys()
-                if expected.get(link) != answer.seals.get(link)
+                for link in expected.keys() | report.link_checksums.keys()
+                if expected.get(link) != report.link_checksums.get(link)
             )
             if different:
                 raise RuntimeError(
@@ -154,151 +151,93 @@ class Resharding:
         self._clear_folder()
 
     def _clear_folder(self) -> None:
-        """Remove the files of all syncs, and then the folder if it is empty; does nothing unless Way.disk.
+        """For Transport.disk, remove the files of all syncs, and then the folder if it is empty.
 
         Other files in it are kept, because the user chose the folder.
         """
-        if self._setup.way == Way.disk:
+        if self._setup.transport == Transport.disk:
             for left in Path(self._setup.folder).glob("sync????????"):
                 shutil.rmtree(left, ignore_errors=True)
             with contextlib.suppress(OSError):
                 os.rmdir(self._setup.folder)
 
 
-def _by_rank(answers) -> dict[EngineRank, Answer]:
-    """Return {engine rank: its answer}. answers: for each engine, the list of its ranks' answers."""
+def parameter_differences(
+    plan: ReshardPlan, described: dict[EngineRank, dict[str, tuple[tuple[int, ...], torch.dtype]]]
+) -> list[str]:
+    """Compare the parameters of the engines with the plan. Return one sentence for each that differs.
+
+    described: {engine rank: {parameter: (shape, dtype)}}. Only the first rank with a difference is named.
+    """
+    shapes, found = plan.engine_shapes, {}
+    dtypes = {entry.engine: entry.engine_dtype for entry in plan.entries if entry.engine_dtype}
+    for me, own in described.items():
+        for name in sorted(shapes.keys() | own.keys()):
+            shape, dtype = own.get(name, ("none", None))
+            planned = shapes.get(name, "none")
+            if shape != planned:
+                found.setdefault(name, f"{me} has {name} of shape {shape}, planned {planned}")
+            elif dtype != dtypes.get(name, dtype):
+                found.setdefault(name, f"{me} has {name} in {dtype}, planned {dtypes[name]}")
+    return list(found.values())
+
+
+def _compare_digests(received: dict[EngineRank, SyncReport]) -> None:
+    """Raise RuntimeError that names the tensors whose digests differ from the sender's, if there are any."""
+    wrong = [f"{name} at {me}" for me, report in received.items() for name in report.wrong]
+    if wrong:
+        more = f" (and {len(wrong) - _SHOWN} more)" if len(wrong) > _SHOWN else ""
+        raise RuntimeError(
+            "after the weight sync the digest differs from the trainer's of "
+            f"{', '.join(wrong[:_SHOWN])}{more}; the engines do not have the trainer's weights and may "
+            "not serve"
+        )
+
+
+def _by_rank(reports) -> dict[EngineRank, SyncReport]:
+    """Return {engine rank: its report}. reports: for each engine, the list of its ranks' reports."""
     return {
-        EngineRank(e, rank): answer
-        for e, of_engine in enumerate(answers)
-        for rank, answer in enumerate(of_engine)
+        EngineRank(e, rank): report
+        for e, of_engine in enumerate(reports)
+        for rank, report in enumerate(of_engine)
     }
 
 
-def _measured(sent: list[Answer], received: list[Answer]) -> dict[str, float]:
+def _metrics(sent: list[SyncReport], received: list[SyncReport]) -> dict[str, float]:
     """Return the metrics of a sync, {name: value}.
 
     They are the GB that the trainer sent and that the engines received, and for each activity the seconds of
     the slowest trainer rank and of the slowest engine rank.
     """
     seconds = {
-        f"{side}_{what}_seconds": max(answer.seconds.get(what, 0.0) for answer in answers)
-        for side, answers, kinds in (
+        f"{side}_{what}_seconds": max(report.seconds.get(what, 0.0) for report in reports)
+        for side, reports, kinds in (
             ("trainer", sent, ("pack", "digest", "all")),
             ("engine", received, ("load", "digest", "all")),
         )
         for what in kinds
     }
-    sent_gb, received_gb = (sum(answer.bytes for answer in answers) / 1e9 for answers in (sent, received))
+    sent_gb, received_gb = (sum(report.bytes for report in reports) / 1e9 for reports in (sent, received))
     return {"sent_gb": sent_gb, "received_gb": received_gb, **seconds}
 
 
-def chosen_way(config: WeightSyncConfig, layouts: Layouts) -> tuple[Way, Layouts]:
-    """Choose what carries the parcels. Returns (way, layouts): the layouts are adapted to the way.
+def choose_transport(config: WeightSyncConfig, layouts: Layouts) -> tuple[Transport, Layouts]:
+    """Choose what carries the parcels. Returns (transport, layouts): the layouts are adapted to it.
 
     With `weight_sync.transport=auto` it is shared memory if every engine node has a trainer rank, else
     process groups. Process groups broadcast if the cost model in weights.sync.cost says that this is faster.
     Otherwise they send point to point. Raises UserError if shared memory is configured but an engine node has
     no trainer rank.
     """
-    alone = sorted(set(layouts.engine_nodes) - set(layouts.rank_nodes))
-    automatic = Way.groups if alone else Way.shared_memory
-    way = automatic if config.transport == SyncTransport.auto else Way(config.transport.value)
-    if way == Way.shared_memory and alone:
+    remote = sorted(set(layouts.engine_nodes) - set(layouts.rank_nodes))
+    transport = config.transport
+    if transport == Transport.auto:
+        transport = Transport.groups if remote else Transport.shared_memory
+    if transport == Transport.shared_memory and remote:
         raise UserError(
             "weight_sync.transport=shared_memory needs a rank of the trainer on every engine's node, and "
-            f"there is none on {', '.join(alone[:_SHOWN])}; use groups, or auto"
+            f"there is none on {', '.join(remote[:_SHOWN])}; use groups, or auto"
         )
-    multicast = way != Way.groups or broadcast_is_cheaper(layouts, config.bucket_bytes)
-    return way, replace(layouts, multicast=multicast, within_nodes=way == Way.shared_memory)
-
-
-class Checked:
-    """A transport that chooses between `Resharding` and full tensors (`ObjectStore`) at the first sync.
-
-    Only then can the engines be asked for their parameters. If these are as the reshard plan expects, it uses
-    `Resharding`. If not, weight_sync.transport=auto falls back to full tensors and tells the user. Every
-    other setting raises UserError.
-    """
-
-    def __init__(
-        self,
-        resharding: Resharding,
-        full: ObjectStore,
-        transport: SyncTransport,
-        not_full: str,
-        say: Callable[[str], None],
-    ):
-        """Keep both transports until the first sync.
-
-        transport: the setting weight_sync.transport.
-        not_full: reason why these engines cannot load full tensors, for an error message; empty if they can.
-        say: prints a message for the user.
-        """
-        self._resharding, self._full, self._transport, self._not_full, self._say = (
-            resharding,
-            full,
-            transport,
-            not_full,
-            say,
-        )
-        self._chosen: Transport | None = None
-
-    def transfer(self, source: WeightSource, target: WeightTarget, version: int) -> dict[str, float]:
-        if self._chosen is None:
-            self._chosen = self._choose(target)
-        return self._chosen.transfer(source, target, version)
-
-    def _choose(self, target: WeightTarget) -> Transport:
-        different = self._resharding.describe(target)
-        if not different:
-            return self._resharding
-        what = (
-            f"the engines' parameters are not those of the weight map ({len(different)} differ: "
-            f"{'; '.join(different[:_SHOWN])})"
-        )
-        if self._transport != SyncTransport.auto or self._not_full:
-            reason = self._not_full or "use object_store, or auto"
-            raise UserError(f"weight_sync.transport={self._transport.value}: {what}; {reason}")
-        self._say(
-            "weights travel as full tensors through the object store, and their digests are not compared: "
-            f"{what}"
-        )
-        return self._full
-
-    def close(self) -> None:
-        self._resharding.close()
-
-
-def _not_full(layouts: Layouts) -> str:
-    if layouts.spread:
-        return "an engine over several nodes takes no others"
-    return "an engine in FP8 takes no others" if layouts.engine.fp8 else ""
-
-
-def make_transport(
-    config: WeightSyncConfig, layouts: Layouts, folder: str, call_timeout: float, say: Callable[[str], None]
-) -> Transport:
-    """Return the transport of a run, as weight_sync.transport configures it.
-
-    layouts: how trainer and engines divide the model, and the nodes that they are on.
-    folder: the folder of this run below weight_sync.folder, for the transport `disk`.
-    call_timeout: maximum seconds of a whole sync.
-    say: prints a message for the user.
-    Raises UserError if the configured transport cannot reach the engines.
-    """
-    full = ObjectStore(ReshardPlan(layouts).entries, config.bucket_bytes)
-    if config.transport == SyncTransport.object_store:
-        if layouts.spread:
-            raise UserError(
-                "weight_sync.transport=object_store does not reach the ranks of an engine over several "
-                "nodes; use groups, or auto"
-            )
-        return full
-    way, layouts = chosen_way(config, layouts)
-    return Checked(
-        Resharding(layouts, way, config, folder, call_timeout),
-        full,
-        config.transport,
-        _not_full(layouts),
-        say,
-    )
+    multicast = transport != Transport.groups or broadcast_is_cheaper(layouts, config.bucket_bytes)
+    within_nodes = transport == Transport.shared_memory
+    return transport, replace(layouts, multicast=multicast, within_nodes=within_nodes)

@@ -2,7 +2,8 @@
 
 import time
 
-from grpo_megatron.weights.sync.interface import Probe, Transport, WeightSource, WeightTarget
+from grpo_megatron.weights.sync.interface import Probe, WeightSource, WeightTarget
+from grpo_megatron.weights.sync.resharding import Resharding
 
 
 class WeightSync:
@@ -16,17 +17,17 @@ class WeightSync:
         self,
         source: WeightSource,
         target: WeightTarget,
-        transport: Transport,
+        resharding: Resharding,
         probe: Probe | None = None,
         probe_every: int = 0,
     ):
         """Connect a trainer (`source`) to the engines (`target`).
 
-        transport: how the weights travel.
+        resharding: transfers the weights from one to the other.
         probe: compares what trainer and engines compute; None: no comparison.
         probe_every: use the probe after the first sync, and then after every `probe_every`-th sync; 0: never.
         """
-        self._source, self._target, self._transport = source, target, transport
+        self._source, self._target, self._resharding = source, target, resharding
         self._probe, self._probe_every, self._probing, self._syncs = probe, probe_every, False, 0
         self.version = 0
         self.metrics: dict[str, float] = {}
@@ -44,7 +45,7 @@ class WeightSync:
         started = time.perf_counter()
         version = self.version + changed
         self._target.begin_update()
-        taken = self._transport.transfer(self._source, self._target, version)
+        taken = self._resharding.transfer(self._source, self._target, version)
         self._target.end_update(version)
         self.version = version
         self._probing = (
@@ -68,7 +69,7 @@ class WeightSync:
             self._probing = False
 
     def close(self) -> None:
-        self._transport.close()
+        self._resharding.close()
 
     def state_dict(self) -> dict:
         return {"version": self.version}

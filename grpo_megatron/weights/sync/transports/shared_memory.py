@@ -19,8 +19,8 @@ from torch.multiprocessing import reductions
 
 from grpo_megatron.cluster.store import StoreServer
 from grpo_megatron.json_files import json_text
-from grpo_megatron.weights.sync.channel import SizeOf, parcel_key, wait_for
 from grpo_megatron.weights.sync.parcels import Parcel
+from grpo_megatron.weights.sync.transports.base import PayloadBytes, parcel_key, wait_for
 
 _SLOTS = 2
 # Position of `storage_device` among the arguments of torch.multiprocessing.reductions.rebuild_cuda_tensor.
@@ -85,32 +85,32 @@ class SharedMemorySender:
         self._store = self._server.store
         store.set(_memory_key(rank), pickle.dumps((self._server.address, handle)))
 
-    def begin(self, number: int) -> None:
-        self._sync, self._taken = number, []
+    def begin(self, sync_id: int) -> None:
+        self._sync_id, self._taken = sync_id, []
 
     def buffer(self, size: int) -> torch.Tensor:
-        number = len(self._taken)
-        if number >= _SLOTS:
-            self._wait(number - _SLOTS)
-        start = number % _SLOTS * self._slot_bytes
+        index = len(self._taken)
+        if index >= _SLOTS:
+            self._wait(index - _SLOTS)
+        start = index % _SLOTS * self._slot_bytes
         return self._memory[start : start + size]
 
     def send(self, parcel: Parcel, payload: torch.Tensor) -> None:
-        number = len(self._taken)
-        self._taken.append(parcel_key(self._sync, parcel, "taken"))
-        start = number % _SLOTS * self._slot_bytes
+        index = len(self._taken)
+        self._taken.append(parcel_key(self._sync_id, parcel, "taken"))
+        start = index % _SLOTS * self._slot_bytes
         slot = self._memory[start : start + len(payload)]
         if payload.data_ptr() != slot.data_ptr():
             slot.copy_(payload.clone())  # clone, because the payload may overlap the slot
         _settle(slot)
-        self._store.set(parcel_key(self._sync, parcel, "sent"), json_text((start, len(payload))))
+        self._store.set(parcel_key(self._sync_id, parcel, "sent"), json_text((start, len(payload))))
 
     def finish(self) -> None:
-        for number in range(max(0, len(self._taken) - _SLOTS), len(self._taken)):
-            self._wait(number)
+        for index in range(max(0, len(self._taken) - _SLOTS), len(self._taken)):
+            self._wait(index)
 
-    def _wait(self, number: int) -> None:
-        key = self._taken[number]
+    def _wait(self, index: int) -> None:
+        key = self._taken[index]
         wait_for(self._store, key, self._timeout)
         self._store.delete_key(key)
 
@@ -119,7 +119,7 @@ class SharedMemorySender:
             self._file.close()
 
 
-class _Carrier(NamedTuple):
+class _RankMemory(NamedTuple):
     """The shared memory and the key-value store of a trainer rank that this receiver gets parcels from."""
 
     memory: torch.Tensor
@@ -136,34 +136,34 @@ class SharedMemoryReceiver:
 
     def __init__(self, store: dist.Store, device: torch.device, timeout: float):
         self._store, self._device, self._timeout = store, device, timeout
-        self._carriers: dict[int, _Carrier] = {}
+        self._opened: dict[int, _RankMemory] = {}
 
     def receive(
-        self, number: int, parcels: list[Parcel], size_of: SizeOf
+        self, sync_id: int, parcels: list[Parcel], payload_bytes: PayloadBytes
     ) -> Iterator[tuple[Parcel, torch.Tensor]]:
         for parcel in parcels:
-            memory, store = self._carrier(parcel.link.carrier)
-            start, size = json.loads(self._value(store, parcel_key(number, parcel, "sent")))
+            memory, store = self._memory_of(parcel.link.relay_rank)
+            start, size = json.loads(self._value(store, parcel_key(sync_id, parcel, "sent")))
             yield parcel, memory[start : start + size]
             _settle(memory)
-            taken, receivers = parcel_key(number, parcel, "taken"), len(parcel.link.receivers)
+            taken, receivers = parcel_key(sync_id, parcel, "taken"), len(parcel.link.receivers)
             if receivers == 1 or store.add(f"{taken}/count", 1) == receivers:
-                for key in (parcel_key(number, parcel, "sent"), f"{taken}/count"):
+                for key in (parcel_key(sync_id, parcel, "sent"), f"{taken}/count"):
                     store.delete_key(key)
                 store.set(taken, b"1")
 
-    def _carrier(self, rank: int) -> _Carrier:
-        if rank not in self._carriers:
+    def _memory_of(self, rank: int) -> _RankMemory:
+        if rank not in self._opened:
             address, handle = pickle.loads(self._value(self._store, _memory_key(rank)))
-            self._carriers[rank] = _Carrier(_open(handle, self._device), address.connect(self._timeout))
-        return self._carriers[rank]
+            self._opened[rank] = _RankMemory(_open(handle, self._device), address.connect(self._timeout))
+        return self._opened[rank]
 
     def _value(self, store: dist.Store, key: str) -> bytes:
         wait_for(store, key, self._timeout)
         return store.get(key)
 
     def close(self) -> None:
-        self._carriers.clear()
+        self._opened.clear()
 
 
 def _memory_key(rank: int) -> str:

@@ -14,14 +14,16 @@ flight.
 from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from grpo_megatron.weights.sync.channel import SizeOf
+from grpo_megatron.weights.sync.messages import SyncKind, SyncSetup
 from grpo_megatron.weights.sync.parcels import Parcel
 from grpo_megatron.weights.sync.plan import EngineRank, Layouts, Link
+from grpo_megatron.weights.sync.transports.base import PayloadBytes
 
 _IN_FLIGHT = 2
 Member = int | EngineRank  # a trainer rank, or an engine rank
@@ -42,7 +44,7 @@ class _Route(NamedTuple):
 
 def _route(layouts: Layouts, link: Link) -> _Route:
     if layouts.within_nodes:
-        return _Route("relay", list(range(layouts.sizes.world_size)), link.carrier)
+        return _Route("relay", list(range(layouts.sizes.world_size)), link.relay_rank)
     if layouts.multicast:
         return _Route(link.name, [link.sender, *link.receivers], None)
     per_stage = layouts.sizes.world_size // layouts.sizes.pp
@@ -75,25 +77,17 @@ class Groups:
 
     The constructor creates them, and waits for all members of each group.
 
-    store: the key-value store through which the members find each other.
     me: this process, a trainer rank or an engine rank.
-    links: the links that it sends or receives over.
-    timeout: maximum seconds to wait for one parcel.
+    parcels: those that it sends or receives.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        layouts: Layouts,
-        me: Member,
-        links: list[Link],
-        device: torch.device,
-        timeout: float,
-    ):
-        self.device, self._layouts, self._timeout = device, layouts, timedelta(seconds=timeout)
+    def __init__(self, setup: SyncSetup, me: Member, parcels: list[Parcel], device: torch.device):
+        self.device, self._layouts = device, setup.layouts
+        self._timeout = timedelta(seconds=setup.timeout)
         self._places, self._groups = {}, {}
+        store, links = setup.connect(), list(dict.fromkeys(parcel.link for parcel in parcels))
         # All processes create their groups in the same order. Otherwise they could deadlock.
-        for name, members in sorted(_groups_of(layouts, me, links).items()):
+        for name, members in sorted(_groups_of(setup.layouts, me, links).items()):
             self._places[name] = {member: place for place, member in enumerate(members)}
             self._groups[name] = self._make(dist.PrefixStore(name, store), members.index(me), len(members))
 
@@ -154,7 +148,7 @@ class _Ring:
 
 
 class GroupSender:
-    """The sending side of the transport over process groups (a channel.SendingChannel).
+    """The sending side of the transport over process groups (a base.ParcelSender).
 
     variable: True for deltas: payloads vary in size, so the size is sent before each payload.
     """
@@ -163,7 +157,7 @@ class GroupSender:
         self._groups, self._variable, self._ring = groups, variable, _Ring(groups.device)
         self._busy: deque[tuple[dist.Work, torch.Tensor, str]] = deque()
 
-    def begin(self, number: int) -> None:
+    def begin(self, sync_id: int) -> None:
         pass
 
     def buffer(self, size: int) -> torch.Tensor:
@@ -172,7 +166,7 @@ class GroupSender:
         return self._ring.take(size)
 
     def send(self, parcel: Parcel, payload: torch.Tensor) -> None:
-        what = f"parcel {parcel.number} of link {parcel.link.name}"
+        what = f"parcel {parcel.index} of link {parcel.link.name}"
         if self._variable:
             size = torch.tensor([len(payload)], device=self._groups.device)
             self._busy.append((self._groups.transfer(parcel.link, size, sending=True), size, what))
@@ -191,7 +185,7 @@ class GroupSender:
 
 
 class GroupReceiver:
-    """The receiving side of the transport over process groups (a channel.ReceivingChannel).
+    """The receiving side of the transport over process groups (a base.ParcelReceiver).
 
     variable: True for deltas: payloads vary in size, so the size is received before each payload.
     """
@@ -200,15 +194,15 @@ class GroupReceiver:
         self._groups, self._variable, self._ring = groups, variable, _Ring(groups.device)
 
     def receive(
-        self, number: int, parcels: list[Parcel], size_of: SizeOf
+        self, sync_id: int, parcels: list[Parcel], payload_bytes: PayloadBytes
     ) -> Iterator[tuple[Parcel, torch.Tensor]]:
         asked: deque[tuple[Parcel, dist.Work, torch.Tensor]] = deque()
         for parcel in [*parcels, *[None] * _IN_FLIGHT]:
             if parcel is not None:
-                asked.append((parcel, *self._ask(parcel, size_of(parcel))))
+                asked.append((parcel, *self._ask(parcel, payload_bytes(parcel))))
             if asked and (parcel is None or len(asked) >= _IN_FLIGHT):
                 first, work, payload = asked.popleft()
-                self._groups.wait(work, f"parcel {first.number} of link {first.link.name}")
+                self._groups.wait(work, f"parcel {first.index} of link {first.link.name}")
                 yield first, payload
 
     def _ask(self, parcel: Parcel, size: int) -> tuple[dist.Work, torch.Tensor]:
@@ -224,3 +218,24 @@ class GroupReceiver:
 
     def close(self) -> None:
         self._groups.close()
+
+
+class Relay(GroupSender):
+    """The transport between trainer ranks, over a process group of all of them.
+
+    If trainer and engines share GPUs, an NCCL group cannot contain both. An engine then takes its weights
+    from a trainer rank on its own node, the relay rank (`Link.relay_rank`). As a sender, this object sends
+    this rank's parcels to the relay ranks on other nodes. `take` receives the parcels that this rank must
+    relay to engines on its own node.
+    """
+
+    def __init__(self, setup: SyncSetup, rank: int, parcels: list[Parcel], device: torch.device):
+        groups = Groups(setup, rank, parcels, device)
+        super().__init__(groups, setup.delta)
+        self._setup, self._receiver = setup, GroupReceiver(groups, setup.delta)
+
+    def take(self, parcel: Parcel, kind: SyncKind) -> torch.Tensor:
+        """Receive the payload of a parcel that this rank relays, and return it."""
+        payload_bytes = partial(self._setup.payload_bytes, kind=kind)
+        ((_, payload),) = self._receiver.receive(0, [parcel], payload_bytes)
+        return payload

@@ -21,7 +21,7 @@ def describe(model, named_tensors):
 def parameters(model, named_tensors):
     """Write {parameter: values} of this TP rank to a file.
 
-    The file's name comes through weight_door.by_value; the rank is appended.
+    The file's name comes through as_named_tensors; the rank is appended.
     """
     import pickle
 
@@ -34,7 +34,7 @@ def parameters(model, named_tensors):
 
 
 def swap_halves(model, named_tensors):
-    """Swap the halves of the first dimension of parameters, whose names come through weight_door.by_value."""
+    """Swap the halves of the first dimension of parameters, whose names come through as_named_tensors."""
     import pickle
 
     import torch

@@ -16,18 +16,18 @@ import torch
 import torch.distributed as dist
 
 from grpo_megatron.errors import UserError
-from grpo_megatron.weights.sync.channel import SizeOf, parcel_key, wait_for
 from grpo_megatron.weights.sync.parcels import Parcel
+from grpo_megatron.weights.sync.transports.base import PayloadBytes, parcel_key, wait_for
 
 _RETRY_SECONDS = 0.05
 
 
-def _folder(folder: Path, number: int) -> Path:
-    return folder / f"sync{number:08d}"
+def _folder(folder: Path, sync_id: int) -> Path:
+    return folder / f"sync{sync_id:08d}"
 
 
 def _name(parcel: Parcel) -> str:
-    return f"{parcel.link.name}.{parcel.number}"
+    return f"{parcel.link.name}.{parcel.index}"
 
 
 class DiskSender:
@@ -42,11 +42,11 @@ class DiskSender:
         self._store, self._root, self._device = store, Path(folder), device
         self._written: dict[str, Path] = {}  # {key that announces the file: file}
 
-    def begin(self, number: int) -> None:
+    def begin(self, sync_id: int) -> None:
         self.close()
         for key in self._written:
             self._store.delete_key(key)
-        self._written, self._number, self._folder = {}, number, _folder(self._root, number)
+        self._written, self._sync_id, self._folder = {}, sync_id, _folder(self._root, sync_id)
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def buffer(self, size: int) -> torch.Tensor:
@@ -63,7 +63,7 @@ class DiskSender:
             raise UserError(
                 f"weights cannot be written to {path}: {error}; weight_sync.folder needs room for the model"
             ) from error
-        key = parcel_key(self._number, parcel, "written")
+        key = parcel_key(self._sync_id, parcel, "written")
         self._written[key] = path
         self._store.set(key, "")
 
@@ -91,14 +91,12 @@ class DiskReceiver:
         self._store, self._root, self._device, self._timeout = store, Path(folder), device, timeout
 
     def receive(
-        self, number: int, parcels: list[Parcel], size_of: SizeOf
+        self, sync_id: int, parcels: list[Parcel], payload_bytes: PayloadBytes
     ) -> Iterator[tuple[Parcel, torch.Tensor]]:
         for parcel in parcels:
-            wait_for(self._store, parcel_key(number, parcel, "written"), self._timeout)
-            yield (
-                parcel,
-                torch.from_numpy(self._read(_folder(self._root, number) / _name(parcel))).to(self._device),
-            )
+            wait_for(self._store, parcel_key(sync_id, parcel, "written"), self._timeout)
+            payload = self._read(_folder(self._root, sync_id) / _name(parcel))
+            yield parcel, torch.from_numpy(payload).to(self._device)
 
     def _read(self, path: Path) -> np.ndarray:
         """Return the contents, uint8 [bytes], of a file that its sender has announced.

@@ -9,7 +9,7 @@ from grpo_megatron.model.pieces import Move
 from grpo_megatron.weights.fp8_blocks import quantise
 
 
-class Quantised(Mapping):
+class QuantisedShards(Mapping):
     """The shards of a trainer rank as a mapping {name: tensor}, to pack parcels for FP8 engines from.
 
     Beside {Megatron name: shard} it has the FP8 elements and the scales of linear weights, under the names of

@@ -1,7 +1,4 @@
-"""Protocols of the channels that carry parcels from trainer ranks to engine ranks.
-
-Each transport implements one class for either side.
-"""
+"""Protocols of the two sides of a transport, which every transport implements by one class each."""
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -12,18 +9,18 @@ import torch.distributed as dist
 
 from grpo_megatron.weights.sync.parcels import Parcel
 
-# A function that returns the maximum payload bytes of a parcel.
-SizeOf = Callable[[Parcel], int]
+# A function that returns the maximum bytes that a parcel takes in a sync.
+PayloadBytes = Callable[[Parcel], int]
 
 
-class SendingChannel(Protocol):
+class ParcelSender(Protocol):
     """The sending side of a transport, in the process of a trainer rank.
 
     For each parcel the caller calls `buffer` and then `send`, in the order of parcels.parcels_in_order.
     """
 
-    def begin(self, number: int) -> None:
-        """Begin a weight sync. number: sequence number of its Order, which no other sync of the run has."""
+    def begin(self, sync_id: int) -> None:
+        """Begin a weight sync. sync_id: that of its SyncCommand, which no other sync of the run has."""
 
     def buffer(self, size: int) -> torch.Tensor:
         """Return a buffer, uint8 [size], to fill with the next parcel. Wait until a buffer is free.
@@ -44,16 +41,15 @@ class SendingChannel(Protocol):
     def close(self) -> None: ...
 
 
-class ReceivingChannel(Protocol):
+class ParcelReceiver(Protocol):
     """The receiving side of a transport, in the process of one tensor-parallel rank of an engine."""
 
     def receive(
-        self, number: int, parcels: list[Parcel], size_of: SizeOf
+        self, sync_id: int, parcels: list[Parcel], payload_bytes: PayloadBytes
     ) -> Iterator[tuple[Parcel, torch.Tensor]]:
         """Yield (parcel, payload) for each of the parcels, in the order given. A payload is uint8 [bytes].
 
-        number: sequence number of the Order, as for SendingChannel.begin.
-        size_of: returns the maximum payload bytes of a parcel.
+        sync_id: that of the SyncCommand, as for ParcelSender.begin.
 
         A payload is valid until the next one is requested, because its buffer is then used again.
         Raises TimeoutError if the next parcel does not arrive in time. The timeout is per parcel, so a whole
@@ -63,13 +59,12 @@ class ReceivingChannel(Protocol):
     def close(self) -> None: ...
 
 
-def parcel_key(number: int, parcel: Parcel, what: str) -> str:
+def parcel_key(sync_id: int, parcel: Parcel, state: str) -> str:
     """Return the key under which sender and receiver store a state of a parcel in the key-value store.
 
-    number: sequence number of the Order.
-    what: the state, such as "sent" or "taken".
+    state: such as "sent" or "taken".
     """
-    return f"{number}/{parcel.link.name}/{parcel.number}/{what}"
+    return f"{sync_id}/{parcel.link.name}/{parcel.index}/{state}"
 
 
 def wait_for(store: dist.Store, key: str, timeout: float) -> None:

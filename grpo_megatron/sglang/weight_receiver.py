@@ -1,0 +1,107 @@
+"""The engine's side of a weight sync. It runs in SGLang's scheduler processes, one per tensor-parallel rank.
+
+SGLang calls `receive_weights` as a custom weight loader, with the rank's own fused and sharded parameters.
+The scheduler does nothing else meanwhile.
+"""
+
+import pickle
+import traceback
+
+import torch
+
+from grpo_megatron.weights.sync.messages import SyncCommand, SyncKind, SyncReport
+from grpo_megatron.weights.sync.plan import EngineRank
+from grpo_megatron.weights.sync.receiver import WeightReceiver
+
+# The path by which SGLang imports the function.
+RECEIVE_WEIGHTS = "grpo_megatron.sglang.weight_receiver.receive_weights"
+_RECEIVER = "_grpo_weight_receiver"
+# Parameters of an attention layer that are not weights of the model.
+KV_SCALES = ("k_scale", "v_scale")
+
+
+def report_key(command: SyncCommand, rank: int) -> str:
+    """Return the key of a rank's SyncReport in the driver's key-value store."""
+    return f"report/{command.sync_id}/{command.engine}.{rank}"
+
+
+class _Bytes:
+    """Bytes that are pickled by value and unpickled as a uint8 tensor, to send them to ranks on other nodes.
+
+    It replaces SGLang's serialisation of tensors, which refers to a file of this node.
+    """
+
+    def __init__(self, content: bytes):
+        self._content = content
+
+    def __reduce__(self):
+        return torch.ByteTensor, (list(self._content),)  # a type that SGLang permits in pickles
+
+
+def as_named_tensors(command: SyncCommand) -> bytes:
+    """Serialise a command as named tensors, the only form in which SGLang passes data to a weight loader."""
+    return pickle.dumps([("command", _Bytes(pickle.dumps(command)))])
+
+
+def receive_weights(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """Carry out a weight-sync command in one rank of an engine. SGLang calls it as a custom weight loader.
+
+    The SyncReport goes to the driver's key-value store, because SGLang returns nothing of a loader. It also
+    reports errors, because an exception would end SGLang's scheduler.
+
+    named_tensors: one tensor, the SyncCommand serialised by `as_named_tensors`.
+    """
+    from sglang.srt.distributed import get_tp_group
+
+    ((_, serialised),) = named_tensors
+    command: SyncCommand = pickle.loads(serialised.cpu().numpy().tobytes())
+    me = EngineRank(command.engine, get_tp_group().rank_in_group)
+    try:
+        report = _carry_out(command, me, model)
+    except Exception:
+        report = SyncReport(error=traceback.format_exc())
+    command.setup.connect().set(report_key(command, me.rank), pickle.dumps(report))
+
+
+@torch.no_grad()
+def _carry_out(command: SyncCommand, me: EngineRank, model: torch.nn.Module) -> SyncReport:
+    parameters = {
+        name: own.data for name, own in model.named_parameters() if name.rpartition(".")[2] not in KV_SCALES
+    }
+    if command.kind == SyncKind.describe:
+        return SyncReport(
+            parameters={name: (tuple(value.shape), value.dtype) for name, value in parameters.items()}
+        )
+    report = _receiver(command, me, model).receive(command, parameters)
+    if command.kind == SyncKind.transfer:
+        reset_kv_scales(model)
+        if hasattr(model, "post_load_weights"):
+            # It computes weights that are derived from others. SGLang expects custom loaders to call it.
+            model.post_load_weights()
+    return report
+
+
+def reset_kv_scales(model: torch.nn.Module) -> None:
+    """Set the scales of an FP8 KV cache to 1, because the trainer has no such scales.
+
+    FP8 engines have these parameters for some model families, such as Llama, Qwen2 and Mixtral. Their values
+    are lost when the engine releases the memory of the weights. An engine that started with load_format=dummy
+    has random values.
+    """
+    for module in model.modules():
+        for name in KV_SCALES:
+            if isinstance(scale := getattr(module, name, None), torch.nn.Parameter):
+                scale.data.fill_(1.0)
+                # Some attention backends read this copy of the number on the host.
+                setattr(module, f"{name}_float", 1.0)
+
+
+def _receiver(command: SyncCommand, me: EngineRank, model: torch.nn.Module) -> WeightReceiver:
+    """Return this rank's receiver. It is kept in the model object until the setup of syncs changes."""
+    kept: WeightReceiver | None = model.__dict__.get(_RECEIVER)
+    if kept is None or kept.setup != command.setup:
+        if kept is not None:
+            kept.close()
+        device = next(model.parameters()).device
+        kept = model.__dict__[_RECEIVER] = WeightReceiver(command.setup, me, device)
+    return kept
