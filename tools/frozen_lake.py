@@ -26,7 +26,7 @@ from pathlib import Path
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 from quickstart import CLI, CONFIGS, TOOLS, call, common, with_overrides
 
-from grpo_megatron.json_files import json_text
+from grpo_megatron.files import json_text
 from grpo_megatron.rollout.frozen_lake import EDGE, MOVES, around, field_at
 
 TURNS = 10  # rollout.max_turns

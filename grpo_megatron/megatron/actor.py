@@ -19,6 +19,7 @@ from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.cluster.heart import Heart
 from grpo_megatron.cluster.memory import occupied
 from grpo_megatron.config.schema import RoutingReplay
+from grpo_megatron.files import writing
 from grpo_megatron.megatron import checkpoint_files, export, lora, sharded_state
 from grpo_megatron.megatron.checkpoint_files import Writer
 from grpo_megatron.megatron.forward_backward import (
@@ -47,7 +48,6 @@ from grpo_megatron.metrics import Metrics, concrete, merge
 from grpo_megatron.model.adapters import adapter_entries
 from grpo_megatron.model.entries import engine_stacks
 from grpo_megatron.model.families import read_architecture, weight_map
-from grpo_megatron.paths import writing
 from grpo_megatron.run.checkpoints import SaveReport
 from grpo_megatron.run.manifest import FileRecord
 from grpo_megatron.weights import hf_checkpoint
