@@ -13,12 +13,13 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.11,<3.14",
     packages=find_packages(include=["grpo_megatron", "grpo_megatron.*"]),
-    package_data={"grpo_megatron": ["presets/*.yaml"]},
+    package_data={"grpo_megatron": ["presets/*.yaml", "monitoring/report/templates/*"]},
     # The versions of torch and SGLang differ between CPU and GPU machines and are pinned in
     # requirements/; here is only what every machine needs.
     install_requires=[
         "megatron-core==0.16.1",
         "omegaconf>=2.3",
+        "jinja2>=3.1",  # grpo-megatron report
         "ray>=2.40",
         "tensorboard>=2.16",
         "transformers>=5.0",

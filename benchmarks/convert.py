@@ -157,7 +157,7 @@ def _watch(process: subprocess.Popen, peaks: dict[int, int]) -> None:
 
 
 def _delete_at_first_write(process: subprocess.Popen, partial: Path, spare: Path) -> None:
-    while process.poll() is None and not any(partial.rglob("*.tmp")):
+    while process.poll() is None and not any(Path(partial, "result").rglob("*.tmp")):
         time.sleep(0.005)
     shutil.rmtree(spare)
 

@@ -29,8 +29,7 @@ from functools import partial
 from grpo_megatron.commands import config as config_commands
 from grpo_megatron.commands import plan as plan_command
 from grpo_megatron.errors import Stopped, UserError
-from grpo_megatron.json_files import json_text
-from grpo_megatron.paths import disk_is_full
+from grpo_megatron.files import disk_is_full, json_text
 from grpo_megatron.run.guard import Guard
 
 

@@ -17,7 +17,7 @@ from grpo_megatron.batch.sample import Group
 from grpo_megatron.config.schema import Config, OldLogprobs
 from grpo_megatron.data import PromptSource
 from grpo_megatron.errors import UserError
-from grpo_megatron.json_files import float_or_nan
+from grpo_megatron.files import float_or_nan
 from grpo_megatron.metrics import Metrics, merge, nan_max, to_floats
 from grpo_megatron.monitoring.monitor import Monitor
 from grpo_megatron.rewards.control import shuffle_rewards

@@ -1,18 +1,13 @@
-"""Checks of paths that a user gave, and functions that write files durably."""
+"""Checks of paths that a user gave, before they are read or written."""
 
-import errno
 import os
-import socket
 import stat
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
-
-from grpo_megatron.errors import UserError
 
 T = TypeVar("T")
 
@@ -119,92 +114,3 @@ def _mode(path: str | Path) -> int | str:
         return f"cannot be read: {error.strerror}"
     except ValueError as error:  # not a valid path, as with a zero byte or a lone surrogate
         return f"is not a path: {error}"
-
-
-def sync_to_disk(path: Path) -> None:
-    """Call fsync on a file or a folder. For a folder, new names in it then survive a crash of the node."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file atomically: if the process is killed, the old or the new file is there.
-
-    Raises OSError. The old file is then unchanged.
-    """
-    new = path.with_name(f"{path.name}.new")
-    try:
-        new.write_text(text, encoding="utf-8")
-        sync_to_disk(new)
-        new.replace(path)
-    except OSError:
-        new.unlink(missing_ok=True)  # half a file would keep the disk full
-        raise
-
-
-def numbered(path: Path) -> Path:
-    """Return the first of PATH.1, PATH.2, ... that does not exist.
-
-    Callers rename `path` to it when they need the name for something new and must not lose the old content.
-    """
-    return next(free for n in range(1, 10**6) if not (free := path.with_name(f"{path.name}.{n}")).exists())
-
-
-@contextmanager
-def writing(path: str | Path) -> Iterator[None]:
-    """Convert errors of writing within the context into a UserError that names `path`.
-
-    These are OSErrors, and other exceptions that report a full disk. All others pass through.
-    """
-    try:
-        yield
-    except Exception as error:
-        full = disk_is_full(error)
-        if not (full or isinstance(error, OSError)):
-            raise
-        reason = os.strerror(errno.ENOSPC) if full else getattr(error, "strerror", None) or error
-        what = (
-            "make room and call the same command again, which continues"
-            if full
-            else "is the disk writable, and in order?"
-        )
-        raise UserError(f"{path} cannot be written: {reason}; {what}") from error
-
-
-@contextmanager
-def reading(path: str | Path) -> Iterator[None]:
-    """Convert an OSError within the context into a UserError that names this node and `path`.
-
-    A file that cannot be read may be sound. With this error, callers do not treat it as damaged or absent,
-    which could make a run start anew.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be read on {socket.gethostname()}: {error.strerror or error}; see to the file "
-            "system there, then call the same command again"
-        ) from error
-
-
-_FULL = ("No space left on device", "inline_container.cc")
-
-
-def disk_is_full(error: BaseException | None) -> bool:
-    """Return True if an exception, or one in its chain of causes and contexts, reports a full disk.
-
-    The command line then asks the user to make room, rather than reporting an unexpected error.
-    """
-    while error is not None:
-        # safetensors (Rust) and torch.save (C++) report it in the text of their errors only. torch's text is
-        # about the incomplete file that it finds afterwards.
-        said = str(error)
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(
-            text in said for text in _FULL
-        ):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

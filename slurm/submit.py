@@ -22,7 +22,7 @@ from grpo_megatron.capabilities import GPUS
 from grpo_megatron.config.load import read_config, read_sources
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
-from grpo_megatron.paths import writing
+from grpo_megatron.files import writing
 from grpo_megatron.preflight.rule import COMMANDS
 
 # Folder of the programs in the images of Dockerfile and apptainer.def.

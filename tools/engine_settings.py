@@ -22,7 +22,7 @@ from grpo_megatron.cluster.gpu_environment import gpu_environment
 from grpo_megatron.commands.doctor import SGLANG_ON_GPU
 from grpo_megatron.config.load import read_config
 from grpo_megatron.config.schema import Config, Placement, RoutingReplay
-from grpo_megatron.json_files import json_text
+from grpo_megatron.files import json_text
 from grpo_megatron.sglang.arguments import engine_arguments, engine_environment
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -16,6 +16,7 @@ Prints an episode before and after GRPO and, as its last line, one JSON object:
 
 import argparse
 import json
+import os
 import random
 import re
 import sys
@@ -26,8 +27,14 @@ from pathlib import Path
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 from quickstart import CLI, CONFIGS, TOOLS, call, common, with_overrides
 
-from grpo_megatron.json_files import json_text
-from grpo_megatron.rollout.frozen_lake import EDGE, MOVES, around, field_at
+from grpo_megatron.files import json_text
+
+# For this process and those of the run, in any working directory: the folder of `examples`.
+sys.path.insert(0, str(TOOLS.parent))
+os.environ["PYTHONPATH"] = os.pathsep.join([str(TOOLS.parent), os.environ.get("PYTHONPATH", "")]).rstrip(
+    os.pathsep
+)
+from examples.frozen_lake import EDGE, MOVES, around, field_at
 
 TURNS = 10  # rollout.max_turns
 

@@ -27,8 +27,8 @@ from omegaconf import OmegaConf
 
 from grpo_megatron.config.load import layers, merge
 from grpo_megatron.errors import UserError
+from grpo_megatron.files import json_text
 from grpo_megatron.importers import SYSTEMS, Settings, import_settings, read_settings, to_yaml
-from grpo_megatron.json_files import json_text
 from grpo_megatron.preflight.check import Report, check
 from grpo_megatron.preflight.load import load_config
 

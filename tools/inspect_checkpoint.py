@@ -17,7 +17,7 @@ With PATH2, only differences are listed. The exit status is 1 if there is any.
 import argparse
 
 from grpo_megatron.commands.convert import add_processes, call
-from grpo_megatron.json_files import json_text
+from grpo_megatron.files import json_text
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ import random
 import re
 from pathlib import Path
 
-from grpo_megatron.json_files import json_text
+from grpo_megatron.files import json_text
 
 
 def problem(a: int, b: int, sign: str, slips: tuple[int, int] = (0, 0)) -> tuple[str, str, int]:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_megatron.json_files import json_text
+from grpo_megatron.files import json_text
 
 NAMES = [
     "Anna",

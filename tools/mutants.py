@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from grpo_megatron.json_files import json_text
+from grpo_megatron.files import json_text
 
 ROOT = Path(__file__).resolve().parent.parent
 COPY = ROOT / ".mutants"

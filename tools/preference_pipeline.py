@@ -20,7 +20,7 @@ from pathlib import Path
 
 from quickstart import CLI, CONFIGS, call, common, grpo_arguments, prepare, with_overrides
 
-from grpo_megatron.json_files import json_text
+from grpo_megatron.files import json_text
 
 JUDGE, POLICY = "reward_model_quickstart", "reward_model_grpo"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from grpo_megatron.data import read_records
 from grpo_megatron.errors import UserError
-from grpo_megatron.json_files import json_text
+from grpo_megatron.files import json_text
 from grpo_megatron.rewards.answers import hashes, normalise_answer
 
 INSTRUCTION = "Let's think step by step and put the final answer within \\boxed{}."

@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 from grpo_megatron.errors import UserError
-from grpo_megatron.json_files import json_text
+from grpo_megatron.files import json_text
 from grpo_megatron.preflight.load import load_config
 
 TOOLS = Path(__file__).resolve().parent

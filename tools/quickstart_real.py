@@ -28,7 +28,7 @@ from quickstart import CLI, CONFIGS, TOOLS, call, common, result_of, show, with_
 from torch.nn.functional import linear
 from torch.utils.benchmark import Timer
 
-from grpo_megatron.json_files import json_text
+from grpo_megatron.files import json_text
 
 NAME = "quickstart_real"
 

@@ -16,7 +16,7 @@ from grpo_megatron.cluster.placement import Cluster, allocate
 from grpo_megatron.cluster.watch import Watch
 from grpo_megatron.config.schema import Config, Placement, RoutingReplay
 from grpo_megatron.errors import ProcessLost
-from grpo_megatron.json_files import json_text
+from grpo_megatron.files import json_text, replace_text
 from grpo_megatron.megatron.spec import actor_spec
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.monitoring.listener import Listener
@@ -25,7 +25,6 @@ from grpo_megatron.monitoring.optional import listening
 from grpo_megatron.monitoring.status import StatusFile
 from grpo_megatron.monitoring.terminal import say
 from grpo_megatron.monitoring.throughput import Throughput
-from grpo_megatron.paths import replace_text
 from grpo_megatron.preflight.cluster_rules import num_processes
 from grpo_megatron.run.checkpoints import CHECKPOINTS, Checkpoints, NotWritten
 from grpo_megatron.run.folder import open_run_folder, set_aside, take_back

@@ -24,8 +24,9 @@ import psutil
 
 from grpo_megatron.commands.keeper import INTERRUPTED, LOST, STOP_SIGNALS
 from grpo_megatron.errors import Stopped, UserError, shortened
+from grpo_megatron.files import disk_is_full
 from grpo_megatron.monitoring.status import State
-from grpo_megatron.paths import disk_is_full, within
+from grpo_megatron.paths import within
 from grpo_megatron.process_tree import adopt_orphans, kill_descendants
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.stop import outlook

@@ -13,9 +13,8 @@ from grpo_megatron.config.schema import Config, Placement
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.data.sources import held_out_prompts
 from grpo_megatron.errors import UserError
-from grpo_megatron.json_files import json_text
+from grpo_megatron.files import json_text, replace_text
 from grpo_megatron.monitoring.monitor import Monitor
-from grpo_megatron.paths import replace_text
 from grpo_megatron.preflight.start import check_start
 from grpo_megatron.rollout.environments import offered_tools
 from grpo_megatron.rollout.episodes import make_episodes, record_check

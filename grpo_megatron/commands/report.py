@@ -4,9 +4,9 @@ from pathlib import Path
 
 from grpo_megatron.config.keys import value_text
 from grpo_megatron.errors import UserError
+from grpo_megatron.monitoring.report.page import Changes, page
+from grpo_megatron.monitoring.report.read import CONFIG, RecordedRun, read_run
 from grpo_megatron.preflight.show import diff
-from grpo_megatron.report.page import Changes, page
-from grpo_megatron.report.read import CONFIG, RecordedRun, read_run
 
 
 def report(folder: str, against: str | None, out: str | None) -> int:

@@ -18,7 +18,7 @@ from grpo_megatron.config.engine import LoadFormat
 from grpo_megatron.config.rollout import DynamicSamplingConfig, Strategy
 from grpo_megatron.config.schema import CheckpointConfig, Config, EvalConfig, LrSchedule, OldLogprobs
 from grpo_megatron.errors import UserError
-from grpo_megatron.json_files import json_text
+from grpo_megatron.files import json_text
 from grpo_megatron.rollout.manager import StaleWeights
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.sglang.pool import EnginePool

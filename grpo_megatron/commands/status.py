@@ -8,10 +8,9 @@ from typing import Any
 from tqdm import tqdm
 
 from grpo_megatron.errors import UserError, printable
-from grpo_megatron.json_files import float_or_nan, json_text
+from grpo_megatron.files import float_or_nan, json_text, reading
 from grpo_megatron.monitoring.status import STATUS, State, read_status
 from grpo_megatron.monitoring.terminal import SHOWN
-from grpo_megatron.paths import reading
 from grpo_megatron.run.checkpoints import CHECKPOINTS, newest_folder
 
 

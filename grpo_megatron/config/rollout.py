@@ -139,9 +139,9 @@ class RolloutConfig:
     )
     gymnasium: GymnasiumConfig = section(GymnasiumConfig, "rollout.environment=gymnasium")
     tools: list[str] = option(
-        ["calculator"],
-        "what the model may call with rollout.environment=tools: calculator, python (in the sandbox of "
-        "reward.code), module:attribute",
+        ["python"],
+        "what the model may call with rollout.environment=tools: python (in the sandbox of reward.code), "
+        "module:attribute",
     )
     history: HistoryKind = option(
         HistoryKind.append,

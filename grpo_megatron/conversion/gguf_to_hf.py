@@ -9,11 +9,11 @@ from tqdm import tqdm
 
 from grpo_megatron.conversion.partial_folder import refuse_existing
 from grpo_megatron.errors import UserError, shortened
-from grpo_megatron.json_files import json_text
+from grpo_megatron.files import json_text, writing
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.entries import hf_shapes
 from grpo_megatron.model.families import read_architecture, weight_map
-from grpo_megatron.paths import folder_problem, writing
+from grpo_megatron.paths import folder_problem
 from grpo_megatron.weights import hf_checkpoint
 from grpo_megatron.weights.gguf_file import GGUFFile
 

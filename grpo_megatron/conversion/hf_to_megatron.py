@@ -13,16 +13,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from grpo_megatron.conversion.partial_folder import PartialFolder, files_of, new_file, refuse_existing
+from grpo_megatron.conversion.partial_folder import PartialFolder, files_of, refuse_existing
 from grpo_megatron.conversion.pool import Progress, run
 from grpo_megatron.conversion.sources import COMPANIONS, WEIGHTS, Buffer
 from grpo_megatron.conversion.units import BUCKET_BYTES, file_bytes, filled
 from grpo_megatron.errors import UserError
-from grpo_megatron.json_files import json_text
+from grpo_megatron.files import json_text, new_file, writing
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.pieces import Piece, Shape
-from grpo_megatron.paths import writing
 from grpo_megatron.weights import hf_checkpoint
 from grpo_megatron.weights.checkpoint_layout import SavedModel, clipped, rows_within
 from grpo_megatron.weights.torch_dist import StoredChunk, StoredTensor, append_tensor, write_metadata
@@ -77,7 +76,8 @@ class _Converter:
     def do(self, unit: _Unit, advance) -> list[tuple[int, int]]:
         """Write the unit's file. Return (offset, length in bytes) of each chunk in it, for the metadata."""
         places = []
-        with new_file(self.folder / unit.name) as file:
+        path = self.folder / unit.name
+        with writing(path), new_file(path) as file:
             for chunk in unit.chunks:
                 places.append(append_tensor(file, self._make(chunk)))
                 advance(chunk.nbytes)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_megatron.conversion.partial_folder import PartialFolder, files_of, new_file, refuse_existing
+from grpo_megatron.conversion.partial_folder import PartialFolder, files_of, refuse_existing
 from grpo_megatron.conversion.pool import Progress, run
 from grpo_megatron.conversion.sources import (
     COMPANIONS,
@@ -23,15 +23,13 @@ from grpo_megatron.conversion.sources import (
 )
 from grpo_megatron.conversion.units import BUCKET_BYTES, file_bytes, filled
 from grpo_megatron.errors import UserError
-from grpo_megatron.json_files import json_text, read_object
+from grpo_megatron.files import json_text, new_file, read_object, write_buffer, writing
 from grpo_megatron.model.entries import hf_shapes
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.pieces import Shape
-from grpo_megatron.paths import writing
 from grpo_megatron.weights import fp8_blocks, hf_checkpoint
 from grpo_megatron.weights.checkpoint_layout import SavedModel
-from grpo_megatron.weights.file_bytes import bytes_of, write
-from grpo_megatron.weights.safetensors_file import Header
+from grpo_megatron.weights.safetensors_file import Header, bytes_of
 
 _FP8_BUCKET = BUCKET_BYTES // 8  # smaller, because quantising works on several copies in float32
 
@@ -96,7 +94,8 @@ class _Converter:
 
     def do(self, unit: _Unit, advance) -> None:
         header = Header(stored for tensor in unit.tensors for stored in tensor.stored)
-        with new_file(self.folder / unit.name) as file:
+        path = self.folder / unit.name
+        with writing(path), new_file(path) as file:
             file.write(header.raw)
             for tensor in unit.tensors:
                 (self._write_fp8 if tensor.fp8 else self._write)(file, header, tensor, advance)
@@ -104,7 +103,7 @@ class _Converter:
     def _write(self, file, header: Header, tensor: HFTensor, advance) -> None:
         file.seek(header.start_of(tensor.name))
         for rows in buckets(self.source, tensor.name, tensor.shape, tensor.dtype, BUCKET_BYTES, self.buffer):
-            write(file, bytes_of(rows))
+            write_buffer(file, bytes_of(rows))
             advance(rows.nbytes)
 
     def _write_fp8(self, file, header: Header, tensor: HFTensor, advance) -> None:
@@ -126,10 +125,10 @@ class _Converter:
                     f"{self.source.folder}: {tensor.name} cannot be written as FP8: {error}"
                 ) from error
             scales.append(scale)
-            write(file, bytes_of(values))
+            write_buffer(file, bytes_of(values))
             advance(values.nbytes + scale.nbytes)
         file.seek(header.start_of(f"{tensor.name}_scale_inv"))
-        write(file, bytes_of(torch.cat(scales)))
+        write_buffer(file, bytes_of(torch.cat(scales)))
 
 
 def companions_of(source: str, hf: str | None) -> str:

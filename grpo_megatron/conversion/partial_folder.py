@@ -5,16 +5,12 @@ An interrupted conversion can be continued: files that are already complete are 
 
 import fcntl
 import json
-import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from grpo_megatron.errors import UserError
-from grpo_megatron.json_files import json_text, read_object
-from grpo_megatron.paths import sync_to_disk, writing
+from grpo_megatron.files import json_text, read_object, replace_text, sync_to_disk, writing
 
 _PLAN, _LOCK, _NOTES, _RESULT = "plan.json", "lock", "notes", "result"
 
@@ -64,7 +60,7 @@ class PartialFolder:
         for leftover in (self.result, self._notes):
             shutil.rmtree(leftover, ignore_errors=True)
             leftover.mkdir()
-        (self.root / _PLAN).write_text(json_text(plan), encoding="utf-8")
+        replace_text(self.root / _PLAN, json_text(plan))
 
     def note(self, name: str) -> Any:
         """Return the note of an output file, or None if the file is not finished.
@@ -81,9 +77,7 @@ class PartialFolder:
         """
         path = self._note_of(name)
         with writing(path):
-            aside = path.with_suffix(".tmp")
-            aside.write_text(json_text({"note": note}), encoding="utf-8")
-            aside.rename(path)
+            replace_text(path, json_text({"note": note}))
 
     def _note_of(self, name: str) -> Path:
         return self._notes / f"{name.replace('/', '-')}.json"
@@ -112,21 +106,6 @@ def refuse_existing(target: str) -> None:
     path = Path(target)
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise UserError(f"{target} is not empty; choose another folder, or delete it")
-
-
-@contextmanager
-def new_file(path: Path) -> Iterator[Any]:
-    """Open NAME.tmp for writing. Sync it to disk and rename it to `path` when the `with` block is complete.
-
-    Raises UserError if the file cannot be written, for example because the disk is full.
-    """
-    aside = path.with_name(f"{path.name}.tmp")
-    with writing(path):
-        with open(aside, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        aside.rename(path)
 
 
 def files_of(folder: str | Path, suffixes: tuple[str, ...]) -> list[list]:

@@ -1,14 +1,13 @@
-"""Pool of worker processes that convert checkpoints. They end when the process that started them ends."""
+"""Worker processes that convert checkpoints. They end when the process that started them ends."""
 
 import multiprocessing
 import os
 import signal
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +15,8 @@ from tqdm import tqdm
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.process_tree import end_with_parent
+
+_REFRESH_SECONDS = 0.1  # time between two updates of the progress bar
 
 
 class Job(Protocol):
@@ -36,7 +37,7 @@ class Job(Protocol):
 
 @dataclass(frozen=True)
 class Progress:
-    """The number of bytes done, and the seconds that it took after all processes were ready."""
+    """The number of bytes done, and the seconds that it took after the first process was ready."""
 
     bytes: int
     seconds: float
@@ -70,105 +71,73 @@ def run(
     with tqdm(total=total, desc=title, unit="B", unit_scale=True, disable=None, smoothing=0.1) as bar:
         if min(processes, len(units)) <= 1:
             job.start()
-            begun = time.perf_counter()
+            begun = time.monotonic()
             for unit in units:
                 done(unit, job.do(unit, bar.update))
         else:
-            with _workers(job, min(processes, len(units))) as workers:
-                begun = time.perf_counter()
-                for unit, result in _distribute(workers, units, bar.update):
-                    done(unit, result)
-    return Progress(total, time.perf_counter() - begun)
+            begun = _share(job, units, min(processes, len(units)), bar, done)
+    return Progress(total, time.monotonic() - begun)
 
 
-@contextmanager
-def _workers(job: Job, count: int):
-    """Start `count` worker processes and yield {connection: process} when all have started the job.
-
-    The processes are killed when the `with` block ends.
-    """
+def _share(job: Job, units: list, processes: int, bar: tqdm, done: Callable[[Any, Any], None]) -> float:
+    """Do the units in worker processes. Return the time (time.monotonic) at which the first one was ready."""
     context = multiprocessing.get_context("spawn")
-    workers = {}
+    # Without locks, which a killed process would leave locked. Each unit has a count of its own.
+    counts, begun = context.RawArray("q", len(units)), context.RawValue("d")
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(processes, context, _begin, (os.getpid(), job, counts, begun))
+    futures = {pool.submit(_do, index, unit): unit for index, unit in enumerate(units)}
+    workers = set(multiprocessing.active_children()) - others
+    pending = set(futures)
     try:
-        for _ in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, os.getpid(), job))
-            process.start()
-            theirs.close()
-            workers[ours] = process
-        for connection, process in workers.items():
-            _receive(connection, process)
-        yield workers
-    finally:
-        for connection, process in workers.items():
+        while pending:
+            finished, pending = wait(pending, _REFRESH_SECONDS, FIRST_COMPLETED)
+            bar.update(sum(counts) - bar.n)
+            for future in finished:
+                done(futures[future], future.result())
+        pool.shutdown()
+    except BrokenProcessPool:
+        pool.shutdown()  # ends the other processes by SIGTERM
+        raise _lost(workers) from None
+    except BaseException:
+        for process in workers:
             process.kill()
-            process.join()
-            connection.close()
+        pool.shutdown(cancel_futures=True)
+        raise
+    return begun.value
 
 
-def _distribute(workers: dict, units: list, advance: Callable[[int], None]) -> Iterator[tuple[Any, Any]]:
-    """Yield (unit, result) as units are completed. A worker that has completed its unit gets the next one."""
-    waiting, busy = list(units), {}
-
-    def give(connection) -> None:
-        busy[connection] = waiting.pop(0)
-        try:
-            connection.send(busy[connection])
-        except OSError:
-            raise _lost(workers[connection]) from None
-
-    for connection in workers:
-        give(connection)
-    while busy:
-        for connection in wait(list(busy)):
-            kind, value = _receive(connection, workers[connection])
-            if kind == "advance":
-                advance(value)
-                continue
-            unit = busy.pop(connection)
-            if waiting:
-                give(connection)
-            yield unit, value
-
-
-def _receive(connection, process) -> tuple[str, Any]:
-    try:
-        kind, value = connection.recv()
-    except (EOFError, OSError):  # OSError: the process died before it read its unit
-        raise _lost(process) from None
-    if kind == "user error":
-        raise UserError(value)
-    if kind == "defect":
-        raise RuntimeError(f"in a process of the conversion:\n{value}")
-    return kind, value
-
-
-def _lost(process) -> UserError:
-    process.join()
-    how = (
-        f"was killed by signal {-process.exitcode}"
-        if process.exitcode < 0
-        else f"ended with status {process.exitcode}"
-    )
+def _lost(workers: set) -> UserError:
+    """Return the error about the process that died, by whose end the pool ended the others."""
+    dead = min(workers, key=lambda process: process.exitcode in (0, None, -signal.SIGTERM))
+    code = dead.exitcode or 0
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
     return UserError(
-        f"a process of the conversion (pid {process.pid}) {how}; if the machine ran out of "
-        "memory, use fewer (--processes)"
+        f"a process of the conversion (pid {dead.pid}) {how}; if the machine ran out of memory, use fewer "
+        "(--processes)"
     )
 
 
-def _serve(connection, parent: int, job: Job) -> None:
+_own: dict[str, Any] = {}  # the arguments of `_begin` in a worker process, for `_do`
+
+
+def _begin(parent: int, job: Job, counts, begun) -> None:
+    """Prepare a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
     end_with_parent(parent)
     torch.set_num_threads(1)
-    try:
-        job.start()
-        connection.send(("ready", None))
-        while True:
-            result = job.do(connection.recv(), lambda count: connection.send(("advance", count)))
-            connection.send(("done", result))
-    except UserError as error:
-        connection.send(("user error", str(error)))
-    except (EOFError, BrokenPipeError):
-        return
-    except Exception:
-        connection.send(("defect", traceback.format_exc()))
+    _own.update(job=job, counts=counts, begun=begun, is_started=False)
+
+
+def _do(index: int, unit: Any) -> Any:
+    """Do one unit in a worker process."""
+    if not _own["is_started"]:
+        # Not in `_begin`, because the pool does not pass on errors that are raised there.
+        _own["job"].start()
+        _own["is_started"] = True
+        _own["begun"].value = _own["begun"].value or time.monotonic()
+
+    def advance(count: int) -> None:
+        _own["counts"][index] += count
+
+    return _own["job"].do(unit, advance)

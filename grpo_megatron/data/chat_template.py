@@ -11,7 +11,7 @@ from typing import Any
 from grpo_megatron.data.messages import CALL_KEYS, REASONING_KEYS, written_beside_content
 from grpo_megatron.data.values import shown
 from grpo_megatron.errors import UserError
-from grpo_megatron.json_files import json_text
+from grpo_megatron.files import json_text
 
 _WORD = "response"
 _QUESTION = {"role": "user", "content": "prompt"}

@@ -11,7 +11,7 @@ import numpy as np
 from grpo_megatron.config.data import DataConfig
 from grpo_megatron.data.tokenizer import FROM_TOKENIZER, NO_TEMPLATE, PromptTokenizer, load_tokenizer
 from grpo_megatron.errors import UserError
-from grpo_megatron.json_files import read_object
+from grpo_megatron.files import read_object
 
 _TOKENIZER = "tokenizer.json"
 

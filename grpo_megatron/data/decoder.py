@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo_megatron.json_files import read_object
+from grpo_megatron.files import read_object
 
 # Text that transformers changes if a tokenizer is set to clean up spaces.
 _UNCLEAN = "a , b . c ? d ! it 's we 're I 'm do n't"

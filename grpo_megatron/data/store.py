@@ -9,7 +9,7 @@ from typing import Any
 import xxhash
 
 from grpo_megatron.errors import UserError
-from grpo_megatron.json_files import json_text
+from grpo_megatron.files import json_text
 from grpo_megatron.progress import moved
 
 _DIGESTED_BYTES = 4 * 2**20  # bytes read at a time for a digest

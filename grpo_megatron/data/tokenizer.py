@@ -15,7 +15,7 @@ from grpo_megatron.data.decoder import Decoder, end_tokens
 from grpo_megatron.data.messages import chat_in_text, chat_messages
 from grpo_megatron.data.values import shown
 from grpo_megatron.errors import UserError
-from grpo_megatron.json_files import read_object
+from grpo_megatron.files import read_object
 
 FROM_TOKENIZER, NO_TEMPLATE = "tokenizer", "none"
 # Arguments of apply_chat_template that change the form of its result, not the text. data.chat_template_args

@@ -17,6 +17,7 @@ import numpy as np
 
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
+from grpo_megatron.files import replace_text
 from grpo_megatron.monitoring.listener import Listener
 from grpo_megatron.monitoring.terminal import say
 from grpo_megatron.paths import within
@@ -128,7 +129,7 @@ class WeightsAndBiases:
         kept = Path(directory, "wandb_id")  # a resumed run continues its run at wandb
         try:
             if not kept.exists():
-                kept.write_text(secrets.token_hex(8), encoding="utf-8")
+                replace_text(kept, secrets.token_hex(8))
             self._run = wandb.init(
                 project=config.monitor.wandb_project,
                 name=config.run.name,

@@ -5,9 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo_megatron.json_files import json_text
-from grpo_megatron.monitoring.row_file import RowFile
-from grpo_megatron.paths import replace_text
+from grpo_megatron.files import RowFile, json_text, replace_text
 
 METRICS = "metrics.jsonl"
 TEXTS = "texts.jsonl"
@@ -41,13 +39,13 @@ class RunFiles:
             # The file is not opened earlier, because run.folder.take_back may replace it until the run has
             # loaded its checkpoint.
             self._metrics = RowFile(self._path)
-        self._metrics.append(json_text({"step": step, **values}) + "\n")
+        self._metrics.append_row({"step": step, **values})
 
     def histogram(self, step: int, name: str, values: np.ndarray) -> None:
         """Do nothing. Only TensorBoard and other listeners keep histograms."""
 
     def text(self, step: int, name: str, text: str) -> None:
-        self._texts.append(json_text({"step": step, "name": name, "text": text}) + "\n")
+        self._texts.append_row({"step": step, "name": name, "text": text})
 
     def close(self) -> None:
         for file in (self._metrics, self._texts):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.errors import Stopped, UserError
-from grpo_megatron.json_files import json_text, read_object
+from grpo_megatron.files import json_text, read_object, replace_text
 from grpo_megatron.paths import folder_problem, is_absent
 from grpo_megatron.process_tree import is_running, start_mark
 
@@ -132,10 +132,8 @@ class StatusFile:
             with self._lock:
                 self._values["written"] = time.time()
                 text, self._changed = json_text(self._values), False
-            aside = self._path.with_name(f"{STATUS}.partial")
             try:
-                aside.write_text(text, encoding="utf-8", errors="backslashreplace")
-                aside.replace(self._path)
+                replace_text(self._path, text, durable=False)
             except OSError:
                 # Try again later. Other writers report that the disk is full.
                 self._changed = True

@@ -10,9 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.json_files import json_text
-from grpo_megatron.monitoring.row_file import RowFile
-from grpo_megatron.paths import replace_text
+from grpo_megatron.files import RowFile, json_text, replace_text
 
 TIMELINE = "timeline.json"
 PREVIOUS = "timeline.previous.json"

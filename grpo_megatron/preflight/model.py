@@ -7,7 +7,7 @@ from grpo_megatron.config.derived import scores_on_ranks
 from grpo_megatron.config.rollout import Strategy
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
-from grpo_megatron.json_files import json_text, read_object
+from grpo_megatron.files import json_text, read_object
 from grpo_megatron.model.adapters import without_adapter
 from grpo_megatron.model.architecture import LATENT_NORM_EPS, Architecture
 from grpo_megatron.model.entries import EngineLayout

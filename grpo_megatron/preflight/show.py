@@ -10,7 +10,7 @@ from grpo_megatron.config.keys import default_of, nested_yaml, type_name, value_
 from grpo_megatron.config.load import known_keys, nearest_key
 from grpo_megatron.config.origins import DEFAULT, Resolved, resolve
 from grpo_megatron.errors import UserError
-from grpo_megatron.json_files import json_text
+from grpo_megatron.files import json_text
 from grpo_megatron.preflight.keys import choices, interacting_keys, limits, rules_about
 from grpo_megatron.preflight.rule import COMMANDS, Rule
 

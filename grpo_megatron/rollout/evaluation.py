@@ -11,10 +11,9 @@ from grpo_megatron.batch.sample import Group, Sample
 from grpo_megatron.config.reward import OnFailure
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
-from grpo_megatron.json_files import json_text
+from grpo_megatron.files import json_text, not_written, replace_text
 from grpo_megatron.monitoring.samples import chosen, group_text
 from grpo_megatron.monitoring.terminal import say
-from grpo_megatron.paths import replace_text
 from grpo_megatron.rewards.answers import answer_finder
 from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.source import training_sampling
@@ -181,10 +180,7 @@ class Evaluation:
         except OSError as error:
             if not self._said:
                 self._said = True
-                say(
-                    f"{path} could not be written ({error.strerror}); samples of evaluations are left out, "
-                    "the run goes on"
-                )
+                say(not_written(path, error, "samples of evaluations are left out, and the run goes on"))
 
 
 def _mean_reward(groups: list[Group]) -> float:

@@ -16,10 +16,9 @@ import numpy as np
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample, WeightSpan
 from grpo_megatron.errors import UserError
-from grpo_megatron.json_files import json_text
-from grpo_megatron.monitoring.row_file import RowFile
+from grpo_megatron.files import RowFile, json_text, not_written, numbered
 from grpo_megatron.monitoring.terminal import say
-from grpo_megatron.paths import file_problem, is_absent, numbered, output_file_problem
+from grpo_megatron.paths import file_problem, is_absent, output_file_problem
 
 _FORMAT = {"format": "grpo_megatron.rollout", "version": 1}
 _HEADER = json_text(_FORMAT) + "\n"
@@ -55,13 +54,12 @@ class Recorder:
         recording with a message to the user. The run goes on.
         """
         try:
-            self._file.append(
-                json_text({"step": step, "groups": [_group_to_json(group) for group in groups]}) + "\n"
-            )
+            self._file.append_row({"step": step, "groups": [_group_to_json(group) for group in groups]})
         except OSError as error:
             say(
-                f"step {step} is missing in the recording {self._file.path} ({error.strerror}); the run goes "
-                "on"
+                not_written(
+                    self._file.path, error, f"step {step} is missing in the recording, and the run goes on"
+                )
             )
 
     def close(self) -> None:

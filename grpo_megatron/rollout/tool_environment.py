@@ -18,7 +18,6 @@ from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.config.sandbox import CodeConfig
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.plugins import Call, Registry
-from grpo_megatron.rollout.calculator import calculate
 from grpo_megatron.rollout.environments import StepResult
 from grpo_megatron.sandbox.run import required_containment
 from grpo_megatron.sandbox.tool import run_python
@@ -30,16 +29,6 @@ tool = Registry("tool", "rollout.tools", ("python",))
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 # Maximal characters of a result. A tool that prints endlessly would fill the model's context.
 _LONGEST = 4000
-
-
-@tool("calculator")
-def calculator(expression: str) -> str:
-    """Compute an arithmetic expression.
-
-    Args:
-        expression: Numbers, + - * / // % **, brackets, abs, round, min, max, sqrt, pi and e.
-    """
-    return str(calculate(expression))
 
 
 class ToolCalls:
@@ -92,7 +81,7 @@ class ToolCalls:
             name, arguments = call["name"], call.get("arguments", {})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
-                'a call must be JSON such as {"name": "calculator", "arguments": {"expression": "1+1"}}'
+                'a call must be JSON such as {"name": "python", "arguments": {"code": "print(1+1)"}}'
             ) from error
         if not isinstance(name, str) or name not in self._tools:
             raise ValueError(f"there is no tool {name!r}; there are {', '.join(self._tools)}")

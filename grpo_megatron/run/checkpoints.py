@@ -9,12 +9,11 @@ from typing import Any, Protocol
 
 from grpo_megatron.config.schema import CheckpointConfig
 from grpo_megatron.errors import UserError
-from grpo_megatron.json_files import json_text
+from grpo_megatron.files import WaitingRows, json_text, sync_to_disk
 from grpo_megatron.monitoring.run_files import METRICS
-from grpo_megatron.paths import is_absent, sync_to_disk
+from grpo_megatron.paths import is_absent
 from grpo_megatron.run.lock import is_in_use
 from grpo_megatron.run.manifest import FileRecord, record_of, write_manifest
-from grpo_megatron.run.rows import Rows
 
 CHECKPOINTS = "checkpoints"  # subfolder of a run's folder
 ACTOR, STATE = "actor", "state.json"
@@ -95,7 +94,7 @@ class Checkpoints:
         )
         self._writing: Path | None = None  # final name of the checkpoint that the ranks are writing
         self._last_step, self._last_begun = resumed, clock()
-        self._trained = Rows(self.folder.parent / TRAINED, say)
+        self._trained = WaitingRows(self.folder.parent / TRAINED, say)
         self._failure: NotWritten | None = None  # error of the last attempt
 
     def is_due(self, step: int, last: bool = False) -> bool:
@@ -114,7 +113,7 @@ class Checkpoints:
 
         prompts: uid of each prompt, including those that a filter dropped.
         """
-        self._trained.write({"step": step, "prompts": prompts})
+        self._trained.append_row({"step": step, "prompts": prompts})
 
     def after_step(self, state: dict | None) -> None:
         """Complete the last checkpoint if the ranks have written it, and begin a new one if it is due.

@@ -12,9 +12,9 @@ from omegaconf import OmegaConf
 
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError, shortened
-from grpo_megatron.json_files import parse_object
+from grpo_megatron.files import numbered, parse_object, reading, replace_text, writing
 from grpo_megatron.monitoring.run_files import METRICS
-from grpo_megatron.paths import file_problem, is_absent, numbered, reading, replace_text, writing
+from grpo_megatron.paths import file_problem, is_absent
 from grpo_megatron.run.checkpoints import CHECKPOINTS, DELETED, TRAINED, discard, folders, step_of
 from grpo_megatron.run.lock import Ownership, in_use
 from grpo_megatron.run.resume import ANEW, AUTO, RESULT, Checkpoint, newest_checkpoint, open_checkpoint

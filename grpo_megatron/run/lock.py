@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from grpo_megatron.errors import UserError
-from grpo_megatron.json_files import json_text
+from grpo_megatron.files import json_text
 from grpo_megatron.monitoring.status import State, read_status
 from grpo_megatron.process_tree import is_running, start_mark
 from grpo_megatron.run.manifest import MANIFEST

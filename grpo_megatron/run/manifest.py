@@ -10,8 +10,8 @@ from typing import BinaryIO, NamedTuple
 import xxhash
 
 from grpo_megatron.errors import UserError
-from grpo_megatron.json_files import json_text, parse_object
-from grpo_megatron.paths import is_absent, reading, sync_to_disk
+from grpo_megatron.files import json_text, parse_object, reading, replace_text
+from grpo_megatron.paths import is_absent
 from grpo_megatron.progress import moved
 
 MANIFEST = "manifest.json"
@@ -79,8 +79,7 @@ def write_manifest(folder: Path, files: Mapping[str, FileRecord]) -> None:
     """
     listed = {name: list(record) for name, record in sorted(files.items())}
     text = json_text({"files": listed, "digest": _digest_of(listed)}, indent=1)
-    (folder / MANIFEST).write_text(text, encoding="utf-8")
-    sync_to_disk(folder / MANIFEST)
+    replace_text(folder / MANIFEST, text)
 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord]:

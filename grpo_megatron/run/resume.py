@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 from grpo_megatron.config.origins import leaves
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import ANOTHER_RUN, UserError, shortened
-from grpo_megatron.json_files import json_text, read_object
-from grpo_megatron.paths import folder_problem, is_absent, reading
+from grpo_megatron.files import json_text, read_object, reading
+from grpo_megatron.paths import folder_problem, is_absent
 from grpo_megatron.run.checkpoints import ACTOR, STATE, folders, step_of
 from grpo_megatron.run.manifest import (
     MANIFEST,

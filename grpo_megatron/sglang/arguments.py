@@ -6,7 +6,7 @@ from typing import Any
 from grpo_megatron.cluster.cpu_threads import openmp_variables
 from grpo_megatron.config.engine import EngineConfig, Quantization
 from grpo_megatron.config.schema import ModelConfig
-from grpo_megatron.json_files import json_text
+from grpo_megatron.files import json_text
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.sglang.release import GPU_ARGUMENTS
 from grpo_megatron.sglang.weight_receiver import RECEIVE_WEIGHTS

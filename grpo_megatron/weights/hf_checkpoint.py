@@ -11,13 +11,12 @@ from typing import Any
 import torch
 
 from grpo_megatron.errors import UserError
-from grpo_megatron.json_files import json_text
+from grpo_megatron.files import fill_buffer, json_text, sync_to_disk
 from grpo_megatron.model.entries import Entry, hf_shapes
 from grpo_megatron.model.pieces import Shape, box
-from grpo_megatron.paths import folder_problem, sync_to_disk
+from grpo_megatron.paths import folder_problem
 from grpo_megatron.weights.checkpoint_layout import rows_within
-from grpo_megatron.weights.file_bytes import fill
-from grpo_megatron.weights.safetensors_file import TYPES, save, starts
+from grpo_megatron.weights.safetensors_file import TYPES, bytes_of, save, starts
 from grpo_megatron.weights.stored import (
     FP8,
     SCALES,
@@ -253,7 +252,7 @@ class HFCheckpoint:
         if path not in self._starts:
             self._starts[path] = starts(path)
         first = start[0] * prod(shape[1:]) if shape else 0
-        if not fill(out, path, self._starts[path][name] + first * dtype.itemsize):
+        if not fill_buffer(bytes_of(out), path, self._starts[path][name] + first * dtype.itemsize):
             raise UserError(f"{path} ended while it was read; copy the checkpoint again")
 
     def _file_of(self, name: str) -> Any:

@@ -6,7 +6,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from grpo_megatron.config.lora import LoraConfig
-from grpo_megatron.json_files import json_text
+from grpo_megatron.files import json_text
 from grpo_megatron.weights.safetensors_file import save
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import torch
 
-from grpo_megatron.json_files import json_text
+from grpo_megatron.files import json_text, write_buffer
 from grpo_megatron.model.pieces import Shape
-from grpo_megatron.weights.file_bytes import bytes_of, write
 
 # The names of dtypes in safetensors headers.
 TYPES = {
@@ -26,6 +25,12 @@ TYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the elements of a CPU tensor as a row-major buffer of bytes. No copy if it is contiguous."""
+    # as_strided: torch calls a tensor of one element contiguous whatever its stride is.
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def starts(path: str | Path) -> dict[str, int]:
@@ -77,4 +82,4 @@ def save(path: str | Path, tensors: Mapping[str, torch.Tensor]) -> None:
         file.write(header.raw)
         for name, tensor in tensors.items():
             file.seek(header.start_of(name))
-            write(file, bytes_of(tensor))
+            write_buffer(file, bytes_of(tensor))

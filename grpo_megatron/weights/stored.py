@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from grpo_megatron.errors import UserError
-from grpo_megatron.json_files import read_object
+from grpo_megatron.files import read_object
 from grpo_megatron.model.config_json import MOST_LAYERS, Fields
 from grpo_megatron.model.pieces import Shape
 from grpo_megatron.paths import is_absent

@@ -29,10 +29,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from grpo_megatron.errors import UserError, shortened
-from grpo_megatron.json_files import json_text, read_object
+from grpo_megatron.files import fill_buffer, json_text, new_file, read_object, replace_text, write_buffer
 from grpo_megatron.model.pieces import Shape, box
-from grpo_megatron.paths import file_problem, folder_problem, is_absent, sync_to_disk
-from grpo_megatron.weights.file_bytes import fill, write
+from grpo_megatron.paths import file_problem, folder_problem, is_absent
+from grpo_megatron.weights.safetensors_file import bytes_of
 
 _METADATA = ".metadata"
 _SETTINGS = "metadata.json"
@@ -226,7 +226,7 @@ class TorchDistReader:
         out.copy_(raw.as_strided(out.shape, strides))
 
     def _fill(self, out: torch.Tensor, name: str, offset: int) -> None:
-        if not fill(out, self.folder / name, offset):
+        if not fill_buffer(bytes_of(out), self.folder / name, offset):
             raise UserError(f"{self.folder / name} ended while it was read; copy the checkpoint again")
 
     def _memory(self, size: int) -> np.ndarray:
@@ -311,7 +311,7 @@ class _Remembering:
     def write(self, data) -> int:
         try:
             if self.error is None:
-                write(self.file, data)
+                write_buffer(self.file, data)
         except OSError as error:
             self.error = error
         return len(data)
@@ -363,7 +363,7 @@ def write_metadata(
         storage_meta=StorageMeta(save_id=str(uuid.uuid4())),
         version=CURRENT_DCP_VERSION,
     )
-    with open(root / _METADATA, "wb") as file:
+    with new_file(root / _METADATA) as file:
         pickle.dump(metadata, file)
     settings = {
         "sharded_backend": "torch_dist",
@@ -371,7 +371,5 @@ def write_metadata(
         "common_backend": "torch",
         "common_backend_version": 1,
     }
-    (root / _SETTINGS).write_text(json_text(settings), encoding="utf-8")
-    for name in (_METADATA, _SETTINGS):
-        sync_to_disk(root / name)
+    replace_text(root / _SETTINGS, json_text(settings))
     return [_METADATA, _SETTINGS]

@@ -6,7 +6,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from grpo_megatron.errors import UserError, shortened
-from grpo_megatron.json_files import read_object
+from grpo_megatron.files import read_object
 from grpo_megatron.model.gguf_advice import gguf_advice
 from grpo_megatron.paths import file_problem, is_absent
 from grpo_megatron.weights.pickled import pickled_weights

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from grpo_megatron.conversion import units
 from grpo_megatron.conversion.hf_to_megatron import hf_to_megatron
 from grpo_megatron.conversion.megatron_to_hf import megatron_to_hf
-from grpo_megatron.conversion.partial_folder import new_file
 from grpo_megatron.errors import UserError
+from grpo_megatron.files import new_file
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from tests.models import FAMILIES, tiny_model
 from tests.parallel import converted

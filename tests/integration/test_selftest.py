@@ -17,7 +17,7 @@ from grpo_megatron.commands.selftest import as_json, investigate, selftest_confi
 from grpo_megatron.commands.selftest_investigation import SelftestController
 from grpo_megatron.commands.selftest_verdict import Verdict
 from grpo_megatron.commands.train import assembled_loop
-from grpo_megatron.json_files import json_text
+from grpo_megatron.files import json_text
 from grpo_megatron.megatron.state.hf_weights import local_parameters
 from grpo_megatron.preflight.load import load_config
 

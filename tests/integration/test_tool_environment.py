@@ -56,9 +56,10 @@ def _search(query: str) -> str:
 
 
 HERE = "tests.integration.test_tool_environment"
+CALCULATOR = "examples.calculator:calculator"
 
 
-def step(response, names=("calculator", f"{HERE}:search"), timeout=30.0):
+def step(response, names=(CALCULATOR, f"{HERE}:search"), timeout=30.0):
     return ToolEnvironment(names, RewardConfig(timeout=timeout))(Prompt(0, [1], "", "")).step(response)
 
 
@@ -122,7 +123,7 @@ def test_a_long_result_is_cut():
 
 
 def test_the_schemas_are_those_of_the_functions():
-    calculator, own = ToolEnvironment(["calculator", f"{HERE}:search"], RewardConfig()).tools
+    calculator, own = ToolEnvironment([CALCULATOR, f"{HERE}:search"], RewardConfig()).tools
     assert calculator["function"]["name"] == "calculator"
     assert calculator["function"]["parameters"]["required"] == ["expression"]
     assert own["function"]["parameters"]["properties"]["most"] == {
@@ -165,8 +166,8 @@ def test_a_turn_makes_no_call_for_which_it_has_no_time():
 @pytest.mark.parametrize(
     ("names", "says"),
     [
-        (["abacus"], "rollout.tools=abacus is unknown; choose one of python, calculator"),
-        (["calculator", "calculator"], "two functions have the same name"),
+        (["abacus"], "rollout.tools=abacus is unknown; choose one of python, "),
+        ([CALCULATOR, CALCULATOR], "two functions have the same name"),
         ([f"{HERE}:undescribed"], "a tool needs type hints, and a docstring"),
     ],
 )
@@ -220,7 +221,7 @@ def test_an_episode_with_calls_is_scored_by_its_last_turn(places, tmp_path, hist
     from make_tiny_model import make_tokenizer
 
     make_tokenizer("bytes").save_pretrained(tmp_path)
-    rollout = RolloutConfig(environment="tools")
+    rollout = RolloutConfig(environment="tools", tools=[CALCULATOR])
     tokenizer = PromptTokenizer(str(tmp_path), tools=offered_tools(rollout, RewardConfig()))
     text, ids = tokenizer.prompt("6*7?", "f:1")
     asked = Prompt(7, ids, text, "42", {"level": 1}, messages=tokenizer.messages("6*7?"))

@@ -182,6 +182,7 @@ COMMANDS = {
     ),
     "pip install gymnasium": INSTALL,
     "pip install minigrid": INSTALL,
+    "pip install simpleeval": INSTALL,
     "python tools/frozen_lake.py": ByTest(
         "tests/integration/test_frozen_lake.py::test_grpo_finds_the_way_on_maps_that_it_has_not_seen",
         "tools/frozen_lake.py",

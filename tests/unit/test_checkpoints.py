@@ -216,9 +216,13 @@ def test_the_rows_are_on_the_disk_before_the_checkpoint_is_there(saver, trainer,
     (saver.folder.parent / "metrics.jsonl").write_text("{}\n")
     run_step(saver, trainer, 2)
     saver.finish()
-    assert {"metrics.jsonl", "trained.jsonl", "manifest.json", "state.json", "step_00000002.partial"} <= set(
-        synced
-    )
+    assert {
+        "metrics.jsonl",
+        "trained.jsonl",
+        "manifest.json.tmp",
+        "state.json",
+        "step_00000002.partial",
+    } <= set(synced)
 
 
 def test_one_that_is_there_is_not_written_again(saver, trainer):

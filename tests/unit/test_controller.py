@@ -10,7 +10,7 @@ import pytest
 from grpo_megatron.config.load import read_config
 from grpo_megatron.controller import Controller
 from grpo_megatron.errors import Stopped
-from grpo_megatron.json_files import json_text
+from grpo_megatron.files import json_text
 from grpo_megatron.metrics import nan_max
 from grpo_megatron.run.stop import StopRequest
 

@@ -62,7 +62,9 @@ def test_rewards_see_tags_that_are_special_tokens(folders, response, reward):
 def test_tools_see_calls_whose_tags_are_special_tokens(folders):
     tokenizer = PromptTokenizer(folders["qwen3"])
     call = json.dumps({"name": "calculator", "arguments": {"expression": "6*7"}})
-    environment = ToolEnvironment(["calculator"], RewardConfig())(Prompt(7, np.array([1]), "", ""))
+    environment = ToolEnvironment(["examples.calculator:calculator"], RewardConfig())(
+        Prompt(7, np.array([1]), "", "")
+    )
     text = tokenizer.decode(written(tokenizer, f"<think>6*7</think><tool_call>{call}</tool_call><|im_end|>"))
     answer = environment.step(text)
     assert (answer.observation, answer.done) == ([{"role": "tool", "content": "42"}], False)

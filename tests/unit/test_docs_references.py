@@ -87,7 +87,7 @@ def exists(file: str, test: str) -> bool:
 
 @cache
 def sources() -> set[str]:
-    folders = (PACKAGE, *(ROOT / name for name in ("tests", "tools", "slurm", "benchmarks")))
+    folders = (PACKAGE, *(ROOT / name for name in ("tests", "examples", "tools", "slurm", "benchmarks")))
     return {path.name for folder in folders for path in folder.rglob("*.py")} | {"setup.py"}
 
 

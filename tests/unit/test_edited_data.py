@@ -14,7 +14,7 @@ from grpo_megatron.data.examples import load_examples
 from grpo_megatron.data.preferences import load_pairs
 from grpo_megatron.data.records import open_records
 from grpo_megatron.errors import UserError
-from grpo_megatron.json_files import json_text
+from grpo_megatron.files import json_text
 
 RECORDS = [
     {"prompt": f"{n}+1=", "answer": str(n + 1), "response": str(n), "chosen": str(n), "rejected": "x"}

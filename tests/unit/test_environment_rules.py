@@ -33,7 +33,7 @@ def test_an_environment_is_legal():
             "reward.response_from means nothing with rollout.environment",
         ),
         (
-            [WORLD, "rollout.tools=[calculator,x:y]"],
+            [WORLD, "rollout.tools=[python,x:y]"],
             "rollout.tools means nothing without rollout.environment=tools",
         ),
         (

@@ -33,7 +33,7 @@ def tags(text):
 
 
 def tools(text):
-    environment = ToolEnvironment(["calculator"], RewardConfig())(Prompt(0, None, "", ""))
+    environment = ToolEnvironment(["examples.calculator:calculator"], RewardConfig())(Prompt(0, None, "", ""))
     return environment.step(text)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.frozen_lake import around, surroundings
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.config.rollout import GymnasiumConfig, InvalidAction, RolloutConfig
@@ -15,7 +16,6 @@ from grpo_megatron.data.tokenizer import PromptTokenizer
 from grpo_megatron.errors import UserError
 from grpo_megatron.preflight.load import load_config
 from grpo_megatron.rollout.environments import resolve_environment
-from grpo_megatron.rollout.frozen_lake import around, surroundings
 
 gymnasium = pytest.importorskip("gymnasium")
 
@@ -24,7 +24,7 @@ LAKE = {
     "id": "FrozenLake-v1",
     "args": {"is_slippery": False},
     "record_args": ["desc"],
-    "text": "grpo_megatron.rollout.frozen_lake:surroundings",
+    "text": "examples.frozen_lake:surroundings",
     "actions": ["L", "D", "R", "U"],
 }
 
@@ -101,7 +101,7 @@ def test_observations_and_actions_of_any_discrete_task():
         ({"id": "no_such_module:Lake-v1"}, "rollout.gymnasium.id=no_such_module:Lake-v1 cannot be imported"),
         ({"id": "Pendulum-v1"}, "has the action space Box.*; only Discrete ones are supported"),
         (
-            {**LAKE, "text": "grpo_megatron.rollout.frozen_lake:nothing"},
+            {**LAKE, "text": "examples.frozen_lake:nothing"},
             "rollout.gymnasium.text=.* has no function nothing",
         ),
     ],

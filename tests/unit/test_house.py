@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(
     path
-    for folder in ("grpo_megatron", "tools", "slurm", "benchmarks", "tests")
+    for folder in ("grpo_megatron", "examples", "tools", "slurm", "benchmarks", "tests")
     for path in (ROOT / folder).rglob("*.py")
 )
 MOST_LINES_OF_A_FILE = 400

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,17 @@ def test_an_environment_for_gpus_stays_one(tmp_path):
     assert "requirements/cpu.txt" in make("-n", "install", f"VENV={tmp_path}")
     (tmp_path / ".installed-gpu").touch()
     assert "requirements/cpu.txt" not in make("-n", "install", f"VENV={tmp_path}")
+
+
+def test_files_that_are_not_python_are_installed(tmp_path):
+    """Presets and templates of the report are package data, which setup.py lists."""
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True)
+    wanted = {
+        path for path in Path("grpo_megatron").rglob("*.*") if path.suffix in (".yaml", ".html", ".css")
+    }
+    assert any(path.suffix == ".html" for path in wanted)
+    assert wanted == {path for path in wanted if (tmp_path / path).is_file()}
 
 
 def sources_of(container: str, text: str) -> list[str]:

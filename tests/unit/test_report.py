@@ -12,9 +12,9 @@ from omegaconf import OmegaConf
 
 from grpo_megatron.cli import main
 from grpo_megatron.config.schema import Config
+from grpo_megatron.monitoring.report.chart import Line, line_chart, nice_ticks
+from grpo_megatron.monitoring.report.idle import busy_shares
 from grpo_megatron.monitoring.timeline import TIMELINE, Timeline, read_timeline
-from grpo_megatron.report.chart import Line, line_chart, nice_ticks
-from grpo_megatron.report.idle import busy_shares
 
 ATTACK = "</pre><script>alert('x')</script><img src=http://nowhere/y.png onerror=alert(1)> & \"quoted\""
 

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from grpo_megatron.monitoring.row_file import RowFile
+from grpo_megatron.files import RowFile
 from grpo_megatron.monitoring.timeline import PREVIOUS, TIMELINE, Timeline, read_timeline
 
 LIMIT = 2**20

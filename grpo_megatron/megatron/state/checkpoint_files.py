@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from grpo_megatron.errors import ANOTHER_RUN, UserError
+from grpo_megatron.files import new_file, sync_to_disk
 from grpo_megatron.megatron.state.shards import Rectangle
-from grpo_megatron.paths import sync_to_disk
 from grpo_megatron.progress import moved
 from grpo_megatron.run.checkpoints import NotWritten, SaveReport
 from grpo_megatron.run.manifest import DigestedFile, FileRecord, must_be_sound, problems, record_of
@@ -191,8 +191,8 @@ class Writer:
         torch.save(
             self._common, common
         )  # into memory first, because on a full disk torch's own writer says "unexpected pos"
-        (folder / _COMMON).write_bytes(common.getvalue())
-        sync_to_disk(folder / _COMMON)
+        with new_file(folder / _COMMON) as file:
+            file.write(common.getvalue())
         written = [_COMMON, *write_metadata(folder, *_contents(files))]
         self._files |= {name: record_of(folder / name) for name in written}
         sync_to_disk(folder)

@@ -2,10 +2,10 @@
 
 import torch
 
+from grpo_megatron.files import writing
 from grpo_megatron.megatron.layers.lora import MergedWeights
 from grpo_megatron.megatron.state import export
 from grpo_megatron.megatron.trained_model import TrainedModel
-from grpo_megatron.paths import writing
 from grpo_megatron.weights.sync.messages import SyncCommand, SyncReport
 from grpo_megatron.weights.sync.sender import WeightSender, sender_for
 

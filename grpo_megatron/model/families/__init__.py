@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from grpo_megatron.errors import UserError, shortened
-from grpo_megatron.json_files import read_object
+from grpo_megatron.files import read_object
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.config_json import Fields
 from grpo_megatron.model.entries import Entry

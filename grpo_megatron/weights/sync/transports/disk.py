@@ -5,7 +5,6 @@ files are complete. Receivers do not poll for files: after a failed look-up NFS 
 that a file is missing.
 """
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_megatron.errors import UserError
+from grpo_megatron.files import new_file
 from grpo_megatron.weights.sync.parcels import Parcel
 from grpo_megatron.weights.sync.transports.base import PayloadBytes, parcel_key, wait_for
 
@@ -54,11 +54,9 @@ class DiskSender:
 
     def send(self, parcel: Parcel, payload: torch.Tensor) -> None:
         path = self._folder / _name(parcel)
-        aside = path.with_name(f"{path.name}.partial")
         try:
-            with open(aside, "wb") as file:
+            with new_file(path, durable=False) as file:  # receivers never see a partial file
                 file.write(payload.cpu().numpy())
-            os.replace(aside, path)  # receivers never see a partial file
         except OSError as error:
             raise UserError(
                 f"weights cannot be written to {path}: {error}; weight_sync.folder needs room for the model"

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions
 
 from grpo_megatron.cluster.store import StoreServer
-from grpo_megatron.json_files import json_text
+from grpo_megatron.files import json_text
 from grpo_megatron.weights.sync.parcels import Parcel
 from grpo_megatron.weights.sync.transports.base import PayloadBytes, parcel_key, wait_for
 

@@ -1,4 +1,4 @@
-"""JSON that this project writes is valid for any reader, whatever numbers a run had."""
+"""Files that this project writes: JSON that any reader accepts, and what becomes of them on a full disk."""
 
 import io
 import json
@@ -10,13 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 
-from grpo_megatron.json_files import float_or_nan, json_text
+from grpo_megatron.errors import UserError
+from grpo_megatron.files import float_or_nan, json_text, new_file, replace_text, writing
 
+FULL = "/dev/full"  # the kernel's disk without space
 ROOT = Path(__file__).parents[2]
 # The sandbox's processes exchange messages among themselves, without this package's modules. config/keys.py
 # quotes a text. The two tools run without this package, and write names and versions.
-OTHERS = ("grpo_megatron/sandbox/", "grpo_megatron/config/keys.py", "grpo_megatron/json_files.py")
+OTHERS = ("grpo_megatron/sandbox/", "grpo_megatron/config/keys.py", "grpo_megatron/files.py")
 OTHERS += ("tools/faked_h100.py", "tools/lock_gpu.py")
 
 
@@ -80,3 +83,55 @@ def test_there_is_one_writer():
         if re.search(r"\bjson\.dumps?\(", path.read_text("utf-8"))
     }
     assert {path for path in found if not path.startswith(OTHERS)} == set()
+
+
+def test_a_reader_sees_the_old_file_or_the_whole_new_one(tmp_path):
+    path = tmp_path / "settings.json"
+    replace_text(path, "old")
+    with new_file(path) as file:
+        file.write(b"new")
+        file.flush()
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+    with pytest.raises(ZeroDivisionError), new_file(path) as file:
+        file.write(b"half" * (1 // 0))
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_is_named():
+    with (
+        pytest.raises(UserError, match=r"^/run/hf cannot be written: No space left on device; make room"),
+        writing("/run/hf"),
+        open(FULL, "w", encoding="utf-8") as file,
+    ):
+        file.write("x")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),
+    ],
+)
+def test_a_full_disk_is_known_by_the_words_of_libraries(error):
+    """The words are those of safetensors and torch.save, on a tmpfs of 1 MB.
+
+    FULL does not suit them, because they replace it by a new file.
+    """
+    with pytest.raises(UserError, match=r"No space left on device"), writing("/run/hf"):
+        raise error
+
+
+def test_another_problem_of_the_disk_is_named(tmp_path):
+    with (
+        pytest.raises(UserError, match=r"cannot be written: Is a directory; is the disk writable"),
+        writing(tmp_path),
+    ):
+        tmp_path.write_text("x")
+
+
+def test_what_is_not_the_disks_goes_through():
+    with pytest.raises(ZeroDivisionError), writing("/run/hf"):
+        1 / 0  # noqa: B018

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.errors import UserError, shortened
-from grpo_megatron.json_files import float_or_nan, parse_object
+from grpo_megatron.files import float_or_nan, parse_object
 from grpo_megatron.monitoring.run_files import METRICS, TEXTS, read_texts
 from grpo_megatron.monitoring.timeline import TIMELINE, read_timeline
 from grpo_megatron.paths import file_problem, folder_problem, is_absent

@@ -1,11 +1,13 @@
-"""Line charts as SVG and bar charts as HTML, for a page that must not load any other file."""
+"""Line charts as SVG, for a page that must not load any other file."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
-from grpo_megatron.report.read import Curve
+from markupsafe import Markup
+
+from grpo_megatron.monitoring.report.read import Curve
+from grpo_megatron.monitoring.report.rendering import parts
 
 # Paul Tol's "bright" scheme. People with any kind of colour vision can tell these colours apart.
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
@@ -32,7 +34,7 @@ class Line:
     dashed: bool = False
 
 
-def line_chart(lines: Sequence[Line]) -> str:
+def line_chart(lines: Sequence[Line]) -> Markup:
     """Return a chart as SVG with both axes, followed by a legend of all lines as HTML.
 
     Values that are not finite, or too large to draw, are left out.
@@ -40,7 +42,7 @@ def line_chart(lines: Sequence[Line]) -> str:
     curves = [_thinned([point for point in line.curve if abs(point[1]) < _LARGEST]) for line in lines]
     points = [point for curve in curves for point in curve]
     if not points:
-        return '<p class="none">no finite value</p>'
+        return parts.empty_chart()
     x_low, x_high = _range([x for x, _ in points])
     y_low, y_high = _range([y for _, y in points])
     ticks = nice_ticks(y_low, y_high)
@@ -52,60 +54,32 @@ def line_chart(lines: Sequence[Line]) -> str:
     def up(y: float) -> float:
         return _HEIGHT - _BOTTOM - (y - y_low) / (y_high - y_low) * (_HEIGHT - _TOP - _BOTTOM)
 
-    parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">']
-    for tick in ticks:
-        parts.append(f'<path class="grid" d="M{_LEFT} {up(tick):.1f}H{_WIDTH - _RIGHT}"/>')
-        parts.append(f'<text class="y" x="{_LEFT - 6}" y="{up(tick) + 4:.1f}">{_number(tick)}</text>')
-    for tick in nice_ticks(x_low, x_high, whole=True):
-        parts.append(f'<text class="x" x="{across(tick):.1f}" y="{_HEIGHT - 10}">{tick:.0f}</text>')
-    parts.append(f'<path class="axis" d="M{_LEFT} {_TOP}V{_HEIGHT - _BOTTOM}H{_WIDTH - _RIGHT}"/>')
     colours = _colours(lines)
-    for line, curve in zip(lines, curves, strict=True):
-        path = "L".join(f"{across(x):.1f} {up(y):.1f}" for x, y in curve)
-        dash = ' stroke-dasharray="5 3"' if line.dashed else ""
-        if path:
-            tip = f"{line.label}: last {_number(curve[-1][1])} at step {curve[-1][0]:.0f}"
-            # A line of one point has no length, but its round cap shows it as a dot.
-            ends = path if len(curve) > 1 else f"{path}h0"
-            parts.append(
-                f'<path class="line" stroke="{colours[line.label]}"{dash} '
-                f'd="M{ends}"><title>{escape(tip)}</title></path>'
-            )
-    return "".join(parts) + "</svg>" + _legend(lines, colours)
+    last = {line.label: _number(line.curve[-1][1]) for line in reversed(lines) if line.curve}
+    return parts.chart(
+        width=_WIDTH,
+        height=_HEIGHT,
+        frame={"left": _LEFT, "right": _WIDTH - _RIGHT, "top": _TOP, "bottom": _HEIGHT - _BOTTOM},
+        y_ticks=[(up(tick), _number(tick)) for tick in ticks],
+        x_ticks=[(across(tick), f"{tick:.0f}") for tick in nice_ticks(x_low, x_high, whole=True)],
+        paths=[
+            {
+                "colour": colours[line.label],
+                "dashed": line.dashed,
+                "points": [(across(x), up(y)) for x, y in curve],
+                "tip": f"{line.label}: last {_number(curve[-1][1])} at step {curve[-1][0]:.0f}",
+            }
+            for line, curve in zip(lines, curves, strict=True)
+            if curve
+        ],
+        legend=[(label, colour, last.get(label, "")) for label, colour in colours.items()],
+    )
 
 
 def _colours(lines: Sequence[Line]) -> dict[str, str]:
     """Return {label: colour}. A scalar has the same colour in both runs of a comparison."""
     labels = dict.fromkeys(line.label for line in lines)
     return {label: COLOURS[number % len(COLOURS)] for number, label in enumerate(labels)}
-
-
-def _legend(lines: Sequence[Line], colours: dict[str, str]) -> str:
-    last = {line.label: line.curve[-1][1] for line in reversed(lines) if line.curve}
-    items = [
-        (
-            f'<span><i style="background:{colour}"></i>{escape(label)} '
-            f"<b>{_number(last[label]) if label in last else ''}</b></span>"
-        )
-        for label, colour in colours.items()
-    ]
-    return f'<div class="legend">{"".join(items)}</div>'
-
-
-def share_bars(shares: Sequence[tuple[str, float, str]]) -> str:
-    """Return an HTML table with one bar in each row.
-
-    shares: one row each: (label, length of the bar from 0 to 1, text after the bar). The longest bar has
-        length 1.
-    """
-    rows = [
-        (
-            f'<tr><td>{escape(label)}</td><td class="bar"><i '
-            f'style="width:{100 * share:.1f}%"></i></td><td>{escape(text)}</td></tr>'
-        )
-        for label, share, text in shares
-    ]
-    return f'<table class="bars">{"".join(rows)}</table>'
 
 
 def nice_ticks(low: float, high: float, whole: bool = False) -> list[float]:

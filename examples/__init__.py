@@ -1,0 +1,1 @@
+"""Plugins to copy from. A run in this repository names them as `examples.MODULE:FUNCTION`."""
