@@ -20,6 +20,7 @@ setup(
         "megatron-core==0.16.1",
         "omegaconf>=2.3",
         "ray>=2.40",
+        "ruamel.yaml>=0.18",
         "tensorboard>=2.16",
         "transformers>=5.0",
         "safetensors>=0.5",
