@@ -21,6 +21,7 @@ setup(
         "omegaconf>=2.3",
         "jinja2>=3.1",  # grpo-megatron report
         "ray>=2.40",
+        "ruamel.yaml>=0.18",
         "tensorboard>=2.16",
         "transformers>=5.0",
         "safetensors>=0.5",

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_megatron.config.keys import default_of, type_name
 from grpo_megatron.config.schema import Config
 from grpo_megatron.config.weight_sync import REMOVED_VALUES
-from grpo_megatron.config.yaml_reader import MAX_CHARACTERS, MAX_DEPTH, read_yaml
+from grpo_megatron.config.yaml_reader import read_yaml
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.paths import file_problem
 
@@ -200,9 +200,7 @@ def _read_file(path: str | None) -> list[Layer]:
     if problem:
         raise UserError(f"--config {shortened(path, 300)} {problem}")
     try:
-        with open(path, "rb") as file:
-            # Bounded, in case a huge file is given by mistake. A character has up to 4 bytes.
-            text = file.read(4 * (MAX_CHARACTERS + 1)).decode("utf-8")
+        text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"--config {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -222,9 +220,7 @@ def _read_override(text: str) -> Layer:
     shown = shortened(repr(text))
     if not separator or not key:
         raise UserError(f"argument {shown} is not of the form key=value")
-    if key.count(".") > MAX_DEPTH:
-        raise UserError(f"argument {shown} is nested more than {MAX_DEPTH} deep")
-    values: Any = read_yaml(value, f"argument {shown}", key).value
+    values: Any = read_yaml(value, f"argument {shown}").value
     for name in reversed(key.split(".")):
         values = {name: values}
     return Layer(text, values)
