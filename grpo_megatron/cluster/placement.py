@@ -29,13 +29,11 @@ from grpo_megatron.cluster.address import loopback_interface
 from grpo_megatron.cluster.bundles import bundles
 from grpo_megatron.cluster.cpu_threads import cores_of, cores_text, threads_by_node, threads_text
 from grpo_megatron.cluster.gpu_environment import conflicts, gpu_environment
-from grpo_megatron.cluster.ray_connection import connect, daemons, end_ray
+from grpo_megatron.cluster.ray_connection import NoGuard, RayGuard, connect, daemons, end_ray
 from grpo_megatron.cluster.ray_errors import LOST, plain
-from grpo_megatron.config.schema import Config, Placement
+from grpo_megatron.config.schema import Config, MegatronConfig, Placement
 from grpo_megatron.errors import ProcessLost, Stopped, UserError, shortened
-from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.monitoring.terminal import say
-from grpo_megatron.run.guard import Guard
 
 # A label of Ray's nodes: the node's position in the network among the others. slurm/train.sbatch sets it.
 NODE_ORDER = "node-order"
@@ -74,7 +72,7 @@ class Cluster:
     """Intra-op threads of each trainer rank by node, on CPUs."""
     engine_threads: dict[str, int] = field(default_factory=dict)
     """Intra-op threads of each engine rank by node, on CPUs."""
-    _guard: Guard | None = field(default=None, repr=False)
+    _guard: RayGuard | None = field(default=None, repr=False)
     """Watches the Ray cluster that this run has started; None if it has joined one."""
     _folder: Path | None = field(default=None, repr=False)
     """Folder of that Ray cluster's files."""
@@ -180,7 +178,7 @@ def _loopback_alone() -> dict[str, str]:
 
 
 def allocate(
-    config: Config, num_ranks: int, num_engines: int, timeout: float = 120.0, guard: Guard | None = None
+    config: Config, num_ranks: int, num_engines: int, timeout: float = 120.0, guard: RayGuard | None = None
 ) -> Cluster:
     """Connect to Ray or start it, and reserve slots for the trainer ranks and engines of a run.
 
@@ -194,7 +192,7 @@ def allocate(
     engine_tp = config.rollout.engine.tensor_parallel
     colocated = config.cluster.placement == Placement.colocated
     total = max(num_ranks, num_engines * engine_tp) if colocated else num_ranks + num_engines * engine_tp
-    guard = guard or Guard()
+    guard = guard or NoGuard()
     guard.needs(daemons)  # from now on, because ray.init would wait a minute for a daemon that dies
     folder = connect(config.cluster.ray_address, total)
     started = folder is not None
@@ -223,9 +221,7 @@ def allocate(
     rank_part, engine_part = _sorted(slots[: len(wanted.ranks)]), _sorted(slots[len(wanted.ranks) :])
     of_engines = engine_part or rank_part
     engines = [of_engines[number * engine_tp : (number + 1) * engine_tp] for number in range(num_engines)]
-    rank_slots = neighbouring_stages(
-        rank_part[:num_ranks], ParallelSizes.from_config(config.megatron), per_node
-    )
+    rank_slots = neighbouring_stages(rank_part[:num_ranks], config.megatron, per_node)
     cluster = Cluster(
         group,
         rank_slots,
@@ -287,7 +283,7 @@ def _slots(group: PlacementGroup, gpus: bool) -> list[list[Slot]]:
     return [[Slot(i, nodes[i], device) for device in own] for i, own in enumerate(devices)]
 
 
-def neighbouring_stages(slots: list, sizes: ParallelSizes, per_node: int) -> list:
+def neighbouring_stages(slots: list, layout: MegatronConfig, per_node: int) -> list:
     """Reorder the ranks' slots so that the pipeline stages of each replica are on neighbouring nodes.
 
     Megatron numbers the ranks stage by stage. If ranks took the slots in the order of nodes, the first stages
@@ -300,12 +296,14 @@ def neighbouring_stages(slots: list, sizes: ParallelSizes, per_node: int) -> lis
     experts, because these exchange more data than stages do. If that is impossible, because the ranks of a
     stage are not a multiple of both, the slots are returned unchanged.
     """
-    of_stage = sizes.world_size // sizes.pp
-    block = lcm(sizes.tp * sizes.cp, sizes.ep * sizes.etp, per_node)
-    if len(slots) != sizes.world_size or of_stage % block:
+    of_replica = layout.tensor_parallel * layout.context_parallel
+    of_stage = of_replica * layout.data_parallel
+    block = lcm(of_replica, layout.expert_parallel * layout.expert_tensor_parallel, per_node)
+    num_stages = layout.pipeline_parallel
+    if len(slots) != of_stage * num_stages or of_stage % block:
         return slots
-    stages, replicas = range(sizes.pp), range(of_stage // block)
-    firsts = [(replica * sizes.pp + stage) * block for stage in stages for replica in replicas]
+    stages, replicas = range(num_stages), range(of_stage // block)
+    firsts = [(replica * num_stages + stage) * block for stage in stages for replica in replicas]
     return [slot for first in firsts for slot in slots[first : first + block]]
 
 

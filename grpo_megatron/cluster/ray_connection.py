@@ -7,17 +7,15 @@ are, and who may connect to it.
 import contextlib
 import os
 import secrets
-import signal
-import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 import ray
-from ray._private import ray_constants, services
 
+from grpo_megatron.cluster import ray_patches
 from grpo_megatron.cluster.joining import own_folder, refusals_said
-from grpo_megatron.run.guard import Guard
 
 # Importing Python modules takes minutes if they are on a slow file system or many processes share the
 # processors.
@@ -43,6 +41,19 @@ _SETTINGS = {
 _ASKED_FOR = {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
 
 
+class RayGuard(Protocol):
+    """Watches Ray's daemons, without which a run cannot go on. Implemented by run.guard.Guard."""
+
+    def needs(self, find: Callable[[], list[psutil.Process]] | None, port: int | None = None) -> None: ...
+
+
+class NoGuard:
+    """A guard that watches nothing."""
+
+    def needs(self, find: Callable[[], list[psutil.Process]] | None, port: int | None = None) -> None:
+        pass
+
+
 def connect(address: str | None, num_slots: int) -> Path | None:
     """Join a Ray cluster, or start one on this machine. All signal handlers stay as they are.
 
@@ -65,9 +76,7 @@ def connect(address: str | None, num_slots: int) -> Path | None:
         common["num_cpus"] = max(num_slots, os.cpu_count() or 1)
         for variable, value in _SETTINGS.items():
             os.environ.setdefault(variable, value)
-        # This makes Ray listen on loopback only. No other machine needs to reach a Ray cluster that is
-        # started here.
-        ray_constants.ENABLE_RAY_CLUSTER = False
+        ray_patches.listen_on_loopback_only()
         # Other users of the machine can reach its loopback, so Ray asks for a token. Ray itself would write
         # one into ~/.ray/auth_token, which everybody who may enter that home can read, and which fails if it
         # cannot be written. The processes that Ray starts inherit this one.
@@ -75,9 +84,10 @@ def connect(address: str | None, num_slots: int) -> Path | None:
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     else:
         del common["include_dashboard"]
-    ray._private.worker.print_to_stdstream = _into_the_log  # Ray has no setting for this
+    ray_patches.log_messages()
+    in_time = ray_patches.wait_for_raylet(START_SECONDS, _raylet_runs)
     try:
-        with _handlers_stay(), _raylet_has_time(), refusals_said(address):
+        with ray_patches.keep_signal_handlers(), in_time, refusals_said(address):
             ray.init(address=address or "local", **common)
     except BaseException:
         if folder:
@@ -87,58 +97,7 @@ def connect(address: str | None, num_slots: int) -> Path | None:
     return folder
 
 
-def _into_the_log(data: dict, ignore_prefix: bool) -> None:
-    """Write Ray's messages to the driver's log. Replaces Ray's print_to_stdstream, which prints them.
-
-    They are long texts about dead processes, whose death the run reports itself. If the run has a keeper,
-    descriptor 2 is the log. sys.stderr may still be a terminal.
-    """
-    os.write(2, "".join(f"(ray) {line}\n" for line in data["lines"]).encode("utf-8", "backslashreplace"))
-
-
-@contextlib.contextmanager
-def _handlers_stay():
-    """Keep this process's SIGTERM handler while ray.init runs in the context.
-
-    ray.init would replace it, in Python at several moments and also in C++. A request to stop the run would
-    then be lost, or end the process by SIGABRT.
-    """
-    utils, handler = ray._private.utils, signal.getsignal(signal.SIGTERM)
-    setting = utils.set_sigterm_handler
-    utils.set_sigterm_handler = lambda handler: None
-    try:
-        yield
-    finally:
-        utils.set_sigterm_handler = setting
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
-
-
-@contextlib.contextmanager
-def _raylet_has_time():
-    """Let ray.init, called in the context, wait up to START_SECONDS for the node that it starts.
-
-    Replaces Ray's function get_node, whose shorter time limit cannot be configured.
-    """
-    ask, until = services.get_node, time.monotonic() + START_SECONDS
-
-    def ask_again(*arguments):
-        while True:
-            try:
-                return ask(*arguments)
-            except RuntimeError:  # the node is not known yet
-                if time.monotonic() > until or not _raylet_runs():
-                    raise
-            time.sleep(0.1)
-
-    services.get_node = ask_again
-    try:
-        yield
-    finally:
-        services.get_node = ask
-
-
-def end_ray(guard: Guard) -> None:
+def end_ray(guard: RayGuard) -> None:
     """End the Ray cluster that this process has started.
 
     guard: stops watching Ray's daemons first, so that it does not take their end for a failure.

@@ -122,15 +122,15 @@ def _sglang() -> list[Finding]:
     expected = SGLANG_ON_GPU if torch.cuda.is_available() else SGLANG
     found = [_package("sglang", expected, "no rollouts, only sft and rollout.replay", required=True)]
     if not torch.cuda.is_available() and version("sglang"):
-        from grpo_megatron.sglang.without_gpu.platform import PLATFORM_NAME
+        from grpo_megatron.sglang.without_gpu import platform
 
-        names = [entry.name for entry in metadata.entry_points(group="sglang.srt.platforms")]
-        if PLATFORM_NAME not in names:
+        installed = [entry.value for entry in metadata.entry_points(group="sglang.srt.platforms")]
+        if f"{platform.__name__}:activate" not in installed:
             found.append(
                 Finding(
                     PROBLEM,
                     "SGLang's CPU platform",
-                    "entry point not found; install this project (pip install -e .)",
+                    "entry point not found, or of an earlier version; install this project (pip install -e .)",
                 )
             )
     return found

@@ -59,7 +59,7 @@ class SharingEngines(Protocol):
 
 
 class SharingRanks(Protocol):
-    """The trainer's ranks as Turns uses them. Implemented by trainer.ranks.TrainerRanks."""
+    """The trainer's ranks as Turns uses them. Implemented by trainer.ranks.RankGroup."""
 
     def wake(self) -> None: ...
 

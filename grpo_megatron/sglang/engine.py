@@ -27,7 +27,7 @@ from grpo_megatron.sglang.weight_receiver import RECEIVE_WEIGHTS, as_named_tenso
 from grpo_megatron.weights.sync.messages import SyncCommand, SyncReport
 
 
-class Started(NamedTuple):
+class StartReport(NamedTuple):
     """Report of an engine that has loaded the model.
 
     pid: id of the engine's process
@@ -105,12 +105,12 @@ class SGLangEngine:
         self._heart = Heart(_Scheduling(self._control, self._children))
         self._heart.start()
 
-    async def ready(self) -> Started:
+    async def ready(self) -> StartReport:
         """Return when SGLang has loaded the model."""
         # SGLang's own server does this after its start. Otherwise each garbage collection traverses all
         # imported objects, which takes 0.1 to 0.3 s in each of its three processes.
         await self._control.freeze_gc()
-        return Started(os.getpid(), self._control.end_ids)
+        return StartReport(os.getpid(), self._control.end_ids)
 
     async def beat(self) -> None:
         """Send a heartbeat to the driver's hang detector now, ahead of the regular interval."""

@@ -2,14 +2,14 @@
 
 from grpo_megatron.run.checkpoints import SaveReport
 from grpo_megatron.run.manifest import FileRecord
-from grpo_megatron.trainer.ranks import TrainerRanks
+from grpo_megatron.trainer.ranks import RankGroup
 from grpo_megatron.trainer.weights import TrainerWeights
 
 
 class TrainerCheckpoints:
     """Saving and loading of weights, optimizer states and learning-rate state."""
 
-    def __init__(self, ranks: TrainerRanks, weights: TrainerWeights):
+    def __init__(self, ranks: RankGroup, weights: TrainerWeights):
         self._ranks, self._weights = ranks, weights
 
     def begin_checkpoint(self, folder: str) -> None:

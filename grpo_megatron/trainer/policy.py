@@ -20,7 +20,7 @@ from grpo_megatron.metrics import Max, Mean, Metrics, Sum, merge
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.trainer.checkpoints import TrainerCheckpoints
 from grpo_megatron.trainer.dropped_steps import DroppedSteps
-from grpo_megatron.trainer.ranks import TrainerRanks
+from grpo_megatron.trainer.ranks import RankGroup
 from grpo_megatron.trainer.weights import TrainerWeights
 
 
@@ -71,7 +71,7 @@ class PolicyTrainer:
         self.nodes = tuple(slot.node for slot in cluster.rank_slots)
         self.cost_model = read_architecture(spec.model_path, reward_model=spec.scalar_head).cost_model
         self._dropped_steps = DroppedSteps(spec.optimizer)
-        self.ranks = TrainerRanks(cluster, spec, config, seed, log_dir, timeout, watch, takes_turns)
+        self.ranks = RankGroup(cluster, spec, config, seed, log_dir, timeout, watch, takes_turns)
         self.weights = TrainerWeights(self.ranks)
         self.checkpoints = TrainerCheckpoints(self.ranks, self.weights)
 

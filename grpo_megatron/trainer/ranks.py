@@ -1,4 +1,4 @@
-"""TrainerRanks: the processes of the trainer, one per rank, and whether they sleep."""
+"""RankGroup: the processes of the trainer, one per rank, and whether they sleep."""
 
 import os
 from functools import partial
@@ -33,7 +33,7 @@ def _environment(slot: Slot, threads: int = 1) -> dict[str, str]:
     }
 
 
-class TrainerRanks:
+class RankGroup:
     """The processes of all trainer ranks. Each holds a megatron Actor, whose parts are called by path.
 
     Ranks that sleep are woken by the next call, unless engines use their devices.

@@ -4,7 +4,7 @@ import ray
 
 from grpo_megatron.cluster.processes import Process
 from grpo_megatron.errors import UserError
-from grpo_megatron.trainer.ranks import TrainerRanks
+from grpo_megatron.trainer.ranks import RankGroup
 from grpo_megatron.weights.sync.messages import SyncCommand
 
 
@@ -14,7 +14,7 @@ class TrainerWeights:
     last_step: last step of the run in which they changed; None if they have not changed yet
     """
 
-    def __init__(self, ranks: TrainerRanks):
+    def __init__(self, ranks: RankGroup):
         self._ranks = ranks
         self.last_step: int | None = None
 

@@ -24,7 +24,7 @@ from grpo_megatron.sglang.client import EngineClient
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.trainer.checkpoints import TrainerCheckpoints
 from grpo_megatron.trainer.policy import PolicyTrainer
-from grpo_megatron.trainer.ranks import TrainerRanks
+from grpo_megatron.trainer.ranks import RankGroup
 from tests.integration.train_runs import arguments, metrics, trained
 
 STEPS = 3
@@ -240,7 +240,7 @@ def test_an_engine_that_stays_takes_the_weights_of_new_ranks(
     "fault",
     [
         Fault(EnginePool, "resume_weights", 2, SCHEDULER),
-        Fault(TrainerRanks, "wake", 3, RANK),
+        Fault(RankGroup, "wake", 3, RANK),
         Fault(EngineClient, "_send", 2, SCHEDULER, after=True),
     ],
     ids=["engine takes back its weights", "rank wakes", "engine in generation"],

@@ -18,12 +18,12 @@ from grpo_megatron.megatron.state.hf_weights import local_parameters
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.trainer.mini_batch import MiniBatch, make_mini_batches
 from grpo_megatron.trainer.policy import PolicyTrainer
-from grpo_megatron.trainer.ranks import TrainerRanks
+from grpo_megatron.trainer.ranks import RankGroup
 from tests.models import random_samples
 from tests.parallel.actors import micro_batches, reference_logprobs
 
 
-class OneRank(TrainerRanks):
+class OneRank(RankGroup):
     """The only rank of a trainer, in this process."""
 
     def __init__(self, actor: Actor):

@@ -111,6 +111,12 @@ def test_sources_keep_the_house_rules():
     assert {path: why for path, why in found.items() if why} == {}
 
 
+def test_rays_internals_are_used_in_one_file():
+    package = [path for path in SOURCES if ROOT / "grpo_megatron" in path.parents]
+    users = {path.name for path in package if "ray._private" in path.read_text(encoding="utf-8")}
+    assert users == {"ray_patches.py"}
+
+
 def test_each_rule_is_noticed():
     body = "    pass\n" * 60
     assert complaints("x = 1\n" * 401) == ["401 lines"]

@@ -3,62 +3,67 @@
 import socket
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from grpo_megatron.cluster import ray_connection, wait
+from grpo_megatron.cluster import ray_connection, ray_patches, wait
 from grpo_megatron.cluster.placement import neighbouring_stages
 from grpo_megatron.cluster.ports import free_ports
 from grpo_megatron.config.load import read_config
-from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.config.schema import MegatronConfig
 from tests.tools import wait_until
 
 
-def nodes_of_ranks(sizes: ParallelSizes, per_node: int) -> list[int]:
+def layout_of(tp: int = 1, pp: int = 1, dp: int = 1, ep: int = 1) -> MegatronConfig:
+    return MegatronConfig(tensor_parallel=tp, pipeline_parallel=pp, data_parallel=dp, expert_parallel=ep)
+
+
+def slots_of(layout: MegatronConfig) -> list[int]:
+    return list(range(layout.tensor_parallel * layout.pipeline_parallel * layout.data_parallel))
+
+
+def nodes_of_ranks(layout: MegatronConfig, per_node: int) -> list[int]:
     """Return the node of each rank, with nodes numbered in the network's order."""
-    return [slot // per_node for slot in neighbouring_stages(list(range(sizes.world_size)), sizes, per_node)]
+    return [slot // per_node for slot in neighbouring_stages(slots_of(layout), layout, per_node)]
 
 
 def test_stages_of_a_replica_are_on_neighbouring_nodes():
-    sizes = ParallelSizes(tp=2, pp=3, dp=2)
+    layout = layout_of(tp=2, pp=3, dp=2)
     # Stages one after the other, and in each the two replicas, one a node.
-    assert nodes_of_ranks(sizes, per_node=2) == [0, 0, 3, 3, 1, 1, 4, 4, 2, 2, 5, 5]
+    assert nodes_of_ranks(layout, per_node=2) == [0, 0, 3, 3, 1, 1, 4, 4, 2, 2, 5, 5]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "per_node"),
+    ("layout", "per_node"),
     [
-        (ParallelSizes(tp=2, pp=2, dp=1), 2),  # one replica
-        (ParallelSizes(tp=2, dp=4), 4),  # one stage
-        (ParallelSizes(tp=2, pp=2, dp=2), 8),  # one node
-        (ParallelSizes(tp=4, pp=2, dp=2, ep=8), 4),  # experts over a whole stage of two nodes
-        (ParallelSizes(tp=2, pp=2, dp=3), 4),  # stages that do not end where nodes do
+        (layout_of(tp=2, pp=2, dp=1), 2),  # one replica
+        (layout_of(tp=2, dp=4), 4),  # one stage
+        (layout_of(tp=2, pp=2, dp=2), 8),  # one node
+        (layout_of(tp=4, pp=2, dp=2, ep=8), 4),  # experts over a whole stage of two nodes
+        (layout_of(tp=2, pp=2, dp=3), 4),  # stages that do not end where nodes do
     ],
 )
-def test_what_has_nothing_to_gain_stays_in_order(sizes, per_node):
-    assert neighbouring_stages(list(range(sizes.world_size)), sizes, per_node) == list(
-        range(sizes.world_size)
-    )
+def test_what_has_nothing_to_gain_stays_in_order(layout, per_node):
+    assert neighbouring_stages(slots_of(layout), layout, per_node) == slots_of(layout)
 
 
 def test_replicas_share_a_node_before_stages_do():
     # Gradients are more than what one stage gives the next.
-    sizes = ParallelSizes(tp=1, pp=2, dp=4)
-    assert nodes_of_ranks(sizes, per_node=2) == [0, 0, 2, 2, 1, 1, 3, 3]
+    layout = layout_of(tp=1, pp=2, dp=4)
+    assert nodes_of_ranks(layout, per_node=2) == [0, 0, 2, 2, 1, 1, 3, 3]
 
 
 def test_experts_that_exchange_tokens_stay_neighbours():
-    sizes = ParallelSizes(tp=2, pp=2, dp=4, ep=4)
-    assert nodes_of_ranks(sizes, per_node=2) == [0, 0, 1, 1, 4, 4, 5, 5, 2, 2, 3, 3, 6, 6, 7, 7]
+    layout = layout_of(tp=2, pp=2, dp=4, ep=4)
+    assert nodes_of_ranks(layout, per_node=2) == [0, 0, 1, 1, 4, 4, 5, 5, 2, 2, 3, 3, 6, 6, 7, 7]
 
 
 def test_the_recipe_for_70b_has_its_two_stages_on_pairs_of_nodes():
-    sizes = ParallelSizes.from_config(
-        read_config("configs/llama3_70b_16node.yaml", ["model.path=/nowhere"]).megatron
-    )
-    nodes = nodes_of_ranks(sizes, per_node=8)
+    layout = read_config("configs/llama3_70b_16node.yaml", ["model.path=/nowhere"]).megatron
+    nodes = nodes_of_ranks(layout, per_node=8)
     assert [(nodes[rank], nodes[rank + 64]) for rank in range(0, 64, 8)] == [
         (first, first + 1) for first in range(0, 16, 2)
     ]
@@ -152,11 +157,12 @@ def test_a_raylet_has_time_to_start(monkeypatch):
 
     raylet = SimpleNamespace(name=lambda: "raylet", status=lambda: status)
     monkeypatch.setattr(ray_connection, "daemons", lambda: [raylet])
-    monkeypatch.setattr(ray_connection.services, "get_node", asked)
+    monkeypatch.setattr(ray_patches.services, "get_node", asked)
+    in_time = partial(ray_patches.wait_for_raylet, 300, ray_connection._raylet_runs)
     status = psutil.STATUS_SLEEPING
-    with ray_connection._raylet_has_time():
-        assert ray_connection.services.get_node("here", "a") == "node a at here"
-    assert ray_connection.services.get_node is asked
+    with in_time():
+        assert ray_patches.services.get_node("here", "a") == "node a at here"
+    assert ray_patches.services.get_node is asked
     status, answers = psutil.STATUS_ZOMBIE, iter([RuntimeError("not known yet")])
-    with ray_connection._raylet_has_time(), pytest.raises(RuntimeError, match="not known yet"):
-        ray_connection.services.get_node("here", "a")
+    with in_time(), pytest.raises(RuntimeError, match="not known yet"):
+        ray_patches.services.get_node("here", "a")
