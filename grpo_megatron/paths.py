@@ -35,7 +35,7 @@ def within(seconds: float, call: Callable[[], T]) -> T:
     try:
         return answer.result(seconds)
     except TimeoutError as error:
-        raise TimeoutError(str(error) or f"it was not done within {seconds:.0f} s") from error
+        raise TimeoutError(str(error) or f"no result within {seconds:.0f} s") from error
 
 
 def file_problem(path: str | Path) -> str | None:
@@ -114,7 +114,7 @@ def _mode(path: str | Path) -> int | str:
     except FileNotFoundError:
         return "is a link that leads nowhere" if os.path.islink(path) else _ABSENT
     except NotADirectoryError:
-        return "lies below a file as if that were a folder"
+        return "cannot exist, because a part of the path is a file, not a folder"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     except ValueError as error:  # not a valid path, as with a zero byte or a lone surrogate
@@ -167,9 +167,9 @@ def writing(path: str | Path) -> Iterator[None]:
             raise
         reason = os.strerror(errno.ENOSPC) if full else getattr(error, "strerror", None) or error
         what = (
-            "make room and call the same command again, which continues"
+            "make room and run the same command again, which continues"
             if full
-            else "is the disk writable, and in order?"
+            else "check that the disk works and is writable"
         )
         raise UserError(f"{path} cannot be written: {reason}; {what}") from error
 
@@ -185,8 +185,8 @@ def reading(path: str | Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"{path} cannot be read on {socket.gethostname()}: {error.strerror or error}; see to the file "
-            "system there, then call the same command again"
+            f"{path} cannot be read on {socket.gethostname()}: {error.strerror or error}; check the file "
+            "system there, then run the same command again"
         ) from error
 
 

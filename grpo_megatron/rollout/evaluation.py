@@ -143,8 +143,9 @@ class Evaluation:
         sampled = [group for group in every if group.samples]
         if not sampled:
             raise UserError(
-                f"the evaluation of {name} has no reward: reward.on_failure=leave_out leaves none of its "
-                f"{len(prompts)} prompts a sample; the messages above say what failed"
+                f"the evaluation of {name} has no samples: rewards or environments failed for all samples of "
+                f"its {len(prompts)} prompts, and reward.on_failure=leave_out removes such samples; the "
+                "messages above say what failed"
             )
         return _Drawn(sampled, [group for group in greedy if group.samples], failed)
 
@@ -182,8 +183,8 @@ class Evaluation:
             if not self._said:
                 self._said = True
                 say(
-                    f"{path} could not be written ({error.strerror}); samples of evaluations are left out, "
-                    "the run goes on"
+                    f"{path} could not be written ({error.strerror}); the run goes on without these samples, "
+                    "and does not report further samples that cannot be written"
                 )
 
 

@@ -159,7 +159,9 @@ class PolicyTrainer:
     def _must_be_awake(self) -> None:
         """Wake the ranks. Raises RuntimeError instead if engines are using the devices of sleeping ranks."""
         if self._asleep and self._takes_turns:
-            raise RuntimeError("the trainer's ranks sleep: it is the turn of the engines on their devices")
+            raise RuntimeError(
+                "the trainer's ranks are asleep, because the engines are using the devices that they share"
+            )
         self.wake()
 
     def _split(self, batch: TrainBatch, plan: Schedule) -> list:
@@ -240,8 +242,8 @@ class PolicyTrainer:
             )
             raise UserError(
                 f"{len(broken)} parameters hold NaN or infinity {since}, such as {broken[0][1]} on "
-                f"{broken[0][0]}; continue from a checkpoint before it, with a lower optimizer.lr or a lower "
-                "optimizer.clip_grad, or begin with a model that is whole"
+                f"{broken[0][0]}; continue from an earlier checkpoint with a lower optimizer.lr or "
+                "optimizer.clip_grad, or begin with an undamaged model"
             )
 
     def scale_weights(self, factor: float, share: float = 1.0) -> None:
