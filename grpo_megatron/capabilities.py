@@ -175,7 +175,11 @@ class Capabilities:
         """
         if not emulate_kernels:
             return self
-        problem = "this is for machines without a GPU" if self.gpus else emulated_transformer_engine()[1]
+        problem = (
+            "the emulation is only for machines without a GPU"
+            if self.gpus
+            else emulated_transformer_engine()[1]
+        )
         return replace(self, gpu=GPUS["h100-80g"], transformer_engine_problem=problem)
 
     @property
@@ -191,7 +195,7 @@ class Capabilities:
         if self.gpu is None or self.gpu.compute_capability >= FP8_CAPABILITY:
             return None
         major, minor = self.gpu.compute_capability
-        return f"FP8 needs compute capability 8.9 (Ada) or 9.0 (Hopper), this GPU has {major}.{minor}"
+        return f"FP8 needs compute capability 8.9 (Ada) or 9.0 (Hopper), but this GPU has {major}.{minor}"
 
 
 _WITHOUT_CUDA = "TransformerEngine needs CUDA, which is not available"
@@ -206,8 +210,8 @@ def emulated_transformer_engine() -> tuple[Path, str | None]:
     if not (_UNPACKED / "transformer_engine").is_dir():
         return (
             _UNPACKED,
-            f"the wheel of transformer_engine {_EMULATED_RELEASE} is not unpacked in {_UNPACKED} (make "
-            "install does that)",
+            f"the wheel of transformer_engine {_EMULATED_RELEASE} is not unpacked in {_UNPACKED} (run make "
+            "install)",
         )
     return _UNPACKED, None
 
@@ -222,7 +226,9 @@ def _transformer_engine_problem(installed: str | None, gpus: bool) -> str | None
         return "TransformerEngine is not installed"
     first, beyond = TRANSFORMER_ENGINE_RELEASES
     if not first <= release(installed) < beyond:
-        return f"TransformerEngine {installed} does not fit megatron-core 0.16.1, which takes 2.9 to 2.11"
+        return (
+            f"TransformerEngine {installed} does not work with megatron-core 0.16.1, which needs 2.9 to 2.11"
+        )
     return None if gpus else _WITHOUT_CUDA
 
 

@@ -3,7 +3,7 @@
 from unicodedata import category
 
 # Advice for messages: a run's checkpoint does not fit the present configuration.
-ANOTHER_RUN = "run.resume=none starts anew, another run.name leaves it alone"
+ANOTHER_RUN = "run.resume=none starts anew, another run.name starts a separate run"
 
 
 class UserError(Exception):

@@ -237,9 +237,9 @@ def writing(path: str | Path) -> Iterator[None]:
             raise
         reason = os.strerror(errno.ENOSPC) if full else getattr(error, "strerror", None) or error
         what = (
-            "make room and call the same command again, which continues"
+            "make room and run the same command again, which continues"
             if full
-            else "is the disk writable, and in order?"
+            else "check that the disk works and is writable"
         )
         raise UserError(f"{path} cannot be written: {reason}; {what}") from error
 
@@ -255,8 +255,8 @@ def reading(path: str | Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"{path} cannot be read on {socket.gethostname()}: {error.strerror or error}; see to the file "
-            "system there, then call the same command again"
+            f"{path} cannot be read on {socket.gethostname()}: {error.strerror or error}; check the file "
+            "system there, then run the same command again"
         ) from error
 
 

@@ -30,7 +30,7 @@ def within(seconds: float, call: Callable[[], T]) -> T:
     try:
         return answer.result(seconds)
     except TimeoutError as error:
-        raise TimeoutError(str(error) or f"it was not done within {seconds:.0f} s") from error
+        raise TimeoutError(str(error) or f"no result within {seconds:.0f} s") from error
 
 
 def file_problem(path: str | Path) -> str | None:
@@ -109,7 +109,7 @@ def _mode(path: str | Path) -> int | str:
     except FileNotFoundError:
         return "is a link that leads nowhere" if os.path.islink(path) else _ABSENT
     except NotADirectoryError:
-        return "lies below a file as if that were a folder"
+        return "cannot exist, because a part of the path is a file, not a folder"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     except ValueError as error:  # not a valid path, as with a zero byte or a lone surrogate

@@ -29,7 +29,7 @@ class Call:
         to check. They are accepted.
         """
         if not self.may_be_async and is_async(function):
-            return "is async, and its result would not be awaited"
+            return "is async, but must be a normal function, because its result is not awaited"
         try:
             signature = inspect.signature(function)
         except (TypeError, ValueError):
@@ -44,8 +44,8 @@ class Call:
             own = signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)
             arguments = ", ".join([*self.positional, *(f"{name}=..." for name in self.keywords)])
             return (
-                f"is called with ({arguments}), which its signature {shortened(str(own), 200)} does not "
-                f"take: {error}"
+                f"is called with ({arguments}), but its signature {shortened(str(own), 200)} does not accept "
+                f"these arguments: {error}"
             )
         return None
 
@@ -108,12 +108,14 @@ class Registry:
         function = getattr(module, attribute, None) or self._known.get(attribute)
         if not callable(function):
             raise UserError(
-                f"{self.key}={name}: {module_name} has no function {attribute}, and registers none of that "
-                "name"
+                f"{self.key}={name}: {module_name} has no function {attribute}, and registers no function of "
+                "that name"
             )
         problem = self._call and self._call.problem(function)
         if problem:
-            raise UserError(f"{self.key}={name}: the {self.kind} {problem} (docs/plugins.md shows one)")
+            raise UserError(
+                f"{self.key}={name}: the {self.kind} {problem} (docs/plugins.md shows an example)"
+            )
         return function
 
     def problems(self, name: str) -> list[str]:

@@ -94,8 +94,8 @@ class Layout:
         rest = self.pack_tokens - int(padded.sum())
         if rest < 0 or self.pack_tokens % self.pack_multiple:
             raise ValueError(
-                f"{padded.sum()} padded tokens do not fit packs of {self.pack_tokens}, a multiple of "
-                f"{self.pack_multiple}"
+                f"{padded.sum()} padded tokens do not fit a pack of {self.pack_tokens} tokens, which must be "
+                f"a multiple of {self.pack_multiple}"
             )
         longest = int(padded.max())
         sizes = [longest] * (rest // longest) + [rest % longest] * (rest % longest > 0)
@@ -232,7 +232,7 @@ class Pack:
     def _local(self, stream: np.ndarray, fill) -> np.ndarray:
         """Return this rank's part [t, ...] of the stream [T, ...]. Padding gets the value `fill`."""
         if len(stream) != self.num_tokens:
-            raise ValueError(f"stream has {len(stream)} tokens, the pack {self.num_tokens}")
+            raise ValueError(f"the stream has {len(stream)} tokens, but the pack has {self.num_tokens}")
         local = np.asarray(stream)[self.index]  # T >= 1, so index -1 reads a valid element
         local[self.index < 0] = fill
         return local

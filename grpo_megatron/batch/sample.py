@@ -66,12 +66,12 @@ class Sample:
             raise ValueError(f"trajectory {self.trajectory_id}: empty response")
         if len(self.loss_mask) != length or len(self.rollout_logprobs) != length:
             raise ValueError(
-                f"trajectory {self.trajectory_id}: {length} response tokens, {len(self.loss_mask)} mask "
-                f"values, {len(self.rollout_logprobs)} log-probs"
+                f"trajectory {self.trajectory_id}: {length} response tokens, but {len(self.loss_mask)} mask "
+                f"values and {len(self.rollout_logprobs)} log-probs"
             )
         if self.routing is not None and len(self.routing) != self.num_tokens:
             raise ValueError(
-                f"trajectory {self.trajectory_id}: {self.num_tokens} tokens, but the routing of "
+                f"trajectory {self.trajectory_id}: {self.num_tokens} tokens, but routing for "
                 f"{len(self.routing)}"
             )
 

@@ -110,7 +110,7 @@ def _padded(lengths, max_tokens: int, sequence_multiple: int) -> np.ndarray:
     lengths = np.asarray(lengths, dtype=np.int64)
     if lengths.size == 0:
         raise UserError(
-            "there are no sequences to train on; use a larger batch, or filters that leave some of it"
+            "there are no sequences to train on; use a larger batch, or filters that remove fewer groups"
         )
     if lengths.min() < 1:
         raise ValueError(f"sequence {int(lengths.argmin())} has {lengths.min()} tokens")
@@ -136,11 +136,11 @@ def _cannot_share(count: int, dp: int, multiple_of: int, packing: bool) -> str:
             f"raise train.max_tokens_per_micro_batch, or make the number of sequences a multiple of {step}"
         )
     else:
-        advice = f"make their number a multiple of {step}, or use train.packing=true"
+        advice = f"make the number of sequences a multiple of {step}, or use train.packing=true"
     multiple = f", a multiple of {multiple_of} for the virtual pipeline" if multiple_of > 1 else ""
     return (
         f"{count} sequences{'' if packing else ', one per micro-batch,'} cannot be shared by {dp} "
-        f"data-parallel ranks with as many micro-batches each{multiple}; {advice}"
+        f"data-parallel ranks with equally many micro-batches each{multiple}; {advice}"
     )
 
 

@@ -92,7 +92,8 @@ class TrainBatch:
         routed = [sample.routing for sample in samples if sample.routing is not None]
         if routed and len(routed) != len(samples):
             raise ValueError(
-                f"{len(routed)} of {len(samples)} samples carry the engine's routing; all must, or none"
+                f"{len(routed)} of {len(samples)} samples carry the engine's routing; either all samples "
+                "must carry it, or none"
             )
         return cls(
             routing=np.concatenate(routed) if routed else None,

@@ -69,14 +69,15 @@ class ParquetRecords(_ArrowRecords, FileRecords):
     def _table(self, group: int):
         """Return the row group as a pyarrow.Table, from the cache or newly decoded."""
         if group not in self._tables:
-            where = f"{self.source}: records from {self._starts[group]}"
+            where = f"{self.source}: the row group that begins at record {self._starts[group]}"
             try:
                 table = self._parquet.read_row_group(group)
             except Exception as error:  # as above
                 raise UserError(f"{where} cannot be read: {_line(error)}") from error
             if table.num_rows != self._starts[group + 1] - self._starts[group]:
                 raise UserError(
-                    f"{where} cannot be read: {table.num_rows} rows are there, not as many as the file says"
+                    f"{where} cannot be read: it has {table.num_rows} rows, but the file's metadata state "
+                    "another number"
                 )
             self._tables[group] = table
             while (
@@ -101,7 +102,9 @@ class HubRecords(_ArrowRecords):
         try:
             from datasets import load_dataset
         except ImportError as error:
-            raise UserError(f"{source}: this needs the datasets package; pip install datasets") from error
+            raise UserError(
+                f"{source}: HF datasets need the datasets package; pip install datasets"
+            ) from error
         folder = hub_folder(source)
         if folder and is_absent(folder):
             raise UserError(f"{source}: the folder {folder} does not exist")
@@ -147,14 +150,14 @@ def _saved(source: str, folder: str, config: str, split: str):
     if isinstance(data, Dataset):
         if split:
             raise UserError(
-                f"{source}: the folder was written by save_to_disk of one data set, so it has no splits; use "
-                f"hf:{folder}"
+                f"{source}: the folder holds a single data set written by save_to_disk, so it has no splits; "
+                f"use hf:{folder}"
             )
         return data
     if (split or "train") not in data:
         raise UserError(
-            f"{source}: the folder has no split {split or 'train'!r}, but {', '.join(sorted(data))}; use "
-            f"hf:{folder}::SPLIT with the name of one"
+            f"{source}: the folder has no split {split or 'train'!r}; its splits are "
+            f"{', '.join(sorted(data))}. Choose one with hf:{folder}::SPLIT"
         )
     return data[split or "train"]
 
@@ -166,7 +169,7 @@ def _reasons(error: BaseException) -> str:
         message = " ".join(str(error).split())
         said.append(f"{type(error).__name__}: {message}"[:_LONGEST_REASON])
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return "; because of ".join(dict.fromkeys(said))
+    return "; caused by ".join(dict.fromkeys(said))
 
 
 def _row(table, row: int, where: str) -> dict[str, Any]:

@@ -68,8 +68,8 @@ class ChatTemplate:
         unread = sorted(set(arguments) - self._names)
         if unread:
             raise UserError(
-                f"data.chat_template_args: the chat template reads nothing of the name {', '.join(unread)}, "
-                f"so that would have no effect; it reads {', '.join(sorted(self._names))}"
+                f"data.chat_template_args: the chat template does not read {', '.join(unread)}, so setting "
+                f"it would have no effect. The template reads {', '.join(sorted(self._names))}"
             )
         added = [str(token) for token in tokenizer.added_tokens_decoder.values()]
         self.added_tokens = sorted(
@@ -97,8 +97,8 @@ class ChatTemplate:
         """
         if tools and self._tools:
             raise UserError(
-                f"{where}: the record offers tools of its own (data.tools_key), and so does the environment; "
-                "set data.tools_key=null to offer those of the environment alone"
+                f"{where}: the record (data.tools_key) and the environment both offer tools; set "
+                "data.tools_key=null to offer only the environment's tools"
             )
         if tools and not self.shows_tools:
             raise UserError(
@@ -140,14 +140,14 @@ class ChatTemplate:
             return self.render(messages, where, tools)
         if beside := written_beside_content(last):
             raise UserError(
-                f"{where}: the prompt ends with a turn of the assistant that has {beside[0]}, which cannot "
-                "be continued; end it with the message that the model shall answer, or with the begun text "
-                "of an answer"
+                f"{where}: the prompt ends with an assistant message that has {beside[0]}, so it cannot be "
+                "continued; end the prompt with the message that the model is to answer, or with the "
+                "beginning of an answer in plain text"
             )
         if not earlier:
             raise UserError(
-                f"{where}: the prompt is a turn of the assistant alone; put the message before it that it "
-                "answers"
+                f"{where}: the prompt consists of an assistant message only; put the message that it answers "
+                "before it"
             )
         before = self.render(earlier, where, tools)
         return before + self.text_behind(before, last["content"])
@@ -176,8 +176,8 @@ class ChatTemplate:
         text = self.render([_QUESTION, {"role": "assistant", "content": _WORD}], where, generation=False)
         if _WORD not in text:
             raise UserError(
-                "the chat template leaves out what the assistant says, so there is nothing to score or to "
-                "learn"
+                "the chat template leaves out the assistant's messages, so there is nothing to score or to "
+                "train on; change data.chat_template"
             )
         start = text.rindex(_WORD)
         before, tail = self.render([_QUESTION], where), text[start + len(_WORD) :]
@@ -209,18 +209,18 @@ class ChatTemplate:
         whole = self.render(messages, where, tools, generation=False)
         for key in written_beside_content(last):
             if whole == self._without(key, messages, where, tools):
-                raise UserError(f"{where}: a message of the assistant has {key}, {_LEFT_OUT}")
+                raise UserError(f"{where}: an assistant message has {key}, {_LEFT_OUT}")
         if not whole.startswith(before):
             raise UserError(
-                f"{where}: the chat template does not show the assistant's message behind the beginning that "
-                f"it gives to a turn, {before[-40:]!r}, so it does not tell what the model writes; give the "
-                "response as a string, or change data.chat_template or its arguments"
+                f"{where}: the chat template shows the prompt in another form once the assistant's message "
+                f"follows. The prompt alone ends with {before[-40:]!r}. So the part that the model writes "
+                "cannot be found; give the response as a string, or change data.chat_template or "
+                "data.chat_template_args"
             )
         if _squeezed(last["content"] or "") not in _squeezed(begun + whole[len(before) :]):
             raise UserError(
-                f"{where}: a message of the assistant has content of which the chat template cuts off a "
-                "part, such as thinking before </think>; give the response as a string, or change "
-                "data.chat_template"
+                f"{where}: the chat template cuts off a part of an assistant message's content, such as the "
+                "thinking before </think>; give the response as a string, or change data.chat_template"
             )
         return self._closed(before, whole[len(before) :], where)
 
@@ -244,9 +244,9 @@ class ChatTemplate:
         closing = next((token for token in self.added_tokens if text.endswith(token)), None)
         if closing is None:
             raise UserError(
-                f"{where}: the chat template ends turns of the assistant with {shape.tail!r}, but this one "
-                f"with {text[-40:]!r}, which is no token of its own, so it does not tell where the model "
-                "stops; change data.chat_template"
+                f"{where}: the chat template usually ends the assistant's turn with {shape.tail!r}, but it "
+                f"ends this turn with {text[-40:]!r}, which is not a special token. So the place where the "
+                "model stops cannot be found; change data.chat_template"
             )
         return Turn(before, text.removesuffix(closing), closing, True)
 
@@ -310,8 +310,8 @@ def _function(call: dict[str, Any]) -> dict[str, Any]:
 
 
 _LEFT_OUT = (
-    "which the chat template leaves out; set data.chat_template to one that shows "
-    f"{CALL_KEYS[0]} or {REASONING_KEYS[0]}, or give the response as a string"
+    f"which the chat template leaves out; set data.chat_template to a template that shows {CALL_KEYS[0]} or "
+    f"{REASONING_KEYS[0]}, or give the response as a string"
 )
 
 

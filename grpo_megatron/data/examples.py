@@ -41,7 +41,10 @@ def load_examples(config: Config, tokenizer: PromptTokenizer) -> tuple[Sequence[
         make = ExampleMaker(records, tokenizer, config, first)
         kept = array("q", (number for number in range(len(records)) if make.fits(number)))
         if not kept:
-            raise UserError(f"{source}: no example is left, all {len(records)} are too long")
+            raise UserError(
+                f"{source}: no example is left, all {len(records)} are too long; raise "
+                "data.max_prompt_length or rollout.max_response_length"
+            )
         parts.append(Made(kept, make, {source: records.digest()}))
         first += len(records)
         left_out += len(records) - len(kept)
@@ -94,6 +97,6 @@ class ExampleMaker:
         )
         if problem and data.overlong_prompts != OverlongPrompts.skip:
             raise UserError(
-                f"{self.records.where(number)} {problem}; raise these, or set data.overlong_prompts=skip"
+                f"{self.records.where(number)} {problem}; raise the limit, or set data.overlong_prompts=skip"
             )
         return problem is None

@@ -104,7 +104,10 @@ class JsonRecords(FileRecords):
         self._file.seek(position)
         while chunk := self._file.read(_BLOCK):
             if chunk.strip():
-                raise UserError(f"{self.source}: there is more after the end of the array; is it .jsonl?")
+                raise UserError(
+                    f"{self.source}: there is more text after the end of the array; name the file .jsonl if "
+                    "each line is a record"
+                )
 
 
 def _parse(raw: bytes, where: str) -> dict[str, Any]:

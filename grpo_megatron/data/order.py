@@ -66,24 +66,23 @@ class EpochOrder:
         saved = (state["size"], state["seed"], state["shuffle"])
         if saved != (self.size, self.seed, self.shuffle):
             raise UserError(
-                "the checkpoint's data had {} records, seed {} and shuffle={}, now {}, {} and {}; the order "
-                "of the rest of the epoch would be another; {}".format(
-                    *saved, self.size, self.seed, self.shuffle, ANOTHER_RUN
-                )
+                "the checkpoint's data had {} records, seed {} and shuffle={}, but this run's data have {} "
+                "records, seed {} and shuffle={}, so the rest of the epoch would come in another order; "
+                "{}".format(*saved, self.size, self.seed, self.shuffle, ANOTHER_RUN)
             )
         contents = state.get("contents")
         if contents is None:
             return (
-                "the checkpoint is of an earlier version, which kept no digest of the data: whether they "
-                "were edited is not known"
+                "the checkpoint was written by an earlier version, which stored no checksum of the data: an "
+                "edit of the data since then is not detected"
             )
         # Compare by position and not by name, because the files may have been moved.
         if list(contents.values()) != list(self.contents.values()):
             changed = [source for source, digest in self.contents.items() if digest not in contents.values()]
             raise UserError(
-                f"data.train: what {', '.join(changed or self.contents)} holds has changed since the "
-                "checkpoint was written, although the number of records has not; the rest of the epoch would "
-                f"mix the old data with the new. Bring the old file back under data.train, or {ANOTHER_RUN}"
+                f"data.train: the records of {', '.join(changed or self.contents)} have changed since the "
+                "checkpoint was written, although their number has not; the rest of the epoch would mix old "
+                f"and new data. Restore the old file to continue; {ANOTHER_RUN}"
             )
         return ""
 
@@ -171,8 +170,8 @@ class PromptSource:
         """
         if len(state["orders"]) != len(self._orders):
             raise UserError(
-                f"the checkpoint's data had {len(state['orders'])} sources, now {len(self._orders)}; "
-                f"{ANOTHER_RUN}"
+                f"the checkpoint's data had {len(state['orders'])} sources, but data.train now has "
+                f"{len(self._orders)}; {ANOTHER_RUN}"
             )
         notes = [order.must_fit(saved) for order, saved in zip(self._orders, state["orders"], strict=True)]
         return next(filter(None, notes), "")

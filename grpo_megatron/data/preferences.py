@@ -57,9 +57,7 @@ class PairMaker:
         prompt_ids, said = self._said(record, key, where)
         response = self.conversations.finished(tokenizer.encode(said))
         if not (said and len(tokenizer.encode(said)) and len(response)):
-            raise UserError(
-                f"{where}: the tokenizer makes no token of the response in field {key!r}, {shown(said)}"
-            )
+            raise UserError(f"{where}: the response in field {key!r} has no tokens: {shown(said)}")
         return Sample(
             group_id=self.first + number,
             trajectory_id=self.first + number,
@@ -109,7 +107,9 @@ class PairMaker:
             return [*tokenizer.messages(messages[:-1], where), messages[-1]]
         asked = tokenizer.messages(record_prompt(self.records, record, self.config, where), where)
         if asked is None:
-            raise UserError(f"{where}: the prompt is no chat, so the responses must be strings, not messages")
+            raise UserError(
+                f"{where}: the prompt is not a chat, so the responses must be strings, not messages"
+            )
         return [*asked, *messages]
 
     def problem(self, pair: Pair) -> str | None:
@@ -156,7 +156,8 @@ def load_pairs(
             if problem := make.problem(pair):
                 if data.overlong_prompts != OverlongPrompts.skip:
                     raise UserError(
-                        f"{records.where(number)} {problem}; raise these, or set data.overlong_prompts=skip"
+                        f"{records.where(number)} {problem}; raise the limit, or set "
+                        "data.overlong_prompts=skip"
                     )
                 counts["too long"] += 1
             elif all(np.array_equal(*both) for both in zip(*map(_parts, pair), strict=True)):
@@ -165,8 +166,7 @@ def load_pairs(
                 kept.append(number)
         if not kept:
             raise UserError(
-                f"{source}: no pair is left, all {len(records)} are too long or have two responses that are "
-                "alike"
+                f"{source}: no pair is left, all {len(records)} are too long or have two identical responses"
             )
         parts.append(Made(kept, make, {source: records.digest()}))
         first += len(records)

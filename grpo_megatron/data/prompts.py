@@ -57,7 +57,7 @@ def _answer_text(value: Any, where: str) -> str:
         return str(value)
     raise UserError(
         f"{where} is {shown(value)}; a reference answer must be a string, a number, true or false, or a list "
-        "of those (each of them accepted). data.answer_key may name a field of an object: outer.inner"
+        "of accepted answers of these types. To name a field of an object, write data.answer_key=outer.inner"
     )
 
 
@@ -148,7 +148,7 @@ def load_prompts(
             if config.overlong_prompts == OverlongPrompts.error:
                 raise UserError(
                     f"{records.where(number)}: the prompt has {length} tokens, more than "
-                    f"data.max_prompt_length={config.max_prompt_length}; raise that, or set "
+                    f"data.max_prompt_length={config.max_prompt_length}; raise the limit, or set "
                     "data.overlong_prompts to skip or truncate_left"
                 )
             if config.overlong_prompts == OverlongPrompts.skip:

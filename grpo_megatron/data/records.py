@@ -31,16 +31,21 @@ def open_records(source: str) -> Records:
             "dataset"
         )
     elif not Path(source).is_file():
-        raise UserError(f"{source} does not exist (a file, or hf:NAME[:CONFIG[:SPLIT]] for an HF dataset)")
+        raise UserError(
+            f"{source} does not exist; name a file, or hf:NAME[:CONFIG[:SPLIT]] for an HF dataset"
+        )
     elif suffix in (".jsonl", ".json"):
         records = JsonRecords(source)
     elif suffix == ".parquet":
         records = ParquetRecords(source)
     elif suffix in _COMPRESSED:
-        raise UserError(f"{source} is compressed, so records cannot be read from its middle; unpack it first")
+        raise UserError(
+            f"{source} is compressed, so single records cannot be read from it; unpack the file first"
+        )
     else:
         raise UserError(
-            f"{source}: data must be .jsonl, .json, .parquet or hf:NAME, not {suffix or 'without a suffix'}"
+            f"{source}: data must be .jsonl, .json, .parquet or hf:NAME, but the suffix is "
+            f"{suffix or 'missing'}"
         )
     if not len(records):
         raise UserError(f"{source} has no records")

@@ -83,7 +83,6 @@ class FileRecords(Records):
     def __getitem__(self, number: int) -> dict[str, Any]:
         if self._now() != self._stamp:
             raise UserError(
-                f"{self.source} has been changed since it was opened; write a new file in place of changing "
-                "it"
+                f"{self.source} has been changed since it was opened; write changes to a new file instead"
             )
         return super().__getitem__(number)

@@ -85,7 +85,7 @@ class PromptTokenizer:
             return self.chat_prompt(messages, where, tools)
         if tools:
             raise UserError(
-                f"{where}: the record offers tools (data.tools_key), which need a chat template; "
+                f"{where}: the record offers tools (data.tools_key), which need a chat template, but "
                 "data.chat_template=none"
             )
         text = f"{prompt}{self._suffix}"
@@ -100,7 +100,7 @@ class PromptTokenizer:
         """
         text = self._needed_template().prompt(messages, where, tools)
         if not text.strip():
-            raise UserError(f"{where}: the prompt is empty (after the chat template, if there is one)")
+            raise UserError(f"{where}: the prompt is empty after the chat template was applied")
         self._must_be_plain(messages, text, where)
         return text, self._some(self.encode(text), text, where)
 
@@ -137,8 +137,7 @@ class PromptTokenizer:
         asked = [number for number, message in enumerate(messages) if message["role"] == "user"]
         if not asked:
             raise UserError(
-                f"{where}: the prompt has no message of the user, to which data.prompt_suffix could be "
-                "appended"
+                f"{where}: the prompt has no user message to which data.prompt_suffix could be appended"
             )
         last = messages[asked[-1]]
         messages[asked[-1]] = {**last, "content": f"{last['content']}{self._suffix}"}
@@ -158,7 +157,7 @@ class PromptTokenizer:
         if not found:
             raise UserError(
                 "the chat template does not show a turn of the model as it was written, so nothing can be "
-                "put behind one: use rollout.history=template"
+                "appended to the turn; use rollout.history=template"
             )
         return self.encode(behind)
 
@@ -193,8 +192,8 @@ class PromptTokenizer:
             return self.encode(text)
         if end is None:
             raise UserError(
-                f"{where}: neither the chat template nor the tokenizer has an end token, which must close "
-                "every response"
+                f"{where}: every response must end with an end token, but neither the chat template nor the "
+                "tokenizer has one"
             )
         return np.append(self.encode(text), np.int32(end))
 
@@ -229,7 +228,7 @@ class PromptTokenizer:
 
     def _some(self, ids: np.ndarray, text: str, where: str) -> np.ndarray:
         if not len(ids):
-            raise UserError(f"{where}: the tokenizer makes no token of the prompt {shown(text)}")
+            raise UserError(f"{where}: the prompt has no tokens: {shown(text)}")
         return ids
 
     def _must_be_plain(self, messages: list[dict[str, Any]], text: str, where: str) -> None:
@@ -238,15 +237,16 @@ class PromptTokenizer:
         asked = next((message["content"] for message in messages if message["role"] == "user"), None)
         if first and asked and asked.lstrip().startswith(first):
             raise UserError(
-                f"{where}: the prompt begins with {first!r}, as what the chat template makes does, so a "
-                "template was applied to it before; set data.chat_template=none, or give prompts without it"
+                f"{where}: the prompt begins with {first!r}, as a text from the chat template does, so a "
+                "template was already applied to it; set data.chat_template=none, or give prompts without a "
+                "template"
             )
 
     def _given_ids(self, ids: list[int], where: str, tools: Tools) -> tuple[str, np.ndarray]:
         wrong = [number for number in ids if not 0 <= number < self.vocab_size]
         if wrong:
             raise UserError(
-                f"{where}: token id {shown(wrong[0])} of the prompt is not among the model's 0 to "
+                f"{where}: token id {shown(wrong[0])} of the prompt is not in the model's vocabulary, 0 to "
                 f"{self.vocab_size - 1}"
             )
         for key, value in (
@@ -255,7 +255,9 @@ class PromptTokenizer:
             ("tools_key", tools),
         ):
             if value is not None:
-                raise UserError(f"{where}: the prompt is token ids, to which data.{key} cannot be applied")
+                raise UserError(
+                    f"{where}: the prompt is a list of token ids, so data.{key} cannot be applied to it"
+                )
         array = np.array(ids, dtype=np.int32)
         return self.decode_all(array), array
 
@@ -268,7 +270,7 @@ class PromptTokenizer:
             return  # reported with the first record, for which the template may work
         if with_it == without:
             raise UserError(
-                "data.system_prompt has no effect: the chat template leaves out messages of the role system"
+                "data.system_prompt has no effect: the chat template leaves out messages with the role system"
             )
 
     def _ends_of_template(self) -> tuple[int, ...]:
@@ -316,8 +318,8 @@ def load_tokenizer(model_path: str):
     # If a folder has no tokenizer files, the library creates an empty tokenizer of the model's type.
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise UserError(
-            f"{model_path} has no tokenizer (tokenizer.json, or another tokenizer file); copy the model's "
-            "into it"
+            f"{model_path} has no tokenizer (tokenizer.json, or another tokenizer file); copy the tokenizer "
+            "files of the model into this folder"
         )
     return tokenizer
 
@@ -366,8 +368,8 @@ def _read_template(model_path: str, tokenizer, data: DataConfig) -> str | None:
     ours = sorted(set(_OURS) & set(data.chat_template_args))
     if ours:
         raise UserError(
-            f"data.chat_template_args: {', '.join(ours)} cannot be set; only what the template itself reads "
-            "can"
+            f"data.chat_template_args: {', '.join(ours)} cannot be set; set only variables that the template "
+            "itself reads"
         )
     if name == NO_TEMPLATE:
         for key, value in (
@@ -380,12 +382,14 @@ def _read_template(model_path: str, tokenizer, data: DataConfig) -> str | None:
     if name == FROM_TOKENIZER:
         if not tokenizer.chat_template:
             raise UserError(
-                f"{model_path}: the tokenizer has no chat template; set data.chat_template=none to give "
-                "prompts as they are (a base model), or to a file with a Jinja template"
+                f"{model_path}: the tokenizer has no chat template; set data.chat_template=none to use "
+                "prompts as they are (for a base model), or set it to a file with a Jinja template"
             )
         return None
     if not Path(name).is_file():
-        raise UserError(f"data.chat_template={name} is none of tokenizer, none, and a file that is here")
+        raise UserError(
+            f"data.chat_template={name}: there is no such file; the other values are tokenizer and none"
+        )
     try:
         template = Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

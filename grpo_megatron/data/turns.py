@@ -56,8 +56,8 @@ def _messages(response: Any, where: str) -> str | list[dict[str, Any]]:
     messages = chat_messages(response, where, "response") if legal else []
     if not messages or {messages[0]["role"], messages[-1]["role"]} != {"assistant"}:
         raise UserError(
-            f"{where} must be a string, or a list of messages with role and content of which the first and "
-            f"the last are the assistant's; is {shown(response)}"
+            f"{where} must be a string, or a list of messages with role and content whose first and last "
+            f"message are the assistant's; it is {shown(response)}"
         )
     return messages
 
@@ -106,8 +106,8 @@ def _plain_parts(
     for message in response:
         if beside := written_beside_content(message):
             raise UserError(
-                f"{where} has a message with {beside[0]}, which only a chat template can show, and the "
-                "prompt is no chat"
+                f"{where} has a message with {beside[0]}, which only a chat template can show, but the "
+                "prompt is not a chat"
             )
         text = message["content"]
         if message["role"] == "assistant":

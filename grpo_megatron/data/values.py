@@ -115,7 +115,8 @@ def required(record: dict[str, Any], key: str, where: str) -> Any:
         )
         fault = "null" if key in record else "missing"
         raise UserError(
-            f"{where}: field {key!r} is {fault}; the record has {has} (see data.prompt_key and its siblings)"
+            f"{where}: field {key!r} is {fault}; the record has {has}. Set the keys data.*_key to the names "
+            "of your fields"
         )
     return value
 

@@ -66,7 +66,8 @@ def without_adapter(arch: Architecture, config: LoraConfig) -> list[str]:
     """
     if arch.latent is not None:
         return [
-            "megatron.lora.rank: this model's attention is over latents (MLA), which cannot have adapters"
+            "megatron.lora.rank: this model uses multi-head latent attention (MLA), whose layers cannot have "
+            "adapters"
         ]
     entries = weight_map(arch).values()
     there = {target: [e for e in entries if _is_target(e, [target])] for target in config.targets}

@@ -98,7 +98,7 @@ def cut_blocks(pieces: Iterable[Piece]) -> list[Piece]:
 
 def _in_blocks(sizes: Shape, hf: str) -> Shape:
     if any(size % BLOCK for size in sizes):
-        raise ValueError(f"{hf}: {sizes} cuts a block of {BLOCK} x {BLOCK}")
+        raise ValueError(f"{hf}: {sizes} cuts an FP8 block of {BLOCK} x {BLOCK}")
     return tuple(size // BLOCK for size in sizes)
 
 

@@ -100,7 +100,8 @@ def resolve_rewards(config: RewardConfig, secrets: Mapping[str, str] | None = No
             if name not in computed:
                 before = ", ".join(computed) or "none"
                 raise UserError(
-                    f"{reward.term.key} reads the term {name!r}; reward.terms has these before it: {before}"
+                    f"{reward.term.key} reads the term {name!r}, which must be computed before it; the terms "
+                    f"before it are: {before}"
                 )
         computed.append(reward.term.name)
     return found
@@ -126,8 +127,8 @@ def check_record(rewards: Sequence[Reward], prompt: Prompt, where: str) -> None:
         except Exception as error:
             raise UserError(
                 f"{where}: reward {reward.name} cannot score this record: {type(error).__name__}: {error}; "
-                "mend the record or leave it out, or set reward.on_failure=value, with which its samples get "
-                "reward.failure_value, or leave_out, with which they are not used"
+                "correct or remove the record, or set reward.on_failure to value (its samples get "
+                "reward.failure_value) or leave_out (its samples are not used)"
             ) from error
 
 
@@ -142,14 +143,12 @@ def read_secrets(rewards: Sequence[Reward]) -> dict[str, str]:
     for name in (name for reward in rewards for name in getattr(reward.function, "secrets", ())):
         value = os.environ.get(name, "").strip()
         if not value:
-            raise UserError(
-                f"the environment variable {name}, which a reward of this run asks for, is not set"
-            )
+            raise UserError(f"the environment variable {name}, which a reward of this run needs, is not set")
         if not (value.isascii() and value.isprintable()):
             raise UserError(
-                f"the environment variable {name}, which a reward of this run asks for, has a line break or "
-                "another character that is no printable ASCII, which no HTTP header can hold; set it to the "
-                "token alone"
+                f"the environment variable {name}, which a reward of this run needs, has a line break or "
+                "another character that is not printable ASCII, so it cannot be sent in an HTTP header; set "
+                "the variable to the token alone"
             )
         found[name] = value
     return found
@@ -168,7 +167,8 @@ def _resolve(setup: Setup) -> Reward:
     wants = frozenset(option for option in _OPTIONAL if everything or option in parameters)
     if setup.term.args and not make and "args" not in wants:
         raise UserError(
-            f"{setup.term.key}: {name} has no parameter `args` that could take {', '.join(setup.term.args)}"
+            f"{setup.term.key}: {name} has no parameter `args`, so it cannot take "
+            f"{', '.join(setup.term.args)}"
         )
     return Reward(setup.term, function, of_group, wants)
 
@@ -185,8 +185,8 @@ def _check_call(term: Term, function: Callable, of_group: bool) -> None:
     """Raise UserError, with advice, if a user's function does not take the arguments that a reward gets."""
     if inspect.isclass(function):
         raise UserError(
-            f"{_named(term)} is a class, and a reward is a function: name an object of the class, or a "
-            "function"
+            f"{_named(term)} is a class, but a reward must be a function; name a function, or a callable "
+            "object of the class"
         )
     known = _parameters(function)
     named = [
@@ -200,8 +200,8 @@ def _check_call(term: Term, function: Callable, of_group: bool) -> None:
         return
     advice = other_stacks.hint(function.__name__ if hasattr(function, "__name__") else "theirs", known)
     if not advice and not of_group and "responses" in known:
-        advice = ". If it scores all responses to a prompt together, register it by @group_reward"
-    raise UserError(f"{_named(term)}: the reward {problem} (docs/plugins.md shows one){advice}")
+        advice = ". If it scores all responses to a prompt together, register it with @group_reward"
+    raise UserError(f"{_named(term)}: the reward {problem} (docs/plugins.md shows an example){advice}")
 
 
 def _named(term: Term) -> str:

@@ -163,13 +163,14 @@ def read_tests(answer: str | list[str], record: dict) -> list[Test]:
                 compile(tree, "tests", "exec")
         except SyntaxError as error:
             raise ValueError(
-                f"these tests are neither Python nor inputs and outputs: {test.statements[:80]!r} ({error})"
+                "the tests are neither Python code nor JSON with inputs and outputs: "
+                f"{test.statements[:80]!r} ({error})"
             ) from error
         # A list or dictionary in Python syntax instead of JSON is also a program, and every response would
         # pass it.
         if tree.body and not any(isinstance(node, _CAN_FAIL) for node in ast.walk(tree)):
-            asserts = f"this test asserts nothing: {test.statements[:80]!r}"
-            raise ValueError(f"{asserts}; inputs and outputs, and lists of tests, are written as JSON")
+            asserts = f"the test asserts nothing: {test.statements[:80]!r}"
+            raise ValueError(f"{asserts}; inputs and outputs, and lists of tests, must be written as JSON")
     if not any(test.statements.strip() for test in tests):
         raise ValueError("the reference answer has no tests")
     return tests
@@ -195,7 +196,8 @@ def _pairs(tests: dict) -> list[Test]:
         or not inputs
     ):
         raise ValueError(
-            f"tests have as many inputs as outputs, and at least one; these have the keys {', '.join(tests)}"
+            "the tests must have as many inputs as outputs, and at least one of each; the reference answer "
+            f"has the keys {', '.join(tests)}"
         )
     pairs = zip(inputs, outputs, strict=True)
     if function is None:
@@ -215,7 +217,9 @@ def _arguments(given: Any) -> list:
     if isinstance(given, str):
         return [json.loads(line) for line in given.splitlines() if line.strip()]
     if not isinstance(given, list):
-        raise ValueError(f"the input of a function is the list of its arguments, not {str(given)[:80]!r}")
+        raise ValueError(
+            f"the input of a function must be the list of its arguments, not {str(given)[:80]!r}"
+        )
     return given
 
 

@@ -59,7 +59,7 @@ def tags(setup: Setup) -> Callable[..., float]:
 @dataclass
 class _LinearLength:
     target: int | None = option(None, "the length that scores 1", "tokens", at_least=0)
-    width: int | None = option(None, "how far from it a length scores 0", "tokens", above=0)
+    width: int | None = option(None, "distance from target at which a length scores 0", "tokens", above=0)
     shorter_is_free: bool = option(False, "lengths below target score 1")
 
 
@@ -70,7 +70,7 @@ def linear_length(setup: Setup) -> Callable[..., float]:
     """
     options = setup.options(_LinearLength)
     if options.target is None or options.width is None:
-        raise UserError(f"{setup.term.key}: linear_length needs target and width, in tokens")
+        raise UserError(f"{setup.term.key}: linear_length needs the options target and width, in tokens")
 
     def reward(prompt: str, response: str, answer: str | list[str], record: dict, tokens: int) -> float:
         beyond = tokens - options.target
@@ -83,12 +83,12 @@ def linear_length(setup: Setup) -> Callable[..., float]:
 class _CosineLength:
     right: str | None = option(None, "the term that says whether a response is right")
     right_from: float = option(1.0, "a response is right if that term's value is at least this")
-    longest: int | None = option(None, "the length at which a response counts as cut off", "tokens", above=0)
-    right_short: float = option(1.0, "value of a right response of no token")
+    longest: int | None = option(None, "length from which on a response counts as cut off", "tokens", above=0)
+    right_short: float = option(1.0, "value of a right response without tokens")
     right_long: float = option(0.5, "value of a right response of almost the longest length")
-    wrong_short: float = option(-1.0, "value of a wrong response of no token")
+    wrong_short: float = option(-1.0, "value of a wrong response without tokens")
     wrong_long: float = option(0.0, "value of a wrong response of almost the longest length")
-    exceeded: float = option(-1.0, "value of a response of the longest length")
+    exceeded: float = option(-1.0, "value of a response of the longest length or more")
 
 
 class CosineLength:
@@ -107,7 +107,8 @@ class CosineLength:
         options = setup.options(_CosineLength)
         if options.right is None or options.longest is None:
             raise UserError(
-                f"{setup.term.key}: cosine_length needs right, the name of a term, and longest, in tokens"
+                f"{setup.term.key}: cosine_length needs the options right (name of a term) and longest (in "
+                "tokens)"
             )
         return cls(options)
 

@@ -17,9 +17,9 @@ class _Rank:
     by: str = option(TOKENS, "the term whose values are ranked, or tokens for the length")
     largest_first: bool = option(False, "the largest value is the best one")
     among: str | None = option(
-        None, "a term; only responses with at least among_from of it are ranked, the others score 0"
+        None, "a term; only responses with a value of at least among_from are ranked, the others score 0"
     )
-    among_from: float = option(1.0, "see among")
+    among_from: float = option(1.0, "minimum value of the term `among` for a response to be ranked")
 
 
 class Rank:
@@ -82,7 +82,7 @@ class GroupLength:
     def make(cls, setup: Setup) -> "GroupLength":
         options = setup.options(_GroupLength)
         if options.right is None:
-            raise UserError(f"{setup.term.key}: group_length needs right, the name of a term")
+            raise UserError(f"{setup.term.key}: group_length needs the option right (name of a term)")
         return cls(options)
 
     def __call__(

@@ -35,10 +35,13 @@ def problem(options: CodeConfig, preamble: str) -> str | None:
     limits = tuple(getattr(options.limits, field.name) for field in fields(SandboxLimits))
     why = _failure(options.isolation, limits, "")
     if why is not None:
-        return f"a program that adds two numbers fails in the sandbox, and so would every other one: {why}"
+        return (
+            "a correct program that adds two numbers fails in the sandbox, so every response would fail: "
+            f"{why}"
+        )
     why = _failure(options.isolation, limits, preamble) if preamble else None
     if why is not None:
-        return f"reward.code.preamble makes a right program fail, and so it would every other one: {why}"
+        return f"reward.code.preamble makes a correct program fail, so every response would fail: {why}"
     return None
 
 

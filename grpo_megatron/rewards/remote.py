@@ -26,15 +26,15 @@ _READ_AT_ONCE = 1 << 16
 
 @dataclass
 class _Http:
-    url: str = option("", "of the server")
+    url: str = option("", "address of the server")
     token_env: str | None = option(
-        None, "environment variable of the driver, whose value is sent as bearer token"
+        None, "environment variable of the driver; its value is sent as bearer token"
     )
-    batch_size: int = option(64, "most responses in one request", above=0)
-    attempts: int = option(3, "how often a request is sent at most", above=0)
-    attempt_timeout: float = option(8.0, "longest time for one of them", "seconds", above=0)
+    batch_size: int = option(64, "maximum number of responses in one request", above=0)
+    attempts: int = option(3, "maximum number of attempts for a request", above=0)
+    attempt_timeout: float = option(8.0, "time limit of one attempt", "seconds", above=0)
     backoff: float = option(
-        0.5, "pause before the second one, twice as long before each further one", "seconds", at_least=0
+        0.5, "pause before the second attempt; it doubles before each further attempt", "seconds", at_least=0
     )
 
 
@@ -63,8 +63,8 @@ class Http:
         key, shown = f"{setup.term.key}.url", shortened(options.url.partition("?")[0])
         if _USER.match(options.url):  # checked first, because the other message shows the URL
             raise UserError(
-                f"{key} must not have a user or a password, which config.yaml would show; name a token by "
-                "token_env"
+                f"{key} must not have a user or a password, because config.yaml would show them; set "
+                "token_env to an environment variable that holds a token"
             )
         try:
             parts = urlsplit(options.url)
@@ -128,11 +128,11 @@ class Http:
                 rewards = answer.get("rewards") if isinstance(answer, dict) else None
                 if not isinstance(rewards, list) or len(rewards) != count:
                     raise RewardServerError(
-                        f'{self._shown} answered no {{"rewards": [...]}} of {count} rewards'
+                        f'{self._shown} must answer {{"rewards": [...]}} with {count} rewards, but did not'
                     )
                 return rewards
         raise RewardServerError(
-            f"{self._shown} gave no rewards in {options.attempts} attempts; the last one: {problem}"
+            f"{self._shown} gave no rewards in {options.attempts} attempts; the last attempt: {problem}"
         )
 
     async def _ask(self, body: dict[str, list]) -> tuple[Any, str | None]:
@@ -166,7 +166,8 @@ class Http:
                 encoding = response.headers.get("Content-Encoding", "identity")
                 if encoding.lower() != "identity":
                     raise RewardServerError(
-                        f"{self._shown} answered compressed ({encoding[:20]!r}), which it was not asked for"
+                        f"{self._shown} sent a compressed answer ({encoding[:20]!r}), which the request does "
+                        "not allow"
                     )
                 return json.loads(await self._read(response)), None
         except asyncio.TimeoutError:
@@ -174,17 +175,17 @@ class Http:
         except aiohttp.ClientError as error:
             return None, type(error).__name__
         except (ValueError, RecursionError) as error:
-            raise RewardServerError(f"{self._shown} answered what is no JSON") from error
+            raise RewardServerError(f"{self._shown} sent an answer that is not JSON") from error
 
     def _redirected(self, status: int, location: str) -> str:
         """Return the error message for an answer that redirects to `location`."""
         try:
             target = shown(_without_secrets(urljoin(self._options.url, location)))
         except ValueError:
-            target = "what is no URL"
+            target = "an invalid URL"
         return (
-            f"{self._shown} redirects to {target} (status {status}), and no redirect is followed, because it "
-            "would send the responses there: set url to the address that answers"
+            f"{self._shown} redirects to {target} (status {status}). Redirects are not followed, because "
+            "they would send the responses to another address; set url to the address that answers"
         )
 
     async def _read(self, response) -> bytes:

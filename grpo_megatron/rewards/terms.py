@@ -46,8 +46,8 @@ class Term:
 
 @dataclass
 class _Entry:
-    function: str = option("", "as reward.function")
-    weight: float = option(1.0, "of its value in the sum")
+    function: str = option("", "reward function, named as in reward.function")
+    weight: float = option(1.0, "factor of the value in the sum")
 
 
 def terms_of(config: RewardConfig) -> list[Term]:
@@ -72,10 +72,11 @@ def _term(name: str, entry: Any) -> Term:
     key = f"reward.terms.{name}"
     if not name.isidentifier() or name in _TAKEN:
         raise UserError(
-            f"{key}: a term's name is a word of letters, digits and _, and none of {', '.join(_TAKEN)}"
+            f"{key}: the name of a term must consist of letters, digits and _, and must not be one of "
+            f"{', '.join(_TAKEN)}"
         )
     if not isinstance(entry, dict) or not isinstance(entry.get("function"), str):
-        raise UserError(f"{key} must say its function, such as {{function: math, weight: 1.0}}")
+        raise UserError(f"{key} must name its function, such as {{function: math, weight: 1.0}}")
     own = {option: entry[option] for option in ("function", "weight") if option in entry}
     read = read_options(_Entry, own, key)
     return Term(
@@ -130,7 +131,7 @@ def read_options(
             hint = (
                 f"; did you mean {nearest[0]!r}?"
                 if nearest
-                else f"; there are {', '.join([*known, *besides])}"
+                else f"; the options are {', '.join([*known, *besides])}"
             )
             raise UserError(f"{key}: unknown option {str(name)[:80]!r}{hint}")
     try:

@@ -93,5 +93,5 @@ def _number(value: Any, name: str, from_json: bool) -> float:
     except Exception:  # an object of a user's class may raise anything
         raise NoReward(f"{name} must be a number, is {shown(value)} of type {type(value).__name__}") from None
     if not abs(number) <= LARGEST:
-        raise NoReward(f"{name} must be finite, and at most {LARGEST:g} in size")
+        raise NoReward(f"{name} must be finite, and at most {LARGEST:g} in absolute value")
     return number

@@ -120,13 +120,15 @@ def _check_methods(made: type, setting: str) -> None:
     for name, arguments in _METHODS.items():
         method = inspect.getattr_static(made, name, None)
         if method is None and name != "close":
-            raise UserError(f"{setting}: the environment has no method {name} (docs/plugins.md shows one)")
+            raise UserError(
+                f"{setting}: the environment has no method {name} (docs/plugins.md shows an example)"
+            )
         if not inspect.isfunction(method):
             continue
         problem = Call(("self", *arguments), may_be_async=True).problem(method)
         if problem:
             raise UserError(
-                f"{setting}: the environment's method {name} {problem} (docs/plugins.md shows one)"
+                f"{setting}: the environment's method {name} {problem} (docs/plugins.md shows an example)"
             )
 
 
@@ -176,7 +178,7 @@ class Environments:
         """Tell the user, once per run, that an episode could not be closed."""
         if not self._said:
             self._said = True
-            say(f"{problem}; the run goes on, and says no more of episodes that could not be closed")
+            say(f"{problem}; the run goes on, and does not report further episodes that cannot be closed")
 
     def close(self) -> None:
         for pool in self._pools:
@@ -293,8 +295,8 @@ class _Host:
             # The process's death may have been noticed by a call whose result is ignored, such as `close` of
             # another episode.
             raise WorkerDied(
-                f"environment {self._name}: the process of an episode has died between its turns, and the "
-                "episode with it"
+                f"environment {self._name}: the process of an episode has died between two turns, so the "
+                "episode is lost"
             )
         instance, uid = self._alive[number]
         response = self._decode(response_ids)
@@ -349,8 +351,8 @@ def _checked(result: Any, where: str) -> StepResult:
     legal = isinstance(result.done, (bool, np.bool_)) and isinstance(result.components, dict)
     if not legal or not _is_observation(result.observation):
         raise EnvironmentFailed(
-            f"{where} returned {shown(result)}; observation must be text or chat messages, done true or "
-            "false, components a dict"
+            f"{where} returned {shown(result)}; observation must be text or chat messages, done must be true "
+            "or false, and components must be a dict"
         )
     try:
         reward = read_reward({"reward": result.reward})["reward"]

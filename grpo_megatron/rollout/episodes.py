@@ -148,8 +148,8 @@ class MultiTurn:
         if not trajectory.read(first):
             raise UserError(
                 f"record {episode.prompt.uid}: the environment's first observation has {len(first) - asked} "
-                f"tokens, which leaves none of the {episode.limit} of rollout.max_response_length; raise "
-                "that, or move the text to the prompt"
+                f"tokens, so none of the {episode.limit} tokens of rollout.max_response_length is left for "
+                "the model; raise the limit, or move the text to the prompt"
             )
         reward, components, finish_reason = 0.0, {}, None
         while finish_reason is None:
@@ -172,8 +172,8 @@ class MultiTurn:
             reward, failed, scored_text = reward + answer.reward, answer.reward_failed, text
             if both := sorted(components.keys() & answer.reward_components):
                 raise UserError(
-                    f"both the environment and reward.* give the component {both[0]}: one must give it "
-                    "another name"
+                    f"the environment and the reward functions both return a component named {both[0]}; "
+                    "rename one of them"
                 )
             components |= answer.reward_components
         texts = [await world.text(sample.response_ids) for sample in samples]

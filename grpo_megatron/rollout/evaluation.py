@@ -142,8 +142,9 @@ class Evaluation:
         sampled = [group for group in every if group.samples]
         if not sampled:
             raise UserError(
-                f"the evaluation of {name} has no reward: reward.on_failure=leave_out leaves none of its "
-                f"{len(prompts)} prompts a sample; the messages above say what failed"
+                f"the evaluation of {name} has no samples: rewards or environments failed for all samples of "
+                f"its {len(prompts)} prompts, and reward.on_failure=leave_out removes such samples; the "
+                "messages above say what failed"
             )
         return _Drawn(sampled, [group for group in greedy if group.samples], failed)
 

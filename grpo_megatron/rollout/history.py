@@ -70,8 +70,8 @@ class TemplateHistory:
     def __init__(self, prompt: Prompt, tokenizer: PromptTokenizer):
         if prompt.messages is None:
             raise UserError(
-                f"record {prompt.uid}: rollout.history=template needs prompts that a chat template is "
-                "applied to, not token ids and not data.chat_template=none"
+                f"record {prompt.uid}: rollout.history=template needs a chat template, so the prompt must "
+                "not be token ids, and data.chat_template must not be none"
             )
         self._prompt, self._messages, self._tokenizer = prompt, prompt.messages, tokenizer
         self._is_begun = (
@@ -116,8 +116,8 @@ def _joined(prompt: Prompt, observation: list[dict[str, Any]]) -> list[dict[str,
     messages = prompt.messages
     if observation and messages[-1]["role"] == "assistant":
         raise UserError(
-            f"record {prompt.uid}: the prompt ends with a begun turn of the assistant, behind which the "
-            "environment's first observation has no place; end the prompt with a message of the user"
+            f"record {prompt.uid}: the prompt ends with the beginning of an assistant message, so the "
+            "environment's first observation cannot follow; end the prompt with a user message"
         )
     if not observation or observation[0]["role"] != messages[-1]["role"]:
         return [*messages, *observation]

@@ -217,8 +217,9 @@ class RolloutManager:
         stale = {span.version for span in completion.weight_spans} - {self._engines.weight_version}
         if stale:
             raise StaleWeights(
-                f"the engine answered with weight version {sorted(stale)}, the trainer's is "
-                f"{self._engines.weight_version}: an update did not reach it; see the engine's log"
+                f"the engine answered with weight version {sorted(stale)}, but the trainer has version "
+                f"{self._engines.weight_version}: a weight update did not reach the engine; see the engine's "
+                "log"
             )
 
     def state_dict(self) -> dict:

@@ -95,9 +95,7 @@ class Replay:
                 if step is None or not _END.search(row[-_LONGEST:]):
                     raise UserError(f"rollout.replay: {path}:{number} is damaged")
                 if step in self._places:
-                    raise UserError(
-                        f"rollout.replay: {path}:{number} is damaged (step {step} is there twice)"
-                    )
+                    raise UserError(f"rollout.replay: {path}:{number} is damaged (step {step} occurs twice)")
                 self._places[step] = place, len(row)
                 place += len(row)
 
@@ -134,7 +132,8 @@ def must_be_free(path: str) -> None:
         found = file.read(len(_HEADER))
     if found != _HEADER.encode()[: len(found)]:
         raise UserError(
-            f"rollout.record: {path} is not a recording of this run; move it away, or choose another file"
+            f"rollout.record: {path} is not a recording, and would be overwritten; move the file away, or "
+            "choose another path"
         )
 
 

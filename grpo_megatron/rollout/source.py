@@ -75,8 +75,8 @@ class EngineRollouts:
             if not filled.groups:
                 raise UserError(
                     f"step {step}: reward.on_failure=leave_out leaves none of the {len(failed)} groups, "
-                    "because rewards or environments failed for nearly all of their samples: mend what fails "
-                    "(the messages above say how), or see the workers' logs"
+                    "because rewards or environments failed for nearly all of their samples; the messages "
+                    "above and the workers' logs say what failed"
                 )
         prompts.settle(filled.aborted)
         if self._recorder:
@@ -109,12 +109,12 @@ class EngineRollouts:
         )
         short = self._batch_size - len(filled.groups)
         if short and (options.shortage == Shortage.error or not filled.groups):
-            because = f", and failed rewards left too few samples of {len(failed)}" if failed else ""
+            because = f", and failed rewards left too few samples of {len(failed)} groups" if failed else ""
             raise UserError(
-                f"step {step}: of the {most} prompts of rollout.dynamic_sampling.max_batches, "
-                f"algorithm.filters left {len(filled.groups)} of the {self._batch_size} groups of "
-                f"data.train_batch_size{because}: choose easier or harder prompts, raise max_batches or "
-                "rollout.n, or set rollout.dynamic_sampling.shortage=smaller"
+                f"step {step}: algorithm.filters left {len(filled.groups)} of the {self._batch_size} groups "
+                f"that data.train_batch_size needs, after sampling the {most} prompts that "
+                f"rollout.dynamic_sampling.max_batches allows{because}; choose easier or harder prompts, "
+                "raise max_batches or rollout.n, or set rollout.dynamic_sampling.shortage=smaller"
             )
         return filled
 

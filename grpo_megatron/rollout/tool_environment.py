@@ -111,8 +111,8 @@ class ToolEnvironment:
         self._tools = {function.__name__: function for function in found}
         if len(self._tools) != len(found):
             raise UserError(
-                f"rollout.tools={list(names)}: two functions have the same name, by which the model calls "
-                "them"
+                f"rollout.tools={list(names)}: two functions have the same name, so the model cannot tell "
+                "them apart; rename one"
             )
 
     @cached_property
@@ -127,7 +127,8 @@ class ToolEnvironment:
             return [get_json_schema(function) for function in self._tools.values()]
         except Exception as error:  # the library raises its own kinds of errors
             raise UserError(
-                f"rollout.tools: a tool needs type hints, and a docstring with its arguments: {error}"
+                "rollout.tools: a tool needs type hints, and a docstring that describes its arguments: "
+                f"{error}"
             ) from error
 
     def __call__(self, prompt: Prompt) -> ToolCalls:
@@ -141,8 +142,8 @@ def _check_tool(setting: str, function: Callable) -> None:
     """
     if not hasattr(function, "__name__"):
         raise UserError(
-            f"{setting}: a tool is a function, by whose name the model calls it, not "
-            f"{shortened(repr(function))}"
+            f"{setting}: a tool must be a function with a name, by which the model calls it, but "
+            f"{shortened(repr(function))} has no name"
         )
     try:
         arguments = tuple(inspect.signature(function).parameters)

@@ -50,7 +50,7 @@ def _encoded(value: Any, other: Callable[[Any], Any] | None) -> Any:
         if isinstance(value, kind):
             return [name, [_encoded(item, other) for item in value]]
     if other is None:
-        raise TypeError(f"{type(value).__name__} is no plain data")
+        raise TypeError(f"{type(value).__name__} is not plain data")
     return other(value)
 
 

@@ -211,7 +211,7 @@ class Sandbox:
     def _lost(self) -> RuntimeError:
         status = self._helper.poll()
         return RuntimeError(
-            "the sandbox's helper "
+            "the sandbox's helper process "
             + ("does not answer" if status is None else f"has ended with status {status}")
         )
 
@@ -288,9 +288,10 @@ def problem_with(containment: str) -> str | None:
         return str(error)
     if not outcome.succeeded:
         return (
-            f"a program ended with status {outcome.status}, by {outcome.ended.value}: {outcome.stderr[-200:]}"
+            f"a test program ended with status {outcome.status} (cause: {outcome.ended.value}): "
+            f"{outcome.stderr[-200:]}"
         )
-    return f"programs could {' and '.join(outcome.stdout.splitlines())}" if outcome.stdout else None
+    return f"a test program could {' and '.join(outcome.stdout.splitlines())}" if outcome.stdout else None
 
 
 def required_containment(isolation: Isolation) -> str:
@@ -304,10 +305,10 @@ def required_containment(isolation: Isolation) -> str:
         if problems[containment] is None:
             return containment
     raise UserError(
-        "this machine cannot keep programs that a model wrote from its files and network. "
+        "this machine cannot keep model-written programs away from its files and network. "
         + "; ".join(f"{name}: {problem}" for name, problem in problems.items())
-        + ". Let users make namespaces (sysctl user.max_user_namespaces above 0, "
-        "kernel.apparmor_restrict_unprivileged_userns=0, or a "
-        "container that allows unshare), or use a kernel from 5.13 on with landlock in lsm=; "
-        "reward.code.isolation=no_network does without the files"
+        + ". Allow users to create namespaces (sysctl user.max_user_namespaces above 0, "
+        "kernel.apparmor_restrict_unprivileged_userns=0, or a container that allows unshare), or use a "
+        "kernel from 5.13 on with landlock in lsm=. reward.code.isolation=no_network needs neither, but does "
+        "not protect files"
     )

@@ -286,7 +286,7 @@ def forbid() -> None:
     if machine not in _ARCHITECTURES:
         raise OSError(
             errno.ENOSYS,
-            f"numbers of system calls are known for {' and '.join(_ARCHITECTURES)}, not for {machine}",
+            f"the system call filter supports {' and '.join(_ARCHITECTURES)}, not {machine}",
         )
     lines = _filter(machine, os.getpid())
     program = _Filter(len(lines), (_Line * len(lines))(*lines))

@@ -49,17 +49,16 @@ class DroppedSteps:
         if not all(math.isfinite(norm) for norm, _ in self._in_a_row):
             reasons.append(
                 "A norm that is not finite comes from NaN or infinity in the weights, the log-probs or the "
-                "advantages: look at actor/loss, actor/grad_norm and mismatch/max of the steps before in "
+                "advantages: look at actor/loss, actor/grad_norm and mismatch/max of earlier steps in "
                 "metrics.jsonl; a lower optimizer.lr may help."
             )
         if self._beyond:
-            reasons.append(f"The reason was not the gradient, but: {self._beyond[0]}.")
+            reasons.append(f"The gradient was not the reason. The reason was: {self._beyond[0]}.")
         elif any(math.isfinite(norm) for norm, _ in self._in_a_row):
             limit = self._config.max_grad_norm_to_step
             reasons.append(
-                f"A finite norm was more than optimizer.max_grad_norm_to_step={limit}: look at "
-                "actor/grad_norm of good steps in metrics.jsonl, whether the limit is too low or training "
-                "diverges."
+                f"A finite norm was more than optimizer.max_grad_norm_to_step={limit}: either the limit is "
+                "too low, or training diverges; compare actor/grad_norm of good steps in metrics.jsonl."
             )
         raise UserError(
             f"{len(self._in_a_row)} optimizer steps in a row were dropped"

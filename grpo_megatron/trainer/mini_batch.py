@@ -84,8 +84,9 @@ def make_mini_batches(groups: list[Group], config: Config, cost: CostModel, step
     parts = [batch.select(np.flatnonzero(mini_of == number)) for number in range(mini_of[-1] + 1)]
     if config.train.old_logprobs == OldLogprobs.current and len(parts) * config.train.ppo_epochs > 1:
         raise UserError(
-            f"train.old_logprobs=current needs one optimizer step per batch; {len(groups)} prompts make "
-            "several"
+            f"train.old_logprobs=current needs one optimizer step per batch, but {len(groups)} prompts make "
+            "several; raise train.ppo_mini_batch_size and set train.ppo_epochs=1, or choose another "
+            "train.old_logprobs"
         )
     return [
         MiniBatch(part, partition(config, part.lengths, cost), (step, number))

@@ -75,7 +75,9 @@ class RankGroup:
     def awake(self) -> WorkerGroup:
         """Return the processes, awake. Raises RuntimeError if they sleep and engines use their devices."""
         if self._asleep and self._takes_turns:
-            raise RuntimeError("the trainer's ranks sleep: it is the turn of the engines on their devices")
+            raise RuntimeError(
+                "the trainer's ranks are asleep, because the engines are using the devices that they share"
+            )
         self.wake()
         return self.group
 

@@ -71,8 +71,8 @@ class ModelRewards:
             where = f"record {prompt.uid}"
             if prompt.messages is None and self._config.data.chat_template != NO_TEMPLATE:
                 raise UserError(
-                    f"{where}: its prompt is token ids, which a reward model with another tokenizer cannot "
-                    "read"
+                    f"{where}: the prompt is token ids, which a reward model with another tokenizer cannot "
+                    "read; give the prompt as text or messages"
                 )
             tokenizer = self._conversations.tokenizer
             tools = prompt.tools if tokenizer.template and tokenizer.template.shows_tools else None
@@ -100,8 +100,7 @@ class ModelRewards:
         if bad:
             raise UserError(
                 f"the reward model {self._config.reward.model.path} gave {bad} of {len(samples)} samples a "
-                "score that is not finite; its weights, or megatron.precision, are not fit for these "
-                "responses"
+                "score that is not finite; check the weights of the reward model, and megatron.precision"
             )
         return scores
 

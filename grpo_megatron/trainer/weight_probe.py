@@ -92,11 +92,11 @@ class WeightProbe:
         worst = int(np.argmax(found))
         if not found[worst] <= limit:
             raise RuntimeError(
-                f"after the weight sync engine {worst} gives the probe prompts log-probs that differ from "
+                f"after the weight sync, engine {worst} gives the probe prompts log-probs that differ from "
                 f"the trainer's by {found[worst]:.3g} in the mean (limit {limit:.3g}, {self._tolerance} "
-                "times the trainer's own rounding), although every weight has the trainer's digest: a layer "
-                "computes something else, or the weight map is wrong; `grpo-megatron selftest` looks for the "
-                "cause"
+                "times the effect of the trainer's own rounding), although the checksums of all weights "
+                "agree. Either a layer of the engine computes something else, or the weight map is wrong; "
+                "`grpo-megatron selftest` looks for the cause"
             )
         return {"probe_mean": found[worst], "probe_limit": limit}
 

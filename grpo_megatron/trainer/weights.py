@@ -34,8 +34,8 @@ class TrainerWeights:
             )
             raise UserError(
                 f"{len(broken)} parameters hold NaN or infinity {since}, such as {broken[0][1]} on "
-                f"{broken[0][0]}; continue from a checkpoint before it, with a lower optimizer.lr or a lower "
-                "optimizer.clip_grad, or begin with a model that is whole"
+                f"{broken[0][0]}; continue from an earlier checkpoint with a lower optimizer.lr or "
+                "optimizer.clip_grad, or begin with an undamaged model"
             )
 
     def scale(self, factor: float, share: float = 1.0) -> None:

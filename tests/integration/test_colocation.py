@@ -205,7 +205,8 @@ def test_a_wrong_order_is_refused_by_each_side(run):
     parts.turns.sleep()
     parts.turns.resume_kv_cache()
     with pytest.raises(
-        RuntimeError, match=r"^the trainer's ranks sleep: it is the turn of the engines on their devices$"
+        RuntimeError,
+        match=r"^the trainer's ranks are asleep, because the engines are using the devices that they share$",
     ):
         parts.trainer.reset_reference()
     with pytest.raises(RuntimeError, match=r"`resume_weights` is out of order: engines serve"):

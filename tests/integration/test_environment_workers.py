@@ -73,7 +73,8 @@ def test_a_first_observation_follows_the_prompt(counting):
     assert sample.loss_mask.tolist() == [False, False, True, True, True]
     assert sample.weight_spans == (WeightSpan(3, 2, 5),)
     with pytest.raises(
-        UserError, match=r"record 7: .*first observation has 3 tokens, which leaves none of the 3"
+        UserError,
+        match=r"record 7: .*first observation has 3 tokens, so none of the 3 tokens of .* is left",
     ):
         play(counting, Script(), prompt(first="abc?"), limit=3)
 
@@ -147,7 +148,7 @@ STEP = r"environment tests.unit.toy_environments:Obedient: step\('{}'\) on recor
         ("bad observation", "returned .*observation must be text or chat messages"),
         ("bad reward", "returned .*the reward must be a number, is 'high' of type str"),
         ("nan", "returned .*the reward must be finite"),
-        ("bad done", "returned .*done true or false"),
+        ("bad done", "returned .*done must be true or false"),
         ("bad component", "returned .*'x' must be a number"),
         ("sleep", "took longer than reward.timeout=1.0 s"),
         ("await", "took longer than reward.timeout=1.0 s"),

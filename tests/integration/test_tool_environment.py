@@ -210,7 +210,8 @@ def test_tools_and_rewards_have_workers_of_different_names(tmp_path, monkeypatch
 def test_no_term_has_the_name_of_a_component():
     for name in step("").components:
         with pytest.raises(
-            UserError, match=rf"reward.terms.{name}: a term's name is a word .* none of .*{name}"
+            UserError,
+            match=rf"reward.terms.{name}: the name of a term must consist .* must not be one of .*{name}",
         ):
             terms_of(RewardConfig(terms={name: {"function": "math"}}))
 

@@ -54,4 +54,4 @@ def test_latent_attention_cannot_have_adapters():
     (sentence,) = without_adapter(
         dataclasses.replace(ARCH, latent=latent), LoraConfig(rank=8, targets=ATTENTION)
     )
-    assert "over latents" in sentence
+    assert "multi-head latent attention" in sentence

@@ -181,7 +181,7 @@ def test_a_batch_is_filled_with_groups_of_beams(model):
 
 
 def test_beams_of_old_weights_are_noticed(model):
-    with pytest.raises(StaleWeights, match=r"weight version \[2\], the trainer's is 3"):
+    with pytest.raises(StaleWeights, match=r"weight version \[2\], but the trainer has version 3"):
         sampled(Engine(model, old=1), "rollout.max_response_length=4")
 
 

@@ -57,7 +57,7 @@ def test_fp8_depends_on_the_gpu_that_was_named():
         assert bool(broken(FP8, f"cluster.gpu={gpu}")) == gpu.startswith("a100")
     assert broken(FP8, "cluster.gpu=a100-80g") == [
         "megatron.precision=fp8 is not possible with cluster.gpu=a100-80g: FP8 needs compute capability "
-        "8.9 (Ada) or 9.0 (Hopper), this GPU has 8.0; use bf16"
+        "8.9 (Ada) or 9.0 (Hopper), but this GPU has 8.0; use bf16"
     ]
     assert "TransformerEngine needs CUDA" in broken(FP8, "cluster.gpu=none")[0]
 

@@ -68,13 +68,13 @@ def test_a_tag_that_the_template_begins_turns_with_is_there_once(folders, begun,
     [
         (
             [ASKED, said(None, reasoning_content="hm")],
-            "ends with a turn of the assistant that has reasoning_content",
+            "ends with an assistant message that has reasoning_content",
         ),
         (
             [ASKED, said("", tool_calls=[{"name": "add", "arguments": {}}])],
-            "ends with a turn of the assistant that has tool_calls",
+            "ends with an assistant message that has tool_calls",
         ),
-        ([said("It is")], "is a turn of the assistant alone"),
+        ([said("It is")], "consists of an assistant message only"),
         ([ASKED, said(None)], "message 1 of the prompt has no content"),
     ],
 )
@@ -98,7 +98,9 @@ def test_an_episode_goes_on_within_a_begun_turn(folders, history):
     assert tokenizer.decode_all(np.array(again)) == tokenizer.text(
         [ASKED, said("It is 2"), {"role": "user", "content": "Sure?"}]
     )
-    with pytest.raises(UserError, match="record 7: the prompt ends with a begun turn of the assistant"):
+    with pytest.raises(
+        UserError, match="record 7: the prompt ends with the beginning of an assistant message"
+    ):
         history(prompt, tokenizer).begin([{"role": "user", "content": "Look"}])
 
 
@@ -142,7 +144,7 @@ def test_a_prompt_that_went_through_the_template_before_is_refused(folders, kind
     tokenizer = PromptTokenizer(folders[kind])
     for prompt in (tokenizer.text("1+1?"), [{"role": "user", "content": tokenizer.text("1+1?")}]):
         message = refused(folders[kind], prompt)
-        assert "so a template was applied to it before; set data.chat_template=none" in message
+        assert "so a template was already applied to it; set data.chat_template=none" in message
     assert PromptTokenizer(folders[kind], DataConfig(chat_template="none")).text(
         tokenizer.text("1+1?")
     ) == tokenizer.text("1+1?")
@@ -179,7 +181,7 @@ def test_a_suffix_is_appended_once_to_every_kind_of_prompt(folders, tmp_path, pr
 
 def test_a_suffix_that_has_no_place_is_refused(folders):
     system = [{"role": "system", "content": "1"}]
-    assert "has no message of the user, to which data.prompt_suffix" in refused(
+    assert "has no user message to which data.prompt_suffix" in refused(
         folders["chatml"], system, prompt_suffix="?"
     )
 
@@ -230,10 +232,10 @@ def test_texts_that_only_look_like_messages_stay_texts(folders):
 def test_an_argument_that_the_template_never_reads_is_refused(folders, kind, arguments, unread):
     message = refused(folders[kind], chat_template_args=arguments)
     assert (
-        "data.chat_template_args: the chat template reads nothing of the name "
-        f"{unread}, so that would have no effect" in message
+        "data.chat_template_args: the chat template does not read "
+        f"{unread}, so setting it would have no effect" in message
     )
-    assert "it reads " in message
+    assert "The template reads " in message
 
 
 def test_arguments_of_a_template_with_tags_that_transformers_adds(folders, tmp_path):

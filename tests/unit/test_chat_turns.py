@@ -173,17 +173,21 @@ def test_a_chat_that_is_learned_has_the_tokens_of_the_template(folders, tmp_path
             [called("Look:", {"a": 1}), TOOL, said("2")],
             "has tool_calls, which the chat template leaves out",
         ),
-        ("deepseek", [said("<think>hm</think>4")], "has content of which the chat template cuts off a part"),
+        (
+            "deepseek",
+            [said("<think>hm</think>4")],
+            "the chat template cuts off a part of an assistant message's content",
+        ),
         (
             "r1",
             [said("4")],
-            "does not show the assistant's message behind the beginning that it gives to a turn",
+            "shows the prompt in another form once the assistant's message follows",
         ),
         ("llama3", [called(None, "not JSON")], "the arguments of a tool call are 'not JSON'"),
         ("llama3", [said(None, tool_calls="?")], "has the tool_calls '?'; they must be a list of objects"),
         ("llama3", [said(None, tool_calls=[{"id": "1"}])], "has a tool call without a name"),
         ("chatml", [said(None)], "field 'response': message 0 of the response has no content"),
-        ("chatml", [said("4"), ASKED], "of which the first and the last are the assistant's"),
+        ("chatml", [said("4"), ASKED], "whose first and last message are the assistant's"),
         ("chatml", "[{'role': 'assistant', 'content': '4'}]", "is a list of messages as Python prints it"),
     ],
 )
@@ -195,7 +199,9 @@ def test_what_a_template_cannot_show_is_refused(folders, tmp_path, kind, respons
 
 def test_a_template_argument_that_contradicts_the_response_is_refused(folders, tmp_path):
     record = {"prompt": [ASKED], "response": [said("4", reasoning_content="2+2")]}
-    with pytest.raises(UserError, match="does not show the assistant's message behind the beginning"):
+    with pytest.raises(
+        UserError, match="shows the prompt in another form once the assistant's message follows"
+    ):
         learned(folders["qwen3"], record, tmp_path, chat_template_args={"enable_thinking": False})
     record["response"] = [said("4")]
     prompt, found = learned(folders["qwen3"], record, tmp_path, chat_template_args={"enable_thinking": False})
@@ -247,7 +253,7 @@ def test_tools_that_cannot_be_shown_are_refused(folders, tmp_path, kind, tools, 
 def test_tools_of_the_environment_and_of_a_record_are_not_mixed(folders):
     tokenizer = PromptTokenizer(folders["qwen3"], tools=[SCHEMA])
     assert "# Tools" in tokenizer.text("1+1?")
-    with pytest.raises(UserError, match=r"the record offers tools of its own .* and so does the environment"):
+    with pytest.raises(UserError, match=r"the record .* and the environment both offer tools"):
         tokenizer.prompt("1+1?", "f:1", [SCHEMA])
 
 
@@ -296,7 +302,9 @@ def test_a_response_that_nothing_can_close_is_refused(folders, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(folders["plain"])
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "m")
-    with pytest.raises(UserError, match="neither the chat template nor the tokenizer has an end token"):
+    with pytest.raises(
+        UserError, match="must end with an end token, but neither the chat template nor the tokenizer has one"
+    ):
         learned(str(tmp_path / "m"), {"prompt": [ASKED], "response": "4"}, tmp_path)
 
 

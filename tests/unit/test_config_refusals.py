@@ -245,7 +245,7 @@ def test_what_is_given_as_a_file_and_is_none(capsys, tmp_path):
         (tmp_path / "none", "does not exist"),
         (tmp_path / "link", "is a link that leads nowhere"),
         (tmp_path / "pipe", "is not a regular file"),
-        ("README.md/c.yaml", "lies below a file"),
+        ("README.md/c.yaml", "cannot exist, because a part of the path is a file"),
         ("x" * 300, "cannot be read: File name too long"),
     ):
         assert f"--config {path} {part}" in refusal(capsys, "--config", str(path))

@@ -46,11 +46,11 @@ def test_a_folder_that_save_to_disk_wrote_is_read(saved, source, rows):
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [
-        ("one::train", "of one data set, so it has no splits; use hf:"),
+        ("one::train", "a single data set written by save_to_disk, so it has no splits; use hf:"),
         ("one:main", "has no configuration 'main'; use hf:FOLDER::SPLIT"),
-        ("several::dev", "has no split 'dev', but test, train; use hf:"),
-        ("several::train[:2]", "has no split 'train[:2]', but test, train"),
-        ("named", "has no split 'train', but first, second"),
+        ("several::dev", "has no split 'dev'; its splits are test, train. Choose one with hf:"),
+        ("several::train[:2]", "has no split 'train[:2]'; its splits are test, train"),
+        ("named", "has no split 'train'; its splits are first, second"),
         ("nothing", "/nothing does not exist"),
     ],
 )

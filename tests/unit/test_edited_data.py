@@ -85,7 +85,7 @@ def test_an_edited_file_is_refused(suffix, edit, tmp_path):
     write(tmp_path / f"train.{suffix}", edited(EDITS[edit]))
     with pytest.raises(UserError) as raised:
         order_of(source).must_fit(state)
-    assert f"data.train: what {source} holds has changed since the checkpoint was written" in str(
+    assert f"data.train: the records of {source} have changed since the checkpoint was written" in str(
         raised.value
     )
     assert "run.resume=none starts anew" in str(raised.value)
@@ -107,7 +107,7 @@ def test_only_the_file_that_was_edited_is_named(tmp_path):
     state = EpochOrder(8, 0, True, contents).state_dict()
     write(tmp_path / "b.jsonl", RECORDS[4:8])
     contents[sources[1]] = open_records(sources[1]).digest()
-    with pytest.raises(UserError, match=r"what \S+b\.jsonl holds"):
+    with pytest.raises(UserError, match=r"the records of \S+b\.jsonl have changed"):
         EpochOrder(8, 0, True, contents).must_fit(state)
 
 
@@ -115,7 +115,7 @@ def test_a_checkpoint_of_an_earlier_version_goes_on_with_a_note(tmp_path):
     source = write(tmp_path / "train.jsonl", RECORDS)
     state = order_of(source).state_dict()
     del state["contents"]
-    assert "kept no digest of the data" in order_of(source).must_fit(state)
+    assert "stored no checksum of the data" in order_of(source).must_fit(state)
     order = order_of(source)
     order.load_state_dict(state)
     assert order.state_dict()["contents"]
@@ -141,5 +141,5 @@ def test_every_command_compares_its_data(command, tmp_path, tiny_tokenizer):
     state = json.loads(json_text(order().state_dict()))
     assert order().must_fit(state) == ""
     write(tmp_path / "train.jsonl", edited(EDITS["a letter of a prompt"]))
-    with pytest.raises(UserError, match="has changed since the checkpoint was written"):
+    with pytest.raises(UserError, match="have changed since the checkpoint was written"):
         order().must_fit(state)

@@ -36,7 +36,7 @@ def violations(*overrides: str) -> list[str]:
 def test_a_preamble_that_would_fail_every_program_is_refused(preamble, says):
     (sentence,) = violations("reward.function=code", f"reward.code.preamble={json.dumps(preamble)}")
     assert re.search(
-        f"reward.code.preamble makes a right program fail, and so it would every other one: .*{says}",
+        f"reward.code.preamble makes a correct program fail, so every response would fail: .*{says}",
         sentence,
     ), sentence
 

@@ -87,11 +87,14 @@ def violations(tmp_path, *changes, command="train"):
             ["weight_sync.transport=disk", "weight_sync.folder=/proc/nope/x"],
             "weight_sync.folder=/proc/nope/x cannot be written",
         ),
-        (["run.root=README.md/runs"], "run.root=README.md/runs lies below a file as if"),
+        (
+            ["run.root=README.md/runs"],
+            "run.root=README.md/runs cannot exist, because a part of the path is a file",
+        ),
         (["run.root=/proc/nope"], "run.root=/proc/nope cannot be written to: "),
         (
             ["rollout.record=README.md/x"],
-            "rollout.record: README.md/x lies below a file as if that were a folder",
+            "rollout.record: README.md/x cannot exist, because a part of the path is a file, not a folder",
         ),
         (["rollout.record=docs"], "rollout.record: docs is a folder, not a file"),
         (["optimizer.eps=1e-300"], "optimizer.eps must be between 1e-18 and 1e+18 in magnitude"),
@@ -216,7 +219,9 @@ def test_places_to_write_to(tmp_path):
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
     assert output_folder_problem(tmp_path / "a" / "b") is None
     assert output_folder_problem(tmp_path / "file") == "is a file, not a folder"
-    assert "lies below a file" in output_folder_problem(tmp_path / "file" / "x")
+    assert "cannot exist, because a part of the path is a file" in output_folder_problem(
+        tmp_path / "file" / "x"
+    )
     assert "is a link that leads nowhere" in output_folder_problem(tmp_path / "nowhere")
     assert output_file_problem(tmp_path / "file") is None
     assert output_file_problem(tmp_path / "a" / "b") is None

@@ -99,7 +99,7 @@ def test_constant_length(lengths, layout, more):
 
 
 def test_constant_length_too_short_is_refused():
-    with pytest.raises(ValueError, match="do not fit packs of 4"):
+    with pytest.raises(ValueError, match="do not fit a pack of 4 tokens"):
         Layout(pack_tokens=4).pack([3, 2])
 
 
@@ -124,5 +124,5 @@ def test_local_positions_are_those_of_the_scattered_mask(lengths, layout, seed):
 
 
 def test_a_stream_of_another_length_is_refused():
-    with pytest.raises(ValueError, match="4 tokens, the pack 5"):
+    with pytest.raises(ValueError, match="4 tokens, but the pack has 5"):
         Layout().pack([3, 2]).scatter(np.zeros(4))

@@ -233,7 +233,8 @@ def test_dynamic_sampling_replaces_groups_that_are_too_small():
     assert sorted(group.prompt.uid for group in found.failed) == [0, 3]
     assert found.dropped == 1
     with pytest.raises(
-        UserError, match=r"left 1 of the 2 groups of .*, and failed rewards left too few samples of 3: choose"
+        UserError,
+        match=r"left 1 of the 2 groups .*, and failed rewards left too few samples of 3 groups; choose",
     ):
         sampled(
             configured(*given, "rollout.dynamic_sampling.max_batches=2"), "x x x", "1 2 x", "x x x", "x x x"
@@ -282,7 +283,8 @@ def test_an_evaluation_counts_what_is_left(tmp_path):
 
 def test_an_evaluation_of_nothing_is_an_error(tmp_path):
     with pytest.raises(
-        UserError, match=r"the evaluation of held_out has no reward: .* none of its 1 prompts a sample"
+        UserError,
+        match=r"the evaluation of held_out has no samples: .* failed for all samples of its 1 prompts",
     ):
         evaluated(tmp_path, "x x x")
 

@@ -99,7 +99,7 @@ def test_a_service_that_does_not_end_is_left_alone(service, tmp_path, monkeypatc
             pass
         assert (
             capsys.readouterr().out
-            == "Service may miss the end of this run: TimeoutError: it was not done within 0 s\n"
+            == "Service may miss the end of this run: TimeoutError: no result within 0 s\n"
         )
     finally:
         answered.set()

@@ -129,7 +129,7 @@ def test_a_status_that_cannot_be_read_does_not_let_a_second_run_in(folder, sleep
 
     monkeypatch.setattr(Path, "read_bytes", fail)
     with pytest.raises(
-        UserError, match=rf"{STATUS} cannot be read on .*: Stale file handle; see to the file system"
+        UserError, match=rf"{STATUS} cannot be read on .*: Stale file handle; check the file system"
     ):
         own(folder)
     assert json.loads((folder / "owner.json").read_text()) == THERE

@@ -311,7 +311,7 @@ def test_every_configuration_is_planned_or_refused_in_one_message(path, capsys, 
     arguments += scored_by(tmp_path) if path.stem == "reward_model_grpo" else []
     status, out, err = run(capsys, *arguments)
     refused = {
-        "quickstart_fp8": "this is for machines without a GPU",
+        "quickstart_fp8": "the emulation is only for machines without a GPU",
         "qwen2.5_0.5b_gsm8k_lora": "it cannot be made with megatron.lora.rank",
     }
     if path.stem in refused:

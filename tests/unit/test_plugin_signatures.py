@@ -76,7 +76,7 @@ def test_a_function_of_another_stack_is_recognised_and_the_advice_works(function
     (sentence,) = violations(f"reward.function={HERE}:{function}")
     assert "the reward is called with (prompt=..., response=..., answer=..., record=..." in sentence
     assert (
-        f"It has the parameters of a reward function for {stack}; name a function of this kind instead: "
+        f"It has the parameters of a reward function for {stack}; name a function that calls it instead: "
         in sentence
     )
     names = dict(globals())
@@ -188,16 +188,19 @@ half = functools.partial(of_two, 1)
 REFUSED = [
     (
         "algorithm.adv_estimator=os:getcwd",
-        r"the advantage estimator is called with \(inputs, options\), which its signature \(\)",
+        r"the advantage estimator is called with \(inputs, options\), but its signature \(\)",
     ),
-    ("algorithm.adv_estimator=HERE:of_three", "does not take: missing a required argument: 'more'"),
+    (
+        "algorithm.adv_estimator=HERE:of_three",
+        "does not accept these arguments: missing a required argument: 'more'",
+    ),
     (
         "algorithm.adv_estimator=HERE:waits",
-        "the advantage estimator is async, and its result would not be awaited",
+        "the advantage estimator is async, but must be a normal function, because its result is not awaited",
     ),
     (
         "algorithm.surrogate=os:getcwd",
-        r"the surrogate is called with \(terms, options\), which its signature \(\)",
+        r"the surrogate is called with \(terms, options\), but its signature \(\)",
     ),
     ("algorithm.surrogate=HERE:waits", "the surrogate is async"),
     ("algorithm.filters=[os:getcwd]", r"algorithm.filters=os:getcwd: the filter is called with \(groups\)"),
@@ -205,7 +208,7 @@ REFUSED = [
     ("algorithm.filters=[HERE:waits_for_groups]", "the filter is async"),
     (
         "reward.function=os:getcwd",
-        "which its signature .* does not take: got an unexpected keyword argument 'prompt'",
+        "but its signature .* does not accept these arguments: got an unexpected keyword argument 'prompt'",
     ),
     ("reward.function=HERE:of_two", "got an unexpected keyword argument 'prompt'"),
     ("reward.function=HERE:asks_for_more", "missing a required argument: 'tokenizer'"),
@@ -215,29 +218,32 @@ REFUSED = [
     ),
     (
         "reward.function=HERE:all_together",
-        "If it scores all responses to a prompt together, register it by @group_reward",
+        "If it scores all responses to a prompt together, register it with @group_reward",
     ),
     (
         "reward.function=HERE:registered_for_groups",
         r"is called with \(prompt=..., responses=..., answer=..., record=...\)",
     ),
-    ("reward.function=HERE:Judge", "is a class, and a reward is a function: name an object of the class"),
+    (
+        "reward.function=HERE:Judge",
+        "is a class, but a reward must be a function; name a function, or a callable object of the class",
+    ),
     ("reward.function=HERE:judge", "got an unexpected keyword argument 'record'"),
     (
         "reward.terms={own: {function: 'HERE:of_two'}}",
         "reward.terms.own.function=HERE:of_two: the reward is called with",
     ),
-    ("rollout.environment=os:getcwd", r"the environment is called with \(prompt\), which its signature \(\)"),
+    ("rollout.environment=os:getcwd", r"the environment is called with \(prompt\), but its signature \(\)"),
     ("rollout.environment=collections:OrderedDict", "the environment has no method reset"),
     ("rollout.environment=HERE:WithoutStep", "the environment has no method step"),
     (
         "rollout.environment=HERE:Gymnastics",
-        r"method reset is called with \(self, seed\), which its signature \(self, \*, seed=None, ",
+        r"method reset is called with \(self, seed\), but its signature \(self, \*, seed=None, ",
     ),
     ("rollout.environment=HERE:OfNothing", r"the environment is called with \(prompt\)"),
     ("rollout.tools=[HERE:twice]", "rollout.tools=HERE:twice: the tool is called with "),
     ("rollout.tools=[HERE:searches]", "rollout.tools=HERE:searches: the tool is async"),
-    ("rollout.tools=[HERE:half]", "rollout.tools=HERE:half: a tool is a function, by whose name"),
+    ("rollout.tools=[HERE:half]", "rollout.tools=HERE:half: a tool must be a function with a name"),
 ]  # fmt: skip
 
 

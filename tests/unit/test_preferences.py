@@ -207,7 +207,7 @@ def test_weights_and_margins_of_a_batch(tmp_path, conversations):
         ),
         (
             {"prompt": PROMPT, "chosen": "", "rejected": "3"},
-            "makes no token of the response in field 'chosen'",
+            "the response in field 'chosen' has no tokens",
         ),
         (
             {"prompt": PROMPT, "chosen": "2", "rejected": "3", "by": "much"},
@@ -288,7 +288,7 @@ def test_a_template_without_responses_is_refused(folder, tmp_path):
         "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
     )
     tokenizer = PromptTokenizer(folder, DataConfig(chat_template=str(tmp_path / "deaf.jinja")))
-    with pytest.raises(UserError, match="leaves out what the assistant says"):
+    with pytest.raises(UserError, match="leaves out the assistant's messages"):
         Conversations(tokenizer, pad=None)
 
 

@@ -116,7 +116,7 @@ def test_template_arguments_on_the_command_line(tmp_path):
     [
         (
             {"chat_template": "Tokenizer"},
-            "data.chat_template=Tokenizer is none of tokenizer, none, and a file that is here",
+            "data.chat_template=Tokenizer: there is no such file; the other values are tokenizer and none",
         ),
         ({"chat_template": "none", "system_prompt": "s"}, "data.system_prompt needs a chat template"),
         (
@@ -159,8 +159,9 @@ def test_a_prompt_of_token_ids_is_taken_as_it_is(chat, tmp_path):
 
 def test_ids_beyond_the_models_vocabulary(chat, tmp_path):
     known = len(PromptTokenizer(chat).tokenizer)
-    assert f"f:1: token id {known} of the prompt is not among the model's 0 to {known - 1}" in refused(
-        chat, None, [1, known]
+    assert (
+        f"f:1: token id {known} of the prompt is not in the model's vocabulary, 0 to {known - 1}"
+        in refused(chat, None, [1, known])
     )
     assert "token id -1" in refused(chat, None, [-1])
     assert "data.system_prompt cannot be applied" in refused(chat, DataConfig(system_prompt="7"), [1])
@@ -236,7 +237,7 @@ def test_a_prompt_without_a_token_is_refused(tmp_path):
     tokenizer = PromptTokenizer(folder, DataConfig(chat_template="none"))
     tokenizer.tokenizer.backend_tokenizer.normalizer = normalizers.Replace(Regex("x"), "")
     assert len(tokenizer.prompt("x1", "f:1")[1]) == 1
-    with pytest.raises(UserError, match="f:1: the tokenizer makes no token of the prompt 'xx'"):
+    with pytest.raises(UserError, match="f:1: the prompt has no tokens: 'xx'"):
         tokenizer.prompt("xx", "f:1")
 
 

@@ -20,7 +20,7 @@ BAD = [
         ["reward.function=code"],
         {"answer": "assert f() == 1"},
         {"answer": "assert f( == 1"},
-        "neither Python nor inputs and outputs",
+        "neither Python code nor JSON with inputs and outputs",
     ),
     (
         ["reward.function=code"],
@@ -32,7 +32,7 @@ BAD = [
         ["reward.function=code"],
         {"answer": json.dumps(SUMS)},
         {"answer": json.dumps(SUMS)[:-3]},
-        "neither Python nor",
+        "neither Python code nor",
     ),
     (
         ["reward.terms.right.function=code"],
@@ -82,7 +82,7 @@ def test_a_record_that_cannot_be_scored_is_named_before_a_run(model, tmp_path, o
     given = [*arguments(model, tmp_path, good, bad, key=key), *options]
     with pytest.raises(UserError, match=rf"p\.jsonl:2: reward .*cannot score this record: .*{says}") as found:
         _Data(read_config(None, given))
-    assert "mend the record or leave it out, or set reward.on_failure=value" in str(found.value)
+    assert "correct or remove the record, or set reward.on_failure to value " in str(found.value)
     assert str(found.value) in check(None, given).violations
     _Data(read_config(None, [*given, "reward.on_failure=value"]))
     _Data(read_config(None, [*arguments(model, tmp_path, good, key=key), *options]))

@@ -213,7 +213,8 @@ def test_verls_own_files(tmp_path, tokenizer):
     ):
         load_prompts(path, tokenizer, DataConfig())
     with pytest.raises(
-        UserError, match=r"field 'reward_model' is \{'style'.*data.answer_key may name a field of an object"
+        UserError,
+        match=r"field 'reward_model' is \{'style'.*To name a field of an object, write data.answer_key",
     ):
         load_prompts(path, tokenizer, DataConfig(answer_key="reward_model"))
 

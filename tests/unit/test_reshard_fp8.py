@@ -179,7 +179,7 @@ def test_a_plan_quantises_whole_tensors_unless_preflight_refuses_it(arch, sizes,
     layout = dataclasses.replace(layout, fp8=True)
     plan = ReshardPlan(Layouts(arch, sizes, layout, 1))
     if list(cut_matrices(arch, sizes, layout)):
-        with pytest.raises(ValueError, match="cuts a block of 128 x 128"):
+        with pytest.raises(ValueError, match="cuts an FP8 block of 128 x 128"):
             [plan.engine_shapes, *map(plan.outgoing, range(sizes.world_size))]
         return
     tensors = in_bf16(hf_tensors(arch))
@@ -306,7 +306,7 @@ def test_infinite_weights_are_not_sent(cluster):
 def test_a_rank_with_a_part_of_a_block_is_an_error():
     arch = dataclasses.replace(SMALL_HEADS, num_heads=4, num_kv_heads=4)
     plan = ReshardPlan(Layouts(arch, ParallelSizes(tp=2), EngineLayout(1, fp8=True), 1))
-    with pytest.raises(ValueError, match=r"q_proj.weight_scale_inv: .* cuts a block of 128 x 128"):
+    with pytest.raises(ValueError, match=r"q_proj.weight_scale_inv: .* cuts an FP8 block of 128 x 128"):
         plan.outgoing(0)
 
 

@@ -111,20 +111,20 @@ def test_a_request_is_tried_again(server, todo):
 @pytest.mark.parametrize(
     ("todo", "says", "requests"),
     [
-        ("500", "gave no rewards in 3 attempts; the last one: status 500", 3),
+        ("500", "gave no rewards in 3 attempts; the last attempt: status 500", 3),
         ("403", "answered with status 403", 1),
-        ("garbage", "answered what is no JSON", 1),
-        ("deep", "answered what is no JSON", 1),
-        ("few", r'answered no {"rewards": [...]} of 1 rewards', 1),
+        ("garbage", "sent an answer that is not JSON", 1),
+        ("deep", "sent an answer that is not JSON", 1),
+        ("few", r'must answer {"rewards": [...]} with 1 rewards, but did not', 1),
         ("endless", "answered with more than 16 MiB", 1),
-        ("compressed", "answered compressed ('gzip'), which it was not asked for", 1),
+        ("compressed", "sent a compressed answer ('gzip'), which the request does not allow", 1),
         ("301", "redirects to 'http://127.0.0.1:", 1),
         (
             "307 to //10.0.0.1/other?key=hidden",
-            "redirects to 'http://10.0.0.1/other' (status 307), and no redirect is followed",
+            "redirects to 'http://10.0.0.1/other' (status 307). Redirects are not followed",
             1,
         ),
-        ("307 to http://[bad/", "redirects to what is no URL", 1),
+        ("307 to http://[bad/", "redirects to an invalid URL", 1),
     ],
 )
 def test_a_server_that_gives_no_rewards_is_a_failed_reward(server, todo, says, requests):
@@ -151,7 +151,7 @@ def test_a_token_is_sent_and_shown_nowhere(server, monkeypatch):
     )
     monkeypatch.delenv("MY_TOKEN", raising=False)
     with pytest.raises(
-        UserError, match="environment variable MY_TOKEN, which a reward of this run asks for, is not set"
+        UserError, match="environment variable MY_TOKEN, which a reward of this run needs, is not set"
     ):
         RewardWorkers(RewardConfig(function="http", args=args), decode, [])
 
@@ -163,7 +163,8 @@ def test_a_token_that_no_header_can_hold_is_refused_at_the_start(server, monkeyp
     )
     monkeypatch.setenv("MY_TOKEN", value)
     with pytest.raises(
-        UserError, match=r"MY_TOKEN, .* which no HTTP header can hold; set it to the token alone"
+        UserError,
+        match=r"MY_TOKEN, .* so it cannot be sent in an HTTP header; set the variable to the token alone",
     ) as found:
         read_secrets(rewards)
     assert "s3cr" not in str(found.value)

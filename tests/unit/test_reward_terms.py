@@ -95,8 +95,8 @@ def test_one_function_with_options():
 @pytest.mark.parametrize(
     ("terms", "says"),
     [
-        ({"right": {"weight": 1}}, r"reward.terms.right must say its function"),
-        ({"right": "math"}, r"reward.terms.right must say its function"),
+        ({"right": {"weight": 1}}, r"reward.terms.right must name its function"),
+        ({"right": "math"}, r"reward.terms.right must name its function"),
         (
             {"right": RIGHT | {"wieght": 1}},
             r"reward.terms.right: unknown option 'wieght'; did you mean 'weight'\?",
@@ -113,22 +113,22 @@ def test_one_function_with_options():
         ({"right": RIGHT | {"weight": "much"}}, r"reward.terms.right: Value 'much'"),
         ({"right": RIGHT | {"weight": float("inf")}}, r"reward.terms.right.weight must be a finite number"),
         ({"right": RIGHT | {"response_from": ["box"]}}, r"reward.terms.right.response_from=box is unknown"),
-        ({"reward": RIGHT}, r"reward.terms.reward: a term's name"),
-        ({"a b": RIGHT}, r"a term's name is a word"),
+        ({"reward": RIGHT}, r"reward.terms.reward: the name of a term"),
+        ({"a b": RIGHT}, r"the name of a term must consist of letters"),
         (
             {"right": {"function": "exactly"}},
             r"reward.function=exactly is unknown; choose one of exact_match, math",
         ),
         ({"a": {"function": f"{HERE}:score", "x": 1}}, r"reward.terms.a: .*:score has no parameter `args`"),
-        ({"a": {"function": "cosine_length"}}, r"reward.terms.a: cosine_length needs right"),
+        ({"a": {"function": "cosine_length"}}, r"reward.terms.a: cosine_length needs the options right"),
         (
             {"a": {"function": "cosine_length", "right": "b", "longest": 9}},
-            r"reads the term 'b'; reward.terms has these before it: none",
+            r"reads the term 'b', which must be computed before it; the terms before it are: none",
         ),
-        ({"a": {"function": "group_length"}}, r"reward.terms.a: group_length needs right"),
+        ({"a": {"function": "group_length"}}, r"reward.terms.a: group_length needs the option right"),
         ({"a": {"function": "rank", "by": "b"}}, r"reward.terms.a reads the term 'b'"),
         ({"form": {"function": "format", "tags": []}}, r"reward.terms.form.tags is empty"),
-        ({"a": {"function": "linear_length"}}, r"linear_length needs target and width"),
+        ({"a": {"function": "linear_length"}}, r"linear_length needs the options target and width"),
         (
             {"a": {"function": "http", "url": "ftp://x"}},
             r"reward.terms.a.url must be of the form http://HOST",
@@ -174,7 +174,7 @@ def test_from_the_command_line():
 
 def test_options_of_one_function_need_a_parameter():
     with pytest.raises(
-        UserError, match=r"reward.args: .*:score has no parameter `args` that could take factor"
+        UserError, match=r"reward.args: .*:score has no parameter `args`, so it cannot take factor"
     ):
         resolve_rewards(RewardConfig(function=f"{HERE}:score", args={"factor": 1}))
 

@@ -124,7 +124,7 @@ NO_NUMBERS = [
     (torch.zeros(2), "must be a number"),
     (Hostile(), "must be a number, is <Hostile instance at"),
     (Rewrites(), r"must be a number, is '\\x1b\[2J\\nall is well'"),
-    (10**400, "must be finite, and at most 1e\\+30 in size"),
+    (10**400, "must be finite, and at most 1e\\+30 in absolute value"),
     (-(10**400), "must be finite"),
     (10**5000, "must be finite"),  # Python does not even write it
     (Fraction(10**400), "must be finite"),

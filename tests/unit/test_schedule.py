@@ -210,7 +210,7 @@ def test_too_long_a_sequence_is_named():
         (
             [10] * 3,
             {"dp": 2, "packing": False},
-            "one per micro-batch, .* make their number a multiple of 2, or use train.packing",
+            "one per micro-batch, .* make the number of sequences a multiple of 2, or use train.packing",
         ),
         (
             [90] * 5,

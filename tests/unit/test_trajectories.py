@@ -195,7 +195,9 @@ def test_a_component_of_the_environment_and_one_of_the_reward_are_both_kept(toke
         Episode(prompt_of(tokenizer), 3, 0, 400, (0, 0)), Writer([ids_of(tokenizer, "5<eos>")])
     )
     if collides:
-        with pytest.raises(UserError, match=r"both the environment and reward\.\* give the component steps"):
+        with pytest.raises(
+            UserError, match=r"the environment and the reward functions both return a component named steps"
+        ):
             asyncio.run(playing)
     else:
         assert asyncio.run(playing)[0].reward_components == {"steps": 1, component: 0.25}
@@ -366,7 +368,8 @@ def test_template_history_needs_a_chat(tokenizer):
     prompt = Prompt(7, np.array([8, 9], dtype=np.int32), "..", "x")
     with pytest.raises(
         UserError,
-        match=r"record 7: rollout.history=template needs prompts that a chat template is applied to",
+        match=r"record 7: rollout.history=template needs a chat template, "
+        "so the prompt must not be token ids",
     ):
         play(tokenizer, prompt, Writer([]), Answers("", []), HistoryKind.template)
 
