@@ -88,7 +88,7 @@ def handover(bench: Bench) -> None:
     sender.close()
     other.join(timeout=_WAIT_SECONDS)
     if any(answer.wrong for answer in received) or received[-1].seals != sent[-1].seals:
-        raise RuntimeError(f"weights arrived that are not those that were sent: {received[-1].wrong[:3]}")
+        raise RuntimeError(f"the received weights differ from the sent ones: {received[-1].wrong[:3]}")
     gigabytes = received[-1].bytes / 1e9
     taken = statistics.median(answer.seconds["all"] for answer in received[1:])
     parts = {f"sender_{name}_seconds": value for name, value in sent[-1].seconds.items()}

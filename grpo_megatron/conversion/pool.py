@@ -139,7 +139,7 @@ def _receive(connection, process) -> tuple[str, Any]:
     if kind == "user error":
         raise UserError(value)
     if kind == "defect":
-        raise RuntimeError(f"in a process of the conversion:\n{value}")
+        raise RuntimeError(f"a process of the conversion failed:\n{value}")
     return kind, value
 
 
@@ -152,7 +152,7 @@ def _lost(process) -> UserError:
     )
     return UserError(
         f"a process of the conversion (pid {process.pid}) {how}; if the machine ran out of "
-        "memory, use fewer (--processes)"
+        "memory, use fewer processes (--processes)"
     )
 
 

@@ -202,7 +202,7 @@ class Actor:
         keep_hidden: with `reference`, keep the last hidden states for the exact KL of `train_step`.
         """
         if reference and not self._reference_passes.begun:
-            raise RuntimeError("a pass of the reference needs begin_reference first")
+            raise RuntimeError("call begin_reference before logprobs(reference=True)")
         prepared = self.mini_batches.get(key, micro_batches)
         routing = Routing.own if reference else self._route(prepared, micro_batches, recording=True)
         keep = partial(self.mini_batches.keep_hidden, on_device=self.spec.reference_hidden_bytes)
@@ -366,7 +366,7 @@ class Actor:
         written wait for the thread. The checkpoint is complete when `finish_checkpoint` has returned.
         """
         if self._writer:
-            raise RuntimeError("the last checkpoint has not been finished")
+            raise RuntimeError("the previous checkpoint is not finished: call finish_checkpoint first")
         with self._settled_weights(), self.memory.optimizer_at_hand():
             self._writer = sharded_state.save(
                 folder, [ddp.module for ddp in self.ddp], self.optimizer, self.reference

@@ -68,7 +68,7 @@ def load(folder: str, chunks, optimizer, reference: ReferenceWeights | None = No
         common = read_common(folder)
         if "optimizer_steps" not in common:
             raise UserError(
-                f"{folder} has weights alone, or is of an earlier version: a run cannot continue from it"
+                f"{folder} has only weights, or is from an older version: a run cannot continue from it"
             )
         lora.check_checkpoint(folder, common.get("lora"), chunks)
         _fill_optimizer_state(optimizer)

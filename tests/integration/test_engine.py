@@ -353,7 +353,8 @@ def test_an_engine_that_is_not_in_fp8_as_planned_is_refused(engines, tmp_path):
     transport = make_transport(WeightSyncConfig(), layouts, "", 60.0, print)
     engines.begin_update()
     with pytest.raises(
-        UserError, match=r"parameters are not those of the weight map .*; an engine in FP8 takes no others"
+        UserError,
+        match=r"parameters are not those of the weight map .*; an engine in FP8 cannot load full tensors",
     ):
         transport.transfer(Weights(None), engines, 1)
     engines.end_update(engines.weight_version + 1)

@@ -39,15 +39,15 @@ class ObjectStore:
         """
         counts = Counter(delivered)
         wrong = [
-            f"{name}, which fills {engine}, came {counts[name]} times"
+            f"{name} (part of the engine's {engine}) was delivered {counts[name]} times"
             for name, engine in self._engine_names.items()
             if counts[name] != 1
         ]
         wrong += [f"{name} is not in the weight map" for name in counts.keys() - self._engine_names.keys()]
         if wrong:
             raise RuntimeError(
-                "the weight sync delivered other tensors than the weight map of the architecture has "
-                f"({len(wrong)} differ): " + "; ".join(sorted(wrong)[:5])
+                "the weight sync did not deliver each tensor of the weight map exactly once "
+                f"({len(wrong)} are wrong): " + "; ".join(sorted(wrong)[:5])
             )
 
     def close(self) -> None:

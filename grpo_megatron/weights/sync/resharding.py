@@ -66,12 +66,12 @@ class Resharding:
             dtypes |= {name: dtype for name, (_, dtype) in have.items() if name in shapes}
             found += [
                 f"{me} has {name} of shape {have[name][0] if name in have else 'none'}, "
-                f"planned {shapes.get(name, 'none')}"
+                f"expected {shapes.get(name, 'none')}"
                 for name in sorted(shapes.keys() | have.keys())
                 if name not in have or have[name][0] != shapes.get(name)
             ]
             found += [
-                f"{me} has {name} in {have[name][1]}, planned {dtype}"
+                f"{me} has {name} in {have[name][1]}, expected {dtype}"
                 for name, dtype in planned.items()
                 if name in have and have[name][1] != dtype
             ]
@@ -123,9 +123,9 @@ class Resharding:
         if wrong:
             more = f" (and {len(wrong) - _SHOWN} more)" if len(wrong) > _SHOWN else ""
             raise RuntimeError(
-                "after the weight sync the digest differs from the trainer's of "
-                f"{', '.join(wrong[:_SHOWN])}{more}; the engines do not have the trainer's weights and may "
-                "not serve"
+                "after the weight sync, the engines' digests differ from the trainer's for "
+                f"{', '.join(wrong[:_SHOWN])}{more}; these engines must not serve, because they do not have "
+                "the trainer's weights"
             )
         seals = {link: seal for answer in sent for link, seal in answer.seals.items()}
         for me, answer in received.items():
@@ -137,7 +137,8 @@ class Resharding:
             )
             if different:
                 raise RuntimeError(
-                    f"{me} did not take over what the trainer sent on {', '.join(different[:_SHOWN])}"
+                    f"the link checksums of {', '.join(different[:_SHOWN])} differ: {me} did not load what "
+                    "the trainer sent"
                 )
 
     @cached_property
@@ -205,8 +206,8 @@ def chosen_way(config: WeightSyncConfig, layouts: Layouts) -> tuple[Way, Layouts
     way = automatic if config.transport == SyncTransport.auto else Way(config.transport.value)
     if way == Way.shared_memory and alone:
         raise UserError(
-            "weight_sync.transport=shared_memory needs a rank of the trainer on every engine's node, and "
-            f"there is none on {', '.join(alone[:_SHOWN])}; use groups, or auto"
+            "weight_sync.transport=shared_memory needs a trainer rank on every engine's node, but there is "
+            f"none on {', '.join(alone[:_SHOWN])}; use groups or auto"
         )
     multicast = way != Way.groups or broadcast_is_cheaper(layouts, config.bucket_bytes)
     return way, replace(layouts, multicast=multicast, within_nodes=way == Way.shared_memory)
@@ -257,11 +258,11 @@ class Checked:
             f"{'; '.join(different[:_SHOWN])})"
         )
         if self._transport != SyncTransport.auto or self._not_full:
-            reason = self._not_full or "use object_store, or auto"
+            reason = self._not_full or "use object_store or auto"
             raise UserError(f"weight_sync.transport={self._transport.value}: {what}; {reason}")
         self._say(
-            "weights travel as full tensors through the object store, and their digests are not compared: "
-            f"{what}"
+            "the weight sync sends full tensors through the object store and does not compare digests, "
+            f"because {what}"
         )
         return self._full
 
@@ -271,8 +272,8 @@ class Checked:
 
 def _not_full(layouts: Layouts) -> str:
     if layouts.spread:
-        return "an engine over several nodes takes no others"
-    return "an engine in FP8 takes no others" if layouts.engine.fp8 else ""
+        return "an engine over several nodes cannot load full tensors instead"
+    return "an engine in FP8 cannot load full tensors instead" if layouts.engine.fp8 else ""
 
 
 def make_transport(
@@ -291,7 +292,7 @@ def make_transport(
         if layouts.spread:
             raise UserError(
                 "weight_sync.transport=object_store does not reach the ranks of an engine over several "
-                "nodes; use groups, or auto"
+                "nodes; use groups or auto"
             )
         return full
     way, layouts = chosen_way(config, layouts)
