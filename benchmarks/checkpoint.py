@@ -282,10 +282,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--saves", type=int, default=3, help="timed saves")
-    parser.add_argument("--tokens", type=int, default=1024, help="of each replica's batch")
+    parser.add_argument("--saves", type=int, default=3, help="number of timed saves")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens in each replica's batch")
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--before", action="store_true", help="also the way of before")
+    parser.add_argument("--before", action="store_true", help="also measure the previous method")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         count = make(Path(folder, "model"), hidden=1024, layers=options.layers, heads=8, kv_heads=4, ffn=3072)
@@ -295,12 +295,12 @@ def main() -> None:
     print(f"{'':<44}{'now':>10}" + (f"{'before':>10}" if options.before else ""))
     for text, name, before in (
         ("seconds of the whole save", "save_seconds", "before_seconds"),
-        ("of these training waits", "blocked_seconds", "before_seconds"),
-        ("memory beyond the state, over the state", "extra_over_state", "before_extra_over_state"),
+        ("seconds that training waits", "blocked_seconds", "before_seconds"),
+        ("extra memory, relative to the state", "extra_over_state", "before_extra_over_state"),
     ):
         print(f"{text:<44}{result[name]:>10.3f}" + (f"{result[before]:>10.3f}" if before in result else ""))
     print(
-        f"a step takes {result['step_seconds']:.1f} s while a checkpoint is written, else "
+        f"a step takes {result['step_seconds']:.1f} s while a checkpoint is written, otherwise "
         f"{result['quiet_step_seconds']:.1f} s"
     )
     print(json.dumps(result))

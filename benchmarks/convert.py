@@ -212,9 +212,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--processes", type=int, help="default: the tools' own")
+    parser.add_argument("--processes", type=int, help="number of processes; default: as the tools choose")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--folder", help="where the temporary folder goes")
+    parser.add_argument("--folder", help="parent of the temporary folder")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         source = Path(folder, "source")

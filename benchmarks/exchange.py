@@ -80,7 +80,7 @@ def measure(actor: Actor, repeats: int) -> dict[str, float]:
         times["exchange"].append(seconds(actor.model.device, exchange) / 2)
         times["copy"].append(seconds(actor.model.device, copy) / 2)
     if not all(torch.equal(one, other) for one, other in zip(own, before, strict=True)):
-        raise RuntimeError("the weights changed in an exchange and its return")
+        raise RuntimeError("exchanging the weights twice did not restore them")
     found = {f"{name}_seconds": statistics.median(values[1:]) for name, values in times.items()}
     gigabytes = sum(values.nbytes for values in own) / 1e9
     return {

@@ -138,7 +138,7 @@ class Runs:
     def run(self, name: str) -> None:
         section, left = SECTIONS[name], self._deadline - time.monotonic()
         if left < (0 if self.options.dry_run else section.seconds):
-            self.skipped[name] = f"it needs {section.seconds:.0f} s, and {max(0, left):.0f} are left"
+            self.skipped[name] = f"it needs {section.seconds:.0f} s, but only {max(0, left):.0f} s are left"
             return
         if missing := [package for package in section.packages if importlib.util.find_spec(package) is None]:
             self.skipped[name] = f"not installed: {', '.join(missing)}"
@@ -169,11 +169,11 @@ class Runs:
             try:
                 kind, value = connection.recv()
             except EOFError:
-                return "failed", "its process ended without a word"
+                return "failed", "its process ended without a result"
             if kind != "figures":
                 return kind, value
             self.figures[name] = value
-        return "late", "the time was up before it ended"
+        return "late", "it did not end within the time limit"
 
     def targets(self) -> dict[str, list]:
         """Return {name: [measured or None, comparison, target, whether it is met]}.
@@ -258,11 +258,13 @@ def main() -> int:
         "--only",
         nargs="+",
         choices=SECTIONS,
-        help="these sections, and `peak`, which the others are held against",
+        help="run only these sections, and `peak`, with which the others are compared",
     )
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--trained", metavar="FOLDER", help="an HF model with trained weights, for fp8_error")
-    parser.add_argument("--dry-run", action="store_true", help="on a CPU, tiny, with emulated kernels")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="run on a CPU, with tiny sizes and emulated kernels"
+    )
     given = parser.parse_args()
     started = time.monotonic()
     if given.dry_run:

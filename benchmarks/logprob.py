@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1, help="of a CPU")
+    parser.add_argument("--threads", type=int, default=1, help="number of CPU threads")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     print(json.dumps(measure(parser.parse_args())))
 

@@ -281,7 +281,10 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=20, help="measured steps of each kind")
     parser.add_argument(
-        "--tokenizer", choices=("characters", "bytes"), default="characters", help="decides the lengths"
+        "--tokenizer",
+        choices=("characters", "bytes"),
+        default="characters",
+        help="tokenizer, which decides the lengths of responses",
     )
     parser.add_argument("changes", nargs="*", metavar="key=value")
     options = parser.parse_intermixed_args()

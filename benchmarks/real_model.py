@@ -221,17 +221,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, help="folder of the model; without it, it is fetched")
-    parser.add_argument("--steps", type=int, default=3, help="measured steps")
-    parser.add_argument("--length", type=int, default=48, help="tokens of every response")
+    parser.add_argument("--model", type=Path, help="folder of the model; default: fetch it")
+    parser.add_argument("--steps", type=int, default=3, help="number of measured steps")
+    parser.add_argument("--length", type=int, default=48, help="tokens in every response")
     parser.add_argument(
-        "--precision", choices=DTYPES, action="append", help="may be given twice; without it, both"
+        "--precision", choices=DTYPES, action="append", help="may be given twice; default: both"
     )
     parser.add_argument(
         "--threads",
         type=int,
         default=len(os.sched_getaffinity(0)),
-        help="of the rank, the engine, TRL, and the peak",
+        help="CPU threads of the rank, the engine, TRL and the peak",
     )
     parser.add_argument("--trl", metavar="PYTHON", help="interpreter with TRL installed")
     options = parser.parse_args()

@@ -125,7 +125,7 @@ def main() -> None:
     )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--samples", type=int, default=2048, help="scored in each repetition")
+    parser.add_argument("--samples", type=int, default=2048, help="samples to score in each repetition")
     options = parser.parse_args()
     sys.path.insert(0, "")
     connect(None, options.workers)

@@ -157,8 +157,10 @@ def table(decisions: dict[str, dict]) -> str:
     common = dict(set.intersection(*(set(variables.items()) for variables in environments.values())))
     others = {name: sorted(variables.items() - common.items()) for name, variables in environments.items()}
     lines = [f"| {' | '.join(cells)} |" for cells in rows]
-    lines += ["", f"In the environment of all: {_settings(sorted(common.items()))}."]
-    lines += [f"In that of {name} besides: {_settings(more)}." for name, more in others.items() if more]
+    lines += ["", f"Environment of all engines: {_settings(sorted(common.items()))}."]
+    lines += [
+        f"Also in the environment of {name}: {_settings(more)}." for name, more in others.items() if more
+    ]
     return "\n".join(lines)
 
 

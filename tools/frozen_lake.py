@@ -130,13 +130,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seed", type=int, default=1234, help="of maps, model, warm start and training")
+    parser.add_argument("--seed", type=int, default=1234, help="seed of maps, model, warm start and training")
     parser.add_argument("--root", default="runs", help="folder for everything that is written")
-    parser.add_argument("--maps", type=int, default=2000, help="to train on")
-    parser.add_argument("--held-out", type=int, default=100, help="maps of the evaluation")
-    parser.add_argument("--episodes", type=int, default=8000, help="of the warm start")
+    parser.add_argument("--maps", type=int, default=2000, help="number of maps to train on")
+    parser.add_argument("--held-out", type=int, default=100, help="number of maps of the evaluation")
+    parser.add_argument("--episodes", type=int, default=8000, help="number of episodes of the warm start")
     parser.add_argument(
-        "--lost", type=float, default=0.6, help="how often the player of the warm start moves anywhere"
+        "--lost", type=float, default=0.6, help="probability of a random move in the warm start"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_intermixed_args()
@@ -156,7 +156,7 @@ def main() -> None:
     call("a tiny Qwen3", str(TOOLS / "make_tiny_model.py"), model, "--tokenizer", "bytes", "--seed", seed)
     warm = [*common(root, seed), f"model.path={model}", f"data.train={data}/sft.jsonl"]
     call(
-        "warm start on a player that is mostly lost",
+        "warm start on episodes of a mostly random player",
         *CLI,
         "sft",
         "--config",

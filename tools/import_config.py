@@ -46,7 +46,7 @@ def guess(settings: Settings) -> str:
     }
     best, other = sorted(known, key=known.get, reverse=True)[:2]
     if known[best] == known[other]:
-        raise UserError("cannot tell which system this is for; say --from verl or --from rlinf")
+        raise UserError("cannot tell which system the configuration is for; give --from verl or --from rlinf")
     return best
 
 
@@ -68,7 +68,7 @@ def variables_given(settings: list[str]) -> dict[str, str]:
     """Parse NAME=VALUE texts, the values of --env. Raises UserError for any other form."""
     for setting in settings:
         if not re.match(r"[A-Za-z_]\w*=", setting, flags=re.ASCII):
-            raise UserError(f"--env {setting}: it must be NAME=VALUE")
+            raise UserError(f"--env {setting} must be NAME=VALUE")
     return dict(setting.split("=", 1) for setting in settings)
 
 
@@ -120,8 +120,8 @@ def convert(options: argparse.Namespace) -> int:
     imported = import_settings(system, settings, values_given(options.overrides))
     if imported.needs_acceptance and not options.accept:
         print(
-            f"{imported.report()}\n\nerror: the result may train something else, see above, and was not "
-            "written. Give keys of ours as key=value and variables of the script as --env NAME=VALUE, or "
+            f"{imported.report()}\n\nerror: the result was not written, because it may train something "
+            "else (see above). Give our keys as key=value and the script's variables as --env NAME=VALUE, or "
             "accept all of it with --accept.",
             file=sys.stderr,
         )
@@ -185,31 +185,31 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("source", nargs="?", help="launch script, YAML file, or - for standard input")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="keys of ours that the result shall have"
-    )
-    parser.add_argument("--from", dest="system", choices=SYSTEMS, help="guessed by the keys if not given")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="our keys to set in the result")
+    parser.add_argument("--from", dest="system", choices=SYSTEMS, help="default: guessed from the keys")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to write our YAML")
-    parser.add_argument("--accept", action="store_true", help="write it though it trains something else")
+    parser.add_argument(
+        "--accept", action="store_true", help="write the result even if it trains something else"
+    )
     parser.add_argument(
         "--launch",
         type=int,
         metavar="NUMBER",
-        help="which launch command of a script that has several, from 1",
+        help="index of the launch command, from 1, if the script has several",
     )
     parser.add_argument(
         "--env",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="variable that the script finds set; repeatable",
+        help="environment variable of the script; may be repeated",
     )
-    parser.add_argument("--table", choices=SYSTEMS, help="print the mapping and do nothing else")
+    parser.add_argument("--table", choices=SYSTEMS, help="only print the mapping of this system's keys")
     parser.add_argument(
         "--survey",
         type=Path,
         metavar="FOLDER",
-        help="print what becomes of every script, YAML and TOML file in it, and nothing else",
+        help="only print the outcome for each script, YAML and TOML file in FOLDER",
     )
     options = parser.parse_intermixed_args()
     if options.table:
@@ -219,7 +219,7 @@ def main() -> int:
         given = values_given([options.source, *options.overrides] if options.source else [])
         return survey(options.survey, options.system, given, variables_given(options.env))
     if options.source is None:
-        parser.error("name a source")
+        parser.error("give a launch script or YAML file")
     return convert(options)
 
 

@@ -32,7 +32,7 @@ def main() -> None:
     add_processes(parser)
     options = parser.parse_args()
     if len(options.paths) > 2:
-        parser.error("at most two checkpoints are compared")
+        parser.error("give at most two checkpoints")
 
     def work() -> int:
         from grpo_megatron.conversion.listing import differences, listing

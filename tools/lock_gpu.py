@@ -145,7 +145,7 @@ class Lock:
             bad = [python for python in PYTHONS if not SpecifierSet(own.pythons).contains(python)]
             found += [f"{name} {own.version} is not for Python {python}" for python in bad]
             found += [
-                f"{name}[{extra}] is needed, and was not when this was locked"
+                f"{name}[{extra}] is needed, but was not when the lock was made"
                 for extra in extras[name] - {*own.extras}
             ]
             needed = [Requirement(line) for line in own.requires]
@@ -157,7 +157,7 @@ class Lock:
             if own is None:
                 found.append(f"{who} needs {demand}, which is not locked")
             elif not demand.specifier.contains(own.version, prereleases=True):
-                found.append(f"{who} needs {demand}, and {own.version} is locked")
+                found.append(f"{who} needs {demand}, but {own.version} is locked")
         return list(dict.fromkeys(found))
 
     def drop_foreign_extras(self, roots: list[Requirement]) -> None:
@@ -241,8 +241,8 @@ def make(python: str, pip_arguments: list[str]) -> Lock:
     target = environment["python_version"], environment["sys_platform"], environment["platform_machine"]
     if target != ("3.12", "linux", "x86_64"):
         sys.exit(
-            f"the lock is for CPython 3.12 on Linux x86-64, and {python} is "
-            f"{target}: name another with --python"
+            f"the lock is for CPython 3.12 on Linux x86-64, but {python} is "
+            f"{target}: give another interpreter with --python"
         )
     alone = roots(TRANSFORMER_ENGINE)
     wheels = [str(one) for one in alone if canonicalize_name(one.name) not in SOURCE_ONLY]

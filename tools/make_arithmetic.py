@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--held-out", type=int, default=512, help="held-out pairs of operands")
     parser.add_argument(
-        "--wrong", type=float, default=0.65, help="share of the teacher's answers that are off"
+        "--wrong", type=float, default=0.65, help="share of the teacher's answers that are wrong"
     )
     parser.add_argument("--copies", type=int, default=8, help="how often the teacher answers each problem")
     options = parser.parse_args()

@@ -53,7 +53,9 @@ def layouts_of(case: Case, nodes: int, gpus_per_node: int) -> Layouts:
     arch = read_architecture(case.model)
     found = layout_violations(sizes) + layout_violations_of_model(sizes, arch)
     if sizes.world_size != for_trainer:
-        found.append(f"{for_trainer} GPUs of the trainer are not a multiple of the {replica} of a replica")
+        found.append(
+            f"the trainer's {for_trainer} GPUs are not a multiple of the {replica} GPUs of a replica"
+        )
     if found:
         raise UserError("; ".join(found))
     num_engines = (gpus if case.colocated else gpus - for_trainer) // case.engine.tp
@@ -142,7 +144,9 @@ def parsed(text: str, allowed: tuple[str, ...]) -> dict[str, int]:
     for part in text.split(","):
         name, _, value = part.partition("=")
         if name not in allowed or not value.isdigit() or int(value) < 1:
-            raise UserError(f"{part!r} must be one of {', '.join(allowed)}, with = and a positive number")
+            raise UserError(
+                f"{part!r} must be NAME=NUMBER with a positive number; names are {', '.join(allowed)}"
+            )
         found[name] = int(value)
     return found
 
@@ -151,7 +155,7 @@ def cases(options: argparse.Namespace) -> list[Case]:
     if options.table:
         return table()
     if options.model is None:
-        raise UserError("name a folder with a config.json, or say --table")
+        raise UserError("give a folder with a config.json, or --table")
     trainer = parsed(options.trainer, ("tp", "pp", "cp", "ep", "etp", "vpp"))
     sizes = ParallelSizes(**trainer, sequence_parallel=trainer.get("tp", 1) > 1)
     engine = EngineLayout(**parsed(options.engine, ("tp", "ep")))
@@ -166,8 +170,8 @@ def main() -> None:
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--nodes", type=int, nargs="+", default=[16, 32, 64, 128])
     parser.add_argument("--gpus-per-node", type=int, default=8)
-    parser.add_argument("--trainer", default="tp=8", help="tp, pp, cp, ep, etp, vpp; default tp=8")
-    parser.add_argument("--engine", default="tp=8", help="tp, ep; default tp=8")
+    parser.add_argument("--trainer", default="tp=8", help="sizes tp, pp, cp, ep, etp, vpp; default tp=8")
+    parser.add_argument("--engine", default="tp=8", help="sizes tp, ep; default tp=8")
     parser.add_argument("--colocated", action="store_true", help="engines on the trainer's GPUs")
     parser.add_argument(
         "--network", type=float, default=50.0, help="GB/s of one GPU between nodes; default 50 (400 Gb/s)"
@@ -175,9 +179,11 @@ def main() -> None:
     parser.add_argument(
         "--fabric", type=float, default=400.0, help="GB/s of one GPU within a node; default 400 (NVLink)"
     )
-    parser.add_argument("--latency", type=float, default=30.0, help="microseconds of a message; default 30")
+    parser.add_argument(
+        "--latency", type=float, default=30.0, help="latency of a message in microseconds; default 30"
+    )
     parser.add_argument("--bucket-bytes", type=int, default=64 * 2**20)
-    parser.add_argument("--links", action="store_true", help="also every link with its bytes")
+    parser.add_argument("--links", action="store_true", help="also print every link with its bytes")
     options = parser.parse_args()
     machine = Machine(options.network, options.fabric, options.latency / 1e6)
     try:

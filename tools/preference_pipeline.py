@@ -46,9 +46,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--strategy", default="sampling", choices=("sampling", "beam"), help="where groups come from"
+        "--strategy",
+        default="sampling",
+        choices=("sampling", "beam"),
+        help="how the responses of a group are generated",
     )
-    parser.add_argument("--seed", type=int, default=1234, help="of task, models and trainings")
+    parser.add_argument("--seed", type=int, default=1234, help="seed of task, models and trainings")
     parser.add_argument("--root", default="runs", help="folder for everything that is written")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_intermixed_args()
@@ -68,7 +71,7 @@ def main() -> None:
     evaluations = {int(path.stem.split("_")[1]): judged(path) for path in files}
     before, after = (pairs_right[when]["eval/accuracy"] for when in ("before", "after"))
     print("\n== result")
-    print(f"  held-out pairs in which the right one scores higher: {before:.1%} before, {after:.1%} after")
+    print(f"  held-out pairs whose right response scores higher: {before:.1%} before, {after:.1%} after")
     print(f"  {'GRPO step':>9}{'mean score':>12}{'right answers':>15}")
     for step, values in evaluations.items():
         print(f"  {step:>9}{values['reward']:>12.2f}{values['right']:>15.1%}")

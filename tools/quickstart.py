@@ -68,7 +68,9 @@ def with_overrides(
     """
     moved = [text for text in overrides if text.startswith(("run.name", "run.root", "run.seed"))]
     if moved:
-        parser.error(f"{', '.join(moved)}: use --root and --seed")
+        parser.error(
+            f"{', '.join(moved)} cannot be set here: use --root for run.root and --seed for run.seed"
+        )
     try:
         load_config(file, [*arguments, *overrides])
     except UserError as error:
@@ -106,9 +108,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--config", default="quickstart", choices=("quickstart", "quickstart_fp8"), help="of the GRPO run"
+        "--config",
+        default="quickstart",
+        choices=("quickstart", "quickstart_fp8"),
+        help="configuration of the GRPO run",
     )
-    parser.add_argument("--seed", type=int, default=1234, help="of task, model, warm start and training")
+    parser.add_argument("--seed", type=int, default=1234, help="seed of task, model, warm start and training")
     parser.add_argument("--root", default="runs", help="folder for everything that is written")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_intermixed_args()

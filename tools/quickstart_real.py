@@ -89,12 +89,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seed", type=int, default=1, help="of task and training")
+    parser.add_argument("--seed", type=int, default=1, help="seed of task and training")
     parser.add_argument("--root", default="runs", help="folder for everything that is written")
     parser.add_argument(
         "--model",
         type=Path,
-        help="folder of the model, default ROOT/quickstart_real_model; made if it is not there",
+        help="folder of the model, default ROOT/quickstart_real_model; fetched if it does not exist",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     own, pip_arguments = split_arguments(sys.argv[1:])

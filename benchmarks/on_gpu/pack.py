@@ -205,7 +205,7 @@ def download(lock: Lock, names: list[str], folder: Path, pip_arguments: list[str
     for name in names:
         own, path = lock.packages[name], folder / file_of(lock.packages[name], name)
         if own.sha256 and _digest(path.read_bytes()) != own.sha256:
-            raise SystemExit(f"{path.name} is not the file that requirements/gpu-lock.json has")
+            raise SystemExit(f"{path.name} has another SHA-256 than in requirements/gpu-lock.json")
 
 
 def _digest(content: bytes) -> str:
@@ -362,7 +362,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path, nargs="?", metavar="OUT")
-    parser.add_argument("--dry-run", action="store_true", help="list, and with OUT run the steps on this CPU")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="list the contents; with OUT, also run the steps on this CPU"
+    )
     parser.add_argument(
         "--only", nargs="+", choices=CALLS, default=list(CALLS), help="scripts whose steps a dry run runs"
     )
@@ -370,7 +372,7 @@ def main() -> int:
         "--image",
         type=Path,
         default=IMAGE,
-        help="what the machine has, as `pip list --format=freeze` says it",
+        help="packages of the machine, as `pip list --format=freeze` prints them",
     )
     parser.add_argument(
         "--architecture", type=int, default=90, help="compute capability without the point (%(default)s)"
@@ -388,7 +390,7 @@ def main() -> int:
         show(lock, chosen, expected_parts(lock, chosen))
         return rehearse(image, chosen, given.out, given.only) if given.out else 0
     if given.out is None:
-        parser.error("name a folder for the pack, or --dry-run")
+        parser.error("give a folder for the pack, or --dry-run")
     show(lock, chosen, make(lock, chosen, given))
     return 0
 

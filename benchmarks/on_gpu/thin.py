@@ -41,7 +41,7 @@ def sections(image: bytes | bytearray) -> dict[str, tuple[int, int]]:
     Raises ValueError for any other file.
     """
     if image[:6] != b"\x7fELF\x02\x01":
-        raise ValueError("this is no ELF file of 64 bits")
+        raise ValueError("not a 64-bit ELF file")
     header = _ELF_HEADER.unpack_from(image)
     table, size, count, names = header[6], header[11], header[12], header[13]
     rows = [_SECTION_HEADER.unpack_from(image, table + number * size) for number in range(count)]
@@ -64,13 +64,13 @@ def containers(image: bytes | bytearray, start: int, end: int) -> Iterator[list[
             continue
         magic, _, header, size = _CONTAINER.unpack_from(image, start)
         if magic != _MAGIC:
-            raise ValueError(f"at byte {start} is no container of GPU code")
+            raise ValueError(f"there is no container of GPU code at byte {start}")
         position, limit = start + header, start + header + size
         entries = []
         while position < limit:
             _, _, own, payload, *_, architecture = _ENTRY.unpack_from(image, position)
             if not own or position + own + payload > limit:
-                raise ValueError(f"the entry of GPU code at byte {position} ends behind its container")
+                raise ValueError(f"the entry of GPU code at byte {position} ends after its container")
             entries.append(Entry(architecture, position + own, position + own + payload))
             position += own + payload
         yield entries

@@ -143,7 +143,7 @@ def fp8_error(bench: Bench) -> None:
     """
     folder = bench.options.trained
     if folder is None:
-        bench.report(skipped="no trained model was named (--trained FOLDER)")
+        bench.report(skipped="no trained model was given (--trained FOLDER)")
         return
     if problem := bench.here.fp8_problem:
         bench.report(skipped=problem)

@@ -82,7 +82,7 @@ def handover(bench: Bench) -> None:
     sender.close()
     other.join(timeout=_WAIT_SECONDS)
     if any(report.wrong for report in received) or received[-1].link_checksums != sent[-1].link_checksums:
-        raise RuntimeError(f"weights arrived that are not those that were sent: {received[-1].wrong[:3]}")
+        raise RuntimeError(f"the received weights differ from the sent ones: {received[-1].wrong[:3]}")
     gigabytes = received[-1].bytes / 1e9
     taken = statistics.median(report.seconds["all"] for report in received[1:])
     parts = {f"sender_{name}_seconds": value for name, value in sent[-1].seconds.items()}

@@ -24,8 +24,10 @@ def of_interface(name: str) -> str:
     if found.get(name):
         return found[name][0]
     others = ", ".join(f"{interface} ({addresses[0]})" for interface, addresses in found.items() if addresses)
-    problem = "has no IPv4 address" if name in found else "is not there"
-    raise UserError(f"network interface {name} {problem} on node {socket.gethostname()}; it has {others}")
+    problem = "has no IPv4 address" if name in found else "does not exist"
+    raise UserError(
+        f"network interface {name} {problem} on node {socket.gethostname()}; the node has {others}"
+    )
 
 
 def loopback_interface() -> str:
@@ -37,8 +39,8 @@ def loopback_interface() -> str:
         if any(ip_address(address).is_loopback for address in addresses):
             return interface
     raise UserError(
-        f"node {socket.gethostname()} has no loopback interface, which processes of a machine meet at; bring "
-        "it up"
+        f"node {socket.gethostname()} has no loopback interface, which its processes need to connect to each "
+        "other; enable it, for example with `ip link set lo up`"
     )
 
 

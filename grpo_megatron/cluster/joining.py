@@ -34,14 +34,14 @@ def refusals_said(address: str | None) -> Iterator[None]:
         if address and (isinstance(error, RayError) or "InvalidAuthToken" in str(error.__cause__)):
             raise UserError(
                 f"the Ray cluster at cluster.ray_address={address} asks for a token, and this process has "
-                "none or another one: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN as they were for its `ray "
-                "start`"
+                "none or a wrong one: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN as for the cluster's "
+                "`ray start`"
             ) from error
         if address and isinstance(error, ConnectionError):
             raise UserError(
-                f"cluster.ray_address={address} is not to be joined: "
-                f"{shortened(str(error).partition('. ')[0])}; it must be that of a Ray cluster that runs, of "
-                "the same version of Ray, or null to start one on this machine"
+                f"cannot join the Ray cluster at cluster.ray_address={address}: "
+                f"{shortened(str(error).partition('. ')[0])}; the cluster must be running, with the same "
+                "version of Ray; null starts a new one on this machine"
             ) from error
         if "AF_UNIX path length" in str(error):
             raise UserError(
@@ -63,7 +63,7 @@ def own_folder() -> Path:
         return Path(tempfile.mkdtemp(prefix="ray-", dir=base))
     except OSError as error:
         raise UserError(
-            f"{base} cannot have the files of Ray: {error.strerror or error}; set {variable} to a folder "
+            f"Ray's files cannot be written to {base}: {error.strerror or error}; set {variable} to a folder "
             "that can be written to"
         ) from error
 
@@ -84,8 +84,8 @@ def _must_answer(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 2**16:
         raise UserError(
-            f"cluster.ray_address={address} is no HOST:PORT, such as `ray start --head` shows; null starts "
-            "Ray on this machine"
+            f"cluster.ray_address={address} must be HOST:PORT, as `ray start --head` shows it, or null to "
+            "start Ray on this machine"
         )
     deadline = time.monotonic() + ANSWER_SECONDS
     while True:

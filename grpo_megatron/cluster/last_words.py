@@ -54,7 +54,7 @@ def last_words(log: str, error: RayError | None = None) -> tuple[str, list[str]]
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
             text = file.read().decode("utf-8", "replace")
     except OSError:
-        return _how(error, ""), ["(the log cannot be read from here)"]
+        return _how(error, ""), ["(this node cannot read the log)"]
     lines = worth_showing(text.splitlines())
     crash = next((number for number, line in enumerate(lines) if line.startswith(_CRASH)), None)
     chosen = _cause(lines) if crash is None else lines[crash : crash + _LINES]
@@ -127,8 +127,8 @@ def _how(error: RayError | None, crash: str) -> str:
         )
     # Its connection broke before it could say anything. Ray does not tell the signal.
     if _on_this_machine(text) and killed_for_memory() > _killed_before:
-        return " (by SIGKILL, as it seems: this machine was out of memory, and the kernel killed processes)"
-    return " (by SIGKILL, as it seems: by hand, or by the kernel for lack of memory)"
+        return " (probably by SIGKILL: this machine was out of memory, and the kernel killed processes)"
+    return " (probably by SIGKILL, sent by hand or by the kernel for lack of memory)"
 
 
 def killed_by_ray(error: Exception | None) -> str:
@@ -151,12 +151,12 @@ def _needed_memory(report: str) -> list[str]:
     said = ", ".join(
         f"{shortened(command, 60)} (process {pid}) with {size} GB" for pid, size, command in users
     )
-    lines = [f"most memory there had {said}"] if said else []
+    lines = [f"the processes with most memory on that node: {said}"] if said else []
     return [
         *lines,
         "give the job more memory on each node, or lower rollout.engine.max_total_tokens (the KV cache of "
-        "an engine on a CPU), train.max_tokens_per_micro_batch or reward.workers; docs/troubleshooting.md "
-        "tells more",
+        "an engine on a CPU), train.max_tokens_per_micro_batch or reward.workers; see "
+        "docs/troubleshooting.md",
     ]
 
 

@@ -19,4 +19,4 @@ def anonymous_bytes(pid: int) -> int:
     for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError("this system does not say how much memory a process occupies")
+    raise RuntimeError("this system does not report how much memory a process uses")

@@ -142,7 +142,7 @@ class Cluster:
         if used - alive:
             raise ProcessLost(
                 f"{len(used - alive)} of the {len(used)} nodes of this run have left the Ray cluster; start "
-                "it again on whole nodes"
+                "the run again on working nodes"
             )
 
     def __enter__(self) -> "Cluster":
@@ -246,7 +246,7 @@ def _wait_until_reserved(group: PlacementGroup, total: int, sizes: list[int], ti
         have = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
         raise UserError(
             f"this run needs {total} devices, in groups of {', '.join(map(str, sorted(set(sizes))))} "
-            f"that are each on one node; the Ray cluster has {have} in all and did not free them within "
+            f"that are each on one node; the Ray cluster has {have} in total, and too few were free within "
             f"{timeout:.0f} s"
         )
 
@@ -278,7 +278,7 @@ def _slots(group: PlacementGroup, gpus: bool) -> list[list[Slot]]:
             raise error.cause if isinstance(error.cause, UserError) else error from None
         except LOST as error:
             raise ProcessLost(
-                f"a node did not say which GPUs it has: {shortened(plain(error), 300)}"
+                f"a node did not report which GPUs it has: {shortened(plain(error), 300)}"
             ) from error
     return [[Slot(i, nodes[i], device) for device in own] for i, own in enumerate(devices)]
 

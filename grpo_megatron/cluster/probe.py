@@ -37,12 +37,12 @@ def capabilities_of_ray(timeout: float = 120.0) -> Capabilities:
         found = ray.get(probe, timeout=timeout)
     except ray.exceptions.GetTimeoutError as error:
         raise UserError(
-            f"node {address} of the Ray cluster did not say within {timeout:.0f} s what it has"
+            f"node {address} of the Ray cluster did not report its hardware within {timeout:.0f} s"
         ) from error
     if not found.gpus:
         raise UserError(
-            f"Ray counts GPUs on node {address}, but torch finds none there: its driver or its build of "
-            "torch is not right"
+            f"Ray counts GPUs on node {address}, but torch finds none there: check the node's driver and its "
+            "build of torch"
         )
     per_node = {int(node["Resources"]["GPU"]) for node in with_gpus}
     return replace(

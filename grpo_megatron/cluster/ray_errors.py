@@ -52,8 +52,8 @@ LACKING: dict[type[RayError], str] = {
         "reason, often a full disk"
     ),
     ray_errors.AuthenticationError: (
-        "the Ray cluster refused this process's token; set RAY_AUTH_MODE and RAY_AUTH_TOKEN as they were "
-        "for its `ray start`"
+        "the Ray cluster refused this process's token; set RAY_AUTH_MODE and RAY_AUTH_TOKEN as for the "
+        "cluster's `ray start`"
     ),
 }
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")

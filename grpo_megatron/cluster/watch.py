@@ -113,7 +113,7 @@ class Hang:
         beat = watched.beat
         if watched in self.silent:
             last = f", last in `{beat.phase}`" if beat.phase else ""
-            return f"{watched.name} has not been heard of for {watched.silent:.0f} s{last}"
+            return f"{watched.name} has sent no heartbeat for {watched.silent:.0f} s{last}"
         where = f", at {beat.place}" if beat.place else ""
         return f"{watched.name} in `{beat.phase}` for {beat.seconds:.0f} s{where}"
 
@@ -252,7 +252,9 @@ class Watch:
                 hang = self._judge()
             except Exception:
                 # No process can be judged while Ray does not answer.
-                logger.warning("the processes of the run cannot be watched", exc_info=True)
+                logger.warning(
+                    "the hang detector could not read the heartbeats of the run's processes", exc_info=True
+                )
                 continue
             if stop.is_set():
                 return
@@ -277,7 +279,9 @@ class Watch:
         dead = _dead(hang.silent) if hang else []
         if not dead:
             return hang
-        logger.warning("not watched any more, because they are dead: %s", ", ".join(one.name for one in dead))
+        logger.warning(
+            "the hang detector stops watching these dead processes: %s", ", ".join(one.name for one in dead)
+        )
         with self._lock:
             # In the meantime a replacement may have been added, or the driver may have removed the process.
             self._watched = {key: one for key, one in self._watched.items() if one not in dead}
@@ -289,7 +293,7 @@ class Watch:
         try:
             within(_STACKS_SECONDS, lambda: self._write_stacks(hang))
         except TimeoutError:
-            self._verdict += f"\ntheir Python stacks could not be written within {_STACKS_SECONDS:.0f} s"
+            self._verdict += f"\nthe Python stacks could not be written within {_STACKS_SECONDS:.0f} s"
         finally:
             for watched in hang.at_fault:
                 ray.kill(watched.actor)
@@ -331,7 +335,7 @@ class Watch:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("\n\n".join(parts), encoding="utf-8")
         except OSError as error:  # such as a full disk, which may be the reason for the hang
-            self._verdict += f"\ntheir Python stacks could not be written: {error}"
+            self._verdict += f"\nthe Python stacks could not be written: {error}"
         else:
             self._verdict += f"\nPython stacks: {path}"
 

@@ -91,7 +91,7 @@ class WorkerGroup:
     def start(self) -> None:
         """Start all processes and build their objects. Raises RuntimeError if they run already."""
         if self._workers:
-            raise RuntimeError("the processes of this group run already")
+            raise RuntimeError("the processes of this group are already running")
         try:
             for options, process in zip(self._options, self.processes, strict=True):
                 self._workers.append(_Worker.options(**options).remote(process.log))

@@ -186,7 +186,7 @@ class WorkerPool:
             for job in jobs:
                 job.fail((WorkerHangs if lost.hung else WorkerDied)(str(lost)))
             return
-        self._again_said(f"{lost}; what it did is tried once more")
+        self._again_said(f"{lost}; the calls that it was working on are tried once more")
         for job in jobs:
             job.alone = True
         self._waiting.extendleft(reversed(jobs))

@@ -72,7 +72,7 @@ def _write_tensors(
         values = file.read(name, arch)
         if values.shape != shape:
             raise UserError(
-                f"{file.path}: {name} is of shape {tuple(values.shape)}, its metadata promise {shape}"
+                f"{file.path}: {name} is of shape {tuple(values.shape)}, its metadata require {shape}"
             )
         writer.add(name, values.to(dtype))
     if file.unread:
@@ -102,7 +102,7 @@ def _write_companions(file: GGUFFile, folder: str, dtype: torch.dtype, tokenizer
         if path.name not in ("config.json", "generation_config.json") and "index" not in path.name
     ]
     if not any(path.name.startswith(("tokenizer", "vocab")) for path in copied):
-        raise UserError(f"{tokenizer} holds no tokenizer")
+        raise UserError(f"{tokenizer} holds no tokenizer; --tokenizer must be a folder with an HF tokenizer")
     for path in copied:
         shutil.copy2(path, folder)
 
@@ -118,16 +118,16 @@ def _make_tokenizer(file: GGUFFile):
     split = file.value("tokenizer.ggml.pre") or "default"
     if split not in _KNOWN_SPLITS:
         raise UserError(
-            f"{file.path}: how its tokenizer splits a text into words ({shortened(split)}) is not known "
-            "here; name a folder with the model's HF tokenizer by --tokenizer"
+            f"{file.path}: its tokenizer's rule to split text into words ({shortened(split)}) is not "
+            "supported; give a folder with the model's HF tokenizer as --tokenizer"
         )
     path = Path(file.path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
     except Exception as error:  # transformers raises whatever the file's metadata leads to
         raise UserError(
-            f"{file.path}: transformers cannot read its tokenizer ({shortened(error, 200)}); name a folder "
-            "with the model's HF tokenizer by --tokenizer"
+            f"{file.path}: transformers cannot read its tokenizer ({shortened(error, 200)}); give a folder "
+            "with the model's HF tokenizer as --tokenizer"
         ) from error
     if template := file.value("tokenizer.chat_template"):
         tokenizer.chat_template = template

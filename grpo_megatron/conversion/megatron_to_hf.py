@@ -141,7 +141,7 @@ def companions_of(source: str, hf: str | None) -> str:
     """
     folder = hf or f"{source}/{COMPANIONS}"
     if not Path(folder, "config.json").is_file():
-        raise UserError(f"{folder} has no config.json; say by --hf which model this checkpoint is of")
+        raise UserError(f"{folder} has no config.json; give the HF folder of the checkpoint's model as --hf")
     return folder
 
 

@@ -42,7 +42,7 @@ class PartialFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"{self.root} is being written by another process; wait for it, or end it"
+                f"{self.root} is being written by another process; wait for that process, or end it"
             ) from None
         with writing(self.root):
             self._continue_or_begin(json.loads(json_text(plan)))

@@ -148,20 +148,20 @@ def megatron_tensors(folder: Path, saved: SavedModel) -> MegatronTensors:
     stored = read_metadata(folder)
     if any(is_adapter(key) for key in stored):
         raise UserError(
-            f"{folder} was saved with adapters (megatron.lora), which would be lost; the run that trained "
-            "them exports them, merged and alone, when it ends (hf/)"
+            f"{folder} was saved with adapters (megatron.lora), which would be lost; use the training run's "
+            "export instead: hf/ has the merged model, hf/adapter the adapters"
         )
     places = defaultdict(list)
     for part in saved.parts:
         if part.key not in stored:
             raise UserError(
-                f"{folder} holds no tensor {part.key}, which config.json promises; it "
-                "is a checkpoint of another model"
+                f"{folder} holds no tensor {part.key}, which config.json requires; the "
+                "checkpoint has another model"
             )
         if stored[part.key].shape != part.full and not part.padded:
             raise UserError(
-                f"{folder} has {part.key} of shape {stored[part.key].shape}, config.json promises "
-                f"{part.full}; it is a checkpoint of another model"
+                f"{folder} has {part.key} of shape {stored[part.key].shape}, config.json requires "
+                f"{part.full}; the checkpoint has another model"
             )
         for piece in part.pieces:
             places[piece.hf].append((part.key, piece))
@@ -172,7 +172,8 @@ def megatron_tensors(folder: Path, saved: SavedModel) -> MegatronTensors:
     ):
         raise UserError(
             f"{folder} has an output layer ({_HEAD}) with other values than the embedding ({_EMBEDDING}), "
-            "which would be lost: config.json says that they are tied. Set tie_word_embeddings: false there"
+            "which would be lost, because config.json says that they are tied; set tie_word_embeddings: "
+            "false in config.json"
         )
     return MegatronTensors(folder, dict(places))
 

@@ -54,7 +54,9 @@ class _Comparer:
                 largest = max(largest, float((ours.float() - theirs.float()).abs().max()))
         count = tensor.nbytes // tensor.dtype.itemsize
         return (
-            f"{tensor.name}: {different} of {count} elements, by up to {largest:.3g}" if different else None
+            f"{tensor.name}: {different} of {count} elements differ, by up to {largest:.3g}"
+            if different
+            else None
         )
 
 

@@ -53,7 +53,9 @@ class MicroBatch:
     def hidden_of_reference(self) -> torch.Tensor:
         """Return reference_hidden on the device, for the exact KL. Raises RuntimeError if it was not kept."""
         if self.reference_hidden is None:
-            raise RuntimeError("the exact KL needs a pass of the reference that keeps its hidden states")
+            raise RuntimeError(
+                "the exact KL needs logprobs(reference=True, keep_hidden=True) before train_step"
+            )
         return self.reference_hidden.to(self.target.device, non_blocking=True)
 
 
@@ -184,9 +186,7 @@ class MiniBatchStore:
             for k, b in zip(kept, batches, strict=True)
         )
         if not same:
-            raise ValueError(
-                f"mini-batch {key} has another partition into micro-batches than in its first pass"
-            )
+            raise ValueError(f"mini-batch {key} is divided into other micro-batches than in its first pass")
         return kept
 
     def keep_hidden(self, micro_batch: MicroBatch, hidden: torch.Tensor, on_device: int) -> None:
@@ -226,7 +226,7 @@ def choose_routing(
     if replay == RoutingReplay.old_policy:
         if not recording and any(kept.routing is None for kept in prepared):
             raise ValueError(
-                "moe.routing_replay=old_policy: no routing was recorded, the old log-probs come first"
+                "moe.routing_replay=old_policy: compute the old log-probs first, to record the routing"
             )
         return Routing.record if recording else Routing.given
     for kept, batch in zip(prepared, micro_batches, strict=True):

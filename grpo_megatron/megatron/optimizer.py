@@ -63,9 +63,7 @@ def lr_scheduler(optimizer, config: OptimizerConfig) -> OptimizerParamScheduler:
     """
     decays = config.lr_schedule != LrSchedule.constant
     if decays and config.lr_decay_steps is None:
-        raise ValueError(
-            f"optimizer.lr_schedule={config.lr_schedule.value} without a number of lr_decay_steps"
-        )
+        raise ValueError(f"optimizer.lr_schedule={config.lr_schedule.value} needs optimizer.lr_decay_steps")
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -79,7 +79,7 @@ class Passes:
         """
         model = self._model
         if reference and not model.reference_passes.begun:
-            raise RuntimeError("a pass of the reference needs begin_reference first")
+            raise RuntimeError("call begin_reference before logprobs(reference=True)")
         prepared = self.mini_batches.get(key, micro_batches)
         routing = Routing.own if reference else self._route(prepared, micro_batches, recording=True)
         keep = partial(self.mini_batches.keep_hidden, on_device=self._spec.reference_hidden_bytes)

@@ -24,7 +24,7 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         Chart("Held-out prompts", ("eval/.*",)),
         Chart("Response length, tokens", ("response/length_(mean|max)",)),
         Chart("Responses cut off, share", ("response/(truncated|out_of_turns)",)),
-        Chart("Turns of a response, and sequences that it became", ("response/(turns|sequences)_mean",)),
+        Chart("Turns and sequences of a response", ("response/(turns|sequences)_mean",)),
         Chart("Entropy, nats", ("actor/entropy",)),
         Chart("KL, nats", ("actor/(kl_to_reference|kl_in_reward|ppo_kl)",)),
         Chart("Coefficient of the KL in the reward", ("actor/kl_coef",)),
@@ -49,7 +49,7 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         Chart("Rewards that failed", ("reward/failed",)),
         Chart("Groups without a signal, share", ("reward/(zero_variance|filtered)_groups",)),
         Chart(
-            "Groups that were scored, and that were aborted because the batch was full",
+            "Groups scored, and groups aborted because the batch was full",
             ("rollout/.*_groups",),
         ),
         Chart("Losses of the routers", ("moe/.*",)),

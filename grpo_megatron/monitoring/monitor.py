@@ -184,8 +184,7 @@ class Monitor:
             if name not in self._failed:
                 self._failed.add(name)
                 say(
-                    f"{name} misses some of what this run shows: {type(error).__name__}: {error}; the run "
-                    "goes on"
+                    f"{name} has lost some data of this run: {type(error).__name__}: {error}; the run goes on"
                 )
 
 

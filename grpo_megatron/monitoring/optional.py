@@ -32,9 +32,8 @@ def check_listeners(config: Config) -> None:
     for name in config.monitor.listeners:
         if find_spec(_PACKAGES[name]) is None:
             raise UserError(
-                f"monitor.listeners has {name}, which needs the package {_PACKAGES[name]}, and that is not "
-                f"installed: install it (pip install {_PACKAGES[name]}) or take {name} out of "
-                "monitor.listeners"
+                f"monitor.listeners has {name}, but the package {_PACKAGES[name]} is not installed: "
+                f"run `pip install {_PACKAGES[name]}`, or take {name} out of monitor.listeners"
             )
 
 
@@ -91,8 +90,8 @@ class Prometheus:
             )
         except OSError as error:
             raise UserError(
-                f"Prometheus cannot be answered at monitor.prometheus_address={monitor.prometheus_address}, "
-                f"monitor.prometheus_port={monitor.prometheus_port}: {error}; choose others"
+                f"metrics cannot be served at monitor.prometheus_address={monitor.prometheus_address}, "
+                f"monitor.prometheus_port={monitor.prometheus_port}: {error}; choose another address or port"
             ) from error
 
     def scalars(self, step: int, values: dict[str, float]) -> None:

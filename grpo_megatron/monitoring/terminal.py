@@ -42,7 +42,7 @@ class Rarely:
             say(
                 text
                 if self._count == 1
-                else f"{text} (the {self._count}th time; those between are not shown)"
+                else f"{text} (message {self._count} of this kind; only some are shown)"
             )
 
 

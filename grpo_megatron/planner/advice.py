@@ -33,12 +33,12 @@ def planned_architecture(config: Config) -> Architecture:
     if cluster.gpu not in GPUS or cluster.nodes is None or cluster.gpus_per_node is None:
         raise UserError(
             "the cluster is not known: set cluster.gpu (or --gpu), cluster.nodes (or --nodes) and "
-            "cluster.gpus_per_node; there are no plans for machines without a GPU"
+            "cluster.gpus_per_node; the planner does not cover machines without a GPU"
         )
     if config.megatron.lora.rank:
-        raise UserError("a plan is of the whole model's training; it cannot be made with megatron.lora.rank")
+        raise UserError("the planner does not cover LoRA: leave megatron.lora.rank out")
     if config.rollout.replay:
-        raise UserError("a plan is of a run with engines; leave rollout.replay out")
+        raise UserError("the planner covers only runs with engines: leave rollout.replay out")
     return read_architecture(config.model.path)
 
 
@@ -92,7 +92,7 @@ def _what_would(config: Config, arch: Architecture, lengths: Lengths) -> str:
         found.append(f"the same layout with {changes_text(config, changed.config)}")
     best = search(config, arch, lengths, count=1)
     if best:
-        found.append(f"the quickest layout (--search has more) with {changes_text(config, best[0].config)}")
+        found.append(f"the quickest layout (--search lists more) with {changes_text(config, best[0].config)}")
     if not found:
         return _elsewhere(config, arch, lengths)
     return "".join(f"\n  - {each}" for each in found)

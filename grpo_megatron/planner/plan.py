@@ -58,13 +58,15 @@ def _problems(config: Config, found: Memory) -> list[str]:
         if moment.total > found.usable:
             largest = sorted(moment.items.items(), key=lambda item: -item[1])[:4]
             what = ", ".join(f"{name} {gb(size)}" for name, size in largest)
-            sentences.append(f"{moment.name} takes {gb(moment.total)} GB of a GPU, more than {card}: {what}")
+            sentences.append(
+                f"{moment.name} takes {gb(moment.total)} GB of a GPU, more than the usable {card}: {what}"
+            )
     longest = config.data.max_prompt_length + config.rollout.max_response_length
     if found.kv_tokens < longest:
         sentences.append(
-            f"an engine has room for {found.kv_tokens:,} tokens of keys and values beside "
+            f"an engine has room for {found.kv_tokens:,} tokens in its KV cache beside "
             f"{gb(found.engine_weights)} GB of weights "
-            f"(rollout.engine.mem_fraction={config.rollout.engine.mem_fraction:g}), and one sequence may "
+            f"(rollout.engine.mem_fraction={config.rollout.engine.mem_fraction:g}), but one sequence may "
             f"have {longest:,}"
         )
     return sentences

@@ -7,7 +7,7 @@ from grpo_megatron.planner.plan import Plan, gb
 from grpo_megatron.planner.time import Lengths
 
 MODEL_OF_TIME = (
-    "Times are those of a model (docs/planner.md), which has not been compared with this program on a GPU."
+    "Times come from a performance model (docs/planner.md) that has not been compared with runs on GPUs."
 )
 
 
@@ -104,9 +104,7 @@ def memory_text(found: Memory) -> str:
     ]
     rows.append(["total", *(gb(moment.total) for moment in found.moments)])
     head = ["GB of the fullest GPU", *(moment.name for moment in found.moments)]
-    return (
-        _table(head, rows) + f"\nof which {gb(found.usable)} of {gb(found.capacity)} GB may be planned with"
-    )
+    return _table(head, rows) + f"\nusable: {gb(found.usable)} of {gb(found.capacity)} GB"
 
 
 def capacity_lines(found: Plan, lengths: Lengths) -> list[str]:
@@ -119,7 +117,7 @@ def capacity_lines(found: Plan, lengths: Lengths) -> list[str]:
         )
     lines.append(f"host memory of a node: {_sum_text(memory.host)}")
     if memory.files:
-        lines.append(f"in files of megatron.offload_folder, of a node: {_sum_text(memory.files)}")
+        lines.append(f"files of a node in megatron.offload_folder: {_sum_text(memory.files)}")
     lines.append(
         f"KV cache of an engine: {memory.kv_tokens:,} tokens, {memory.kv_tokens // longest:,} sequences of "
         f"{longest:,} tokens, {int(memory.kv_tokens / lengths.sequence):,} of {lengths.sequence:,.0f}"
@@ -142,7 +140,7 @@ def times_text(found: Plan, lengths: Lengths) -> str:
         [
             _table(["seconds", "", "share"], rows),
             f"{taken.tokens_per_second_per_gpu:,.0f} tokens/s/GPU with prompts of {lengths.prompt:,.0f} and "
-            f"responses of {lengths.response:,.0f} tokens in the mean; MFU of the training pass "
+            f"responses of {lengths.response:,.0f} tokens on average; MFU of the training pass "
             f"{taken.mfu:.0%}",
             bottleneck_text(found),
             MODEL_OF_TIME,
@@ -180,17 +178,17 @@ def search_text(config: Config, found: list[Plan], lengths: Lengths) -> str:
     ]
     return "\n".join(
         [
-            f"{config.model.path} on {cluster_text(config)}: the quickest layouts that are legal and fit, "
-            f"prompts of {lengths.prompt:,.0f} and responses of {lengths.response:,.0f} tokens in the mean",
+            f"{config.model.path} on {cluster_text(config)}: the quickest legal layouts that fit, with "
+            f"prompts of {lengths.prompt:,.0f} and responses of {lengths.response:,.0f} tokens on average",
             "",
             _table(head, rows),
             "",
-            f"GB: of the fullest GPU, of {gb(found[0].memory.usable)}. bottleneck: the longest phase; the "
-            "largest item where memory is tightest but for generation, which is as full as it is told to be. "
-            "Weight syncs are left out.",
+            f"GB: memory of the fullest GPU, of {gb(found[0].memory.usable)} usable. bottleneck: the "
+            "longest phase, and the largest memory item at the tightest moment other than generation, "
+            "which always fills its KV cache. Times do not include weight syncs.",
             MODEL_OF_TIME,
             "",
-            "The first is this configuration with:",
+            "The first layout is this configuration with:",
             changes_text(config, found[0].config) or "no change",
         ]
     )

@@ -64,8 +64,8 @@ class Lengths:
         for name, mean in means.items():
             if mean is not None and not 0 < mean <= most[name]:
                 raise UserError(
-                    f"a mean of {mean:g} tokens must be above 0 and at most the longest {name}, {most[name]} "
-                    "tokens"
+                    f"the mean {name} length must be above 0 and at most the longest one ({most[name]} "
+                    f"tokens), got {mean:g}"
                 )
         return cls(*(most[name] / 2 if mean is None else mean for name, mean in means.items()))
 

@@ -107,5 +107,5 @@ class EngineClient:
             elif clock() - last_progress > self._timeout:
                 raise UserError(
                     f"{self._process.name} finished no sample for {self._timeout:.0f} s with "
-                    f"{len(self._answers)} in flight; see {self._process.log}"
+                    f"{len(self._answers)} samples in progress; its log is {self._process.log}"
                 )

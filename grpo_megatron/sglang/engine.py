@@ -153,7 +153,7 @@ class SGLangEngine:
         # update failed is no longer admitted.
         if not self._admitted:
             raise RuntimeError(
-                f"{self._process.name} may not serve: nobody has compared its weights with the trainer's"
+                f"{self._process.name} may not serve: its weights have not been compared with the trainer's"
             )
         self._memory.must_have(*MemoryPart)
 
@@ -224,9 +224,9 @@ class SGLangEngine:
         if self._tasks:
             if pause != PauseMode.abort and not self._control.knows_spans:
                 raise UserError(
-                    f"{self._process.name} has requests in flight, and this release of SGLang does not say "
-                    "which of their tokens are of the old weights: set weight_sync.pause=abort, or install "
-                    "SGLang 0.5.20 or later"
+                    f"{self._process.name} has requests in flight, and this SGLang release does not report "
+                    "which tokens were generated with the old weights: set weight_sync.pause=abort, or "
+                    "install SGLang 0.5.20 or later"
                 )
             await self._while_alive("pause_generation", self._control.pause(pause))
             self._paused = True
@@ -293,7 +293,7 @@ class SGLangEngine:
         A weight sync must precede the next request. Raises RuntimeError while requests run.
         """
         if self._tasks:
-            raise RuntimeError(f"{self._process.name} still generates, and may not give back its memory")
+            raise RuntimeError(f"{self._process.name} still generates, so its memory cannot be released")
         self._admitted = False
         await self._memory.release()
 

@@ -47,8 +47,7 @@ class EngineMemory:
         gone = [part.value for part in parts if part in self._released]
         if gone:
             raise RuntimeError(
-                f"{self._name} has given back the memory of its {' and '.join(gone)}, which must be resumed "
-                "first"
+                f"{self._name} has released the memory of its {' and '.join(gone)}; call resume_memory first"
             )
 
     async def release(self) -> None:
@@ -69,7 +68,7 @@ class EngineMemory:
             if (await self._waited_for("flush_cache", self._control.flush_cache()))[0]:
                 return
             await asyncio.sleep(_IDLE_POLL_SECONDS)
-        raise RuntimeError(f"{self._name} still generates, and may not give back its memory")
+        raise RuntimeError(f"{self._name} still generates, so its memory cannot be released")
 
     async def resume(self, part: MemoryPart) -> None:
         """Allocate the memory of a part again. Its contents are undefined.
@@ -77,7 +76,7 @@ class EngineMemory:
         Raises RuntimeError if the part is not released.
         """
         if part not in self._released:
-            raise RuntimeError(f"{self._name} still has the memory of its {part.value}")
+            raise RuntimeError(f"{self._name} has not released the memory of its {part.value}")
         await self._waited_for("resume_memory_occupation", self._control.resume_memory([part.value]))
         self._released.remove(part)
 

@@ -125,13 +125,13 @@ class GGUFFile:
         unknown = sorted(own.keys() - names.keys() - _ROPE_SCALING.keys() - set(_IMPLIED))
         if unknown:
             raise UserError(
-                f"{self.path}: what {prefix}{unknown[0]} means is not known here; use the model's HF "
+                f"{self.path}: the metadata key {prefix}{unknown[0]} is not supported; use the model's HF "
                 "checkpoint"
             )
         if missing := sorted(needed.keys() - own.keys()):
             raise UserError(
-                f"{self.path}: its metadata lack {prefix}{missing[0]}; the file is damaged, or of another "
-                "kind of model"
+                f"{self.path}: the metadata key {prefix}{missing[0]} is missing; the file is damaged, or has "
+                "another kind of model"
             )
         for key in names.keys() & own.keys():
             if not isinstance(own[key], int | float):
@@ -162,8 +162,7 @@ class GGUFFile:
         for key in ("rope.dimension_count", "attention.value_length"):
             if own.get(key, head_dim) != head_dim:
                 raise UserError(
-                    f"{self.path}: {key}={own[key]} other than the {head_dim} channels of a head is not "
-                    "supported"
+                    f"{self.path}: {key}={own[key]} is not supported, it must equal the head size {head_dim}"
                 )
         return {"head_dim": head_dim}
 
@@ -190,7 +189,7 @@ class GGUFFile:
         share = ((turns - low) / (high - low)).clamp(0, 1)
         if not torch.allclose(1 / ((1 - share) / factor + share), stored, rtol=1e-3):
             raise UserError(
-                f"{self.path}: {_ROPE_FREQUENCIES} is not Llama 3's scaling, which alone is supported"
+                f"{self.path}: {_ROPE_FREQUENCIES} is not Llama 3's RoPE scaling, the only supported one"
             )
         return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
 
@@ -207,7 +206,7 @@ class GGUFFile:
         if expert:  # the file stacks all experts of a layer in one tensor
             if len(values) != arch.moe.num_experts:
                 raise UserError(
-                    f"{self.path}: {stored} is of {len(values)} experts, not {arch.moe.num_experts}"
+                    f"{self.path}: {stored} has {len(values)} experts, expected {arch.moe.num_experts}"
                 )
             values = values[int(expert[1])]
         for projection, heads in ((".q_proj.", arch.num_heads), (".k_proj.", arch.num_kv_heads)):
@@ -227,7 +226,7 @@ class GGUFFile:
             values = gguf.dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError as error:
             raise UserError(
-                f"{self.path}: {name} has the type {tensor.tensor_type.name}, which cannot be read"
+                f"{self.path}: {name} has the type {tensor.tensor_type.name}, which is not supported"
             ) from error
         return torch.from_numpy(np.array(values, dtype=np.float32)).view(shape)
 

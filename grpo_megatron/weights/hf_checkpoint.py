@@ -100,8 +100,8 @@ class HFCheckpoint:
         if self.left_out:
             layers = ", ".join(f"{prefix}*" for prefix in self._stored.left_out)
             found.append(
-                f"{self.folder}: {layers} predict tokens beyond the next one; these {len(self.left_out)} "
-                "tensors are not trained, and exports are without them"
+                f"{self.folder}: the {len(self.left_out)} tensors {layers} belong to multi-token prediction "
+                "layers; they are neither trained nor exported"
             )
         return found
 
@@ -120,31 +120,31 @@ class HFCheckpoint:
         missing = [name for name in promised if name not in self._where]
         if missing:
             hint = (
-                "; if the embedding is its output layer, set tie_word_embeddings: true there"
+                "; if the embedding is also the output layer, set tie_word_embeddings: true in config.json"
                 if _HEAD in missing
                 else ""
             )
             found.append(
-                f"{self.folder}: tensor {some(missing)} is missing, which config.json promises{hint}"
+                f"{self.folder}: tensor {some(missing)} is missing, but config.json requires it{hint}"
             )
         unread = self.unread(entries)
         if unread:
-            found.append(f"{self.folder}: config.json promises no tensor {some(unread)}")
+            found.append(f"{self.folder}: the model of config.json has no tensor {some(unread)}")
         if (
             any(entry.hf == (_EMBEDDING,) and not entry.exported for entry in entries.values())
             and self._has_other_head()
         ):
             found.append(
-                f"{self.folder}: {_HEAD} is not {_EMBEDDING}, although config.json says that they are tied; "
-                f"set tie_word_embeddings: false there to use both, or remove {_HEAD} to use {_EMBEDDING} "
-                "for both"
+                f"{self.folder}: {_HEAD} differs from {_EMBEDDING}, although config.json says that they are "
+                f"tied; set tie_word_embeddings: false in config.json to use both, or remove {_HEAD} to use "
+                f"{_EMBEDDING} for both"
             )
         wrong, types = [], []
         for name, shape in promised.items():
             if name in self._where:
                 header = self._open(self._where[name]).get_slice(name)
                 if tuple(header.get_shape()) != shape:
-                    wrong.append(f"{name} of shape {tuple(header.get_shape())}, config.json promises {shape}")
+                    wrong.append(f"{name} of shape {tuple(header.get_shape())}, config.json requires {shape}")
                 if header.get_dtype() not in _LOADABLE and not (
                     header.get_dtype() == FP8 and self._stored.block
                 ):
@@ -156,7 +156,7 @@ class HFCheckpoint:
         if types:
             found.append(
                 f"{self.folder} has {some(types)}; only {', '.join(_LOADABLE)} can be loaded, and {FP8} "
-                "where config.json has a quantization_config.weight_block_size"
+                "if config.json has a quantization_config.weight_block_size"
             )
         return found
 
@@ -253,7 +253,7 @@ class HFCheckpoint:
             self._starts[path] = starts(path)
         first = start[0] * prod(shape[1:]) if shape else 0
         if not fill_buffer(bytes_of(out), path, self._starts[path][name] + first * dtype.itemsize):
-            raise UserError(f"{path} ended while it was read; copy the checkpoint again")
+            raise UserError(f"{path} is truncated; copy the checkpoint again")
 
     def _file_of(self, name: str) -> Any:
         if name not in self._where:

@@ -62,14 +62,14 @@ def _method(name: str, settings: Fields) -> str:
 
 
 def _refusal(method: str) -> UserError:
-    way = "use the checkpoint in bf16 or fp16 that it was made of, which its model card names as base_model"
+    way = "use the original checkpoint in bf16 or fp16, which the model card names as base_model"
     if method.startswith("bitsandbytes"):
         way += (
-            ", or dequantise it once by transformers where bitsandbytes is installed: "
+            ", or dequantise it once with transformers where bitsandbytes is installed: "
             "AutoModelForCausalLM.from_pretrained(FOLDER).dequantize().save_pretrained(OUT)"
         )
     return UserError(
-        f"the weights are quantised by {method}, which cannot be trained; {way}. Of quantised checkpoints "
-        "only FP8 with scales for blocks (quant_method fp8 with weight_block_size, as DeepSeek-V3 has it) "
-        "can be loaded"
+        f"the weights are quantised by {method}, which cannot be trained; {way}. The only quantised "
+        "checkpoints that can be loaded are FP8 with block scales (quant_method fp8 with weight_block_size, "
+        "as in DeepSeek-V3)"
     )

@@ -124,7 +124,7 @@ def load_metadata(folder: str | Path) -> Metadata:
         with open(Path(folder, _METADATA), "rb") as file:
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata):
-            raise TypeError(f"it is no metadata, but {type(metadata).__name__}")
+            raise TypeError(f"it contains no metadata, but an object of type {type(metadata).__name__}")
         return metadata
     except Exception as error:  # unpickling arbitrary bytes can raise any error
         raise _damaged(Path(folder), error) from error
@@ -158,7 +158,7 @@ def _check_files(root: Path, tensors: dict[str, StoredTensor]) -> None:
     for name, end in ends.items():
         problem = file_problem(root / name)
         if problem is None and (size := os.path.getsize(root / name)) < end:
-            problem = f"is truncated: it has {size} bytes, the checkpoint's metadata promises {end}"
+            problem = f"is truncated: it has {size} bytes, the checkpoint's metadata requires {end}"
         if problem:
             raise UserError(f"{root / name} {problem}; copy the checkpoint again")
 
@@ -227,7 +227,7 @@ class TorchDistReader:
 
     def _fill(self, out: torch.Tensor, name: str, offset: int) -> None:
         if not fill_buffer(bytes_of(out), self.folder / name, offset):
-            raise UserError(f"{self.folder / name} ended while it was read; copy the checkpoint again")
+            raise UserError(f"{self.folder / name} is truncated; copy the checkpoint again")
 
     def _memory(self, size: int) -> np.ndarray:
         if self._scratch.nbytes < size:
@@ -257,7 +257,7 @@ class TorchDistReader:
             tensor = torch.load(section, map_location="meta", weights_only=True)
             if tensor.dtype != dtype or tuple(tensor.shape) != chunk.shape or not tensor.is_contiguous():
                 raise ValueError(
-                    f"{tensor.dtype} {list(tensor.shape)} in place of {dtype} {list(chunk.shape)}"
+                    f"it has {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(chunk.shape)}"
                 )
             with zipfile.ZipFile(section) as archive:
                 record = next(info for info in archive.infolist() if info.filename.endswith("/data/0"))
@@ -266,7 +266,7 @@ class TorchDistReader:
                 or record.file_size != tensor.nbytes
                 or tensor.storage_offset()
             ):
-                raise ValueError("its archive holds something else than the tensor's elements")
+                raise ValueError("its archive does not hold exactly the tensor's elements")
             file.seek(chunk.offset + record.header_offset)
             # The fixed part of a ZIP file header. Its last four bytes are the lengths of the name and the
             # extra field.

@@ -51,7 +51,7 @@ def files_of_tensors(folder: Path) -> dict[str, Path]:
     missing = sorted({name for name in promised.values() if is_absent(folder / name)})
     if SINGLE not in promised.values() and not is_absent(folder / SINGLE):
         stale = (
-            f"; {some(missing)} of the index is not there, so it seems to be left from another export"
+            f"; {some(missing)} of the index is missing, so the index seems to be left from another export"
             if missing
             else ""
         )
@@ -95,7 +95,7 @@ def _read_index(index: Path) -> dict[str, str]:
     """Return {tensor: file name} from the index. Raises UserError if it has another form."""
     promised = read_object(index).get("weight_map")
     if not isinstance(promised, dict):
-        raise UserError(f"{index}: weight_map must be an object of tensors and the files they are in")
+        raise UserError(f"{index}: weight_map must be an object that maps tensors to file names")
     for tensor, name in promised.items():
         if not isinstance(name, str):
             raise UserError(
@@ -122,6 +122,6 @@ def _refuse_second_set(folder: Path, found: dict[str, Path]) -> None:
 def _without_weights(folder: Path) -> str:
     if shards := sorted(path.name for path in folder.glob("model-*-of-*.safetensors")):
         return (
-            f"holds {some(shards)} without the {INDEX} that says what is in them; copy or download it again"
+            f"holds {some(shards)} but not {INDEX}, which lists their tensors; copy or download {INDEX} again"
         )
     return pickled_weights(folder) or gguf_advice(folder) or f"holds neither {INDEX} nor {SINGLE}"

@@ -56,7 +56,7 @@ def test_gpus_that_ray_counts_and_torch_does_not_find():
     """The task runs on the node that declares GPUs, and its report counts."""
     (text,) = probe(1)
     assert text.startswith("error Ray counts GPUs on node ")
-    assert text.endswith("but torch finds none there: its driver or its build of torch is not right")
+    assert text.endswith("but torch finds none there: check the node's driver and its build of torch")
 
 
 # A run starts Ray, and another user of the machine, who has a home of his own, tries to join it.

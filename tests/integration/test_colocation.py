@@ -74,24 +74,24 @@ def test_an_engine_gives_back_its_memory_and_then_answers_as_before(engines, wid
     assert full - released > 0.95 * (weights + kv_cache)
     # Nothing may use what is not there; SGLang's own scheduler would die of it.
     with pytest.raises(
-        RuntimeError, match=r"engine 0 may not serve: nobody has compared its weights with the trainer's"
+        RuntimeError, match=r"engine 0 may not serve: its weights have not been compared with the trainer's"
     ):
         engines.score(sequences)
     with pytest.raises(
-        RuntimeError, match=r"has given back the memory of its weights, which must be resumed first"
+        RuntimeError, match=r"has released the memory of its weights; call resume_memory first"
     ):
         engines.begin_update()
-    with pytest.raises(RuntimeError, match=r"has given back the memory of its weights and kv_cache"):
+    with pytest.raises(RuntimeError, match=r"has released the memory of its weights and kv_cache"):
         engines.release_memory()
     engines.resume_weights()
-    with pytest.raises(RuntimeError, match=r"engine 0 still has the memory of its weights"):
+    with pytest.raises(RuntimeError, match=r"engine 0 has not released the memory of its weights"):
         engines.resume_weights()
     with sync_from(wide, model.state_dict(), engines, bucket_bytes=4 * MIB) as sync:
         sync.run()
     without_cache = engines.occupied()
     assert weights * 0.95 < without_cache - released < weights + kv_cache
     with pytest.raises(
-        RuntimeError, match=r"engine 0 has given back the memory of its kv_cache, which must be resumed first"
+        RuntimeError, match=r"engine 0 has released the memory of its kv_cache; call resume_memory first"
     ):
         engines.score(sequences)
     engines.resume_kv_cache()
@@ -200,7 +200,7 @@ def test_a_wrong_order_is_refused_by_each_side(run):
         parts.turns.resume_kv_cache()
     parts.turns.resume_weights()
     parts.turns.sync(controller.weight_sync.run)
-    with pytest.raises(RuntimeError, match=r"engine 0 has given back the memory of its kv_cache"):
+    with pytest.raises(RuntimeError, match=r"engine 0 has released the memory of its kv_cache"):
         parts.engines.score(sequences)
     parts.turns.sleep()
     parts.turns.resume_kv_cache()
@@ -214,6 +214,6 @@ def test_a_wrong_order_is_refused_by_each_side(run):
     assert len(parts.engines.score(sequences)[0]) == 2
     controller.ranks_turn()
     with pytest.raises(
-        RuntimeError, match=r"engine 0 may not serve: nobody has compared its weights with the trainer's"
+        RuntimeError, match=r"engine 0 may not serve: its weights have not been compared with the trainer's"
     ):
         controller.rollouts.sample(4, controller.prompts)

@@ -87,7 +87,7 @@ def test_an_output_layer_is_not_lost_to_a_tied_configuration(model, tmp_path):
         "convert_megatron_to_hf", tmp_path / "megatron", tmp_path / "hf", "--hf", tmp_path / "tied", status=2
     )[1]
     assert "has an output layer (output_layer.weight) with other values than the embedding" in said
-    assert "Set tie_word_embeddings: false" in said
+    assert "set tie_word_embeddings: false" in said
     assert not (tmp_path / "hf").exists()
 
 
@@ -98,7 +98,7 @@ def test_a_difference_is_named(model, tmp_path):
     tensors["model.layers.2.mlp.up_proj.weight"][3, 4] += 0.5
     save_file(tensors, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
     said, _ = tool("verify_checkpoint", tmp_path / "other", tmp_path / "megatron", status=1)
-    assert "model.layers.2.mlp.up_proj.weight: 1 of 6144 elements, by up to 0.5" in said
+    assert "model.layers.2.mlp.up_proj.weight: 1 of 6144 elements differ, by up to 0.5" in said
     assert "beyond the bound" in said
     said, _ = tool("inspect_checkpoint", tmp_path / "other", tmp_path / "megatron", status=1)
     assert said == "model.layers.2.mlp.up_proj.weight: other values\n"
@@ -120,7 +120,7 @@ def test_a_checkpoint_of_another_layout(ranks, model, tmp_path, small_files):
         str(tmp_path / "step/actor"),
     )
     said = tool("convert_megatron_to_hf", tmp_path / "step", tmp_path / "hf", status=2)[1]
-    assert "say by --hf which model" in said
+    assert "give the HF folder of the checkpoint's model as --hf" in said
     tool("convert_megatron_to_hf", tmp_path / "step", tmp_path / "hf", "--hf", model)
     assert_identical(read_all(tmp_path / "hf"), read_all(model))
     listed = json.loads(tool("inspect_checkpoint", tmp_path / "step", "--json", "--no-digest")[0])
@@ -265,8 +265,8 @@ HARM = {
     truncate: "model.safetensors cannot be read",
     overwrite_header: "model.safetensors cannot be read",
     drop_weights: "holds neither",
-    reshape: r"lm_head.weight of shape (50, 64), config.json promises (61, 64)",
-    pickled: "save them as safetensors once",
+    reshape: r"lm_head.weight of shape (50, 64), config.json requires (61, 64)",
+    pickled: "save the weights as safetensors once",
 }
 
 

@@ -76,7 +76,7 @@ def test_what_no_longer_fits_into_the_time_is_ended_or_left_out(tmp_path):
         ]
 
     result = dry_run("--only", "loop", "training-4b", "--minutes", 0.15, status=1, GRPO_TEST=str(tmp_path))
-    assert result["failed"] == {"loop": "the time was up before it ended"}
+    assert result["failed"] == {"loop": "it did not end within the time limit"}
     assert list(result["skipped"]) == ["training-4b"]
     assert list(result["sections"]) == ["peak"]
     deadline = time.monotonic() + 10

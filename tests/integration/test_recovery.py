@@ -281,7 +281,7 @@ def test_without_restarts_the_run_ends(ray_here, arithmetic, tmp_path, capsys, p
     [
         (
             Fault(PolicyTrainer, "train_step", 3, RANK, signal.SIGSTOP),
-            r"rank \d \(tp\d pp0 cp0 dp0 ep0\) has not been heard of for \d+ s",
+            r"rank \d \(tp\d pp0 cp0 dp0 ep0\) has sent no heartbeat for \d+ s",
         ),
         (
             Fault(EngineClient, "_send", 2, SCHEDULER, signal.SIGSTOP),
@@ -289,7 +289,7 @@ def test_without_restarts_the_run_ends(ray_here, arithmetic, tmp_path, capsys, p
         ),
         (
             Fault(EngineClient, "_send", 2, ENGINE, signal.SIGSTOP),
-            r"engine 0 has not been heard of for \d+ s",
+            r"engine 0 has sent no heartbeat for \d+ s",
         ),
         (
             Fault(EnginePool, "receive_weights", 3, SCHEDULER, signal.SIGSTOP),
@@ -317,6 +317,6 @@ def test_a_node_that_leaves_ends_the_run(two_nodes, arithmetic, tmp_path, capsys
         main(["train", *arguments(arithmetic, tmp_path, "run.total_steps=1000", "checkpoint.every=1")]) == 3
     )
     assert (
-        "1 of the 2 nodes of this run have left the Ray cluster; start it again on whole nodes"
+        "1 of the 2 nodes of this run have left the Ray cluster; start the run again on working nodes"
         in capsys.readouterr().err
     )

@@ -177,7 +177,7 @@ def test_a_worker_that_is_killed_is_replaced(places, capsys):
         pids = {one.reward for one in run(workers, *["pid"] * 50)}
         assert len(pids) == 1
         assert pids != {first.reward}
-        assert "what it did is tried once more" in capsys.readouterr().out
+        assert "the calls that it was working on are tried once more" in capsys.readouterr().out
     finally:
         workers.close()
 

@@ -340,5 +340,5 @@ def test_an_interface_that_is_not_there_ends_the_job_with_those_that_are(slurm, 
         GRPO_INTERFACE="ib7",
     )
     assert status == 2, log[-3000:]
-    assert "error: network interface ib7 is not there on node" in log
+    assert "error: network interface ib7 does not exist on node" in log
     assert "lo (127.0.0.1)" in log

@@ -115,7 +115,7 @@ def test_what_fails_names_the_rank_and_the_call(group):
 
 def test_a_call_that_takes_too_long_names_who_is_not_done(group):
     group._timeout = 2
-    with pytest.raises(UserError, match=r"`sleep` was not done within 2 s by member 1 of 3$"):
+    with pytest.raises(UserError, match=r"`sleep` was not finished within 2 s by member 1 of 3$"):
         group.call("sleep", [(0,), (30,), (0,)])
 
 
@@ -125,7 +125,7 @@ def test_a_death_is_noticed_and_the_group_starts_anew(group):
         group.call("die", [(1,)] * 3)
     assert time.monotonic() - start < 120
     before = {info.pid for info in group.ranks}
-    with pytest.raises(RuntimeError, match="run already"):
+    with pytest.raises(RuntimeError, match="already running"):
         group.start()
     group.restart()
     assert not before & {info.pid for info in group.ranks}
@@ -168,7 +168,7 @@ def test_a_stopped_rank_is_reported_and_ended(group):
     time.sleep(2 * BEAT_SECONDS)  # for beats that have the ranks' places
     with (
         ended([group.ranks[2].pid]),
-        pytest.raises(ProcessHangs, match=r"^rank 2 \(place 2\) has not been heard of"),
+        pytest.raises(ProcessHangs, match=r"^rank 2 \(place 2\) has sent no heartbeat"),
         group._watch,
     ):
         group.call("stop", [(2,)] * 3)

@@ -236,8 +236,8 @@ def test_a_checkpoint_that_does_not_fit_is_one_message(ranks, models, tmp_path):
     specs = [ActorSpec(models[name], ParallelSizes(), OPTIMIZER) for name in ("dense", "tied")]
     (said,) = ranks.run(checkpoints.refusals, ParallelSizes(), *specs, str(tmp_path))
     expected = (
-        "it is of another model",
-        "has weights alone",
+        "the checkpoint has another model",
+        "has only weights",
         ".metadata cannot be read",
     )
     for message, part in zip(said, expected, strict=True):

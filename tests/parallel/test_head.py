@@ -182,7 +182,7 @@ def test_refusals(ranks):
         [
             "temperature must be above 0",
             "24 hidden states for 23",
-            "reference hidden",
+            "the reference's hidden states",
             "at least 1",
             "main_grad",
         ],

@@ -198,13 +198,13 @@ def test_a_checkpoint_continues_in_another_layout(ranks, model, tmp_path):
         (
             LORA,
             LoraConfig(),
-            r"saved with adapters of rank 4 and alpha 6.0 on .*, but here there are no adapters",
+            r"saved with adapters of rank 4 and alpha 6.0 on .*, but this run has no adapters",
         ),
-        (LoraConfig(), LORA, r"saved with no adapters, but here there are adapters of rank 4"),
+        (LoraConfig(), LORA, r"saved with no adapters, but this run has adapters of rank 4"),
         (
             ATTENTION,
             LORA,
-            r"on linear_proj, linear_qkv, but here .* on linear_fc1, linear_fc2, linear_proj, linear_qkv",
+            r"on linear_proj, linear_qkv, but this .* on linear_fc1, linear_fc2, linear_proj, linear_qkv",
         ),
     ],
     ids=["none any more", "none yet", "other layers"],

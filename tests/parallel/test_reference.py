@@ -62,8 +62,8 @@ def test_weights_are_exchanged_bit_for_bit(ranks, models, sizes, options, piece)
 def test_nothing_takes_the_references_weights_for_the_policys(ranks, models, tmp_path):
     spec = with_reference(models)
     said = ranks.run(references.refusals, ONE, spec, make_batch(0), TOKEN, str(tmp_path))[0]
-    assert "needs begin_reference first" in said.pop("reference pass")
-    assert {name: text for name, text in said.items() if "end_reference must come first" not in text} == {}
+    assert "call begin_reference before" in said.pop("reference pass")
+    assert {name: text for name, text in said.items() if "call end_reference first" not in text} == {}
     assert len(said) == 10
     assert not list(tmp_path.iterdir())
 
@@ -91,4 +91,4 @@ def test_hidden_states_beyond_the_bound_wait_on_the_host_and_change_nothing(rank
 
 def test_the_exact_kl_without_hidden_states_is_refused(ranks, models):
     said = ranks.run(references.without_hidden, ONE, with_reference(models), make_batch(0), FULL_KL)[0]
-    assert "a pass of the reference that keeps its hidden states" in said
+    assert "needs logprobs(reference=True, keep_hidden=True)" in said

@@ -92,7 +92,7 @@ def test_the_bias_and_groups_of_sigmoid_routing_do_not_change_a_replay(ranks, tm
 
 
 def test_without_a_recorded_pass_there_is_nothing_to_follow(ranks, model):
-    with pytest.raises(AssertionError, match="no routing was recorded"):
+    with pytest.raises(AssertionError, match="compute the old log-probs first, to record the routing"):
         ranks.run(
             routings.flip_train,
             ParallelSizes(),

@@ -21,7 +21,8 @@ def test_an_interface_has_its_address():
 
 def test_an_interface_that_is_not_there_is_an_error_with_those_that_are():
     with pytest.raises(
-        UserError, match=r"^network interface ib7 is not there on node .+; it has (.+, )?lo \(127\.0\.0\.1\)"
+        UserError,
+        match=r"^network interface ib7 does not exist on node .+; the node has (.+, )?lo \(127\.0\.0\.1\)",
     ):
         address.of_interface("ib7")
 
@@ -69,4 +70,4 @@ def test_a_job_script_gets_the_address_or_an_exit_status(arguments, status, says
     command = [sys.executable, "-m", "grpo_megatron.cluster.address", *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (status, says)
-    assert done.stderr.startswith("error: network interface ib7 is not there") == (status == 2)
+    assert done.stderr.startswith("error: network interface ib7 does not exist") == (status == 2)

@@ -146,7 +146,10 @@ def test_there_are_as_many_as_promised():
 
 # (the file, what the message must say)
 FILES = [
-    ("rollout:\n  n: 4\n  n: 8\n", 'c.yaml: not valid YAML: while constructing a mapping, found duplicate key "n" (line 3)'),
+    (
+        "rollout:\n  n: 4\n  n: 8\n",
+        'c.yaml: not valid YAML: while constructing a mapping, found duplicate key "n" (line 3)',
+    ),
     (
         "rollout: {n: 4}\ndata: {shuffle: true}\nrollout: {n: 8}\n",
         'found duplicate key "rollout" (line 3)',

@@ -126,7 +126,9 @@ def test_a_full_disk_is_known_by_the_words_of_libraries(error):
 
 def test_another_problem_of_the_disk_is_named(tmp_path):
     with (
-        pytest.raises(UserError, match=r"cannot be written: Is a directory; check that the disk works and is writable"),
+        pytest.raises(
+            UserError, match=r"cannot be written: Is a directory; check that the disk works and is writable"
+        ),
         writing(tmp_path),
     ):
         tmp_path.write_text("x")

@@ -177,7 +177,7 @@ def test_llama3_scaling_is_found_in_its_quotients(hf_tokenizer, tmp_path):
     file = write_gguf(
         tmp_path / "other.gguf", source, add={"rope_freqs.weight": np.linspace(1, 8, 32, dtype=np.float32)}
     )
-    with pytest.raises(UserError, match=r"rope_freqs.weight is not Llama 3's scaling"):
+    with pytest.raises(UserError, match=r"rope_freqs.weight is not Llama 3's RoPE scaling"):
         gguf_to_hf(file, str(tmp_path / "other"), torch.float32, hf_tokenizer)
 
 
@@ -212,9 +212,9 @@ REFUSED = {
     "an unknown key": (
         {"llama.attention.sliding_window": 64},
         {},
-        "what llama.attention.sliding_window means is not known",
+        "metadata key llama.attention.sliding_window is not supported",
     ),
-    "experts of Mixtral": ({"llama.expert_count": 8}, {}, "what llama.expert_count means is not known"),
+    "experts of Mixtral": ({"llama.expert_count": 8}, {}, "metadata key llama.expert_count is not supported"),
     "a part of several": (
         {"split.count": 3},
         {},
@@ -223,7 +223,7 @@ REFUSED = {
     "no epsilon": (
         {"llama.attention.layer_norm_rms_epsilon": None},
         {},
-        "metadata lack llama.attention.layer_norm_rms_epsilon",
+        "metadata key llama.attention.layer_norm_rms_epsilon is missing",
     ),
     "text for a number": ({"llama.block_count": "two"}, {}, "llama.block_count must be one number, is 'two'"),
     "another architecture": (
@@ -239,7 +239,7 @@ REFUSED = {
     "a tensor missing": ({}, {"drop": ("blk.1.ffn_up.weight",)}, "tensor blk.1.ffn_up.weight is missing"),
     "other widths of values": ({"llama.attention.value_length": 8}, {}, "attention.value_length=8"),
     "other layers": ({"llama.block_count": 3}, {}, "tensor blk.2.attn_norm.weight is missing"),
-    "other sizes": ({"llama.feed_forward_length": 32}, {}, r"is of shape \(96, 64\), its metadata promise"),
+    "other sizes": ({"llama.feed_forward_length": 32}, {}, r"is of shape \(96, 64\), its metadata require"),
 }
 
 
@@ -269,7 +269,7 @@ def test_a_damaged_file_is_refused(llama, tmp_path):
 def test_a_tokenizer_that_splits_otherwise_is_refused(llama, hf_tokenizer, tmp_path):
     file = write_gguf(tmp_path / "model.gguf", llama, {"tokenizer.ggml.pre": "chameleon"})
     said = run_tool("convert_gguf_to_hf", file, tmp_path / "out", status=2)[1]
-    assert "(chameleon) is not known here; name a folder with the model's HF tokenizer by --tokenizer" in said
+    assert "(chameleon) is not supported; give a folder with the model's HF tokenizer as --tokenizer" in said
     said = run_tool("convert_gguf_to_hf", file, tmp_path / "out", "--tokenizer", llama, status=2)[1]
     assert f"{llama} holds no tokenizer" in said
     run_tool("convert_gguf_to_hf", file, tmp_path / "out", "--tokenizer", hf_tokenizer)

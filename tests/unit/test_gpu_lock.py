@@ -112,7 +112,7 @@ def test_what_does_not_hold_on_the_target_is_not_asked_for(lock):
     )
     assert problems == []
     assert lock.problems([*ROOTS, Requirement("torch[optree]")]) == [
-        "torch[optree] is needed, and was not when this was locked"
+        "torch[optree] is needed, but was not when the lock was made"
     ]
 
 

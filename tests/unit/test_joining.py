@@ -48,7 +48,7 @@ def test_nobody_listens(monkeypatch):
 @pytest.mark.parametrize("address", ["head", "head:", ":6379", "head:99999", "head:0", "local"])
 def test_what_is_no_address(address, monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    with pytest.raises(UserError, match=rf"^cluster\.ray_address={address} is no HOST:PORT, such as"):
+    with pytest.raises(UserError, match=rf"^cluster\.ray_address={address} must be HOST:PORT, as"):
         connect(address, 0)
 
 
@@ -79,7 +79,8 @@ def no_token():
         ),
         (
             lambda: not_joined("TimedOut"),
-            r"is not to be joined: Failed to connect to Ray cluster at head:1; it must be that of a Ray",
+            r"cannot join .* at cluster\.ray_address=127\.\S+: Failed to connect to Ray cluster at head:1; "
+            r"the cluster must be running, with the same version of Ray",
         ),
     ],
 )
@@ -110,7 +111,7 @@ def test_a_folder_that_cannot_be_made(variable, monkeypatch):
     raises(monkeypatch, lambda: pytest.fail("Ray has no place for its files"))
     with pytest.raises(
         UserError,
-        match=rf"^/proc/nope cannot have the files of Ray: .*; set {variable} to a folder that can be",
+        match=rf"^Ray's files cannot be written to /proc/nope: .*; set {variable} to a folder that can be",
     ):
         connect(None, 2)
 

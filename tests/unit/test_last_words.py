@@ -76,7 +76,7 @@ BROKEN = (
 @pytest.mark.parametrize(
     ("log", "report", "how", "lines"),
     [
-        (NOISE, BROKEN, "by SIGKILL, as it seems: by hand", []),
+        (NOISE, BROKEN, "probably by SIGKILL, sent by hand", []),
         (NOISE + "one\ntwo\nthree\nfour\n" + NOISE, BROKEN, "by SIGKILL", ["two", "three", "four"]),
         (
             NOISE + CRASH + NOISE,
@@ -173,5 +173,5 @@ def test_a_log_elsewhere_and_a_death_without_report():
     said = str(Process("engine 0", "/nowhere/engine0.log").died("generate", ActorDiedError()))
     assert (
         said == "engine 0 died in `generate`; its log is /nowhere/engine0.log\n"
-        "  | (the log cannot be read from here)"
+        "  | (this node cannot read the log)"
     )

@@ -31,7 +31,7 @@ def test_a_package_that_is_missing_is_named_before_anything_starts(name, package
     check_listeners(configured())
     monkeypatch.setitem(optional._PACKAGES, name, f"no_such_{package}")
     with pytest.raises(
-        UserError, match=f"monitor.listeners has {name}, which needs the package no_such_{package}"
+        UserError, match=f"monitor.listeners has {name}, but the package no_such_{package} is not installed"
     ):
         check_listeners(configured(name))
 
@@ -130,7 +130,8 @@ def test_prometheus_gets_the_newest_scalars(tmp_path):
         assert r'grpo_megatron_step{run="a \"run\""} 2.0' in lines
         with (
             pytest.raises(
-                UserError, match=f"prometheus_port={config.monitor.prometheus_port}.*choose others"
+                UserError,
+                match=f"prometheus_port={config.monitor.prometheus_port}.*choose another address or port",
             ),
             listening(config, str(tmp_path), resumed=False),
         ):

@@ -157,8 +157,8 @@ def test_what_cannot_be_written_is_said_once_and_the_run_goes_on(monitor_of, tmp
         a_step(monitor, step, [group(0, (0.0, 1.0))], bad)
     a_step(monitor, 3, [group(0, (0.0, 1.0))])
     said = capsys.readouterr().out
-    assert said.count("RunFiles misses some") == 1
-    assert said.count("TensorBoard misses some") == 1
+    assert said.count("RunFiles has lost some") == 1
+    assert said.count("TensorBoard has lost some") == 1
     monitor.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [3]
@@ -179,7 +179,7 @@ def test_curves_go_on_after_a_failure_to_write_them(monitor_of, tmp_path, monkey
         time.sleep(0.02)
     folder.rename(tmp_path / "kept")
     folder.write_text("no folder")
-    while "TensorBoard misses some" not in capsys.readouterr().out:
+    while "TensorBoard has lost some" not in capsys.readouterr().out:
         assert time.monotonic() < end
         a_step(monitor, 2, groups)
     tries = []

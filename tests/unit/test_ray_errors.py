@@ -213,6 +213,6 @@ def test_rays_own_memory_monitor(monkeypatch):
         found = process_error(raised.value, PROCESS, "eat")
         assert isinstance(found, ProcessDied)
         assert "was out of memory: " in str(found)
-        assert "most memory there had " in str(found)
+        assert "the processes with most memory on that node: " in str(found)
     finally:
         ray.shutdown()

@@ -92,7 +92,10 @@ def test_a_sync_planned_on_paper(capsys):
         "does not divide the model's 80 layers"
         in run_tool("plan_weight_sync", *arguments[:-1], "tp=8,pp=3", status=2)[1]
     )
-    assert "must be one of tp, pp" in run_tool("plan_weight_sync", *arguments[:-1], "tp=8,xp=3", status=2)[1]
+    assert (
+        "must be NAME=NUMBER with a positive number; names are tp, pp"
+        in run_tool("plan_weight_sync", *arguments[:-1], "tp=8,xp=3", status=2)[1]
+    )
 
 
 @pytest.mark.slow

@@ -93,11 +93,11 @@ def test_fp8_is_read_as_its_values(original, tmp_path):
             FP8,
             "only matrices",
         ),
-        (lambda t: None, {}, "where config.json has a quantization_config.weight_block_size"),
+        (lambda t: None, {}, "if config.json has a quantization_config.weight_block_size"),
         (
             lambda t: t.update({"model.norm.weight_scale_inv": torch.ones(1)}),
             FP8,
-            "promises no tensor model.norm.weight_scale_inv",
+            "the model of config.json has no tensor model.norm.weight_scale_inv",
         ),
     ],
 )
@@ -119,10 +119,13 @@ def test_layers_that_predict_further_tokens_are_left_out_and_named(original, tmp
     assert checkpoint.left_out == ["model.layers.4.eh_proj.weight"]
     (note,) = checkpoint.notes
     assert "model.layers.4.*" in note
-    assert "1 tensors are not trained" in note
+    assert (
+        "the 1 tensors model.layers.4.* belong to multi-token prediction layers; they are neither trained"
+        in note
+    )
     assert HFCheckpoint(original).notes == []
     _, violations = changed(original, tmp_path, further, num_nextn_predict_layers=0)
-    assert "promises no tensor model.layers.4.eh_proj.weight" in violations[0]
+    assert "the model of config.json has no tensor model.layers.4.eh_proj.weight" in violations[0]
 
 
 def test_an_export_can_be_read_by_whom_other_files_can(tmp_path):

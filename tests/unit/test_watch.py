@@ -119,10 +119,10 @@ def test_the_silent_one_is_at_fault_before_those_that_stand_still():
     hang = find_hang([*ranks(700.0, 700.0), stopped], LIMIT)
     assert [one.name for one in hang.at_fault] == ["rank 5"]
     assert hang.message().startswith(
-        "rank 5 has not been heard of for 610 s, last in `train_step`\nof the others, "
+        "rank 5 has sent no heartbeat for 610 s, last in `train_step`\nof the others, "
     )
     idle = find_hang([watched("rank 6", silent=610.0)], LIMIT)
-    assert idle.message() == "rank 6 has not been heard of for 610 s"
+    assert idle.message() == "rank 6 has sent no heartbeat for 610 s"
 
 
 def test_phases_nest_and_those_of_one_name_are_one_span():
@@ -313,7 +313,7 @@ def leave_with(eye: watch.Watch, error: Exception, once) -> Exception | None:
 
 
 def test_a_process_that_has_died_is_no_hang_and_does_not_end_the_watch(eye):
-    """An idle engine that was killed used to become "has not been heard of", which replaced every later
+    """An idle engine that was killed used to become "has sent no heartbeat", which replaced every later
     failure.
 
     A rank that hung in the same attempt was not noticed any more.

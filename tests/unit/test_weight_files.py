@@ -95,13 +95,13 @@ def test_an_output_layer_beside_a_tied_embedding_is_compared(name, sharded, mode
     change_config(model, tie_word_embeddings=True)
     found = violations(model)
     assert len(found) == (0 if fits else 1)
-    assert fits or f"{HEAD} is not {EMBEDDING}" in found[0]
+    assert fits or f"{HEAD} differs from {EMBEDDING}" in found[0]
     assert fits or "set tie_word_embeddings: false" in found[0]
 
 
 def test_the_converter_refuses_another_output_layer(model, tmp_path):
     change_config(model, tie_word_embeddings=True)
-    with pytest.raises(UserError, match=f"{HEAD} is not {EMBEDDING}"):
+    with pytest.raises(UserError, match=f"{HEAD} differs from {EMBEDDING}"):
         hf_to_megatron(str(model), str(tmp_path / "megatron"), 1)
 
 
@@ -121,7 +121,7 @@ def test_a_quantised_output_layer_is_no_tied_one(model):
     change_tensors(model, lambda t: quantised(t, 1.0))
     assert violations(model) == []
     change_tensors(model, lambda t: quantised(t, 2.0))
-    assert f"{HEAD} is not {EMBEDDING}" in violations(model)[0]
+    assert f"{HEAD} differs from {EMBEDDING}" in violations(model)[0]
 
 
 def test_a_missing_output_layer_says_how_to_tie(model):
@@ -168,7 +168,7 @@ CONFLICTS = {
     ),
     "index without its shards": (
         stale_index,
-        "of the index is not there, so it seems to be left from another export",
+        "of the index is missing, so the index seems to be left from another export",
     ),
     "a shard of an earlier export": (
         lambda f: copy_aside(f, "model-00001-of-00003.safetensors"),
@@ -178,7 +178,7 @@ CONFLICTS = {
         lambda f: copy_aside(f, "model.fp16.safetensors"),
         "model.safetensors and model.fp16.safetensors have",
     ),
-    "shards without an index": (no_index, f"model-00002-of-00002.safetensors without the {INDEX}"),
+    "shards without an index": (no_index, f"model-00002-of-00002.safetensors but not {INDEX}"),
     "damaged second file": (
         lambda f: (f / "model.ema.safetensors").write_bytes(b"x"),
         "model.ema.safetensors cannot be read",
@@ -279,7 +279,7 @@ def test_a_quantised_checkpoint_is_refused_by_its_method(settings, says, model):
     change_config(model, quantization_config=settings)
     with pytest.raises(UserError, match=says) as caught:
         HFCheckpoint(str(model))
-    assert "use the checkpoint in bf16 or fp16 that it was made of" in str(caught.value)
+    assert "use the original checkpoint in bf16 or fp16" in str(caught.value)
     assert str(model / "config.json") in str(caught.value)
     HFCheckpoint(str(model), raw=True)  # tools/inspect_checkpoint.py lists it
 

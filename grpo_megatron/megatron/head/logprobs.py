@@ -89,7 +89,7 @@ def token_logprobs(
         raise ValueError("accumulate_into_main_grad: the weight has no main_grad")
     hidden = _all_tokens(hidden, sequence_parallel, tp_group).to(weight.dtype)
     if len(hidden) != len(target):
-        raise ValueError(f"{len(hidden)} hidden states for {len(target)} targets")
+        raise ValueError(f"there are {len(hidden)} hidden states for {len(target)} targets")
     ref_hidden, ref_weight = _of_reference(reference, hidden, weight, sequence_parallel, tp_group)
     if positions is not None:
         hidden, target = hidden.index_select(0, positions), target.index_select(0, positions)
@@ -113,8 +113,8 @@ def _of_reference(reference, hidden, weight, sequence_parallel: bool, tp_group):
         ref_hidden = _all_tokens(reference[0].detach(), sequence_parallel, tp_group).to(ref_weight.dtype)
     if ref_hidden.shape != hidden.shape or ref_weight.shape != weight.shape:
         raise ValueError(
-            f"reference hidden states {list(ref_hidden.shape)} and weight {list(ref_weight.shape)} for"
-            f" {list(hidden.shape)} and {list(weight.shape)}"
+            f"the reference's hidden states {list(ref_hidden.shape)} and weight {list(ref_weight.shape)} "
+            f"differ in shape from the policy's {list(hidden.shape)} and {list(weight.shape)}"
         )
     return ref_hidden, ref_weight
 

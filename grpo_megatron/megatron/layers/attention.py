@@ -270,7 +270,7 @@ class PackedAttention(MegatronModule):
         super().__init__(config=config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         if config.attention_dropout or attention_dropout:
-            raise NotImplementedError("attention dropout makes log-probs random; RL needs 0")
+            raise NotImplementedError("attention dropout must be 0, because it makes log-probs random")
         self.cp_group = groups.cp
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.rope_frequencies = rope_frequencies

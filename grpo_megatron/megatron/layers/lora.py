@@ -217,9 +217,9 @@ def check_checkpoint(folder: str, saved: dict | None, chunks) -> None:
     ours = description(chunks)
     if saved != ours:
         raise UserError(
-            f"{folder} was saved with {_in_words(saved)}, but here there are {_in_words(ours)}: "
-            "megatron.lora must be as in the run that saved it "
-            "(to go on from its weights alone, take that run's hf/ as model.path)"
+            f"{folder} was saved with {_in_words(saved)}, but this run has {_in_words(ours)}: "
+            "set megatron.lora as in the run that saved the checkpoint "
+            "(to start from the weights alone, use that run's hf/ as model.path)"
         )
 
 

@@ -91,7 +91,9 @@ class Parking:
 def _read(file: BinaryIO, storage: torch.UntypedStorage) -> None:
     host = storage if storage.device.type == "cpu" else torch.UntypedStorage(storage.nbytes())
     if file.readinto(_host_bytes(host)) != storage.nbytes():
-        raise RuntimeError("the file of what was parked is shorter than that")
+        raise RuntimeError(
+            f"the file with the parked memory is too short: it ends before {storage.nbytes()} bytes are read"
+        )
     if host is not storage:
         storage.copy_(host)
 

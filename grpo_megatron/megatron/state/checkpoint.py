@@ -40,7 +40,7 @@ class RankCheckpoints:
         """
         model = self._model
         if model.writer:
-            raise RuntimeError("the last checkpoint has not been finished")
+            raise RuntimeError("the previous checkpoint is not finished: call finish first")
         with model.settled_weights(), model.memory.optimizer_at_hand():
             model.writer = save(folder, *self._content())
             if model.spec.optimizer.offload:
@@ -122,7 +122,7 @@ def load(folder: str, chunks, optimizer, reference: ReferenceWeights | None = No
         common = read_common(folder)
         if "optimizer_steps" not in common:
             raise UserError(
-                f"{folder} has weights alone, or is of an earlier version: a run cannot continue from it"
+                f"{folder} has only weights, or is from an older version: a run cannot continue from it"
             )
         lora.check_checkpoint(folder, common.get("lora"), chunks)
         _fill_optimizer_state(optimizer)

@@ -218,7 +218,9 @@ def _contents(
     for name, pairs in parts.items():
         first = pairs[0][0]
         if sum(math.prod(item.size) for item, _ in pairs) != math.prod(first.shape):
-            raise RuntimeError(f"the ranks have not written {name} of shape {first.shape} exactly once")
+            raise RuntimeError(
+                f"{name}, shape {first.shape}: the ranks have not written each element exactly once"
+            )
         tensors[name] = StoredTensor(first.dtype, first.shape, tuple(chunk for _, chunk in pairs))
     return tensors, objects
 
@@ -281,8 +283,8 @@ def read(
     for name in (*by_name, *objects):
         if name not in metadata.state_dict_metadata:
             raise UserError(
-                f"{folder} has no {name}: it is of another model or another megatron.precision, or weights "
-                f"alone; {ANOTHER_RUN}"
+                f"{folder} has no {name}: the checkpoint has another model or another megatron.precision, "
+                f"or only weights; {ANOTHER_RUN}"
             )
     for name, parts in by_name.items():
         saved = metadata.state_dict_metadata[name]
@@ -291,7 +293,7 @@ def read(
                 part.data.zero_()
         elif tuple(saved.size) != parts[0].shape:
             raise UserError(
-                f"{folder}: {name} has shape {tuple(saved.size)}, this model's is {parts[0].shape}; "
+                f"{folder}: {name} has shape {tuple(saved.size)}, but this model needs {parts[0].shape}; "
                 f"{ANOTHER_RUN}"
             )
         wanted = [ChunkStorageMetadata(torch.Size(part.offset), part.data.shape) for part in parts]
@@ -300,7 +302,7 @@ def read(
     try:
         reader.read_data(LoadPlan(items), targets)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        raise UserError(f"{folder} is damaged, or cannot be read: {error}") from error
+        raise UserError(f"{folder} is damaged or cannot be read: {error}") from error
     return targets.objects
 
 
@@ -314,4 +316,4 @@ def read_common(folder: str) -> dict:
     try:
         return torch.load(Path(folder, _COMMON), weights_only=True)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        raise UserError(f"{folder} is no whole checkpoint: its {_COMMON} cannot be read ({error})") from error
+        raise UserError(f"{folder} is incomplete or damaged: {_COMMON} cannot be read ({error})") from error

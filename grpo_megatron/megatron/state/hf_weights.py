@@ -120,8 +120,9 @@ def load_hf(
         group = _split_over(entry)
         if parameter.shape != entry.megatron_shape(group.size()):
             raise UserError(
-                f"{name} has the shape {tuple(parameter.shape)} in Megatron, the weight map promises "
-                f"{entry.megatron_shape(group.size())}; the map of this architecture is wrong"
+                f"{name} has shape {tuple(parameter.shape)} in Megatron, but "
+                f"{entry.megatron_shape(group.size())} in the weight map, which is wrong for this "
+                "architecture"
             )
         pieces = entry.megatron_pieces(group.size(), group.rank())
         if sum(piece.numel for piece in pieces) < parameter.numel():

@@ -73,7 +73,7 @@ def _part(tensor, parameter: torch.Tensor, pieces: list[Piece]) -> SavedPart:
     """
     view, lead = tensor.data, tensor.prepend_axis_num
     if view.stride() != parameter.stride():
-        raise RuntimeError(f"{tensor.key}: Megatron saves another view of the parameter than a rectangle")
+        raise RuntimeError(f"{tensor.key}: the part that Megatron saves is not a rectangle of the parameter")
     first = np.unravel_index(view.storage_offset() - parameter.storage_offset(), parameter.shape)
     found = [
         within for piece in pieces if (within := clipped(piece, tuple(map(int, first)), tuple(view.shape)))

@@ -138,9 +138,7 @@ class ReferencePasses:
     def require_policy(self) -> None:
         """Raise RuntimeError if the model has the reference's weights: callers need the policy's."""
         if self.begun:
-            raise RuntimeError(
-                "the reference's weights are in the policy's place: end_reference must come first"
-            )
+            raise RuntimeError("the model has the reference's weights: call end_reference first")
 
     def begin(self, *contexts: AbstractContextManager) -> None:
         """Enter the contexts in this order. `end` exits them."""

@@ -59,7 +59,7 @@ class _Shard(NamedTuple):
             not part.is_contiguous()
             or part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
         ):
-            raise RuntimeError(f"{self.place.key}: its shard is no contiguous part of the parameter")
+            raise RuntimeError(f"{self.place.key}: the shard is not a contiguous part of the parameter")
         return part.storage_offset() - whole.storage_offset()
 
 
@@ -137,7 +137,8 @@ def _own_shares(shards: list[_Shard]) -> dict[int, range]:
         mine = [shard for shard in shards if shard.expert == expert and not any(shard.place.replica_id[:-1])]
         if any(shard.place.replica_id[-1] != group.rank() for shard in mine):
             raise RuntimeError(
-                "Megatron numbers the replicas of a parameter otherwise than by their data-parallel group"
+                "this version of Megatron is not supported: a parameter's replica_id must be its "
+                "data-parallel rank"
             )
         parameters = {id(shard.parameter): shard.parameter for shard in mine}
         total = sum(parameter.numel() for parameter in parameters.values())

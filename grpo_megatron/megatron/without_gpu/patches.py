@@ -67,7 +67,7 @@ class _Event:
         return True
 
     def elapsed_time(self, end):
-        raise RuntimeError("CUDA events carry no time on CPU; use time.perf_counter()")
+        raise RuntimeError("CUDA events do not measure time on a CPU; use time.perf_counter()")
 
 
 class _Nvtx:
@@ -243,4 +243,4 @@ def must_be_new(prefix: str) -> None:
     """
     loaded = next((name for name in sys.modules if name.startswith(prefix)), None)
     if loaded:
-        raise RuntimeError(f"this process imported {loaded} before it was prepared for it")
+        raise RuntimeError(f"{loaded} was imported before its CPU patches were installed")

@@ -21,7 +21,7 @@ class TorchAdam(torch.optim.Optimizer):
         self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True, **unknown
     ):
         if unknown:
-            raise TypeError(f"TorchAdam does not know {sorted(unknown)}")
+            raise TypeError(f"TorchAdam does not support the arguments {sorted(unknown)}")
         self.adam_w_mode = adam_w_mode
         super().__init__(
             params,

@@ -48,7 +48,7 @@ def linear(
     Raises NotImplementedError for an input that is quantised already.
     """
     if input_scale is not None:
-        raise NotImplementedError("an input that is quantised already")
+        raise NotImplementedError("FP8 products on a CPU do not support an input that is already quantised")
     values, scales = quantise(input.reshape(-1, input.shape[-1]), rows=1)
     x = values.float() * scales.repeat_interleave(block_size[1], 1)
     out = (x @ _multiplied(weight, weight_scale, block_size).t()).to(input.dtype)
@@ -82,7 +82,7 @@ def experts(
     config = moe_runner_config
     unlike = {name for name, value in others.items() if value is not None and value is not False}
     if unlike or not use_fp8_w8a8 or not _is_plain(config):
-        raise NotImplementedError(f"experts in FP8 with {sorted(unlike)} and {config}")
+        raise NotImplementedError(f"FP8 experts on a CPU do not support {sorted(unlike)} and {config}")
     dtype, (weights, chosen, _) = hidden_states.dtype, topk_output
     x, out = _rounded(hidden_states, block_shape[1]), torch.zeros_like(hidden_states, dtype=torch.float32)
     for number in chosen[chosen >= 0].unique().tolist():

@@ -58,7 +58,7 @@ class HostMemorySaver(_TorchMemorySaverAdapterNoop):
     def region(self, tag: str, enable_cpu_backup: bool = False) -> Iterator[None]:
         """Return a context in which new tensors belong to the region `tag`."""
         if enable_cpu_backup:
-            raise NotImplementedError("memory on a CPU has no backup")
+            raise NotImplementedError("the memory saver of CPU engines does not support enable_cpu_backup")
         storages = self._regions[tag]
         with _Recorded(storages):
             yield

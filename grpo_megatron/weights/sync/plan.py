@@ -118,7 +118,8 @@ class ReshardPlan:
         alone = set(layouts.engine_nodes) - set(layouts.rank_nodes)
         if layouts.within_nodes and alone:
             raise ValueError(
-                f"no rank of the trainer is on the engines' nodes {sorted(alone)}, to hand weights over there"
+                "within_nodes needs a trainer rank on every engine's node, but there is none on "
+                f"{sorted(alone)}"
             )
         entries = weight_map(layouts.arch, transformer_engine).values()
         self._exported = [entry for entry in entries if entry.exported]

@@ -28,7 +28,7 @@ class TrainerRanks:
             if layer < layers:
                 return chunk % self.sizes.pp
             layer -= layers
-        raise ValueError(f"{entry.megatron}: the model has {self.num_layers} layers")
+        raise ValueError(f"{entry.megatron} does not exist: the model has only {self.num_layers} layers")
 
     def shards(self, entry: Entry) -> int:
         """Return the number of shards that tensor parallelism divides a parameter into; 1: not divided."""

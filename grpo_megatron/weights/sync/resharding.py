@@ -134,7 +134,8 @@ class Resharding:
             )
             if different:
                 raise RuntimeError(
-                    f"{me} did not take over what the trainer sent on {', '.join(different[:_SHOWN])}"
+                    f"the link checksums of {', '.join(different[:_SHOWN])} differ: {me} did not load what "
+                    "the trainer sent"
                 )
 
     @cached_property
@@ -176,9 +177,9 @@ def parameter_differences(
             shape, dtype = own.get(name, ("none", None))
             planned = shapes.get(name, "none")
             if shape != planned:
-                found.setdefault(name, f"{me} has {name} of shape {shape}, planned {planned}")
+                found.setdefault(name, f"{me} has {name} of shape {shape}, expected {planned}")
             elif dtype != dtypes.get(name, dtype):
-                found.setdefault(name, f"{me} has {name} in {dtype}, planned {dtypes[name]}")
+                found.setdefault(name, f"{me} has {name} in {dtype}, expected {dtypes[name]}")
     return list(found.values())
 
 
@@ -188,7 +189,7 @@ def _compare_digests(received: dict[EngineRank, SyncReport]) -> None:
     if wrong:
         more = f" (and {len(wrong) - _SHOWN} more)" if len(wrong) > _SHOWN else ""
         raise RuntimeError(
-            "after the weight sync the digest differs from the trainer's of "
+            "after the weight sync, the engines' digests differ from the trainer's for "
             f"{', '.join(wrong[:_SHOWN])}{more}; the engines do not have the trainer's weights and may "
             "not serve"
         )
@@ -235,8 +236,8 @@ def choose_transport(config: WeightSyncConfig, layouts: Layouts) -> tuple[Transp
         transport = Transport.groups if remote else Transport.shared_memory
     if transport == Transport.shared_memory and remote:
         raise UserError(
-            "weight_sync.transport=shared_memory needs a rank of the trainer on every engine's node, and "
-            f"there is none on {', '.join(remote[:_SHOWN])}; use groups, or auto"
+            "weight_sync.transport=shared_memory needs a trainer rank on every engine's node, but there is "
+            f"none on {', '.join(remote[:_SHOWN])}; use groups or auto"
         )
     multicast = transport != Transport.groups or broadcast_is_cheaper(layouts, config.bucket_bytes)
     within_nodes = transport == Transport.shared_memory

@@ -20,7 +20,7 @@ def _check_sizes(*shapes: tuple[int, ...]) -> None:
         rows = math.prod(shape[:-1])
         if shape[-1] % _FP8_MULTIPLE or rows % _FP8_MULTIPLE:
             raise RuntimeError(
-                f"an FP8 product takes multiples of {_FP8_MULTIPLE}, not a matrix of {rows} x {shape[-1]}"
+                f"FP8 products need sizes divisible by {_FP8_MULTIPLE}, got a matrix of {rows} x {shape[-1]}"
             )
 
 
@@ -142,7 +142,7 @@ def _positions(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Te
 
 def _rotate(x, freqs, layout, interleaved, cu_seqlens, cp_size, cp_rank, direction):
     if layout != QKVFormat.NVTE_THD or interleaved:
-        raise NotImplementedError("only packs with channels in halves are rotated here")
+        raise NotImplementedError("only RoPE in the THD layout, without interleaving, is emulated")
     angles = freqs.float().flatten(1)[_positions(cu_seqlens, cp_size, cp_rank)][:, None]
     turned, rest = x[..., : angles.shape[-1]].float(), x[..., angles.shape[-1] :]
     first, second = turned.chunk(2, dim=-1)

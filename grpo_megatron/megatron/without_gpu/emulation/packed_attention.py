@@ -62,13 +62,13 @@ def fused_attn_fwd(
     float32 [t, heads, 1]. The random state is of dropout, which is not used.
     """
     if query.dtype not in (torch.bfloat16, torch.float16):
-        raise RuntimeError("fused attention takes bf16 and fp16")
+        raise RuntimeError(f"fused attention needs bf16 or fp16, got {query.dtype}")
     heads, causal = query.shape[1], _is_causal(mask)
     output = torch.zeros(*query.shape[:-1], value.shape[-1], dtype=query.dtype)
     statistics = torch.full((len(query), heads, 1), PADDING_STATISTICS)
     for q, k in _sequences(cu_q, cu_q_padded, cu_kv, cu_kv_padded):
         if q.stop - q.start > max_q or k.stop - k.start > max_kv:
-            raise RuntimeError("a sequence is longer than the maximum that was given")
+            raise RuntimeError(f"a sequence is longer than max_q={max_q} or max_kv={max_kv}")
         scores = _scores(query[q].float(), key[k].float(), scale, causal)
         sums = torch.logsumexp(scores, -1)
         values = value[k].float().repeat_interleave(heads // value.shape[1], 1)

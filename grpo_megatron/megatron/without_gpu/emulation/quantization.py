@@ -130,7 +130,7 @@ def _block_values(tensor, columnwise: bool) -> torch.Tensor:
         two copies are rounded differently.
     """
     if tensor._data_format == BlockScaleFormat.COMPACT:
-        raise RuntimeError("a tensor in the compact format is to be gathered, not multiplied")
+        raise RuntimeError("a quantized tensor in the compact format cannot be multiplied, only gathered")
     data, scales = (
         (tensor._columnwise_data, tensor._columnwise_scale_inv)
         if columnwise

@@ -72,4 +72,4 @@ def wait_for(store: dist.Store, key: str, timeout: float) -> None:
     try:
         store.wait([key], timedelta(seconds=timeout))
     except dist.DistStoreError as error:
-        raise TimeoutError(f"{key} did not come within {timeout:.0f} s") from error
+        raise TimeoutError(f"no process reported {key} within {timeout:.0f} s") from error

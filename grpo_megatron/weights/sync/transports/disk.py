@@ -108,7 +108,10 @@ class DiskReceiver:
                 return np.fromfile(path, dtype=np.uint8)
             except FileNotFoundError as error:
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"{path} did not come within {self._timeout:.0f} s") from error
+                    raise TimeoutError(
+                        f"{path} did not appear on this node within {self._timeout:.0f} s after it was "
+                        "written elsewhere; all nodes must share weight_sync.folder"
+                    ) from error
                 time.sleep(_RETRY_SECONDS)
 
     def close(self) -> None:

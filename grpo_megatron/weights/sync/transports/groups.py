@@ -117,7 +117,7 @@ class Groups:
             work.wait(self._timeout)
         except RuntimeError as error:
             raise TimeoutError(
-                f"{what} failed, or did not come within {self._timeout.total_seconds():.0f} s: {error}"
+                f"{what} failed, or did not arrive within {self._timeout.total_seconds():.0f} s: {error}"
             ) from error
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
@@ -210,7 +210,7 @@ class GroupReceiver:
             told = torch.zeros(1, dtype=torch.int64, device=self._groups.device)
             self._groups.wait(
                 self._groups.transfer(parcel.link, told, sending=False),
-                f"a size over link {parcel.link.name}",
+                f"the size of a parcel of link {parcel.link.name}",
             )
             size = int(told)
         payload = self._ring.take(size)
