@@ -8,7 +8,7 @@ from grpo_megatron.config.options import option
 
 
 class Transport(str, Enum):
-    """What carries the weights from the trainer to the engines. `auto`: chosen at the start of the run."""
+    """Carrier of the weights from the trainer to the engines. `auto`: chosen at the start of the run."""
 
     auto = "auto"
     shared_memory = "shared_memory"

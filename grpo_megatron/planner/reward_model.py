@@ -10,7 +10,7 @@ from grpo_megatron.model.families import read_architecture
 
 
 @dataclass(frozen=True)
-class Scorer:
+class PlannedRewardModel:
     """A reward model that scores on the trainer's ranks.
 
     config: the run's configuration, with the precision, recomputation and pipeline stages that
@@ -22,7 +22,7 @@ class Scorer:
     arch: Architecture
 
 
-def scorer(config: Config) -> Scorer | None:
+def scorer(config: Config) -> PlannedRewardModel | None:
     """Return the reward model that the run has on the trainer's ranks; None if it has none.
 
     Raises UserError if the config.json in reward.model.path cannot be read.
@@ -32,7 +32,7 @@ def scorer(config: Config) -> Scorer | None:
     megatron = config.megatron
     precision = Precision.bf16 if megatron.precision == Precision.fp8 else megatron.precision
     megatron = replace(megatron, precision=precision, recompute=Recompute.none, pipeline_layers=[])
-    return Scorer(replace(config, megatron=megatron), _architecture(config.reward.model.path))
+    return PlannedRewardModel(replace(config, megatron=megatron), _architecture(config.reward.model.path))
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Trainer and engine ranks as threads of one process, which exchange weights over real channels."""
+"""Trainer and engine ranks as threads of one process, which exchange weights over real transports."""
 
 import dataclasses
 import threading

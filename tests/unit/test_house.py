@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +24,9 @@ NO_FIRST_WORDS = """
     towards under until up what when where whether which while who whom whose why with within
     without
 """
+# Public classes of the package that may share a name: those of importers/ with others, and the states of a
+# run and of shared devices.
+SHARED_NAMES = {"Entry", "Finding", "Group", "State"}
 # Somebody's folder; a test may invent a folder of its own, such as one of data.
 WORKPLACE = re.compile(r"(?<![\w.}])/(?:home|root|Users|work|workspace|mnt|scratch)/\w")
 
@@ -91,6 +95,21 @@ def large_classes(tree: ast.Module) -> list[str]:
     ]
 
 
+def public_classes(tree: ast.Module) -> list[str]:
+    return [
+        node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+
+
+def shared_names(sources: dict[str, str]) -> dict[str, list[str]]:
+    """Return {name: paths} of public classes that several files define. sources: {path: source}."""
+    found = defaultdict(list)
+    for path, source in sources.items():
+        for name in public_classes(ast.parse(source)):
+            found[name].append(path)
+    return {name: paths for name, paths in found.items() if len(paths) > 1}
+
+
 def complaints(source: str) -> list[str]:
     lines = source.splitlines()
     found = [f"{len(lines)} lines"] if len(lines) > MOST_LINES_OF_A_FILE else []
@@ -117,6 +136,16 @@ def test_rays_internals_are_used_in_one_file():
     assert users == {"ray_patches.py"}
 
 
+def test_no_two_public_classes_of_the_package_share_a_name():
+    package = {
+        str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+        for path in SOURCES
+        if path.is_relative_to(ROOT / "grpo_megatron")
+    }
+    found = shared_names(package)
+    assert {name: paths for name, paths in found.items() if name not in SHARED_NAMES} == {}
+
+
 def test_each_rule_is_noticed():
     body = "    pass\n" * 60
     assert complaints("x = 1\n" * 401) == ["401 lines"]
@@ -137,3 +166,5 @@ def test_each_rule_is_noticed():
     assert complaints(f"class Large:\n{methods}    def p(self): ...\n") == ["Large of 16 public methods"]
     assert complaints('"""Whose end comes first."""\n') == ["the docstring of the module begins with 'whose'"]
     assert complaints('def f():\n    """Of those, the last."""\n') == ["the docstring of f begins with 'of'"]
+    same = {"a.py": "class Part:\n    pass\n", "b.py": "class Part:\n    pass\n\n\nclass _Own:\n    pass\n"}
+    assert shared_names(same) == {"Part": ["a.py", "b.py"]}

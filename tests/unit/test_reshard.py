@@ -1,4 +1,4 @@
-"""Resharding: plans for random layouts, and real parcels over every channel between threads of one
+"""Resharding: plans for random layouts, and real parcels over every transport between threads of one
 process.
 """
 
@@ -218,11 +218,11 @@ def test_a_bucket_that_is_corrupted_on_its_way_names_its_tensor(cluster, monkeyp
     send = type(one.senders[3]._transport).send
     broken = []
 
-    def corrupting(channel, parcel, payload):
-        if channel is one.senders[3]._transport and not broken:
+    def corrupting(transport, parcel, payload):
+        if transport is one.senders[3]._transport and not broken:
             payload[5 if place == "data" else parcel.data_bytes + 1] ^= 4
             broken.append(parcel)
-        send(channel, parcel, payload)
+        send(transport, parcel, payload)
 
     monkeypatch.setattr(type(one.senders[3]._transport), "send", corrupting)
     reports = one.sync(hf_tensors(DENSE))

@@ -14,7 +14,7 @@ from grpo_megatron.weights.sync.plan import Layouts
 
 
 class SyncKind(Enum):
-    """What a SyncCommand asks the trainer's and the engines' ranks to do.
+    """The work that a SyncCommand asks of the trainer's and the engines' ranks.
 
     describe: report the names, shapes and dtypes of the engine's parameters; for engine ranks only.
     transfer: copy the weights and compare digests (checksums).

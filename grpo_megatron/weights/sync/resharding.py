@@ -152,7 +152,7 @@ class Resharding:
         self._clear_folder()
 
     def _clear_folder(self) -> None:
-        """For Transport.disk, remove the files of all syncs, and then the folder if it is empty.
+        """Remove the files of all syncs, and then the folder if it is empty; only for Transport.disk.
 
         Other files in it are kept, because the user chose the folder.
         """

@@ -1,4 +1,4 @@
-"""Requests of weight sync's channels to others while parcels travel, and what the channels leave behind."""
+"""Requests of weight sync's transports to others while parcels travel, and what they leave behind."""
 
 import os
 import threading
