@@ -97,7 +97,7 @@ HEAD = (
     "GB between nodes",
     "GB within nodes",
     "GB out of the busiest GPU",
-    "GB into one",
+    "GB into the busiest GPU",
     "bound, s",
     "plan, s",
     "transport",

@@ -92,7 +92,7 @@ def show(run: dict, *lines: tuple[str, str]) -> None:
         print(f"  {row[0]:<24}{row[1]:>14}{row[2]:>14}")
     figures = [("tokens per second", f"{run['tokens'] / run['seconds']:.0f}")]
     figures += [(f"time in {name}", f"{seconds:.1f} s") for name, seconds in run["phases"].items()]
-    for name, figure in [*figures, *lines, ("GRPO in all", f"{run['wall_seconds']:.1f} s")]:
+    for name, figure in [*figures, *lines, ("GRPO in total", f"{run['wall_seconds']:.1f} s")]:
         print(f"  {name:<24}{figure:>28}")
     print(f"  logs         {run['run_dir']}/logs")
     print(f"  TensorBoard  tensorboard --logdir {run['tensorboard']}")
@@ -122,7 +122,7 @@ def main() -> None:
     prepare(root, seed)
     call("GRPO", *CLI, "train", "--config", file, *arguments)
     warm, run = result_of(root, "quickstart_sft"), result_of(root, options.config)
-    show(run, ("warm start in all", f"{warm['wall_seconds']:.1f} s"))
+    show(run, ("warm start in total", f"{warm['wall_seconds']:.1f} s"))
     print(
         json_text(
             {

@@ -81,8 +81,8 @@ def conflicts(environ: Mapping[str, str]) -> list[str]:
     connections = environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if connections != "1":
         found.append(
-            f"CUDA_DEVICE_MAX_CONNECTIONS={connections} has no effect: trainer ranks need 1, with which "
-            "Megatron starts communication before compute, and SGLang sets 8 in engines"
+            f"CUDA_DEVICE_MAX_CONNECTIONS={connections} has no effect: trainer ranks always use 1, so "
+            "that communication starts before compute, and SGLang sets 8 in engines"
         )
     home = cuda_home(environ)
     if home and not Path(home, "bin", "nvcc").exists():

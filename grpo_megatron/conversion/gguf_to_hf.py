@@ -72,7 +72,7 @@ def _write_tensors(
         values = file.read(name, arch)
         if values.shape != shape:
             raise UserError(
-                f"{file.path}: {name} is of shape {tuple(values.shape)}, its metadata require {shape}"
+                f"{file.path}: {name} has shape {tuple(values.shape)}, but the metadata require {shape}"
             )
         writer.add(name, values.to(dtype))
     if file.unread:

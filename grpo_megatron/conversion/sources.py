@@ -156,12 +156,12 @@ def megatron_tensors(folder: Path, saved: SavedModel) -> MegatronTensors:
         if part.key not in stored:
             raise UserError(
                 f"{folder} holds no tensor {part.key}, which config.json requires; the "
-                "checkpoint has another model"
+                "checkpoint is of another model"
             )
         if stored[part.key].shape != part.full and not part.padded:
             raise UserError(
                 f"{folder} has {part.key} of shape {stored[part.key].shape}, config.json requires "
-                f"{part.full}; the checkpoint has another model"
+                f"{part.full}; the checkpoint is of another model"
             )
         for piece in part.pieces:
             places[piece.hf].append((part.key, piece))

@@ -271,7 +271,7 @@ class _Account:
             "reference": config.algorithm.needs_reference and config.ref.offload,
             HIDDEN: self.hidden.on_host > 0,
             "reward model": self.scorer is not None,
-            "what was synced last": config.weight_sync.delta,
+            "copy of the synced weights": config.weight_sync.delta,
         }
         if config.megatron.offload_folder is None:
             parked, kept = {}, parked | kept

@@ -130,7 +130,7 @@ class GGUFFile:
             )
         if missing := sorted(needed.keys() - own.keys()):
             raise UserError(
-                f"{self.path}: the metadata key {prefix}{missing[0]} is missing; the file is damaged, or has "
+                f"{self.path}: the metadata key {prefix}{missing[0]} is missing; the file is damaged, or of "
                 "another kind of model"
             )
         for key in names.keys() & own.keys():

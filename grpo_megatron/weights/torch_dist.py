@@ -200,7 +200,7 @@ class TorchDistReader:
             filled += part.numel()
         if filled < out.numel():
             raise UserError(
-                f"{self.folder}: {key} is incomplete; no file holds all of {list(start)} to {end.tolist()}"
+                f"{self.folder}: {key} is incomplete: elements of {list(start)} to {end.tolist()} are missing"
             )
 
     def _read_chunk(self, key: str, number: int, at: Shape, out: torch.Tensor) -> None:

@@ -236,7 +236,7 @@ def test_a_checkpoint_that_does_not_fit_is_one_message(ranks, models, tmp_path):
     specs = [ActorSpec(models[name], ParallelSizes(), OPTIMIZER) for name in ("dense", "tied")]
     (said,) = ranks.run(checkpoints.refusals, ParallelSizes(), *specs, str(tmp_path))
     expected = (
-        "the checkpoint has another model",
+        "the checkpoint is of another model",
         "has only weights",
         ".metadata cannot be read",
     )

@@ -283,8 +283,8 @@ def read(
     for name in (*by_name, *objects):
         if name not in metadata.state_dict_metadata:
             raise UserError(
-                f"{folder} has no {name}: the checkpoint has another model or another megatron.precision, "
-                f"or only weights; {ANOTHER_RUN}"
+                f"{folder} has no {name}: the checkpoint is of another model or megatron.precision, or "
+                f"has only weights; {ANOTHER_RUN}"
             )
     for name, parts in by_name.items():
         saved = metadata.state_dict_metadata[name]
