@@ -19,7 +19,6 @@ from grpo_megatron.data.sources import held_out_prompts, training_prompts
 from grpo_megatron.megatron.spec import scores_on_ranks
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture
-from grpo_megatron.monitoring.terminal import say
 from grpo_megatron.preflight.start import check_start
 from grpo_megatron.rollout.environments import offered_tools
 from grpo_megatron.rollout.episodes import make_episodes, record_check
@@ -55,7 +54,7 @@ def _transport(run: Run) -> Transport:
     # resumed, which then removes what it left there.
     which = hashlib.blake2b(run.directory.encode(), digest_size=4).hexdigest()
     folder = f"{config.weight_sync.folder}/{config.run.name}-{which}.weight_sync"
-    return make_transport(config.weight_sync, layouts, folder, config.cluster.call_timeout, run.monitor.say)
+    return make_transport(config.weight_sync, layouts, folder, config.cluster.call_timeout)
 
 
 def _probe(run: Run, prompts: PromptSource) -> WeightProbe:
@@ -199,7 +198,7 @@ def train(config: Config, guard: Guard | None = None) -> dict[str, Any]:
     If an earlier start of this command has finished the run, its result is returned. Raises Stopped if the
     run was asked to stop.
     """
-    if result := finished_result(config, "train", say):
+    if result := finished_result(config, "train"):
         return result
     check_start(config, "train")
     data = _Data(config)

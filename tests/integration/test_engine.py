@@ -350,7 +350,7 @@ def test_an_engine_that_is_not_in_fp8_as_planned_is_refused(engines, tmp_path):
 
     make(tmp_path, hidden=256, ffn=512, heads=8, kv_heads=8)  # of whole blocks, as the engine's model is not
     layouts = Layouts(read_architecture(str(tmp_path)), ParallelSizes(), EngineLayout(1, fp8=True), 1)
-    transport = make_transport(WeightSyncConfig(), layouts, "", 60.0, print)
+    transport = make_transport(WeightSyncConfig(), layouts, "", 60.0)
     engines.begin_update()
     with pytest.raises(
         UserError, match=r"parameters are not those of the weight map .*; an engine in FP8 takes no others"

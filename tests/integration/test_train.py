@@ -306,7 +306,7 @@ def test_a_rank_that_dies_is_named(recorded, arithmetic, root, tmp_path, call):
 
     assert len(sync()) > 1
     before = actor.logprobs(batch, schedule(batch.lengths, 128))
-    saver = Checkpoints(str(tmp_path / "checkpoints"), config.checkpoint, actor, print)
+    saver = Checkpoints(str(tmp_path / "checkpoints"), config.checkpoint, actor)
     saver.save({"step": 1, "order": {}, "tokens": 0})
     saver.save({"step": 2, "order": {}, "tokens": 0})  # completes the first
     os.kill(actor.group.ranks[1].pid, signal.SIGKILL)

@@ -1,9 +1,9 @@
 """The driver's side of a weight sync that follows a ReshardPlan (from shard to shard)."""
 
 import contextlib
+import logging
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,8 @@ from grpo_megatron.weights.sync.interface import Transport, WeightSource, Weight
 from grpo_megatron.weights.sync.object_store import ObjectStore
 from grpo_megatron.weights.sync.order import Answer, Order, Setup, Task, Way
 from grpo_megatron.weights.sync.plan import EngineRank, Layouts, ReshardPlan
+
+logger = logging.getLogger(__name__)
 
 _SHOWN = 5
 
@@ -226,20 +228,17 @@ class Checked:
         full: ObjectStore,
         transport: SyncTransport,
         not_full: str,
-        say: Callable[[str], None],
     ):
         """Keep both transports until the first sync.
 
         transport: the setting weight_sync.transport.
         not_full: reason why these engines cannot load full tensors, for an error message; empty if they can.
-        say: prints a message for the user.
         """
-        self._resharding, self._full, self._transport, self._not_full, self._say = (
+        self._resharding, self._full, self._transport, self._not_full = (
             resharding,
             full,
             transport,
             not_full,
-            say,
         )
         self._chosen: Transport | None = None
 
@@ -259,7 +258,7 @@ class Checked:
         if self._transport != SyncTransport.auto or self._not_full:
             reason = self._not_full or "use object_store, or auto"
             raise UserError(f"weight_sync.transport={self._transport.value}: {what}; {reason}")
-        self._say(
+        logger.warning(
             "weights travel as full tensors through the object store, and their digests are not compared: "
             f"{what}"
         )
@@ -275,15 +274,12 @@ def _not_full(layouts: Layouts) -> str:
     return "an engine in FP8 takes no others" if layouts.engine.fp8 else ""
 
 
-def make_transport(
-    config: WeightSyncConfig, layouts: Layouts, folder: str, call_timeout: float, say: Callable[[str], None]
-) -> Transport:
+def make_transport(config: WeightSyncConfig, layouts: Layouts, folder: str, call_timeout: float) -> Transport:
     """Return the transport of a run, as weight_sync.transport configures it.
 
     layouts: how trainer and engines divide the model, and the nodes that they are on.
     folder: the folder of this run below weight_sync.folder, for the transport `disk`.
     call_timeout: maximum seconds of a whole sync.
-    say: prints a message for the user.
     Raises UserError if the configured transport cannot reach the engines.
     """
     full = ObjectStore(ReshardPlan(layouts).entries, config.bucket_bytes)
@@ -300,5 +296,4 @@ def make_transport(
         full,
         config.transport,
         _not_full(layouts),
-        say,
     )
