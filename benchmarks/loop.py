@@ -53,6 +53,7 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.controller import Controller
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.data.sources import training_prompts
+from grpo_megatron.logs import show_messages
 from grpo_megatron.monitoring.phases import Phases
 from grpo_megatron.preflight.load import load_config
 from grpo_megatron.rewards import resolve_reward
@@ -276,6 +277,7 @@ def measure(config: Config, steps: int) -> tuple[list[dict], list[dict], float]:
 
 
 def main() -> None:
+    show_messages()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -49,6 +49,7 @@ from make_word_problems import make as make_problems
 
 from grpo_megatron.commands.train import assembled_loop
 from grpo_megatron.config.schema import Config
+from grpo_megatron.logs import show_messages
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.preflight.load import load_config
@@ -218,6 +219,7 @@ def measure(config: Config, arch: Architecture, precision: str) -> dict[str, flo
 
 
 def main() -> None:
+    show_messages()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from grpo_megatron.commands.assemble import assemble, open_site
 from grpo_megatron.config.weight_sync import Transport
+from grpo_megatron.logs import show_messages
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.preflight.load import load_config
@@ -214,6 +215,7 @@ def measure(folder: Path, engine_tp: int, repeat: int) -> dict:
 
 
 def main() -> None:
+    show_messages()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -30,6 +30,7 @@ from grpo_megatron.commands import config as config_commands
 from grpo_megatron.commands import plan as plan_command
 from grpo_megatron.errors import Stopped, UserError
 from grpo_megatron.files import disk_is_full, json_text
+from grpo_megatron.logs import show_messages
 from grpo_megatron.run.guard import Guard
 
 
@@ -40,6 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         keeper (commands.keeper), a process that kills whatever the run leaves behind.
     """
     _open_what_is_closed()
+    show_messages()
     options = _parse(arguments)
     # Optional accelerator packages announce their absence at import, many times over.
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|image Python extension).*")

@@ -1,5 +1,6 @@
 """The GRPO training loop: sample groups, score, weigh, train, sync weights, log."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -31,6 +32,8 @@ from grpo_megatron.run.turns import State, Turns
 from grpo_megatron.trainer.mini_batch import MiniBatch, make_mini_batches
 from grpo_megatron.trainer.policy import PolicyTrainer
 from grpo_megatron.weights.sync.sync import WeightSync
+
+logger = logging.getLogger(__name__)
 
 
 class Controller:
@@ -245,7 +248,7 @@ class Controller:
             if report.stop:
                 raise UserError(f"step {self.step}: {report.text}")
             if report.text:
-                self.monitor.say(f"step {self.step}: {report.text}")
+                logger.warning(f"step {self.step}: {report.text}")
 
     def ranks_turn(self) -> None:
         """Have engines on the trainer's devices release their memory, so that the ranks can work.

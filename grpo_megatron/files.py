@@ -6,16 +6,19 @@ such as that of a full disk, leaves either as it was.
 
 import errno
 import json
+import logging
 import math
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.paths import file_problem
+
+logger = logging.getLogger(__name__)
 
 # Bytes per write() call. With larger calls a file system allocates memory in blocks of megabytes. On a
 # virtual machine that returns free blocks to its host, these allocations made writing seven times slower.
@@ -194,8 +197,8 @@ class WaitingRows:
     A row that cannot be written, such as to a full disk, is kept in memory and written with the next one.
     """
 
-    def __init__(self, path: Path, say: Callable[[str], None]):
-        self._path, self._say = path, say
+    def __init__(self, path: Path):
+        self._path = path
         self._waiting: list[str] = []
 
     def append_row(self, row: dict[str, Any]) -> None:
@@ -205,7 +208,7 @@ class WaitingRows:
                 file.append("".join(self._waiting))
         except OSError as error:
             if len(self._waiting) == 1:
-                self._say(not_written(self._path, error, "its rows wait until they can be"))
+                logger.warning(not_written(self._path, error, "its rows wait until they can be"))
         else:
             self._waiting.clear()
 

@@ -6,10 +6,14 @@ import sys
 import pytest
 from hypothesis import settings
 
+from grpo_megatron.logs import show_messages
 from grpo_megatron.sandbox.contain import NOTHING
 
 # Ranks and engines of all tests get one thread: megatron.cpu_threads=auto follows this variable.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Tests read messages for the user from stdout, where the command line shows them.
+show_messages()
 
 # First examples pay for imports; timing is not what these tests are about.
 settings.register_profile("default", deadline=None)

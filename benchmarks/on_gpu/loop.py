@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from grpo_megatron.commands.train import assembled_loop
 from grpo_megatron.config.schema import Config
+from grpo_megatron.logs import show_messages
 from grpo_megatron.model.entries import hf_shapes
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.preflight.load import load_config
@@ -24,6 +25,7 @@ _STEPS = 3
 
 def steps(bench: Bench) -> None:
     """Run three steps of `grpo-megatron train`. Report every scalar that the last step logged."""
+    show_messages()
     with tempfile.TemporaryDirectory() as root, bench.model(_MODEL) as model:
         _complete(Path(model), bench.device.device)
         bench.device.give_back()

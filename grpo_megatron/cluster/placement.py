@@ -7,6 +7,7 @@ neighbouring ranks are neighbours in hardware. A process's environment variables
 and so are libraries to preload.
 """
 
+import logging
 import os
 import shutil
 import socket
@@ -33,7 +34,8 @@ from grpo_megatron.cluster.ray_connection import NoGuard, RayGuard, connect, dae
 from grpo_megatron.cluster.ray_errors import LOST, plain
 from grpo_megatron.config.schema import Config, MegatronConfig, Placement
 from grpo_megatron.errors import ProcessLost, Stopped, UserError, shortened
-from grpo_megatron.monitoring.terminal import say
+
+logger = logging.getLogger(__name__)
 
 # A label of Ray's nodes: the node's position in the network among the others. slurm/train.sbatch sets it.
 NODE_ORDER = "node-order"
@@ -130,7 +132,7 @@ class Cluster:
             for setting, slots in sides.values()
         )
         said = zip(sides, (self.rank_threads, self.engine_threads), strict=True)
-        say(
+        logger.info(
             ", ".join(threads_text(what, threads) for what, threads in said if threads)
             + f" ({cores_text(cores)})"
         )
@@ -211,7 +213,7 @@ def allocate(
         _wait_until_reserved(group, total, sizes, timeout)
         slots = _slots(group, kind == "GPU")
         for line in conflicts(os.environ) if kind == "GPU" else ():
-            say(line)
+            logger.warning(line)
     except BaseException:
         if group is not None:
             remove_placement_group(group)

@@ -8,6 +8,7 @@ is to blame.
 """
 
 import asyncio
+import logging
 import math
 import pickle
 from collections import deque
@@ -20,7 +21,9 @@ import ray
 from grpo_megatron.cluster.pool_worker import BatchLost, Bounds, Place, Worker
 from grpo_megatron.cluster.processes import Process
 from grpo_megatron.errors import ProcessLost, UserError
-from grpo_megatron.monitoring.terminal import Rarely
+from grpo_megatron.logs import Rarely
+
+logger = logging.getLogger(__name__)
 
 _LARGEST_BATCH = 256
 
@@ -83,7 +86,7 @@ class WorkerPool:
         again: whether a call is tried once more if its process died. False for calls that depend on earlier
             ones, such as those of an environment with state, which died with the process.
         """
-        self._again, self._again_said = again, Rarely()
+        self._again, self._warn = again, Rarely(logger)
         reference = ray.put(build)  # once for all workers, because it may hold a tokenizer
         self._all = tuple(Worker(what, place, reference, bounds) for place in places)
         self._loop: asyncio.AbstractEventLoop | None = None  # event loop of the callers
@@ -186,7 +189,7 @@ class WorkerPool:
             for job in jobs:
                 job.fail((WorkerHangs if lost.hung else WorkerDied)(str(lost)))
             return
-        self._again_said(f"{lost}; the calls that it was working on are tried once more")
+        self._warn(f"{lost}; the calls that it was working on are tried once more")
         for job in jobs:
             job.alone = True
         self._waiting.extendleft(reversed(jobs))

@@ -4,6 +4,7 @@
 attempt after the loss of a process.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,7 +24,6 @@ from grpo_megatron.monitoring.listener import Listener
 from grpo_megatron.monitoring.monitor import Monitor
 from grpo_megatron.monitoring.optional import listening
 from grpo_megatron.monitoring.status import StatusFile
-from grpo_megatron.monitoring.terminal import say
 from grpo_megatron.monitoring.throughput import Throughput
 from grpo_megatron.preflight.cluster_rules import num_processes
 from grpo_megatron.run.checkpoints import CHECKPOINTS, Checkpoints, NotWritten
@@ -35,6 +35,8 @@ from grpo_megatron.run.turns import Turns
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.trainer.policy import PolicyTrainer
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
+
+logger = logging.getLogger(__name__)
 
 # Time limit for a failed run to complete its last checkpoint.
 _RESCUE_SECONDS = 60.0
@@ -158,9 +160,7 @@ class Site:
         if named and not self.begun:
             return named
         above = named.step if named else 0
-        return newest_checkpoint(
-            Path(self.directory, CHECKPOINTS), self.command, say, above, self.damaged, named
-        )
+        return newest_checkpoint(Path(self.directory, CHECKPOINTS), self.command, above, self.damaged, named)
 
     def recover(self) -> None:
         """Prepare for the next attempt after the loss of a process: restart the engines that cannot go on.
@@ -194,16 +194,16 @@ def open_site(
     started, guard = time.perf_counter(), guard or Guard()
     num_ranks, num_engines = num_processes(config, command)
     with ExitStack() as cleanup:
-        directory, checkpoint = cleanup.enter_context(open_run_folder(config, command, say, must_fit))
+        directory, checkpoint = cleanup.enter_context(open_run_folder(config, command, must_fit))
         guard.entered(directory, config.run.grace, config.run.grace_usr1)
         guard.status = status = cleanup.enter_context(
             StatusFile(directory, config.run.name, config.run.total_steps)
         )
         for line in [f"continues from {checkpoint}", *differences(checkpoint, config)] if checkpoint else []:
-            say(line)
-        say(f"run folder {directory}; starting {num_ranks} trainer ranks and {num_engines} engines")
+            logger.info(line)
+        logger.info(f"run folder {directory}; starting {num_ranks} trainer ranks and {num_engines} engines")
         for note in HFCheckpoint(config.model.path).notes:
-            say(note)
+            logger.info(note)
         listeners = cleanup.enter_context(listening(config, directory, resumed=checkpoint is not None))
         cluster = cleanup.enter_context(allocate(config, num_ranks, num_engines, guard=guard))
         watch = Watch(
@@ -305,12 +305,12 @@ def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
             engines.wait_until_ready()
         if checkpoint:
             trainer.checkpoints.load_checkpoint(checkpoint.actor, checkpoint.files)
-        set_aside(site.directory, checkpoint, say)
-        take_back(site.directory, checkpoint, say)
+        set_aside(site.directory, checkpoint)
+        take_back(site.directory, checkpoint)
         site.begun = True
-        monitor.say(f"everything is up after {time.perf_counter() - site.started:.1f} s")
+        logger.info(f"everything is up after {time.perf_counter() - site.started:.1f} s")
         about, folder = {"config": as_saved(config)}, f"{site.directory}/{CHECKPOINTS}"
-        saver = Checkpoints(folder, config.checkpoint, trainer.checkpoints, monitor.say, resumed, about)
+        saver = Checkpoints(folder, config.checkpoint, trainer.checkpoints, resumed, about)
         state = checkpoint.state if checkpoint else None
         try:
             yield Run(
@@ -349,9 +349,9 @@ def persist(site: Site, attempt: Callable[[Site, Checkpoint | None], Result]) ->
             if checkpoint is site.checkpoint and site.config.run.resume != AUTO:
                 raise
             site.damaged.add(checkpoint.folder)
-            say(f"passed over: {error}")
+            logger.warning(f"passed over: {error}")
             checkpoint = site.last_checkpoint()
-            say(f"continues from {checkpoint}")
+            logger.info(f"continues from {checkpoint}")
             site.recover()
         except ProcessLost as error:
             site.guard.stop.must_not_be_made(site.directory)
@@ -361,7 +361,7 @@ def persist(site: Site, attempt: Callable[[Site, Checkpoint | None], Result]) ->
             site.status.note(restarts=restarts)
             site.status.phase("restart")
             checkpoint = site.last_checkpoint()
-            say(
+            logger.warning(
                 f"{error}\nrestart {restarts} of at most {site.config.run.max_restarts}, from "
                 f"{checkpoint or 'the beginning'}"
             )

@@ -1,5 +1,6 @@
 """`grpo-megatron eval`: evaluates a model on held-out prompts, with engines only."""
 
+import logging
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -23,6 +24,8 @@ from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.run.checkpoints import ACTOR
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.resume import RESULT, Checkpoint
+
+logger = logging.getLogger(__name__)
 
 
 def evaluation_config(config: Config) -> Config:
@@ -67,13 +70,13 @@ def evaluate(config: Config, guard: Guard | None = None) -> dict[str, Any]:
             site.watch.tell_spans(monitor.timeline.add)
             site.engines.wait_until_ready()
             site.engines.admit()
-            monitor.say(f"everything is up after {time.perf_counter() - site.started:.1f} s")
+            logger.info(f"everything is up after {time.perf_counter() - site.started:.1f} s")
             manager = RolloutManager(site.engines, episodes, tokenizer.turn_ends)
             evaluation = Evaluation(manager, held_out, config, site.directory, monitor.text)
             with monitor.phases("evaluate"):
                 scores = evaluation.scores(step=0)
             monitor.evaluated(0, scalars(scores))
-            monitor.say(table(scores))
+            logger.info(table(scores))
             result = {"model": config.model.path, "scores": scores, "run_dir": site.directory}
             result |= {
                 "tensorboard": monitor.tensorboard_dir,

@@ -3,6 +3,7 @@
 It uses the trainer of `train`, with a scalar head on the model and a loss on pairs.
 """
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -17,12 +18,13 @@ from grpo_megatron.data import EpochOrder, PromptTokenizer
 from grpo_megatron.data.conversations import Conversations, pad_token
 from grpo_megatron.data.preferences import Pair, load_pairs, pair_batch
 from grpo_megatron.metrics import to_floats
-from grpo_megatron.monitoring.terminal import say
 from grpo_megatron.preflight.start import check_start
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.resume import Checkpoint, finished_result
 from grpo_megatron.run.stop import StopRequest
 from grpo_megatron.trainer.mini_batch import enough, partition
+
+logger = logging.getLogger(__name__)
 
 # Number of steps between two lines on the terminal.
 _SHOWN_EVERY = 10
@@ -36,7 +38,7 @@ def reward_model(config: Config, guard: Guard | None = None) -> dict[str, Any]:
     If an earlier start of this command has finished the run, its result is returned. Raises Stopped if the
     run was asked to stop.
     """
-    if result := finished_result(config, "reward-model", say):
+    if result := finished_result(config, "reward-model"):
         return result
     check_start(config, "reward-model")
     conversations = Conversations(
@@ -57,7 +59,7 @@ def reward_model(config: Config, guard: Guard | None = None) -> dict[str, Any]:
 def _load(key: str, sources: Any, conversations: Conversations, config: Config) -> Sequence[Pair]:
     pairs, counts = load_pairs(sources, conversations, config.data, config.rollout.max_response_length)
     left_out = "".join(f", {count} left out {why}" for why, count in counts.items() if count)
-    say(f"{key}: {len(pairs)} pairs{left_out}")
+    logger.info(f"{key}: {len(pairs)} pairs{left_out}")
     return pairs
 
 

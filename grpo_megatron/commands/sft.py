@@ -1,5 +1,6 @@
 """`grpo-megatron sft`: supervised warm start before GRPO, with the trainer of `train` and another loss."""
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -14,13 +15,14 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.data import EpochOrder, PromptTokenizer
 from grpo_megatron.data.examples import load_examples
 from grpo_megatron.metrics import to_floats
-from grpo_megatron.monitoring.terminal import say
 from grpo_megatron.preflight.start import check_start
 from grpo_megatron.rollout.environments import offered_tools
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.resume import Checkpoint, finished_result
 from grpo_megatron.run.stop import StopRequest
 from grpo_megatron.trainer.mini_batch import partition
+
+logger = logging.getLogger(__name__)
 
 # Number of steps between two lines on the terminal.
 _SHOWN_EVERY = 50
@@ -34,12 +36,12 @@ def sft(config: Config, guard: Guard | None = None) -> dict[str, Any]:
     If an earlier start of this command has finished the run, its result is returned. Raises Stopped if the
     run was asked to stop.
     """
-    if result := finished_result(config, "sft", say):
+    if result := finished_result(config, "sft"):
         return result
     check_start(config, "sft")
     tools = offered_tools(config.rollout, config.reward)  # the model also reads these before its episodes
     examples, left_out = load_examples(config, PromptTokenizer(config.model.path, config.data, tools))
-    say(
+    logger.info(
         f"data.train: {len(examples)} examples"
         + (f", {left_out} left out because they are too long" if left_out else "")
     )

@@ -19,7 +19,6 @@ from grpo_megatron.data.conversations import conversations_of
 from grpo_megatron.data.sources import held_out_prompts, training_prompts
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture
-from grpo_megatron.monitoring.terminal import say
 from grpo_megatron.preflight.start import check_start
 from grpo_megatron.rollout.environments import offered_tools
 from grpo_megatron.rollout.episodes import make_episodes, record_check
@@ -198,7 +197,7 @@ def train(config: Config, guard: Guard | None = None) -> dict[str, Any]:
     If an earlier start of this command has finished the run, its result is returned. Raises Stopped if the
     run was asked to stop.
     """
-    if result := finished_result(config, "train", say):
+    if result := finished_result(config, "train"):
         return result
     check_start(config, "train")
     data = _Data(config)

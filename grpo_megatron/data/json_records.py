@@ -67,6 +67,9 @@ class JsonRecords(FileRecords):
 
         Only the brackets and commas around the elements are examined here. An element that is not JSON is
         found when it is read.
+
+        The library ijson cannot take this place: it does not report where an element is in the file, so the
+        elements would have to be kept in memory or copied. It also accepts a key that occurs twice.
         """
         depth = start = number = 0
         buffer, block = b"", _BLOCK

@@ -4,6 +4,7 @@ The argument `check` is called with each prompt and raises UserError if the prom
 because the reward cannot score it.
 """
 
+import logging
 from itertools import count
 
 from grpo_megatron.batch.prompt import Prompt
@@ -11,6 +12,8 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.data.order import PromptSource
 from grpo_megatron.data.prompts import RecordCheck, as_list, load_prompts
 from grpo_megatron.data.tokenizer import PromptTokenizer
+
+logger = logging.getLogger(__name__)
 
 
 def training_prompts(
@@ -23,7 +26,7 @@ def training_prompts(
         uid += len(prompts) + counts["skipped"]
         sources.append(prompts)
         changed = ", ".join(f"{count} {what} for their length" for what, count in counts.items() if count)
-        print(f"{source}: {len(prompts)} prompts" + (f" ({changed})" if changed else ""), flush=True)
+        logger.info(f"{source}: {len(prompts)} prompts" + (f" ({changed})" if changed else ""))
     return PromptSource(sources, config.run.seed, config.data.shuffle, config.data.train_weights)
 
 
@@ -41,9 +44,8 @@ def held_out_prompts(
     for source in as_list(config.data.eval):
         prompts, counts = load_prompts(source, tokenizer, config.data, check=check)
         if any(counts.values()):
-            print(
-                f"{source}: {counts['skipped']} skipped and {counts['truncated']} truncated for their length",
-                flush=True,
+            logger.info(
+                f"{source}: {counts['skipped']} skipped and {counts['truncated']} truncated for their length"
             )
         loaded.append((prompts[0].source, list(prompts)))
     datasets: dict[str, list[Prompt]] = {}

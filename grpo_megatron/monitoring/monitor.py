@@ -1,5 +1,6 @@
 """The monitor: it passes a run's metrics, samples and messages to files, TensorBoard and the terminal."""
 
+import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,9 +20,11 @@ from grpo_megatron.monitoring.run_files import RunFiles
 from grpo_megatron.monitoring.samples import chosen, distributions, group_text
 from grpo_megatron.monitoring.status import StatusFile
 from grpo_megatron.monitoring.tensorboard import TensorBoard
-from grpo_megatron.monitoring.terminal import Terminal, say
+from grpo_megatron.monitoring.terminal import Terminal
 from grpo_megatron.monitoring.throughput import Throughput
 from grpo_megatron.monitoring.timeline import DRIVER, Timeline
+
+logger = logging.getLogger(__name__)
 
 _MIB, _GIB = 2**20, 2**30
 
@@ -133,16 +136,12 @@ class Monitor:
             results = ", ".join(
                 f"{name.removeprefix('eval/')} {value:.3f}" for name, value in scalars.items()
             )
-            say(f"evaluation after {step} steps: {results}")
+            logger.info(f"evaluation after {step} steps: {results}")
             self._flush()
 
     def text(self, step: int, name: str, text: str) -> None:
         with self._clock:
             self._tell("text", step, name, text)
-
-    def say(self, text: str) -> None:
-        with self._clock:
-            say(text)
 
     def close(self) -> None:
         for listener in self._own:
@@ -183,7 +182,7 @@ class Monitor:
             name = type(told).__name__
             if name not in self._failed:
                 self._failed.add(name)
-                say(
+                logger.warning(
                     f"{name} has lost some data of this run: {type(error).__name__}: {error}; the run goes on"
                 )
 

@@ -3,6 +3,7 @@
 The configuration key is monitor.listeners.
 """
 
+import logging
 import os
 import secrets
 from collections.abc import Iterator
@@ -19,8 +20,9 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import replace_text
 from grpo_megatron.monitoring.listener import Listener
-from grpo_megatron.monitoring.terminal import say
 from grpo_megatron.paths import within
+
+logger = logging.getLogger(__name__)
 
 _PACKAGES = {"wandb": "wandb", "prometheus": "prometheus_client"}
 # How long the end of a run waits for a service that does not answer.
@@ -56,14 +58,14 @@ def listening(config: Config, directory: str, resumed: bool) -> Iterator[list[Li
             except UserError as error:
                 if not resumed:
                     raise
-                say(f"{error}; the run goes on without it")
+                logger.warning(f"{error}; the run goes on without it")
         yield listeners
     finally:
         for listener in listeners:
             try:
                 within(_CLOSE_SECONDS, listener.close)
             except Exception as error:
-                say(
+                logger.warning(
                     f"{type(listener).__name__} may miss the end of this run: {type(error).__name__}: {error}"
                 )
 

@@ -1,10 +1,12 @@
 """Terminal output: a line for each step and, on a terminal, a progress bar with the time left below."""
 
-import sys
+import logging
 import time
 from contextlib import suppress
 
 from tqdm import tqdm
+
+logger = logging.getLogger(__name__)
 
 # Scalars that the line of a step shows if the step has them, and their labels.
 SHOWN = {
@@ -20,30 +22,6 @@ SHOWN = {
 }
 # Scalars under `time/` that are not phases.
 _NO_PHASES = ("time/step", "time/other", "time/monitor")
-
-
-def say(text: str) -> None:
-    """Print a line for the user on stdout, above the progress bar. Errors of writing are ignored."""
-    with suppress(OSError):
-        # tqdm.write keeps a progress bar below the line.
-        tqdm.write(text, file=sys.stdout)
-        sys.stdout.flush()
-
-
-class Rarely:
-    """Prints a repeated message only the 1st, 2nd, 4th, 8th time and so on, to keep the output readable."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def __call__(self, text: str) -> None:
-        self._count += 1
-        if self._count & (self._count - 1) == 0:
-            say(
-                text
-                if self._count == 1
-                else f"{text} (message {self._count} of this kind; only some are shown)"
-            )
 
 
 class Terminal:
@@ -92,7 +70,7 @@ class Terminal:
             self._bar.set_postfix_str(name, refresh=False)
 
     def line(self, step: int, scalars: dict[str, float]) -> None:
-        """Print a line about a step: number, scalars of SHOWN, tokens/s, seconds per phase, and time left."""
+        """Log a line about a step: number, scalars of SHOWN, tokens/s, seconds per phase, and time left."""
         parts = [f"step {step:>4}/{self._total}"]
         parts += [f"{label} {scalars[name]:.4g}" for name, label in SHOWN.items() if name in scalars]
         parts += ["STEP DROPPED"] if scalars.get("actor/dropped_steps") else []
@@ -109,7 +87,7 @@ class Terminal:
         )
         if self.eta is not None:
             parts.append(f"ETA {tqdm.format_interval(self.eta)}")
-        say(" | ".join(parts))
+        logger.info(" | ".join(parts))
 
     def close(self) -> None:
         if self._bar is not None:

@@ -275,7 +275,7 @@ def _check_paths(config: Config, command: str, report: Report) -> None:
     elif resume not in (AUTO, *ANEW) and is_absent(resume):
         report.not_checked.append(f"run.resume: {resume} is not a folder here")
     elif usable["run.root"] or resume not in (AUTO, *ANEW):
-        report.attempt(f"run.resume {resume}", partial(beginning, config, command, report.checked.append))
+        report.attempt(f"run.resume {resume}", partial(beginning, config, command))
     if command == "train" and (record := config.rollout.record):
         _can_write("rollout.record", record, partial(must_be_free, record), config, report)
     if command != "train" or not replay:

@@ -3,6 +3,7 @@
 This module also decides what happens to a sample whose reward fails.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -14,10 +15,12 @@ from grpo_megatron.cluster.pool_worker import Bounds, Place
 from grpo_megatron.cluster.worker_pool import WorkerDied, WorkerHangs, WorkerPool
 from grpo_megatron.config.reward import OnFailure, RewardConfig
 from grpo_megatron.errors import UserError
-from grpo_megatron.monitoring.terminal import Rarely
+from grpo_megatron.logs import Rarely
 from grpo_megatron.rewards.base import read_secrets, resolve_rewards
 from grpo_megatron.rewards.scoring import Failed, GroupScored, GroupTask, RewardTask, Scored, ScorerSpec
 from grpo_megatron.rewards.terms import WHOLE, model_term, terms_of, total
+
+logger = logging.getLogger(__name__)
 
 
 class RewardWorkers:
@@ -33,7 +36,7 @@ class RewardWorkers:
         variable that a reward reads is not set.
         """
         rewards = resolve_rewards(config)
-        self._config, self._decode, self._say = config, decode, Rarely()
+        self._config, self._decode, self._warn = config, decode, Rarely(logger)
         self._of_groups = any(reward.of_group for reward in rewards)
         # The terms are read once: that takes milliseconds, and reading them per sample would block the event
         # loop of all requests.
@@ -114,10 +117,10 @@ class RewardWorkers:
             raise UserError(failed.why)
         what = "sample" if len(samples) == 1 else "group"
         if self._config.on_failure == OnFailure.leave_out:
-            self._say(f"{failed.why}; this {what} is left out (reward.on_failure=leave_out)")
+            self._warn(f"{failed.why}; this {what} is left out (reward.on_failure=leave_out)")
             return [replace(sample.scored(None, {}), reward_failed=True) for sample in samples]
         value = self._config.failure_value
-        self._say(f"{failed.why}; the reward of this {what} is reward.failure_value={value}")
+        self._warn(f"{failed.why}; the reward of this {what} is reward.failure_value={value}")
         return [replace(sample.scored(value, {}), reward_failed=True) for sample in samples]
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ seconds. This module is light to import, because those processes import only it 
 import asyncio
 import inspect
 import itertools
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,11 +23,13 @@ from grpo_megatron.cluster.worker_pool import WorkerDied, WorkerHangs, WorkerPoo
 from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.errors import ProcessLost, UserError, described
-from grpo_megatron.monitoring.terminal import say
+from grpo_megatron.logs import Rarely
 from grpo_megatron.plugins import Call, Registry
 from grpo_megatron.rewards.limits import interruptible_loop, time_limit
 from grpo_megatron.rewards.values import NoReward, read_components, read_reward, shown
 from grpo_megatron.rewards.workers import bounds
+
+logger = logging.getLogger(__name__)
 
 Decode = Callable[[np.ndarray], str]
 
@@ -166,7 +169,11 @@ class Environments:
         # One pool per worker, because an episode must return to the process that holds its instance, and ends
         # with it.
         self._pools = [WorkerPool(what, build, bounds(reward), [place], again=False) for place in places]
-        self._timeout, self._numbers, self._said = reward.timeout, itertools.count(), False
+        self._timeout, self._numbers, self._warn = (
+            reward.timeout,
+            itertools.count(),
+            Rarely(logger, once=True),
+        )
 
     def episode(self, prompt: Prompt) -> "RemoteEnvironment":
         """Return a handle for a new episode. Its instance is made in a worker process by `reset`."""
@@ -176,9 +183,7 @@ class Environments:
 
     def _could_not_close(self, problem: str) -> None:
         """Tell the user, once per run, that an episode could not be closed."""
-        if not self._said:
-            self._said = True
-            say(f"{problem}; the run goes on, and does not report further episodes that cannot be closed")
+        self._warn(f"{problem}; the run goes on, and does not report further episodes that cannot be closed")
 
     def close(self) -> None:
         for pool in self._pools:

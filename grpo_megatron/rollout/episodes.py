@@ -1,5 +1,6 @@
 """Episodes: a prompt, the model's turns, and the answers to them, turned into Samples to train on."""
 
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,13 +16,15 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.data.prompts import RecordCheck
 from grpo_megatron.errors import UserError
-from grpo_megatron.monitoring.terminal import Rarely
+from grpo_megatron.logs import Rarely
 from grpo_megatron.rewards import RewardWorkers, resolve_rewards
 from grpo_megatron.rewards.base import check_record
 from grpo_megatron.rollout.environments import FAILURES, Environments, RemoteEnvironment, asks_reward_function
 from grpo_megatron.rollout.history import HISTORIES, History
 from grpo_megatron.rollout.trajectory import Episode, Trajectory
 from grpo_megatron.sglang.request import Completion
+
+logger = logging.getLogger(__name__)
 
 # (token ids to continue, maximal number of new tokens, routed=number of leading ids whose experts are known)
 # -> the model's next turn
@@ -98,7 +101,7 @@ class MultiTurn:
             seed,
         )
         self._history, self._rewards = HISTORIES[history], rewards
-        self._on_failure, self._failure_value, self._say = on_failure, failure_value, Rarely()
+        self._on_failure, self._failure_value, self._warn = on_failure, failure_value, Rarely(logger)
 
     async def play(self, episode: Episode, respond: Respond) -> tuple[Sample, ...]:
         """Play an episode, and return its sequences with rewards, or none if it failed and is left out.
@@ -119,9 +122,9 @@ class MultiTurn:
             if self._on_failure == OnFailure.error:
                 raise
             if self._on_failure == OnFailure.leave_out:
-                self._say(f"{error}; this episode is left out (reward.on_failure=leave_out)")
+                self._warn(f"{error}; this episode is left out (reward.on_failure=leave_out)")
                 return ()
-            self._say(f"{error}; the reward of this episode is reward.failure_value={self._failure_value}")
+            self._warn(f"{error}; the reward of this episode is reward.failure_value={self._failure_value}")
         finally:
             await world.close()
         if not trajectory.turns:  # there must be something to train on

@@ -1,5 +1,6 @@
 """Evaluation on held-out prompts: mean@k, unbiased pass@k and maj@k, per data set and averaged."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,12 +13,14 @@ from grpo_megatron.config.reward import OnFailure
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text, not_written, replace_text
+from grpo_megatron.logs import Rarely
 from grpo_megatron.monitoring.samples import chosen, group_text
-from grpo_megatron.monitoring.terminal import say
 from grpo_megatron.rewards.answers import answer_finder
 from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.source import training_sampling
 from grpo_megatron.rollout.statistics import majority_reward, pass_rates
+
+logger = logging.getLogger(__name__)
 
 # Score of each metric, by data set. AVERAGE is the mean over several data sets.
 Scores = dict[str, dict[str, float]]
@@ -61,7 +64,7 @@ class Evaluation:
         self._config, self._shown = config.eval, config.monitor
         self._find_answer = answer_finder(config.reward)
         self._counts_failures = config.reward.on_failure != OnFailure.error
-        self._directory, self._said = Path(directory) / "eval", False
+        self._directory, self._warn = Path(directory) / "eval", Rarely(logger, once=True)
         training = training_sampling(config.rollout)
         length = config.eval.max_response_length or training.max_response_length
         common = replace(training, max_response_length=length, same_states=True, beam=None)
@@ -179,9 +182,7 @@ class Evaluation:
             self._directory.mkdir(parents=True, exist_ok=True)
             replace_text(path, "".join(_line(group) for group in groups))
         except OSError as error:
-            if not self._said:
-                self._said = True
-                say(not_written(path, error, "samples of evaluations are left out, and the run goes on"))
+            self._warn(not_written(path, error, "samples of evaluations are left out, and the run goes on"))
 
 
 def _mean_reward(groups: list[Group]) -> float:

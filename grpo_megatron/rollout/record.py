@@ -5,6 +5,7 @@ exactly, because they are written as float64, whose shortest decimal form reads 
 """
 
 import json
+import logging
 import mmap
 import os
 import re
@@ -17,8 +18,9 @@ from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample, WeightSpan
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import RowFile, json_text, not_written, numbered
-from grpo_megatron.monitoring.terminal import say
 from grpo_megatron.paths import file_problem, is_absent, output_file_problem
+
+logger = logging.getLogger(__name__)
 
 _FORMAT = {"format": "grpo_megatron.rollout", "version": 1}
 _HEADER = json_text(_FORMAT) + "\n"
@@ -40,7 +42,7 @@ class Recorder:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         must_be_free(path)
         if not resumed and os.path.exists(path) and os.path.getsize(path) > len(_HEADER):
-            say(f"moved the earlier recording {path} to {Path(path).rename(numbered(Path(path)))}")
+            logger.info(f"moved the earlier recording {path} to {Path(path).rename(numbered(Path(path)))}")
         kept = _end_of(path, resumed) if os.path.exists(path) else 0
         self._file = RowFile(path)
         os.truncate(path, kept)
@@ -56,7 +58,7 @@ class Recorder:
         try:
             self._file.append_row({"step": step, "groups": [_group_to_json(group) for group in groups]})
         except OSError as error:
-            say(
+            logger.warning(
                 not_written(
                     self._file.path, error, f"step {step} is missing in the recording, and the run goes on"
                 )

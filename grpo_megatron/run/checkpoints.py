@@ -1,5 +1,6 @@
 """Writing of checkpoints: when, where, and how many are kept. run.resume reads them."""
 
+import logging
 import shutil
 import time
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from grpo_megatron.monitoring.run_files import METRICS
 from grpo_megatron.paths import is_absent
 from grpo_megatron.run.lock import is_in_use
 from grpo_megatron.run.manifest import FileRecord, record_of, write_manifest
+
+logger = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"  # subfolder of a run's folder
 ACTOR, STATE = "actor", "state.json"
@@ -70,7 +73,6 @@ class Checkpoints:
         folder: str,
         config: CheckpointConfig,
         trainer: Saveable,
-        say: Callable[[str], None],
         resumed: int = 0,
         about: dict[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -79,22 +81,20 @@ class Checkpoints:
 
         folder: the run's folder of checkpoints
         trainer: writes its state into each checkpoint
-        say: shows a line to the user
         resumed: the step that the run continues after; 0 for a new run
         about: entries of state.json that are the same in all checkpoints, such as the configuration
         clock: returns seconds; tests pass one of their own
         """
         self.folder = Path(folder)
-        self._config, self._trainer, self._say, self._about, self._clock = (
+        self._config, self._trainer, self._about, self._clock = (
             config,
             trainer,
-            say,
             about or {},
             clock,
         )
         self._writing: Path | None = None  # final name of the checkpoint that the ranks are writing
         self._last_step, self._last_begun = resumed, clock()
-        self._trained = WaitingRows(self.folder.parent / TRAINED, say)
+        self._trained = WaitingRows(self.folder.parent / TRAINED)
         self._failure: NotWritten | None = None  # error of the last attempt
 
     def is_due(self, step: int, last: bool = False) -> bool:
@@ -144,7 +144,7 @@ class Checkpoints:
         try:
             partial = final.with_name(f"{final.name}.partial")
             if partial.exists():  # left there by a killed run
-                discard(partial, self._say)
+                discard(partial)
             partial.mkdir(parents=True)
             (partial / STATE).write_text(json_text(self._about | state), encoding="utf-8")
         except OSError as error:
@@ -179,7 +179,7 @@ class Checkpoints:
             self._give_up(final, NotWritten(f"{final} could not be written: {error}"))
         else:
             self._failure = None
-            self._say(
+            logger.info(
                 f"checkpoint {final.name}: {report.bytes / 1e9:.2f} GB in {report.seconds:.1f} s, "
                 f"of which training waited {report.waited:.1f} s"
             )
@@ -204,21 +204,21 @@ class Checkpoints:
         whole = folders(self.folder)
         kept = f"the newest checkpoint is {whole[-1].name}" if whole else "there is no checkpoint yet"
         self._failure = NotWritten(f"{error}; {kept}, make room for the next one")
-        self._say(f"training goes on, but {self._failure}")
+        logger.warning(f"training goes on, but {self._failure}")
 
     def _remove_old(self) -> None:
         for path in folders(self.folder)[: -self._config.keep]:
             lasting = self._config.keep_every and step_of(path) % self._config.keep_every == 0
             if not lasting and not is_in_use(path):
-                discard(path, self._say)
+                discard(path)
 
 
-def discard(folder: Path, say: Callable[[str], None]) -> None:
+def discard(folder: Path) -> None:
     """Delete a checkpoint's folder as far as possible.
 
     Some files may remain, because NFS keeps files that a process has open. The folder is therefore renamed
     first, so that its remains are not taken for a complete checkpoint.
-    say: shows a line if something remains. No error is raised, because the next start tries again.
+    If something remains, that is logged. No error is raised, because the next start tries again.
     """
     try:
         if DELETED not in folder.suffixes:
@@ -229,11 +229,11 @@ def discard(folder: Path, say: Callable[[str], None]) -> None:
                 next(folder.with_name(name) for name in names if not folder.with_name(name).exists())
             )
     except OSError as error:
-        say(f"{folder} could not be deleted: {error}")
+        logger.warning(f"{folder} could not be deleted: {error}")
         return
     shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
-        say(
+        logger.warning(
             f"{folder} could not be deleted wholly, such as where somebody has a file of it open; the next "
             "start tries again"
         )

@@ -4,6 +4,7 @@ A start locks the folder, chooses the checkpoint to begin from, and moves or rem
 the continued run.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -19,6 +20,8 @@ from grpo_megatron.run.checkpoints import CHECKPOINTS, DELETED, TRAINED, discard
 from grpo_megatron.run.lock import Ownership, in_use
 from grpo_megatron.run.resume import ANEW, AUTO, RESULT, Checkpoint, newest_checkpoint, open_checkpoint
 
+logger = logging.getLogger(__name__)
+
 JOBS = "slurm"  # job outputs; slurm/submit.py queued the jobs for a run of this name
 
 
@@ -30,7 +33,6 @@ def run_folder(config: Config) -> Path:
 def open_run_folder(
     config: Config,
     command: str,
-    say: Callable[[str], None],
     must_fit: Callable[[dict], str] = lambda state: "",
 ) -> Iterator[tuple[str, Checkpoint | None]]:
     """Create or reopen the run's folder, and lock it against other runs while the context is open.
@@ -39,7 +41,6 @@ def open_run_folder(
     a new run finds an earlier run of the same name, it first moves that folder to NAME.1, NAME.2, ...
 
     command: name of the command, such as `train`. It must be the one that wrote the checkpoint.
-    say: shows a line to the user.
     must_fit: raises UserError if the driver's state in a checkpoint belongs to other data. It returns a note
         to show, or "".
 
@@ -49,20 +50,20 @@ def open_run_folder(
     """
     folder = run_folder(config)
     try:
-        ownership = Ownership(folder, say)
+        ownership = Ownership(folder)
         try:
-            checkpoint = beginning(config, command, say)
+            checkpoint = beginning(config, command)
             # Check this now. Later, this run's own checkpoints are already set aside in favour of one from
             # another run.
             note = must_fit(checkpoint.state) if checkpoint else ""
             if note:
-                say(note)
+                logger.info(note)
             if checkpoint is None and _has_remains(folder):
-                _move_aside(config, folder, say)
+                _move_aside(config, folder)
                 ownership.release()
-                ownership = Ownership(folder, say)
+                ownership = Ownership(folder)
             if ownership.note:
-                say(ownership.note)
+                logger.warning(ownership.note)
             replace_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
         except BaseException:
             ownership.release()
@@ -82,7 +83,7 @@ def open_run_folder(
         ownership.release()
 
 
-def beginning(config: Config, command: str, say: Callable[[str], None]) -> Checkpoint | None:
+def beginning(config: Config, command: str) -> Checkpoint | None:
     """Return the checkpoint that run.resume says to begin from; None for a new run. Changes no file.
 
     Also checks that the rows of metrics.jsonl and trained.jsonl up to the checkpoint's step can be read.
@@ -93,24 +94,23 @@ def beginning(config: Config, command: str, say: Callable[[str], None]) -> Check
     if resume in ANEW:
         return None
     checkpoint = (
-        newest_checkpoint(folder / CHECKPOINTS, command, say)
+        newest_checkpoint(folder / CHECKPOINTS, command)
         if resume == AUTO
         else open_checkpoint(resume, command)
     )
     if checkpoint:
         for name in (METRICS, TRAINED):
-            kept_rows(folder / name, checkpoint.step, lambda line: None)  # take_back reports what it removes
+            kept_rows(folder / name, checkpoint.step, quiet=True)  # take_back reports what it removes
     return checkpoint
 
 
-def take_back(directory: str, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> None:
+def take_back(directory: str, checkpoint: Checkpoint | None) -> None:
     """Put the run's files into the state at the checkpoint, so that the run can go on from there.
 
     Removes rows of later steps from metrics.jsonl and trained.jsonl, result.json, and half-written or
     half-deleted checkpoints.
     directory: the run's folder.
     checkpoint: where the run goes on; None: at step 0.
-    say: shows a line to the user.
 
     Call this only after the ranks have loaded the checkpoint and `set_aside` has renamed the others. A start
     that fails before that must leave the rows that belong to the other checkpoints. Raises UserError if
@@ -118,23 +118,22 @@ def take_back(directory: str, checkpoint: Checkpoint | None, say: Callable[[str]
     """
     folder, step = Path(directory), checkpoint.step if checkpoint else 0
     for name in (METRICS, TRAINED):
-        kept = kept_rows(folder / name, step, say)
+        kept = kept_rows(folder / name, step)
         if kept is not None:
             replace_text(folder / name, "".join(kept))
     (folder / RESULT).unlink(missing_ok=True)
     checkpoints = folder / CHECKPOINTS
     for left in [*checkpoints.glob("step_*.partial"), *checkpoints.glob(f"step_*{DELETED}*")]:
-        discard(left, say)
+        discard(left)
 
 
-def set_aside(directory: str, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> None:
+def set_aside(directory: str, checkpoint: Checkpoint | None) -> None:
     """Rename the run's other checkpoints of this step or later ones to `step_XXXXXXXX.aside`, `.aside.1`, ...
 
     These are damaged, or belong to steps that are now trained again. Checkpoints that have such a name
     already stay as they are, because run.resume may name one of them.
     directory: the run's folder.
     checkpoint: where the run goes on; None: at step 0.
-    say: shows a line for each renamed checkpoint.
 
     Call this only after the ranks have loaded the checkpoint. Until then, the run may still need another one.
     """
@@ -144,15 +143,15 @@ def set_aside(directory: str, checkpoint: Checkpoint | None, say: Callable[[str]
             left = path.with_name(f"{path.name}.aside")
             with writing(path):
                 left = path.rename(numbered(left) if left.exists() else left)
-            say(f"set aside: {path} is now {left.name}, which no run deletes")
+            logger.info(f"set aside: {path} is now {left.name}, which no run deletes")
 
 
-def kept_rows(path: Path, step: int, say: Callable[[str], None]) -> list[str] | None:
+def kept_rows(path: Path, step: int, quiet: bool = False) -> list[str] | None:
     """Return the rows of metrics.jsonl or trained.jsonl up to this step; None if there is no such file.
 
     Damaged rows are dropped: the loss of a node may leave half a row or NUL bytes at the end of the file. A
     gap in metrics.jsonl does no harm.
-    say: shows a line if damaged rows are dropped.
+    quiet: True to log nothing about damaged rows.
 
     Raises UserError if trained.jsonl has a damaged row before one that is kept, because the file would no
     longer prove that no prompt was skipped. The message names the row.
@@ -175,8 +174,8 @@ def kept_rows(path: Path, step: int, say: Callable[[str], None]) -> list[str] | 
             if damaged and path.name == TRAINED:
                 raise damaged[0]
             kept.append(row.decode("utf-8"))
-    if damaged:
-        say(f"{damaged[0]}; damaged rows of {path.name} go, {len(damaged)} in all")
+    if damaged and not quiet:
+        logger.warning(f"{damaged[0]}; damaged rows of {path.name} go, {len(damaged)} in all")
     return kept
 
 
@@ -195,7 +194,7 @@ def _has_remains(folder: Path) -> bool:
     return (metrics.exists() and metrics.stat().st_size > 0) or bool(folders(folder / CHECKPOINTS))
 
 
-def _move_aside(config: Config, folder: Path, say: Callable[[str], None]) -> None:
+def _move_aside(config: Config, folder: Path) -> None:
     for path in (config.model.path, config.ref.path):
         if path and folder in Path(path).absolute().parents:
             raise UserError(f"{path} lies in the folder of this run, {folder}; choose another run.name")
@@ -204,4 +203,4 @@ def _move_aside(config: Config, folder: Path, say: Callable[[str], None]) -> Non
         # One of these jobs may have started this run, and Slurm opens a file for each of its nodes by name.
         folder.mkdir(exist_ok=True)
         (moved / JOBS).rename(folder / JOBS)
-    say(f"moved the earlier run of this name to {moved}")
+    logger.info(f"moved the earlier run of this name to {moved}")

@@ -8,10 +8,11 @@ it starts do not inherit them, because Python opens files that way.
 
 import fcntl
 import json
+import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -21,6 +22,8 @@ from grpo_megatron.files import json_text
 from grpo_megatron.monitoring.status import State, read_status
 from grpo_megatron.process_tree import is_running, start_mark
 from grpo_megatron.run.manifest import MANIFEST
+
+logger = logging.getLogger(__name__)
 
 _OWNER = "owner.json"
 # A file server keeps the locks of a lost node for a while: NFS for 90 seconds.
@@ -37,13 +40,9 @@ class Ownership:
     note: a line to show to the user, if the file system has no locks; else ""
     """
 
-    def __init__(self, folder: Path, say: Callable[[str], None]):
-        """Take the folder, and write this process's host and pid into owner.json.
-
-        say: shows a line to the user.
-        """
+    def __init__(self, folder: Path):
+        """Take the folder, and write this process's host and pid into owner.json."""
         self.note = ""  # a line to show about the lock
-        self._say = say
         self._file = self._take(folder)
         self._file.seek(0)
         self._file.truncate()
@@ -67,7 +66,7 @@ class Ownership:
                 if not record or _may_live(record) or waited == _WAIT_SECONDS:
                     _refuse(folder, record)
                 if not waited:
-                    self._say(
+                    logger.warning(
                         f"{folder} is locked by {_named(record)}, which is gone or an earlier start of this "
                         f"job; waits up to {_WAIT_SECONDS} s for the file server to release that"
                     )
@@ -116,7 +115,7 @@ class Ownership:
             if status["state"] != State.running:
                 return False
             if written is None:
-                self._say(f"{folder} may be written to by {_named(record)}; looks whether that goes on")
+                logger.warning(f"{folder} may be written to by {_named(record)}; looks whether that goes on")
                 written = status["written"]
             elif status["written"] != written:
                 return True

@@ -1,8 +1,9 @@
 """Start of a run: which checkpoint it begins from, whether that is sound, and which settings have changed."""
 
 import json
+import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from grpo_megatron.run.manifest import (
     problems,
     read_manifest,
 )
+
+logger = logging.getLogger(__name__)
 
 AUTO, ANEW = "auto", (None, "none")
 RESULT = "result.json"
@@ -112,7 +115,6 @@ def _read_state(path: Path, command: str) -> dict[str, Any]:
 def newest_checkpoint(
     root: Path,
     command: str,
-    say: Callable[[str], None],
     above: int = 0,
     passed_over: Collection[str] = (),
     instead: Checkpoint | None = None,
@@ -121,7 +123,6 @@ def newest_checkpoint(
 
     root: the folder of checkpoints.
     command: the command that is to continue: train, sft or reward-model.
-    say: shows a line for each checkpoint that is found damaged.
     above: consider only checkpoints of steps after this one.
     passed_over: folders of checkpoints that are known to be damaged already.
 
@@ -139,7 +140,7 @@ def newest_checkpoint(
             try:
                 return open_checkpoint(folder, command)
             except DamagedCheckpoint as error:
-                say(f"passed over: {error}")
+                logger.warning(f"passed over: {error}")
         damaged += 1
     if damaged and instead is None:
         raise DamagedCheckpoint(
@@ -149,12 +150,11 @@ def newest_checkpoint(
     return instead
 
 
-def finished_result(config: Config, command: str, say: Callable[[str], None]) -> dict[str, Any] | None:
+def finished_result(config: Config, command: str) -> dict[str, Any] | None:
     """Return result.json of an earlier start of this command if the run has made all of its steps; else None.
 
     The command then returns this result without starting anything. The result is also None if run.resume is
     not `auto`, because the run then starts anew or from another checkpoint.
-    say: shows a line if the run is finished.
 
     Raises UserError if the finished run of this name belongs to another command.
     """
@@ -171,7 +171,7 @@ def finished_result(config: Config, command: str, say: Callable[[str], None]) ->
             f"{path.parent} is a finished run of `{by}`, not of `{command}`: choose another run.name, or "
             "run.resume=none, which moves it aside"
         )
-    say(
+    logger.info(
         f"{path.parent} is finished: it has made {step} steps of {wanted}; raise run.total_steps to go on, "
         "or run.resume=none starts anew"
     )

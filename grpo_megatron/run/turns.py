@@ -3,12 +3,15 @@
 Who has the memory changes by a fixed ring of transitions. Memory in use is measured after each.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from typing import NamedTuple, Protocol
 
 from grpo_megatron.monitoring.monitor import Monitor
+
+logger = logging.getLogger(__name__)
 
 _GIB = 2**30
 
@@ -157,7 +160,7 @@ class Turns:
         engine, rank = self._engines.occupied() / _GIB, self._ranks.occupied() / _GIB if self._ranks else 0.0
         found = {f"memory/after_{name}/engine_gib": engine, f"memory/after_{name}/rank_gib": rank}
         if not self.metrics.keys() >= found.keys():
-            self._monitor.say(
+            logger.info(
                 f"memory after {name}: {engine:.3f} GiB in the fullest engine, {rank:.3f} GiB in the fullest "
                 "rank"
             )

@@ -299,7 +299,7 @@ def test_a_rank_that_dies_is_named(recorded, arithmetic, root, tmp_path):
     )
 
     before = actor.logprobs(batch, schedule(batch.lengths, 128))
-    saver = Checkpoints(str(tmp_path / "checkpoints"), config.checkpoint, actor.checkpoints, print)
+    saver = Checkpoints(str(tmp_path / "checkpoints"), config.checkpoint, actor.checkpoints)
     saver.save({"step": 1, "order": {}, "tokens": 0})
     saver.save({"step": 2, "order": {}, "tokens": 0})  # completes the first
     os.kill(actor.ranks.group.ranks[1].pid, signal.SIGKILL)

@@ -19,6 +19,7 @@ from grpo_megatron.megatron.spec import TrainResult
 from grpo_megatron.megatron.state import checkpoint, checkpoint_files, shards
 from grpo_megatron.run.checkpoints import Checkpoints, SaveReport
 from grpo_megatron.run.manifest import DamagedCheckpoint
+from tests.messages import logged
 from tests.parallel.actors import micro_batches, reference_logprobs
 from tests.parallel.optimizers import State, state_of, step
 
@@ -178,7 +179,7 @@ def refusals(spec, other, folder) -> list[str]:
 def save_as_a_run(spec, batches, loss, folder) -> list[State]:
     """Save a checkpoint before each step, as a run does, and return the states."""
     actor, states = Actor(spec), []
-    saver = Checkpoints(folder, CheckpointConfig(every=1, async_save=False, keep=9), Kept(actor), print)
+    saver = Checkpoints(folder, CheckpointConfig(every=1, async_save=False, keep=9), Kept(actor))
     for number, batch in enumerate(batches):
         states.append(_state(actor))
         saver.save({"step": number, "order": {}, "tokens": 0, "config": {}})
@@ -191,22 +192,23 @@ def save_to_a_full_disk(spec, batches, loss, folder) -> tuple[list[str], State]:
 
     Return its output and last state.
     """
-    actor, said, state = Actor(spec), [], None
+    actor, state = Actor(spec), None
     root = Path(folder)
     saver = Checkpoints(
-        f"{folder}/checkpoints", CheckpointConfig(every=1, async_save=False, keep=1), Kept(actor), said.append
+        f"{folder}/checkpoints", CheckpointConfig(every=1, async_save=False, keep=1), Kept(actor)
     )
-    for number, batch in enumerate(batches):
-        if number == 1:
-            with contextlib.suppress(OSError), open(root / "filler", "wb", buffering=0) as file:
-                while True:
-                    file.write(bytes(4096))
-        if number == 2:
-            (root / "filler").unlink()
-        state = _state(actor)
-        saver.save({"step": number, "order": {}, "tokens": 0, "config": {}})
-        step(actor, batch, loss)
-    saver.finish()
+    with logged() as said:
+        for number, batch in enumerate(batches):
+            if number == 1:
+                with contextlib.suppress(OSError), open(root / "filler", "wb", buffering=0) as file:
+                    while True:
+                        file.write(bytes(4096))
+            if number == 2:
+                (root / "filler").unlink()
+            state = _state(actor)
+            saver.save({"step": number, "order": {}, "tokens": 0, "config": {}})
+            step(actor, batch, loss)
+        saver.finish()
     return said, state
 
 

@@ -14,6 +14,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.run.resume import newest_checkpoint, open_checkpoint
+from tests.messages import logged
 from tests.models import tiny_model
 from tests.parallel import checkpoints
 from tests.parallel.test_checkpoint import OPTIMIZER
@@ -104,8 +105,8 @@ def test_damage_is_noticed_before_anything_is_loaded(ranks, saved, tmp_path, bat
         if found is None:
             continue
         newest, how = found
-        said: list[str] = []
-        begun = newest_checkpoint(newest.parent, "sft", said.append)
+        with logged() as said:
+            begun = newest_checkpoint(newest.parent, "sft")
         if begun.step == 2:
             for_ranks.append((begun, how))
             continue

@@ -74,7 +74,7 @@ def made(trainer, clock, tmp_path):
 
     def make(**config) -> Checkpoints:
         settings = CheckpointConfig(**{"minutes": 0, "keep": 9, **config})
-        return Checkpoints(str(tmp_path / "checkpoints"), settings, trainer, print, clock=clock)
+        return Checkpoints(str(tmp_path / "checkpoints"), settings, trainer, clock=clock)
 
     return make
 

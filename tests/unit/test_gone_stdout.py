@@ -10,16 +10,15 @@ import pytest
 
 # grpo-megatron, with a run that shows a line, and then does what it is told.
 PROGRAM = """
-import sys
+import logging, sys
 from types import SimpleNamespace
 from grpo_megatron import cli
 from grpo_megatron.errors import Stopped, UserError
-from grpo_megatron.monitoring.terminal import say
 
 ends = {"refuse": UserError("planted refusal"), "stop": Stopped("stopped on request")}
 
 def run(config, guard):
-    say("step 1/1")
+    logging.getLogger("grpo_megatron.run").info("step 1/1")
     if sys.argv[2] in ends: raise ends[sys.argv[2]]
     return {"steps": 1}
 

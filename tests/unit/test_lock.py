@@ -15,6 +15,7 @@ import pytest
 from grpo_megatron.errors import UserError
 from grpo_megatron.monitoring.status import STATUS, StatusFile
 from grpo_megatron.run.lock import Ownership
+from tests.messages import logged
 
 THERE = {"host": "there", "pid": 1, "started": 1.0, "Slurm job": "7"}
 
@@ -59,9 +60,9 @@ def lock_is_held(monkeypatch, times: int) -> None:
 
 
 def own(folder) -> list[str]:
-    """Own the folder and release it. Return the lines that are printed before."""
-    said: list[str] = []
-    ownership = Ownership(folder, said.append)
+    """Own the folder and release it. Return the messages that are logged before."""
+    with logged() as said:
+        ownership = Ownership(folder)
     assert json.loads((folder / "owner.json").read_text())["pid"] == os.getpid()
     ownership.release()
     return said

@@ -259,14 +259,14 @@ def test_statistics_of_a_step():
 
 def test_time_in_monitoring_is_that_of_the_run_itself(monitor_of, monkeypatch):
     monitor = monitor_of(configured())
-    monkeypatch.setattr("grpo_megatron.monitoring.monitor.say", lambda text: time.sleep(3.0))
+    monkeypatch.setattr("grpo_megatron.monitoring.monitor.logger.info", lambda text: time.sleep(3.0))
     groups = [group(0, (0.0, 1.0))]
     a_step(monitor, 1, groups)
-    other = threading.Thread(target=monitor.say, args=("a line of another thread",))
+    other = threading.Thread(target=monitor.evaluated, args=(1, {"eval/greedy": 0.5}))
     other.start()
     other.join()
     assert a_step(monitor, 2, groups)["time/monitor"] < 3.0
-    monitor.say("a line of this one")
+    monitor.evaluated(2, {"eval/greedy": 0.5})
     assert a_step(monitor, 3, groups)["time/monitor"] > 3.0
 
 

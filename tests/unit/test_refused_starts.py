@@ -45,7 +45,7 @@ def test_a_checkpoint_of_other_data_is_refused_before_anything_changes(tmp_path)
 
     with (
         pytest.raises(UserError, match="of other data"),
-        open_run_folder(config_of(tmp_path, str(other)), "train", print, must_fit),
+        open_run_folder(config_of(tmp_path, str(other)), "train", must_fit),
     ):
         pytest.fail("it begins")
     assert seen == [5]
@@ -132,7 +132,7 @@ def place(monkeypatch):
     def make(tmp_path, resume, load) -> assemble.Site:
         ranks.load = load
         config, folder = config_of(tmp_path, resume), str(tmp_path / NAME)
-        start, cluster = beginning(config, "train", print), SimpleNamespace(must_be_whole=lambda: None)
+        start, cluster = beginning(config, "train"), SimpleNamespace(must_be_whole=lambda: None)
         status, watch = StatusFile(folder, NAME, 100), Watch(folder, 600.0)
         return assemble.Site(config, "train", folder, status, start, cluster, watch, None, Guard(), 0.0)
 

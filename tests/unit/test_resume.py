@@ -19,6 +19,7 @@ from grpo_megatron.run.folder import beginning, set_aside, take_back
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.manifest import DamagedCheckpoint, must_be_sound, problems, record_of, write_manifest
 from grpo_megatron.run.resume import as_saved, differences, finished_result, open_checkpoint
+from tests.messages import logged
 from tests.unit.run_folders import NAME, STATE, checkpoint, config_of, rows, run_with, state_of
 
 
@@ -80,15 +81,16 @@ def _flip(path):
     ],
 )
 def test_a_damaged_one_is_passed_over_or_refused_by_name(name, damage, tmp_path):
-    folder, said = run_with(tmp_path, 2, 4), []
+    folder = run_with(tmp_path, 2, 4)
     newest = folder / "checkpoints" / "step_00000004"
     damage(newest / name)
-    assert beginning(config_of(tmp_path), "train", said.append).step == 2
+    with logged() as said:
+        assert beginning(config_of(tmp_path), "train").step == 2
     assert len(said) == 1
     assert str(newest) in said[0]
     assert said[0].startswith("passed over: ")
     with pytest.raises(DamagedCheckpoint, match=str(newest)):
-        beginning(config_of(tmp_path, str(newest)), "train", print)
+        beginning(config_of(tmp_path, str(newest)), "train")
 
 
 def _lose_entry(files):
@@ -115,8 +117,8 @@ def test_a_manifest_that_says_something_else_than_was_written_is_damaged(change,
     content = json.loads(manifest.read_text())
     change(content["files"])
     manifest.write_text(json.dumps(content))
-    said = []
-    assert beginning(config_of(tmp_path), "train", said.append).step == 2
+    with logged() as said:
+        assert beginning(config_of(tmp_path), "train").step == 2
     assert [f"{manifest} does not match its own digest" in line for line in said] == [True]
 
 
@@ -146,7 +148,7 @@ def test_what_cannot_be_read_is_not_damaged(name, tmp_path):
     file.unlink()
     file.symlink_to(file)  # to look at it is an OSError, ELOOP
     with pytest.raises(UserError, match=f"{file} cannot be read on {socket.gethostname()}") as caught:
-        beginning(config_of(tmp_path), "train", print)
+        beginning(config_of(tmp_path), "train")
     assert not isinstance(caught.value, DamagedCheckpoint)
 
 
@@ -158,7 +160,7 @@ def test_a_folder_that_cannot_be_listed_is_not_empty(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "scandir", stale)
     monkeypatch.setattr(os, "listdir", stale)
     with pytest.raises(UserError, match=r"checkpoints cannot be read on .*: Stale file handle"):
-        beginning(config_of(tmp_path), "train", print)
+        beginning(config_of(tmp_path), "train")
 
 
 def test_ranks_tell_what_they_cannot_read_from_damage(tmp_path):
@@ -183,19 +185,19 @@ def test_where_all_are_damaged_nothing_begins(tmp_path):
     with pytest.raises(
         UserError, match=r"none of the 2 checkpoints .* is sound; run\.resume=none starts anew"
     ):
-        beginning(config_of(tmp_path), "train", print)
-    assert beginning(config_of(tmp_path, "none"), "train", print) is None
+        beginning(config_of(tmp_path), "train")
+    assert beginning(config_of(tmp_path, "none"), "train") is None
 
 
 def test_without_checkpoints_it_is_a_new_run(tmp_path):
     folder = run_with(tmp_path, metrics=rows(1))
     (folder / "checkpoints" / "step_00000002.partial").mkdir(parents=True)
-    assert beginning(config_of(tmp_path), "train", print) is None
+    assert beginning(config_of(tmp_path), "train") is None
 
 
 def test_the_step_is_a_number_not_a_text(tmp_path):
     run_with(tmp_path, 99_999_999, 100_000_000)
-    assert beginning(config_of(tmp_path), "train", print).step == 100_000_000
+    assert beginning(config_of(tmp_path), "train").step == 100_000_000
 
 
 class _Cluster:
@@ -209,7 +211,7 @@ def attempts(tmp_path, resume, outcomes) -> list[int]:
     outcomes: an exception or a result for each attempt.
     """
     config, begun = config_of(tmp_path, resume), []
-    start = beginning(config, "train", print)
+    start = beginning(config, "train")
     folder = str(tmp_path / NAME)
     status, watch = StatusFile(folder, NAME, 100), Watch(folder, 600.0)
     place = assemble.Site(config, "train", folder, status, start, _Cluster(), watch, None, Guard(), 0.0)
@@ -218,8 +220,8 @@ def attempts(tmp_path, resume, outcomes) -> list[int]:
         begun.append(checkpoint.step if checkpoint else 0)
         outcome = outcomes.pop(0)
         if not isinstance(outcome, DamagedCheckpoint):
-            set_aside(site.directory, checkpoint, print)  # it has been loaded
-            take_back(site.directory, checkpoint, print)
+            set_aside(site.directory, checkpoint)  # it has been loaded
+            take_back(site.directory, checkpoint)
         if isinstance(outcome, BaseException):
             raise outcome
         if callable(outcome):
@@ -299,7 +301,7 @@ def test_a_finished_run_ends_at_once(result, resume, finished, tmp_path, capsys)
     folder = run_with(tmp_path)
     (folder / "result.json").write_text(json.dumps(result))
     config = config_of(tmp_path, resume)
-    assert (finished_result(config, "train", print) == result) is finished
+    assert (finished_result(config, "train") == result) is finished
     assert ("is finished" in capsys.readouterr().out) is finished
 
 
@@ -308,5 +310,5 @@ def test_a_finished_run_of_another_command_is_not_this_one(tmp_path):
     with pytest.raises(
         UserError, match=r"is a finished run of `sft`, not of `train`: choose another run\.name"
     ):
-        finished_result(config_of(tmp_path), "train", print)
-    assert finished_result(config_of(tmp_path, "none"), "train", print) is None
+        finished_result(config_of(tmp_path), "train")
+    assert finished_result(config_of(tmp_path, "none"), "train") is None

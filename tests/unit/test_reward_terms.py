@@ -197,7 +197,7 @@ class InThisProcess(RewardWorkers):
         self._config, self._decode, self._pool, self._terms = config, decode, Pool(), terms_of(config)
         self._of_groups = self._is_whole = True
         self.said = []
-        self._say = self.said.append
+        self._warn = self.said.append
 
 
 def scored_group(config, *responses):

@@ -38,8 +38,8 @@ def test_a_resumed_run_keeps_what_there_is_up_to_its_step(tmp_path):
     for name in ("step_00000004.deleted", "step_00000006.partial"):
         (folder / "checkpoints" / name).mkdir()
     begun = open_checkpoint(folder / "checkpoints" / "step_00000002", "train")
-    take_back(str(folder), begun, print)
-    set_aside(str(folder), begun, print)
+    take_back(str(folder), begun)
+    set_aside(str(folder), begun)
     assert (folder / METRICS).read_text() == (folder / TRAINED).read_text() == rows(1, 2)
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
         "step_00000002",
@@ -52,7 +52,7 @@ def test_what_a_resumed_run_measures_follows_the_rows_that_it_keeps(tmp_path):
     """Its listeners exist before it is known whether it can begin at all."""
     folder = run_with(tmp_path, 2, 4, metrics=rows(1, 2, 3, 4))
     files = RunFiles(str(folder), 2)
-    take_back(str(folder), open_checkpoint(folder / "checkpoints" / "step_00000002", "train"), print)
+    take_back(str(folder), open_checkpoint(folder / "checkpoints" / "step_00000002", "train"))
     files.scalars(3, {"loss": 0.5})
     files.close()
     assert (folder / METRICS).read_text() == rows(1, 2, 3)
@@ -64,21 +64,21 @@ def test_one_that_was_set_aside_stays_when_the_run_begins_from_it(tmp_path, caps
     first = checkpoints / "step_00000004"
     for number in (1, 2):  # the user goes back to step 2 twice
         (first / "course").write_text(str(number))
-        set_aside(str(folder), open_checkpoint(checkpoints / "step_00000002", "train"), print)
+        set_aside(str(folder), open_checkpoint(checkpoints / "step_00000002", "train"))
         checkpoint(first, state_of(4))
     capsys.readouterr()
-    set_aside(str(folder), open_checkpoint(checkpoints / "step_00000004.aside", "train"), print)
+    set_aside(str(folder), open_checkpoint(checkpoints / "step_00000004.aside", "train"))
     assert capsys.readouterr().out.startswith(f"set aside: {first} is now step_00000004.aside.2")
     assert (checkpoints / "step_00000004.aside" / "course").read_text() == "1"
     assert (checkpoints / "step_00000004.aside.1" / "course").read_text() == "2"
-    assert beginning(config_of(tmp_path), "train", print).step == 2
+    assert beginning(config_of(tmp_path), "train").step == 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("resume", "kept"), [("auto", False), ("named", True)])
 def test_a_run_that_continues_by_itself_keeps_no_more_than_others(resume, kept, tmp_path):
     newest = run_with(tmp_path, 2) / "checkpoints" / "step_00000002"
-    with open_run_folder(config_of(tmp_path, resume if resume == "auto" else str(newest)), "train", print):
+    with open_run_folder(config_of(tmp_path, resume if resume == "auto" else str(newest)), "train"):
         assert is_in_use(newest) is kept
 
 
@@ -103,7 +103,7 @@ def test_what_cannot_be_deleted_ends_no_start(held_open, tmp_path, capsys):
         (checkpoints / name / "held").touch()
         (checkpoints / name / "other").touch()
     begun = open_checkpoint(checkpoints / "step_00000002", "train")
-    take_back(str(folder), begun, print)
+    take_back(str(folder), begun)
     left = ["step_00000004.deleted", "step_00000006.partial.deleted"]
     assert [line.split()[0] for line in sorted(capsys.readouterr().out.splitlines())] == [
         str(checkpoints / n) for n in left
@@ -112,14 +112,14 @@ def test_what_cannot_be_deleted_ends_no_start(held_open, tmp_path, capsys):
         ["step_00000002", "step_00000004", *left]
     )
     assert all([path.name for path in (checkpoints / name).iterdir()] == ["held"] for name in left)
-    take_back(str(folder), begun, print)  # the next start
+    take_back(str(folder), begun)  # the next start
     assert capsys.readouterr().out.count("could not be deleted") == 2
 
 
 def _begin(folder) -> None:
     """Begin from step 2, as a start does."""
-    with open_run_folder(config_of(folder.parent), "train", print) as (directory, begun):
-        take_back(directory, begun, print)
+    with open_run_folder(config_of(folder.parent), "train") as (directory, begun):
+        take_back(directory, begun)
 
 
 @pytest.mark.slow_but(4)
@@ -158,7 +158,7 @@ def test_a_damaged_row_of_what_was_trained_is_named_and_changes_nothing(row, tmp
     with pytest.raises(UserError, match=f"{TRAINED}:2"):
         _begin(folder)
     assert (folder / TRAINED).read_bytes() == before
-    Ownership(folder, print).release()  # nobody has it
+    Ownership(folder).release()  # nobody has it
 
 
 @pytest.mark.parametrize("row", _DAMAGED)
@@ -188,7 +188,7 @@ def test_check_reads_the_rows_of_the_run_to_continue(capsys, tmp_path):
 
 
 def test_a_run_without_rows_has_none(tmp_path):
-    assert kept_rows(tmp_path / METRICS, 2, print) is None
+    assert kept_rows(tmp_path / METRICS, 2) is None
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "file/below"])
@@ -196,7 +196,7 @@ def test_a_folder_that_cannot_be_made(name, tmp_path):
     (tmp_path / "file").write_text("")
     config = config_of(tmp_path)
     config.run.name = name
-    with pytest.raises(UserError, match="cannot be made"), open_run_folder(config, "train", print):
+    with pytest.raises(UserError, match="cannot be made"), open_run_folder(config, "train"):
         pass
 
 
@@ -205,7 +205,7 @@ def test_a_new_run_moves_an_earlier_one_aside(tmp_path):
     (folder / "slurm").mkdir()
     (folder / "slurm" / "7.log").write_text("of the job that starts the new run")
     for number, remains in ((1, rows(1, 2)), (2, rows(1))):
-        with open_run_folder(config_of(tmp_path, "none"), "train", print) as (directory, start):
+        with open_run_folder(config_of(tmp_path, "none"), "train") as (directory, start):
             assert (directory, start) == (str(folder), None)
             assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "owner.json", "slurm"]
             (folder / METRICS).write_text(rows(1))
@@ -217,7 +217,7 @@ def test_the_model_is_not_moved_with_the_run_that_made_it(tmp_path):
     folder = run_with(tmp_path, metrics=rows(1))
     config = config_of(tmp_path, None)
     config.model.path = f"{folder}/hf"
-    with pytest.raises(UserError, match=r"choose another run\.name"), open_run_folder(config, "train", print):
+    with pytest.raises(UserError, match=r"choose another run\.name"), open_run_folder(config, "train"):
         pass
     assert (folder / METRICS).exists()
 
@@ -226,7 +226,7 @@ HOLD = """
 import sys
 from pathlib import Path
 from grpo_megatron.run.lock import Ownership
-ownership = Ownership(Path(sys.argv[1]), print)
+ownership = Ownership(Path(sys.argv[1]))
 print("has it", flush=True)
 sys.stdin.read()
 """
@@ -252,18 +252,18 @@ def test_a_second_run_of_a_name_is_refused_and_changes_nothing(owner, tmp_path, 
     folder = run_with(tmp_path, 2, metrics=rows(1, 2, 3))
     owned = (folder / "owner.json").read_bytes()
     refusal = pytest.raises(UserError, match=f"another run writes to {folder} .*pid {owner.pid}")
-    with refusal, open_run_folder(config_of(tmp_path, resume), "train", print):
+    with refusal, open_run_folder(config_of(tmp_path, resume), "train"):
         pass
     assert (folder / METRICS).read_text() == rows(1, 2, 3)
     assert (folder / "owner.json").read_bytes() == owned
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
     owner.kill()  # as the kernel's, the lock goes with the process
     owner.wait()
-    with open_run_folder(config_of(tmp_path, resume), "train", print) as (directory, _):
+    with open_run_folder(config_of(tmp_path, resume), "train") as (directory, _):
         assert directory == str(folder)
         with pytest.raises(UserError, match=f"pid {os.getpid()}"):
-            Ownership(folder, print)
-    Ownership(folder, print).release()
+            Ownership(folder)
+    Ownership(folder).release()
 
 
 def test_a_folder_that_is_moved_aside_before_the_lock_is_had_is_not_written_to(tmp_path, monkeypatch):
@@ -279,7 +279,7 @@ def test_a_folder_that_is_moved_aside_before_the_lock_is_had_is_not_written_to(t
         lock(file, kind)
 
     monkeypatch.setattr(fcntl, "flock", slow)
-    ownership = Ownership(folder, print)
+    ownership = Ownership(folder)
     assert json.loads((folder / "owner.json").read_text())["pid"] == os.getpid()
     assert (tmp_path / "moved" / "owner.json").read_text() == ""
     ownership.release()
@@ -322,9 +322,9 @@ def test_without_locks_the_owner_is_asked_for(owner, job, refused, tmp_path, mon
         with pytest.raises(
             UserError, match=r"another run writes .*; if that run has ended, delete .*owner\.json"
         ):
-            Ownership(folder, print)
+            Ownership(folder)
         return
-    with open_run_folder(config_of(tmp_path), "train", print):
+    with open_run_folder(config_of(tmp_path), "train"):
         assert json.loads((folder / "owner.json").read_text())["pid"] == os.getpid()
     assert "this file system has no locks" in capsys.readouterr().out
     assert (folder / "owner.json").read_text() == ""

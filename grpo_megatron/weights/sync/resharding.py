@@ -1,6 +1,7 @@
 """The driver's side of a weight sync that follows a ReshardPlan (from shard to shard)."""
 
 import contextlib
+import logging
 import os
 import shutil
 from dataclasses import replace
@@ -18,6 +19,8 @@ from grpo_megatron.weights.sync.cost import broadcast_is_cheaper
 from grpo_megatron.weights.sync.interface import WeightSource, WeightTarget
 from grpo_megatron.weights.sync.messages import SyncCommand, SyncKind, SyncReport, SyncSetup
 from grpo_megatron.weights.sync.plan import EngineRank, Layouts, ReshardPlan
+
+logger = logging.getLogger(__name__)
 
 _SHOWN = 5
 

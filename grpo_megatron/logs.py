@@ -1,0 +1,42 @@
+"""Messages for the user, through the standard `logging`: lines on stdout, above the progress bar."""
+
+import logging
+import sys
+from contextlib import suppress
+
+from tqdm import tqdm
+
+
+class _Terminal(logging.Handler):
+    """Prints messages on stdout, without time and level. An error of writing is ignored and ends no run."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):
+            # tqdm.write keeps a progress bar below the line.
+            tqdm.write(self.format(record), file=sys.stdout)
+            sys.stdout.flush()
+
+
+_TERMINAL = _Terminal()
+
+
+def show_messages() -> None:
+    """Show the messages of all modules of this package, from INFO on. The command line calls this first."""
+    package = logging.getLogger("grpo_megatron")
+    package.setLevel(logging.INFO)
+    package.propagate = False  # libraries may add handlers to the root logger, which would show them again
+    package.addHandler(_TERMINAL)
+
+
+class Rarely:
+    """Logs a repeated warning only the 1st, 2nd, 4th, 8th time and so on, to keep the output readable."""
+
+    def __init__(self, logger: logging.Logger, once: bool = False):
+        """Prepare for the first warning. once: True to log no other."""
+        self._logger, self._once, self._count = logger, once, 0
+
+    def __call__(self, text: str) -> None:
+        self._count += 1
+        if self._count == 1 or (not self._once and self._count & (self._count - 1) == 0):
+            often = f" (the {self._count}th time; those between are not shown)" if self._count > 1 else ""
+            self._logger.warning(text + often)
