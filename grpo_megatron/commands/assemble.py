@@ -27,12 +27,14 @@ from grpo_megatron.monitoring.terminal import say
 from grpo_megatron.monitoring.throughput import Throughput
 from grpo_megatron.paths import replace_text
 from grpo_megatron.preflight.cluster_rules import num_processes
+from grpo_megatron.rollout.sharing import DeviceSharing
 from grpo_megatron.run.checkpoints import CHECKPOINTS, Checkpoints, NotWritten
 from grpo_megatron.run.folder import open_run_folder, set_aside, take_back
 from grpo_megatron.run.guard import Guard
+from grpo_megatron.run.loop import StepLoop
 from grpo_megatron.run.manifest import DamagedCheckpoint
 from grpo_megatron.run.resume import ANEW, AUTO, RESULT, Checkpoint, as_saved, differences, newest_checkpoint
-from grpo_megatron.run.turns import Turns
+from grpo_megatron.run.stop import StopRequest
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.trainer.policy import PolicyTrainer
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
@@ -59,7 +61,7 @@ class Run:
     """The trainer, whose ranks are up."""
     engines: EnginePool | None
     """The engines; None if the command or a replay needs none."""
-    turns: Turns | None
+    sharing: DeviceSharing | None
     """Device sharing; None unless engines are on the trainer's devices."""
     state: dict | None
     """The driver's state in the checkpoint that the trainer has loaded; None for a new run."""
@@ -72,6 +74,18 @@ class Run:
     def resumed(self) -> int:
         """The step that the run continues after; 0 for a new run."""
         return self.state["step"] if self.state else 0
+
+    def to_ranks(self) -> None:
+        """Have engines on the ranks' devices release their memory. Does nothing for other engines."""
+        if self.sharing:
+            self.sharing.to_ranks()
+
+    def loop(self, stop: StopRequest | None = None) -> StepLoop:
+        """Return the loop of steps, which continues from the run's checkpoint. stop: None: never stopped."""
+        loop = StepLoop(self.config, self.saver, self.monitor, stop, self.to_ranks)
+        if self.state:
+            loop.load_state_dict(self.state)
+        return loop
 
     def finish(self, result: dict[str, Any]) -> dict[str, Any]:
         """Complete the last checkpoint, export the model if checkpoint.export_hf is set, write result.json.
@@ -89,8 +103,7 @@ class Run:
             failure = error
         if self.config.checkpoint.export_hf:
             result["model"] = f"{self.directory}/hf"
-            if self.turns:
-                self.turns.to_ranks()
+            self.to_ranks()
             with self.monitor.phases("export"):
                 self.trainer.save_hf(result["model"])
         if failure:
@@ -292,16 +305,16 @@ def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
         monitor = Monitor(site.directory, config, site.status, resumed, _throughput(site), site.listeners)
         cleanup.callback(monitor.close)
         site.watch.tell_spans(monitor.timeline.add)
-        turns = None
+        sharing = None
         if site.takes_turns:
             # Engines must be up before the ranks: their KV caches take the memory that they find free.
             engines.wait_until_ready()
-            turns = Turns(engines, monitor)
-            turns.release()
+            sharing = DeviceSharing(engines, monitor)
+            sharing.release()
         trainer = _start_ranks(site)
         cleanup.callback(trainer.close)
-        if turns:
-            turns.started(trainer)
+        if sharing:
+            sharing.started(trainer)
         elif engines:
             engines.wait_until_ready()
         if checkpoint:
@@ -321,7 +334,7 @@ def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
                 saver,
                 trainer,
                 engines,
-                turns,
+                sharing,
                 state,
                 site.started,
                 site.command,

@@ -63,7 +63,7 @@ class EnginePool:
         routing: return the experts of each token in completions, if the model has experts.
         pause: what a weight update does to running requests.
         shared: the engines share their devices with the trainer, so they must be able to release their memory
-            while the trainer computes (run.turns).
+            while the trainer computes (rollout.sharing).
         """
         self._config, self._pause = config, pause
         self.weight_version = 0

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from grpo_megatron.cli import main
 from grpo_megatron.commands.selftest import as_json, investigate, selftest_config
-from grpo_megatron.commands.selftest_investigation import SelftestController
 from grpo_megatron.commands.selftest_verdict import Verdict
 from grpo_megatron.commands.train import assembled_loop
 from grpo_megatron.json_files import json_text
@@ -56,7 +55,7 @@ def arguments(ray_here, arithmetic, tmp_path_factory) -> list[str]:
 @pytest.fixture(scope="module")
 def controller(arguments):
     config = load_config(None, [*arguments, "run.name=planted"])
-    with assembled_loop(selftest_config(config, STEPS), SelftestController) as (controller, run):
+    with assembled_loop(selftest_config(config, STEPS)) as (controller, run):
         controller.engines = run.engines
         yield controller
 
@@ -64,8 +63,7 @@ def controller(arguments):
 @pytest.fixture
 def verdict(controller):
     def run():
-        controller.step, controller.seen = 0, []
-        return investigate(controller, controller.engines)
+        return investigate(controller, controller.engines, STEPS)
 
     return run
 
@@ -80,9 +78,8 @@ def test_a_sound_run(verdict):
 
 
 def test_another_temperature(controller, verdict, monkeypatch):
-    monkeypatch.setattr(
-        controller.rollouts, "_sampling", replace(controller.rollouts._sampling, temperature=0.8)
-    )
+    source = controller.rollouts.source
+    monkeypatch.setattr(source, "_sampling", replace(source._sampling, temperature=0.8))
     (found,) = verdict().explanations
     assert found.startswith("temperature:")
     assert "at 0.8;" in found
@@ -90,7 +87,8 @@ def test_another_temperature(controller, verdict, monkeypatch):
 
 def test_top_p(controller, verdict, monkeypatch):
     """SGLang's log-probs are those of the whole distribution. Only the samples themselves reveal top-p."""
-    monkeypatch.setattr(controller.rollouts, "_sampling", replace(controller.rollouts._sampling, top_p=0.7))
+    source = controller.rollouts.source
+    monkeypatch.setattr(source, "_sampling", replace(source._sampling, top_p=0.7))
     found = verdict()
     assert max(found.mean) < found.limit
     assert [text.split(":")[0] for text in found.explanations] == ["top-p"]
@@ -98,7 +96,7 @@ def test_top_p(controller, verdict, monkeypatch):
 
 def change_samples(controller, monkeypatch, change):
     """Apply `change` to each sample after it was drawn."""
-    sampled = controller.rollouts.sample
+    sampled = controller.rollouts.source.sample
 
     def sample(step, prompts):
         rollout = sampled(step, prompts)
@@ -107,7 +105,7 @@ def change_samples(controller, monkeypatch, change):
             groups=[replace(group, samples=tuple(map(change, group.samples))) for group in rollout.groups],
         )
 
-    monkeypatch.setattr(controller.rollouts, "sample", sample)
+    monkeypatch.setattr(controller.rollouts.source, "sample", sample)
 
 
 def test_log_probs_of_a_cut_distribution(controller, verdict, monkeypatch):
@@ -159,7 +157,7 @@ class Faulty:
 @contextmanager
 def intercepted(controller, monkeypatch, send):
     with monkeypatch.context() as patch:
-        patch.setattr(controller.weight_sync, "_transport", Faulty(send))
+        patch.setattr(controller.rollouts.handover.weight_sync, "_transport", Faulty(send))
         yield
 
 
@@ -181,9 +179,9 @@ def test_an_engine_one_version_behind(controller, verdict, monkeypatch):
 
 def test_weights_that_came_late(controller, verdict, monkeypatch):
     """The first update after the start is lost, but acknowledged."""
-    controller.trainer.scale_weights(2.0)
-    controller.sync_weights()
-    controller.trainer.scale_weights(0.5)
+    controller.trainer.ranks.scale_weights(2.0)
+    controller.rollouts.weights_changed()
+    controller.trainer.ranks.scale_weights(0.5)
 
     def send(load, buckets, number):
         load([] if number == 0 else buckets)
@@ -213,13 +211,13 @@ def test_a_version_tag_of_old(controller, verdict, monkeypatch):
 
     Samples are left in the engine, so that only the next test may use it.
     """
-    real = controller.rollouts._manager._check
+    real = controller.rollouts.source._manager._check
 
     def check(completion, prompt):
         spans = tuple(replace(span, version=span.version - 1) for span in completion.weight_spans)
         real(replace(completion, weight_spans=spans), prompt)
 
-    monkeypatch.setattr(controller.rollouts._manager, "_check", check)
+    monkeypatch.setattr(controller.rollouts.source._manager, "_check", check)
     (found,) = verdict().explanations
     assert found.startswith("weight version: the engine answered with weight version")
 

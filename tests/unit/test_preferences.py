@@ -323,9 +323,9 @@ def test_held_out_pairs_that_replicas_cannot_share_evenly(tmp_path, conversation
         for number in range(count)
     ]
     held_out, _ = load(tmp_path, conversations, *[r for r in records if r["chosen"] != r["rejected"]])
-    monitor = SimpleNamespace(phases=lambda name: nullcontext(), evaluated=lambda step, scalars: None)
+    monitor = SimpleNamespace(phases=lambda name: nullcontext())
     run = SimpleNamespace(config=config, state=None, trainer=Ranks(), monitor=monitor)
     ahead = [len(chosen.response_ids) - len(rejected.response_ids) for chosen, rejected in held_out]
-    found = _Training(run, held_out, held_out)._evaluate(0)
+    found = _Training(run, held_out, held_out).evaluate(0)
     assert found["eval/margin"] == pytest.approx(np.mean(ahead))
     assert found["eval/accuracy"] == pytest.approx(np.mean(np.array(ahead) > 0))
