@@ -1,7 +1,7 @@
 """Starts and ends the processes of a run. The commands train, sft, reward-model, eval and selftest use it.
 
-`open_site` starts Ray and the engines, `assemble` starts the trainer's ranks, and `persist` repeats the
-attempt after the loss of a process.
+`open_run` starts Ray and the engines, `assemble` starts the trainer's ranks, and `run_with_restarts` repeats
+the attempt after the loss of a process.
 """
 
 import time
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo_megatron.capabilities import peak_flops
+from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.placement import Cluster, allocate
-from grpo_megatron.cluster.watch import Watch
 from grpo_megatron.config.schema import Config, Placement, RoutingReplay
 from grpo_megatron.errors import ProcessLost
 from grpo_megatron.json_files import json_text
@@ -29,7 +29,7 @@ from grpo_megatron.paths import replace_text
 from grpo_megatron.preflight.cluster_rules import num_processes
 from grpo_megatron.rollout.sharing import DeviceSharing
 from grpo_megatron.run.checkpoints import CHECKPOINTS, Checkpoints, NotWritten
-from grpo_megatron.run.folder import open_run_folder, set_aside, take_back
+from grpo_megatron.run.folder import open_run_folder, quarantine_later_checkpoints, trim_logs
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.loop import StepLoop
 from grpo_megatron.run.manifest import DamagedCheckpoint
@@ -118,10 +118,10 @@ class Run:
 
 
 @dataclass
-class Site:
+class RunContext:
     """The parts of a run that are kept when a process is lost and the trainer's ranks start again.
 
-    `open_site` yields it.
+    `open_run` yields it.
     """
 
     config: Config
@@ -136,7 +136,7 @@ class Site:
     """The checkpoint to begin from; None for a new run."""
     cluster: Cluster
     """The connection to Ray, and the slots (devices) of all processes."""
-    watch: Watch
+    hang_detector: HangDetector
     """Hang detector for all processes."""
     engines: EnginePool | None
     """The engines; None if the command or a replay needs none."""
@@ -188,13 +188,13 @@ class Site:
 
 
 @contextmanager
-def open_site(
+def open_run(
     config: Config,
     command: str,
     guard: Guard | None = None,
     must_fit: Callable[[dict], str] = lambda state: "",
-) -> Iterator[Site]:
-    """Open the run's folder, start Ray, and start engines if `command` generates. Yield the Site.
+) -> Iterator[RunContext]:
+    """Open the run's folder, start Ray, and start engines if `command` generates. Yield the RunContext.
 
     config: must have passed preflight.start.check_start.
     command: name of the command, such as `train`.
@@ -220,22 +220,22 @@ def open_site(
             say(note)
         listeners = cleanup.enter_context(listening(config, directory, resumed=checkpoint is not None))
         cluster = cleanup.enter_context(allocate(config, num_ranks, num_engines, guard=guard))
-        watch = Watch(
+        hang_detector = HangDetector(
             f"{directory}/logs", config.cluster.hang_timeout, lambda work: status.note(processes=work)
         )
         engines = None
         if num_engines:
             # Engines are slow to start. On devices of their own, they start while the ranks build the model.
-            engines = _start_engines(config, cluster, watch, f"{directory}/logs", checkpoint)
+            engines = _start_engines(config, cluster, hang_detector, f"{directory}/logs", checkpoint)
             cleanup.callback(engines.close)
-        yield Site(
+        yield RunContext(
             config,
             command,
             directory,
             status,
             checkpoint,
             cluster,
-            watch,
+            hang_detector,
             engines,
             guard,
             started,
@@ -244,7 +244,7 @@ def open_site(
 
 
 def _start_engines(
-    config: Config, cluster: Cluster, watch: Watch, log_dir: str, checkpoint: Checkpoint | None
+    config: Config, cluster: Cluster, hang_detector: HangDetector, log_dir: str, checkpoint: Checkpoint | None
 ) -> EnginePool:
     """Start the engines of a run, without waiting for them. checkpoint: the one that the run resumes from."""
     return EnginePool(
@@ -254,64 +254,66 @@ def _start_engines(
         # A resumed run must not draw the random numbers of its first steps again.
         seed=config.run.seed + 1000 * (checkpoint.step if checkpoint else 0),
         log_dir=log_dir,
-        watch=watch,
+        hang_detector=hang_detector,
         routing=config.moe.routing_replay == RoutingReplay.engine,
         pause=config.weight_sync.pause,
         shared=config.cluster.placement == Placement.colocated,
     )
 
 
-def _throughput(site: Site) -> Throughput:
+def _throughput(context: RunContext) -> Throughput:
     """Return the object with which the monitor computes tokens/s, FLOPs utilisation and idle shares."""
-    cluster = site.cluster
+    cluster = context.cluster
     return Throughput(
         cost=read_architecture(
-            site.config.model.path, reward_model=site.command == "reward-model"
+            context.config.model.path, reward_model=context.command == "reward-model"
         ).cost_model,
         ranks=len(cluster.rank_slots),
         engine_devices=sum(map(len, cluster.engine_slots)),
-        shared=site.takes_turns,
-        peak=peak_flops(site.config.cluster.gpu),
+        shared=context.takes_turns,
+        peak=peak_flops(context.config.cluster.gpu),
     )
 
 
-def _start_ranks(site: Site) -> PolicyTrainer:
-    """Start the trainer's ranks, which build the model that the site's command trains."""
-    config = site.config
+def _start_ranks(context: RunContext) -> PolicyTrainer:
+    """Start the trainer's ranks, which build the model that the command trains."""
+    config = context.config
     return PolicyTrainer(
-        site.cluster,
-        actor_spec(config, site.command),
+        context.cluster,
+        actor_spec(config, context.command),
         config.megatron,
         config.run.seed,
-        site.logs,
+        context.logs,
         config.cluster.call_timeout,
-        site.watch,
-        site.takes_turns,
+        context.hang_detector,
+        context.takes_turns,
     )
 
 
 @contextmanager
-def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
-    """Start the trainer's ranks, wait for the site's engines, and yield the Run for one attempt.
+def assemble(context: RunContext, checkpoint: Checkpoint | None) -> Iterator[Run]:
+    """Start the trainer's ranks, wait for the engines, and yield the Run for one attempt.
 
     checkpoint: the ranks load it; None: they begin with the model of the configuration.
 
     Raises DamagedCheckpoint if the ranks find the checkpoint damaged. The end of the context ends the ranks,
     but not the engines.
     """
-    config, engines = site.config, site.engines
+    config, engines = context.config, context.engines
     resumed = checkpoint.step if checkpoint else 0
     with ExitStack() as cleanup:
-        monitor = Monitor(site.directory, config, site.status, resumed, _throughput(site), site.listeners)
+        monitor = Monitor(
+            context.directory, config, context.status, resumed, _throughput(context), context.listeners
+        )
         cleanup.callback(monitor.close)
-        site.watch.tell_spans(monitor.timeline.add)
+        context.hang_detector.tell_spans(monitor.timeline.add)
         sharing = None
-        if site.takes_turns:
+        if context.takes_turns:
             # Engines must be up before the ranks: their KV caches take the memory that they find free.
             engines.wait_until_ready()
             sharing = DeviceSharing(engines, monitor)
             sharing.release()
-        trainer = _start_ranks(site)
+        trainer = _start_ranks(context)
         cleanup.callback(trainer.close)
         if sharing:
             sharing.started(trainer)
@@ -319,27 +321,27 @@ def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
             engines.wait_until_ready()
         if checkpoint:
             trainer.load_checkpoint(checkpoint.actor, checkpoint.files)
-        set_aside(site.directory, checkpoint, say)
-        take_back(site.directory, checkpoint, say)
-        site.begun = True
-        monitor.say(f"everything is up after {time.perf_counter() - site.started:.1f} s")
-        about, folder = {"config": as_saved(config)}, f"{site.directory}/{CHECKPOINTS}"
+        quarantine_later_checkpoints(context.directory, checkpoint, say)
+        trim_logs(context.directory, checkpoint, say)
+        context.begun = True
+        monitor.say(f"everything is up after {time.perf_counter() - context.started:.1f} s")
+        about, folder = {"config": as_saved(config)}, f"{context.directory}/{CHECKPOINTS}"
         saver = Checkpoints(folder, config.checkpoint, trainer, monitor.say, resumed, about)
         state = checkpoint.state if checkpoint else None
         try:
             yield Run(
                 config,
-                site.directory,
+                context.directory,
                 monitor,
                 saver,
                 trainer,
                 engines,
                 sharing,
                 state,
-                site.started,
-                site.command,
+                context.started,
+                context.command,
             )
-            site.watch.flush()
+            context.hang_detector.flush()
         except BaseException:
             # Whatever failed, the state that ranks are still writing is sound. Do not wait for stuck ranks.
             with suppress(Exception):
@@ -347,36 +349,38 @@ def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
             raise
 
 
-def persist(site: Site, attempt: Callable[[Site, Checkpoint | None], Result]) -> Result:
-    """Return attempt(site, checkpoint). After the loss of a process, try again from the newest checkpoint.
+def run_with_restarts(
+    context: RunContext, attempt: Callable[[RunContext, Checkpoint | None], Result]
+) -> Result:
+    """Return attempt(context, checkpoint). After the loss of a process, try again from the newest checkpoint.
 
     There are at most run.max_restarts such repetitions. If the ranks find a checkpoint damaged, the newest
     one before it is tried, unless run.resume names the damaged one. Any other error is raised, because it
     would occur again.
     """
-    checkpoint, restarts = site.checkpoint, 0
+    checkpoint, restarts = context.checkpoint, 0
     while True:
         try:
-            with site.watch:
-                return attempt(site, checkpoint)
+            with context.hang_detector:
+                return attempt(context, checkpoint)
         except DamagedCheckpoint as error:
-            if checkpoint is site.checkpoint and site.config.run.resume != AUTO:
+            if checkpoint is context.checkpoint and context.config.run.resume != AUTO:
                 raise
-            site.damaged.add(checkpoint.folder)
+            context.damaged.add(checkpoint.folder)
             say(f"passed over: {error}")
-            checkpoint = site.last_checkpoint()
+            checkpoint = context.last_checkpoint()
             say(f"continues from {checkpoint}")
-            site.recover()
+            context.recover()
         except ProcessLost as error:
-            site.guard.stop.must_not_be_made(site.directory)
-            if restarts == site.config.run.max_restarts:
+            context.guard.stop.must_not_be_made(context.directory)
+            if restarts == context.config.run.max_restarts:
                 raise
             restarts += 1
-            site.status.note(restarts=restarts)
-            site.status.phase("restart")
-            checkpoint = site.last_checkpoint()
+            context.status.note(restarts=restarts)
+            context.status.phase("restart")
+            checkpoint = context.last_checkpoint()
             say(
-                f"{error}\nrestart {restarts} of at most {site.config.run.max_restarts}, from "
+                f"{error}\nrestart {restarts} of at most {context.config.run.max_restarts}, from "
                 f"{checkpoint or 'the beginning'}"
             )
-            site.recover()
+            context.recover()

@@ -12,7 +12,7 @@ import torch
 from grpo_megatron.algorithm.preferences import PairInputs, PreferenceLoss
 from grpo_megatron.batch.schedule import Schedule
 from grpo_megatron.batch.train_batch import TrainBatch
-from grpo_megatron.commands.assemble import Run, Site, assemble, open_site, persist
+from grpo_megatron.commands.assemble import Run, RunContext, assemble, open_run, run_with_restarts
 from grpo_megatron.commands.supervised import SupervisedTraining
 from grpo_megatron.config.schema import Config
 from grpo_megatron.data import EpochOrder, PromptTokenizer
@@ -43,13 +43,13 @@ def reward_model(config: Config, guard: Guard | None = None) -> dict[str, Any]:
     training = _load("data.train", config.data.train, conversations, config)
     held_out = _load("data.eval", config.data.eval, conversations, config) if config.data.eval else []
 
-    def attempt(site: Site, checkpoint: Checkpoint | None) -> dict[str, Any]:
-        with assemble(site, checkpoint) as run:
-            return run.finish(_Training(run, training, held_out).train(site.guard.stop))
+    def attempt(context: RunContext, checkpoint: Checkpoint | None) -> dict[str, Any]:
+        with assemble(context, checkpoint) as run:
+            return run.finish(_Training(run, training, held_out).train(context.guard.stop))
 
     order = EpochOrder.of(training, config.run.seed, config.data.shuffle)
-    with open_site(config, "reward-model", guard, lambda state: order.must_fit(state["order"])) as site:
-        return persist(site, attempt)
+    with open_run(config, "reward-model", guard, lambda state: order.must_fit(state["order"])) as context:
+        return run_with_restarts(context, attempt)
 
 
 def _load(key: str, sources: Any, conversations: Conversations, config: Config) -> Sequence[Pair]:

@@ -7,7 +7,7 @@ from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.schedule import Schedule
 from grpo_megatron.batch.token_weights import token_weights
 from grpo_megatron.batch.train_batch import TrainBatch
-from grpo_megatron.commands.assemble import Site, assemble, open_site, persist
+from grpo_megatron.commands.assemble import RunContext, assemble, open_run, run_with_restarts
 from grpo_megatron.commands.supervised import SupervisedTraining
 from grpo_megatron.config.schema import Config
 from grpo_megatron.data import EpochOrder, PromptTokenizer
@@ -38,13 +38,13 @@ def sft(config: Config, guard: Guard | None = None) -> dict[str, Any]:
         + (f", {left_out} left out because they are too long" if left_out else "")
     )
 
-    def attempt(site: Site, checkpoint: Checkpoint | None) -> dict[str, Any]:
-        with assemble(site, checkpoint) as run:
-            return run.finish(_Training(run, examples).train(site.guard.stop))
+    def attempt(context: RunContext, checkpoint: Checkpoint | None) -> dict[str, Any]:
+        with assemble(context, checkpoint) as run:
+            return run.finish(_Training(run, examples).train(context.guard.stop))
 
     order = EpochOrder.of(examples, config.run.seed, config.data.shuffle)
-    with open_site(config, "sft", guard, lambda state: order.must_fit(state["order"])) as site:
-        return persist(site, attempt)
+    with open_run(config, "sft", guard, lambda state: order.must_fit(state["order"])) as context:
+        return run_with_restarts(context, attempt)
 
 
 class _Training(SupervisedTraining[Sample]):

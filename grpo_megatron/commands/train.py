@@ -11,7 +11,7 @@ import numpy as np
 
 from grpo_megatron.algorithm.algorithm import Algorithm
 from grpo_megatron.cluster.worker_pool import worker_places
-from grpo_megatron.commands.assemble import Run, Site, assemble, open_site, persist
+from grpo_megatron.commands.assemble import Run, RunContext, assemble, open_run, run_with_restarts
 from grpo_megatron.config.schema import Config
 from grpo_megatron.controller import Controller
 from grpo_megatron.data import PromptSource, PromptTokenizer
@@ -142,21 +142,21 @@ def _rollouts(
 
 @contextmanager
 def _loop(
-    site: Site, data: _Data, checkpoint: Checkpoint | None, stop: StopRequest | None = None
+    context: RunContext, data: _Data, checkpoint: Checkpoint | None, stop: StopRequest | None = None
 ) -> Iterator[tuple[Controller, Run]]:
     """Build the GRPO training loop for one attempt, and yield (controller, run).
 
     checkpoint: the attempt begins there; None: at step 0.
     stop: request to stop; None: the loop never stops early.
     """
-    config, prompts = site.config, data.prompts()
+    config, prompts = context.config, data.prompts()
     with ExitStack() as cleanup:
-        if site.engines:
+        if context.engines:
             # The reward workers start while the ranks build the model.
-            places = partial(worker_places, site.cluster.nodes, config.reward.workers, site.logs)
+            places = partial(worker_places, context.cluster.nodes, config.reward.workers, context.logs)
             episodes = make_episodes(config, data.tokenizer, places)
             cleanup.callback(episodes.close)
-        run = cleanup.enter_context(assemble(site, checkpoint))
+        run = cleanup.enter_context(assemble(context, checkpoint))
         if run.engines is None:
             rollouts = ReplayedRollouts(config.rollout.replay, run.monitor.phases)
         else:
@@ -187,9 +187,9 @@ def assembled_loop(config: Config, guard: Guard | None = None) -> Iterator[tuple
     check_start(config, "train")
     data = _Data(config)
     with (
-        open_site(config, "train", guard, data.must_fit) as site,
-        site.watch,
-        _loop(site, data, site.checkpoint) as loop,
+        open_run(config, "train", guard, data.must_fit) as context,
+        context.hang_detector,
+        _loop(context, data, context.checkpoint) as loop,
     ):
         yield loop
 
@@ -207,9 +207,9 @@ def train(config: Config, guard: Guard | None = None) -> dict[str, Any]:
     check_start(config, "train")
     data = _Data(config)
 
-    def attempt(site: Site, checkpoint: Checkpoint | None) -> dict[str, Any]:
-        with _loop(site, data, checkpoint, stop=site.guard.stop) as (controller, run):
+    def attempt(context: RunContext, checkpoint: Checkpoint | None) -> dict[str, Any]:
+        with _loop(context, data, checkpoint, stop=context.guard.stop) as (controller, run):
             return run.finish(controller.run())
 
-    with open_site(config, "train", guard, data.must_fit) as site:
-        return persist(site, attempt)
+    with open_run(config, "train", guard, data.must_fit) as context:
+        return run_with_restarts(context, attempt)

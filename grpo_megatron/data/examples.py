@@ -9,7 +9,7 @@ import numpy as np
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.config.data import OverlongPrompts
 from grpo_megatron.config.schema import Config
-from grpo_megatron.data.lazy import Chain, Made
+from grpo_megatron.data.lazy import ConcatSequence, LazySequence
 from grpo_megatron.data.lengths import too_long, within_limit
 from grpo_megatron.data.prompts import as_list, record_prompt, record_tools
 from grpo_megatron.data.records import open_records
@@ -42,10 +42,10 @@ def load_examples(config: Config, tokenizer: PromptTokenizer) -> tuple[Sequence[
         kept = array("q", (number for number in range(len(records)) if make.fits(number)))
         if not kept:
             raise UserError(f"{source}: no example is left, all {len(records)} are too long")
-        parts.append(Made(kept, make, {source: records.digest()}))
+        parts.append(LazySequence(kept, make, {source: records.digest()}))
         first += len(records)
         left_out += len(records) - len(kept)
-    return Chain(parts), left_out
+    return ConcatSequence(parts), left_out
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.data import DataConfig, OverlongPrompts
 from grpo_megatron.data.conversations import Conversations
-from grpo_megatron.data.lazy import Chain, Made
+from grpo_megatron.data.lazy import ConcatSequence, LazySequence
 from grpo_megatron.data.lengths import too_long, within_limit
 from grpo_megatron.data.messages import chat_in_text, chat_messages, written_beside_content
 from grpo_megatron.data.prompts import as_list, record_prompt, record_tools
@@ -168,9 +168,9 @@ def load_pairs(
                 f"{source}: no pair is left, all {len(records)} are too long or have two responses that are "
                 "alike"
             )
-        parts.append(Made(kept, make, {source: records.digest()}))
+        parts.append(LazySequence(kept, make, {source: records.digest()}))
         first += len(records)
-    return Chain(parts), counts
+    return ConcatSequence(parts), counts
 
 
 def pair_batch(pairs: Sequence[Pair]) -> TrainBatch:

@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.config.data import DataConfig, OverlongPrompts
-from grpo_megatron.data.lazy import Made
+from grpo_megatron.data.lazy import LazySequence
 from grpo_megatron.data.messages import offered_tools
 from grpo_megatron.data.records import open_records
 from grpo_megatron.data.store import Records
@@ -162,4 +162,4 @@ def load_prompts(
         raise UserError(
             f"{source}: no prompt is left, all {counts['skipped']} are longer than data.max_prompt_length"
         )
-    return Made(kept, make, {source: records.digest()}), counts
+    return LazySequence(kept, make, {source: records.digest()}), counts

@@ -16,7 +16,7 @@ import torch
 from grpo_megatron.algorithm.losses import TokenLoss
 from grpo_megatron.algorithm.preferences import PreferenceLoss
 from grpo_megatron.batch.train_batch import TrainBatch
-from grpo_megatron.cluster.heart import Heart
+from grpo_megatron.cluster.heartbeat import Heartbeat
 from grpo_megatron.cluster.memory import occupied
 from grpo_megatron.config.schema import RoutingReplay
 from grpo_megatron.megatron import checkpoint_files, export, lora, sharded_state
@@ -62,12 +62,12 @@ Key = tuple[int, int]
 class Actor:
     """One rank of the trained model. `process_groups.initialize` must have run in this process."""
 
-    def __init__(self, spec: ActorSpec, heart: Heart | None = None):
+    def __init__(self, spec: ActorSpec, heartbeat: Heartbeat | None = None):
         """Build the model, load its weights and set up the optimizer.
 
-        heart: heartbeat of this process, for the driver's hang detector. None: report no progress.
+        heartbeat: heartbeat of this process, for the driver's hang detector. None: report no progress.
         """
-        self.spec, self._heart = spec, heart or Heart()
+        self.spec, self._heartbeat = spec, heartbeat or Heartbeat()
         self.rank = rank_info()
         self.device = local_device()
         self.arch = read_architecture(spec.model_path, reward_model=spec.scalar_head)
@@ -75,11 +75,11 @@ class Actor:
             uses_transformer_engine(spec.transformer_impl, spec.precision, spec.emulate_kernels)
         )
         self._sender: Sender | None = None
-        self.reward_model = RewardModel(spec, self._heart.tick) if spec.reward_model else None
+        self.reward_model = RewardModel(spec, self._heartbeat.tick) if spec.reward_model else None
         self.entries = weight_map(self.arch, model_spec.transformer_engine)
         self.chunks = build_model(self.arch, model_spec)
         for chunk in self.chunks:
-            chunk.register_forward_pre_hook(lambda *_: self._heart.tick())
+            chunk.register_forward_pre_hook(lambda *_: self._heartbeat.tick())
         mark_parallel(self.chunks, self.entries)
         self.adapters = adapter_entries(self.entries.values(), spec.lora)
         if self.adapters:
@@ -281,7 +281,7 @@ class Actor:
         metrics = self.compute_gradients(micro_batches, loss, step_tokens, current_is_old, key)
         beyond = beyond_limits(loss.limits, metrics)
         self._until_saved()
-        with self._heart.phase("optimizer"), self.memory.optimizer_at_hand():
+        with self._heartbeat.phase("optimizer"), self.memory.optimizer_at_hand():
             outcome = self.optimizer.step(drop=drop or bool(beyond))
         if not self.rank.reports:
             return None
@@ -311,7 +311,7 @@ class Actor:
             head = replace(head, reference_weight=lambda: reference_weight)
         routing = self._route(prepared, micro_batches, recording=False)
         objective = make_objective(head, loss, prepared, micro_batches, current_is_old)
-        with self._heart.phase("forward_backward"):
+        with self._heartbeat.phase("forward_backward"):
             parts = forward_backward(self.ddp, prepared, objective, step_tokens, routing)
         routers: Metrics = {}
         if self.arch.moe is not None:
@@ -337,7 +337,7 @@ class Actor:
         with_te = self.model_spec.transformer_engine
         self._sender = sender_for(order.setup, self._sender, self.rank.rank, self.device, with_te)
         with self._settled_weights(), torch.no_grad():
-            return self._sender.send(order, lora.MergedWeights(self.chunks), self._heart.tick)
+            return self._sender.send(order, lora.MergedWeights(self.chunks), self._heartbeat.tick)
 
     def weight_buckets(self, max_bytes: int) -> Iterator[Bucket]:
         """Yield the current weights under HF names in buckets of at most `max_bytes`. Collective.

@@ -99,11 +99,11 @@ def beginning(config: Config, command: str, say: Callable[[str], None]) -> Check
     )
     if checkpoint:
         for name in (METRICS, TRAINED):
-            kept_rows(folder / name, checkpoint.step, lambda line: None)  # take_back reports what it removes
+            kept_rows(folder / name, checkpoint.step, lambda line: None)  # trim_logs reports what it removes
     return checkpoint
 
 
-def take_back(directory: str, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> None:
+def trim_logs(directory: str, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> None:
     """Put the run's files into the state at the checkpoint, so that the run can go on from there.
 
     Removes rows of later steps from metrics.jsonl and trained.jsonl, result.json, and half-written or
@@ -112,9 +112,9 @@ def take_back(directory: str, checkpoint: Checkpoint | None, say: Callable[[str]
     checkpoint: where the run goes on; None: at step 0.
     say: shows a line to the user.
 
-    Call this only after the ranks have loaded the checkpoint and `set_aside` has renamed the others. A start
-    that fails before that must leave the rows that belong to the other checkpoints. Raises UserError if
-    trained.jsonl has a damaged row before one that is kept.
+    Call this only after the ranks have loaded the checkpoint and `quarantine_later_checkpoints` has renamed
+    the others. A start that fails before that must leave the rows that belong to the other checkpoints.
+    Raises UserError if trained.jsonl has a damaged row before one that is kept.
     """
     folder, step = Path(directory), checkpoint.step if checkpoint else 0
     for name in (METRICS, TRAINED):
@@ -127,7 +127,9 @@ def take_back(directory: str, checkpoint: Checkpoint | None, say: Callable[[str]
         discard(left, say)
 
 
-def set_aside(directory: str, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> None:
+def quarantine_later_checkpoints(
+    directory: str, checkpoint: Checkpoint | None, say: Callable[[str], None]
+) -> None:
     """Rename the run's other checkpoints of this step or later ones to `step_XXXXXXXX.aside`, `.aside.1`, ...
 
     These are damaged, or belong to steps that are now trained again. Checkpoints that have such a name
@@ -165,9 +167,9 @@ def kept_rows(path: Path, step: int, say: Callable[[str], None]) -> list[str] | 
         rows = path.read_bytes().splitlines(keepends=True)
     kept: list[str] = []
     damaged: list[UserError] = []
-    for number, row in enumerate(rows, start=1):
+    for line, row in enumerate(rows, start=1):
         try:
-            of_step = _step_of_row(row, f"{path}:{number}")
+            of_step = _step_of_row(row, f"{path}:{line}")
         except UserError as error:
             damaged.append(error)
             continue

@@ -10,7 +10,7 @@ from grpo_megatron.run.stop import StopRequest
 
 
 class Training(Protocol):
-    """The training that a loop of steps makes. Implemented by controller.Controller and commands.supervised."""
+    """The training that a loop of steps makes: controller.Controller, or commands.supervised."""
 
     def train_step(self, step: int) -> Any:
         """Make one step, and report it to the monitor. step: index of the step, from 1."""

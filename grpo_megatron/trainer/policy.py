@@ -16,9 +16,9 @@ from grpo_megatron.algorithm.preferences import PreferenceLoss
 from grpo_megatron.batch.schedule import Schedule
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.cluster.cpu_threads import openmp_variables
+from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.placement import Cluster, Slot
 from grpo_megatron.cluster.processes import Process
-from grpo_megatron.cluster.watch import Watch
 from grpo_megatron.cluster.worker_group import WorkerGroup
 from grpo_megatron.config.schema import MegatronConfig
 from grpo_megatron.errors import UserError
@@ -78,7 +78,7 @@ class PolicyTrainer:
         seed: int,
         log_dir: str,
         timeout: float,
-        watch: Watch,
+        hang_detector: HangDetector,
         takes_turns: bool = False,
     ):
         """Start one process per rank and wait until all have built their model.
@@ -87,7 +87,7 @@ class PolicyTrainer:
         seed: seed of the ranks' random number generators.
         log_dir: folder of the ranks' log files.
         timeout: most seconds that one call to the ranks may take.
-        watch: hang detector, which observes all ranks.
+        hang_detector: hang detector, which observes all ranks.
         takes_turns: True: rollout engines use the ranks' GPUs while the ranks sleep. A call to sleeping ranks
             then raises RuntimeError. Otherwise it wakes them.
         """
@@ -105,7 +105,7 @@ class PolicyTrainer:
             log_dir,
             partial(start_actor, spec, seed, config.collective_timeout),
             timeout,
-            watch,
+            hang_detector,
         )
         self._parks, self._takes_turns = config.sleep, takes_turns
         self._asleep = False

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.placement import allocate
-from grpo_megatron.cluster.watch import Watch
 from grpo_megatron.commands.train import assembled_loop
 from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.config.schema import Config, ModelConfig
@@ -48,7 +48,13 @@ def engines(ray_here, wide, tmp_path):
     config.rollout.engine = EngineConfig(dtype="float32", max_total_tokens=TOKENS, request_timeout=60)
     cluster = allocate(config, num_ranks=0, num_engines=1)
     engines = EnginePool(
-        cluster, config.rollout, ModelConfig(wide), 0, str(tmp_path), Watch(str(tmp_path), 600), shared=True
+        cluster,
+        config.rollout,
+        ModelConfig(wide),
+        0,
+        str(tmp_path),
+        HangDetector(str(tmp_path), 600),
+        shared=True,
     )
     try:
         engines.wait_until_ready()

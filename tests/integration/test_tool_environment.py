@@ -263,7 +263,7 @@ def test_sft_reads_prompts_with_the_tools_that_training_offers(tmp_path, monkeyp
     ]
     config = load_config(None, settings, "sft")
     monkeypatch.setattr(
-        "grpo_megatron.commands.sft.open_site", lambda *_: pytest.fail("the prompt is taken for a short one")
+        "grpo_megatron.commands.sft.open_run", lambda *_: pytest.fail("the prompt is taken for a short one")
     )
     with pytest.raises(
         UserError,

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from grpo_megatron.cli import main
-from grpo_megatron.cluster.watch import Watch
+from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.commands import assemble
 from grpo_megatron.errors import UserError
 from grpo_megatron.monitoring.status import StatusFile
 from grpo_megatron.run.checkpoints import NotWritten
-from grpo_megatron.run.folder import beginning, set_aside, take_back
+from grpo_megatron.run.folder import beginning, quarantine_later_checkpoints, trim_logs
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.manifest import DamagedCheckpoint, must_be_sound, problems, record_of, write_manifest
 from grpo_megatron.run.resume import as_saved, differences, finished_result, open_checkpoint
@@ -211,15 +211,17 @@ def attempts(tmp_path, resume, outcomes) -> list[int]:
     config, begun = config_of(tmp_path, resume), []
     start = beginning(config, "train", print)
     folder = str(tmp_path / NAME)
-    status, watch = StatusFile(folder, NAME, 100), Watch(folder, 600.0)
-    place = assemble.Site(config, "train", folder, status, start, _Cluster(), watch, None, Guard(), 0.0)
+    status, watch = StatusFile(folder, NAME, 100), HangDetector(folder, 600.0)
+    context = assemble.RunContext(
+        config, "train", folder, status, start, _Cluster(), watch, None, Guard(), 0.0
+    )
 
-    def attempt(site, checkpoint):
+    def attempt(context, checkpoint):
         begun.append(checkpoint.step if checkpoint else 0)
         outcome = outcomes.pop(0)
         if not isinstance(outcome, DamagedCheckpoint):
-            set_aside(site.directory, checkpoint, print)  # it has been loaded
-            take_back(site.directory, checkpoint, print)
+            quarantine_later_checkpoints(context.directory, checkpoint, print)  # it has been loaded
+            trim_logs(context.directory, checkpoint, print)
         if isinstance(outcome, BaseException):
             raise outcome
         if callable(outcome):
@@ -227,7 +229,7 @@ def attempts(tmp_path, resume, outcomes) -> list[int]:
             raise assemble.ProcessLost("a rank died")
         return outcome
 
-    assemble.persist(place, attempt)
+    assemble.run_with_restarts(context, attempt)
     return begun
 
 

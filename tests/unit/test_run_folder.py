@@ -23,8 +23,8 @@ from grpo_megatron.run.folder import (
     beginning,
     kept_rows,
     open_run_folder,
-    set_aside,
-    take_back,
+    quarantine_later_checkpoints,
+    trim_logs,
 )
 from grpo_megatron.run.lock import Ownership, is_in_use
 from grpo_megatron.run.resume import open_checkpoint
@@ -38,8 +38,8 @@ def test_a_resumed_run_keeps_what_there_is_up_to_its_step(tmp_path):
     for name in ("step_00000004.deleted", "step_00000006.partial"):
         (folder / "checkpoints" / name).mkdir()
     begun = open_checkpoint(folder / "checkpoints" / "step_00000002", "train")
-    take_back(str(folder), begun, print)
-    set_aside(str(folder), begun, print)
+    trim_logs(str(folder), begun, print)
+    quarantine_later_checkpoints(str(folder), begun, print)
     assert (folder / METRICS).read_text() == (folder / TRAINED).read_text() == rows(1, 2)
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
         "step_00000002",
@@ -52,7 +52,7 @@ def test_what_a_resumed_run_measures_follows_the_rows_that_it_keeps(tmp_path):
     """Its listeners exist before it is known whether it can begin at all."""
     folder = run_with(tmp_path, 2, 4, metrics=rows(1, 2, 3, 4))
     files = RunFiles(str(folder), 2)
-    take_back(str(folder), open_checkpoint(folder / "checkpoints" / "step_00000002", "train"), print)
+    trim_logs(str(folder), open_checkpoint(folder / "checkpoints" / "step_00000002", "train"), print)
     files.scalars(3, {"loss": 0.5})
     files.close()
     assert (folder / METRICS).read_text() == rows(1, 2, 3)
@@ -64,10 +64,14 @@ def test_one_that_was_set_aside_stays_when_the_run_begins_from_it(tmp_path, caps
     first = checkpoints / "step_00000004"
     for number in (1, 2):  # the user goes back to step 2 twice
         (first / "course").write_text(str(number))
-        set_aside(str(folder), open_checkpoint(checkpoints / "step_00000002", "train"), print)
+        quarantine_later_checkpoints(
+            str(folder), open_checkpoint(checkpoints / "step_00000002", "train"), print
+        )
         checkpoint(first, state_of(4))
     capsys.readouterr()
-    set_aside(str(folder), open_checkpoint(checkpoints / "step_00000004.aside", "train"), print)
+    quarantine_later_checkpoints(
+        str(folder), open_checkpoint(checkpoints / "step_00000004.aside", "train"), print
+    )
     assert capsys.readouterr().out.startswith(f"set aside: {first} is now step_00000004.aside.2")
     assert (checkpoints / "step_00000004.aside" / "course").read_text() == "1"
     assert (checkpoints / "step_00000004.aside.1" / "course").read_text() == "2"
@@ -103,7 +107,7 @@ def test_what_cannot_be_deleted_ends_no_start(held_open, tmp_path, capsys):
         (checkpoints / name / "held").touch()
         (checkpoints / name / "other").touch()
     begun = open_checkpoint(checkpoints / "step_00000002", "train")
-    take_back(str(folder), begun, print)
+    trim_logs(str(folder), begun, print)
     left = ["step_00000004.deleted", "step_00000006.partial.deleted"]
     assert [line.split()[0] for line in sorted(capsys.readouterr().out.splitlines())] == [
         str(checkpoints / n) for n in left
@@ -112,14 +116,14 @@ def test_what_cannot_be_deleted_ends_no_start(held_open, tmp_path, capsys):
         ["step_00000002", "step_00000004", *left]
     )
     assert all([path.name for path in (checkpoints / name).iterdir()] == ["held"] for name in left)
-    take_back(str(folder), begun, print)  # the next start
+    trim_logs(str(folder), begun, print)  # the next start
     assert capsys.readouterr().out.count("could not be deleted") == 2
 
 
 def _begin(folder) -> None:
     """Begin from step 2, as a start does."""
     with open_run_folder(config_of(folder.parent), "train", print) as (directory, begun):
-        take_back(directory, begun, print)
+        trim_logs(directory, begun, print)
 
 
 @pytest.mark.slow_but(4)
