@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_megatron.commands.assemble import assemble, open_run
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.weight_sync import SyncTransport
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture
@@ -195,7 +196,7 @@ def ray_direct(size: int, bucket_bytes: int, repeat: int) -> float:
 
 def measure(folder: Path, engine_tp: int, repeat: int) -> dict:
     settings = config(folder, engine_tp)
-    with open_run(settings, "train") as context, assemble(context, None) as run:
+    with open_run(settings, Command.train) as context, assemble(context, None) as run:
         layouts = Layouts(
             arch=read_architecture(settings.model.path),
             sizes=run.trainer.sizes,

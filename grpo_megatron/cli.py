@@ -28,6 +28,7 @@ from functools import partial
 
 from grpo_megatron.commands import config as config_commands
 from grpo_megatron.commands import plan as plan_command
+from grpo_megatron.config.command import Command
 from grpo_megatron.errors import Stopped, UserError
 from grpo_megatron.json_files import json_text
 from grpo_megatron.paths import disk_is_full
@@ -244,12 +245,13 @@ def _selftest(options: argparse.Namespace, guard: Guard) -> int:
 def _train(options: argparse.Namespace, guard: Guard) -> int:
     from grpo_megatron.preflight.load import load_config
 
-    config = load_config(options.config, options.overrides, options.command)
-    if options.command == "sft":
+    command = Command(options.command)
+    config = load_config(options.config, options.overrides, command)
+    if command == Command.sft:
         from grpo_megatron.commands.sft import sft as run
-    elif options.command == "eval":
+    elif command == Command.eval:
         from grpo_megatron.commands.evaluate import evaluate as run
-    elif options.command == "reward-model":
+    elif command == Command.reward_model:
         from grpo_megatron.commands.reward_model import reward_model as run
     else:
         from grpo_megatron.commands.train import train as run

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from grpo_megatron.capabilities import peak_flops
 from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.placement import Cluster, allocate
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.schema import Config, Placement, RoutingReplay
 from grpo_megatron.errors import ProcessLost
 from grpo_megatron.json_files import json_text
@@ -67,8 +68,8 @@ class Run:
     """The driver's state in the checkpoint that the trainer has loaded; None for a new run."""
     started: float
     """When the command started, by time.perf_counter."""
-    command: str
-    """Name of the command, such as `train`."""
+    command: Command
+    """The command that makes the run."""
 
     @property
     def resumed(self) -> int:
@@ -126,8 +127,8 @@ class RunContext:
 
     config: Config
     """Configuration of the run."""
-    command: str
-    """Name of the command, such as `train`."""
+    command: Command
+    """The command that makes the run."""
     directory: str
     """The run's folder, as an absolute path."""
     status: StatusFile
@@ -190,14 +191,13 @@ class RunContext:
 @contextmanager
 def open_run(
     config: Config,
-    command: str,
+    command: Command,
     guard: Guard | None = None,
     must_fit: Callable[[dict], str] = lambda state: "",
 ) -> Iterator[RunContext]:
     """Open the run's folder, start Ray, and start engines if `command` generates. Yield the RunContext.
 
     config: must have passed preflight.start.check_start.
-    command: name of the command, such as `train`.
     guard: receives requests to stop; None: one that never ends the run.
     must_fit: raises UserError if the driver's state in a checkpoint belongs to other data. It returns a note
         to show, or "".
@@ -266,7 +266,7 @@ def _throughput(context: RunContext) -> Throughput:
     cluster = context.cluster
     return Throughput(
         cost=read_architecture(
-            context.config.model.path, reward_model=context.command == "reward-model"
+            context.config.model.path, reward_model=context.command == Command.reward_model
         ).cost_model,
         ranks=len(cluster.rank_slots),
         engine_devices=sum(map(len, cluster.engine_slots)),

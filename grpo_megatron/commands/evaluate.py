@@ -9,6 +9,7 @@ from typing import Any
 
 from grpo_megatron.cluster.worker_pool import worker_places
 from grpo_megatron.commands.assemble import RunContext, open_run, run_with_restarts
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.schema import Config, Placement
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.data.sources import held_out_prompts
@@ -54,7 +55,7 @@ def evaluate(config: Config, guard: Guard | None = None) -> dict[str, Any]:
     evaluation's folder. guard: receives requests to stop; None: one that never ends the run.
     """
     config = evaluation_config(config)
-    check_start(config, "eval")
+    check_start(config, Command.eval)
     tokenizer = PromptTokenizer(config.model.path, config.data, offered_tools(config.rollout, config.reward))
     held_out = held_out_prompts(config, tokenizer, record_check(config))
 
@@ -83,7 +84,7 @@ def evaluate(config: Config, guard: Guard | None = None) -> dict[str, Any]:
             replace_text(Path(context.directory, RESULT), json_text(result, indent=2))
             return result
 
-    with open_run(config, "eval", guard) as context:
+    with open_run(config, Command.eval, guard) as context:
         return run_with_restarts(context, attempt)
 
 

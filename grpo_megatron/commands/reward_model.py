@@ -14,6 +14,7 @@ from grpo_megatron.batch.schedule import Schedule
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.commands.assemble import Run, RunContext, assemble, open_run, run_with_restarts
 from grpo_megatron.commands.supervised import SupervisedTraining
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.schema import Config
 from grpo_megatron.data import EpochOrder, PromptTokenizer
 from grpo_megatron.data.conversations import Conversations, pad_token
@@ -34,9 +35,9 @@ def reward_model(config: Config, guard: Guard | None = None) -> dict[str, Any]:
     If an earlier start of this command has finished the run, its result is returned. Raises Stopped if the
     run was asked to stop.
     """
-    if result := finished_result(config, "reward-model", say):
+    if result := finished_result(config, Command.reward_model, say):
         return result
-    check_start(config, "reward-model")
+    check_start(config, Command.reward_model)
     conversations = Conversations(
         PromptTokenizer(config.model.path, config.data), pad_token(config.model.path)
     )
@@ -48,7 +49,9 @@ def reward_model(config: Config, guard: Guard | None = None) -> dict[str, Any]:
             return run.finish(_Training(run, training, held_out).train(context.guard.stop))
 
     order = EpochOrder.of(training, config.run.seed, config.data.shuffle)
-    with open_run(config, "reward-model", guard, lambda state: order.must_fit(state["order"])) as context:
+    with open_run(
+        config, Command.reward_model, guard, lambda state: order.must_fit(state["order"])
+    ) as context:
         return run_with_restarts(context, attempt)
 
 

@@ -9,6 +9,7 @@ from grpo_megatron.batch.token_weights import token_weights
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.commands.assemble import RunContext, assemble, open_run, run_with_restarts
 from grpo_megatron.commands.supervised import SupervisedTraining
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.schema import Config
 from grpo_megatron.data import EpochOrder, PromptTokenizer
 from grpo_megatron.data.examples import load_examples
@@ -28,9 +29,9 @@ def sft(config: Config, guard: Guard | None = None) -> dict[str, Any]:
     If an earlier start of this command has finished the run, its result is returned. Raises Stopped if the
     run was asked to stop.
     """
-    if result := finished_result(config, "sft", say):
+    if result := finished_result(config, Command.sft, say):
         return result
-    check_start(config, "sft")
+    check_start(config, Command.sft)
     tools = offered_tools(config.rollout, config.reward)  # the model also reads these before its episodes
     examples, left_out = load_examples(config, PromptTokenizer(config.model.path, config.data, tools))
     say(
@@ -43,7 +44,7 @@ def sft(config: Config, guard: Guard | None = None) -> dict[str, Any]:
             return run.finish(_Training(run, examples).train(context.guard.stop))
 
     order = EpochOrder.of(examples, config.run.seed, config.data.shuffle)
-    with open_run(config, "sft", guard, lambda state: order.must_fit(state["order"])) as context:
+    with open_run(config, Command.sft, guard, lambda state: order.must_fit(state["order"])) as context:
         return run_with_restarts(context, attempt)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from grpo_megatron.algorithm.algorithm import Algorithm
 from grpo_megatron.cluster.worker_pool import worker_places
 from grpo_megatron.commands.assemble import Run, RunContext, assemble, open_run, run_with_restarts
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.schema import Config
 from grpo_megatron.controller import Controller
 from grpo_megatron.data import PromptSource, PromptTokenizer
@@ -184,10 +185,10 @@ def assembled_loop(config: Config, guard: Guard | None = None) -> Iterator[tuple
     second attempt after the loss of a process, and a request to stop does not make the loop save a
     checkpoint.
     """
-    check_start(config, "train")
+    check_start(config, Command.train)
     data = _Data(config)
     with (
-        open_run(config, "train", guard, data.must_fit) as context,
+        open_run(config, Command.train, guard, data.must_fit) as context,
         context.hang_detector,
         _loop(context, data, context.checkpoint) as loop,
     ):
@@ -202,14 +203,14 @@ def train(config: Config, guard: Guard | None = None) -> dict[str, Any]:
     If an earlier start of this command has finished the run, its result is returned. Raises Stopped if the
     run was asked to stop.
     """
-    if result := finished_result(config, "train", say):
+    if result := finished_result(config, Command.train, say):
         return result
-    check_start(config, "train")
+    check_start(config, Command.train)
     data = _Data(config)
 
     def attempt(context: RunContext, checkpoint: Checkpoint | None) -> dict[str, Any]:
         with _loop(context, data, checkpoint, stop=context.guard.stop) as (controller, run):
             return run.finish(controller.run())
 
-    with open_run(config, "train", guard, data.must_fit) as context:
+    with open_run(config, Command.train, guard, data.must_fit) as context:
         return run_with_restarts(context, attempt)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from grpo_megatron.batch.layout import Layout, padded_to
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.fp8 import FP8Config, FP8Recipe
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.reward import MODEL, functions_of
@@ -155,16 +156,15 @@ def scores_on_ranks(config: Config) -> bool:
     return MODEL in functions_of(config.reward) and not config.rollout.replay
 
 
-def lr_decay_steps(config: Config, command: str) -> int:
+def lr_decay_steps(config: Config, command: Command) -> int:
     """Return the length of the learning-rate schedule in optimizer steps, including its warm-up.
 
     This is optimizer.lr_decay_steps, or by default the number of optimizer steps of the whole run.
-    command: command-line command, such as "train". Other commands take one optimizer step per step of the
-        run.
+    command: `train` takes several optimizer steps per step of the run, other commands take one.
     """
     if config.optimizer.lr_decay_steps is not None:
         return config.optimizer.lr_decay_steps
-    if command != "train":
+    if command != Command.train:
         return config.run.total_steps
     mini_batches = config.data.train_batch_size // max(1, config.train.ppo_mini_batch_size)
     return config.run.total_steps * mini_batches * config.train.ppo_epochs
@@ -185,12 +185,11 @@ def pack_limit(config: Config) -> int:
     return config.train.max_tokens_per_micro_batch * config.megatron.context_parallel
 
 
-def actor_spec(config: Config, command: str = "train") -> ActorSpec:
+def actor_spec(config: Config, command: Command = Command.train) -> ActorSpec:
     """Return the ActorSpec of a configuration.
 
-    command: command-line command, such as "train" (trains a policy) or "reward-model" (trains a reward
-        model). It also decides the length of the learning-rate schedule, and whether a reference and a frozen
-        reward model are held beside the trained model.
+    command: decides whether a policy or a reward model is trained, how long the learning-rate schedule is,
+        and whether a reference and a frozen reward model are held beside the trained model.
     """
     megatron = config.megatron
     # Adapters need local layers, so with them `auto` means local.
@@ -210,7 +209,7 @@ def actor_spec(config: Config, command: str = "train") -> ActorSpec:
         moe=config.moe,
         temperature=config.rollout.temperature,
         fp32_head=config.model.fp32_head,
-        with_reference=command == "train" and config.algorithm.needs_reference,
+        with_reference=command == Command.train and config.algorithm.needs_reference,
         reference_path=config.ref.path,
         reference_offload=config.ref.offload,
         reference_hidden_bytes=int(config.ref.hidden_gib * 2**30),
@@ -218,6 +217,8 @@ def actor_spec(config: Config, command: str = "train") -> ActorSpec:
         pack_tokens=pack_limit(config) if config.train.constant_length_packs else 0,
         lora=megatron.lora,
         seed=config.run.seed,
-        scalar_head=command == "reward-model",
-        reward_model=config.reward.model.path if command == "train" and scores_on_ranks(config) else None,
+        scalar_head=command == Command.reward_model,
+        reward_model=config.reward.model.path
+        if command == Command.train and scores_on_ranks(config)
+        else None,
     )

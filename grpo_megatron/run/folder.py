@@ -10,6 +10,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.json_files import parse_object
@@ -29,7 +30,7 @@ def run_folder(config: Config) -> Path:
 @contextmanager
 def open_run_folder(
     config: Config,
-    command: str,
+    command: Command,
     say: Callable[[str], None],
     must_fit: Callable[[dict], str] = lambda state: "",
 ) -> Iterator[tuple[str, Checkpoint | None]]:
@@ -38,7 +39,7 @@ def open_run_folder(
     Yields (folder, checkpoint): the absolute path, and the checkpoint to begin from (None for a new run). If
     a new run finds an earlier run of the same name, it first moves that folder to NAME.1, NAME.2, ...
 
-    command: name of the command, such as `train`. It must be the one that wrote the checkpoint.
+    command: the command that makes the run. It must be the one that wrote the checkpoint.
     say: shows a line to the user.
     must_fit: raises UserError if the driver's state in a checkpoint belongs to other data. It returns a note
         to show, or "".
@@ -82,7 +83,7 @@ def open_run_folder(
         ownership.release()
 
 
-def beginning(config: Config, command: str, say: Callable[[str], None]) -> Checkpoint | None:
+def beginning(config: Config, command: Command, say: Callable[[str], None]) -> Checkpoint | None:
     """Return the checkpoint that run.resume says to begin from; None for a new run. Changes no file.
 
     Also checks that the rows of metrics.jsonl and trained.jsonl up to the checkpoint's step can be read.

@@ -21,6 +21,7 @@ from grpo_megatron.cli import main
 from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.placement import allocate
 from grpo_megatron.cluster.processes import ProcessDied
+from grpo_megatron.config.command import Command
 from grpo_megatron.data import PromptTokenizer, load_prompts
 from grpo_megatron.megatron.spec import actor_spec
 from grpo_megatron.monitoring.charts import OTHERS, charts_of
@@ -321,7 +322,7 @@ def test_a_rank_that_dies_is_named(recorded, arithmetic, root, tmp_path, call):
         "step_00000001",
         "step_00000002.partial",
     ]
-    assert open_checkpoint(saver.folder / "step_00000001", "sft").step == 1
+    assert open_checkpoint(saver.folder / "step_00000001", Command.sft).step == 1
     if call == "logprobs":
         actor.group.restart()
         assert np.array_equal(actor.logprobs(batch, schedule(batch.lengths, 128)), before)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_megatron.config.command import Command
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
@@ -105,7 +106,7 @@ def test_damage_is_noticed_before_anything_is_loaded(ranks, saved, tmp_path, bat
             continue
         newest, how = found
         said: list[str] = []
-        begun = newest_checkpoint(newest.parent, "sft", said.append)
+        begun = newest_checkpoint(newest.parent, Command.sft, said.append)
         if begun.step == 2:
             for_ranks.append((begun, how))
             continue
@@ -113,8 +114,8 @@ def test_damage_is_noticed_before_anything_is_loaded(ranks, saved, tmp_path, bat
         assert begun.step == 1, how
         assert str(newest) in said[0], how
         with pytest.raises(UserError, match=re.escape(str(newest))):
-            open_checkpoint(newest, "sft")
-    sound = open_checkpoint(saved / "step_00000002", "sft")
+            open_checkpoint(newest, Command.sft)
+    sound = open_checkpoint(saved / "step_00000002", Command.sft)
     folders = [(begun.actor, begun.files) for begun in (sound, *(begun for begun, _ in for_ranks))]
     for each in ranks.run(
         checkpoints.damages, TWO, folders

@@ -9,6 +9,7 @@ import pytest
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.commands import assemble, reward_model, sft, train
+from grpo_megatron.config.command import Command
 from grpo_megatron.data import EpochOrder, PromptSource
 from grpo_megatron.errors import ProcessLost, UserError
 from grpo_megatron.monitoring.status import StatusFile
@@ -45,7 +46,7 @@ def test_a_checkpoint_of_other_data_is_refused_before_anything_changes(tmp_path)
 
     with (
         pytest.raises(UserError, match="of other data"),
-        open_run_folder(config_of(tmp_path, str(other)), "train", print, must_fit),
+        open_run_folder(config_of(tmp_path, str(other)), Command.train, print, must_fit),
     ):
         pytest.fail("it begins")
     assert seen == [5]
@@ -131,9 +132,11 @@ def place(monkeypatch):
     def make(tmp_path, resume, load) -> assemble.RunContext:
         ranks.load = load
         config, folder = config_of(tmp_path, resume), str(tmp_path / NAME)
-        start, cluster = beginning(config, "train", print), SimpleNamespace(must_be_whole=lambda: None)
+        start, cluster = beginning(config, Command.train, print), SimpleNamespace(must_be_whole=lambda: None)
         status, watch = StatusFile(folder, NAME, 100), HangDetector(folder, 600.0)
-        return assemble.RunContext(config, "train", folder, status, start, cluster, watch, None, Guard(), 0.0)
+        return assemble.RunContext(
+            config, Command.train, folder, status, start, cluster, watch, None, Guard(), 0.0
+        )
 
     return make
 

@@ -12,6 +12,7 @@ import pytest
 from grpo_megatron.cli import main
 from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.commands import assemble
+from grpo_megatron.config.command import Command
 from grpo_megatron.errors import UserError
 from grpo_megatron.monitoring.status import StatusFile
 from grpo_megatron.run.checkpoints import NotWritten
@@ -23,7 +24,7 @@ from tests.unit.run_folders import NAME, STATE, checkpoint, config_of, rows, run
 
 
 def test_a_whole_checkpoint_is_opened(tmp_path):
-    found = open_checkpoint(checkpoint(tmp_path / "c", state_of(3)), "train")
+    found = open_checkpoint(checkpoint(tmp_path / "c", state_of(3)), Command.train)
     assert (found.step, found.state, list(found.files)) == (3, state_of(3), ["weights"])
     assert found.actor == str(tmp_path / "c" / "actor")
 
@@ -42,7 +43,7 @@ def test_a_whole_checkpoint_is_opened(tmp_path):
 def test_a_state_that_does_not_fit_is_one_message(state, said, capsys, tmp_path):
     folder = checkpoint(tmp_path / "c", state)
     with pytest.raises(UserError, match=r"state\.json") as caught:
-        open_checkpoint(folder, "train")
+        open_checkpoint(folder, Command.train)
     assert said in str(caught.value)
     assert (
         main(["config", "check", "model.path=/nowhere", "data.train=/nowhere", f"run.resume={folder}"]) == 2
@@ -54,9 +55,9 @@ def test_a_state_that_does_not_fit_is_one_message(state, said, capsys, tmp_path)
 def test_a_folder_that_is_no_checkpoint(tmp_path):
     for folder, said in ((tmp_path, "not a whole checkpoint"), (tmp_path / "none", "does not exist")):
         with pytest.raises(UserError, match=said):
-            open_checkpoint(folder, "train")
+            open_checkpoint(folder, Command.train)
     with pytest.raises(UserError, match="not a whole checkpoint"):
-        open_checkpoint(checkpoint(tmp_path / "step_00000003.partial", state_of(3)), "train")
+        open_checkpoint(checkpoint(tmp_path / "step_00000003.partial", state_of(3)), Command.train)
 
 
 def _half(path):
@@ -83,12 +84,12 @@ def test_a_damaged_one_is_passed_over_or_refused_by_name(name, damage, tmp_path)
     folder, said = run_with(tmp_path, 2, 4), []
     newest = folder / "checkpoints" / "step_00000004"
     damage(newest / name)
-    assert beginning(config_of(tmp_path), "train", said.append).step == 2
+    assert beginning(config_of(tmp_path), Command.train, said.append).step == 2
     assert len(said) == 1
     assert str(newest) in said[0]
     assert said[0].startswith("passed over: ")
     with pytest.raises(DamagedCheckpoint, match=str(newest)):
-        beginning(config_of(tmp_path, str(newest)), "train", print)
+        beginning(config_of(tmp_path, str(newest)), Command.train, print)
 
 
 def _lose_entry(files):
@@ -116,7 +117,7 @@ def test_a_manifest_that_says_something_else_than_was_written_is_damaged(change,
     change(content["files"])
     manifest.write_text(json.dumps(content))
     said = []
-    assert beginning(config_of(tmp_path), "train", said.append).step == 2
+    assert beginning(config_of(tmp_path), Command.train, said.append).step == 2
     assert [f"{manifest} does not match its own digest" in line for line in said] == [True]
 
 
@@ -130,10 +131,10 @@ def test_a_truncated_file_is_damage_though_this_command_does_not_read_it(tmp_pat
     write_manifest(
         folder, {name: record_of(folder / name) for name in ("state.json", "actor/weights", "notes")}
     )
-    open_checkpoint(folder, "train")
+    open_checkpoint(folder, Command.train)
     os.truncate(folder / "notes", 999)
     with pytest.raises(DamagedCheckpoint, match="notes has 999 bytes, 1000 were written"):
-        open_checkpoint(folder, "train")
+        open_checkpoint(folder, Command.train)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "actor/weights"])
@@ -146,7 +147,7 @@ def test_what_cannot_be_read_is_not_damaged(name, tmp_path):
     file.unlink()
     file.symlink_to(file)  # to look at it is an OSError, ELOOP
     with pytest.raises(UserError, match=f"{file} cannot be read on {socket.gethostname()}") as caught:
-        beginning(config_of(tmp_path), "train", print)
+        beginning(config_of(tmp_path), Command.train, print)
     assert not isinstance(caught.value, DamagedCheckpoint)
 
 
@@ -158,11 +159,11 @@ def test_a_folder_that_cannot_be_listed_is_not_empty(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "scandir", stale)
     monkeypatch.setattr(os, "listdir", stale)
     with pytest.raises(UserError, match=r"checkpoints cannot be read on .*: Stale file handle"):
-        beginning(config_of(tmp_path), "train", print)
+        beginning(config_of(tmp_path), Command.train, print)
 
 
 def test_ranks_tell_what_they_cannot_read_from_damage(tmp_path):
-    found = open_checkpoint(checkpoint(tmp_path / "c", state_of(3)), "train")
+    found = open_checkpoint(checkpoint(tmp_path / "c", state_of(3)), Command.train)
     weights = Path(found.actor, "weights")
     assert problems(weights.parent, found.files, ["weights"]) == []
     weights.write_bytes(bytes(256))
@@ -183,19 +184,19 @@ def test_where_all_are_damaged_nothing_begins(tmp_path):
     with pytest.raises(
         UserError, match=r"none of the 2 checkpoints .* is sound; run\.resume=none starts anew"
     ):
-        beginning(config_of(tmp_path), "train", print)
-    assert beginning(config_of(tmp_path, "none"), "train", print) is None
+        beginning(config_of(tmp_path), Command.train, print)
+    assert beginning(config_of(tmp_path, "none"), Command.train, print) is None
 
 
 def test_without_checkpoints_it_is_a_new_run(tmp_path):
     folder = run_with(tmp_path, metrics=rows(1))
     (folder / "checkpoints" / "step_00000002.partial").mkdir(parents=True)
-    assert beginning(config_of(tmp_path), "train", print) is None
+    assert beginning(config_of(tmp_path), Command.train, print) is None
 
 
 def test_the_step_is_a_number_not_a_text(tmp_path):
     run_with(tmp_path, 99_999_999, 100_000_000)
-    assert beginning(config_of(tmp_path), "train", print).step == 100_000_000
+    assert beginning(config_of(tmp_path), Command.train, print).step == 100_000_000
 
 
 class _Cluster:
@@ -209,11 +210,11 @@ def attempts(tmp_path, resume, outcomes) -> list[int]:
     outcomes: an exception or a result for each attempt.
     """
     config, begun = config_of(tmp_path, resume), []
-    start = beginning(config, "train", print)
+    start = beginning(config, Command.train, print)
     folder = str(tmp_path / NAME)
     status, watch = StatusFile(folder, NAME, 100), HangDetector(folder, 600.0)
     context = assemble.RunContext(
-        config, "train", folder, status, start, _Cluster(), watch, None, Guard(), 0.0
+        config, Command.train, folder, status, start, _Cluster(), watch, None, Guard(), 0.0
     )
 
     def attempt(context, checkpoint):
@@ -278,7 +279,9 @@ def test_a_failed_save_is_not_tried_again_by_a_restart(tmp_path):
 
 def test_what_is_configured_otherwise_is_said(tmp_path):
     config = config_of(tmp_path)
-    start = open_checkpoint(checkpoint(tmp_path / "c", state_of(3) | {"config": as_saved(config)}), "train")
+    start = open_checkpoint(
+        checkpoint(tmp_path / "c", state_of(3) | {"config": as_saved(config)}), Command.train
+    )
     assert differences(start, config) == []
     config.optimizer.lr, config.data.train, config.run.resume = 0.5, ["a", "b"], "none"
     assert differences(start, config) == [
@@ -301,7 +304,7 @@ def test_a_finished_run_ends_at_once(result, resume, finished, tmp_path, capsys)
     folder = run_with(tmp_path)
     (folder / "result.json").write_text(json.dumps(result))
     config = config_of(tmp_path, resume)
-    assert (finished_result(config, "train", print) == result) is finished
+    assert (finished_result(config, Command.train, print) == result) is finished
     assert ("is finished" in capsys.readouterr().out) is finished
 
 
@@ -310,5 +313,5 @@ def test_a_finished_run_of_another_command_is_not_this_one(tmp_path):
     with pytest.raises(
         UserError, match=r"is a finished run of `sft`, not of `train`: choose another run\.name"
     ):
-        finished_result(config_of(tmp_path), "train", print)
-    assert finished_result(config_of(tmp_path, "none"), "train", print) is None
+        finished_result(config_of(tmp_path), Command.train, print)
+    assert finished_result(config_of(tmp_path, "none"), Command.train, print) is None
