@@ -18,6 +18,7 @@ setup(
     # requirements/; here is only what every machine needs.
     install_requires=[
         "megatron-core==0.16.1",
+        "filelock>=4.0",  # lock of a run's folder
         "omegaconf>=2.3",
         "ray>=2.40",
         "tensorboard>=2.16",

@@ -17,7 +17,7 @@ from grpo_megatron.json_files import parse_object
 from grpo_megatron.monitoring.run_files import METRICS
 from grpo_megatron.paths import file_problem, is_absent, numbered, reading, replace_text, writing
 from grpo_megatron.run.checkpoints import CHECKPOINTS, DELETED, TRAINED, discard, folders, step_of
-from grpo_megatron.run.lock import Ownership, in_use
+from grpo_megatron.run.lock import OWNER, Ownership, in_use
 from grpo_megatron.run.resume import ANEW, AUTO, RESULT, Checkpoint, newest_checkpoint, open_checkpoint
 
 JOBS = "slurm"  # job outputs; slurm/submit.py queued the jobs for a run of this name
@@ -60,8 +60,6 @@ def open_run_folder(
                 say(note)
             if checkpoint is None and _has_remains(folder):
                 _move_aside(config, folder, say)
-                ownership.release()
-                ownership = Ownership(folder, say)
             if ownership.note:
                 say(ownership.note)
             replace_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
@@ -203,8 +201,9 @@ def _move_aside(config: Config, folder: Path, say: Callable[[str], None]) -> Non
         if path and folder in Path(path).absolute().parents:
             raise UserError(f"{path} lies in the folder of this run, {folder}; choose another run.name")
     moved = folder.rename(numbered(folder))
+    folder.mkdir()
+    (moved / OWNER).rename(folder / OWNER)
     if (moved / JOBS).exists():
         # One of these jobs may have started this run, and Slurm opens a file for each of its nodes by name.
-        folder.mkdir(exist_ok=True)
         (moved / JOBS).rename(folder / JOBS)
     say(f"moved the earlier run of this name to {moved}")

@@ -266,7 +266,7 @@ def test_a_second_run_of_a_name_is_refused_and_changes_nothing(owner, tmp_path, 
         pass
     assert (folder / METRICS).read_text() == rows(1, 2, 3)
     assert (folder / "owner.json").read_bytes() == owned
-    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+    assert {path.name for path in tmp_path.iterdir()} == {NAME, f".{NAME}.lock"}
     owner.kill()  # as the kernel's, the lock goes with the process
     owner.wait()
     with open_run_folder(config_of(tmp_path, resume), Command.train, print) as (directory, _):
@@ -276,23 +276,13 @@ def test_a_second_run_of_a_name_is_refused_and_changes_nothing(owner, tmp_path, 
     Ownership(folder, print).release()
 
 
-def test_a_folder_that_is_moved_aside_before_the_lock_is_had_is_not_written_to(tmp_path, monkeypatch):
-    """Two runs may start at the same time.
-
-    The slower one must not own the folder that the other one moved.
-    """
-    folder, lock, moved = tmp_path / NAME, fcntl.flock, []
-
-    def slow(file, kind):
-        if not moved:
-            moved.append(folder.rename(tmp_path / "moved"))
-        lock(file, kind)
-
-    monkeypatch.setattr(fcntl, "flock", slow)
-    ownership = Ownership(folder, print)
-    assert json.loads((folder / "owner.json").read_text())["pid"] == os.getpid()
-    assert (tmp_path / "moved" / "owner.json").read_text() == ""
-    ownership.release()
+def test_a_folder_that_is_moved_aside_stays_locked(tmp_path):
+    folder = run_with(tmp_path, 2, metrics=rows(1, 2))
+    with open_run_folder(config_of(tmp_path, "none"), Command.train, print):
+        assert (tmp_path / f"{NAME}.1" / METRICS).exists()
+        assert not (tmp_path / f"{NAME}.1" / "owner.json").exists()
+        with pytest.raises(UserError, match=f"another run writes to {folder} .*pid {os.getpid()}"):
+            Ownership(folder, print)
 
 
 @pytest.mark.parametrize(
@@ -337,4 +327,4 @@ def test_without_locks_the_owner_is_asked_for(owner, job, refused, tmp_path, mon
     with open_run_folder(config_of(tmp_path), Command.train, print):
         assert json.loads((folder / "owner.json").read_text())["pid"] == os.getpid()
     assert "this file system has no locks" in capsys.readouterr().out
-    assert (folder / "owner.json").read_text() == ""
+    assert not (folder / "owner.json").exists()
