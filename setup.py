@@ -18,6 +18,7 @@ setup(
     # requirements/; here is only what every machine needs.
     install_requires=[
         "megatron-core==0.16.1",
+        "filelock>=4.0",  # lock of a run's folder
         "omegaconf>=2.3",
         "jinja2>=3.1",  # grpo-megatron report
         "ray>=2.40",

@@ -214,8 +214,7 @@ class PlainLoop:
 def our_step(controller: Controller) -> dict[str, float]:
     """Do one step of the program. Return its logged scalars, with the wall time as `time/step`."""
     start = time.perf_counter()
-    controller.step += 1
-    controller.train_step()
+    controller.train_step(controller.loop.begin_step())
     seconds = time.perf_counter() - start
     with open(f"{controller.monitor.directory}/{METRICS}", encoding="utf-8") as file:
         scalars = json.loads(file.readlines()[-1])
@@ -267,7 +266,7 @@ def measure(config: Config, steps: int) -> tuple[list[dict], list[dict], float]:
     """
     ours, plains, background = [], [], []
     with assembled_loop(config) as (controller, _):
-        controller.sync_weights()
+        controller.rollouts.start()
         plain = PlainLoop(config)
         for _ in range(WARM_UP + steps):
             ours.append(our_step(controller))

@@ -150,10 +150,9 @@ def our_config(folder: Path, precision: str, length: int, steps: int, threads: i
 def our_steps(config: Config) -> list[dict[str, float]]:
     """Run our steps and return the logged scalars of all but the first."""
     with assembled_loop(config) as (controller, _):
-        controller.sync_weights()
+        controller.rollouts.start()
         for _ in range(config.run.total_steps):
-            controller.step += 1
-            controller.train_step()
+            controller.train_step(controller.loop.begin_step())
         lines = Path(controller.monitor.directory, METRICS).read_text(encoding="utf-8").splitlines()
     rows = [row for row in map(json.loads, lines) if "time/train" in row]
     length = config.rollout.max_response_length

@@ -31,7 +31,8 @@ import ray
 import torch
 import torch.distributed as dist
 
-from grpo_megatron.commands.assemble import assemble, open_site
+from grpo_megatron.commands.assemble import assemble, open_run
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.weight_sync import Transport
 from grpo_megatron.logs import show_messages
 from grpo_megatron.model.entries import EngineLayout
@@ -188,7 +189,7 @@ def ray_direct(size: int, bucket_bytes: int, repeat: int) -> float:
 
 def measure(folder: Path, engine_tp: int, repeat: int) -> dict:
     settings = config(folder, engine_tp)
-    with open_site(settings, "train") as site, assemble(site, None) as run:
+    with open_run(settings, Command.train) as context, assemble(context, None) as run:
         layouts = Layouts(
             arch=read_architecture(settings.model.path),
             sizes=run.trainer.sizes,

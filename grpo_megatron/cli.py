@@ -13,13 +13,13 @@ Exit status:
     75       stopped on request (SIGINT, SIGTERM, SIGHUP, SIGUSR1): the same command continues the run
     130      interrupted twice, and ended at once
     141      the reader of stdout is gone, as with `| head`; only for commands that are not runs. A run goes
-             on without a reader and ends with its usual status
+             on without a reader
     128 + N  the driver was killed by signal N
 """
 
 import argparse
 import io
-import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable
@@ -28,104 +28,11 @@ from functools import partial
 
 from grpo_megatron.commands import config as config_commands
 from grpo_megatron.commands import plan as plan_command
-from grpo_megatron.errors import Stopped, UserError
+from grpo_megatron.config.command import Command
+from grpo_megatron.errors import Stopped, UserError, last_message
 from grpo_megatron.files import disk_is_full, json_text
 from grpo_megatron.logs import show_messages
 from grpo_megatron.run.guard import Guard
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return its exit status.
-
-    arguments: the words after `grpo-megatron`; None: those of this process. With None, a run also gets a
-        keeper (commands.keeper), a process that kills whatever the run leaves behind.
-    """
-    _open_what_is_closed()
-    show_messages()
-    options = _parse(arguments)
-    # Optional accelerator packages announce their absence at import, many times over.
-    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|image Python extension).*")
-    command = _command(options)
-    if arguments is None and options.command in _RUNS and sys.platform == "linux":
-        from grpo_megatron.commands.keeper import keep
-
-        return keep(partial(_drive, command))
-    try:
-        status = command(Guard())
-        if options.command not in _RUNS and sys.stdout:
-            sys.stdout.flush()  # a failure to write can still be reported here
-        return status
-    except (UserError, Stopped) as error:
-        _say(error if isinstance(error, Stopped) else f"error: {error}")
-        return error.exit_status
-    except OSError as error:
-        if options.command in _RUNS:
-            raise
-        if isinstance(error, BrokenPipeError):
-            return _NO_READER
-        if not disk_is_full(error):
-            raise
-        _say(f"error: no space left on the disk of {error.filename or 'what stdout goes to'}; make room")
-        return UserError.exit_status
-    finally:
-        _let_go()
-
-
-def _open_what_is_closed() -> None:
-    """Open os.devnull in place of each standard stream that is closed.
-
-    Some launchers close stdout (`>&-`). The next file that is opened would then get descriptor 1, and
-    everything that libraries print would go into that file.
-    """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            nowhere = open(os.devnull, mode)  # noqa: SIM115 for as long as the process lives
-            os.set_inheritable(nowhere.fileno(), True)
-            setattr(sys, name, nowhere)
-
-
-# The exit status that a shell reports for a tool that SIGPIPE has killed. Python ignores that signal.
-_NO_READER = 128 + 13
-
-
-def _drive(command, keeper) -> int:
-    from grpo_megatron.commands.driver import drive
-
-    status = drive(command, keeper)
-    _let_go()
-    return status
-
-
-def _say(message: object) -> None:
-    with suppress(OSError):  # a terminal that is gone
-        print(message, file=sys.stderr, flush=True)
-
-
-def _let_go() -> None:
-    """Redirect stdout and stderr to os.devnull if they cannot be flushed. Called just before the exit.
-
-    When a terminal or pipe is gone, the interpreter's last flush would fail and make the exit status 120.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            if stream:
-                stream.flush()
-        except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
-
-
-def _tell(result: str) -> None:
-    """Print the result of a run on stdout. If stdout cannot be written to, show a warning on stderr.
-
-    The run has not failed then, because a file in its folder has the result too.
-    """
-    try:
-        print(result, flush=True)
-    except OSError as error:
-        _say(f"stdout takes no result ({error.strerror}), which is in the run's folder")
-
 
 _RUNS = {
     "train": "GRPO training",
@@ -134,6 +41,41 @@ _RUNS = {
     "eval": "a model on held-out prompts, without training",
     "selftest": "do engine and trainer of a training run agree, and if not, why",
 }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit status.
+
+    arguments: the words after `grpo-megatron`; None: those of this process. With None, a run also gets a
+        keeper (commands.keeper), a process that kills whatever the run leaves behind.
+    """
+    show_messages()
+    options = _parse(arguments)
+    # Optional accelerator packages announce their absence at import, many times over.
+    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|image Python extension).*")
+    command, is_run = _command(options), options.command in _RUNS
+    if arguments is None and is_run and sys.platform == "linux":
+        from grpo_megatron.commands.keeper import keep
+
+        return keep(partial(_drive, command))
+    if arguments is None and not is_run:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly behind `| head`, as other tools do
+    try:
+        return command(Guard())
+    except (UserError, Stopped) as error:
+        print(last_message(error), file=sys.stderr)
+        return error.exit_status
+    except OSError as error:
+        if is_run or not disk_is_full(error):
+            raise
+        print(f"error: no space left on the disk of {error.filename}; make room", file=sys.stderr)
+        return UserError.exit_status
+
+
+def _drive(command, keeper) -> int:
+    from grpo_megatron.commands.driver import drive
+
+    return drive(command, keeper)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -238,24 +180,30 @@ def _selftest(options: argparse.Namespace, guard: Guard) -> int:
     from grpo_megatron.preflight.load import load_config
 
     verdict = selftest(load_config(options.config, options.overrides), guard=guard)
-    _tell(f"{verdict.text()}\n{json_text(as_json(verdict))}")
+    _print_result(f"{verdict.text()}\n{json_text(as_json(verdict))}")
     return 0 if verdict.passed else 1
 
 
 def _train(options: argparse.Namespace, guard: Guard) -> int:
     from grpo_megatron.preflight.load import load_config
 
-    config = load_config(options.config, options.overrides, options.command)
-    if options.command == "sft":
+    command = Command(options.command)
+    config = load_config(options.config, options.overrides, command)
+    if command == Command.sft:
         from grpo_megatron.commands.sft import sft as run
-    elif options.command == "eval":
+    elif command == Command.eval:
         from grpo_megatron.commands.evaluate import evaluate as run
-    elif options.command == "reward-model":
+    elif command == Command.reward_model:
         from grpo_megatron.commands.reward_model import reward_model as run
     else:
         from grpo_megatron.commands.train import train as run
-    _tell(json_text(run(config, guard)))
+    _print_result(json_text(run(config, guard)))
     return 0
+
+
+def _print_result(text: str) -> None:
+    with suppress(OSError):  # nobody reads stdout any more; a file in the run's folder has the result too
+        print(text, flush=True)
 
 
 if __name__ == "__main__":

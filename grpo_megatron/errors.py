@@ -28,6 +28,11 @@ class Stopped(Exception):
     exit_status = 75  # EX_TEMPFAIL: a scheduler should put the job into its queue again
 
 
+def last_message(error: UserError | Stopped) -> str:
+    """Return the line that the program ends with because of this error."""
+    return str(error) if isinstance(error, Stopped) else f"error: {error}"
+
+
 def shortened(text: object, length: int = 80) -> str:
     """Return `text` cut to at most `length` characters, for a message. A last `…` marks the cut."""
     text = str(text)

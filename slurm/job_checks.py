@@ -7,6 +7,7 @@ from pathlib import Path
 from grpo_megatron.capabilities import GPUS
 from grpo_megatron.cluster.bundles import bundles
 from grpo_megatron.commands.evaluate import evaluation_config
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.derived import scores_on_ranks
 from grpo_megatron.config.load import read_config
 from grpo_megatron.config.schema import Config, Placement
@@ -30,7 +31,7 @@ def check_run(options: argparse.Namespace, overrides: list[str], task: str) -> l
     report = check(options.config, overrides, options.command)
     if not report.violations:
         config = of_command(options.command, read_config(options.config, overrides, options.command))
-        if options.command == "eval" and (several_jobs(options) or options.stop_before):
+        if options.command == Command.eval and (several_jobs(options) or options.stop_before):
             report.violations.append(
                 "an evaluation cannot be continued, it would begin anew in every job: leave out --requeue, "
                 "--dependency-chain and --stop-before, and give it the time that it needs (--time)"
@@ -59,13 +60,13 @@ def check_run(options: argparse.Namespace, overrides: list[str], task: str) -> l
     return report.not_checked
 
 
-def of_command(command: str, config: Config) -> Config:
+def of_command(command: Command, config: Config) -> Config:
     """Return the configuration that a grpo-megatron command really uses, for the checks of the job.
 
     An evaluation gets a folder of its own, with _eval at the end of its name. It has no trainer ranks, so its
     engines share no devices.
     """
-    return evaluation_config(config) if command == "eval" else config
+    return evaluation_config(config) if command == Command.eval else config
 
 
 def _unwritable(folder: Path) -> str | None:
@@ -79,20 +80,22 @@ def _unwritable(folder: Path) -> str | None:
     return None if os.access(there, os.W_OK) else f"{there} cannot be written to"
 
 
-def memory_problems(config: Config, architecture: str | None, command: str) -> tuple[list[str], list[str]]:
+def memory_problems(
+    config: Config, architecture: str | None, command: Command
+) -> tuple[list[str], list[str]]:
     """Check that a training run fits into the GPUs' memory.
 
     Returns (problems, notes). problems: what does not fit. notes: why memory could not be checked.
 
     architecture: folder with the model's config.json, if model.path is not on this machine.
-    command: command of grpo-megatron. Memory is computed for "train" only.
+    command: command of grpo-megatron. Memory is computed for `train` only.
     """
     cluster, folder = config.cluster, architecture or config.model.path
     if architecture and (problem := folder_problem(architecture)):
         return [
             f"--architecture {architecture} {problem}; it must be a folder with the model's config.json"
         ], []
-    if cluster.gpu not in GPUS or command != "train":
+    if cluster.gpu not in GPUS or command != Command.train:
         unused = "memory: --architecture is of no use without --command train on a known cluster.gpu"
         return [], [unused] if architecture else []
     if config.megatron.lora.rank:
@@ -113,7 +116,7 @@ def memory_problems(config: Config, architecture: str | None, command: str) -> t
     return [], []
 
 
-def cpu_slots(config: Config, command: str) -> int:
+def cpu_slots(config: Config, command: Command) -> int:
     """Return the fewest CPUs per node with which every rank and engine process gets one.
 
     Processes that must share a node, such as a tensor-parallel group, are kept on one node. A process takes a

@@ -19,11 +19,11 @@ from render import TASK, Job, apptainer, pyxis, render, sbatch_arguments
 from sbatch_options import conflicts
 
 from grpo_megatron.capabilities import GPUS
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.load import read_config, read_sources
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import writing
-from grpo_megatron.preflight.rule import COMMANDS
 
 # Folder of the programs in the images of Dockerfile and apptainer.def.
 IN_IMAGE = "/opt/grpo_megatron/.venv/bin"
@@ -38,7 +38,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "overrides", nargs="*", metavar="key=value", help="values that override those of the file"
     )
     parser.add_argument(
-        "--command", choices=COMMANDS, default="train", help="grpo-megatron command to run; default: train"
+        "--command",
+        type=Command,
+        choices=Command,
+        default="train",
+        help="grpo-megatron command to run; default: train",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the job's script and submit nothing")
     parser.add_argument(

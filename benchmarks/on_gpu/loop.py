@@ -34,11 +34,10 @@ def steps(bench: Bench) -> None:
         with assembled_loop(config) as (controller, run):
             bench.report(start_seconds=time.perf_counter() - started)
             syncing = time.perf_counter()
-            controller.sync_weights()
+            controller.rollouts.start()
             bench.report(first_sync_seconds=time.perf_counter() - syncing)
             for _ in range(_STEPS):
-                controller.step += 1
-                controller.train_step()
+                controller.train_step(controller.loop.begin_step())
             logged = Path(run.directory, METRICS).read_text(encoding="utf-8").splitlines()
         scalars = json.loads(logged[-1])
         generated = scalars["response/length_mean"] * config.data.train_batch_size * config.rollout.n

@@ -2,12 +2,10 @@
 
 import re
 
-import psutil
 from ray.exceptions import OutOfMemoryError, RayError
 
 from grpo_megatron.cluster.ray_errors import ENDED, plain
 from grpo_megatron.errors import shortened
-from grpo_megatron.process_tree import killed_for_memory
 
 _LINES = 3
 _TAIL_BYTES = 50_000
@@ -33,7 +31,6 @@ _AFTEREFFECTS = re.compile(
     r"Rank \d+ scheduler died|Scheduler or DataParallelController|Received sigquit|EOFError|BrokenPipeError"
     r"|ConnectionResetError|Child process unexpectedly failed|KeyboardInterrupt|SystemExit"
 )
-_killed_before = killed_for_memory()
 
 
 def last_words(log: str, error: RayError | None = None) -> tuple[str, list[str]]:
@@ -126,8 +123,6 @@ def _how(error: RayError | None, crash: str) -> str:
             else f" ({shortened(text.splitlines()[0], 200)})"
         )
     # Its connection broke before it could say anything. Ray does not tell the signal.
-    if _on_this_machine(text) and killed_for_memory() > _killed_before:
-        return " (probably by SIGKILL: this machine was out of memory, and the kernel killed processes)"
     return " (probably by SIGKILL, sent by hand or by the kernel for lack of memory)"
 
 
@@ -158,13 +153,3 @@ def _needed_memory(report: str) -> list[str]:
         "an engine on a CPU), train.max_tokens_per_micro_batch or reward.workers; see "
         "docs/troubleshooting.md",
     ]
-
-
-def _on_this_machine(report: str) -> bool:
-    """Return True if the dead process was on this machine, whose kernel can be asked whether it killed any.
-
-    report: Ray's text about the death, which has the address of the node.
-    """
-    address = re.search(r"^\s*ip: (\S+)$", report, re.MULTILINE)
-    here = {one.address for interface in psutil.net_if_addrs().values() for one in interface}
-    return address is not None and address[1] in here

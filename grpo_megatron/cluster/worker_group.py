@@ -11,15 +11,15 @@ from typing import Any
 
 import ray
 
-from grpo_megatron.cluster.heart import Heart
+from grpo_megatron.cluster.hang_detector import HangDetector
+from grpo_megatron.cluster.heartbeat import Heartbeat
 from grpo_megatron.cluster.memory import occupied
 from grpo_megatron.cluster.processes import Process, gather, redirect_output
 from grpo_megatron.cluster.store import StoreAddress, StoreServer
-from grpo_megatron.cluster.watch import Watch
 
-# Called in each process with the rank, the store by which the ranks find each other, and the process's Heart.
+# Called in each process with the rank, the store by which the ranks find each other, and the Heartbeat.
 # Returns the object that calls go to, and what the group keeps about this rank.
-Build = Callable[[int, StoreAddress, Heart], tuple[Any, Any]]
+Build = Callable[[int, StoreAddress, Heartbeat], tuple[Any, Any]]
 
 
 @ray.remote
@@ -28,8 +28,8 @@ class _Worker:
 
     def __init__(self, log: str):
         redirect_output(log)
-        self._heart = Heart()
-        self._heart.start()
+        self._heartbeat = Heartbeat()
+        self._heartbeat.start()
 
     def serve_store(self, timeout: float) -> StoreAddress:
         """Start the key-value store by which all ranks find each other. Return its address. Called on rank 0.
@@ -40,19 +40,19 @@ class _Worker:
         return self._store.address
 
     def build(self, build: Build, rank: int, store: StoreAddress) -> Any:
-        with self._heart.phase("start"):
-            self._target, info = build(rank, store, self._heart)
+        with self._heartbeat.phase("start"):
+            self._target, info = build(rank, store, self._heartbeat)
             gc.freeze()  # imported objects stay, so garbage collection need not scan them
-        self._heart.role = str(info)
+        self._heartbeat.role = str(info)
         return info
 
     def call(self, method: str, *arguments) -> Any:
-        with self._heart.phase(method):
+        with self._heartbeat.phase(method):
             return attrgetter(method)(self._target)(*arguments)
 
     def beat(self) -> None:
         """Send a heartbeat now. The hang detector calls this, also to find out whether a rank is dead."""
-        self._heart.beat()
+        self._heartbeat.beat()
 
     def occupied(self) -> int:
         return occupied()
@@ -68,7 +68,13 @@ class WorkerGroup:
     """
 
     def __init__(
-        self, name: str, options: list[dict], log_dir: str, build: Build, timeout: float, watch: Watch
+        self,
+        name: str,
+        options: list[dict],
+        log_dir: str,
+        build: Build,
+        timeout: float,
+        hang_detector: HangDetector,
     ):
         """Start the processes and build their objects.
 
@@ -77,13 +83,18 @@ class WorkerGroup:
         log_dir: folder of the processes' logs
         build: is called in every process, and makes the object that calls go to
         timeout: time limit in seconds of any one call
-        watch: the hang detector, to which all processes are added
+        hang_detector: the hang detector, to which all processes are added
         """
         world = len(options)
         self.processes = [
             Process(f"{name} {rank} of {world}", f"{log_dir}/rank{rank}.log") for rank in range(world)
         ]
-        self._options, self._build, self._timeout, self._watch = options, build, timeout, watch
+        self._options, self._build, self._timeout, self._hang_detector = (
+            options,
+            build,
+            timeout,
+            hang_detector,
+        )
         self._workers: list = []
         self.ranks: list[Any] = []
         self.start()
@@ -95,7 +106,7 @@ class WorkerGroup:
         try:
             for options, process in zip(self._options, self.processes, strict=True):
                 self._workers.append(_Worker.options(**options).remote(process.log))
-                self._watch.add(process, self._workers[-1])
+                self._hang_detector.add(process, self._workers[-1])
             store = self._gather({0: self._workers[0].serve_store.remote(self._timeout)}, "start")[0]
             started = {
                 rank: worker.build.remote(self._build, rank, store)
@@ -149,6 +160,6 @@ class WorkerGroup:
     def close(self) -> None:
         """Kill all processes, without waiting."""
         for worker in self._workers:
-            self._watch.remove(worker)
+            self._hang_detector.remove(worker)
             ray.kill(worker)
         self._workers = []

@@ -1,7 +1,7 @@
 """Starts and ends the processes of a run. The commands train, sft, reward-model, eval and selftest use it.
 
-`open_site` starts Ray and the engines, `assemble` starts the trainer's ranks, and `persist` repeats the
-attempt after the loss of a process.
+`open_run` starts Ray and the engines, `assemble` starts the trainer's ranks, and `run_with_restarts` repeats
+the attempt after the loss of a process.
 """
 
 import logging
@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo_megatron.capabilities import peak_flops
+from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.placement import Cluster, allocate
-from grpo_megatron.cluster.watch import Watch
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.schema import Config, Placement, RoutingReplay
 from grpo_megatron.errors import ProcessLost
 from grpo_megatron.files import json_text, replace_text
@@ -26,12 +27,14 @@ from grpo_megatron.monitoring.optional import listening
 from grpo_megatron.monitoring.status import StatusFile
 from grpo_megatron.monitoring.throughput import Throughput
 from grpo_megatron.preflight.cluster_rules import num_processes
+from grpo_megatron.rollout.sharing import DeviceSharing
 from grpo_megatron.run.checkpoints import CHECKPOINTS, Checkpoints, NotWritten
-from grpo_megatron.run.folder import open_run_folder, set_aside, take_back
+from grpo_megatron.run.folder import open_run_folder, quarantine_later_checkpoints, trim_logs
 from grpo_megatron.run.guard import Guard
+from grpo_megatron.run.loop import StepLoop
 from grpo_megatron.run.manifest import DamagedCheckpoint
 from grpo_megatron.run.resume import ANEW, AUTO, RESULT, Checkpoint, as_saved, differences, newest_checkpoint
-from grpo_megatron.run.turns import Turns
+from grpo_megatron.run.stop import StopRequest
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.trainer.policy import PolicyTrainer
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
@@ -60,19 +63,31 @@ class Run:
     """The trainer, whose ranks are up."""
     engines: EnginePool | None
     """The engines; None if the command or a replay needs none."""
-    turns: Turns | None
+    sharing: DeviceSharing | None
     """Device sharing; None unless engines are on the trainer's devices."""
     state: dict | None
     """The driver's state in the checkpoint that the trainer has loaded; None for a new run."""
     started: float
     """When the command started, by time.perf_counter."""
-    command: str
-    """Name of the command, such as `train`."""
+    command: Command
+    """The command that makes the run."""
 
     @property
     def resumed(self) -> int:
         """The step that the run continues after; 0 for a new run."""
         return self.state["step"] if self.state else 0
+
+    def to_ranks(self) -> None:
+        """Have engines on the ranks' devices release their memory. Does nothing for other engines."""
+        if self.sharing:
+            self.sharing.to_ranks()
+
+    def loop(self, stop: StopRequest | None = None) -> StepLoop:
+        """Return the loop of steps, which continues from the run's checkpoint. stop: None: never stopped."""
+        loop = StepLoop(self.config, self.saver, self.monitor, stop, self.to_ranks)
+        if self.state:
+            loop.load_state_dict(self.state)
+        return loop
 
     def finish(self, result: dict[str, Any]) -> dict[str, Any]:
         """Complete the last checkpoint, export the model if checkpoint.export_hf is set, write result.json.
@@ -90,8 +105,7 @@ class Run:
             failure = error
         if self.config.checkpoint.export_hf:
             result["model"] = f"{self.directory}/hf"
-            if self.turns:
-                self.turns.to_ranks()
+            self.to_ranks()
             with self.monitor.phases("export"):
                 self.trainer.weights.save_hf(result["model"])
         if failure:
@@ -106,16 +120,16 @@ class Run:
 
 
 @dataclass
-class Site:
+class RunContext:
     """The parts of a run that are kept when a process is lost and the trainer's ranks start again.
 
-    `open_site` yields it.
+    `open_run` yields it.
     """
 
     config: Config
     """Configuration of the run."""
-    command: str
-    """Name of the command, such as `train`."""
+    command: Command
+    """The command that makes the run."""
     directory: str
     """The run's folder, as an absolute path."""
     status: StatusFile
@@ -124,7 +138,7 @@ class Site:
     """The checkpoint to begin from; None for a new run."""
     cluster: Cluster
     """The connection to Ray, and the slots (devices) of all processes."""
-    watch: Watch
+    hang_detector: HangDetector
     """Hang detector for all processes."""
     engines: EnginePool | None
     """The engines; None if the command or a replay needs none."""
@@ -174,16 +188,15 @@ class Site:
 
 
 @contextmanager
-def open_site(
+def open_run(
     config: Config,
-    command: str,
+    command: Command,
     guard: Guard | None = None,
     must_fit: Callable[[dict], str] = lambda state: "",
-) -> Iterator[Site]:
-    """Open the run's folder, start Ray, and start engines if `command` generates. Yield the Site.
+) -> Iterator[RunContext]:
+    """Open the run's folder, start Ray, and start engines if `command` generates. Yield the RunContext.
 
     config: must have passed preflight.start.check_start.
-    command: name of the command, such as `train`.
     guard: receives requests to stop; None: one that never ends the run.
     must_fit: raises UserError if the driver's state in a checkpoint belongs to other data. It returns a note
         to show, or "".
@@ -206,22 +219,22 @@ def open_site(
             logger.info(note)
         listeners = cleanup.enter_context(listening(config, directory, resumed=checkpoint is not None))
         cluster = cleanup.enter_context(allocate(config, num_ranks, num_engines, guard=guard))
-        watch = Watch(
+        hang_detector = HangDetector(
             f"{directory}/logs", config.cluster.hang_timeout, lambda work: status.note(processes=work)
         )
         engines = None
         if num_engines:
             # Engines are slow to start. On devices of their own, they start while the ranks build the model.
-            engines = _start_engines(config, cluster, watch, f"{directory}/logs", checkpoint)
+            engines = _start_engines(config, cluster, hang_detector, f"{directory}/logs", checkpoint)
             cleanup.callback(engines.close)
-        yield Site(
+        yield RunContext(
             config,
             command,
             directory,
             status,
             checkpoint,
             cluster,
-            watch,
+            hang_detector,
             engines,
             guard,
             started,
@@ -230,7 +243,7 @@ def open_site(
 
 
 def _start_engines(
-    config: Config, cluster: Cluster, watch: Watch, log_dir: str, checkpoint: Checkpoint | None
+    config: Config, cluster: Cluster, hang_detector: HangDetector, log_dir: str, checkpoint: Checkpoint | None
 ) -> EnginePool:
     """Start the engines of a run, without waiting for them. checkpoint: the one that the run resumes from."""
     return EnginePool(
@@ -240,92 +253,94 @@ def _start_engines(
         # A resumed run must not draw the random numbers of its first steps again.
         seed=config.run.seed + 1000 * (checkpoint.step if checkpoint else 0),
         log_dir=log_dir,
-        watch=watch,
+        hang_detector=hang_detector,
         routing=config.moe.routing_replay == RoutingReplay.engine,
         pause=config.weight_sync.pause,
         shared=config.cluster.placement == Placement.colocated,
     )
 
 
-def _throughput(site: Site) -> Throughput:
+def _throughput(context: RunContext) -> Throughput:
     """Return the object with which the monitor computes tokens/s, FLOPs utilisation and idle shares."""
-    cluster = site.cluster
+    cluster = context.cluster
     return Throughput(
         cost=read_architecture(
-            site.config.model.path, reward_model=site.command == "reward-model"
+            context.config.model.path, reward_model=context.command == Command.reward_model
         ).cost_model,
         ranks=len(cluster.rank_slots),
         engine_devices=sum(map(len, cluster.engine_slots)),
-        shared=site.takes_turns,
-        peak=peak_flops(site.config.cluster.gpu),
+        shared=context.takes_turns,
+        peak=peak_flops(context.config.cluster.gpu),
     )
 
 
-def _start_ranks(site: Site) -> PolicyTrainer:
-    """Start the trainer's ranks, which build the model that the site's command trains."""
-    config = site.config
+def _start_ranks(context: RunContext) -> PolicyTrainer:
+    """Start the trainer's ranks, which build the model that the command trains."""
+    config = context.config
     return PolicyTrainer(
-        site.cluster,
-        actor_spec(config, site.command),
+        context.cluster,
+        actor_spec(config, context.command),
         config.megatron,
         config.run.seed,
-        site.logs,
+        context.logs,
         config.cluster.call_timeout,
-        site.watch,
-        site.takes_turns,
+        context.hang_detector,
+        context.takes_turns,
     )
 
 
 @contextmanager
-def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
-    """Start the trainer's ranks, wait for the site's engines, and yield the Run for one attempt.
+def assemble(context: RunContext, checkpoint: Checkpoint | None) -> Iterator[Run]:
+    """Start the trainer's ranks, wait for the engines, and yield the Run for one attempt.
 
     checkpoint: the ranks load it; None: they begin with the model of the configuration.
 
     Raises DamagedCheckpoint if the ranks find the checkpoint damaged. The end of the context ends the ranks,
     but not the engines.
     """
-    config, engines = site.config, site.engines
+    config, engines = context.config, context.engines
     resumed = checkpoint.step if checkpoint else 0
     with ExitStack() as cleanup:
-        monitor = Monitor(site.directory, config, site.status, resumed, _throughput(site), site.listeners)
+        monitor = Monitor(
+            context.directory, config, context.status, resumed, _throughput(context), context.listeners
+        )
         cleanup.callback(monitor.close)
-        site.watch.tell_spans(monitor.timeline.add)
-        turns = None
-        if site.takes_turns:
+        context.hang_detector.tell_spans(monitor.timeline.add)
+        sharing = None
+        if context.takes_turns:
             # Engines must be up before the ranks: their KV caches take the memory that they find free.
             engines.wait_until_ready()
-            turns = Turns(engines, monitor)
-            turns.release()
-        trainer = _start_ranks(site)
+            sharing = DeviceSharing(engines, monitor)
+            sharing.release()
+        trainer = _start_ranks(context)
         cleanup.callback(trainer.close)
-        if turns:
-            turns.started(trainer.ranks)
+        if sharing:
+            sharing.started(trainer.ranks)
         elif engines:
             engines.wait_until_ready()
         if checkpoint:
             trainer.checkpoints.load_checkpoint(checkpoint.actor, checkpoint.files)
-        set_aside(site.directory, checkpoint)
-        take_back(site.directory, checkpoint)
-        site.begun = True
-        logger.info(f"everything is up after {time.perf_counter() - site.started:.1f} s")
-        about, folder = {"config": as_saved(config)}, f"{site.directory}/{CHECKPOINTS}"
+        quarantine_later_checkpoints(context.directory, checkpoint)
+        trim_logs(context.directory, checkpoint)
+        context.begun = True
+        logger.info(f"everything is up after {time.perf_counter() - context.started:.1f} s")
+        about, folder = {"config": as_saved(config)}, f"{context.directory}/{CHECKPOINTS}"
         saver = Checkpoints(folder, config.checkpoint, trainer.checkpoints, resumed, about)
         state = checkpoint.state if checkpoint else None
         try:
             yield Run(
                 config,
-                site.directory,
+                context.directory,
                 monitor,
                 saver,
                 trainer,
                 engines,
-                turns,
+                sharing,
                 state,
-                site.started,
-                site.command,
+                context.started,
+                context.command,
             )
-            site.watch.flush()
+            context.hang_detector.flush()
         except BaseException:
             # Whatever failed, the state that ranks are still writing is sound. Do not wait for stuck ranks.
             with suppress(Exception):
@@ -333,36 +348,38 @@ def assemble(site: Site, checkpoint: Checkpoint | None) -> Iterator[Run]:
             raise
 
 
-def persist(site: Site, attempt: Callable[[Site, Checkpoint | None], Result]) -> Result:
-    """Return attempt(site, checkpoint). After the loss of a process, try again from the newest checkpoint.
+def run_with_restarts(
+    context: RunContext, attempt: Callable[[RunContext, Checkpoint | None], Result]
+) -> Result:
+    """Return attempt(context, checkpoint). After the loss of a process, try again from the newest checkpoint.
 
     There are at most run.max_restarts such repetitions. If the ranks find a checkpoint damaged, the newest
     one before it is tried, unless run.resume names the damaged one. Any other error is raised, because it
     would occur again.
     """
-    checkpoint, restarts = site.checkpoint, 0
+    checkpoint, restarts = context.checkpoint, 0
     while True:
         try:
-            with site.watch:
-                return attempt(site, checkpoint)
+            with context.hang_detector:
+                return attempt(context, checkpoint)
         except DamagedCheckpoint as error:
-            if checkpoint is site.checkpoint and site.config.run.resume != AUTO:
+            if checkpoint is context.checkpoint and context.config.run.resume != AUTO:
                 raise
-            site.damaged.add(checkpoint.folder)
+            context.damaged.add(checkpoint.folder)
             logger.warning(f"passed over: {error}")
-            checkpoint = site.last_checkpoint()
+            checkpoint = context.last_checkpoint()
             logger.info(f"continues from {checkpoint}")
-            site.recover()
+            context.recover()
         except ProcessLost as error:
-            site.guard.stop.must_not_be_made(site.directory)
-            if restarts == site.config.run.max_restarts:
+            context.guard.stop.must_not_be_made(context.directory)
+            if restarts == context.config.run.max_restarts:
                 raise
             restarts += 1
-            site.status.note(restarts=restarts)
-            site.status.phase("restart")
-            checkpoint = site.last_checkpoint()
+            context.status.note(restarts=restarts)
+            context.status.phase("restart")
+            checkpoint = context.last_checkpoint()
             logger.warning(
-                f"{error}\nrestart {restarts} of at most {site.config.run.max_restarts}, from "
+                f"{error}\nrestart {restarts} of at most {context.config.run.max_restarts}, from "
                 f"{checkpoint or 'the beginning'}"
             )
-            site.recover()
+            context.recover()

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from grpo_megatron.preflight.rule import COMMANDS
+from grpo_megatron.config.command import Command
 
 
 def add_parser(commands) -> None:
@@ -19,7 +19,12 @@ def add_parser(commands) -> None:
         "check", help="all that is wrong, as far as it can be known here; exit status 2 if anything is"
     )
     check.add_argument(
-        "--for", dest="purpose", choices=COMMANDS, default="train", help="the command it is meant for"
+        "--for",
+        dest="purpose",
+        type=Command,
+        choices=Command,
+        default="train",
+        help="the command it is meant for",
     )
     for action in (show, check):
         action.add_argument("--config", metavar="FILE", help="YAML file")

@@ -23,10 +23,9 @@ from typing import Any, NoReturn
 import psutil
 
 from grpo_megatron.commands.keeper import INTERRUPTED, LOST, STOP_SIGNALS
-from grpo_megatron.errors import Stopped, UserError, shortened
+from grpo_megatron.errors import Stopped, UserError, last_message, shortened
 from grpo_megatron.files import disk_is_full
 from grpo_megatron.monitoring.status import State
-from grpo_megatron.paths import within
 from grpo_megatron.process_tree import adopt_orphans, kill_descendants
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.stop import outlook
@@ -36,8 +35,6 @@ UNEXPECTED = 1
 _SAME_SIGNAL_SECONDS = 0.5
 # Interval at which the guard looks around.
 _LOOK_SECONDS = 0.5
-# How long a process that is about to end waits for a disk that hangs.
-_WRITING_SECONDS = 2.0
 
 
 def drive(command: Callable[[Guard], int], keeper: Connection) -> int:
@@ -50,7 +47,7 @@ def drive(command: Callable[[Guard], int], keeper: Connection) -> int:
     try:
         status, message = command(guard), None
     except (UserError, Stopped) as error:
-        status, message = error.exit_status, describe(error)
+        status, message = error.exit_status, last_message(error)
     except BaseException as error:
         if disk_is_full(error):
             status, message = UserError.exit_status, guard.disk_is_full(error)
@@ -58,10 +55,6 @@ def drive(command: Callable[[Guard], int], keeper: Connection) -> int:
             status, message = UNEXPECTED, guard.log.unexpected(error)
     guard.finish(message, status)
     return status
-
-
-def describe(error: UserError | Stopped) -> str:
-    return str(error) if isinstance(error, Stopped) else f"error: {error}"
 
 
 class DriverGuard(Guard):
@@ -139,17 +132,13 @@ class DriverGuard(Guard):
         self._end(message, status)
 
     def _watch(self) -> None:
-        told = ""
         while True:
             try:
                 self._look()
             except Exception as error:
                 # Without this thread, no signal would end the run, and the death of a Ray daemon would go
                 # unnoticed.
-                if repr(error) != told:
-                    told = repr(error)
-                    with contextlib.suppress(OSError):
-                        within(_WRITING_SECONDS, lambda error=error: self.log.failed("the guard", error))
+                self.log.failed("the guard", error)
                 time.sleep(_LOOK_SECONDS)
 
     def _look(self) -> None:
@@ -258,8 +247,7 @@ class DriverGuard(Guard):
         run is running.
         """
         if self.status:
-            with contextlib.suppress(TimeoutError):  # a disk that hangs
-                within(_WRITING_SECONDS, lambda: self.status.overrule(state, message.removeprefix("error: ")))
+            self.status.overrule(state, message.removeprefix("error: "))
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # a terminal that is gone

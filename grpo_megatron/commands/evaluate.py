@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.cluster.worker_pool import worker_places
-from grpo_megatron.commands.assemble import Site, open_site, persist
+from grpo_megatron.commands.assemble import RunContext, open_run, run_with_restarts
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.schema import Config, Placement
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.data.sources import held_out_prompts
@@ -56,37 +57,37 @@ def evaluate(config: Config, guard: Guard | None = None) -> dict[str, Any]:
     evaluation's folder. guard: receives requests to stop; None: one that never ends the run.
     """
     config = evaluation_config(config)
-    check_start(config, "eval")
+    check_start(config, Command.eval)
     tokenizer = PromptTokenizer(config.model.path, config.data, offered_tools(config.rollout, config.reward))
     held_out = held_out_prompts(config, tokenizer, record_check(config))
 
-    def attempt(site: Site, checkpoint: Checkpoint | None) -> dict[str, Any]:
+    def attempt(context: RunContext, checkpoint: Checkpoint | None) -> dict[str, Any]:
         with ExitStack() as cleanup:
-            places = partial(worker_places, site.cluster.nodes, config.reward.workers, site.logs)
+            places = partial(worker_places, context.cluster.nodes, config.reward.workers, context.logs)
             episodes = make_episodes(config, tokenizer, places)
             cleanup.callback(episodes.close)
-            monitor = Monitor(site.directory, config, site.status, listeners=site.listeners)
+            monitor = Monitor(context.directory, config, context.status, listeners=context.listeners)
             cleanup.callback(monitor.close)
-            site.watch.tell_spans(monitor.timeline.add)
-            site.engines.wait_until_ready()
-            site.engines.admit()
-            logger.info(f"everything is up after {time.perf_counter() - site.started:.1f} s")
-            manager = RolloutManager(site.engines, episodes, tokenizer.turn_ends)
-            evaluation = Evaluation(manager, held_out, config, site.directory, monitor.text)
+            context.hang_detector.tell_spans(monitor.timeline.add)
+            context.engines.wait_until_ready()
+            context.engines.admit()
+            logger.info(f"everything is up after {time.perf_counter() - context.started:.1f} s")
+            manager = RolloutManager(context.engines, episodes, tokenizer.turn_ends)
+            evaluation = Evaluation(manager, held_out, config, context.directory, monitor.text)
             with monitor.phases("evaluate"):
                 scores = evaluation.scores(step=0)
             monitor.evaluated(0, scalars(scores))
             logger.info(table(scores))
-            result = {"model": config.model.path, "scores": scores, "run_dir": site.directory}
+            result = {"model": config.model.path, "scores": scores, "run_dir": context.directory}
             result |= {
                 "tensorboard": monitor.tensorboard_dir,
-                "wall_seconds": time.perf_counter() - site.started,
+                "wall_seconds": time.perf_counter() - context.started,
             }
-            replace_text(Path(site.directory, RESULT), json_text(result, indent=2))
+            replace_text(Path(context.directory, RESULT), json_text(result, indent=2))
             return result
 
-    with open_site(config, "eval", guard) as site:
-        return persist(site, attempt)
+    with open_run(config, Command.eval, guard) as context:
+        return run_with_restarts(context, attempt)
 
 
 def table(scores: Scores) -> str:

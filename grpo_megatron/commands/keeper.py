@@ -81,7 +81,7 @@ class _Keeper:
         if wait_status is None:
             _say(f"interrupted; {outlook(self._folder)}")
             return INTERRUPTED
-        if self._told:
+        if self._told is not None:
             # The announced status may differ from the process's own. When Ray's daemons die, Ray's code ends
             # the driver as well, with status 1 a moment later.
             return self._told
@@ -93,7 +93,7 @@ class _Keeper:
             )
             return 128 + number
         status = os.WEXITSTATUS(wait_status)
-        if status and self._told is None:
+        if status:
             _say(
                 f"error: the driver (process {self._driver}) ended with status {status} and no message; "
                 f"{outlook(self._folder)}"

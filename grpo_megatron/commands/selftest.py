@@ -10,13 +10,14 @@ produces one of that size).
 from dataclasses import replace
 from pathlib import Path
 
-from grpo_megatron.commands.selftest_investigation import Investigation, SelftestController
+from grpo_megatron.commands.selftest_investigation import Investigation
 from grpo_megatron.commands.selftest_verdict import Verdict
 from grpo_megatron.commands.train import assembled_loop
 from grpo_megatron.config.algorithm import MismatchAction, MismatchConfig
 from grpo_megatron.config.engine import LoadFormat
 from grpo_megatron.config.rollout import DynamicSamplingConfig, Strategy
 from grpo_megatron.config.schema import CheckpointConfig, Config, EvalConfig, LrSchedule, OldLogprobs
+from grpo_megatron.controller import Controller
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text
 from grpo_megatron.rollout.manager import StaleWeights
@@ -63,15 +64,16 @@ def selftest_config(config: Config, steps: int) -> Config:
     )
 
 
-def investigate(controller: SelftestController, engines: EnginePool) -> Verdict:
-    """Run the training loop with learning rate 0, measure the mismatch, and look for its cause.
+def investigate(controller: Controller, engines: EnginePool, steps: int) -> Verdict:
+    """Make training steps with learning rate 0, measure the mismatch, and look for its cause.
 
     Returns the verdict, also if engines generated with weights that were too old. Raises UserError for a
     failure that is not about a mismatch.
     """
     try:
-        controller.run()
-        return Investigation(controller, engines).run()
+        controller.rollouts.start()
+        made = [controller.train_step(controller.loop.begin_step()) for _ in range(steps)]
+        return Investigation(controller, engines, made).run()
     except StaleWeights as error:
         return Verdict(explanations=[f"weight version: {error}"])
 
@@ -83,8 +85,8 @@ def selftest(config: Config, steps: int = 3, guard: Guard | None = None) -> Verd
     steps: number of steps of the training loop.
     guard: receives requests to stop; None: one that never ends the run.
     """
-    with assembled_loop(selftest_config(config, steps), SelftestController, guard) as (controller, run):
-        verdict = investigate(controller, run.engines)
+    with assembled_loop(selftest_config(config, steps), guard) as (controller, run):
+        verdict = investigate(controller, run.engines, steps)
         Path(f"{run.directory}/selftest.json").write_text(
             json_text(as_json(verdict), indent=2), encoding="utf-8"
         )

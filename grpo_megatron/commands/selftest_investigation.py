@@ -25,21 +25,6 @@ LEFT = 1 / 3
 SAMPLING_Z = 6.0
 
 
-class SelftestController(Controller):
-    """The training loop of the self-test. It keeps every step's samples with both log-probs for the search.
-
-    seen: the mini-batches of each step
-    """
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.seen: list[list[MiniBatch]] = []
-
-    def act_on_mismatch(self, mismatch, mini_batches: list[MiniBatch]) -> None:
-        self.seen.append(mini_batches)
-        super().act_on_mismatch(mismatch, mini_batches)
-
-
 @dataclass(frozen=True)
 class Tokens:
     """The tokens of some mini-batches that are trained on, with the log-probs to compare.
@@ -74,50 +59,45 @@ class Investigation:
     It changes one condition after the other, and measures how much of the mismatch is left.
     """
 
-    def __init__(self, controller: SelftestController, engines: EnginePool):
+    def __init__(self, controller: Controller, engines: EnginePool, steps: list[list[MiniBatch]]):
+        """Prepare the search. steps: the mini-batches of each step that the training loop has made."""
         self.controller, self.engines, self.config = controller, engines, controller.config
+        self.handover, self.policy = controller.rollouts.handover, controller.trainer.policy
+        self.steps = [Tokens.of(mini_batches) for mini_batches in steps]
         self.temperature = self.config.rollout.temperature
         self.dtype = TRAINER_DTYPES[self.config.megatron.precision]
         self.limit = 0.0
 
     def run(self) -> Verdict:
-        verdict, steps = self._measured()
+        verdict = self.measured()
         self.limit = verdict.limit
-        verdict.explanations = self._mismatch_explained(verdict, steps) + self._drift(verdict)
+        verdict.explanations = self.mismatch_explained(verdict) + self.drift(verdict)
         # Samples can be compared with the trainer's distribution only if the log-probs agree, or differ in a
         # known way.
         if verdict.passed or verdict.explanations[0].startswith(("temperature", "precision")):
-            verdict.sampling_z = self._surprise(steps)
+            verdict.sampling_z = self.surprise()
             if abs(verdict.sampling_z) > SAMPLING_Z:
                 verdict.explanations.append(self._sampling(verdict.sampling_z))
         return verdict
 
-    def _measured(self) -> tuple[Verdict, list[Tokens]]:
-        """Return (verdict, steps): the numbers of the verdict, and the tokens of each step.
-
-        The verdict has each step's mismatch and the limit, but no explanations yet.
-        """
-        steps = [Tokens.of(mini_batches) for mini_batches in self.controller.seen]
-        verdict = Verdict(
-            mean=[tokens.mismatch for tokens in steps],
-            maximum=[float(np.abs(tokens.trainer - tokens.engine).max()) for tokens in steps],
-            limit=tolerance(self.dtype) * self._rounding(steps[-1], self.dtype),
+    def measured(self) -> Verdict:
+        """Return the verdict with each step's mismatch and the limit, but no explanations yet."""
+        return Verdict(
+            mean=[tokens.mismatch for tokens in self.steps],
+            maximum=[float(np.abs(tokens.trainer - tokens.engine).max()) for tokens in self.steps],
+            limit=tolerance(self.dtype) * self.rounding(self.steps[-1], self.dtype),
         )
-        return verdict, steps
 
-    def _mismatch_explained(self, verdict: Verdict, steps: list[Tokens]) -> list[str]:
-        """Return an explanation if the mismatch is beyond the limit or the engine's weights are old; else [].
-
-        steps: the tokens of each step.
-        """
-        stale = self._weight_version(steps[-1])
+    def mismatch_explained(self, verdict: Verdict) -> list[str]:
+        """Return an explanation of a mismatch beyond the limit, or of old weights in the engine; else []."""
+        stale = self.weight_version(self.steps[-1])
         if stale:
             return [stale]
         bad = verdict.beyond_limit
         if not bad:
             return []
-        if len(steps) - 1 in bad:
-            return [self._explain(steps[-1])]
+        if len(self.steps) - 1 in bad:
+            return [self.explain(self.steps[-1])]
         return [
             f"weight version: the mismatch of step {bad[-1] + 1} is gone in the next, under the same "
             "weights; the engine got them too late"
@@ -144,11 +124,9 @@ class Investigation:
         Returns float64 [2, n]: the log-probs and the entropies.
         """
         temperature = self.temperature if temperature is None else temperature
-        self.controller.ranks_turn()
+        self.handover.to_ranks()
         parts = [
-            self.controller.trainer.probe(mini.batch, mini.plan, temperature, rounding)[
-                :, mini.batch.loss_mask
-            ]
+            self.policy.probe(mini.batch, mini.plan, temperature, rounding)[:, mini.batch.loss_mask]
             for mini in tokens.mini_batches
         ]
         return np.concatenate(parts, axis=1).astype(np.float64)
@@ -165,7 +143,7 @@ class Investigation:
 
         Returns (trainer, engine): their log-probs of the trained tokens, float64 [n] each.
         """
-        self.controller.engines_turn()
+        self.handover.to_engines()
         scored = []
         for mini in tokens.mini_batches:
             batch = mini.batch
@@ -180,23 +158,20 @@ class Investigation:
 
         If the mismatch is gone, the engine had generated with older weights before.
         """
-        controller = self.controller
-        controller.step += 1
-        controller.engines_turn()
-        groups = controller.rollouts.sample(controller.step, controller.prompts).groups
-        controller.ranks_turn()
-        mini_batches = make_mini_batches(groups, self.config, controller.trainer.cost_model, controller.step)
-        controller.old_and_reference_logprobs(mini_batches)
+        controller, step = self.controller, self.controller.loop.begin_step()
+        groups = controller.rollouts.take(step).groups
+        mini_batches = make_mini_batches(groups, self.config, controller.trainer.cost_model, step)
+        controller.trainer.logprobs(mini_batches)
         return Tokens.of(mini_batches)
 
-    def _surprise(self, steps: list[Tokens]) -> float:
+    def surprise(self) -> float:
         """Test whether the engine draws tokens from the distribution that its log-probs describe.
 
         Returns the difference of mean surprise (-log p of the engine) and mean entropy (of the trainer), in
         standard errors. Both means are the same if each token is drawn from the trainer's distribution,
         whatever ends a response, because their difference is a martingale.
         """
-        excess = np.concatenate([-tokens.engine - self._probe(tokens)[1] for tokens in steps])
+        excess = np.concatenate([-tokens.engine - self.probe(tokens)[1] for tokens in self.steps])
         return float(excess.mean() / max(excess.std() / np.sqrt(len(excess)), 1e-12))
 
     # -- causes -------------------------------------------------------------------------------
@@ -227,16 +202,16 @@ class Investigation:
         Both changes are exact in floating point. Returns an explanation if the engine's log-probs do not
         change as much as the trainer's, else None.
         """
-        before = self._scores(tokens)
-        self.controller.ranks_turn()
+        before = self.scores(tokens)
+        self.handover.to_ranks()
         try:
-            self.controller.trainer.weights.scale(2.0)
-            self.controller.sync_weights()
-            after = self._scores(tokens)
+            self.policy.weights.scale(2.0)
+            self.handover.publish()
+            after = self.scores(tokens)
         finally:
-            self.controller.ranks_turn()
-            self.controller.trainer.weights.scale(0.5)
-        self.controller.sync_weights()
+            self.handover.to_ranks()
+            self.policy.weights.scale(0.5)
+        self.handover.publish()
         trainer, engine = (float(np.abs(new - old).mean()) for new, old in zip(after, before, strict=True))
         # Compare only how far both move. With one wrong tensor, the engine moves as far, but elsewhere.
         if engine > LEFT * trainer:

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from grpo_megatron.algorithm.algorithm import Algorithm
 from grpo_megatron.cluster.worker_pool import worker_places
-from grpo_megatron.commands.assemble import Run, Site, assemble, open_site, persist
+from grpo_megatron.commands.assemble import Run, RunContext, assemble, open_run, run_with_restarts
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.derived import scores_on_ranks
 from grpo_megatron.config.schema import Config
 from grpo_megatron.controller import Controller
@@ -21,15 +23,18 @@ from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.preflight.start import check_start
 from grpo_megatron.rollout.environments import offered_tools
-from grpo_megatron.rollout.episodes import make_episodes, record_check
+from grpo_megatron.rollout.episodes import MultiTurn, SingleTurn, make_episodes, record_check
 from grpo_megatron.rollout.evaluation import Evaluation
+from grpo_megatron.rollout.handover import Handover
 from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.record import must_be_free
 from grpo_megatron.rollout.source import EngineRollouts, ReplayedRollouts
+from grpo_megatron.rollout.synchronous import SynchronousRollouts
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.resume import Checkpoint, finished_result
 from grpo_megatron.run.stop import StopRequest
 from grpo_megatron.trainer.scoring import ModelRewards
+from grpo_megatron.trainer.step import StepTrainer
 from grpo_megatron.trainer.weight_probe import WeightProbe
 from grpo_megatron.weights.sync.plan import Layouts
 from grpo_megatron.weights.sync.resharding import Resharding
@@ -66,7 +71,7 @@ def _probe(run: Run, prompts: PromptSource) -> WeightProbe:
     found = [
         np.array(prompt.ids if len(prompt.ids) > 1 else prompt.ids * 2) for prompt in prompts.first(count)
     ]
-    sequences = [found[number % len(found)] for number in range(count)]
+    sequences = [found[index % len(found)] for index in range(count)]
     return WeightProbe(run.trainer, run.engines, sequences, run.config)
 
 
@@ -107,63 +112,65 @@ class _Data:
         return self._prompts
 
 
+def _rollouts(
+    run: Run, data: _Data, episodes: SingleTurn | MultiTurn, prompts: PromptSource
+) -> tuple[SynchronousRollouts, WeightSync]:
+    """Return the rollouts of a run with engines, and the weight sync to them, which the caller closes.
+
+    episodes: plays one episode and scores it.
+    """
+    config, trainer, engines = run.config, run.trainer, run.engines
+    manager = RolloutManager(engines, episodes, data.tokenizer.turn_ends)
+    source = EngineRollouts(manager, config, run.resumed)
+    probe = _probe(run, prompts)
+    weight_sync = WeightSync(
+        trainer.weights, engines, _resharding(run), probe, config.weight_sync.probe_every
+    )
+    handover = Handover(weight_sync, trainer.ranks, run.monitor, run.sharing, config.megatron.sleep)
+    score = evaluation = None
+    if data.conversations:
+        score = ModelRewards(config, trainer, data.conversations, run.to_ranks)
+    if data.held_out:
+        evaluation = Evaluation(manager, data.held_out, config, run.directory, run.monitor.text, score)
+    # A checkpoint that is written by the time generation ends gets its final name at once. A run that is
+    # stopped within the step, without time to finish it, would otherwise leave it without one.
+    sampled = run.saver.complete_written
+    return (
+        SynchronousRollouts(source, prompts, handover, run.monitor, evaluation, score, sampled),
+        weight_sync,
+    )
+
+
 @contextmanager
 def _loop(
-    site: Site,
-    data: _Data,
-    checkpoint: Checkpoint | None,
-    controller_class: type[Controller] = Controller,
-    stop: StopRequest | None = None,
+    context: RunContext, data: _Data, checkpoint: Checkpoint | None, stop: StopRequest | None = None
 ) -> Iterator[tuple[Controller, Run]]:
     """Build the GRPO training loop for one attempt, and yield (controller, run).
 
     checkpoint: the attempt begins there; None: at step 0.
-    controller_class: the self-test passes a class of its own.
     stop: request to stop; None: the loop never stops early.
     """
-    config, prompts = site.config, data.prompts()
+    config, prompts = context.config, data.prompts()
     with ExitStack() as cleanup:
-        if site.engines:
+        if context.engines:
             # The reward workers start while the ranks build the model.
-            places = partial(worker_places, site.cluster.nodes, config.reward.workers, site.logs)
+            places = partial(worker_places, context.cluster.nodes, config.reward.workers, context.logs)
             episodes = make_episodes(config, data.tokenizer, places)
             cleanup.callback(episodes.close)
-        run = cleanup.enter_context(assemble(site, checkpoint))
-        evaluation = weight_sync = score = None
+        run = cleanup.enter_context(assemble(context, checkpoint))
         if run.engines is None:
-            rollouts = ReplayedRollouts(config.rollout.replay)
+            rollouts = ReplayedRollouts(config.rollout.replay, run.monitor.phases)
         else:
-            manager = RolloutManager(run.engines, episodes, data.tokenizer.turn_ends)
-            rollouts = EngineRollouts(manager, config, run.resumed)
-            weight_sync = WeightSync(
-                run.trainer.weights,
-                run.engines,
-                _resharding(run),
-                _probe(run, prompts),
-                config.weight_sync.probe_every,
-            )
+            rollouts, weight_sync = _rollouts(run, data, episodes, prompts)
             cleanup.callback(weight_sync.close)
-            if data.conversations:
-                ranks_turn = run.turns.to_ranks if run.turns else lambda: None
-                score = ModelRewards(config, run.trainer, data.conversations, ranks_turn)
-            if data.held_out:
-                evaluation = Evaluation(
-                    manager, data.held_out, config, run.directory, run.monitor.text, score
-                )
         cleanup.callback(rollouts.close)
-        controller = controller_class(
+        controller = Controller(
             config,
-            run.trainer,
             rollouts,
-            prompts,
-            weight_sync,
-            evaluation,
-            run.saver,
+            StepTrainer(run.trainer, config, run.monitor.phases),
+            Algorithm(config, data.tokenizer.decode_all),
             run.monitor,
-            run.turns,
-            data.tokenizer.decode_all,
-            stop,
-            score,
+            run.loop(stop),
         )
         if run.state:
             controller.load_state_dict(run.state)
@@ -171,20 +178,19 @@ def _loop(
 
 
 @contextmanager
-def assembled_loop(
-    config: Config, controller_class: type[Controller] = Controller, guard: Guard | None = None
-) -> Iterator[tuple[Controller, Run]]:
+def assembled_loop(config: Config, guard: Guard | None = None) -> Iterator[tuple[Controller, Run]]:
     """Start all parts of a training run and yield (controller, run), for the self-test, tests and benchmarks.
 
-    The caller runs the training loop, with controller.run(). In contrast to `train`, there is no second
-    attempt after the loss of a process, and a request to stop does not make the loop save a checkpoint.
+    The caller makes the steps, with controller.run() or one by one. In contrast to `train`, there is no
+    second attempt after the loss of a process, and a request to stop does not make the loop save a
+    checkpoint.
     """
-    check_start(config, "train")
+    check_start(config, Command.train)
     data = _Data(config)
     with (
-        open_site(config, "train", guard, data.must_fit) as site,
-        site.watch,
-        _loop(site, data, site.checkpoint, controller_class) as loop,
+        open_run(config, Command.train, guard, data.must_fit) as context,
+        context.hang_detector,
+        _loop(context, data, context.checkpoint) as loop,
     ):
         yield loop
 
@@ -197,14 +203,14 @@ def train(config: Config, guard: Guard | None = None) -> dict[str, Any]:
     If an earlier start of this command has finished the run, its result is returned. Raises Stopped if the
     run was asked to stop.
     """
-    if result := finished_result(config, "train"):
+    if result := finished_result(config, Command.train):
         return result
-    check_start(config, "train")
+    check_start(config, Command.train)
     data = _Data(config)
 
-    def attempt(site: Site, checkpoint: Checkpoint | None) -> dict[str, Any]:
-        with _loop(site, data, checkpoint, stop=site.guard.stop) as (controller, run):
+    def attempt(context: RunContext, checkpoint: Checkpoint | None) -> dict[str, Any]:
+        with _loop(context, data, checkpoint, stop=context.guard.stop) as (controller, run):
             return run.finish(controller.run())
 
-    with open_site(config, "train", guard, data.must_fit) as site:
-        return persist(site, attempt)
+    with open_run(config, Command.train, guard, data.must_fit) as context:
+        return run_with_restarts(context, attempt)

@@ -12,6 +12,7 @@ from typing import Any, get_origin
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.keys import default_of, type_name
 from grpo_megatron.config.schema import Config
 from grpo_megatron.config.weight_sync import REMOVED_VALUES
@@ -55,14 +56,14 @@ def known_keys(cls: type = Config, prefix: str = "") -> dict[str, dataclasses.Fi
     return found
 
 
-def read_config(path: str | None, overrides: list[str], command: str = "train") -> Config:
+def read_config(path: str | None, overrides: list[str], command: Command = Command.train) -> Config:
     """Return the typed configuration for a command, with all required keys set.
 
     It merges four sources, each of which overrides those before it: the schema's defaults, the preset named
     by algorithm.preset, the YAML file, and the `key=value` overrides. Limits of values and rules between keys
     are not checked here; preflight.load.load_config checks them too.
 
-    command: train, sft, reward-model or eval. It decides which keys are required.
+    command: decides which keys are required.
 
     Raises UserError for an unreadable file, an unknown key (the message names the nearest known one), a value
     of the wrong type, or a required key without a value.
@@ -179,18 +180,16 @@ def flat(config: Config) -> dict[str, Any]:
     }
 
 
-def missing_keys(config: Config, command: str) -> list[str]:
+def missing_keys(config: Config, command: Command) -> list[str]:
     """Return the keys that a command requires and that have no value, such as `model.path`."""
     values = flat(config)
     return [key for key in _required(command) if values[key] in (None, "", [], MISSING)]
 
 
-def _required(command: str) -> list[str]:
+def _required(command: Command) -> list[str]:
     # `train` does not always need data.train: a replayed run has no prompts. A rule in preflight checks it.
-    return [
-        "model.path",
-        *{"train": [], "sft": ["data.train"], "reward-model": ["data.train"], "eval": ["data.eval"]}[command],
-    ]
+    data = {Command.sft: "data.train", Command.reward_model: "data.train", Command.eval: "data.eval"}
+    return ["model.path", *([data[command]] if command in data else [])]
 
 
 def _read_file(path: str | None) -> list[Layer]:

@@ -9,7 +9,7 @@ import numpy as np
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.config.data import OverlongPrompts
 from grpo_megatron.config.schema import Config
-from grpo_megatron.data.lazy import Chain, Made
+from grpo_megatron.data.lazy import ConcatSequence, LazySequence
 from grpo_megatron.data.lengths import too_long, within_limit
 from grpo_megatron.data.prompts import as_list, record_prompt, record_tools
 from grpo_megatron.data.records import open_records
@@ -39,16 +39,16 @@ def load_examples(config: Config, tokenizer: PromptTokenizer) -> tuple[Sequence[
     for source in as_list(config.data.train):
         records = open_records(source)
         make = ExampleMaker(records, tokenizer, config, first)
-        kept = array("q", (number for number in range(len(records)) if make.fits(number)))
+        kept = array("q", (index for index in range(len(records)) if make.fits(index)))
         if not kept:
             raise UserError(
                 f"{source}: no example is left, all {len(records)} are too long; raise "
                 "data.max_prompt_length or rollout.max_response_length"
             )
-        parts.append(Made(kept, make, {source: records.digest()}))
+        parts.append(LazySequence(kept, make, {source: records.digest()}))
         first += len(records)
         left_out += len(records) - len(kept)
-    return Chain(parts), left_out
+    return ConcatSequence(parts), left_out
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,13 @@ class ExampleMaker:
     first: int
     """Index of this source's record 0 among the records of all sources."""
 
-    def __call__(self, number: int) -> Sample:
-        """Return the sample of the record with index `number`.
+    def __call__(self, index: int) -> Sample:
+        """Return the sample of the record with this index.
 
         Raises UserError, naming the record, if it is damaged or incomplete.
         """
         data = self.config.data
-        record, where = self.records[number], self.records.where(number)
+        record, where = self.records[index], self.records.where(index)
         given, tools = (
             record_prompt(self.records, record, data, where),
             record_tools(self.records, record, data, where),
@@ -77,8 +77,8 @@ class ExampleMaker:
         answer = self.records.meant(required(record, data.response_key, where))
         response, mask = written(self.tokenizer, asked, answer, f"{where}: field {data.response_key!r}")
         return Sample(
-            group_id=self.first + number,
-            trajectory_id=self.first + number,
+            group_id=self.first + index,
+            trajectory_id=self.first + index,
             prompt_ids=within_limit(prompt, data),
             response_ids=response,
             loss_mask=mask,
@@ -86,17 +86,17 @@ class ExampleMaker:
             finish_reason="stop",
         )
 
-    def fits(self, number: int) -> bool:
+    def fits(self, index: int) -> bool:
         """Make the sample of a record, as a check, and return True if it is within the length limits.
 
         Raises UserError if the sample is too long, unless data.overlong_prompts=skip.
         """
-        sample, data = self(number), self.config.data
+        sample, data = self(index), self.config.data
         problem = too_long(
             len(sample.prompt_ids), len(sample.response_ids), data, self.config.rollout.max_response_length
         )
         if problem and data.overlong_prompts != OverlongPrompts.skip:
             raise UserError(
-                f"{self.records.where(number)} {problem}; raise the limit, or set data.overlong_prompts=skip"
+                f"{self.records.where(index)} {problem}; raise the limit, or set data.overlong_prompts=skip"
             )
         return problem is None

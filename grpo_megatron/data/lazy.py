@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Made(Sequence[T]):
+class LazySequence(Sequence[T]):
     """A sequence that stores integers, such as record indices, and calls `make` to build the requested item.
 
     contents: digest of each source that the items are made from, by the source's name. Checkpoints store it,
@@ -18,17 +18,17 @@ class Made(Sequence[T]):
 
     def __init__(
         self,
-        numbers: Sequence[int],
+        indices: Sequence[int],
         make: Callable[[int], T],
         contents: Mapping[str, str] = MappingProxyType({}),
     ):
-        self._numbers, self._make, self.contents = numbers, make, contents
+        self._indices, self._make, self.contents = indices, make, contents
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._indices)
 
     def __getitem__(self, index: int) -> T:
-        return self._make(self._numbers[index])
+        return self._make(self._indices[index])
 
 
 def contents_of(items: Sequence) -> dict[str, str]:
@@ -39,7 +39,7 @@ def contents_of(items: Sequence) -> dict[str, str]:
     return dict(getattr(items, "contents", {}))
 
 
-class Chain(Sequence[T]):
+class ConcatSequence(Sequence[T]):
     """The concatenation of several sequences. Its `contents` are those of all parts."""
 
     def __init__(self, parts: Sequence[Sequence[T]]):

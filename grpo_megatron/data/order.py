@@ -6,7 +6,7 @@ from types import MappingProxyType
 import numpy as np
 
 from grpo_megatron.batch.prompt import Prompt
-from grpo_megatron.data.lazy import Chain, contents_of
+from grpo_megatron.data.lazy import ConcatSequence, contents_of
 from grpo_megatron.errors import ANOTHER_RUN, UserError
 
 
@@ -109,7 +109,7 @@ class PromptSource:
         shuffle: bool,
         weights: list[float] | None = None,
     ):
-        self._sources = sources if weights else [Chain(sources)]
+        self._sources = sources if weights else [ConcatSequence(sources)]
         self._shares = [weight / sum(weights) for weight in weights] if weights else [1.0]
         self._orders = [EpochOrder.of(source, seed + i, shuffle) for i, source in enumerate(self._sources)]
         self._taken = [0] * len(self._sources)

@@ -11,7 +11,7 @@ from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.data import DataConfig, OverlongPrompts
 from grpo_megatron.data.conversations import Conversations
-from grpo_megatron.data.lazy import Chain, Made
+from grpo_megatron.data.lazy import ConcatSequence, LazySequence
 from grpo_megatron.data.lengths import too_long, within_limit
 from grpo_megatron.data.messages import chat_in_text, chat_messages, written_beside_content
 from grpo_megatron.data.prompts import as_list, record_prompt, record_tools
@@ -39,19 +39,19 @@ class PairMaker:
     first: int
     """Index of this source's record 0 among the records of all sources."""
 
-    def __call__(self, number: int) -> Pair:
-        """Return the pair of the record with index `number`.
+    def __call__(self, index: int) -> Pair:
+        """Return the pair of the record with this index.
 
         With data.overlong_prompts=truncate_left, long prompts are cut on the left.
 
         Raises UserError, naming the record, if it is damaged or invalid.
         """
-        record, where = self.records[number], self.records.where(number)
+        record, where = self.records[index], self.records.where(index)
         margin = 0.0 if self.config.margin_key is None else _margin(record, self.config.margin_key, where)
-        chosen = self._sample(record, self.config.chosen_key, number, where, margin)
-        return chosen, self._sample(record, self.config.rejected_key, number, where, 0.0)
+        chosen = self._sample(record, self.config.chosen_key, index, where, margin)
+        return chosen, self._sample(record, self.config.rejected_key, index, where, 0.0)
 
-    def _sample(self, record: dict[str, Any], key: str, number: int, where: str, reward: float) -> Sample:
+    def _sample(self, record: dict[str, Any], key: str, index: int, where: str, reward: float) -> Sample:
         """Return the sample of the response in the record's field `key`."""
         tokenizer = self.conversations.tokenizer
         prompt_ids, said = self._said(record, key, where)
@@ -59,8 +59,8 @@ class PairMaker:
         if not (said and len(tokenizer.encode(said)) and len(response)):
             raise UserError(f"{where}: the response in field {key!r} has no tokens: {shown(said)}")
         return Sample(
-            group_id=self.first + number,
-            trajectory_id=self.first + number,
+            group_id=self.first + index,
+            trajectory_id=self.first + index,
             prompt_ids=within_limit(prompt_ids, self.config),
             response_ids=response,
             loss_mask=np.ones(len(response), dtype=np.bool_),
@@ -151,26 +151,26 @@ def load_pairs(
         records = open_records(source)
         make = PairMaker(records, conversations, data, longest, first)
         kept = array("q")
-        for number in range(len(records)):
-            pair = make(number)
+        for index in range(len(records)):
+            pair = make(index)
             if problem := make.problem(pair):
                 if data.overlong_prompts != OverlongPrompts.skip:
                     raise UserError(
-                        f"{records.where(number)} {problem}; raise the limit, or set "
+                        f"{records.where(index)} {problem}; raise the limit, or set "
                         "data.overlong_prompts=skip"
                     )
                 counts["too long"] += 1
             elif all(np.array_equal(*both) for both in zip(*map(_parts, pair), strict=True)):
                 counts["with two responses that are alike"] += 1
             else:
-                kept.append(number)
+                kept.append(index)
         if not kept:
             raise UserError(
                 f"{source}: no pair is left, all {len(records)} are too long or have two identical responses"
             )
-        parts.append(Made(kept, make, {source: records.digest()}))
+        parts.append(LazySequence(kept, make, {source: records.digest()}))
         first += len(records)
-    return Chain(parts), counts
+    return ConcatSequence(parts), counts
 
 
 def pair_batch(pairs: Sequence[Pair]) -> TrainBatch:

@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.config.data import DataConfig, OverlongPrompts
-from grpo_megatron.data.lazy import Made
+from grpo_megatron.data.lazy import LazySequence
 from grpo_megatron.data.messages import offered_tools
 from grpo_megatron.data.records import open_records
 from grpo_megatron.data.store import Records
@@ -41,7 +41,7 @@ def reference_answer(value: Any, where: str) -> str | list[str]:
     if isinstance(value, list):
         if not value:
             raise UserError(f"{where} is an empty list; give the accepted answers in it")
-        return [_answer_text(item, f"{where}, item {number}") for number, item in enumerate(value)]
+        return [_answer_text(item, f"{where}, item {index}") for index, item in enumerate(value)]
     return _answer_text(value, where)
 
 
@@ -76,18 +76,18 @@ class PromptMaker:
     name: str
     """Name of the source."""
 
-    def __call__(self, number: int) -> Prompt:
-        """Return the prompt of the record with index `number`, cut to its last max_prompt_length tokens."""
-        prompt = self.whole(number)
+    def __call__(self, index: int) -> Prompt:
+        """Return the prompt of the record with this index, cut to its last max_prompt_length tokens."""
+        prompt = self.whole(index)
         return Prompt(**{**vars(prompt), "ids": prompt.ids[-self.config.max_prompt_length :]})
 
-    def whole(self, number: int) -> Prompt:
-        """Return the prompt of the record with index `number` in full length.
+    def whole(self, index: int) -> Prompt:
+        """Return the prompt of the record with this index in full length.
 
         Raises UserError, naming the record, if it is damaged or invalid.
         """
-        config, where = self.config, self.records.where(number)
-        record = self.records[number]
+        config, where = self.config, self.records.where(index)
+        record = self.records[index]
         given = record_prompt(self.records, record, config, where)
         tools = record_tools(self.records, record, config, where)
         text, ids = self.tokenizer.prompt(given, where, tools)
@@ -98,7 +98,7 @@ class PromptMaker:
             key: value for key, value in record.items() if key not in (config.prompt_key, config.answer_key)
         }
         messages = self.tokenizer.messages(given, where)
-        return Prompt(self.first_uid + number, ids, text, answer, fields, self.name, messages, tools)
+        return Prompt(self.first_uid + index, ids, text, answer, fields, self.name, messages, tools)
 
 
 def record_prompt(records: Records, record: dict[str, Any], config: DataConfig, where: str) -> Any:
@@ -141,13 +141,13 @@ def load_prompts(
     name = re.sub(r"[^\w.-]+", "_", Path(source).stem)  # becomes part of file names and metric tags
     make = PromptMaker(records, tokenizer, config, first_uid, name)
     kept, counts = array("q"), {"skipped": 0, "truncated": 0}
-    for number in range(len(records)):
-        prompt = make.whole(number)
+    for index in range(len(records)):
+        prompt = make.whole(index)
         length = len(prompt.ids)
         if length > config.max_prompt_length:
             if config.overlong_prompts == OverlongPrompts.error:
                 raise UserError(
-                    f"{records.where(number)}: the prompt has {length} tokens, more than "
+                    f"{records.where(index)}: the prompt has {length} tokens, more than "
                     f"data.max_prompt_length={config.max_prompt_length}; raise the limit, or set "
                     "data.overlong_prompts to skip or truncate_left"
                 )
@@ -156,10 +156,10 @@ def load_prompts(
                 continue
             counts["truncated"] += 1
         if check:
-            check(prompt, records.where(number))
-        kept.append(number)
+            check(prompt, records.where(index))
+        kept.append(index)
     if not kept:
         raise UserError(
             f"{source}: no prompt is left, all {counts['skipped']} are longer than data.max_prompt_length"
         )
-    return Made(kept, make, {source: records.digest()}), counts
+    return LazySequence(kept, make, {source: records.digest()}), counts

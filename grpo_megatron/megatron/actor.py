@@ -8,7 +8,7 @@ replica.
 
 from collections.abc import Callable
 
-from grpo_megatron.cluster.heart import Heart
+from grpo_megatron.cluster.heartbeat import Heartbeat
 from grpo_megatron.megatron.memory.rank import RankMemory
 from grpo_megatron.megatron.passes import Passes
 from grpo_megatron.megatron.reward_model import RewardModel
@@ -31,17 +31,17 @@ class Actor:
     def __init__(
         self,
         spec: ActorSpec,
-        heart: Heart | None = None,
-        build: Callable[[ActorSpec, Heart], TrainedModel] = TrainedModel,
+        heartbeat: Heartbeat | None = None,
+        build: Callable[[ActorSpec, Heartbeat], TrainedModel] = TrainedModel,
     ):
         """Build the model, load its weights and set up the optimizer.
 
-        heart: heartbeat of this process, for the driver's hang detector. None: report no progress.
+        heartbeat: heartbeat of this process, for the driver's hang detector. None: report no progress.
         build: builds the model. Benchmarks build one with random weights.
         """
-        heart = heart or Heart()
-        reward_model = RewardModel(spec, heart.tick) if spec.reward_model else None
-        self.model = build(spec, heart)
+        heartbeat = heartbeat or Heartbeat()
+        reward_model = RewardModel(spec, heartbeat.tick) if spec.reward_model else None
+        self.model = build(spec, heartbeat)
         self.passes = Passes(self.model, reward_model)
         self.checkpoints = RankCheckpoints(self.model)
         self.weights = RankWeights(self.model)

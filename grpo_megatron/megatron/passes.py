@@ -144,7 +144,7 @@ class Passes:
         metrics = self.compute_gradients(micro_batches, loss, step_tokens, current_is_old, key)
         beyond = beyond_limits(loss.limits, metrics)
         model.until_saved()
-        with model.heart.phase("optimizer"), model.memory.optimizer_at_hand():
+        with model.heartbeat.phase("optimizer"), model.memory.optimizer_at_hand():
             outcome = model.optimizer.step(drop=drop or bool(beyond))
         if not self._reports:
             return None
@@ -175,7 +175,7 @@ class Passes:
             head = replace(head, reference_weight=lambda: reference_weight)
         routing = self._route(prepared, micro_batches, recording=False)
         objective = make_objective(head, loss, prepared, micro_batches, current_is_old)
-        with model.heart.phase("forward_backward"):
+        with model.heartbeat.phase("forward_backward"):
             parts = forward_backward(model.ddp, prepared, objective, step_tokens, routing)
         routers: Metrics = {}
         if model.arch.moe is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from grpo_megatron.batch.layout import Layout, padded_to
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.derived import lr_decay_steps, pack_limit, scores_on_ranks
 from grpo_megatron.config.fp8 import FP8Config, FP8Recipe
 from grpo_megatron.config.lora import LoraConfig
@@ -157,12 +158,11 @@ def fp8_alignment(fp8: FP8Config | None) -> int:
     return {FP8Recipe.blockwise: 128, FP8Recipe.mxfp8: 32}.get(fp8.recipe, 16)
 
 
-def actor_spec(config: Config, command: str = "train") -> ActorSpec:
+def actor_spec(config: Config, command: Command = Command.train) -> ActorSpec:
     """Return the ActorSpec of a configuration.
 
-    command: command-line command, such as "train" (trains a policy) or "reward-model" (trains a reward
-        model). It also decides the length of the learning-rate schedule, and whether a reference and a frozen
-        reward model are held beside the trained model.
+    command: decides whether a policy or a reward model is trained, how long the learning-rate schedule is,
+        and whether a reference and a frozen reward model are held beside the trained model.
     """
     megatron = config.megatron
     # Adapters need local layers, so with them `auto` means local.
@@ -182,7 +182,7 @@ def actor_spec(config: Config, command: str = "train") -> ActorSpec:
         moe=config.moe,
         temperature=config.rollout.temperature,
         fp32_head=config.model.fp32_head,
-        with_reference=command == "train" and config.algorithm.needs_reference,
+        with_reference=command == Command.train and config.algorithm.needs_reference,
         reference_path=config.ref.path,
         reference_offload=config.ref.offload,
         reference_hidden_bytes=int(config.ref.hidden_gib * 2**30),
@@ -190,6 +190,8 @@ def actor_spec(config: Config, command: str = "train") -> ActorSpec:
         pack_tokens=pack_limit(config) if config.train.constant_length_packs else 0,
         lora=megatron.lora,
         seed=config.run.seed,
-        scalar_head=command == "reward-model",
-        reward_model=config.reward.model.path if command == "train" and scores_on_ranks(config) else None,
+        scalar_head=command == Command.reward_model,
+        reward_model=config.reward.model.path
+        if command == Command.train and scores_on_ranks(config)
+        else None,
     )

@@ -2,12 +2,14 @@
 
 import gc
 
-from grpo_megatron.cluster.heart import Heart
+from grpo_megatron.cluster.heartbeat import Heartbeat
 from grpo_megatron.cluster.store import StoreAddress
 from grpo_megatron.megatron.spec import ActorSpec
 
 
-def start_actor(spec: ActorSpec, seed: int, timeout: float, rank: int, store: StoreAddress, heart: Heart):
+def start_actor(
+    spec: ActorSpec, seed: int, timeout: float, rank: int, store: StoreAddress, heartbeat: Heartbeat
+):
     """Join the process groups and build this rank's Actor. Collective over all ranks.
 
     The driver sends this function to the process of every rank.
@@ -15,7 +17,7 @@ def start_actor(spec: ActorSpec, seed: int, timeout: float, rank: int, store: St
     timeout: most seconds that a collective may take.
     rank: global rank of this process.
     store: address of the key-value store through which the ranks find each other.
-    heart: heartbeat of this process.
+    heartbeat: heartbeat of this process.
     Returns (Actor, RankInfo).
     """
     # Megatron is imported here, not at the top of the file, so that the driver can send this function to a
@@ -31,4 +33,4 @@ def start_actor(spec: ActorSpec, seed: int, timeout: float, rank: int, store: St
 
     gc.enable()
     info = process_groups.initialize(spec.sizes, rank, store.connect(timeout), seed, timeout)
-    return Actor(spec, heart), info
+    return Actor(spec, heartbeat), info

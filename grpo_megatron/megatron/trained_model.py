@@ -2,7 +2,7 @@
 
 from contextlib import contextmanager
 
-from grpo_megatron.cluster.heart import Heart
+from grpo_megatron.cluster.heartbeat import Heartbeat
 from grpo_megatron.megatron.head.score import load_reward_model
 from grpo_megatron.megatron.layers import lora
 from grpo_megatron.megatron.layers.build import build_model, uses_transformer_engine
@@ -25,12 +25,12 @@ class TrainedModel:
     `until_saved` keep these from disturbing one another.
     """
 
-    def __init__(self, spec: ActorSpec, heart: Heart):
+    def __init__(self, spec: ActorSpec, heartbeat: Heartbeat):
         """Build the model, load its weights and set up the optimizer.
 
-        heart: heartbeat of this process, for the driver's hang detector.
+        heartbeat: heartbeat of this process, for the driver's hang detector.
         """
-        self.spec, self.heart = spec, heart
+        self.spec, self.heartbeat = spec, heartbeat
         self.rank = rank_info()
         self.device = local_device()
         self.arch = read_architecture(spec.model_path, reward_model=spec.scalar_head)
@@ -40,7 +40,7 @@ class TrainedModel:
         self.entries = weight_map(self.arch, self.model_spec.transformer_engine)
         self.chunks = build_model(self.arch, self.model_spec)
         for chunk in self.chunks:
-            chunk.register_forward_pre_hook(lambda *_: heart.tick())
+            chunk.register_forward_pre_hook(lambda *_: heartbeat.tick())
         mark_parallel(self.chunks, self.entries)
         self.adapters = adapter_entries(self.entries.values(), spec.lora)
         if self.adapters:

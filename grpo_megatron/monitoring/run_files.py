@@ -23,7 +23,7 @@ class RunFiles:
 
         directory: the run's folder
         resumed: the step that a resumed run continues after; 0 for a new run. Later rows of metrics.jsonl are
-            removed by run.folder.take_back, not here.
+            removed by run.folder.trim_logs, not here.
         """
         texts = Path(directory, TEXTS)
         if texts.exists():
@@ -36,7 +36,7 @@ class RunFiles:
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         if self._metrics is None:
-            # The file is not opened earlier, because run.folder.take_back may replace it until the run has
+            # The file is not opened earlier, because run.folder.trim_logs may replace it until the run has
             # loaded its checkpoint.
             self._metrics = RowFile(self._path)
         self._metrics.append_row({"step": step, **values})

@@ -107,7 +107,7 @@ class StatusFile:
     def note(self, **values: Any) -> None:
         """Set values of status.json by name. The file is written within a second, by another thread.
 
-        values: of types that JSON has. `processes` is a list of the rows that cluster.watch.at_work returns.
+        values: of types that JSON has. `processes` is a list of rows from cluster.hang_detector.at_work.
         """
         with self._lock:
             if not self._is_overruled:

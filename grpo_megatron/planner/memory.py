@@ -156,7 +156,7 @@ class _Account:
         beside = self.residue | (context if turns else serving if colocated else {})
         # A weight sync has three parcels at a time: one is packed while two travel.
         parcels = {COMMUNICATION: self.residue[COMMUNICATION] + 3 * self.config.weight_sync.bucket_bytes}
-        # Colocated ranks release what a step leaves behind before engines load weights (run.turns).
+        # Colocated ranks release what a step leaves behind before engines load weights (rollout.sharing).
         between = self._resident if colocated else self._after_passes
         generation = Moment("generation", None, (self.residue if turns else {}) | serving)
         if colocated and not turns:

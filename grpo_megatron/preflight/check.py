@@ -7,6 +7,7 @@ from functools import partial
 
 from omegaconf import MISSING
 
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.derived import scores_on_ranks
 from grpo_megatron.config.load import Layer, as_config, merge, missing_keys, read_preset, read_sources
 from grpo_megatron.config.origins import leaves
@@ -17,7 +18,6 @@ from grpo_megatron.model.gguf_advice import gguf_advice
 from grpo_megatron.paths import file_problem, folder_problem, is_absent
 from grpo_megatron.preflight.cluster_rules import known_capabilities, runs_here
 from grpo_megatron.preflight.output_folders import is_of_another_machine, must_be_writable, output_folders
-from grpo_megatron.preflight.rule import ENGINE_COMMANDS
 from grpo_megatron.preflight.rules import violations
 
 
@@ -62,12 +62,11 @@ class Report:
         return "\n".join(lines)
 
 
-def check(path: str | None, overrides: list[str], command: str = "train") -> Report:
+def check(path: str | None, overrides: list[str], command: Command = Command.train) -> Report:
     """Check a configuration, and everything on this machine that it refers to.
 
     path: YAML file; None: none.
     overrides: arguments of the form key=value.
-    command: train, sft, reward-model or eval.
 
     All violations are in the result. Raises UserError only for a file or an argument that cannot be read.
     """
@@ -134,7 +133,7 @@ def _legal_part(settings: list[Layer]) -> tuple[list[Layer], list[str]]:
     return legal + more, refused + others
 
 
-def _check_model(config: Config, command: str, report: Report) -> bool:
+def _check_model(config: Config, command: Command, report: Report) -> bool:
     """Check the model, the reference model and the reward model, as far as they are on this machine.
 
     Returns True if model.path can be read, so that its tokenizer can be used to check the data.
@@ -146,7 +145,7 @@ def _check_model(config: Config, command: str, report: Report) -> bool:
     elif ref and folder_problem(ref):
         report.violations.append(f"ref.path: {ref} {gguf_advice(ref) or folder_problem(ref)}")
         config = dataclasses.replace(config, ref=dataclasses.replace(config.ref, path=None))
-    if command == "train" and scores_on_ranks(config):
+    if command == Command.train and scores_on_ranks(config):
         config = _check_reward_model(config, report)
     if path in (None, "", MISSING):
         return False
@@ -194,28 +193,30 @@ def _check_reward_model(config: Config, report: Report) -> Config:
     return config
 
 
-def _check_data(config: Config, command: str, model_is_here: bool, report: Report) -> None:
+def _check_data(config: Config, command: Command, model_is_here: bool, report: Report) -> None:
     from grpo_megatron.data import PromptTokenizer, as_list, read_records
     from grpo_megatron.rollout.environments import offered_tools
 
     data = config.data
     tokenizers: list[PromptTokenizer] = []
     if model_is_here:
-        tools = list if command == "reward-model" else partial(offered_tools, config.rollout, config.reward)
+        tools = (
+            list if command == Command.reward_model else partial(offered_tools, config.rollout, config.reward)
+        )
         report.attempt(
             "tokenizer", lambda: tokenizers.append(PromptTokenizer(config.model.path, data, tools()))
         )
-    trained = command not in ENGINE_COMMANDS or (command == "train" and not config.rollout.replay)
+    trained = not command.generates or (command == Command.train and not config.rollout.replay)
     named = [("data.train", data.train)] if trained else []
-    if command != "sft":
+    if command != Command.sft:
         named.append(("data.eval", data.eval))
     # A rule reports a value that is neither a name nor a list of names.
     sources = [
         (key, source) for key, value in named if isinstance(value, (str, list)) for source in as_list(value)
     ]
     of_command = {
-        "sft": [data.prompt_key, data.response_key],
-        "reward-model": [data.chosen_key, data.rejected_key],
+        Command.sft: [data.prompt_key, data.response_key],
+        Command.reward_model: [data.chosen_key, data.rejected_key],
     }
     fields = of_command.get(command, [data.prompt_key, data.answer_key])
     for key, source in sources:
@@ -232,12 +233,12 @@ def _check_data(config: Config, command: str, model_is_here: bool, report: Repor
             report.violations.append(f"{key}: {source} {file_problem(source)}")
         elif not tokenizers:
             report.attempt(f"fields of {key} {source}", partial(read_records, source, fields))
-        elif command == "sft":
+        elif command == Command.sft:
             from grpo_megatron.data.examples import load_examples
 
             one = dataclasses.replace(config, data=dataclasses.replace(data, train=source))
             report.attempt(f"{key} {source}", partial(load_examples, one, *tokenizers))
-        elif command == "reward-model":
+        elif command == Command.reward_model:
             report.attempt(f"{key} {source}", partial(_read_pairs, source, *tokenizers, config))
         else:
             report.attempt(f"{key} {source}", partial(_read_prompts, source, *tokenizers, config))
@@ -262,7 +263,7 @@ def _read_pairs(source: str, tokenizer, config: Config) -> None:
     load_pairs(source, conversations, config.data, config.rollout.max_response_length)
 
 
-def _check_paths(config: Config, command: str, report: Report) -> None:
+def _check_paths(config: Config, command: Command, report: Report) -> None:
     from grpo_megatron.rollout.record import Replay, must_be_free
     from grpo_megatron.run.folder import beginning
     from grpo_megatron.run.resume import ANEW, AUTO
@@ -270,15 +271,15 @@ def _check_paths(config: Config, command: str, report: Report) -> None:
     resume, replay, usable = config.run.resume, config.rollout.replay, {}
     for key, folder in output_folders(config, command).items():
         usable[key] = _can_write(key, folder, partial(must_be_writable, key, folder), config, report)
-    if command == "eval":
+    if command == Command.eval:
         replay = None  # an evaluation never replays: it always generates with engines
     elif resume not in (AUTO, *ANEW) and is_absent(resume):
         report.not_checked.append(f"run.resume: {resume} is not a folder here")
     elif usable["run.root"] or resume not in (AUTO, *ANEW):
         report.attempt(f"run.resume {resume}", partial(beginning, config, command))
-    if command == "train" and (record := config.rollout.record):
+    if command == Command.train and (record := config.rollout.record):
         _can_write("rollout.record", record, partial(must_be_free, record), config, report)
-    if command != "train" or not replay:
+    if command != Command.train or not replay:
         return
     if is_absent(replay):
         report.not_checked.append(f"rollout.replay: {replay} is not a file here")

@@ -3,19 +3,18 @@
 from grpo_megatron.capabilities import Capabilities
 from grpo_megatron.cluster.probe import capabilities_of_ray
 from grpo_megatron.cluster.ray_connection import connect
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
 from grpo_megatron.preflight.cluster_rules import CLUSTER
 
 
-def check_cluster(config: Config, command: str) -> None:
+def check_cluster(config: Config, command: Command) -> None:
     """Check the machines of a run. Raises UserError with all violations.
 
     With cluster.ray_address, the calling process joins that Ray cluster and asks it about its machines.
     Otherwise this machine is examined. The check covers the rules about machines, and what the section
     `cluster` says of them.
-
-    command: train, sft, reward-model or eval.
     """
     address = config.cluster.ray_address
     if address is not None:

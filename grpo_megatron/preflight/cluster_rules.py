@@ -4,12 +4,13 @@ from collections.abc import Iterator
 
 from grpo_megatron.capabilities import BLACKWELL, FP8_CAPABILITY, Capabilities
 from grpo_megatron.cluster.bundles import bundles
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.engine import KVCacheDtype, Quantization
 from grpo_megatron.config.fp8 import FP8Recipe
 from grpo_megatron.config.schema import Config, Placement, Precision, Recompute, TransformerImpl
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from grpo_megatron.preflight.rule import ENGINE_COMMANDS, TRAINING_COMMANDS, RuleBook
+from grpo_megatron.preflight.rule import ENGINE_COMMANDS, RuleBook
 
 # Each check takes a Config and the Capabilities of the machines that will run it.
 CLUSTER = RuleBook()
@@ -141,7 +142,7 @@ def experts_activations_have_their_layers(config: Config, capabilities: Capabili
     commands=("train",),
 )
 def ranks_and_engines_fit(config: Config, capabilities: Capabilities) -> Iterator[str]:
-    (ranks, engines), have = num_processes(config, "train"), capabilities.num_gpus
+    (ranks, engines), have = num_processes(config, Command.train), capabilities.num_gpus
     engine_gpus = engines * config.rollout.engine.tensor_parallel
     colocated = config.cluster.placement == Placement.colocated
     needed = max(ranks, engine_gpus) if colocated else ranks + engine_gpus
@@ -211,7 +212,7 @@ def engines_fit_nodes(config: Config, capabilities: Capabilities) -> Iterator[st
     per_node, colocated = capabilities.gpus_per_node, config.cluster.placement == Placement.colocated
     if per_node and not config.rollout.replay:
         group, engine_tp = config.megatron.tensor_parallel, config.rollout.engine.tensor_parallel
-        ranks, engines = num_processes(config, "train")
+        ranks, engines = num_processes(config, Command.train)
         try:
             # Another rule reports groups that are larger than a node.
             bundles(ranks, min(group, per_node), engines, engine_tp, per_node, colocated)
@@ -271,14 +272,11 @@ def _num_ranks(config: Config) -> int:
     return ParallelSizes.from_config(config.megatron).world_size
 
 
-def num_processes(config: Config, command: str) -> tuple[int, int]:
-    """Return (number of trainer ranks, number of engines) that a command starts.
-
-    command: train, sft, reward-model or eval.
-    """
-    generates = command in ENGINE_COMMANDS and not (command == "train" and config.rollout.replay)
+def num_processes(config: Config, command: Command) -> tuple[int, int]:
+    """Return (number of trainer ranks, number of engines) that a command starts."""
+    generates = command.generates and not (command == Command.train and config.rollout.replay)
     return (
-        _num_ranks(config) if command in TRAINING_COMMANDS else 0,
+        _num_ranks(config) if command.trains else 0,
         config.rollout.engine.num_engines if generates else 0,
     )
 

@@ -1,12 +1,13 @@
 """Loader of legal configurations, for the commands that run them."""
 
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.load import read_config
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
 from grpo_megatron.preflight.rules import violations
 
 
-def load_config(path: str | None, overrides: list[str], command: str = "train") -> Config:
+def load_config(path: str | None, overrides: list[str], command: Command = Command.train) -> Config:
     """Return the typed configuration for a command. Its values are within their limits and break no rule.
 
     Raises UserError if it cannot be read or typed (config.load.read_config). Raises UserError also with all

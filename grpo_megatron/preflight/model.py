@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.derived import scores_on_ranks
 from grpo_megatron.config.rollout import Strategy
 from grpo_megatron.config.schema import Config
@@ -24,7 +25,7 @@ from grpo_megatron.weights.stored import read_stored
 ATTENTION_GROUPS = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 
 
-def check_model(config: Config, command: str = "train") -> Architecture:
+def check_model(config: Config, command: Command = Command.train) -> Architecture:
     """Check the model against the configuration before any process starts. Return its architecture.
 
     Raises UserError with all violations.
@@ -39,7 +40,7 @@ def check_model(config: Config, command: str = "train") -> Architecture:
     return arch
 
 
-def model_violations(config: Config, arch: Architecture, command: str = "train") -> list[str]:
+def model_violations(config: Config, arch: Architecture, command: Command = Command.train) -> list[str]:
     """Return one sentence for each reason why the model cannot run with this configuration.
 
     It reads the headers of the weights in model.path, in ref.path and in reward.model.path, as far as the
@@ -50,13 +51,13 @@ def model_violations(config: Config, arch: Architecture, command: str = "train")
         recorded samples.
     """
     found = architecture_violations(config, arch, command)
-    if command == "reward-model":
+    if command == Command.reward_model:
         try:
             reward_architecture(arch)
         except UserError as error:
             found.append(f"{config.model.path}: {error}")
         return found + _weights(config.model.path, arch)
-    reference = config.ref.path if command != "eval" else None
+    reference = config.ref.path if command.trains else None
     for path in dict.fromkeys([config.model.path, reference or config.model.path]):
         found += _weights(path, arch)
     return found + reward_model_violations(config, weights=True)
@@ -87,22 +88,24 @@ def reward_model_violations(config: Config, weights: bool = False) -> list[str]:
     return found + _weights(path, arch) if weights else found
 
 
-def architecture_violations(config: Config, arch: Architecture, command: str = "train") -> list[str]:
+def architecture_violations(
+    config: Config, arch: Architecture, command: Command = Command.train
+) -> list[str]:
     """Return those violations of `model_violations` that follow from the model's config.json.
 
     The weights need not exist, so the planner can use it.
     """
     keys = frozenset(out_of_limits(config))
     found = []
-    if arch.scalar_head and command != "reward-model":
+    if arch.scalar_head and command != Command.reward_model:
         found.append(
             f"{config.model.path} is a reward model, which has no output projection: it cannot be the model "
             f"of `{command}`"
         )
-    if command == "eval":
+    if command == Command.eval:
         return found + _engine(config, arch) + _longest(config, arch, command)
     found += layout_violations_of_model(ParallelSizes.from_config(config.megatron), arch, keys)
-    if command == "train" and not config.rollout.replay:
+    if command == Command.train and not config.rollout.replay:
         found += _engine(config, arch) + _beams(config, arch)
         if not found and not keys:  # else an uneven split would be reported again, as cut blocks
             found += engine_fp8_violations(config, arch)
@@ -112,13 +115,13 @@ def architecture_violations(config: Config, arch: Architecture, command: str = "
     return found + _longest(config, arch, command)
 
 
-def _longest(config: Config, arch: Architecture, command: str) -> list[str]:
+def _longest(config: Config, arch: Architecture, command: Command) -> list[str]:
     """Return a violation for each prompt-plus-response length that exceeds the model's positions."""
     lengths = {"rollout.max_response_length": config.rollout.max_response_length}
     evaluated = {"eval.max_response_length": config.eval.max_response_length}
-    if config.eval.max_response_length and command == "eval":
+    if config.eval.max_response_length and command == Command.eval:
         lengths = evaluated
-    elif config.eval.max_response_length and command == "train" and config.data.eval:
+    elif config.eval.max_response_length and command == Command.train and config.data.eval:
         lengths |= evaluated
     return [
         f"data.max_prompt_length + {key} = {config.data.max_prompt_length + length}, but {config.model.path} "

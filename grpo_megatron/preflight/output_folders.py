@@ -2,21 +2,21 @@
 
 from pathlib import Path
 
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
 from grpo_megatron.paths import nearest_folder, output_folder_problem
-from grpo_megatron.preflight.rule import TRAINING_COMMANDS
 
 
-def output_folders(config: Config, command: str) -> dict[str, str]:
+def output_folders(config: Config, command: Command) -> dict[str, str]:
     """Return {key: folder} of the folders that a run of this command writes to.
 
     `run.root` contains the run's own folder.
     """
     found = {"run.root": config.run.root}
-    if command in TRAINING_COMMANDS and config.megatron.offload_folder:
+    if command.trains and config.megatron.offload_folder:
         found["megatron.offload_folder"] = config.megatron.offload_folder
-    if command == "train" and not config.rollout.replay and config.weight_sync.folder:
+    if command == Command.train and not config.rollout.replay and config.weight_sync.folder:
         found["weight_sync.folder"] = config.weight_sync.folder
     return found
 
@@ -35,7 +35,7 @@ def is_of_another_machine(folder: str) -> bool:
     return nearest_folder(folder) == Path("/") and Path(folder).absolute() != Path("/")
 
 
-def check_output_folders(config: Config, command: str) -> None:
+def check_output_folders(config: Config, command: Command) -> None:
     """Check that this machine can write to the folders it has to write to, other than the run's own folder.
 
     Raises UserError, which names the key. In a Ray cluster, the ranks check megatron.offload_folder on their

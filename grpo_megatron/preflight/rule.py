@@ -6,9 +6,12 @@ Each rule has a sentence, which `config explain` shows, and a function that find
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-COMMANDS = ("train", "sft", "reward-model", "eval")
+from grpo_megatron.config.command import Command
+
+COMMANDS = tuple(Command)
 # Commands that have a trainer, and commands that have engines.
-TRAINING_COMMANDS, ENGINE_COMMANDS = ("train", "sft", "reward-model"), ("train", "eval")
+TRAINING_COMMANDS = tuple(command for command in Command if command.trains)
+ENGINE_COMMANDS = tuple(command for command in Command if command.generates)
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class RuleBook:
         return add
 
     def violations(
-        self, *subject, command: str | None = None, out_of_limits: frozenset[str] = frozenset()
+        self, *subject, command: Command | None = None, out_of_limits: frozenset[str] = frozenset()
     ) -> list[str]:
         """Return one sentence for each violation.
 

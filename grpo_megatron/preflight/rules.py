@@ -6,6 +6,7 @@ All violations are reported at once. Checks that read the model's config.json ar
 from omegaconf import MISSING
 
 from grpo_megatron.capabilities import Capabilities
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.keys import default_of
 from grpo_megatron.config.load import flat, known_keys
 from grpo_megatron.config.options import limits_of
@@ -47,10 +48,11 @@ def all_rules() -> list[Rule]:
     ]
 
 
-def violations(config: Config, command: str = "train", capabilities: Capabilities | None = None) -> list[str]:
+def violations(
+    config: Config, command: Command = Command.train, capabilities: Capabilities | None = None
+) -> list[str]:
     """Return one sentence for each violation of a limit or a rule, naming the keys.
 
-    command: train, sft, reward-model or eval.
     capabilities: capabilities of the machines that will run the configuration; None: those known without
         asking the Ray cluster.
     """
@@ -65,7 +67,7 @@ def violations(config: Config, command: str = "train", capabilities: Capabilitie
     found += ENGINE.violations(config, command=command, out_of_limits=keys)
     found += (
         layout_violations(ParallelSizes.from_config(config.megatron), out_of_limits=keys)
-        if command != "eval"
+        if command.trains
         else []
     )
     known = capabilities or known_capabilities(config)

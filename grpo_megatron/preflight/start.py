@@ -1,5 +1,6 @@
 """Checks that a command makes before it starts any process, after those of its configuration."""
 
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.schema import Config
 from grpo_megatron.monitoring.optional import check_listeners
 from grpo_megatron.preflight.cluster import check_cluster
@@ -7,12 +8,10 @@ from grpo_megatron.preflight.model import check_model
 from grpo_megatron.preflight.output_folders import check_output_folders
 
 
-def check_start(config: Config, command: str) -> None:
+def check_start(config: Config, command: Command) -> None:
     """Check packages, model, output folders and machines before a run starts.
 
     Raises UserError for the first of these that does not go with the configuration.
-
-    command: train, sft, reward-model or eval.
     """
     check_listeners(config)
     check_model(config, command)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from grpo_megatron.batch.layout import Layout, padded_to
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.derived import lr_decay_steps
 from grpo_megatron.config.schema import Config, LrSchedule, OldLogprobs, RoutingReplay
 from grpo_megatron.model.parallel_sizes import ParallelSizes
@@ -206,12 +207,12 @@ _PARTS_FIT = "Warm-up and decay together are no longer than the schedule."
     commands=_TRAIN,
 )
 def schedule_of_train_fits(config: Config) -> Iterator[str]:
-    yield from _schedule_fits(config, lr_decay_steps(config, "train"))
+    yield from _schedule_fits(config, lr_decay_steps(config, Command.train))
 
 
 @TRAINING.rule(_PARTS_FIT, *_SCHEDULE, commands=("sft", "reward-model"))
 def schedule_of_sft_fits(config: Config) -> Iterator[str]:
-    yield from _schedule_fits(config, lr_decay_steps(config, "sft"))
+    yield from _schedule_fits(config, lr_decay_steps(config, Command.sft))
 
 
 def _schedule_fits(config: Config, steps: int) -> Iterator[str]:

@@ -1,8 +1,23 @@
-"""Reward shaping by the length of a response. It is applied before training, not in the evaluation."""
+"""Changes of rewards that apply to training, not to evaluations: by length of the response, or shuffled."""
 
 from dataclasses import replace
 
+import numpy as np
+
 from grpo_megatron.batch.sample import Group
+from grpo_megatron.config.schema import Config
+from grpo_megatron.rewards.control import shuffle_rewards
+
+
+def shape_rewards(groups: list[Group], config: Config, step: int) -> list[Group]:
+    """Return the groups with the rewards to train on, as far as the configuration changes them.
+
+    step: index of the training step, which seeds the shuffling of rewards (reward.shuffle_control).
+    """
+    groups = shape_overlong(groups, config.rollout.max_response_length, config.reward.overlong_buffer)
+    if config.reward.shuffle_control:
+        groups = shuffle_rewards(groups, np.random.default_rng([config.run.seed, step]))
+    return groups
 
 
 def overlong_penalty(length: int, longest: int, buffer: int, penalty: float) -> float:

@@ -1,4 +1,4 @@
-"""Sources of a step's groups: the engines, or a recording. Both have the same interface."""
+"""Sources of a step's groups: the engines, or a recording."""
 
 from dataclasses import dataclass, field
 
@@ -9,6 +9,7 @@ from grpo_megatron.config.rollout import RolloutConfig, Shortage, Strategy
 from grpo_megatron.config.schema import Config
 from grpo_megatron.data import PromptSource
 from grpo_megatron.errors import UserError
+from grpo_megatron.monitoring.phases import Phases
 from grpo_megatron.rewards.shaping import shape_overlong
 from grpo_megatron.rollout.manager import Filled, Goal, RolloutManager, Sampling
 from grpo_megatron.rollout.record import Recorder, Replay
@@ -55,7 +56,7 @@ class EngineRollouts:
         self._sampling = training_sampling(config.rollout)
         self._recorder = Recorder(config.rollout.record, resumed) if config.rollout.record else None
 
-    def sample(self, step: int, prompts: PromptSource | None) -> Rollout:
+    def sample(self, step: int, prompts: PromptSource) -> Rollout:
         """Sample data.train_batch_size groups.
 
         With dynamic sampling, only groups that algorithm.filters keep count, and further prompts are sampled
@@ -137,17 +138,33 @@ class EngineRollouts:
 
 
 class ReplayedRollouts:
-    """Rollouts read from a recording (rollout.replay), for a run without engines."""
+    """Rollouts read from a recording (rollout.replay), for a run without engines.
 
-    def __init__(self, path: str):
-        self._replay = Replay(path)
+    It has the interface of rollout.synchronous.SynchronousRollouts.
+    """
 
-    def sample(self, step: int, prompts: PromptSource | None) -> Rollout:
-        groups = self._replay.read(step)
+    def __init__(self, path: str, phases: Phases):
+        """Open the recording. phases: measures the time of reading as `generate`."""
+        self._replay, self._phases = Replay(path), phases
+        self.version: int | None = None
+        self.metrics: dict[str, float] = {}
+
+    def start(self) -> None:
+        pass
+
+    def take(self, step: int) -> Rollout:
+        with self._phases("generate"):
+            groups = self._replay.read(step)
         return Rollout(groups, [group.prompt.uid for group in groups])
 
-    def state_dict(self) -> dict:
+    def weights_changed(self) -> None:
+        pass
+
+    def evaluate(self, step: int) -> dict[str, float]:
         return {}
+
+    def state_dict(self) -> dict:
+        return {"rollouts": {}, "prompts": None, "weight_sync": None}
 
     def load_state_dict(self, state: dict) -> None:
         pass

@@ -11,13 +11,14 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.files import numbered, parse_object, reading, replace_text, writing
 from grpo_megatron.monitoring.run_files import METRICS
 from grpo_megatron.paths import file_problem, is_absent
 from grpo_megatron.run.checkpoints import CHECKPOINTS, DELETED, TRAINED, discard, folders, step_of
-from grpo_megatron.run.lock import Ownership, in_use
+from grpo_megatron.run.lock import OWNER, Ownership, in_use
 from grpo_megatron.run.resume import ANEW, AUTO, RESULT, Checkpoint, newest_checkpoint, open_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ def run_folder(config: Config) -> Path:
 @contextmanager
 def open_run_folder(
     config: Config,
-    command: str,
+    command: Command,
     must_fit: Callable[[dict], str] = lambda state: "",
 ) -> Iterator[tuple[str, Checkpoint | None]]:
     """Create or reopen the run's folder, and lock it against other runs while the context is open.
@@ -40,7 +41,7 @@ def open_run_folder(
     Yields (folder, checkpoint): the absolute path, and the checkpoint to begin from (None for a new run). If
     a new run finds an earlier run of the same name, it first moves that folder to NAME.1, NAME.2, ...
 
-    command: name of the command, such as `train`. It must be the one that wrote the checkpoint.
+    command: the command that makes the run. It must be the one that wrote the checkpoint.
     must_fit: raises UserError if the driver's state in a checkpoint belongs to other data. It returns a note
         to show, or "".
 
@@ -60,8 +61,6 @@ def open_run_folder(
                 logger.info(note)
             if checkpoint is None and _has_remains(folder):
                 _move_aside(config, folder)
-                ownership.release()
-                ownership = Ownership(folder)
             if ownership.note:
                 logger.warning(ownership.note)
             replace_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
@@ -83,7 +82,7 @@ def open_run_folder(
         ownership.release()
 
 
-def beginning(config: Config, command: str) -> Checkpoint | None:
+def beginning(config: Config, command: Command) -> Checkpoint | None:
     """Return the checkpoint that run.resume says to begin from; None for a new run. Changes no file.
 
     Also checks that the rows of metrics.jsonl and trained.jsonl up to the checkpoint's step can be read.
@@ -100,11 +99,11 @@ def beginning(config: Config, command: str) -> Checkpoint | None:
     )
     if checkpoint:
         for name in (METRICS, TRAINED):
-            kept_rows(folder / name, checkpoint.step, quiet=True)  # take_back reports what it removes
+            kept_rows(folder / name, checkpoint.step, quiet=True)  # trim_logs reports what it removes
     return checkpoint
 
 
-def take_back(directory: str, checkpoint: Checkpoint | None) -> None:
+def trim_logs(directory: str, checkpoint: Checkpoint | None) -> None:
     """Put the run's files into the state at the checkpoint, so that the run can go on from there.
 
     Removes rows of later steps from metrics.jsonl and trained.jsonl, result.json, and half-written or
@@ -112,9 +111,9 @@ def take_back(directory: str, checkpoint: Checkpoint | None) -> None:
     directory: the run's folder.
     checkpoint: where the run goes on; None: at step 0.
 
-    Call this only after the ranks have loaded the checkpoint and `set_aside` has renamed the others. A start
-    that fails before that must leave the rows that belong to the other checkpoints. Raises UserError if
-    trained.jsonl has a damaged row before one that is kept.
+    Call this only after the ranks have loaded the checkpoint and `quarantine_later_checkpoints` has renamed
+    the others. A start that fails before that must leave the rows that belong to the other checkpoints.
+    Raises UserError if trained.jsonl has a damaged row before one that is kept.
     """
     folder, step = Path(directory), checkpoint.step if checkpoint else 0
     for name in (METRICS, TRAINED):
@@ -127,7 +126,7 @@ def take_back(directory: str, checkpoint: Checkpoint | None) -> None:
         discard(left)
 
 
-def set_aside(directory: str, checkpoint: Checkpoint | None) -> None:
+def quarantine_later_checkpoints(directory: str, checkpoint: Checkpoint | None) -> None:
     """Rename the run's other checkpoints of this step or later ones to `step_XXXXXXXX.aside`, `.aside.1`, ...
 
     These are damaged, or belong to steps that are now trained again. Checkpoints that have such a name
@@ -164,9 +163,9 @@ def kept_rows(path: Path, step: int, quiet: bool = False) -> list[str] | None:
         rows = path.read_bytes().splitlines(keepends=True)
     kept: list[str] = []
     damaged: list[UserError] = []
-    for number, row in enumerate(rows, start=1):
+    for line, row in enumerate(rows, start=1):
         try:
-            of_step = _step_of_row(row, f"{path}:{number}")
+            of_step = _step_of_row(row, f"{path}:{line}")
         except UserError as error:
             damaged.append(error)
             continue
@@ -199,8 +198,9 @@ def _move_aside(config: Config, folder: Path) -> None:
         if path and folder in Path(path).absolute().parents:
             raise UserError(f"{path} lies in the folder of this run, {folder}; choose another run.name")
     moved = folder.rename(numbered(folder))
+    folder.mkdir()
+    (moved / OWNER).rename(folder / OWNER)
     if (moved / JOBS).exists():
         # One of these jobs may have started this run, and Slurm opens a file for each of its nodes by name.
-        folder.mkdir(exist_ok=True)
         (moved / JOBS).rename(folder / JOBS)
     logger.info(f"moved the earlier run of this name to {moved}")

@@ -1,13 +1,9 @@
 """Locks on a run's folder and on checkpoints.
 
 One run at a time owns a run's folder. A checkpoint that a run begins from is not deleted by another run.
-
-The locks are the kernel's (flock). They end with the process that holds them, however it ends. Processes that
-it starts do not inherit them, because Python opens files that way.
 """
 
 import fcntl
-import json
 import logging
 import os
 import socket
@@ -15,17 +11,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from filelock import FileLock, Timeout
 
 from grpo_megatron.errors import UserError
-from grpo_megatron.files import json_text
+from grpo_megatron.files import json_text, read_object, replace_text
 from grpo_megatron.monitoring.status import State, read_status
 from grpo_megatron.process_tree import is_running, start_mark
 from grpo_megatron.run.manifest import MANIFEST
 
 logger = logging.getLogger(__name__)
 
-_OWNER = "owner.json"
+OWNER = "owner.json"  # names the owner of a run's folder
 # A file server keeps the locks of a lost node for a while: NFS for 90 seconds.
 _WAIT_SECONDS = 120
 
@@ -33,81 +31,73 @@ _WAIT_SECONDS = 120
 class Ownership:
     """Ownership of a run's folder until `release`. The folder is created if it does not exist.
 
-    If the owner's node may be lost, the constructor waits up to _WAIT_SECONDS until the file server releases
-    the lock. Raises UserError, which names the owner, if another run has the folder. Raises OSError if the
-    folder cannot be created.
+    The lock is on a file beside the folder, which may therefore be moved. It ends with this process. The
+    record owner.json in the folder tells other runs who has it.
 
     note: a line to show to the user, if the file system has no locks; else ""
     """
 
     def __init__(self, folder: Path):
-        """Take the folder, and write this process's host and pid into owner.json."""
-        self.note = ""  # a line to show about the lock
-        self._file = self._take(folder)
-        self._file.seek(0)
-        self._file.truncate()
-        self._file.write(json_text(_self_description()))
-        self._file.flush()
-        os.fsync(self._file.fileno())  # for other nodes, and for the next start if this node is lost
+        """Take the folder, and write this process's host and pid into owner.json.
 
-    def _take(self, folder: Path) -> IO[str]:
-        path = folder / _OWNER
-        waited = 0
-        while True:
-            folder.mkdir(parents=True, exist_ok=True)
-            try:
-                file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - held for the run
-            except FileNotFoundError:
-                continue  # the folder was moved aside in between
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                record = _record(file)
-                if not record or _may_live(record) or waited == _WAIT_SECONDS:
-                    _refuse(folder, record)
-                if not waited:
-                    logger.warning(
-                        f"{folder} is locked by {_named(record)}, which is gone or an earlier start of this "
-                        f"job; waits up to {_WAIT_SECONDS} s for the file server to release that"
-                    )
-                file.close()
-                time.sleep(1)
-                waited += 1
-                continue
-            except OSError as error:
-                record = _record(file)
-                if _may_live(record):
-                    _refuse(folder, record, f"; if that run has ended, delete {path}")
-                self.note = (
-                    f"{folder}: this file system has no locks ({error.strerror}), so a second run is known "
-                    f"by {_OWNER} alone"
-                )
-            else:
-                record = _record(file)
-                # Some file systems have separate locks for each node. An owner on this node is gone, because
-                # the kernel has just granted its lock. An owner on another node may still be there.
-                if (
-                    record.get("host") != socket.gethostname()
-                    and _may_live(record)
-                    and self._goes_on(folder, record)
-                ):
-                    file.close()
-                    _refuse(folder, record)
-            # Another run that was about to begin may have moved the folder aside before this one had the
-            # lock.
-            if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
-                return file
-            file.close()
+        If the owner's node may be lost, waits up to _WAIT_SECONDS until the file server releases the lock.
+        Raises UserError, which names the owner, if another run has the folder. Raises OSError if the folder
+        cannot be created.
+        """
+        self.note = ""
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = folder.with_name(f".{folder.name}.lock")
+        self._lock = FileLock(lock, timeout=0, thread_local=False, fallback_to_soft=False)
+        self._take()
+        replace_text(folder / OWNER, json_text(_self_description()))
 
-    def _goes_on(self, folder: Path, record: dict[str, Any]) -> bool:
+    def release(self) -> None:
+        (self._folder / OWNER).unlink(missing_ok=True)
+        self._lock.release()
+
+    def _take(self) -> None:
+        owner = self._owner()
+        try:
+            self._lock.acquire()
+        except Timeout:
+            if not owner or _may_live(owner):
+                self._refuse(owner)
+            self._wait(owner)
+        except OSError as error:
+            if _may_live(owner):
+                self._refuse(owner, f"; if that run has ended, delete {self._folder / OWNER}")
+            self.note = (
+                f"{self._folder}: this file system has no locks ({error.strerror}), so a second run is known "
+                f"by {OWNER} alone"
+            )
+        else:
+            # Some file systems have separate locks for each node. An owner on this node is gone, because the
+            # kernel has just granted its lock. An owner on another node may still be there.
+            elsewhere = owner.get("host") != socket.gethostname()
+            if elsewhere and _may_live(owner) and self._goes_on(owner):
+                self._lock.release()
+                self._refuse(owner)
+
+    def _wait(self, owner: dict[str, Any]) -> None:
+        logger.warning(
+            f"{self._folder} is locked by {_named(owner)}, which is gone or an earlier start of this job; "
+            f"waits up to {_WAIT_SECONDS} s for the file server to release that"
+        )
+        try:
+            self._lock.acquire(timeout=_WAIT_SECONDS, poll_interval=1)
+        except Timeout:
+            self._refuse(self._owner())
+
+    def _goes_on(self, owner: dict[str, Any]) -> bool:
         """Return True if an owner on another node still rewrites status.json, so that its run goes on.
 
-        record: the owner's entry in owner.json. Watches the file for up to _WAIT_SECONDS.
+        Watches the file for up to _WAIT_SECONDS.
         """
         written = None
         for _ in range(_WAIT_SECONDS):
             try:
-                status = read_status(str(folder))
+                status = read_status(str(self._folder))
             except UserError as error:
                 if isinstance(error.__cause__, OSError):
                     raise  # a file that cannot be read says nothing about its run
@@ -115,28 +105,34 @@ class Ownership:
             if status["state"] != State.running:
                 return False
             if written is None:
-                logger.warning(f"{folder} may be written to by {_named(record)}; looks whether that goes on")
+                logger.warning(
+                    f"{self._folder} may be written to by {_named(owner)}; looks whether that goes on"
+                )
                 written = status["written"]
             elif status["written"] != written:
                 return True
             time.sleep(1)
         return False
 
-    def release(self) -> None:
-        self._file.seek(0)
-        self._file.truncate()
-        self._file.close()
+    def _owner(self) -> dict[str, Any]:
+        """Return the record of the folder's owner; empty if there is none, or it is damaged."""
+        try:
+            return read_object(self._folder / OWNER)
+        except UserError as error:
+            if isinstance(error.__cause__, OSError):
+                raise  # a file that cannot be read may name an owner
+            return {}
+
+    def _refuse(self, owner: dict[str, Any], advice: str = "") -> None:
+        known = _named(owner) or "it is just starting"
+        raise UserError(
+            f"another run writes to {self._folder} ({known}): wait for its end, or choose another run.name"
+            f"{advice}"
+        )
 
 
-def _refuse(folder: Path, record: dict[str, Any], advice: str = "") -> None:
-    known = _named(record) or "it is just starting"
-    raise UserError(
-        f"another run writes to {folder} ({known}): wait for its end, or choose another run.name{advice}"
-    )
-
-
-def _named(record: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in record.items() if name != "started")
+def _named(owner: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in owner.items() if name != "started")
 
 
 def _self_description() -> dict[str, Any]:
@@ -145,28 +141,18 @@ def _self_description() -> dict[str, Any]:
     return own | {"started": start_mark(os.getpid())} | ({"Slurm job": job} if job else {})
 
 
-def _record(file: IO[str]) -> dict[str, Any]:
-    """Return what the owner of the folder wrote into owner.json; empty if the file is empty or incomplete."""
-    file.seek(0)
-    try:
-        found = json.load(file)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _may_live(record: dict[str, Any]) -> bool:
+def _may_live(owner: dict[str, Any]) -> bool:
     """Return True if the owner may still be running, judged by its record in owner.json rather than by locks.
 
     A process on another host counts as running, with one exception: if it belongs to an earlier start of this
     Slurm job, it has ended.
     """
-    if not record:
+    if not owner:
         return False
-    if record.get("host") == socket.gethostname():
-        return is_running(record.get("pid"), record.get("started"))
+    if owner.get("host") == socket.gethostname():
+        return is_running(owner.get("pid"), owner.get("started"))
     job = os.environ.get("SLURM_JOB_ID")
-    return job is None or job != record.get("Slurm job")
+    return job is None or job != owner.get("Slurm job")
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.origins import leaves
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import ANOTHER_RUN, UserError, shortened
@@ -32,9 +33,9 @@ RESULT = "result.json"
 
 # Keys that the driver of each command saves beside the weights.
 _STATE = {
-    "train": ("step", "totals", "rollouts", "prompts", "algorithm", "trainer", "evaluations"),
-    "sft": ("step", "order", "tokens"),
-    "reward-model": ("step", "order", "trained_tokens", "evaluations"),
+    Command.train: ("step", "totals", "rollouts", "prompts", "algorithm", "trainer", "evaluations"),
+    Command.sft: ("step", "order", "tokens"),
+    Command.reward_model: ("step", "order", "trained_tokens", "evaluations"),
 }
 
 
@@ -64,10 +65,10 @@ class Checkpoint:
         return self.folder
 
 
-def open_checkpoint(folder: str | Path, command: str) -> Checkpoint:
+def open_checkpoint(folder: str | Path, command: Command) -> Checkpoint:
     """Check the checkpoint in a folder, as far as the driver reads it, and return it.
 
-    command: the command that is to continue from it: train, sft or reward-model.
+    command: the command that is to continue from it.
 
     Raises UserError if the folder is no checkpoint, cannot be read, or belongs to another command. Raises
     DamagedCheckpoint if a file is missing or damaged.
@@ -95,7 +96,7 @@ def open_checkpoint(folder: str | Path, command: str) -> Checkpoint:
     return Checkpoint(str(folder), _read_state(root / STATE, command), actor)
 
 
-def _read_state(path: Path, command: str) -> dict[str, Any]:
+def _read_state(path: Path, command: Command) -> dict[str, Any]:
     values = read_object(path)
     absent = [key for key in _STATE[command] if key not in values]
     if absent:
@@ -114,7 +115,7 @@ def _read_state(path: Path, command: str) -> dict[str, Any]:
 
 def newest_checkpoint(
     root: Path,
-    command: str,
+    command: Command,
     above: int = 0,
     passed_over: Collection[str] = (),
     instead: Checkpoint | None = None,
@@ -122,7 +123,7 @@ def newest_checkpoint(
     """Return the newest undamaged checkpoint in a run's folder of checkpoints, or `instead` if there is none.
 
     root: the folder of checkpoints.
-    command: the command that is to continue: train, sft or reward-model.
+    command: the command that is to continue.
     above: consider only checkpoints of steps after this one.
     passed_over: folders of checkpoints that are known to be damaged already.
 
@@ -150,7 +151,7 @@ def newest_checkpoint(
     return instead
 
 
-def finished_result(config: Config, command: str) -> dict[str, Any] | None:
+def finished_result(config: Config, command: Command) -> dict[str, Any] | None:
     """Return result.json of an earlier start of this command if the run has made all of its steps; else None.
 
     The command then returns this result without starting anything. The result is also None if run.resume is

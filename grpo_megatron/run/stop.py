@@ -6,13 +6,9 @@ from signal import Signals
 from typing import Any, Protocol
 
 from grpo_megatron.errors import Stopped
-from grpo_megatron.paths import within
 from grpo_megatron.run.checkpoints import NotWritten, newest_folder
 
 _CONTINUES = "the same command continues"
-# Time limit for listing the checkpoints. A process lists them for its last message, and must not wait for a
-# file system that hangs.
-_LOOKING_SECONDS = 2.0
 
 
 def outlook(folder: str | None) -> str:
@@ -20,14 +16,14 @@ def outlook(folder: str | None) -> str:
 
     folder: the run's folder; None: it has none yet.
 
-    The text is the end of a sentence in the run's last message. This function never raises and takes two
-    seconds at most, because the end of a run must neither fail nor wait for a file system.
+    The text is the end of a sentence in the run's last message.
     """
     try:
-        checkpoint = within(_LOOKING_SECONDS, lambda: newest_folder(folder)) if folder else None
-    except (OSError, RuntimeError) as error:  # RuntimeError: no more threads can be started
-        why = "does not answer" if isinstance(error, TimeoutError) else f"cannot be read ({error})"
-        return f"{folder} {why}, so its newest checkpoint is not known; {_CONTINUES} from it"
+        checkpoint = newest_folder(folder) if folder else None
+    except OSError as error:
+        return (
+            f"{folder} cannot be read ({error}), so its newest checkpoint is not known; {_CONTINUES} from it"
+        )
     return (
         f"its newest checkpoint is {checkpoint}, {_CONTINUES}" if checkpoint else "it had no checkpoint yet"
     )

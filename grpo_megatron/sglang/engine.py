@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import ray
 
-from grpo_megatron.cluster.heart import Heart
+from grpo_megatron.cluster.heartbeat import Heartbeat
 from grpo_megatron.cluster.processes import Process, redirect_output
 from grpo_megatron.config.weight_sync import PauseMode
 from grpo_megatron.errors import UserError
@@ -39,7 +39,7 @@ class StartReport(NamedTuple):
 
 
 class _Scheduling:
-    """Tells the engine's heartbeat whether SGLang's child processes make progress (a cluster.heart.View).
+    """A heartbeat's ProgressSource: it tells whether SGLang's child processes make progress.
 
     The actor's own threads cannot tell: its event loop keeps running even if SGLang's scheduler hangs.
     """
@@ -62,7 +62,7 @@ def _phase(method: Callable) -> Callable:
 
     @wraps(method)
     async def within(engine, *arguments):
-        with engine._heart.phase(method.__name__):
+        with engine._heartbeat.phase(method.__name__):
             return await method(engine, *arguments)
 
     return within
@@ -102,8 +102,8 @@ class SGLangEngine:
         self._aborted = -1  # id of the last aborted batch
         self._finished: asyncio.Queue = asyncio.Queue()
         self._tasks: set[asyncio.Task] = set()
-        self._heart = Heart(_Scheduling(self._control, self._children))
-        self._heart.start()
+        self._heartbeat = Heartbeat(_Scheduling(self._control, self._children))
+        self._heartbeat.start()
 
     async def ready(self) -> StartReport:
         """Return when SGLang has loaded the model."""
@@ -114,7 +114,7 @@ class SGLangEngine:
 
     async def beat(self) -> None:
         """Send a heartbeat to the driver's hang detector now, ahead of the regular interval."""
-        self._heart.beat()
+        self._heartbeat.beat()
 
     def _dead(self) -> Process | None:
         """Return a process of this engine, on any node, whose SGLang child has died; None: all are alive."""
@@ -169,7 +169,7 @@ class SGLangEngine:
     async def _generate(self, request: Request) -> None:
         try:
             self._must_be_admitted()
-            with self._heart.phase("generate", alone=True):
+            with self._heartbeat.phase("generate", alone=True):
                 routed = request.routed if self._routed_layers else None
                 answer = await self._control.sample(request.prompt_ids, request.sampling, routed, request.top)
             self._finished.put_nowait(completion_of(request, answer, self._routed_layers))

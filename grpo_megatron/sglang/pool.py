@@ -6,10 +6,10 @@ from collections.abc import Iterable
 import numpy as np
 import ray
 
+from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.placement import Cluster
 from grpo_megatron.cluster.ports import free_address
 from grpo_megatron.cluster.processes import Process, fetch, gather, process_error
-from grpo_megatron.cluster.watch import Watch
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.config.schema import ModelConfig
 from grpo_megatron.config.weight_sync import PauseMode
@@ -50,7 +50,7 @@ class EnginePool:
         model: ModelConfig,
         seed: int,
         log_dir: str,
-        watch: Watch,
+        hang_detector: HangDetector,
         routing: bool = False,
         pause: PauseMode = PauseMode.retract,
         shared: bool = False,
@@ -59,17 +59,17 @@ class EnginePool:
 
         seed: random seed of engine 0; engine i gets seed + i.
         log_dir: folder of the engines' log files.
-        watch: the hang detector, which monitors all engines.
+        hang_detector: the hang detector, which monitors all engines.
         routing: return the experts of each token in completions, if the model has experts.
         pause: what a weight update does to running requests.
         shared: the engines share their devices with the trainer, so they must be able to release their memory
-            while the trainer computes (run.turns).
+            while the trainer computes (rollout.sharing).
         """
         self._config, self._pause = config, pause
         self.weight_version = 0
         self._batch = 0
         self._end_ids: frozenset[int] = frozenset()  # known when the engines are ready
-        self._log_dir, self._watch = log_dir, watch
+        self._log_dir, self._hang_detector = log_dir, hang_detector
         self.nodes = tuple(slot.node for slots in cluster.engine_slots for slot in slots)
         self.processes = [
             Process(f"engine {number}", f"{log_dir}/engine{number}.log")
@@ -124,7 +124,7 @@ class EnginePool:
             start = SGLangEngine.options(**options[0], max_concurrency=1000).remote
             self._engines[number] = start(self.processes[number], arguments, self._routed_layers, others)
             self._others[number] = others
-            self._watch.add(self.processes[number], self._engines[number])
+            self._hang_detector.add(self.processes[number], self._engines[number])
 
     def _addresses(self, numbers: Iterable[int]) -> dict[int, str]:
         """Return {engine index: host:port where its processes rendezvous}.
@@ -273,7 +273,7 @@ class EnginePool:
             actor for number in numbers for actor in (self._engines[number], *self._others[number].values())
         ]
         for number in numbers:
-            self._watch.remove(self._engines[number])
+            self._hang_detector.remove(self._engines[number])
         if not actors:
             return
         # Ask first, so that SGLang ends its child processes. A dead actor has no children left.

@@ -12,8 +12,8 @@ from grpo_megatron.algorithm.losses import TokenLoss
 from grpo_megatron.algorithm.preferences import PreferenceLoss
 from grpo_megatron.batch.schedule import Schedule
 from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.placement import Cluster
-from grpo_megatron.cluster.watch import Watch
 from grpo_megatron.config.schema import MegatronConfig
 from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.metrics import Max, Mean, Metrics, Sum, merge
@@ -54,7 +54,7 @@ class PolicyTrainer:
         seed: int,
         log_dir: str,
         timeout: float,
-        watch: Watch,
+        hang_detector: HangDetector,
         takes_turns: bool = False,
     ):
         """Start one process per rank and wait until all have built their model.
@@ -63,7 +63,7 @@ class PolicyTrainer:
         seed: seed of the ranks' random number generators.
         log_dir: folder of the ranks' log files.
         timeout: most seconds that one call to the ranks may take.
-        watch: hang detector, which observes all ranks.
+        hang_detector: hang detector, which observes all ranks.
         takes_turns: True: rollout engines use the ranks' GPUs while the ranks sleep. A call to sleeping ranks
             then raises RuntimeError. Otherwise it wakes them.
         """
@@ -71,7 +71,7 @@ class PolicyTrainer:
         self.nodes = tuple(slot.node for slot in cluster.rank_slots)
         self.cost_model = read_architecture(spec.model_path, reward_model=spec.scalar_head).cost_model
         self._dropped_steps = DroppedSteps(spec.optimizer)
-        self.ranks = RankGroup(cluster, spec, config, seed, log_dir, timeout, watch, takes_turns)
+        self.ranks = RankGroup(cluster, spec, config, seed, log_dir, timeout, hang_detector, takes_turns)
         self.weights = TrainerWeights(self.ranks)
         self.checkpoints = TrainerCheckpoints(self.ranks, self.weights)
 

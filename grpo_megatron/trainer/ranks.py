@@ -5,9 +5,9 @@ from functools import partial
 from typing import Any
 
 from grpo_megatron.cluster.cpu_threads import openmp_variables
+from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.placement import Cluster, Slot
 from grpo_megatron.cluster.processes import Process
-from grpo_megatron.cluster.watch import Watch
 from grpo_megatron.cluster.worker_group import WorkerGroup
 from grpo_megatron.config.schema import MegatronConfig
 from grpo_megatron.megatron.spec import ActorSpec
@@ -49,7 +49,7 @@ class RankGroup:
         seed: int,
         log_dir: str,
         timeout: float,
-        watch: Watch,
+        hang_detector: HangDetector,
         takes_turns: bool,
     ):
         """Start one process per rank and wait until all have built their model. See PolicyTrainer."""
@@ -63,7 +63,7 @@ class RankGroup:
             log_dir,
             partial(start_actor, spec, seed, config.collective_timeout),
             timeout,
-            watch,
+            hang_detector,
         )
         self._parks, self._takes_turns = config.sleep, takes_turns
         self._asleep = False

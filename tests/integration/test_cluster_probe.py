@@ -9,6 +9,7 @@ import torch
 
 SCRIPT = """
 import ray, sys
+from grpo_megatron.config.command import Command
 from grpo_megatron.cluster.probe import capabilities_of_ray
 from grpo_megatron.config.load import read_config
 from grpo_megatron.errors import UserError
@@ -20,7 +21,7 @@ try:
     print("found", found.where, found.gpus, found.nodes, found.gpus_per_node, found.fp8_problem)
     address = f"cluster.ray_address={context.address_info['gcs_address']}"
     for overrides in ([], sys.argv[2:]):
-        check_cluster(read_config(None, ["model.path=m", address, *overrides]), "train")
+        check_cluster(read_config(None, ["model.path=m", address, *overrides]), Command.train)
         print("allowed")
 except UserError as error:
     print("error", error)

@@ -10,14 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.placement import allocate
-from grpo_megatron.cluster.watch import Watch
 from grpo_megatron.commands.train import assembled_loop
 from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.config.schema import Config, ModelConfig
-from grpo_megatron.controller import Controller
 from grpo_megatron.preflight.load import load_config
-from grpo_megatron.run.turns import State
+from grpo_megatron.rollout.sharing import DeviceUse
 from grpo_megatron.sglang.pool import EnginePool
 from tests.integration.one_rank import sync_from
 from tests.integration.train_runs import STEPS, arguments, metrics
@@ -46,7 +45,13 @@ def engines(ray_here, wide, tmp_path):
     config.rollout.engine = EngineConfig(dtype="float32", max_total_tokens=TOKENS, request_timeout=60)
     cluster = allocate(config, num_ranks=0, num_engines=1)
     engines = EnginePool(
-        cluster, config.rollout, ModelConfig(wide), 0, str(tmp_path), Watch(str(tmp_path), 600), shared=True
+        cluster,
+        config.rollout,
+        ModelConfig(wide),
+        0,
+        str(tmp_path),
+        HangDetector(str(tmp_path), 600),
+        shared=True,
     )
     try:
         engines.wait_until_ready()
@@ -99,12 +104,17 @@ def test_an_engine_gives_back_its_memory_and_then_answers_as_before(engines, wid
         np.testing.assert_array_equal(found, expected)
 
 
-class LastStepDropped(Controller):
-    def train(self, mini_batches):
-        if self.step == STEPS:
+def drop_last_step(controller):
+    """Give no token of the last step a weight in the loss, so that its optimizer steps are dropped."""
+    train = controller.trainer.train
+
+    def without_weights(step, mini_batches, loss):
+        if step == STEPS:
             for mini in mini_batches:
                 mini.batch.set(weight=np.zeros_like(mini.batch.weight))
-        return super().train(mini_batches)
+        return train(step, mini_batches, loss)
+
+    controller.trainer.train = without_weights
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +136,8 @@ def run(ray_here, arithmetic, tmp_path_factory):
     )
     config = load_config(None, arguments(arithmetic, root, *changes))
     printed = io.StringIO()
-    with assembled_loop(config, LastStepDropped) as (controller, parts):
+    with assembled_loop(config) as (controller, parts):
+        drop_last_step(controller)
         with contextlib.redirect_stdout(printed):
             parts.finish(controller.run())
         yield controller, parts, root, printed.getvalue()
@@ -185,7 +196,7 @@ def test_engines_serve_the_newest_weights_whoever_had_the_turn_in_between(run):
     ]
     assert [{span["version"] for sample in step for span in sample} for step in spans] == [{1}, {2}, {3}]
     assert (
-        controller.weight_sync.version == 3
+        controller.rollouts.handover.weight_sync.version == 3
     )  # one before the first step, and one after each that was not dropped
     assert {path.name for path in (root / "turns" / "checkpoints").iterdir()} == {
         f"step_{n:08d}" for n in (1, 2, 3)
@@ -195,25 +206,25 @@ def test_engines_serve_the_newest_weights_whoever_had_the_turn_in_between(run):
 def test_a_wrong_order_is_refused_by_each_side(run):
     controller, parts, _, _ = run
     sequences = [[7, 8, 9]]
-    assert parts.turns.state == State.training  # the export was the last to need the ranks
+    assert parts.sharing.state == DeviceUse.training  # the export was the last to need the ranks
     with pytest.raises(RuntimeError, match=r"`resume_kv_cache` is out of order: ranks are awake"):
-        parts.turns.resume_kv_cache()
-    parts.turns.resume_weights()
-    parts.turns.sync(controller.weight_sync.run)
+        parts.sharing.resume_kv_cache()
+    parts.sharing.resume_weights()
+    parts.sharing.sync(controller.rollouts.handover.weight_sync.run)
     with pytest.raises(RuntimeError, match=r"engine 0 has released the memory of its kv_cache"):
         parts.engines.score(sequences)
-    parts.turns.sleep()
-    parts.turns.resume_kv_cache()
+    parts.sharing.sleep()
+    parts.sharing.resume_kv_cache()
     with pytest.raises(
         RuntimeError,
         match=r"^the trainer's ranks are asleep, because the engines are using the devices that they share$",
     ):
         parts.trainer.reset_reference()
     with pytest.raises(RuntimeError, match=r"`resume_weights` is out of order: engines serve"):
-        controller.sync_weights()
+        controller.rollouts.weights_changed()
     assert len(parts.engines.score(sequences)[0]) == 2
-    controller.ranks_turn()
+    parts.to_ranks()
     with pytest.raises(
         RuntimeError, match=r"engine 0 may not serve: its weights have not been compared with the trainer's"
     ):
-        controller.rollouts.sample(4, controller.prompts)
+        controller.rollouts.source.sample(4, controller.rollouts.prompts)

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.placement import allocate
 from grpo_megatron.cluster.processes import ProcessDied
-from grpo_megatron.cluster.watch import Watch
 from grpo_megatron.cluster.worker_pool import worker_places
 from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.config.reward import RewardConfig
@@ -68,7 +68,12 @@ def running(arithmetic, tokenizer, logs, num_engines=1, **engine):
     reward = RewardConfig(function="tests.integration.helpers:digits")
     rewards = RewardWorkers(reward, tokenizer.decoder, worker_places(cluster.nodes, 1, str(logs)))
     engines = EnginePool(
-        cluster, config.rollout, ModelConfig(str(arithmetic / "model")), 0, str(logs), Watch(str(logs), 600)
+        cluster,
+        config.rollout,
+        ModelConfig(str(arithmetic / "model")),
+        0,
+        str(logs),
+        HangDetector(str(logs), 600),
     )
     try:
         engines.wait_until_ready()

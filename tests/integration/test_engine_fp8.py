@@ -151,8 +151,8 @@ def synced(ray_here, blocks, experts, request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool, "engine_arguments", with_loaders)
         with loop(root, tmp_path_factory.mktemp("runs"), *layouts) as (controller, run):
-            controller.sync_weights()
-            probe = controller.weight_sync.metrics
+            controller.rollouts.start()
+            probe = controller.rollouts.handover.weight_sync.metrics
             layout = EngineLayout.from_config(run.config.rollout.engine)
             yield Synced(str(root / "model"), layout, controller, run.engines, probe)
 
@@ -227,9 +227,9 @@ def test_the_probe_sees_a_layer_that_computes_something_else(synced):
     swapped = {scales(entry).engine for entry in matrices} | {
         entry.engine for entry in matrices if not entry.expert
     }
-    synced.controller.sync_weights()
+    synced.controller.rollouts.weights_changed()
     call(synced.engines, SWAP, sorted(swapped), synced.layout.tp)
-    probe = synced.controller.weight_sync._probe
+    probe = synced.controller.rollouts.handover.weight_sync._probe
     probe.ask_trainer()
     with pytest.raises(RuntimeError, match="log-probs that differ from the trainer's") as raised:
         probe.ask_engines()
@@ -246,7 +246,7 @@ def test_an_engine_that_is_not_in_fp8_is_refused(ray_here, blocks, tmp_path, mon
         loop(blocks, tmp_path) as (controller, _),
         pytest.raises(UserError, match="an engine in FP8 cannot load full tensors"),
     ):
-        controller.sync_weights()
+        controller.rollouts.start()
 
 
 def of_trainer(x, weight):

@@ -33,10 +33,10 @@ def test_weights_reach_both_nodes_and_samples_come_back(two_nodes, experts, tmp_
     with loop(experts, tmp_path, *LAYOUT, f"weight_sync.transport={transport}") as (controller, run):
         assert len(set(run.engines.nodes)) == len(set(run.trainer.nodes)) == 2
         assert largest_mismatch(controller) < 1e-5
-        controller.ranks_turn()
+        run.to_ranks()
         run.trainer.weights.scale(1.1)
         assert largest_mismatch(controller) < 1e-5
-        controller.ranks_turn()
+        run.to_ranks()
         controller.run()
     (row,) = metrics(tmp_path, "sync")
     assert 0 < row["mismatch/max"] <= 1e-4
@@ -45,7 +45,7 @@ def test_weights_reach_both_nodes_and_samples_come_back(two_nodes, experts, tmp_
 @pytest.mark.slow
 def test_a_node_that_dies_ends_the_engine(two_nodes, experts, tmp_path):
     with loop(experts, tmp_path, *LAYOUT) as (controller, run):
-        controller.sync_weights()
+        controller.rollouts.start()
         ((_, node),) = run.engines._others[0].items()
         children = psutil.Process(ray.get(node.ready.remote())).children(recursive=True)
         scheduler = next(child.pid for child in children if "scheduler" in " ".join(child.cmdline()))

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from grpo_megatron.cli import main
 from grpo_megatron.commands.selftest import as_json, investigate, selftest_config
-from grpo_megatron.commands.selftest_investigation import SelftestController
 from grpo_megatron.commands.selftest_verdict import Verdict
 from grpo_megatron.commands.train import assembled_loop
 from grpo_megatron.files import json_text
@@ -57,7 +56,7 @@ def arguments(ray_here, arithmetic, tmp_path_factory) -> list[str]:
 @pytest.fixture(scope="module")
 def controller(arguments):
     config = load_config(None, [*arguments, "run.name=planted"])
-    with assembled_loop(selftest_config(config, STEPS), SelftestController) as (controller, run):
+    with assembled_loop(selftest_config(config, STEPS)) as (controller, run):
         controller.engines = run.engines
         yield controller
 
@@ -65,8 +64,7 @@ def controller(arguments):
 @pytest.fixture
 def verdict(controller):
     def run():
-        controller.step, controller.seen = 0, []
-        return investigate(controller, controller.engines)
+        return investigate(controller, controller.engines, STEPS)
 
     return run
 
@@ -81,9 +79,8 @@ def test_a_sound_run(verdict):
 
 
 def test_another_temperature(controller, verdict, monkeypatch):
-    monkeypatch.setattr(
-        controller.rollouts, "_sampling", replace(controller.rollouts._sampling, temperature=0.8)
-    )
+    source = controller.rollouts.source
+    monkeypatch.setattr(source, "_sampling", replace(source._sampling, temperature=0.8))
     (found,) = verdict().explanations
     assert found.startswith("temperature:")
     assert "at 0.8;" in found
@@ -91,7 +88,8 @@ def test_another_temperature(controller, verdict, monkeypatch):
 
 def test_top_p(controller, verdict, monkeypatch):
     """SGLang's log-probs are those of the whole distribution. Only the samples themselves reveal top-p."""
-    monkeypatch.setattr(controller.rollouts, "_sampling", replace(controller.rollouts._sampling, top_p=0.7))
+    source = controller.rollouts.source
+    monkeypatch.setattr(source, "_sampling", replace(source._sampling, top_p=0.7))
     found = verdict()
     assert max(found.mean) < found.limit
     assert [text.split(":")[0] for text in found.explanations] == ["top-p"]
@@ -99,7 +97,7 @@ def test_top_p(controller, verdict, monkeypatch):
 
 def change_samples(controller, monkeypatch, change):
     """Apply `change` to each sample after it was drawn."""
-    sampled = controller.rollouts.sample
+    sampled = controller.rollouts.source.sample
 
     def sample(step, prompts):
         rollout = sampled(step, prompts)
@@ -108,7 +106,7 @@ def change_samples(controller, monkeypatch, change):
             groups=[replace(group, samples=tuple(map(change, group.samples))) for group in rollout.groups],
         )
 
-    monkeypatch.setattr(controller.rollouts, "sample", sample)
+    monkeypatch.setattr(controller.rollouts.source, "sample", sample)
 
 
 def test_log_probs_of_a_cut_distribution(controller, verdict, monkeypatch):
@@ -150,7 +148,7 @@ def intercepted(controller, monkeypatch, fault):
             return {}
 
     with monkeypatch.context() as patch:
-        patch.setattr(controller.weight_sync, "_resharding", Intercepted())
+        patch.setattr(controller.rollouts.handover.weight_sync, "_resharding", Intercepted())
         yield
 
 
@@ -159,7 +157,8 @@ def test_an_engine_one_version_behind(controller, verdict, monkeypatch):
 
     With learning rate 0, weights only change where the self-test scales them.
     """
-    scale = controller.trainer.scale_weights
+    weights = controller.trainer.policy.weights
+    scale = weights.scale
     factor = {"now": 1.0, "sent": 1.0}
 
     def counted(by):
@@ -173,7 +172,7 @@ def test_an_engine_one_version_behind(controller, verdict, monkeypatch):
         scale(1 / change)
         factor["sent"] = factor["now"]
 
-    monkeypatch.setattr(controller.trainer, "scale_weights", counted)
+    monkeypatch.setattr(weights, "scale", counted)
     with intercepted(controller, monkeypatch, send_those_before):
         (found,) = verdict().explanations
     assert found.startswith("weight version: other weights were synced")
@@ -181,9 +180,9 @@ def test_an_engine_one_version_behind(controller, verdict, monkeypatch):
 
 def test_weights_that_came_late(controller, verdict, monkeypatch):
     """The first update after the start is lost, but acknowledged."""
-    controller.trainer.weights.scale(2.0)
-    controller.sync_weights()
-    controller.trainer.weights.scale(0.5)
+    controller.trainer.policy.weights.scale(2.0)
+    controller.rollouts.weights_changed()
+    controller.trainer.policy.weights.scale(0.5)
 
     with intercepted(controller, monkeypatch, lambda transfer, number: transfer() if number else None):
         (found,) = verdict().explanations
@@ -192,10 +191,10 @@ def test_weights_that_came_late(controller, verdict, monkeypatch):
 
 def test_a_tensor_that_never_arrives(controller, verdict, monkeypatch):
     """The rank sends zeros in its place, so that digests agree."""
-    (rank,) = controller.trainer.group._workers
+    (rank,) = controller.trainer.policy.ranks.group._workers
 
     def exchange(worker, value):  # runs in the rank's process; returns the value before
-        parameter = local_parameters(worker._target.chunks)["decoder.layers.0.mlp.linear_fc2.weight"]
+        parameter = local_parameters(worker._target.model.chunks)["decoder.layers.0.mlp.linear_fc2.weight"]
         before = parameter.detach().clone()
         with torch.no_grad():
             parameter.copy_(torch.zeros_like(before) if value is None else value)
@@ -218,13 +217,13 @@ def test_a_version_tag_of_old(controller, verdict, monkeypatch):
 
     Samples are left in the engine, so that only the next test may use it.
     """
-    real = controller.rollouts._manager._check
+    real = controller.rollouts.source._manager._check
 
     def check(completion, prompt):
         spans = tuple(replace(span, version=span.version - 1) for span in completion.weight_spans)
         real(replace(completion, weight_spans=spans), prompt)
 
-    monkeypatch.setattr(controller.rollouts._manager, "_check", check)
+    monkeypatch.setattr(controller.rollouts.source._manager, "_check", check)
     (found,) = verdict().explanations
     assert found.startswith("weight version: the engine answered with weight version")
 

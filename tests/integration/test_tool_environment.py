@@ -12,6 +12,7 @@ import pytest
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.cluster.worker_pool import worker_places
 from grpo_megatron.commands.sft import sft
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.config.rollout import HistoryKind, RolloutConfig
 from grpo_megatron.data import PromptTokenizer
@@ -263,14 +264,14 @@ def test_sft_reads_prompts_with_the_tools_that_training_offers(tmp_path, monkeyp
         "rollout.max_response_length=9",
         "rollout.environment=tools",
     ]
-    config = load_config(None, settings, "sft")
+    config = load_config(None, settings, Command.sft)
     monkeypatch.setattr(
-        "grpo_megatron.commands.sft.open_site", lambda *_: pytest.fail("the prompt is taken for a short one")
+        "grpo_megatron.commands.sft.open_run", lambda *_: pytest.fail("the prompt is taken for a short one")
     )
     with pytest.raises(
         UserError,
         match=r"d.jsonl:1 has \d+ prompt and 3 response tokens, more than data.max_prompt_length=100",
     ):
         sft(config)
-    (problem,) = check(None, settings, "sft").violations
+    (problem,) = check(None, settings, Command.sft).violations
     assert "data.max_prompt_length=100" in problem

@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM
 from grpo_megatron.batch.schedule import schedule
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.cli import main
+from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.placement import allocate
 from grpo_megatron.cluster.processes import ProcessDied
-from grpo_megatron.cluster.watch import Watch
+from grpo_megatron.config.command import Command
 from grpo_megatron.data import PromptTokenizer, load_prompts
 from grpo_megatron.megatron.spec import actor_spec
 from grpo_megatron.monitoring.charts import OTHERS, charts_of
@@ -295,7 +296,7 @@ def test_a_rank_that_dies_is_named(recorded, arithmetic, root, tmp_path):
     )
     cluster = allocate(config, num_ranks=2, num_engines=0)
     actor = PolicyTrainer(
-        cluster, actor_spec(config), config.megatron, 0, str(tmp_path), 60, Watch(str(tmp_path), 600)
+        cluster, actor_spec(config), config.megatron, 0, str(tmp_path), 60, HangDetector(str(tmp_path), 600)
     )
 
     before = actor.logprobs(batch, schedule(batch.lengths, 128))
@@ -316,7 +317,7 @@ def test_a_rank_that_dies_is_named(recorded, arithmetic, root, tmp_path):
         "step_00000001",
         "step_00000002.partial",
     ]
-    assert open_checkpoint(saver.folder / "step_00000001", "sft").step == 1
+    assert open_checkpoint(saver.folder / "step_00000001", Command.sft).step == 1
     actor.ranks.group.restart()
     assert np.array_equal(actor.logprobs(batch, schedule(batch.lengths, 128)), before)
     actor.close()

@@ -14,6 +14,7 @@ import ray
 from grpo_megatron.cluster.processes import ProcessDied
 from grpo_megatron.commands.train import assembled_loop
 from grpo_megatron.preflight.load import load_config
+from grpo_megatron.weights.sync.sync import WeightSync
 from tests.integration.train_runs import arguments
 
 
@@ -30,9 +31,13 @@ def largest_mismatch(controller) -> float:
 
     The probe raises beyond 20 times the rounding.
     """
-    controller.weight_sync._syncs = 0
-    controller.sync_weights()
-    return controller.weight_sync.metrics["sync/probe_mean"]
+    weight_sync(controller)._syncs = 0
+    controller.rollouts.weights_changed()
+    return weight_sync(controller).metrics["sync/probe_mean"]
+
+
+def weight_sync(controller) -> WeightSync:
+    return controller.rollouts.handover.weight_sync
 
 
 def refuses_to_serve(engines):
@@ -49,9 +54,9 @@ def test_shared_memory_from_two_stages_and_back_to_the_weights_before(ray_here, 
     ):
         refuses_to_serve(run.engines)  # before its first sync
         assert largest_mismatch(controller) < 1e-5
-        full = controller.weight_sync.metrics["sync/sent_gb"]
+        full = weight_sync(controller).metrics["sync/sent_gb"]
         assert largest_mismatch(controller) < 1e-5  # nothing has changed
-        assert controller.weight_sync.metrics["sync/sent_gb"] < 0.02 * full
+        assert weight_sync(controller).metrics["sync/sent_gb"] < 0.02 * full
         run.trainer.weights.scale(2.0)
         assert largest_mismatch(controller) < 1e-5
         verify(controller, run)
@@ -66,10 +71,10 @@ def test_shared_memory_from_two_stages_and_back_to_the_weights_before(ray_here, 
 
 def verify(controller, run):
     """Compare the digests, without a transfer, in a session of their own."""
-    resharding = controller.weight_sync._resharding
+    resharding = weight_sync(controller)._resharding
     run.engines.begin_update()
-    resharding.verify(run.trainer, run.engines, controller.weight_sync.version)
-    run.engines.end_update(controller.weight_sync.version)
+    resharding.verify(run.trainer, run.engines, weight_sync(controller).version)
+    run.engines.end_update(weight_sync(controller).version)
 
 
 @pytest.mark.slow
@@ -105,7 +110,7 @@ def test_into_engines_with_two_tensor_parallel_ranks(ray_here, arithmetic, tmp_p
 
 def one_sync_takes_seconds(controller):
     """Use very small buckets, so that a sync takes seconds. A first sync opens all connections."""
-    resharding = controller.weight_sync._resharding
+    resharding = weight_sync(controller)._resharding
     resharding._setup = replace(resharding._setup, bucket_bytes=100)
 
 
@@ -120,9 +125,9 @@ def test_a_death_in_mid_sync_leaves_no_engine_serving(ray_here, arithmetic, tmp_
     ]
     with loop(arithmetic, tmp_path, *changes) as (controller, run):
         one_sync_takes_seconds(controller)
-        controller.sync_weights()  # connects everything
+        controller.rollouts.weights_changed()  # connects everything
         started = time.monotonic()
-        controller.sync_weights()
+        controller.rollouts.weights_changed()
         seconds = time.monotonic() - started
         assert seconds > 0.5
         process = {
@@ -132,7 +137,7 @@ def test_a_death_in_mid_sync_leaves_no_engine_serving(ray_here, arithmetic, tmp_
         threading.Timer(seconds / 3, os.kill, (process, signal.SIGKILL)).start()
         version = run.engines.weight_version
         with pytest.raises((ProcessDied, RuntimeError)) as caught:
-            controller.sync_weights()
+            controller.rollouts.weights_changed()
         assert {"trainer": "trainer rank 1", "engine": "engine 1"}[victim] in str(caught.value)
         assert run.engines.weight_version == version
         alive = run.engines._engines[:1] if victim == "engine" else run.engines._engines

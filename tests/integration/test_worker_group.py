@@ -12,10 +12,10 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from grpo_megatron.cluster.heart import BEAT_SECONDS, Heart
+from grpo_megatron.cluster.hang_detector import HangDetector, ProcessHangs
+from grpo_megatron.cluster.heartbeat import BEAT_SECONDS, Heartbeat
 from grpo_megatron.cluster.processes import ProcessDied
 from grpo_megatron.cluster.store import StoreAddress
-from grpo_megatron.cluster.watch import ProcessHangs, Watch
 from grpo_megatron.cluster.worker_group import WorkerGroup
 from grpo_megatron.errors import UserError
 
@@ -35,8 +35,8 @@ class Info(NamedTuple):
 
 
 class Member:
-    def __init__(self, rank: int, heart: Heart):
-        self.rank, self.calls, self.heart = rank, 0, heart
+    def __init__(self, rank: int, heartbeat: Heartbeat):
+        self.rank, self.calls, self.heartbeat = rank, 0, heartbeat
 
     def echo(self, *words):
         self.calls += 1
@@ -64,7 +64,7 @@ class Member:
         for _ in range(times):
             time.sleep(1)
             if self.rank == rank:
-                self.heart.tick()
+                self.heartbeat.tick()
 
     def fail_on(self, rank, kind):
         if rank == self.rank:
@@ -76,11 +76,11 @@ class Member:
         time.sleep(20)
 
 
-def build(rank: int, store: StoreAddress, heart: Heart):
+def build(rank: int, store: StoreAddress, heartbeat: Heartbeat):
     meeting = store.connect(timeout=30)
     meeting.set(str(rank), "here")
     meeting.wait(["0", "1", "2"])
-    return Member(rank, heart), Info(rank, os.getpid())
+    return Member(rank, heartbeat), Info(rank, os.getpid())
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def group(ray_here, tmp_path):
     options = [{"num_cpus": 0, "runtime_env": {"env_vars": {"PYTHONPATH": os.getcwd()}}} for _ in range(3)]
     work = []
     group = WorkerGroup(
-        "member", options, str(tmp_path), build, 120, Watch(str(tmp_path), HANG_SECONDS, work.append)
+        "member", options, str(tmp_path), build, 120, HangDetector(str(tmp_path), HANG_SECONDS, work.append)
     )
     group.work = work
     yield group
@@ -146,7 +146,7 @@ def ended(pids):
 
 # In `make test`, test_recovery.py has one that a run outlives.
 def test_a_rank_asleep_is_told_from_those_that_wait_for_it(group, tmp_path):
-    with pytest.raises(ProcessHangs) as raised, group._watch:
+    with pytest.raises(ProcessHangs) as raised, group._hang_detector:
         group.call("meet", [(1,)] * 3)
     (seen,) = group.work[-1]
     assert re.fullmatch(r"rank \d \(place \d\) and 2 more meet", f"{seen['name']} {seen['phase']}")
@@ -169,26 +169,26 @@ def test_a_stopped_rank_is_reported_and_ended(group):
     with (
         ended([group.ranks[2].pid]),
         pytest.raises(ProcessHangs, match=r"^rank 2 \(place 2\) has sent no heartbeat"),
-        group._watch,
+        group._hang_detector,
     ):
         group.call("stop", [(2,)] * 3)
 
 
 def test_ranks_that_wait_for_one_that_works_do_not_hang(group):
-    with group._watch:
+    with group._hang_detector:
         group.call("work", [(0, 3 * int(HANG_SECONDS))] * 3)
 
 
 def test_what_ranks_did_is_known_in_their_own_time(group):
     told, began = [], time.time()
-    group._watch.tell_spans(lambda *span: told.append(span))
+    group._hang_detector.tell_spans(lambda *span: told.append(span))
     group.call("sleep", [(0.0,), (0.3,), (0.0,)])
-    group._watch.flush()
+    group._hang_detector.flush()
     spans = {process: span for process, phase, *span in told if phase == "sleep"}
     assert len(spans) == 3
     start, seconds = spans["member 1 of 3"]
     assert 0.3 <= seconds < 60
     assert began - 1 <= start <= time.time()
     before = len(told)
-    group._watch.flush()
+    group._hang_detector.flush()
     assert len(told) == before

@@ -6,19 +6,21 @@ from operator import attrgetter
 import numpy as np
 import torch
 
+from grpo_megatron.algorithm.algorithm import Algorithm
 from grpo_megatron.algorithm.losses import TokenLoss
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group
 from grpo_megatron.config.schema import Config
-from grpo_megatron.controller import Controller
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.megatron.state import reference
 from grpo_megatron.megatron.state.hf_weights import local_parameters
 from grpo_megatron.model.families import read_architecture
+from grpo_megatron.monitoring.phases import Phases
 from grpo_megatron.trainer.mini_batch import MiniBatch, make_mini_batches
 from grpo_megatron.trainer.policy import PolicyTrainer
 from grpo_megatron.trainer.ranks import RankGroup
+from grpo_megatron.trainer.step import StepTrainer
 from tests.models import random_samples
 from tests.parallel.actors import micro_batches, reference_logprobs
 
@@ -64,7 +66,8 @@ def before_training(config: Config, spec: ActorSpec) -> Step:
     mini_batches = make_mini_batches(groups, config, read_architecture(spec.model_path).cost_model, step=1)
     trainer = InThisProcess(actor)
     before = weights_of(actor)
-    Controller(config, trainer, *[None] * 6).old_and_reference_logprobs(mini_batches)
+    keep_hidden = Algorithm(config).loss.needs_full_kl
+    StepTrainer(trainer, config, Phases()).logprobs(mini_batches, keep_hidden)
     made, after = len(exchanges), weights_of(actor)
     alone = []
     for mini in mini_batches:

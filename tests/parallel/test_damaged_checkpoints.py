@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_megatron.config.command import Command
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
@@ -106,7 +107,7 @@ def test_damage_is_noticed_before_anything_is_loaded(ranks, saved, tmp_path, bat
             continue
         newest, how = found
         with logged() as said:
-            begun = newest_checkpoint(newest.parent, "sft")
+            begun = newest_checkpoint(newest.parent, Command.sft)
         if begun.step == 2:
             for_ranks.append((begun, how))
             continue
@@ -114,8 +115,8 @@ def test_damage_is_noticed_before_anything_is_loaded(ranks, saved, tmp_path, bat
         assert begun.step == 1, how
         assert str(newest) in said[0], how
         with pytest.raises(UserError, match=re.escape(str(newest))):
-            open_checkpoint(newest, "sft")
-    sound = open_checkpoint(saved / "step_00000002", "sft")
+            open_checkpoint(newest, Command.sft)
+    sound = open_checkpoint(saved / "step_00000002", Command.sft)
     folders = [(begun.actor, begun.files) for begun in (sound, *(begun for begun, _ in for_ranks))]
     for each in ranks.run(
         checkpoints.damages, TWO, folders

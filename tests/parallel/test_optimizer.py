@@ -11,8 +11,8 @@ import torch
 
 from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.batch.schedule import schedule
+from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.placement import allocate
-from grpo_megatron.cluster.watch import Watch
 from grpo_megatron.config.schema import Config, LrSchedule, OptimizerConfig, Precision
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.spec import ActorSpec
@@ -268,7 +268,7 @@ def test_too_many_dropped_steps_stop_the_run(folder, tmp_path):
             seed=0,
             log_dir=str(tmp_path),
             timeout=120,
-            watch=Watch(str(tmp_path), 600),
+            hang_detector=HangDetector(str(tmp_path), 600),
         )
         good, bad = make_batch(0), with_fault(make_batch(2), "advantage")
 

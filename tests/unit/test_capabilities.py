@@ -7,6 +7,7 @@ import torch
 
 from grpo_megatron.capabilities import GPUS, Capabilities
 from grpo_megatron.cli import main
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.load import read_config
 from grpo_megatron.preflight.cluster import contradictions
 from grpo_megatron.preflight.cluster_rules import known_capabilities
@@ -26,7 +27,7 @@ def config(*overrides):
     return read_config(None, [*NEEDED, *overrides])
 
 
-def broken(*overrides, command="train") -> list[str]:
+def broken(*overrides, command=Command.train) -> list[str]:
     return violations(config(*overrides), command)
 
 
@@ -132,8 +133,8 @@ def test_ranks_and_engines_on_nodes(overrides, says):
 
 
 def test_fine_tuning_has_no_engines():
-    assert broken(*NODE_OF_8, "megatron.data_parallel=8", command="sft") == []
-    (sentence,) = broken(*NODE_OF_8, "megatron.data_parallel=16", command="sft")
+    assert broken(*NODE_OF_8, "megatron.data_parallel=8", command=Command.sft) == []
+    (sentence,) = broken(*NODE_OF_8, "megatron.data_parallel=16", command=Command.sft)
     assert "16 trainer ranks" in sentence
     assert "there are 8" in sentence
 

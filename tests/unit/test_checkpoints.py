@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_megatron.commands.assemble import Run
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.schema import CheckpointConfig, Config
 from grpo_megatron.errors import Stopped, UserError
 from grpo_megatron.monitoring.phases import Phases
@@ -90,9 +91,9 @@ def contents(saver) -> dict[str, str]:
     for folder in saver.folder.iterdir():
         if folder.name.endswith(".partial"):
             with pytest.raises(UserError, match="not a whole checkpoint"):
-                open_checkpoint(folder, "sft")
+                open_checkpoint(folder, Command.sft)
         else:
-            assert open_checkpoint(folder, "sft").step == int(folder.name.split("_")[1])
+            assert open_checkpoint(folder, Command.sft).step == int(folder.name.split("_")[1])
             found[folder.name] = (folder / "actor" / "value").read_text()
     return found
 
@@ -278,7 +279,7 @@ def finish(saver, trainer, tmp_path) -> dict:
         Config(checkpoint=CheckpointConfig(export_hf=True)),
         SimpleNamespace(phases=Phases(), tensorboard_dir=""),
     )
-    return Run(config, str(tmp_path), monitor, saver, trainer, None, None, None, 0.0, "train").finish(
+    return Run(config, str(tmp_path), monitor, saver, trainer, None, None, None, 0.0, Command.train).finish(
         {"step": trainer.steps}
     )
 

@@ -2,6 +2,7 @@ import re
 
 import pytest
 
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.load import known_keys
 from grpo_megatron.config.schema import OldLogprobs
 from grpo_megatron.errors import UserError
@@ -10,7 +11,7 @@ from grpo_megatron.preflight.load import load_config
 NEEDED = ["model.path=m", "data.train=d.jsonl"]
 
 
-def error_of(*overrides, config=None, command="train") -> str:
+def error_of(*overrides, config=None, command=Command.train) -> str:
     with pytest.raises(UserError) as caught:
         load_config(config, [*NEEDED, *overrides], command)
     return str(caught.value)
@@ -112,4 +113,4 @@ def test_every_field_has_help_and_every_config_file_loads():
     for key, field in known_keys().items():
         assert field.metadata["help"], key
     load_config("configs/quickstart.yaml", [])
-    load_config("configs/quickstart_sft.yaml", [], "sft")
+    load_config("configs/quickstart_sft.yaml", [], Command.sft)

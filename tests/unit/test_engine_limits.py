@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.load import read_config
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.preflight.model import model_violations
@@ -42,30 +43,34 @@ def violations(model, command, *more):
 def test_what_sglang_would_take_for_another_model(tmp_path, family, changes, says):
     model = tiny_model(tmp_path / "model", family, **changes)
     if says is None:
-        assert violations(model, "train") == []
+        assert violations(model, Command.train) == []
         return
-    (rule,) = violations(model, "train")
+    (rule,) = violations(model, Command.train)
     assert re.search(says, rule)
-    assert violations(model, "sft") == []
-    assert violations(model, "train", "rollout.replay=r.jsonl") == []
+    assert violations(model, Command.sft) == []
+    assert violations(model, Command.train, "rollout.replay=r.jsonl") == []
 
 
 def test_beams_find_enough_tokens(tmp_path):
     model = tiny_model(tmp_path / "model", "qwen3")  # of 61 tokens
-    assert violations(model, "train", "rollout.strategy=beam", "rollout.n=30") == []
-    assert violations(model, "train", "rollout.strategy=sampling", "rollout.n=31") == []
+    assert violations(model, Command.train, "rollout.strategy=beam", "rollout.n=30") == []
+    assert violations(model, Command.train, "rollout.strategy=sampling", "rollout.n=31") == []
     for more in (["rollout.n=31"], ["rollout.n=21", "rollout.stop_token_ids=[5]"]):
-        (rule,) = violations(model, "train", "rollout.strategy=beam", *more)
+        (rule,) = violations(model, Command.train, "rollout.strategy=beam", *more)
         assert "has 61 in all: lower rollout.n" in rule
-    assert violations(model, "eval", "data.eval=e.jsonl", "rollout.strategy=beam", "rollout.n=31") == []
+    assert violations(model, Command.eval, "data.eval=e.jsonl", "rollout.strategy=beam", "rollout.n=31") == []
 
 
 def test_an_evaluation_has_engines_and_no_trainer(tmp_path):
     model = tiny_model(tmp_path / "model", "qwen3")  # of 256 positions
     trained = ["megatron.pipeline_parallel=3", "ref.path=/nowhere"]
-    assert violations(model, "eval", "data.eval=e.jsonl", *trained) == []
+    assert violations(model, Command.eval, "data.eval=e.jsonl", *trained) == []
     (layout, length) = violations(
-        model, "eval", "data.eval=e.jsonl", "rollout.engine.tensor_parallel=3", "eval.max_response_length=193"
+        model,
+        Command.eval,
+        "data.eval=e.jsonl",
+        "rollout.engine.tensor_parallel=3",
+        "eval.max_response_length=193",
     )
     assert "rollout.engine.tensor_parallel=3 does not divide" in layout
     assert "data.max_prompt_length + eval.max_response_length = 257" in length
@@ -77,10 +82,10 @@ def test_what_sglang_would_not_find_or_keep_otherwise(tmp_path):
     config = json.loads(path.read_text())
     del config["topk_method"]
     path.write_text(json.dumps(config | {"quantization_config": {"weight_block_size": [128, 128]}}))
-    missing, fp8 = violations(model, "train")
+    missing, fp8 = violations(model, Command.train)
     assert 'add "topk_method": "noaux_tc"' in missing
     assert "FP8 weights" in fp8
-    assert violations(model, "sft") == []
+    assert violations(model, Command.sft) == []
 
 
 @pytest.mark.parametrize(
@@ -115,9 +120,14 @@ def test_what_sglang_would_not_find_or_keep_otherwise(tmp_path):
 )
 def test_the_model_fits_an_engines_parallel_sizes(tmp_path, family, sizes, says):
     model = tiny_model(tmp_path / "model", family)
-    found = violations(model, "train", *(f"rollout.engine.{key}={value}" for key, value in sizes.items()))
+    found = violations(
+        model, Command.train, *(f"rollout.engine.{key}={value}" for key, value in sizes.items())
+    )
     if says is None:
         assert found == []
     else:
         assert any(says in sentence for sentence in found)
-    assert violations(model, "sft", *(f"rollout.engine.{key}={value}" for key, value in sizes.items())) == []
+    assert (
+        violations(model, Command.sft, *(f"rollout.engine.{key}={value}" for key, value in sizes.items()))
+        == []
+    )

@@ -11,6 +11,7 @@ import pytest
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group
 from grpo_megatron.commands.evaluate import evaluate, table
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.data import DataConfig
 from grpo_megatron.config.load import read_config
 from grpo_megatron.config.reward import RewardConfig
@@ -202,25 +203,26 @@ def test_what_is_about_the_trainer_alone_is_not_looked_at():
         "cluster.placement=colocated",
         "rollout.strategy=beam",
     ]
-    assert violations(read_config(None, [*given, *training], "eval"), "eval") == []
+    assert violations(read_config(None, [*given, *training], Command.eval), Command.eval) == []
     assert (
         len(
             violations(
-                read_config(None, [*given, "reward.answer_from=[]", "rollout.max_turns=3"], "eval"), "eval"
+                read_config(None, [*given, "reward.answer_from=[]", "rollout.max_turns=3"], Command.eval),
+                Command.eval,
             )
         )
         == 2
     )
     with pytest.raises(UserError, match=r"no value for data\.eval"):
-        read_config(None, given[:1], "eval")
+        read_config(None, given[:1], Command.eval)
 
 
 @pytest.mark.parametrize(
     ("command", "data", "of"),
     [
-        ("train", "data.eval=e.jsonl", ["rollout", "eval"]),
-        ("train", "data.eval=null", ["rollout"]),
-        ("eval", "data.eval=e.jsonl", ["eval"]),
+        (Command.train, "data.eval=e.jsonl", ["rollout", "eval"]),
+        (Command.train, "data.eval=null", ["rollout"]),
+        (Command.eval, "data.eval=e.jsonl", ["eval"]),
         ("sft", "data.eval=e.jsonl", ["rollout"]),
     ],
 )

@@ -1,10 +1,8 @@
 """Messages about a process that died, made from logs and from Ray's report."""
 
 import pytest
-from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, RayError
 
-from grpo_megatron.cluster import last_words
 from grpo_megatron.cluster.processes import Process
 
 NOISE = """\
@@ -151,22 +149,6 @@ def test_the_message(tmp_path, log, report, how, lines):
     assert said.endswith(f"; its log is {path}")
     assert how in said
     assert quoted == [f"  | {line}" for line in lines] if lines is not None else quoted
-
-
-@pytest.mark.parametrize(("address", "was_here"), [("127.0.0.1", True), ("192.0.2.7", False), ("", False)])
-def test_the_kernels_kills_are_counted_for_processes_of_this_machine(
-    address, was_here, tmp_path, monkeypatch
-):
-    """192.0.2.0/24 belongs to no machine, and Ray leaves out an address that it does not know."""
-    (tmp_path / "log").touch()
-    process = Process("engine 0", str(tmp_path / "log"))
-    monkeypatch.setattr(last_words, "_killed_before", last_words.killed_for_memory() - 1)
-    context = ActorDiedErrorContext(
-        actor_id=bytes(16), class_name="Engine", node_ip_address=address, error_message=BROKEN
-    )
-    said = str(process.died("generate", ActorDiedError(context)))
-    assert ("this machine was out of memory" in said) == was_here
-    assert ("by hand, or by the kernel for lack of memory" in said) != was_here
 
 
 def test_a_log_elsewhere_and_a_death_without_report():

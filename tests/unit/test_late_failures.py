@@ -6,6 +6,7 @@ import socket
 import pytest
 import torch
 
+from grpo_megatron.config.command import Command
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.memory.parking import Parking
 from grpo_megatron.paths import output_file_problem, output_folder_problem
@@ -41,7 +42,7 @@ def arguments(tmp_path, *changes):
     ]
 
 
-def violations(tmp_path, *changes, command="train"):
+def violations(tmp_path, *changes, command=Command.train):
     return check(None, arguments(tmp_path, *changes), command).violations
 
 
@@ -146,7 +147,7 @@ def test_what_is_right_passes_and_leaves_no_trace(tmp_path, changes):
     ("tokens", "absent"),
     [("99999999", "99999999"), ("3,10000", "10000"), (str(2**40), str(2**40)), ("0,3", None), ("", None)],
 )
-@pytest.mark.parametrize("command", ["train", "eval"])
+@pytest.mark.parametrize("command", [Command.train, Command.eval])
 def test_a_token_that_the_model_cannot_write_ends_no_response(command, tokens, absent, model, tmp_path):
     """The run used to go on, and every response was as long as possible."""
     found = violations(tmp_path, f"model.path={model}", f"rollout.stop_token_ids=[{tokens}]", command=command)
@@ -158,7 +159,7 @@ def test_a_token_that_the_model_cannot_write_ends_no_response(command, tokens, a
 
 def test_a_path_that_is_wrong_here_may_be_right_on_the_cluster(tmp_path):
     report = check(
-        None, arguments(tmp_path, "run.root=README.md", "cluster.gpu=none", "cluster.nodes=1"), "train"
+        None, arguments(tmp_path, "run.root=README.md", "cluster.gpu=none", "cluster.nodes=1"), Command.train
     )
     assert not any("run.root" in one for one in report.violations)
     assert any(
@@ -170,7 +171,7 @@ def test_a_path_that_is_wrong_here_may_be_right_on_the_cluster(tmp_path):
 @pytest.mark.parametrize("key", ["run.root", "megatron.offload_folder", "rollout.record"])
 def test_a_path_of_another_machine_is_not_judged(key, tmp_path):
     """The nodes' disks often do not exist where a job is submitted."""
-    report = check(None, arguments(tmp_path, f"{key}=/of-the-nodes/x"), "train")
+    report = check(None, arguments(tmp_path, f"{key}=/of-the-nodes/x"), Command.train)
     assert report.violations == []
     assert f"{key}: nothing of /of-the-nodes/x is on this machine" in report.not_checked
 
@@ -189,7 +190,7 @@ def test_a_start_refuses_it_before_any_process(tmp_path, changes, says):
     """`train` does not check everything that `config check` does."""
     config = load_config(None, arguments(tmp_path, *changes))
     with pytest.raises(UserError) as raised:
-        check_output_folders(config, "train")
+        check_output_folders(config, Command.train)
     assert says in str(raised.value)
 
 
@@ -197,7 +198,7 @@ def test_a_folder_of_the_nodes_is_for_the_ranks_to_say(tmp_path):
     config = load_config(
         None, arguments(tmp_path, "megatron.offload_folder=README.md", "cluster.ray_address=head:1")
     )
-    check_output_folders(config, "train")
+    check_output_folders(config, Command.train)
     with pytest.raises(UserError) as raised:
         Parking("README.md")
     assert (

@@ -12,6 +12,7 @@ from grpo_megatron.algorithm.kl import FULL_KL, KL_TYPES
 from grpo_megatron.algorithm.surrogates import RATIO_LEVELS
 from grpo_megatron.batch.token_weights import LOSS_AGG_MODES
 from grpo_megatron.capabilities import GPUS
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.load import known_keys
 from grpo_megatron.config.options import limits_of
 from grpo_megatron.config.schema import Config
@@ -125,7 +126,7 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize(("key", "value", "says"), NONSENSE)
-@pytest.mark.parametrize("command", ["train", "sft"])
+@pytest.mark.parametrize("command", [Command.train, Command.sft])
 def test_what_makes_no_sense_is_refused_by_both_commands(key, value, says, command):
     """There is no other message: a rule is not asked about a value that cannot be."""
     (sentence,) = violations(with_value(key, value), command)
@@ -167,4 +168,4 @@ def test_the_schemas_choices_are_those_of_the_packages_that_know_them():
 def test_every_default_is_legal():
     config = Config()
     config.model.path, config.data.train = "model", "data.jsonl"
-    assert violations(config, "train") == violations(config, "sft") == []
+    assert violations(config, Command.train) == violations(config, Command.sft) == []

@@ -9,6 +9,7 @@ import pytest
 
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.data import DataConfig
 from grpo_megatron.config.load import read_config
 from grpo_megatron.data import PromptTokenizer
@@ -213,7 +214,7 @@ def test_a_score_that_is_no_number_ends_the_run(folders):
 # --- before anything starts
 
 
-def violations(folders, path: str, *overrides: str, command: str = "train") -> list[str]:
+def violations(folders, path: str, *overrides: str, command: Command = Command.train) -> list[str]:
     changes = [
         f"model.path={folders['policy']}",
         "data.train=d.jsonl",
@@ -249,14 +250,14 @@ def test_a_classifier_of_two_labels_is_no_reward_model(tmp_path):
 
 def test_a_family_without_a_class_in_transformers_is_refused(tmp_path):
     tiny_model(tmp_path, "glm4_moe")
-    config = read_config(None, [f"model.path={tmp_path}", "data.train=d.jsonl"], "reward-model")
-    found = model_violations(config, read_architecture(str(tmp_path)), "reward-model")
+    config = read_config(None, [f"model.path={tmp_path}", "data.train=d.jsonl"], Command.reward_model)
+    found = model_violations(config, read_architecture(str(tmp_path)), Command.reward_model)
     assert any("transformers has no glm4_moe for sequence classification" in sentence for sentence in found)
 
 
 def test_a_reward_model_writes_nothing(folders):
     config = read_config(None, [f"model.path={folders['same']}", "data.train=d.jsonl"])
-    for command in ("train", "sft", "eval"):
+    for command in (Command.train, Command.sft, Command.eval):
         found = model_violations(config, read_architecture(folders["same"]), command)
         assert any(f"cannot be the model of `{command}`" in sentence for sentence in found)
 

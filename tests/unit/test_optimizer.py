@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.derived import lr_decay_steps
 from grpo_megatron.config.schema import LrSchedule, OptimizerConfig, WsdDecayStyle
 from grpo_megatron.errors import UserError
@@ -213,10 +214,10 @@ def test_the_schedule_is_as_long_as_the_run():
         "train.ppo_epochs=3",
     ]
     config = load_config(None, [*NEEDED, *run])
-    assert lr_decay_steps(config, "train") == 10 * 4 * 3
-    assert lr_decay_steps(config, "sft") == 10
+    assert lr_decay_steps(config, Command.train) == 10 * 4 * 3
+    assert lr_decay_steps(config, Command.sft) == 10
     given = load_config(None, [*NEEDED, *run, "optimizer.lr_decay_steps=7"])
-    assert lr_decay_steps(given, "train") == lr_decay_steps(given, "sft") == 7
+    assert lr_decay_steps(given, Command.train) == lr_decay_steps(given, Command.sft) == 7
 
 
 # --- dropped steps

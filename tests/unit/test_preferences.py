@@ -16,6 +16,7 @@ from grpo_megatron.batch.layout import Layout
 from grpo_megatron.batch.pairs import schedule_pairs
 from grpo_megatron.batch.schedule import CostModel
 from grpo_megatron.commands.reward_model import _Training
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.data import DataConfig, OverlongPrompts
 from grpo_megatron.config.load import read_config
 from grpo_megatron.data import PromptTokenizer
@@ -317,15 +318,15 @@ class Ranks:
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_held_out_pairs_that_replicas_cannot_share_evenly(tmp_path, conversations, packing, count):
     overrides = ["model.path=m", "data.train=d.jsonl", "megatron.data_parallel=3", f"train.packing={packing}"]
-    config = read_config(None, overrides, "reward-model")
+    config = read_config(None, overrides, Command.reward_model)
     records = [
         {"prompt": "1+1", "chosen": "2" * (3 + number % 2), "rejected": "2" * (1 + number)}
         for number in range(count)
     ]
     held_out, _ = load(tmp_path, conversations, *[r for r in records if r["chosen"] != r["rejected"]])
-    monitor = SimpleNamespace(phases=lambda name: nullcontext(), evaluated=lambda step, scalars: None)
+    monitor = SimpleNamespace(phases=lambda name: nullcontext())
     run = SimpleNamespace(config=config, state=None, trainer=Ranks(), monitor=monitor)
     ahead = [len(chosen.response_ids) - len(rejected.response_ids) for chosen, rejected in held_out]
-    found = _Training(run, held_out, held_out)._evaluate(0)
+    found = _Training(run, held_out, held_out).evaluate(0)
     assert found["eval/margin"] == pytest.approx(np.mean(ahead))
     assert found["eval/accuracy"] == pytest.approx(np.mean(np.array(ahead) > 0))

@@ -111,7 +111,7 @@ def test_lack_of_memory_is_a_lost_process_and_says_what_needed_the_memory(report
     ids=lambda value: type(value).__name__ if isinstance(value, RayError) else "",
 )
 def test_a_lost_process_is_replaced(error, says, tmp_path):
-    """`persist` answers ProcessLost with a restart from the newest checkpoint."""
+    """`run_with_restarts` answers ProcessLost with a restart from the newest checkpoint."""
     (tmp_path / "log").touch()
     found = process_error(error, Process("engine 0", str(tmp_path / "log")), "generate")
     assert isinstance(found, ProcessDied)

@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from grpo_megatron.config.data import DataConfig
 from grpo_megatron.data import PromptSource, PromptTokenizer, load_prompts, read_records
-from grpo_megatron.data.lazy import Chain
+from grpo_megatron.data.lazy import ConcatSequence
 from grpo_megatron.errors import UserError
 
 A, B = {"prompt": "1+1", "answer": "2"}, {"prompt": "2+2", "answer": "4", "more": {"n": [1, None, "x,]}"]}}
@@ -276,7 +276,7 @@ def test_a_file_that_changes_during_the_run(tmp_path, tokenizer):
 
 
 def test_a_chain_of_sequences():
-    chain = Chain([[1, 2], [], [3]])
+    chain = ConcatSequence([[1, 2], [], [3]])
     assert list(chain) == [1, 2, 3]
     assert chain[-1] == 3
     with pytest.raises(IndexError):

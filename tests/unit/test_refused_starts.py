@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from grpo_megatron.batch.prompt import Prompt
-from grpo_megatron.cluster.watch import Watch
+from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.commands import assemble, reward_model, sft, train
+from grpo_megatron.config.command import Command
 from grpo_megatron.data import EpochOrder, PromptSource
 from grpo_megatron.errors import ProcessLost, UserError
 from grpo_megatron.monitoring.status import StatusFile
@@ -45,7 +46,7 @@ def test_a_checkpoint_of_other_data_is_refused_before_anything_changes(tmp_path)
 
     with (
         pytest.raises(UserError, match="of other data"),
-        open_run_folder(config_of(tmp_path, str(other)), "train", must_fit),
+        open_run_folder(config_of(tmp_path, str(other)), Command.train, must_fit),
     ):
         pytest.fail("it begins")
     assert seen == [5]
@@ -71,12 +72,12 @@ def test_every_command_looks_whether_its_data_are_the_checkpoints(command, tmp_p
     config.data.train = "t.jsonl"
 
     @contextmanager
-    def open_site(config, command, guard, must_fit):
+    def open_run(config, command, guard, must_fit):
         asked.append((command, must_fit))
         raise InterruptedError
         yield
 
-    nothing = {"open_site": open_site, "PromptTokenizer": lambda *_: None}
+    nothing = {"open_run": open_run, "PromptTokenizer": lambda *_: None}
     if command == "train":
         run, state = train.train, lambda count: {"prompts": source(count).state_dict()}
         given = {
@@ -118,7 +119,7 @@ def test_every_command_looks_whether_its_data_are_the_checkpoints(command, tmp_p
 
 @pytest.fixture
 def place(monkeypatch):
-    """A function that makes the site of a run that begins as run.resume says.
+    """A function that makes the context of a run that begins as run.resume says.
 
     load: what its ranks do to the checkpoint that they load.
     """
@@ -129,12 +130,14 @@ def place(monkeypatch):
     monkeypatch.setattr(assemble, "actor_spec", lambda *_: None)
     monkeypatch.setattr(assemble, "_throughput", lambda _: None)
 
-    def make(tmp_path, resume, load) -> assemble.Site:
+    def make(tmp_path, resume, load) -> assemble.RunContext:
         ranks.load = load
         config, folder = config_of(tmp_path, resume), str(tmp_path / NAME)
-        start, cluster = beginning(config, "train"), SimpleNamespace(must_be_whole=lambda: None)
-        status, watch = StatusFile(folder, NAME, 100), Watch(folder, 600.0)
-        return assemble.Site(config, "train", folder, status, start, cluster, watch, None, Guard(), 0.0)
+        start, cluster = beginning(config, Command.train), SimpleNamespace(must_be_whole=lambda: None)
+        status, watch = StatusFile(folder, NAME, 100), HangDetector(folder, 600.0)
+        return assemble.RunContext(
+            config, Command.train, folder, status, start, cluster, watch, None, Guard(), 0.0
+        )
 
     return make
 
@@ -147,12 +150,12 @@ def test_rows_stay_until_a_named_checkpoint_has_been_loaded(place, tmp_path):
     folder, other = earlier_run(tmp_path)
     names = [folder / METRICS, folder / TRAINED, folder / "result.json"]
     before = [path.read_bytes() for path in names]
-    site = place(tmp_path, str(other), damaged)
-    with pytest.raises(DamagedCheckpoint), assemble.assemble(site, site.checkpoint):
+    context = place(tmp_path, str(other), damaged)
+    with pytest.raises(DamagedCheckpoint), assemble.assemble(context, context.checkpoint):
         pytest.fail("it begins")
     assert [path.read_bytes() for path in names] == before
-    site = place(tmp_path, str(other), lambda *_: None)
-    with assemble.assemble(site, site.checkpoint):
+    context = place(tmp_path, str(other), lambda *_: None)
+    with assemble.assemble(context, context.checkpoint):
         assert [(folder / name).read_text() for name in (METRICS, TRAINED)] == [rows(*range(1, 6))] * 2
         assert not (folder / "result.json").exists()
 
@@ -166,15 +169,15 @@ def test_a_rank_that_is_lost_while_a_named_checkpoint_is_loaded_does_not_bring_b
         if len(begun) == 1:
             raise ProcessLost("a rank died")
 
-    def attempt(site, start):
+    def attempt(context, start):
         begun.append(start.step)
-        with assemble.assemble(site, start):
+        with assemble.assemble(context, start):
             if len(begun) == 2:
                 checkpoint(folder / "checkpoints" / "step_00000004", state_of(4))
                 raise ProcessLost("later")
         return {}
 
-    site = place(tmp_path, str(folder / "checkpoints" / "step_00000002"), load)
-    site.config.run.max_restarts = 2
-    assemble.persist(site, attempt)
+    context = place(tmp_path, str(folder / "checkpoints" / "step_00000002"), load)
+    context.config.run.max_restarts = 2
+    assemble.run_with_restarts(context, attempt)
     assert begun == [2, 2, 4]

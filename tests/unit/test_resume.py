@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from grpo_megatron.cli import main
-from grpo_megatron.cluster.watch import Watch
+from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.commands import assemble
+from grpo_megatron.config.command import Command
 from grpo_megatron.errors import UserError
 from grpo_megatron.monitoring.status import StatusFile
 from grpo_megatron.run.checkpoints import NotWritten
-from grpo_megatron.run.folder import beginning, set_aside, take_back
+from grpo_megatron.run.folder import beginning, quarantine_later_checkpoints, trim_logs
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.manifest import DamagedCheckpoint, must_be_sound, problems, record_of, write_manifest
 from grpo_megatron.run.resume import as_saved, differences, finished_result, open_checkpoint
@@ -24,7 +25,7 @@ from tests.unit.run_folders import NAME, STATE, checkpoint, config_of, rows, run
 
 
 def test_a_whole_checkpoint_is_opened(tmp_path):
-    found = open_checkpoint(checkpoint(tmp_path / "c", state_of(3)), "train")
+    found = open_checkpoint(checkpoint(tmp_path / "c", state_of(3)), Command.train)
     assert (found.step, found.state, list(found.files)) == (3, state_of(3), ["weights"])
     assert found.actor == str(tmp_path / "c" / "actor")
 
@@ -43,7 +44,7 @@ def test_a_whole_checkpoint_is_opened(tmp_path):
 def test_a_state_that_does_not_fit_is_one_message(state, said, capsys, tmp_path):
     folder = checkpoint(tmp_path / "c", state)
     with pytest.raises(UserError, match=r"state\.json") as caught:
-        open_checkpoint(folder, "train")
+        open_checkpoint(folder, Command.train)
     assert said in str(caught.value)
     assert (
         main(["config", "check", "model.path=/nowhere", "data.train=/nowhere", f"run.resume={folder}"]) == 2
@@ -55,9 +56,9 @@ def test_a_state_that_does_not_fit_is_one_message(state, said, capsys, tmp_path)
 def test_a_folder_that_is_no_checkpoint(tmp_path):
     for folder, said in ((tmp_path, "not a whole checkpoint"), (tmp_path / "none", "does not exist")):
         with pytest.raises(UserError, match=said):
-            open_checkpoint(folder, "train")
+            open_checkpoint(folder, Command.train)
     with pytest.raises(UserError, match="not a whole checkpoint"):
-        open_checkpoint(checkpoint(tmp_path / "step_00000003.partial", state_of(3)), "train")
+        open_checkpoint(checkpoint(tmp_path / "step_00000003.partial", state_of(3)), Command.train)
 
 
 def _half(path):
@@ -85,12 +86,12 @@ def test_a_damaged_one_is_passed_over_or_refused_by_name(name, damage, tmp_path)
     newest = folder / "checkpoints" / "step_00000004"
     damage(newest / name)
     with logged() as said:
-        assert beginning(config_of(tmp_path), "train").step == 2
+        assert beginning(config_of(tmp_path), Command.train).step == 2
     assert len(said) == 1
     assert str(newest) in said[0]
     assert said[0].startswith("passed over: ")
     with pytest.raises(DamagedCheckpoint, match=str(newest)):
-        beginning(config_of(tmp_path, str(newest)), "train")
+        beginning(config_of(tmp_path, str(newest)), Command.train)
 
 
 def _lose_entry(files):
@@ -118,7 +119,7 @@ def test_a_manifest_that_says_something_else_than_was_written_is_damaged(change,
     change(content["files"])
     manifest.write_text(json.dumps(content))
     with logged() as said:
-        assert beginning(config_of(tmp_path), "train").step == 2
+        assert beginning(config_of(tmp_path), Command.train).step == 2
     assert [f"{manifest} does not match its own digest" in line for line in said] == [True]
 
 
@@ -132,10 +133,10 @@ def test_a_truncated_file_is_damage_though_this_command_does_not_read_it(tmp_pat
     write_manifest(
         folder, {name: record_of(folder / name) for name in ("state.json", "actor/weights", "notes")}
     )
-    open_checkpoint(folder, "train")
+    open_checkpoint(folder, Command.train)
     os.truncate(folder / "notes", 999)
     with pytest.raises(DamagedCheckpoint, match="notes has 999 bytes, 1000 were written"):
-        open_checkpoint(folder, "train")
+        open_checkpoint(folder, Command.train)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "actor/weights"])
@@ -148,7 +149,7 @@ def test_what_cannot_be_read_is_not_damaged(name, tmp_path):
     file.unlink()
     file.symlink_to(file)  # to look at it is an OSError, ELOOP
     with pytest.raises(UserError, match=f"{file} cannot be read on {socket.gethostname()}") as caught:
-        beginning(config_of(tmp_path), "train")
+        beginning(config_of(tmp_path), Command.train)
     assert not isinstance(caught.value, DamagedCheckpoint)
 
 
@@ -160,11 +161,11 @@ def test_a_folder_that_cannot_be_listed_is_not_empty(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "scandir", stale)
     monkeypatch.setattr(os, "listdir", stale)
     with pytest.raises(UserError, match=r"checkpoints cannot be read on .*: Stale file handle"):
-        beginning(config_of(tmp_path), "train")
+        beginning(config_of(tmp_path), Command.train)
 
 
 def test_ranks_tell_what_they_cannot_read_from_damage(tmp_path):
-    found = open_checkpoint(checkpoint(tmp_path / "c", state_of(3)), "train")
+    found = open_checkpoint(checkpoint(tmp_path / "c", state_of(3)), Command.train)
     weights = Path(found.actor, "weights")
     assert problems(weights.parent, found.files, ["weights"]) == []
     weights.write_bytes(bytes(256))
@@ -185,19 +186,19 @@ def test_where_all_are_damaged_nothing_begins(tmp_path):
     with pytest.raises(
         UserError, match=r"none of the 2 checkpoints .* is sound; run\.resume=none starts anew"
     ):
-        beginning(config_of(tmp_path), "train")
-    assert beginning(config_of(tmp_path, "none"), "train") is None
+        beginning(config_of(tmp_path), Command.train)
+    assert beginning(config_of(tmp_path, "none"), Command.train) is None
 
 
 def test_without_checkpoints_it_is_a_new_run(tmp_path):
     folder = run_with(tmp_path, metrics=rows(1))
     (folder / "checkpoints" / "step_00000002.partial").mkdir(parents=True)
-    assert beginning(config_of(tmp_path), "train") is None
+    assert beginning(config_of(tmp_path), Command.train) is None
 
 
 def test_the_step_is_a_number_not_a_text(tmp_path):
     run_with(tmp_path, 99_999_999, 100_000_000)
-    assert beginning(config_of(tmp_path), "train").step == 100_000_000
+    assert beginning(config_of(tmp_path), Command.train).step == 100_000_000
 
 
 class _Cluster:
@@ -211,17 +212,19 @@ def attempts(tmp_path, resume, outcomes) -> list[int]:
     outcomes: an exception or a result for each attempt.
     """
     config, begun = config_of(tmp_path, resume), []
-    start = beginning(config, "train")
+    start = beginning(config, Command.train)
     folder = str(tmp_path / NAME)
-    status, watch = StatusFile(folder, NAME, 100), Watch(folder, 600.0)
-    place = assemble.Site(config, "train", folder, status, start, _Cluster(), watch, None, Guard(), 0.0)
+    status, watch = StatusFile(folder, NAME, 100), HangDetector(folder, 600.0)
+    context = assemble.RunContext(
+        config, Command.train, folder, status, start, _Cluster(), watch, None, Guard(), 0.0
+    )
 
-    def attempt(site, checkpoint):
+    def attempt(context, checkpoint):
         begun.append(checkpoint.step if checkpoint else 0)
         outcome = outcomes.pop(0)
         if not isinstance(outcome, DamagedCheckpoint):
-            set_aside(site.directory, checkpoint)  # it has been loaded
-            take_back(site.directory, checkpoint)
+            quarantine_later_checkpoints(context.directory, checkpoint)  # it has been loaded
+            trim_logs(context.directory, checkpoint)
         if isinstance(outcome, BaseException):
             raise outcome
         if callable(outcome):
@@ -229,7 +232,7 @@ def attempts(tmp_path, resume, outcomes) -> list[int]:
             raise assemble.ProcessLost("a rank died")
         return outcome
 
-    assemble.persist(place, attempt)
+    assemble.run_with_restarts(context, attempt)
     return begun
 
 
@@ -278,7 +281,9 @@ def test_a_failed_save_is_not_tried_again_by_a_restart(tmp_path):
 
 def test_what_is_configured_otherwise_is_said(tmp_path):
     config = config_of(tmp_path)
-    start = open_checkpoint(checkpoint(tmp_path / "c", state_of(3) | {"config": as_saved(config)}), "train")
+    start = open_checkpoint(
+        checkpoint(tmp_path / "c", state_of(3) | {"config": as_saved(config)}), Command.train
+    )
     assert differences(start, config) == []
     config.optimizer.lr, config.data.train, config.run.resume = 0.5, ["a", "b"], "none"
     assert differences(start, config) == [
@@ -301,7 +306,7 @@ def test_a_finished_run_ends_at_once(result, resume, finished, tmp_path, capsys)
     folder = run_with(tmp_path)
     (folder / "result.json").write_text(json.dumps(result))
     config = config_of(tmp_path, resume)
-    assert (finished_result(config, "train") == result) is finished
+    assert (finished_result(config, Command.train) == result) is finished
     assert ("is finished" in capsys.readouterr().out) is finished
 
 
@@ -310,5 +315,5 @@ def test_a_finished_run_of_another_command_is_not_this_one(tmp_path):
     with pytest.raises(
         UserError, match=r"is a finished run of `sft`, not of `train`: choose another run\.name"
     ):
-        finished_result(config_of(tmp_path), "train")
-    assert finished_result(config_of(tmp_path, "none"), "train") is None
+        finished_result(config_of(tmp_path), Command.train)
+    assert finished_result(config_of(tmp_path, "none"), Command.train) is None

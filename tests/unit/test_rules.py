@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from grpo_megatron.capabilities import Capabilities
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.load import known_keys, read_config
 from grpo_megatron.model.architecture import MoE
 from grpo_megatron.model.parallel_sizes import ParallelSizes
@@ -226,7 +227,7 @@ class NotedSizes(ParallelSizes):
 
 
 def config_that_breaks(rule):
-    return read_config(None, [*NEEDED, *BROKEN[rule.name]], "train")
+    return read_config(None, [*NEEDED, *BROKEN[rule.name]], Command.train)
 
 
 def ask(rule) -> tuple[list[str], set[str] | None]:
@@ -287,6 +288,8 @@ def test_a_broken_rule_is_reported_by_the_commands_it_is_for(rule):
 
 
 def test_no_rule_holds_against_a_cluster_of_which_nothing_is_known():
-    config = read_config(None, [*NEEDED, "megatron.precision=fp8", "megatron.tensor_parallel=64"], "train")
+    config = read_config(
+        None, [*NEEDED, "megatron.precision=fp8", "megatron.tensor_parallel=64"], Command.train
+    )
     assert violations(config, capabilities=Capabilities("somewhere")) == []
     assert violations(config, capabilities=known_capabilities(config)) != []

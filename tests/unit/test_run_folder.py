@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from grpo_megatron.cli import main
+from grpo_megatron.config.command import Command
 from grpo_megatron.errors import UserError
 from grpo_megatron.monitoring.run_files import RunFiles
 from grpo_megatron.process_tree import start_mark
@@ -23,8 +24,8 @@ from grpo_megatron.run.folder import (
     beginning,
     kept_rows,
     open_run_folder,
-    set_aside,
-    take_back,
+    quarantine_later_checkpoints,
+    trim_logs,
 )
 from grpo_megatron.run.lock import Ownership, is_in_use
 from grpo_megatron.run.resume import open_checkpoint
@@ -37,9 +38,9 @@ def test_a_resumed_run_keeps_what_there_is_up_to_its_step(tmp_path):
     (folder / "result.json").write_text("{}")
     for name in ("step_00000004.deleted", "step_00000006.partial"):
         (folder / "checkpoints" / name).mkdir()
-    begun = open_checkpoint(folder / "checkpoints" / "step_00000002", "train")
-    take_back(str(folder), begun)
-    set_aside(str(folder), begun)
+    begun = open_checkpoint(folder / "checkpoints" / "step_00000002", Command.train)
+    trim_logs(str(folder), begun)
+    quarantine_later_checkpoints(str(folder), begun)
     assert (folder / METRICS).read_text() == (folder / TRAINED).read_text() == rows(1, 2)
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
         "step_00000002",
@@ -52,7 +53,7 @@ def test_what_a_resumed_run_measures_follows_the_rows_that_it_keeps(tmp_path):
     """Its listeners exist before it is known whether it can begin at all."""
     folder = run_with(tmp_path, 2, 4, metrics=rows(1, 2, 3, 4))
     files = RunFiles(str(folder), 2)
-    take_back(str(folder), open_checkpoint(folder / "checkpoints" / "step_00000002", "train"))
+    trim_logs(str(folder), open_checkpoint(folder / "checkpoints" / "step_00000002", Command.train))
     files.scalars(3, {"loss": 0.5})
     files.close()
     assert (folder / METRICS).read_text() == rows(1, 2, 3)
@@ -64,21 +65,25 @@ def test_one_that_was_set_aside_stays_when_the_run_begins_from_it(tmp_path, caps
     first = checkpoints / "step_00000004"
     for number in (1, 2):  # the user goes back to step 2 twice
         (first / "course").write_text(str(number))
-        set_aside(str(folder), open_checkpoint(checkpoints / "step_00000002", "train"))
+        quarantine_later_checkpoints(
+            str(folder), open_checkpoint(checkpoints / "step_00000002", Command.train)
+        )
         checkpoint(first, state_of(4))
     capsys.readouterr()
-    set_aside(str(folder), open_checkpoint(checkpoints / "step_00000004.aside", "train"))
+    quarantine_later_checkpoints(
+        str(folder), open_checkpoint(checkpoints / "step_00000004.aside", Command.train)
+    )
     assert capsys.readouterr().out.startswith(f"set aside: {first} is now step_00000004.aside.2")
     assert (checkpoints / "step_00000004.aside" / "course").read_text() == "1"
     assert (checkpoints / "step_00000004.aside.1" / "course").read_text() == "2"
-    assert beginning(config_of(tmp_path), "train").step == 2
+    assert beginning(config_of(tmp_path), Command.train).step == 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("resume", "kept"), [("auto", False), ("named", True)])
 def test_a_run_that_continues_by_itself_keeps_no_more_than_others(resume, kept, tmp_path):
     newest = run_with(tmp_path, 2) / "checkpoints" / "step_00000002"
-    with open_run_folder(config_of(tmp_path, resume if resume == "auto" else str(newest)), "train"):
+    with open_run_folder(config_of(tmp_path, resume if resume == "auto" else str(newest)), Command.train):
         assert is_in_use(newest) is kept
 
 
@@ -102,8 +107,8 @@ def test_what_cannot_be_deleted_ends_no_start(held_open, tmp_path, capsys):
         (checkpoints / name).mkdir()
         (checkpoints / name / "held").touch()
         (checkpoints / name / "other").touch()
-    begun = open_checkpoint(checkpoints / "step_00000002", "train")
-    take_back(str(folder), begun)
+    begun = open_checkpoint(checkpoints / "step_00000002", Command.train)
+    trim_logs(str(folder), begun)
     left = ["step_00000004.deleted", "step_00000006.partial.deleted"]
     assert [line.split()[0] for line in sorted(capsys.readouterr().out.splitlines())] == [
         str(checkpoints / n) for n in left
@@ -112,14 +117,14 @@ def test_what_cannot_be_deleted_ends_no_start(held_open, tmp_path, capsys):
         ["step_00000002", "step_00000004", *left]
     )
     assert all([path.name for path in (checkpoints / name).iterdir()] == ["held"] for name in left)
-    take_back(str(folder), begun)  # the next start
+    trim_logs(str(folder), begun)  # the next start
     assert capsys.readouterr().out.count("could not be deleted") == 2
 
 
 def _begin(folder) -> None:
     """Begin from step 2, as a start does."""
-    with open_run_folder(config_of(folder.parent), "train") as (directory, begun):
-        take_back(directory, begun)
+    with open_run_folder(config_of(folder.parent), Command.train) as (directory, begun):
+        trim_logs(directory, begun)
 
 
 @pytest.mark.slow_but(4)
@@ -196,7 +201,7 @@ def test_a_folder_that_cannot_be_made(name, tmp_path):
     (tmp_path / "file").write_text("")
     config = config_of(tmp_path)
     config.run.name = name
-    with pytest.raises(UserError, match="cannot be made"), open_run_folder(config, "train"):
+    with pytest.raises(UserError, match="cannot be made"), open_run_folder(config, Command.train):
         pass
 
 
@@ -205,7 +210,7 @@ def test_a_new_run_moves_an_earlier_one_aside(tmp_path):
     (folder / "slurm").mkdir()
     (folder / "slurm" / "7.log").write_text("of the job that starts the new run")
     for number, remains in ((1, rows(1, 2)), (2, rows(1))):
-        with open_run_folder(config_of(tmp_path, "none"), "train") as (directory, start):
+        with open_run_folder(config_of(tmp_path, "none"), Command.train) as (directory, start):
             assert (directory, start) == (str(folder), None)
             assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "owner.json", "slurm"]
             (folder / METRICS).write_text(rows(1))
@@ -217,7 +222,7 @@ def test_the_model_is_not_moved_with_the_run_that_made_it(tmp_path):
     folder = run_with(tmp_path, metrics=rows(1))
     config = config_of(tmp_path, None)
     config.model.path = f"{folder}/hf"
-    with pytest.raises(UserError, match=r"choose another run\.name"), open_run_folder(config, "train"):
+    with pytest.raises(UserError, match=r"choose another run\.name"), open_run_folder(config, Command.train):
         pass
     assert (folder / METRICS).exists()
 
@@ -252,37 +257,27 @@ def test_a_second_run_of_a_name_is_refused_and_changes_nothing(owner, tmp_path, 
     folder = run_with(tmp_path, 2, metrics=rows(1, 2, 3))
     owned = (folder / "owner.json").read_bytes()
     refusal = pytest.raises(UserError, match=f"another run writes to {folder} .*pid {owner.pid}")
-    with refusal, open_run_folder(config_of(tmp_path, resume), "train"):
+    with refusal, open_run_folder(config_of(tmp_path, resume), Command.train):
         pass
     assert (folder / METRICS).read_text() == rows(1, 2, 3)
     assert (folder / "owner.json").read_bytes() == owned
-    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+    assert {path.name for path in tmp_path.iterdir()} == {NAME, f".{NAME}.lock"}
     owner.kill()  # as the kernel's, the lock goes with the process
     owner.wait()
-    with open_run_folder(config_of(tmp_path, resume), "train") as (directory, _):
+    with open_run_folder(config_of(tmp_path, resume), Command.train) as (directory, _):
         assert directory == str(folder)
         with pytest.raises(UserError, match=f"pid {os.getpid()}"):
             Ownership(folder)
     Ownership(folder).release()
 
 
-def test_a_folder_that_is_moved_aside_before_the_lock_is_had_is_not_written_to(tmp_path, monkeypatch):
-    """Two runs may start at the same time.
-
-    The slower one must not own the folder that the other one moved.
-    """
-    folder, lock, moved = tmp_path / NAME, fcntl.flock, []
-
-    def slow(file, kind):
-        if not moved:
-            moved.append(folder.rename(tmp_path / "moved"))
-        lock(file, kind)
-
-    monkeypatch.setattr(fcntl, "flock", slow)
-    ownership = Ownership(folder)
-    assert json.loads((folder / "owner.json").read_text())["pid"] == os.getpid()
-    assert (tmp_path / "moved" / "owner.json").read_text() == ""
-    ownership.release()
+def test_a_folder_that_is_moved_aside_stays_locked(tmp_path):
+    folder = run_with(tmp_path, 2, metrics=rows(1, 2))
+    with open_run_folder(config_of(tmp_path, "none"), Command.train):
+        assert (tmp_path / f"{NAME}.1" / METRICS).exists()
+        assert not (tmp_path / f"{NAME}.1" / "owner.json").exists()
+        with pytest.raises(UserError, match=f"another run writes to {folder} .*pid {os.getpid()}"):
+            Ownership(folder)
 
 
 @pytest.mark.parametrize(
@@ -324,7 +319,7 @@ def test_without_locks_the_owner_is_asked_for(owner, job, refused, tmp_path, mon
         ):
             Ownership(folder)
         return
-    with open_run_folder(config_of(tmp_path), "train"):
+    with open_run_folder(config_of(tmp_path), Command.train):
         assert json.loads((folder / "owner.json").read_text())["pid"] == os.getpid()
     assert "this file system has no locks" in capsys.readouterr().out
-    assert (folder / "owner.json").read_text() == ""
+    assert not (folder / "owner.json").exists()

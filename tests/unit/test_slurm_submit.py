@@ -17,6 +17,7 @@ from plan_recipes import RECIPES
 from render import apptainer, directive, pyxis, render
 from submit import task_numbers, time_limit
 
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.load import read_config
 from grpo_megatron.errors import UserError
 from tests.unit.slurm_jobs import ABSENT, EVALUATION, HOSTILE, JOB, header, shell_words, submit
@@ -162,7 +163,7 @@ def test_an_evaluation_is_a_job_of_its_engines_in_a_folder_of_its_own(capsys, tm
 
 @pytest.mark.slow
 def test_every_process_of_a_run_on_cpus_has_a_cpu():
-    def slots(nodes, *changes, command="train"):
+    def slots(nodes, *changes, command=Command.train):
         config = read_config("configs/quickstart.yaml", [f"cluster.nodes={nodes}", *changes])
         return cpu_slots(config, command)
 
@@ -171,9 +172,12 @@ def test_every_process_of_a_run_on_cpus_has_a_cpu():
     assert slots(2, "megatron.data_parallel=2", "rollout.engine.num_engines=2") == 3
     assert slots(4, "megatron.data_parallel=2", "rollout.engine.num_engines=2") == 2
     assert slots(1, "rollout.replay=file") == 2
-    assert slots(1, command="sft") == slots(1, command="reward-model") == 2
-    assert slots(1, command="eval") == 1
-    assert slots(1, "rollout.engine.num_engines=3", "rollout.engine.tensor_parallel=2", command="eval") == 6
+    assert slots(1, command=Command.sft) == slots(1, command=Command.reward_model) == 2
+    assert slots(1, command=Command.eval) == 1
+    assert (
+        slots(1, "rollout.engine.num_engines=3", "rollout.engine.tensor_parallel=2", command=Command.eval)
+        == 6
+    )
     # Engines that share the ranks' GPUs share their CPUs too, and a run may leave GPUs of a node alone.
     on_gpus = (
         "megatron.tensor_parallel=1",

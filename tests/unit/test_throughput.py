@@ -59,9 +59,9 @@ def test_a_reward_model_that_is_trained_has_no_vocabulary_head_to_count():
     model = "configs/models/qwen3-0.6b"
     config = read_config(None, [f"model.path={model}"])
     cluster = SimpleNamespace(rank_slots=[0], engine_slots=[])
-    sites = {
+    contexts = {
         name: SimpleNamespace(config=config, command=name, cluster=cluster, takes_turns=False)
         for name in ("sft", "reward-model")
     }
-    tokens = {name: _throughput(site).cost.per_token for name, site in sites.items()}
+    tokens = {name: _throughput(context).cost.per_token for name, context in contexts.items()}
     assert tokens["sft"] - tokens["reward-model"] == 2 * 1024 * (151936 - 1)

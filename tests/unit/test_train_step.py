@@ -6,6 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from grpo_megatron.algorithm.algorithm import Algorithm
+from grpo_megatron.algorithm.filters import apply_filters
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample
 from grpo_megatron.batch.schedule import CostModel
@@ -13,7 +15,10 @@ from grpo_megatron.config.load import read_config
 from grpo_megatron.controller import Controller
 from grpo_megatron.errors import UserError
 from grpo_megatron.metrics import Max, Mean, Sum, Top
+from grpo_megatron.rewards.shaping import shape_rewards
 from grpo_megatron.rollout.source import Rollout
+from grpo_megatron.run.loop import StepLoop
+from grpo_megatron.trainer.step import StepTrainer
 
 LONGEST = 10
 
@@ -34,10 +39,12 @@ class Monitor:
         return scalars | {"time/step": 1.0}
 
 
-class Saver:
-    def complete_written(self): ...
+class Checkpoints:
+    def __init__(self):
+        self.noted = []
 
-    def note_trained(self, step, prompts): ...
+    def note_trained(self, step, prompts):
+        self.noted.append(prompts)
 
 
 class Trainer:
@@ -65,11 +72,15 @@ class Trainer:
 
 
 class Rollouts:
+    version, metrics = None, {}
+
     def __init__(self, groups):
         self.groups = groups
 
-    def sample(self, step, prompts):
+    def take(self, step):
         return Rollout(self.groups, [group.prompt.uid for group in self.groups])
+
+    def weights_changed(self): ...
 
 
 def group(number, *rewards, lengths=None):
@@ -93,7 +104,7 @@ def group(number, *rewards, lengths=None):
     return Group(number, Prompt(number, ids, "", "", {}), tuple(samples))
 
 
-def controller(trainer, groups, *changes):
+def config_of(groups, *changes):
     given = [
         "model.path=m",
         "data.train=d",
@@ -101,8 +112,20 @@ def controller(trainer, groups, *changes):
         "rollout.n=2",
         f"rollout.max_response_length={LONGEST}",
     ]
-    config = read_config(None, [*given, "data.max_prompt_length=4", "train.ppo_mini_batch_size=1", *changes])
-    return Controller(config, trainer, Rollouts(groups), None, None, None, Saver(), Monitor())
+    return read_config(None, [*given, "data.max_prompt_length=4", "train.ppo_mini_batch_size=1", *changes])
+
+
+def controller(ranks, groups, *changes):
+    config, monitor = config_of(groups, *changes), Monitor()
+    trainer = StepTrainer(ranks, config, monitor.phases)
+    loop = StepLoop(config, Checkpoints(), monitor)
+    return Controller(config, Rollouts(groups), trainer, Algorithm(config), monitor, loop)
+
+
+def kept_and_shaped(groups, *changes):
+    """Return the groups that a step trains on."""
+    config = config_of(groups, *changes)
+    return apply_filters(shape_rewards(groups, config, step=1), config.algorithm)
 
 
 GROUPS = [group(0, 1.0, 0.0), group(1, 0.0, 1.0), group(2, 1.0, 0.0)]
@@ -122,7 +145,7 @@ def test_the_mismatchs_limit_holds_for_the_first_optimizer_step_alone(old, epoch
         "mismatch.threshold=0.5",
     ]
     step = controller(trainer, groups, *changes)
-    step.train_step()
+    step.train_step(1)
     limits = [loss.mismatch_limit for loss in trainer.losses]
     assert limits == [0.5, *[None] * (len(groups) * epochs - 1)]
     assert step.monitor.scalars["mismatch/max"] == 0.1
@@ -133,13 +156,13 @@ def test_a_mismatch_of_the_first_optimizer_step_stops_the_run():
     trainer = Trainer(0.7, 0.1, 0.1)
     changes = ["train.old_logprobs=rollout", "mismatch.action=stop", "mismatch.threshold=0.5"]
     with pytest.raises(UserError, match=r"differ by up to 0\.7 nats"):
-        controller(trainer, GROUPS, *changes).train_step()
+        controller(trainer, GROUPS, *changes).train_step(1)
 
 
 @pytest.mark.parametrize("action", ["off", "warn", "mask"])
 def test_other_actions_set_no_limit(action):
     trainer = Trainer(9.0, 9.0, 9.0)
-    controller(trainer, GROUPS, "train.old_logprobs=rollout", f"mismatch.action={action}").train_step()
+    controller(trainer, GROUPS, "train.old_logprobs=rollout", f"mismatch.action={action}").train_step(1)
     assert [loss.mismatch_limit for loss in trainer.losses] == [None] * 3
 
 
@@ -160,30 +183,25 @@ BUFFER = ["reward.overlong_buffer.length=4", "algorithm.filters=[nonzero_varianc
 )
 def test_filters_see_the_rewards_that_are_trained_on(groups, kept):
     """They include the overlong punishment, as in rollout.dynamic_sampling (see its tests)."""
-    step = controller(Trainer(), groups, *BUFFER)
-    assert [group.group_id for group in step.shape_and_filter(groups)] == kept
+    assert [group.group_id for group in kept_and_shaped(groups, *BUFFER)] == kept
 
 
 def test_a_control_experiment_shuffles_rewards_with_their_punishment():
     """The whole reward is shuffled: no response keeps the punishment for its own length."""
     groups = [group(number, 1.0, 1.0, lengths=(2, 10)) for number in range(8)]
-    shuffled = controller(Trainer(), groups, *BUFFER[:1], "reward.shuffle_control=true").shape_and_filter(
-        groups
-    )
+    shuffled = kept_and_shaped(groups, *BUFFER[:1], "reward.shuffle_control=true")
     rewards = [[sample.reward for sample in one.samples] for one in shuffled]
     assert sorted(reward for pair in rewards for reward in pair) == [0.0] * 8 + [1.0] * 8
     assert any(pair[0] == 0.0 for pair in rewards)
 
 
 def test_groups_that_a_filter_drops_are_used_up_but_not_trained_on():
-    noted = []
     step = controller(
         Trainer(0.1),
         [GROUPS[0], replace(group(1, 1.0, 1.0), group_id=1)],
         "train.old_logprobs=rollout",
         *BUFFER,
     )
-    step.saver.note_trained = lambda number, prompts: noted.append(prompts)
-    step.train_step()
-    assert noted == [[0, 1]]
-    assert len(step.trainer.losses) == 1
+    step.train_step(1)
+    assert step.loop.checkpoints.noted == [[0, 1]]
+    assert len(step.trainer.policy.losses) == 1

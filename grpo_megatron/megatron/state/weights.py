@@ -26,7 +26,7 @@ class RankWeights:
         with model.settled_weights(), torch.no_grad():
             with_te = model.model_spec.transformer_engine
             self._sender = sender_for(command.setup, self._sender, model.rank.rank, model.device, with_te)
-            return self._sender.send(command, MergedWeights(model.chunks), model.heart.tick)
+            return self._sender.send(command, MergedWeights(model.chunks), model.heartbeat.tick)
 
     def save_hf(self, folder: str, dtype: torch.dtype | None = None) -> None:
         """Write the current weights as an HF checkpoint. Collective.

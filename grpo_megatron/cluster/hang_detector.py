@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayError
 from ray.experimental import internal_kv
 
-from grpo_megatron.cluster.heart import BEAT_SECONDS, NAMESPACE, Beat
+from grpo_megatron.cluster.heartbeat import BEAT_SECONDS, NAMESPACE, Beat
 from grpo_megatron.cluster.processes import Process
 from grpo_megatron.cluster.ray_errors import ENDED
 from grpo_megatron.errors import ProcessLost, UserError
@@ -165,7 +165,7 @@ def at_work(all_watched: list[Watched], now: float) -> list[dict[str, Any]]:
     return rows
 
 
-class Watch:
+class HangDetector:
     """The hang detector. While its context is open, processes that hang are reported and killed.
 
     Calls to killed processes fail wherever the driver waits for them, so the code that waits need not know
@@ -191,7 +191,7 @@ class Watch:
         """Watch a process from its first heartbeat on.
 
         process: its name and log.
-        actor: Ray's handle of it. The actor sends heartbeats (it has a started Heart).
+        actor: Ray's handle of it. The actor sends heartbeats (it has a started Heartbeat).
         """
         with self._lock:
             self._watched[_key(actor)] = Watched(process, actor)
@@ -228,7 +228,9 @@ class Watch:
         # Each thread has its own event. An earlier thread may still wait for Ray's head, and must end when it
         # goes on.
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(self._stop,), name="watch", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(self._stop,), name="hang detector", daemon=True
+        )
         self._thread.start()
         return self
 

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 _GIB = 2**30
 
 
-class State(Enum):
+class DeviceUse(Enum):
     """Use of the shared devices' memory by engines and ranks. The value describes it in messages."""
 
     serving = "engines serve, ranks sleep"
@@ -31,26 +31,26 @@ class Transition(NamedTuple):
     """A transition that is allowed only in the state `before`."""
 
     name: str
-    before: State
-    after: State
+    before: DeviceUse
+    after: DeviceUse
 
 
 # The transitions form one ring. Weights are copied from memory to memory, so both sides must hold them at the
 # same time, but no more than them. Therefore the KV cache is released before the ranks wake, and comes back
 # when they sleep.
 RING = (
-    Transition("release", State.serving, State.vacant),
-    Transition("wake", State.vacant, State.training),
-    Transition("resume_weights", State.training, State.filling),
-    Transition("sync", State.filling, State.filled),
-    Transition("sleep", State.filled, State.leaving),
-    Transition("resume_kv_cache", State.leaving, State.serving),
+    Transition("release", DeviceUse.serving, DeviceUse.vacant),
+    Transition("wake", DeviceUse.vacant, DeviceUse.training),
+    Transition("resume_weights", DeviceUse.training, DeviceUse.filling),
+    Transition("sync", DeviceUse.filling, DeviceUse.filled),
+    Transition("sleep", DeviceUse.filled, DeviceUse.leaving),
+    Transition("resume_kv_cache", DeviceUse.leaving, DeviceUse.serving),
 )
 _BY_NAME = {transition.name: transition for transition in RING}
 
 
 class SharingEngines(Protocol):
-    """The engines as Turns uses them. Implemented by sglang.pool.EnginePool."""
+    """The engines as DeviceSharing uses them. Implemented by sglang.pool.EnginePool."""
 
     def release_memory(self) -> None: ...
 
@@ -62,7 +62,7 @@ class SharingEngines(Protocol):
 
 
 class SharingRanks(Protocol):
-    """The trainer's ranks as Turns uses them. Implemented by trainer.ranks.RankGroup."""
+    """The trainer's ranks as DeviceSharing uses them. Implemented by trainer.ranks.RankGroup."""
 
     def wake(self) -> None: ...
 
@@ -73,7 +73,7 @@ class SharingRanks(Protocol):
     def occupied(self) -> int: ...
 
 
-class Turns:
+class DeviceSharing:
     """Moves the memory of shared devices between engines and trainer ranks.
 
     Create it when the engines have started and the ranks have not. Each public method is one transition of
@@ -87,7 +87,7 @@ class Turns:
     def __init__(self, engines: SharingEngines, monitor: Monitor):
         self._engines, self._monitor = engines, monitor
         self._ranks: SharingRanks | None = None
-        self.state = State.serving
+        self.state = DeviceUse.serving
         self.metrics: dict[str, float] = {}
 
     def release(self) -> None:
@@ -131,7 +131,7 @@ class Turns:
 
     def to_ranks(self) -> None:
         """Give the devices' memory to the ranks, for training. Does nothing if they have it already."""
-        if self.state != State.training:
+        if self.state != DeviceUse.training:
             self.release()
             self.wake()
 

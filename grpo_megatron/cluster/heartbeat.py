@@ -1,7 +1,7 @@
 """Heartbeats: each process tells the driver what it is doing, from a thread that runs even in a collective.
 
 Every two seconds the thread writes one small value into the key-value store of Ray's GCS, where
-`cluster.watch` reads it. Alternatives that were rejected:
+`cluster.hang_detector` reads it. Alternatives that were rejected:
 
 - A method in a Ray concurrency group of its own. An actor with such groups runs all of its methods outside of
   the main thread, so torch would move to another thread. The driver would also call each of 1,024 ranks every
@@ -91,7 +91,7 @@ class Beat:
         return cls(**values | {"spans": [Span(*span) for span in values["spans"]]})
 
 
-class View(Protocol):
+class ProgressSource(Protocol):
     """The interface by which the heartbeat thread observes what its process does."""
 
     def progress(self) -> Any:
@@ -105,7 +105,7 @@ class View(Protocol):
 
 
 class PythonThreads:
-    """A View of a process that works in Python threads. The heartbeat thread itself is left out.
+    """A ProgressSource of a process that works in Python threads. The heartbeat thread itself is left out.
 
     `place` describes the main thread, in which Ray runs the methods of actors.
     """
@@ -133,19 +133,19 @@ class PythonThreads:
         ]
 
 
-class Heart:
+class Heartbeat:
     """The sender of a process's heartbeats. It records the phases that the process is in.
 
     After `start`, a thread sends them to the driver every BEAT_SECONDS.
     role: which process this is in messages, such as `rank 1 (tp1 pp0 cp0 dp0 ep0)`
     """
 
-    def __init__(self, view: View | None = None):
+    def __init__(self, source: ProgressSource | None = None):
         """Prepare the heartbeats, without sending any.
 
-        view: observes the process; None: the process does its work in Python threads.
+        source: observes the process; None: the process does its work in Python threads.
         """
-        self._view = view or PythonThreads()
+        self._source = source or PythonThreads()
         self.role = ""
         self._lock = threading.Lock()
         self._open: dict[str, _Phase] = {}
@@ -183,12 +183,12 @@ class Heart:
 
     def start(self) -> None:
         """Start the thread that sends heartbeats. Call it in a Ray actor only, whose id is the key."""
-        # Imported here and in `beat`, because the training engine also has a Heart where Ray is not
+        # Imported here and in `beat`, because the training engine also has a Heartbeat where Ray is not
         # installed. It is never started there.
         import ray
 
         self._key = ray.get_runtime_context().get_actor_id().encode()
-        threading.Thread(target=self._run, name="heart", daemon=True).start()
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def _run(self) -> None:
         while True:
@@ -199,7 +199,7 @@ class Heart:
             time.sleep(BEAT_SECONDS)
 
     def _look(self) -> None:
-        now, seen = time.monotonic(), (self._moves, moves(), self._view.progress())
+        now, seen = time.monotonic(), (self._moves, moves(), self._source.progress())
         same, passed = seen == self._seen, now - self._looked
         self._seen, self._looked = seen, now
         with self._lock:
@@ -214,8 +214,8 @@ class Heart:
             alone=asked and phase.alone,
             seconds=now - phase.began if asked else 0.0,
             still=still,
-            place=self._view.place() if asked and same else "",
-            stacks=self._view.stacks() if asked and still >= _STACKS_SECONDS else "",
+            place=self._source.place() if asked and same else "",
+            stacks=self._source.stacks() if asked and still >= _STACKS_SECONDS else "",
         )
 
     def beat(self) -> None:

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from grpo_megatron.cluster import watch
-from grpo_megatron.cluster.heart import Beat, Heart, PythonThreads
+from grpo_megatron.cluster import hang_detector
+from grpo_megatron.cluster.hang_detector import Watched, at_work, find_hang
+from grpo_megatron.cluster.heartbeat import Beat, Heartbeat, PythonThreads
 from grpo_megatron.cluster.processes import Process, ProcessDied
-from grpo_megatron.cluster.watch import Watched, at_work, find_hang
 from grpo_megatron.errors import UserError
 from grpo_megatron.progress import moves
 from grpo_megatron.run import manifest
@@ -126,25 +126,25 @@ def test_the_silent_one_is_at_fault_before_those_that_stand_still():
 
 
 def test_phases_nest_and_those_of_one_name_are_one_span():
-    heart = Heart()
-    with heart.phase("train_step"):
-        heart._look()
-        assert (heart._beat.phase, heart._beat.alone) == ("train_step", False)
-        with heart.phase("generate", alone=True), heart.phase("generate", alone=True):
+    heartbeat = Heartbeat()
+    with heartbeat.phase("train_step"):
+        heartbeat._look()
+        assert (heartbeat._beat.phase, heartbeat._beat.alone) == ("train_step", False)
+        with heartbeat.phase("generate", alone=True), heartbeat.phase("generate", alone=True):
             time.sleep(0.01)
-            heart._look()
-            assert (heart._beat.phase, heart._beat.alone) == ("generate", True)
-        with pytest.raises(ValueError, match="planted"), heart.phase("failed"):
+            heartbeat._look()
+            assert (heartbeat._beat.phase, heartbeat._beat.alone) == ("generate", True)
+        with pytest.raises(ValueError, match="planted"), heartbeat.phase("failed"):
             raise ValueError("planted")
-    heart._look()
-    assert heart._beat.phase is None
-    assert [(span.number, span.phase) for span in heart._spans] == [
+    heartbeat._look()
+    assert heartbeat._beat.phase is None
+    assert [(span.number, span.phase) for span in heartbeat._spans] == [
         (1, "generate"),
         (2, "failed"),
         (3, "train_step"),
     ]
-    assert heart._spans[2].seconds >= heart._spans[0].seconds >= 0.01
-    beat = Beat(number=3, role="rank 0", stacks="a\nb", spans=list(heart._spans))
+    assert heartbeat._spans[2].seconds >= heartbeat._spans[0].seconds >= 0.01
+    beat = Beat(number=3, role="rank 0", stacks="a\nb", spans=list(heartbeat._spans))
     assert Beat.decode(beat.encode()) == beat
 
 
@@ -160,34 +160,36 @@ def test_a_process_stands_still_unless_its_place_or_its_counter_changes():
     sleeper = threading.Thread(target=asleep.wait, daemon=True)
     sleeper.start()
     time.sleep(0.2)
-    heart = Heart(ThisThread())
+    heartbeat = Heartbeat(ThisThread())
 
     def look(times: int) -> Beat:
         """Look as the process's own thread does."""
-        looker = threading.Thread(target=lambda: [heart._look() or time.sleep(0.05) for _ in range(times)])
+        looker = threading.Thread(
+            target=lambda: [heartbeat._look() or time.sleep(0.05) for _ in range(times)]
+        )
         looker.start()
         looker.join()
-        return heart._beat
+        return heartbeat._beat
 
-    heart._beat = replace(heart._beat, still=10.0)
-    with heart.phase("train_step"):
+    heartbeat._beat = replace(heartbeat._beat, still=10.0)
+    with heartbeat.phase("train_step"):
         beat = look(3)
         assert 0.05 <= beat.still < 10.0  # from when the phase began
         assert beat.place
         assert not beat.stacks
-        heart._beat = replace(beat, still=10.0)
+        heartbeat._beat = replace(beat, still=10.0)
         assert "thread MainThread" in look(1).stacks
-        heart.tick()
+        heartbeat.tick()
         assert look(1).still == 0.0
         asleep.set()
         sleeper.join()
 
 
 class _Slow:
-    """A file that records, in each call, what the process's heart has seen since the call before."""
+    """A file that records, in each call, what the process's heartbeat has seen since the call before."""
 
-    def __init__(self, file, heart: Heart, seen: list):
-        self._file, self._heart, self._seen = file, heart, seen
+    def __init__(self, file, heartbeat: Heartbeat, seen: list):
+        self._file, self._heartbeat, self._seen = file, heartbeat, seen
 
     def __enter__(self):
         return self
@@ -204,8 +206,8 @@ class _Slow:
         return self._file.write(data)
 
     def _look(self):
-        self._heart._look()
-        self._seen.append(self._heart._beat.still)
+        self._heartbeat._look()
+        self._seen.append(self._heartbeat._beat.still)
 
 
 class _OnePlace:
@@ -222,24 +224,24 @@ class _OnePlace:
 
 def test_a_rank_that_reads_or_writes_a_checkpoint_slowly_moves(tmp_path, monkeypatch):
     """It was always found in a `read` of its file, and killed as hanging, the same after each restart."""
-    heart, seen = Heart(_OnePlace()), []
+    heartbeat, seen = Heartbeat(_OnePlace()), []
     monkeypatch.setattr(manifest, "_READ_BYTES", 4)
     monkeypatch.setattr(manifest, "_WRITE_BYTES", 4)
     path = tmp_path / "file"
-    with heart.phase("verify_checkpoint"):
+    with heartbeat.phase("verify_checkpoint"):
         with path.open("wb") as file:
-            written = manifest.DigestedFile(_Slow(file, heart, seen))
+            written = manifest.DigestedFile(_Slow(file, heartbeat, seen))
             assert written.write(b"ten bytes.") == 10
 
         def slow_open(*of, **how):
-            return _Slow(open(*of, **how), heart, seen)
+            return _Slow(open(*of, **how), heartbeat, seen)
 
         monkeypatch.setattr(manifest, "open", slow_open, raising=False)
         assert manifest.record_of(path) == written.record()
         assert seen == [0.0] * (3 + 4)
-        heart._look()
-        heart._look()
-        assert heart._beat.still > 0
+        heartbeat._look()
+        heartbeat._look()
+        assert heartbeat._beat.still > 0
 
 
 @pytest.mark.slow
@@ -253,11 +255,11 @@ def test_a_rank_that_takes_its_pieces_from_a_checkpoint_moves():
 
 def test_a_file_system_that_hangs_does_not_keep_the_watch_from_its_verdict(tmp_path, monkeypatch):
     """The stacks may be written to the same file system that the processes hang in."""
-    monkeypatch.setattr(watch, "_STACKS_SECONDS", 0.2)
+    monkeypatch.setattr(hang_detector, "_STACKS_SECONDS", 0.2)
     monkeypatch.setattr(Path, "write_text", lambda *_, **__: time.sleep(60))
     killed = []
-    monkeypatch.setattr(watch.ray, "kill", killed.append)
-    eye = watch.Watch(str(tmp_path), LIMIT)
+    monkeypatch.setattr(hang_detector.ray, "kill", killed.append)
+    eye = hang_detector.HangDetector(str(tmp_path), LIMIT)
     hang = find_hang(ranks(700.0, 701.0), LIMIT)
     start = time.monotonic()
     eye._end(hang)
@@ -267,7 +269,7 @@ def test_a_file_system_that_hangs_does_not_keep_the_watch_from_its_verdict(tmp_p
 
 
 class _Ray:
-    """Stands in for the Ray that a watch asks, with only these actors dead."""
+    """Stands in for the Ray that a hang detector asks, with only these actors dead."""
 
     def __init__(self, dead):
         self.dead, self.killed = dead, []
@@ -284,23 +286,23 @@ class _Ray:
 
 @pytest.fixture
 def eye(tmp_path, monkeypatch):
-    """A function (processes, dead processes) -> a watch that looks often."""
-    monkeypatch.setattr(watch, "BEAT_SECONDS", 0.01)
+    """A function (processes, dead processes) -> a hang detector that looks often."""
+    monkeypatch.setattr(hang_detector, "BEAT_SECONDS", 0.01)
 
-    def make(processes, dead=()) -> watch.Watch:
+    def make(processes, dead=()) -> hang_detector.HangDetector:
         for one in processes:
             one.actor.beat = SimpleNamespace(remote=lambda one=one: one.name)
-        eye = watch.Watch(str(tmp_path), LIMIT)
+        eye = hang_detector.HangDetector(str(tmp_path), LIMIT)
         eye._watched = {one.name: one for one in processes}
         eye._read = lambda passed: None
-        monkeypatch.setattr(watch, "ray", _Ray([one.name for one in dead]))
+        monkeypatch.setattr(hang_detector, "ray", _Ray([one.name for one in dead]))
         return eye
 
     return make
 
 
-def leave_with(eye: watch.Watch, error: Exception, once) -> Exception | None:
-    """Raise an error within the watch's context once the condition holds, and return what comes out."""
+def leave_with(eye: hang_detector.HangDetector, error: Exception, once) -> Exception | None:
+    """Raise an error within the detector's context once the condition holds, and return what comes out."""
     try:
         with eye:
             deadline = time.monotonic() + 20
@@ -322,17 +324,17 @@ def test_a_process_that_has_died_is_no_hang_and_does_not_end_the_watch(eye):
     one = eye([idle, rank], dead=[idle])
     died = ProcessDied("engine 0 died in `begin_update`")
     assert leave_with(one, died, once=lambda: "engine 0" not in one._watched) is died
-    assert watch.ray.killed == []
+    assert hang_detector.ray.killed == []
 
     def later() -> bool:
         rank.beat = replace(rank.beat, still=700.0, seconds=700.0)
-        return bool(watch.ray.killed)
+        return bool(hang_detector.ray.killed)
 
     idle.silent, one._watched["engine 0"] = 610.0, idle
     error = leave_with(one, ProcessDied("rank 0 died in `train_step`"), once=later)
-    assert isinstance(error, watch.ProcessHangs)
+    assert isinstance(error, hang_detector.ProcessHangs)
     assert str(error).startswith("rank 0 in `train_step` for 700 s")
-    assert watch.ray.killed == [rank.actor]
+    assert hang_detector.ray.killed == [rank.actor]
 
 
 def test_a_silent_process_that_lives_or_cannot_be_reached_hangs(eye, monkeypatch):
@@ -342,23 +344,25 @@ def test_a_silent_process_that_lives_or_cannot_be_reached_hangs(eye, monkeypatch
     def cannot_be_reached(call):
         raise ActorUnavailableError("planted", None)
 
-    monkeypatch.setattr(watch.ray, "get", cannot_be_reached)
+    monkeypatch.setattr(hang_detector.ray, "get", cannot_be_reached)
     assert isinstance(
-        leave_with(one, RuntimeError("planted"), once=lambda: len(watch.ray.killed) == 2), watch.ProcessHangs
+        leave_with(one, RuntimeError("planted"), once=lambda: len(hang_detector.ray.killed) == 2),
+        hang_detector.ProcessHangs,
     )
 
 
 def test_nobody_is_asked_where_there_is_nobody(tmp_path, monkeypatch):
     """ray.wait would start Ray, or look for one for minutes."""
-    monkeypatch.setattr(watch.ray, "wait", lambda *_, **__: pytest.fail("Ray is asked"))
-    watch.Watch(str(tmp_path), LIMIT).flush()
+    monkeypatch.setattr(hang_detector.ray, "wait", lambda *_, **__: pytest.fail("Ray is asked"))
+    hang_detector.HangDetector(str(tmp_path), LIMIT).flush()
 
 
 def test_a_refusal_after_a_hang_stays_a_refusal(eye):
     """It would come again after a restart."""
     refusal = UserError("the weights are NaN")
     assert (
-        leave_with(eye([watched("rank 0", silent=610.0)]), refusal, once=lambda: watch.ray.killed) is refusal
+        leave_with(eye([watched("rank 0", silent=610.0)]), refusal, once=lambda: hang_detector.ray.killed)
+        is refusal
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 from grpo_megatron.config.schema import Config
 from grpo_megatron.monitoring.monitor import Monitor
 from grpo_megatron.monitoring.status import StatusFile
-from grpo_megatron.run.turns import RING, State, Turns
+from grpo_megatron.rollout.sharing import RING, DeviceSharing, DeviceUse
 
 ORDER = ["release", "wake", "resume_weights", "sync", "sleep", "resume_kv_cache"]
 # Transitions with more calls than their name says: what training left is released before the engines' weights
@@ -69,75 +69,75 @@ def monitor(tmp_path):
 
 
 @pytest.fixture
-def turns(monitor):
-    """The turns right after the ranks have started.
+def sharing(monitor):
+    """The device sharing right after the ranks have started.
 
     calls: calls of engines and ranks from now on.
     """
     calls = []
-    turns = Turns(Engines(calls), monitor)
-    turns.release()
-    turns.started(Ranks(calls))
+    sharing = DeviceSharing(Engines(calls), monitor)
+    sharing.release()
+    sharing.started(Ranks(calls))
     calls.clear()
-    turns.calls = calls
-    return turns
+    sharing.calls = calls
+    return sharing
 
 
-def transition(turns, name):
+def transition(sharing, name):
     if name == "sync":
-        turns.sync(lambda: turns.calls.append("sync"))
+        sharing.sync(lambda: sharing.calls.append("sync"))
     else:
-        getattr(turns, name)()
+        getattr(sharing, name)()
 
 
-def after(turns, count):
-    """Return the turns after `count` further transitions."""
+def after(sharing, count):
+    """Return the device sharing after `count` further transitions."""
     for name in list(itertools.islice(itertools.cycle([*ORDER[2:], *ORDER[:2]]), count)):
-        transition(turns, name)
-    turns.calls.clear()
-    return turns
+        transition(sharing, name)
+    sharing.calls.clear()
+    return sharing
 
 
 def test_the_documented_order_is_the_only_one():
     assert [step.name for step in RING] == ORDER
-    assert [step.before for step in RING] == list(State)
-    assert [step.after for step in RING] == [*list(State)[1:], State.serving]
+    assert [step.before for step in RING] == list(DeviceUse)
+    assert [step.after for step in RING] == [*list(DeviceUse)[1:], DeviceUse.serving]
 
 
 @pytest.mark.parametrize(("done", "name"), list(itertools.product(range(len(ORDER)), ORDER)))
-def test_every_transition_from_every_state(turns, done, name):
-    turns = after(turns, done)
-    before = turns.state
+def test_every_transition_from_every_state(sharing, done, name):
+    sharing = after(sharing, done)
+    before = sharing.state
     following = ORDER[(done + 2) % len(ORDER)]
     if name == following:
-        transition(turns, name)
-        assert turns.calls == CALLS.get(name, [name])
+        transition(sharing, name)
+        assert sharing.calls == CALLS.get(name, [name])
         return
     with pytest.raises(
         RuntimeError, match=rf"^`{name}` is out of order: {before.value}, and `{following}` is next$"
     ):
-        transition(turns, name)
-    assert turns.calls == []
-    assert turns.state == before
+        transition(sharing, name)
+    assert sharing.calls == []
+    assert sharing.state == before
 
 
 def test_ranks_do_not_start_while_engines_have_the_devices(monitor):
     with pytest.raises(
         RuntimeError, match=r"^`wake` is out of order: engines serve, ranks sleep, and `release` is next$"
     ):
-        Turns(Engines([]), monitor).started(Ranks([]))
+        DeviceSharing(Engines([]), monitor).started(Ranks([]))
 
 
-def test_turns_are_handed_over_and_measured(turns, capsys):
-    turns.to_engines(lambda: turns.calls.append("sync"))
-    turns.to_ranks()
-    turns.to_ranks()  # they have it
-    turns.to_engines(lambda: turns.calls.append("sync"))
-    assert turns.calls == ["make_room", *ORDER[2:], *ORDER[:2], "make_room", *ORDER[2:]]
+def test_devices_are_handed_over_and_measured(sharing, capsys):
+    sharing.to_engines(lambda: sharing.calls.append("sync"))
+    sharing.to_ranks()
+    sharing.to_ranks()  # they have it
+    sharing.to_engines(lambda: sharing.calls.append("sync"))
+    assert sharing.calls == ["make_room", *ORDER[2:], *ORDER[:2], "make_room", *ORDER[2:]]
     gib = {
         name: (
-            turns.metrics[f"memory/after_{name}/engine_gib"],
-            turns.metrics[f"memory/after_{name}/rank_gib"],
+            sharing.metrics[f"memory/after_{name}/engine_gib"],
+            sharing.metrics[f"memory/after_{name}/rank_gib"],
         )
         for name in ORDER
     }
@@ -149,7 +149,7 @@ def test_turns_are_handed_over_and_measured(turns, capsys):
         "sleep": (10, 1),
         "resume_kv_cache": (30, 1),
     }
-    assert turns.metrics["memory/rank_asleep_gib"] == 1
+    assert sharing.metrics["memory/rank_asleep_gib"] == 1
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(ORDER) - 2  # the fixture showed the first two; nothing is shown twice
     assert (
@@ -158,12 +158,12 @@ def test_turns_are_handed_over_and_measured(turns, capsys):
     )
 
 
-def test_a_transition_that_failed_has_not_happened(turns):
+def test_a_transition_that_failed_has_not_happened(sharing):
     def fail():
         raise ValueError("no way")
 
-    turns.resume_weights()
+    sharing.resume_weights()
     with pytest.raises(ValueError, match="no way"):
-        turns.sync(fail)
+        sharing.sync(fail)
     with pytest.raises(RuntimeError, match=r"`sleep` is out of order"):
-        turns.sleep()
+        sharing.sleep()

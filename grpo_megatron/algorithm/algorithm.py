@@ -1,0 +1,71 @@
+"""The algorithm of a run, as it is configured, and the few values of it that change from step to step."""
+
+from dataclasses import replace
+from math import isnan
+
+from grpo_megatron.algorithm.coefficients import step_advantages, step_coefficients
+from grpo_megatron.algorithm.correction import Correction
+from grpo_megatron.algorithm.kl import KLController
+from grpo_megatron.algorithm.losses import PolicyLoss
+from grpo_megatron.algorithm.mismatch import Decode, MismatchReport, mismatch_report
+from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.config.schema import Config, OldLogprobs
+from grpo_megatron.metrics import Metrics, merge
+
+
+class Algorithm:
+    """Computes from a step's batches what they are trained with: each token's coefficients, and the loss.
+
+    It keeps the coefficient of the KL in the reward, and the policy's entropy in the last step.
+    """
+
+    def __init__(self, config: Config, decode: Decode | None = None):
+        """Prepare the algorithm for step 0. `load_state_dict` continues from a checkpoint.
+
+        decode: converts token ids to text, to show the tokens that engine and trainer disagree about most.
+        """
+        recomputed = config.train.old_logprobs == OldLogprobs.recompute
+        self._config, self._decode = config, decode
+        self._loss = PolicyLoss.from_config(config.algorithm, config.mismatch, known_before=recomputed)
+        self._correction = Correction.from_config(config.mismatch) if recomputed else None
+        self._kl_controller = KLController.from_config(config.algorithm.kl_ctrl)
+        self._entropy: float | None = None  # mean over the last step's trained tokens
+
+    @property
+    def loss(self) -> PolicyLoss:
+        """The loss of the next step.
+
+        Its entropy bonus is off while the last step's entropy is at or above algorithm.entropy_floor.
+        """
+        floor = self._config.algorithm.entropy_floor
+        enough = floor is not None and (self._entropy is None or self._entropy >= floor)
+        return replace(self._loss, entropy_coeff=0.0) if enough else self._loss
+
+    def mismatch_report(self, mismatch: Metrics, batches: list[TrainBatch]) -> MismatchReport:
+        """Return what to tell the user about the mismatch of a step, and whether the run must stop."""
+        return mismatch_report(mismatch, batches, self._config.mismatch, self._decode)
+
+    def set_coefficients(self, batches: list[TrainBatch]) -> Metrics:
+        """Set the coefficients of every token in the loss, such as advantage and weight.
+
+        Returns metrics about them.
+        """
+        advantages, metrics = step_advantages(batches, self._config.algorithm, self._kl_controller)
+        parts = []
+        for batch, advantage in zip(batches, advantages, strict=True):
+            coefficients, measured = step_coefficients(batch, self._config, self._correction)
+            batch.set(advantage=advantage, **vars(coefficients))
+            parts.append(measured)
+        return metrics | merge(parts)
+
+    def note_trained(self, metrics: Metrics) -> None:
+        """Receive the metrics of a step's optimizer steps, whose entropy decides about the next bonus."""
+        entropy = metrics["actor/entropy"].result()
+        self._entropy = self._entropy if isnan(entropy) else entropy
+
+    def state_dict(self) -> dict:
+        return {"kl_controller": self._kl_controller.state_dict(), "entropy": self._entropy}
+
+    def load_state_dict(self, state: dict) -> None:
+        self._kl_controller.load_state_dict(state["kl_controller"])
+        self._entropy = state["entropy"]

@@ -1,0 +1,83 @@
+"""The training on records with known answers that `sft` and `reward-model` have in common."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+from grpo_megatron.algorithm.losses import TokenLoss
+from grpo_megatron.algorithm.preferences import PreferenceLoss
+from grpo_megatron.batch.schedule import Schedule
+from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.commands.assemble import Run
+from grpo_megatron.data import EpochOrder
+from grpo_megatron.metrics import to_floats
+from grpo_megatron.run.stop import StopRequest
+
+Record = TypeVar("Record")
+
+
+class SupervisedTraining(ABC, Generic[Record]):
+    """One attempt of a training with one optimizer step per batch of records.
+
+    It continues from the checkpoint of `run`.
+    """
+
+    loss: TokenLoss | PreferenceLoss
+    """The loss that is minimized."""
+    loss_metric: str
+    """Name of the metric that has the loss of a step."""
+    shown_every: int
+    """Number of steps between two lines on the terminal."""
+    tokens_key: str
+    """Key of the number of trained tokens in state.json, by which a command knows its checkpoints."""
+
+    def __init__(self, run: Run, records: Sequence[Record]):
+        """Prepare the training. records: those to train on."""
+        self.run, self.config = run, run.config
+        self._records = records
+        self._order = EpochOrder.of(records, run.config.run.seed, run.config.data.shuffle)
+        self._tokens, self._last_loss = 0, None
+        if run.state:
+            self._order.load_state_dict(run.state["order"])
+            self._tokens = run.state[self.tokens_key]
+            self._last_loss = run.state.get("loss")  # missing in checkpoints of earlier versions
+
+    def train(self, stop: StopRequest) -> dict[str, Any]:
+        """Train until step run.total_steps. Raises Stopped after a step if the run was asked to stop.
+
+        Returns a dict with the last step, the last loss, the number of tokens of all steps, and the
+        evaluations "before" and "after" training if there are any.
+        """
+        loop = self.run.loop(stop)
+        loop.run(self)
+        result = {"step": loop.step, "loss": self._last_loss, "tokens": self._tokens}
+        return result | (loop.evaluations if loop.evaluations["after"] else {})
+
+    def train_step(self, step: int) -> None:
+        """Take one optimizer step on the next data.train_batch_size records."""
+        monitor, trainer = self.run.monitor, self.run.trainer
+        with monitor.phases("prepare"):
+            records = [self._records[i] for i in self._order.take(self.config.data.train_batch_size)]
+            batch, plan = self.batch(records)
+        with monitor.phases("train"):
+            metrics = to_floats(trainer.train_step(batch, plan, self.loss, key=(step, 0)))
+        self._tokens += batch.num_tokens
+        self._last_loss = metrics[self.loss_metric]
+        scalars = monitor.finish_step(step, metrics, [batch])
+        if step in (1, self.config.run.total_steps) or step % self.shown_every == 0:
+            monitor.line(step, scalars)
+
+    @abstractmethod
+    def batch(self, records: list[Record]) -> tuple[TrainBatch, Schedule]:
+        """Return (batch, schedule): the records of an optimizer step, and how they are split among ranks."""
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Return scores on held-out records; empty if there are none."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "order": self._order.state_dict(),
+            self.tokens_key: self._tokens,
+            "loss": self._last_loss,
+        }

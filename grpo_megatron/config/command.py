@@ -1,0 +1,22 @@
+"""The commands that make a run from a configuration."""
+
+from enum import StrEnum
+
+
+class Command(StrEnum):
+    """A command that makes a run. The value is its name on the command line."""
+
+    train = "train"
+    sft = "sft"
+    reward_model = "reward-model"
+    eval = "eval"
+
+    @property
+    def trains(self) -> bool:
+        """True if the command starts trainer ranks."""
+        return self != Command.eval
+
+    @property
+    def generates(self) -> bool:
+        """True if the command starts engines. `train` needs none to replay recorded rollouts."""
+        return self in (Command.train, Command.eval)
