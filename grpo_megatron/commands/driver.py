@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from grpo_megatron.commands.keeper import INTERRUPTED, LOST, STOP_SIGNALS
+from grpo_megatron.commands.keeper import INTERRUPTED, LOST, STOP_SIGNALS, say_last
 from grpo_megatron.errors import Stopped, UserError, last_message, shortened
 from grpo_megatron.files import disk_is_full
 from grpo_megatron.monitoring.status import State
@@ -207,7 +207,7 @@ class DriverGuard(Guard):
                     Stopped.exit_status,
                     f"stopped on request ({by.name}) with no step to finish; {outlook(self._folder)}",
                 )
-            self._say(
+            say_last(
                 f"{by.name}: stopping after step {self.stop.step} and its checkpoint, within {grace:.0f} s "
                 "(SIGINT: at once)"
             )
@@ -237,7 +237,7 @@ class DriverGuard(Guard):
     def _end(self, message: str | None, status: int) -> None:
         self._tell(status=status)
         if message:
-            self._say(message)
+            say_last(message)
         self.log.close()
 
     def _note_end(self, state: State, message: str) -> None:
@@ -248,10 +248,6 @@ class DriverGuard(Guard):
         """
         if self.status:
             self.status.overrule(state, message.removeprefix("error: "))
-
-    def _say(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # a terminal that is gone
-            print(text, file=sys.stderr, flush=True)
 
     def _tell(self, **what: Any) -> None:
         with contextlib.suppress(OSError):  # the keeper is gone, which the guard's thread notices

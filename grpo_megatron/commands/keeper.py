@@ -77,9 +77,9 @@ class _Keeper:
         left = kill_descendants()
         self._hear()
         if left:
-            _say(f"error: these processes of the run do not end: {', '.join(left)}")
+            say_last(f"error: these processes of the run do not end: {', '.join(left)}")
         if wait_status is None:
-            _say(f"interrupted; {outlook(self._folder)}")
+            say_last(f"interrupted; {outlook(self._folder)}")
             return INTERRUPTED
         if self._told is not None:
             # The announced status may differ from the process's own. When Ray's daemons die, Ray's code ends
@@ -87,14 +87,14 @@ class _Keeper:
             return self._told
         if os.WIFSIGNALED(wait_status):
             number = os.WTERMSIG(wait_status)
-            _say(
+            say_last(
                 f"error: the driver (process {self._driver}) was killed by {self._named(number)}; "
                 f"{outlook(self._folder)}"
             )
             return 128 + number
         status = os.WEXITSTATUS(wait_status)
         if status:
-            _say(
+            say_last(
                 f"error: the driver (process {self._driver}) ended with status {status} and no message; "
                 f"{outlook(self._folder)}"
             )
@@ -153,6 +153,7 @@ class _Keeper:
         return f"{name}, by hand or by a scheduler"
 
 
-def _say(text: str) -> None:
+def say_last(text: str) -> None:
+    """Print the last message of a run on stderr."""
     with contextlib.suppress(OSError):  # a terminal that is gone
         print(text, file=sys.stderr, flush=True)

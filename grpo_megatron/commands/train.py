@@ -114,11 +114,8 @@ class _Data:
 
 def _rollouts(
     run: Run, data: _Data, episodes: SingleTurn | MultiTurn, prompts: PromptSource
-) -> tuple[SynchronousRollouts, WeightSync]:
-    """Return the rollouts of a run with engines, and the weight sync to them, which the caller closes.
-
-    episodes: plays one episode and scores it.
-    """
+) -> SynchronousRollouts:
+    """Return the rollouts of a run with engines. episodes: plays one episode and scores it."""
     config, trainer, engines = run.config, run.trainer, run.engines
     manager = RolloutManager(engines, episodes, data.tokenizer.turn_ends)
     source = EngineRollouts(manager, config, run.resumed)
@@ -135,10 +132,7 @@ def _rollouts(
     # A checkpoint that is written by the time generation ends gets its final name at once. A run that is
     # stopped within the step, without time to finish it, would otherwise leave it without one.
     sampled = run.saver.complete_written
-    return (
-        SynchronousRollouts(source, prompts, handover, run.monitor, evaluation, score, sampled),
-        weight_sync,
-    )
+    return SynchronousRollouts(source, prompts, handover, run.monitor, evaluation, score, sampled)
 
 
 @contextmanager
@@ -161,8 +155,7 @@ def _loop(
         if run.engines is None:
             rollouts = ReplayedRollouts(config.rollout.replay, run.monitor.phases)
         else:
-            rollouts, weight_sync = _rollouts(run, data, episodes, prompts)
-            cleanup.callback(weight_sync.close)
+            rollouts = _rollouts(run, data, episodes, prompts)
         cleanup.callback(rollouts.close)
         controller = Controller(
             config,

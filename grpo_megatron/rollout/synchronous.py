@@ -93,3 +93,4 @@ class SynchronousRollouts:
 
     def close(self) -> None:
         self.source.close()
+        self.handover.weight_sync.close()
