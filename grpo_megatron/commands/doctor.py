@@ -130,7 +130,7 @@ def _sglang() -> list[Finding]:
                 Finding(
                     PROBLEM,
                     "SGLang's CPU platform",
-                    "entry point not found, or of an earlier version; install this project (pip install -e .)",
+                    "entry point missing, or of an earlier version; install this project (pip install -e .)",
                 )
             )
     return found
