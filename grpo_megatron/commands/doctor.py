@@ -122,10 +122,10 @@ def _sglang() -> list[Finding]:
     expected = SGLANG_ON_GPU if torch.cuda.is_available() else SGLANG
     found = [_package("sglang", expected, "no rollouts, only sft and rollout.replay", required=True)]
     if not torch.cuda.is_available() and version("sglang"):
-        from grpo_megatron.sglang.without_gpu import platform
+        from grpo_megatron.sglang.without_gpu import platform as cpu_platform
 
         installed = [entry.value for entry in metadata.entry_points(group="sglang.srt.platforms")]
-        if f"{platform.__name__}:activate" not in installed:
+        if f"{cpu_platform.__name__}:activate" not in installed:
             found.append(
                 Finding(
                     PROBLEM,

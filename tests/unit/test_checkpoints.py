@@ -279,7 +279,8 @@ def finish(saver, trainer, tmp_path) -> dict:
         Config(checkpoint=CheckpointConfig(export_hf=True)),
         SimpleNamespace(phases=Phases(), tensorboard_dir=""),
     )
-    return Run(config, str(tmp_path), monitor, saver, trainer, None, None, None, 0.0, Command.train).finish(
+    whole = SimpleNamespace(weights=trainer)
+    return Run(config, str(tmp_path), monitor, saver, whole, None, None, None, 0.0, Command.train).finish(
         {"step": trainer.steps}
     )
 
