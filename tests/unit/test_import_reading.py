@@ -5,14 +5,14 @@ import subprocess
 
 import pytest
 import yaml
+from grpo_megatron.importers.shell import read_script
+from grpo_megatron.importers.shell_arithmetic import evaluate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.importers import SYSTEMS, Settings, import_settings, read_settings
 from grpo_megatron.importers.mapping import CannotCarry, Source
-from grpo_megatron.importers.shell import read_script
-from grpo_megatron.importers.shell_arithmetic import evaluate
 from grpo_megatron.importers.typed import typed
 
 HEAD = "python3 -m verl.trainer.main_ppo "
