@@ -122,7 +122,7 @@ class Recorder:
             self._sandbox = Sandbox(_LIMITS)
         except UserError as error:
             raise UserError(
-                f"a launch script is run by bash in a sandbox, which is not possible here. {_INSTEAD}. {error}"
+                f"a launch script is run in a sandbox, which is not possible here. {_INSTEAD}. {error}"
             ) from error
         digits = "".join([script, *environment.values()])
         self._prefixes = [prefix for prefix in map(str, range(71828, 99999)) if prefix not in digits][:2]

@@ -1,9 +1,13 @@
-"""Reader of another system's configuration: YAML, or the `key=value` arguments of a launch script."""
+"""Reader of another system's configuration: a launch script, Hydra's overrides.yaml, or YAML.
+
+The YAML may be a configuration file, or what a launch command prints with --cfg job.
+"""
 
 import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -13,7 +17,8 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_megatron.errors import UserError
 from grpo_megatron.importers import others
 from grpo_megatron.importers.hydra_values import as_words
-from grpo_megatron.importers.launch_command import is_argument, read_arguments, read_launch
+from grpo_megatron.importers.launch_command import is_argument, read_arguments
+from grpo_megatron.importers.launch_reader import read_launch
 from grpo_megatron.importers.settings import Settings
 
 _KEEP_UNREAD = re.compile(r"\$\{oc\.env:")
@@ -22,7 +27,7 @@ _KEEP_UNREAD = re.compile(r"\$\{oc\.env:")
 def read_settings(
     text: str, launch: int | None = None, is_yaml: bool = False, environment: dict[str, str] | None = None
 ) -> Settings:
-    """Read another system's settings from the text of a YAML file or a launch script, whichever it is.
+    """Read another system's settings from the text of a launch script or a YAML file, whichever it is.
 
     launch: number of the script's launch command to import, counted from 1. None: all of them must be equal.
     is_yaml: True to accept nothing but YAML.
@@ -48,6 +53,22 @@ def read_settings(
     if is_yaml:
         raise UserError(f"expected YAML sections at the top level, got {type(tree).__name__}")
     return read_launch(text, launch, environment or {})
+
+
+def read_hydra_folder(folder: Path) -> Settings:
+    """Read the settings that Hydra has written into the output folder of a run, or into its folder .hydra.
+
+    Raises UserError if it has no overrides.yaml. Raises OSError or UnicodeDecodeError if that cannot be read.
+    """
+    found = next((one for one in (folder, folder / ".hydra") if (one / "overrides.yaml").is_file()), None)
+    if found is None:
+        raise UserError("a folder without .hydra/overrides.yaml")
+    settings = read_settings((found / "overrides.yaml").read_text(encoding="utf-8"), is_yaml=True)
+    if (found / "hydra.yaml").is_file():
+        run = read_settings((found / "hydra.yaml").read_text(encoding="utf-8"), is_yaml=True).values
+        settings.program = run.get("hydra.job.name")
+        settings.base = {"name": str(run["hydra.job.config_name"])} if "hydra.job.config_name" in run else {}
+    return settings
 
 
 # YAML

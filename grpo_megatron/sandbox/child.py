@@ -63,7 +63,7 @@ class Child:
         self.open[descriptor] = name
 
     def reap(self) -> None:
-        """Collect exit status and CPU time after the process has ended, and end the processes it has started."""
+        """Collect exit status and CPU time after the process has ended, and end those that it has started."""
         if self._may_fork:
             # They could not leave its process group, whose number stays taken until the process is reaped.
             os.killpg(self.pid, 9)

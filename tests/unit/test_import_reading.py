@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 import yaml
-from grpo_megatron.importers.shell import read_script
-from grpo_megatron.importers.shell_arithmetic import evaluate
+ 
+ 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
