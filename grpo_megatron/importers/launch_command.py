@@ -71,10 +71,10 @@ class Launch:
 
         return self.trace.shown(re.sub(self.trace.pattern, replace, self.settings[key]))
 
-    def known(self, key: str) -> str | None:
-        """Return the text of a setting as it is in a run with `other_outputs`; None if it is not set."""
+    def filled(self, key: str, filling: str = "") -> str | None:
+        """Return the text of a setting with `filling` in place of each placeholder; None if it is not set."""
         text = self.settings.get(key)
-        return None if text is None else self.trace.without_placeholders(text)
+        return None if text is None else self.trace.filled(text, filling)
 
     def value(self, key: str) -> Any:
         return hydra_value(self.settings[key], self.trace.pattern, self.trace.shown)

@@ -3,7 +3,7 @@
 #   RECORDER_BASH    path of bash
 #   RECORDER_PREFIX  first digits of the placeholders
 #   RECORDER_FAILS   commands, without their placeholders, that fail at their first call; each between newlines
-#   RECORDER_SILENT  not empty: programs print nothing
+#   RECORDER_PRINTS  what programs print: placeholder, 1 or nothing
 #   RECORDER_FILES   not empty: files exist, for [ -f FILE ] and the like
 #
 # A placeholder is a number of 12 digits. It stands for a text that is not known, such as the output of a
@@ -39,10 +39,13 @@ command_not_found_handle() {
         [[ $next == "$text" ]] && ((same += 1))
         [[ ${next%% *} == "${text%% *}" ]] && ((similar += 1))
     done < .calls
-    __placeholder
+    [[ $RECORDER_FAILS == *$'\n'"$text"$'\n'* && $same -eq 1 ]] && exit 1
+    case $RECORDER_PRINTS in
+        placeholder) __placeholder ;;
+        1) echo 1 ;;
+    esac
     # A loop ends that waits for a program to fail.
-    [[ ($RECORDER_FAILS == *$'\n'"$text"$'\n'* && $same -eq 1) || $similar -gt 30 ]] && exit 1
-    exit 0
+    exit $((similar > 30))
 }
 
 __record() {
@@ -51,7 +54,7 @@ __record() {
 }
 
 __placeholder() {
-    [[ $RECORDER_SILENT ]] || printf '%s%07d\n' "$RECORDER_PREFIX" "$BASHPID"
+    printf '%s%07d\n' "$RECORDER_PREFIX" "$BASHPID"
 }
 
 # Print what a simple text tool prints, or fail if that depends on what is not known. `input` is its stdin.
@@ -139,7 +142,7 @@ __written() {
 
 __unknown() {
     __record text "$1"
-    RECORDER_SILENT='' __placeholder
+    __placeholder
 }
 
 # Builtins that would act on this machine, or wait

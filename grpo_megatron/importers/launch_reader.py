@@ -18,10 +18,9 @@ from grpo_megatron.importers.launch_command import (
     mentioned,
     read_words,
 )
-from grpo_megatron.importers.launch_script import ALWAYS_SET, Recorder, ScriptEnded, Trace
+from grpo_megatron.importers.launch_script import ALWAYS_SET, NEITHER, Recorder, ScriptEnded, Trace
 from grpo_megatron.importers.settings import Settings
 
-_NEITHER = "found neither YAML sections nor key=value arguments of a launch command"
 _ANOTHER = "another script, which was not read"
 _VARIABLE = re.compile(r"\$\{?[!#]?([A-Za-z_]\w*)")
 # Variables that bash sets, or that are always set.
@@ -55,6 +54,7 @@ class _Reader:
         ]
         self._settings = Settings()
         self._unknown: tuple[str, ...] = ()
+        self._prints = "placeholder"
         self._place = 0
         self._launch: Launch
 
@@ -77,35 +77,43 @@ class _Reader:
         # Apart from each other, because a variable hides those that its default contains.
         self._try_variables([(name,) for name in self._names if not self._has_default(name)])
         self._try_variables([(name,) for name in self._names if self._has_default(name)])
-        self._try_variables([_POSITIONAL])
+        if re.search(r"\$\{?[@*#1-9]|\bgetopts\b", self._script):
+            self._try_variables([_POSITIONAL])
         self._note_conditions()
-        self._try_failures(trace)
         if trace.tests:
             tests = dict.fromkeys(trace.tests)
             settings.notes += [f"{test}: no file of this machine was looked at" for test in tests]
             self._differs(self._run(files_exist=True), f"depends on {', '.join(tests)}")
-        self._try_outputs()
+        if len(trace.calls) > len(found) or self._unknown:
+            self._try_outputs()
+        self._try_failures(trace)
         return settings
 
     def _first_run(self) -> Trace:
         """Run the script with as few unknown variables and arguments as it needs to launch something."""
         without_default = tuple(name for name in self._names if not self._has_default(name))
-        for unknown in ((), _POSITIONAL, (*_POSITIONAL, *without_default), (*_POSITIONAL, *self._names)):
-            self._unknown = unknown
+        for prints, unknown in (
+            ("placeholder", ()),
+            ("nothing", ()),
+            ("placeholder", _POSITIONAL),
+            ("placeholder", (*_POSITIONAL, *without_default)),
+            ("placeholder", (*_POSITIONAL, *self._names)),
+        ):
+            self._prints, self._unknown = prints, unknown
             try:
-                trace = self._recorder.run(self._unknown)
+                trace = self._recorder.run(unknown, prints=prints)
                 while missing := [name for name in trace.not_set if name not in self._unknown]:
                     digits = [int(name) for name in missing if name.isdigit()]
                     missing += _POSITIONAL[: max(digits, default=0)]
                     self._unknown = tuple(dict.fromkeys((*self._unknown, *missing)))
-                    trace = self._recorder.run(self._unknown)
+                    trace = self._recorder.run(self._unknown, prints=prints)
             except ScriptEnded:
                 if not unknown:
                     raise
                 continue
             if launches(trace):
                 return trace
-        raise UserError(_NEITHER)
+        raise UserError(NEITHER)
 
     def _has_default(self, name: str) -> bool:
         return re.search(rf"\$\{{{name}:?[-=+]", self._script) is not None
@@ -113,7 +121,7 @@ class _Reader:
     def _run(self, unknown: tuple[str, ...] = (), **options) -> Trace | None:
         """Run the script with something changed; None if it then ends without the launch command."""
         try:
-            trace = self._recorder.run((*self._unknown, *unknown), **options)
+            trace = self._recorder.run((*self._unknown, *unknown), **({"prints": self._prints} | options))
         except ScriptEnded:
             return None
         return trace if len(launches(trace)) > self._place else None
@@ -129,6 +137,8 @@ class _Reader:
         other = launches(trace)[self._place]
         settings = self._settings
         for key in self._differing(other):
+            if self._launch.filled(key) == other.filled(key):
+                continue  # a program prints nothing where it fails
             values = [launch.shown(key) for launch in (self._launch, other)]
             listed = " or ".join("not set" if value is None else value for value in values)
             self._leave_open(key, f"$<{as_words(listed)}>", reason)
@@ -141,19 +151,21 @@ class _Reader:
 
     def _leave_open(self, key: str, value: str, reason: str) -> None:
         settings = self._settings
-        settings.values[key] = value
+        if key not in settings.undecided:
+            settings.values[key] = value
         settings.undecided[key] = "; ".join(filter(None, (settings.undecided.get(key), reason)))
 
     def _try_outputs(self) -> None:
         """Find out what is computed from placeholders, or depends on the output of a program."""
-        trace = self._run(other_outputs=True)
-        other = launches(trace)[self._place] if trace else self._launch
-        names = ", ".join(
-            ["the output of a program", *(f"${name}" for name in self._unknown if name.isidentifier())]
-        )
-        for key in self._differing(other):
-            if "$(" not in (self._launch.shown(key) or "") and self._launch.known(key) != other.known(key):
-                self._leave_open(key, "$<unknown>", f"depends on {names}, which is not known here")
+        names = [f"${name}" for name in self._unknown if name.isidentifier()]
+        reason = f"depends on {', '.join(['the output of a program', *names])}, which is not known here"
+        for prints, filling in (("1", "1"), ("nothing", "")):
+            trace = self._run(prints=prints)
+            other = launches(trace)[self._place] if trace else self._launch
+            for key in self._differing(other):
+                told = "$" in str(self._settings.values.get(key))
+                if not told and self._launch.filled(key, filling) != other.filled(key, filling):
+                    self._leave_open(key, "$<unknown>", reason)
 
     def _try_failures(self, trace: Trace) -> None:
         """Find out what depends on whether a program succeeds."""
@@ -231,15 +243,17 @@ class _Reader:
         for name in self._names:
             assigned = re.search(rf"(?:^|[\s;(]){name}\+?=|\b(?:for|read)\s(?:-\w+\s)*{name}\b", self._script)
             condition = re.search(
-                rf"^\s*((?:case|if|elif|while|\[\[?|test)\s.*\$\{{?{name}\b.*)", self._script, re.M
+                rf"^\s*((?:case|if|elif|while|\[\[?|test)\s[^;\n]*\$\{{?{name}\b[^;\n]*)", self._script, re.M
             )
             if condition and f"${name}" not in noted and (self._has_default(name) or not assigned):
-                self._settings.notes.append(f"${name}: not set, where the script asks for it: {condition[1]}")
+                self._settings.notes.append(
+                    f"${name}: not set, where the script asks for it: {condition[1].split(' in')[0]}"
+                )
 
     def _is_computed(self, key: str, other: Launch, names: tuple[str, ...]) -> bool:
         """Return True if the value of a key differs with the numbers of the placeholders for `names`."""
-        trace = self._run(names, other_outputs=True)
-        return trace is not None and launches(trace)[self._place].known(key) != other.known(key)
+        trace = self._run(names, prints="1")
+        return trace is not None and launches(trace)[self._place].filled(key, "1") != other.filled(key, "1")
 
 
 def _variables(script: str) -> list[str]:

@@ -18,6 +18,7 @@ from grpo_megatron.config.sandbox import SandboxLimits
 from grpo_megatron.errors import UserError
 from grpo_megatron.sandbox.run import Ended, Outcome, Program, Sandbox
 
+NEITHER = "found neither YAML sections nor key=value arguments of a launch command"
 _PRELUDE = (Path(__file__).parent / "launch_prelude.sh").read_text(encoding="utf-8")
 _LIMITS = SandboxLimits(
     seconds=2.0, cpu_seconds=2, memory_mib=192, threads=4, files_mib=4, files=200, output_kib=1024
@@ -68,8 +69,6 @@ class Trace:
 
     placeholders: dict[str, str]
     """Placeholder -> text that it stands for, such as "$(nproc)" or "$HOME"."""
-    unknown: tuple[str, ...] = ()
-    """The argument `unknown` of Recorder.run."""
     calls: list[Call] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     """Commands that read another script, such as `source env.sh`. It was not read."""
@@ -91,14 +90,13 @@ class Trace:
             text = re.sub(self.pattern, lambda match: self.placeholders.get(match[0], match[0]), text)
         return text
 
-    def without_placeholders(self, text: str) -> str:
-        """Return a text as it is in a run with `other_outputs`."""
-        ones = {number for number, name in self.placeholders.items() if name[1:] in self.unknown}
-        return re.sub(self.pattern, lambda match: "1" if match[0] in ones else "", text)
+    def filled(self, text: str, filling: str = "") -> str:
+        """Return a text with `filling` in place of each placeholder."""
+        return re.sub(self.pattern, filling, text)
 
     def command(self, call: Call) -> str:
         """Return the words of a call without placeholders, as the prelude compares them."""
-        return re.sub(self.pattern, "", " ".join(call.words)).replace("\n", " ")
+        return self.filled(" ".join(call.words)).replace("\n", " ")
 
 
 class ScriptEnded(UserError):
@@ -139,7 +137,7 @@ class Recorder:
         unknown: tuple[str, ...] = (),
         failing: tuple[str, ...] = (),
         files_exist: bool = False,
-        other_outputs: bool = False,
+        prints: str = "placeholder",
         given: dict[str, str] | None = None,
     ) -> Trace:
         """Run the script and return what it calls.
@@ -147,16 +145,17 @@ class Recorder:
         unknown: variables and positional parameters that are set, to placeholders. Others are not set.
         failing: commands (Trace.command) that fail when they are first called. All others succeed.
         files_exist: let conditions on files hold.
-        other_outputs: let programs print nothing, and set the variables `unknown` to 1. So what is computed
-            from either differs.
+        prints: what programs print: "placeholder", "nothing", or "1". With "1" the variables `unknown` are 1
+            too, and other numbers are used for the other placeholders. So what is computed from any of them
+            differs.
         given: further variables that are set.
         Raises ScriptEnded at a limit of the sandbox. Raises UserError if the text is not a bash script.
         """
-        prefix = self._prefixes[other_outputs]
+        prefix = self._prefixes[prints == "1"]
         known = {
             name: f"{prefix}{_FIRST_VARIABLE + number}" for number, name in enumerate((*ALWAYS_SET, *unknown))
         }
-        ones = dict.fromkeys(unknown, "1") if other_outputs else {}
+        ones = dict.fromkeys(unknown, "1") if prints == "1" else {}
         environment = known | ones | self._environment | (given or {})
         arguments = [environment.pop("0")]
         while str(len(arguments)) in environment:
@@ -165,7 +164,7 @@ class Recorder:
             "RECORDER_BASH": self._bash,
             "RECORDER_PREFIX": prefix,
             "RECORDER_FAILS": "".join(f"\n{command}\n" for command in failing),
-            "RECORDER_SILENT": "1" if other_outputs else "",
+            "RECORDER_PRINTS": prints,
             "RECORDER_FILES": "1" if files_exist else "",
             "RECORDER_PATH": environment["PATH"],
             "RECORDER_PWD": environment["PWD"],
@@ -175,8 +174,7 @@ class Recorder:
         files = {"prelude": _PRELUDE, known["0"]: self._script}
         outcome = self._sandbox.run(Program(source, files=files, processes=_PROCESSES))
         _check(outcome)
-        trace = _trace(outcome, {number: f"${name}" for name, number in known.items()}, prefix)
-        trace.unknown = unknown
+        trace = _trace(outcome, {number: f"${name}" for name, number in known.items()}, prefix, prints)
         for name, message in _NOT_SET.findall(outcome.stderr):
             asked = f"${{{name}:?" in self._script or f"${{{name}?" in self._script
             if (asked or message == "unbound variable") and name not in trace.not_set:
@@ -191,14 +189,16 @@ def _check(outcome: Outcome) -> None:
             f"the script was ended because of its use of {outcome.ended.value} in the sandbox. {_INSTEAD}"
         )
     if outcome.status == 2 and (error := _SYNTAX_ERROR.search(outcome.stderr)):
-        raise UserError(f"as a script: line {error[1]}")
+        raise UserError(f"{NEITHER}; as a script: line {error[1]}")
     if outcome.stderr.startswith("Traceback"):
         raise UserError(f"bash does not start in the sandbox: {outcome.stderr.splitlines()[-1]}. {_INSTEAD}")
 
 
-def _trace(outcome: Outcome, placeholders: dict[str, str], prefix: str) -> Trace:
+def _trace(outcome: Outcome, placeholders: dict[str, str], prefix: str, prints: str) -> Trace:
     trace = Trace(placeholders, errors=list(dict.fromkeys(_ERROR.findall(outcome.stderr))))
     calls: dict[int, Call] = {}
+    # In $(PROGRAM && echo yes), the program's status is wanted and not its output.
+    printed = r"\b1\n" if prints == "1" else rf"{prefix}\d{{{_DIGITS}}}\n"
     for process, kind, text in filter(None, map(_item, outcome.stdout.split("\0"))):
         if kind == "source":
             trace.sources.append(text)
@@ -209,7 +209,7 @@ def _trace(outcome: Outcome, placeholders: dict[str, str], prefix: str) -> Trace
         else:
             call = calls.setdefault(process, Call())
             if kind == "word":
-                call.words.append(text)
+                call.words.append(re.sub(printed, "", text))
             elif kind == "line":
                 call.line = int(text) if text.isdigit() else 0
             else:
