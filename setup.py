@@ -13,7 +13,7 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.11,<3.14",
     packages=find_packages(include=["grpo_megatron", "grpo_megatron.*"]),
-    package_data={"grpo_megatron": ["presets/*.yaml", "monitoring/report/templates/*"]},
+    package_data={"grpo_megatron": ["presets/*.yaml", "monitoring/report/templates/*", "importers/*.sh"]},
     # The versions of torch and SGLang differ between CPU and GPU machines and are pinned in
     # requirements/; here is only what every machine needs.
     install_requires=[

@@ -3,6 +3,7 @@
     python tools/import_config.py run_grpo.sh --out mine.yaml
     python tools/import_config.py run_grpo.sh run.total_steps=435 reward.function=math --out mine.yaml
     python tools/import_config.py run_grpo.sh --env DEVICE=gpu --out mine.yaml
+    python tools/import_config.py outputs/2026-01-31/12-00-00 --out mine.yaml     # Hydra's folder of a run
     python tools/import_config.py rlinf.yaml --from rlinf --accept --out mine.yaml
     python tools/import_config.py - <<< 'python3 -m verl.trainer.main_ppo data.train_batch_size=256 ...'
     python tools/import_config.py --table verl           # the mapping, as in docs/coming-from-verl.md
@@ -28,7 +29,14 @@ from omegaconf import OmegaConf
 from grpo_megatron.config.load import layers, merge
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text
-from grpo_megatron.importers import SYSTEMS, Settings, import_settings, read_settings, to_yaml
+from grpo_megatron.importers import (
+    SYSTEMS,
+    Settings,
+    import_settings,
+    read_hydra_folder,
+    read_settings,
+    to_yaml,
+)
 from grpo_megatron.preflight.check import Report, check
 from grpo_megatron.preflight.load import load_config
 
@@ -74,11 +82,13 @@ def variables_given(settings: list[str]) -> dict[str, str]:
 
 def read(source: str, launch: int | None, environment: dict[str, str]) -> Settings:
     try:
-        text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+        path = Path(source)
+        if path.is_dir() or path.name == "overrides.yaml":
+            return read_hydra_folder(path if path.is_dir() else path.parent)
+        text = sys.stdin.read() if source == "-" else path.read_text(encoding="utf-8")
+        return read_settings(text, launch, source.endswith((".yaml", ".yml")), environment)
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise UserError(f"{source} cannot be read: {error}") from error
-    try:
-        return read_settings(text, launch, source.endswith((".yaml", ".yml")), environment)
     except UserError as error:
         raise UserError(f"{source}: {error}") from error
 
@@ -184,7 +194,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source", nargs="?", help="launch script, YAML file, or - for standard input")
+    parser.add_argument(
+        "source",
+        nargs="?",
+        help="launch script, YAML file, Hydra's output folder of a run, or - for standard input",
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="our keys to set in the result")
     parser.add_argument("--from", dest="system", choices=SYSTEMS, help="default: guessed from the keys")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to write our YAML")

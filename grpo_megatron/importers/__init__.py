@@ -3,7 +3,8 @@
 from grpo_megatron.importers.convert import Import, import_settings, to_yaml
 from grpo_megatron.importers.mapping import System
 from grpo_megatron.importers.rlinf import RLINF
-from grpo_megatron.importers.sources import Settings, read_settings
+from grpo_megatron.importers.settings import Settings
+from grpo_megatron.importers.sources import read_hydra_folder, read_settings
 from grpo_megatron.importers.verl import VERL
 
 SYSTEMS: dict[str, System] = {"verl": VERL, "rlinf": RLINF}
@@ -16,6 +17,7 @@ __all__ = [
     "Settings",
     "System",
     "import_settings",
+    "read_hydra_folder",
     "read_settings",
     "to_yaml",
 ]

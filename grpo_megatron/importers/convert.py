@@ -19,7 +19,7 @@ from grpo_megatron.importers.mapping import (
     System,
     plain,
 )
-from grpo_megatron.importers.sources import Settings
+from grpo_megatron.importers.settings import Settings
 from grpo_megatron.importers.typed import takes_text, typed
 
 

@@ -7,30 +7,28 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_megatron.importers.shell_expand import PLACEHOLDER
-
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
 _STAND_IN = re.compile(r"xHELDx(\d+)x")
 
 
-def hydra_value(text: str, shown: Callable[[str], str]) -> Any:
+def hydra_value(text: str, placeholders: str = "(?!)", shown: Callable[[str], str] = str) -> Any:
     """Return the value that Hydra's grammar reads from the text.
 
     A text that the grammar rejects, such as a path with a tilde, is returned unchanged.
 
-    text: may contain placeholders of shell_expand, which stand for parts that are not known.
+    placeholders: regular expression of the parts of the text that are not known.
     shown: function that turns a placeholder into readable words, which replace it in the returned value.
     """
     if text in ("", "None"):
         return None
-    # The grammar does not accept the characters of a placeholder, so that a plain word replaces each of them.
+    # A plain word replaces each reference and placeholder, so that the grammar takes neither for its own.
     held: list[str] = []
 
     def stand_in(match: re.Match) -> str:
         held.append(as_words(shown(match[0])))
         return f"xHELDx{len(held) - 1}x"
 
-    plain = re.sub(f"{PLACEHOLDER.pattern}|{_REFERENCE.pattern}", stand_in, text)
+    plain = re.sub(f"{placeholders}|{_REFERENCE.pattern}", stand_in, text)
 
     def restored(value: Any) -> Any:
         if isinstance(value, dict):

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from grpo_megatron.config.schema import TrainConfig
-from grpo_megatron.importers.sources import Settings
+from grpo_megatron.importers.settings import Settings
 
 UNSET: Any = object()
 

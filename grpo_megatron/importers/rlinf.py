@@ -29,7 +29,7 @@ from grpo_megatron.importers.mapping import (
 from grpo_megatron.importers.rlinf_actor import ACTOR, NO_FP16
 from grpo_megatron.importers.rlinf_algorithm import ALGORITHM, MEMORY, MODEL, PENALTIES
 from grpo_megatron.importers.rlinf_sampling import SAMPLING
-from grpo_megatron.importers.sources import Settings
+from grpo_megatron.importers.settings import Settings
 
 
 def _paths(value: Any, source: Source) -> Any:

@@ -3,7 +3,7 @@
 import re
 
 from grpo_megatron.importers.mapping import Finding, Source
-from grpo_megatron.importers.sources import Settings
+from grpo_megatron.importers.settings import Settings
 
 # Configuration files that verl ships. The defaults of the mapping are their values.
 SHIPPED = ("ppo_trainer", "ppo_megatron_trainer")

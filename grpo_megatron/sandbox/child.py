@@ -1,5 +1,6 @@
 """Child: a contained process that runs one sandboxed program, seen from the helper's watcher process."""
 
+import contextlib
 import fcntl
 import os
 import sys
@@ -7,6 +8,7 @@ import traceback
 
 from grpo_megatron.sandbox import harness
 from grpo_megatron.sandbox.contain import contain
+from grpo_megatron.sandbox.system_calls import adopt_orphans
 
 _READ_AT_ONCE = 1 << 16
 
@@ -24,6 +26,9 @@ class Child:
         self.open: dict[int, str] = {}
         self.status: int | None = None  # exit status, or -signal
         self.cpu_seconds = 0.0
+        self._may_fork = program["processes"] > 1
+        if self._may_fork:
+            adopt_orphans()
         ends = {name: os.pipe() for name in self.written}
         problem, problem_end = os.pipe()
         stdin = _file_of(program["stdin"])
@@ -58,18 +63,27 @@ class Child:
         self.open[descriptor] = name
 
     def reap(self) -> None:
-        """Collect exit status and CPU time after the process has ended."""
+        """Collect exit status and CPU time after the process has ended, and end those that it has started."""
+        if self._may_fork:
+            # They could not leave its process group, whose number stays taken until the process is reaped.
+            os.killpg(self.pid, 9)
         _, status, usage = os.wait4(self.pid, 0)
         self.status = os.waitstatus_to_exitcode(status)
         self.cpu_seconds = usage.ru_utime + usage.ru_stime
         os.close(self.pidfd)
+        while self._may_fork:
+            try:
+                os.waitpid(-self.pid, 0)
+            except ChildProcessError:
+                break
 
     def end(self) -> None:
         """Kill the process if it is alive, and read the rest of its output."""
         if self.status is None:
             os.kill(self.pid, 9)
             self.reap()
-        # It had no child processes, so no other process holds the other ends of the pipes open.
+        # The processes that it has started have ended as well, so nothing holds the other ends of the pipes
+        # open.
         while self.open:
             self.read(next(iter(self.open)))
 
@@ -87,6 +101,26 @@ class Child:
 
     def num_threads(self) -> int:
         return len(os.listdir(f"/proc/{self.pid}/task"))
+
+    def num_processes(self) -> int:
+        """Return how many processes the program has: this one, and all that it has started."""
+        if not self._may_fork:
+            return 1
+        for orphan in set(_children(os.getpid())) - {self.pid}:
+            os.waitpid(orphan, os.WNOHANG)
+        found = _children(os.getpid())  # the program's first process, and orphans of it
+        for pid in found:  # the list grows meanwhile
+            found += _children(pid)
+        return len(found)
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # the process may have ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
+                found += map(int, file.read().split())
+    return found
 
 
 def _file_of(text: str) -> int:
@@ -128,7 +162,13 @@ def _become(program: dict, descriptors: list[int | None], problem: int) -> None:
         for descriptor in kept:
             if descriptor is not None:
                 os.close(descriptor)
-        contain(program["containment"], program["folder"], program["python_folders"], program["limits"])
+        contain(
+            program["containment"],
+            program["folder"],
+            program["python_folders"],
+            program["limits"],
+            program["processes"] > 1,
+        )
         _write_files(program["files"])
         harness.attach_standard_streams()
         harness.forget_helper()

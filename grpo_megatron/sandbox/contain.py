@@ -26,7 +26,7 @@ _CAPABILITIES_VERSION = 0x20080522
 _CAPSET = {"x86_64": 126, "aarch64": 91}
 
 
-def contain(files: str, folder: str, python_folders: list[str], limits: dict) -> None:
+def contain(files: str, folder: str, python_folders: list[str], limits: dict, may_fork: bool) -> None:
     """Restrict this process permanently, before it runs an untrusted program.
 
     The process must have a single thread. Its working directory afterwards is the only folder in which it may
@@ -36,6 +36,7 @@ def contain(files: str, folder: str, python_folders: list[str], limits: dict) ->
     folder: an empty folder for the process.
     python_folders: folders of the Python interpreter and its packages, which stay readable.
     limits: the fields of config.sandbox.SandboxLimits as a dict.
+    may_fork: allow the process to start others. They inherit the restrictions, and stay in its process group.
     Raises OSError if the kernel refuses a restriction.
     """
     readable = _outermost([*_SYSTEM_FOLDERS, *python_folders])
@@ -56,7 +57,7 @@ def contain(files: str, folder: str, python_folders: list[str], limits: dict) ->
         landlock.restrict([folder], readable, devices)
     # Not earlier, because a change of credentials resets this setting.
     system_calls.end_with_parent()
-    system_calls.forbid()
+    system_calls.forbid(may_fork)
 
 
 def _outermost(paths: list[str]) -> list[str]:

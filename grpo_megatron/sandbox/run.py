@@ -21,13 +21,17 @@ from grpo_megatron.sandbox.contain import LANDLOCK, NAMESPACES, NOTHING
 
 
 class Ended(str, Enum):
-    """The cause of a program's end: the program itself, or the limit of config.sandbox that it exceeded."""
+    """The cause of a program's end: the program itself, or the limit that it exceeded.
+
+    The limits are those of config.sandbox, and Program.processes.
+    """
 
     itself = "itself"
     time = "time"
     cpu = "cpu"
     memory = "memory"
     threads = "threads"
+    processes = "processes"
     files = "files"
     output = "output"
 
@@ -53,6 +57,8 @@ class Program:
     """Arguments of `function`, as plain data. Its return value becomes Outcome.result."""
     tests: str | None = None
     """Source code of the tests. They can use the program's functions as their own global names."""
+    processes: int = 1
+    """Largest number of processes. With 1, the program cannot start another one. Other limits are of each."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +184,7 @@ class Sandbox:
             "source": source,
             "stdin": program.stdin,
             "files": {} if kind == "tests" else program.files,
+            "processes": program.processes,
             "function": program.function,
             "arguments": program.arguments,
             "within": within,

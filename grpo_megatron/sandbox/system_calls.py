@@ -2,7 +2,7 @@
 
 Such a filter can be installed everywhere, also in containers. It forbids the network, new processes, and all
 access to other processes of the same user. In particular, it forbids every call that makes the kernel send a
-signal to such a process.
+signal to such a process. A program that needs new processes, such as a shell, can be allowed to start them.
 """
 
 import ctypes
@@ -109,10 +109,13 @@ _COMMON_ALLOWED = {
     "mseal": 462,
 }
 
+_STARTS_PROCESSES = ("fork", "vfork")
 _CLONE_THREAD = 0x10000
+# Flags for new namespaces, and CLONE_PARENT, whose child would not be one of the process that calls it.
+_CLONE_APART = 0x7E020000 | 0x8000
 _AF_UNIX, _SOCK_STREAM, _SOCK_TYPE_MASK = 1, 1, 0xF
 _WHOLE = 0xFFFFFFFF
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_SCHED_CORE = 1, 38, 62
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_SCHED_CORE = 1, 36, 38, 62
 _F_SETFL, _O_ASYNC = 4, 0x2000
 
 # The allowed requests of fcntl: all that concern the program's own descriptors and locks. The others choose
@@ -171,17 +174,23 @@ class _Condition:
     """(index, value): apply the condition only to calls whose argument of this index has this value."""
 
 
-def _conditional(own_pid: int) -> dict[str, tuple[tuple[int, int | None], list[_Condition]]]:
+def _conditional(own_pid: int, may_fork: bool) -> dict[str, tuple[tuple[int, int | None], list[_Condition]]]:
     """Return the system calls that are allowed only with certain arguments.
 
     Returns {name: (numbers, conditions)}: `numbers` are the call's numbers on x86-64 and on 64-bit ARM, and
     the call must meet all conditions.
 
     own_pid: id of the contained process, the only one that it may send signals to.
+    may_fork: allow it to start processes.
     """
     own = [_Condition(0, frozenset({own_pid}))]
+    clone = (
+        _Condition(0, frozenset({0}), _CLONE_APART)
+        if may_fork
+        else _Condition(0, frozenset({_CLONE_THREAD}), _CLONE_THREAD)
+    )
     return {
-        "clone": ((56, 220), [_Condition(0, frozenset({_CLONE_THREAD}), _CLONE_THREAD)]),
+        "clone": ((56, 220), [clone]),
         "kill": ((62, 129), own),
         "tgkill": ((234, 131), own),
         "prlimit64": ((302, 261), [_Condition(0, frozenset({0, own_pid}))]),
@@ -218,7 +227,7 @@ _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 _Instruction = tuple[int, int, int, int]  # code, lines to skip if true, if false, value
 
 
-def _filter(machine: str, own_pid: int) -> list[_Instruction]:
+def _filter(machine: str, own_pid: int, may_fork: bool) -> list[_Instruction]:
     column, architecture = _ARCHITECTURES[machine]
     refused, unknown = (_RETURN, 0, 0, _ERROR | errno.EPERM), (_RETURN, 0, 0, _ERROR | errno.ENOSYS)
     allowed = (_RETURN, 0, 0, _ALLOW)
@@ -231,10 +240,10 @@ def _filter(machine: str, own_pid: int) -> list[_Instruction]:
     for number in _COMMON_ALLOWED.values():
         lines += [(_JUMP_EQUAL, 0, 1, number), allowed]
     lines += [(_JUMP_AT_LEAST, 0, 1, _FIRST_COMMON), unknown]
-    for numbers in _FORBIDDEN.values():
-        if numbers[column] is not None:
+    for name, numbers in _FORBIDDEN.items():
+        if numbers[column] is not None and not (may_fork and name in _STARTS_PROCESSES):
             lines += [(_JUMP_EQUAL, 0, 1, numbers[column]), refused]
-    for numbers, conditions in _conditional(own_pid).values():
+    for numbers, conditions in _conditional(own_pid, may_fork).values():
         body = [line for condition in conditions for line in _checked(condition, refused)] + [allowed]
         lines += [(_JUMP_EQUAL, 0, len(body), numbers[column]), *body]
     return [*lines, allowed]
@@ -276,9 +285,10 @@ class _Filter(ctypes.Structure):
 _PR_SET_SECCOMP, _MODE_FILTER = 22, 2
 
 
-def forbid() -> None:
+def forbid(may_fork: bool = False) -> None:
     """Forbid dangerous system calls to this process permanently, by a seccomp filter.
 
+    may_fork: allow the process to start others, which inherit the filter.
     The process must have called `no_new_privileges`. Raises OSError if the kernel refuses the filter, or on
     an architecture other than x86-64 and 64-bit ARM.
     """
@@ -288,7 +298,7 @@ def forbid() -> None:
             errno.ENOSYS,
             f"the system call filter supports {' and '.join(_ARCHITECTURES)}, not {machine}",
         )
-    lines = _filter(machine, os.getpid())
+    lines = _filter(machine, os.getpid(), may_fork)
     program = _Filter(len(lines), (_Line * len(lines))(*lines))
     libc.call("prctl", _PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(program), 0, 0)
 
@@ -303,3 +313,8 @@ def no_new_privileges() -> None:
 
 def end_with_parent() -> None:
     libc.prctl(_PR_SET_PDEATHSIG, 9)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of descendants whose own parent has ended, so that it can reap them."""
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -1,12 +1,9 @@
-"""Launch scripts whose branches cannot be decided, and what is read from them."""
+"""Launch scripts whose branches depend on the machine, and what is read from them."""
 
-import subprocess
 from functools import partial
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.importers import VERL, import_settings, read_settings, to_yaml
@@ -61,12 +58,10 @@ def test_arrays_that_a_branch_changes_keep_what_all_branches_have():
     for key in ("algorithm.kl_loss_coef", "rollout.temperature", "data.train_batch_size"):
         assert key not in result.values
     text = result.report()
-    assert (
-        'kl_loss_coef=$<0.002 or 0.01>: depends on case "${DEVICE}"; set it by hand (algorithm.kl_loss_coef)'
-        in text
-    )
-    assert "temperature=$<0.7 or not set>: depends on case" in text
-    assert "data.train_batch_size=$batch: $batch is 256 or 16, depending on case" in text
+    reason = "depends on whether python3 -c import torch_npu succeeds"
+    assert f"kl_loss_coef=$<0.01 or 0.002>: {reason}; set it by hand (algorithm.kl_loss_coef)" in text
+    assert f"temperature=$<0.7 or not set>: {reason}" in text
+    assert f"data.train_batch_size=$<16 or 256>: {reason}" in text
     assert "my.key=$<1 or not set>" in text
     assert result.needs_acceptance
 
@@ -114,62 +109,32 @@ def test_nothing_is_written_of_what_was_not_read_without_acceptance(tmp_path):
 # parts of scripts: what is known, what is open, what is not read
 
 
-UNKNOWN = "[ -d /data ]"
+FILE = "[ -d /data ]"
 
 
 @pytest.mark.parametrize(
     ("script", "values", "unread"),
     [
         # Arrays, changed in different forms of branches.
-        (f"X=(a.b=1)\nif {UNKNOWN}; then X+=(c.d=2); fi", {"a.b": 1, "c.d": "$<2 or not set>"}, []),
-        (
-            f"X=(a.b=1)\n{UNKNOWN} && X+=(c.d=2 e.f=3)",
-            {"a.b": 1, "c.d": "$<2 or not set>", "e.f": "$<3 or not set>"},
-            [],
-        ),
-        (f"if {UNKNOWN}; then X=(a.b=1 c.d=2); else X=(a.b=1 c.d=3); fi", {"a.b": 1, "c.d": "$<2 or 3>"}, []),
-        (f"X=(a.b=1 c.d=2)\nif {UNKNOWN}; then X=(c.d=2); fi", {"a.b": "$<1 or not set>", "c.d": 2}, []),
-        (f"X=(a.b=1)\nif {UNKNOWN}; then X+=(a.b=2); fi\nX+=(a.b=3)", {"a.b": 3}, []),
-        (f"X=(a.b=1)\nif {UNKNOWN}; then X+=(a.b=1); fi", {"a.b": 1}, []),
-        (f"if {UNKNOWN}; then X=(a.b=1); fi", {"a.b": "$<1 or not set>"}, []),
-        ("X=(a.b=1)\nfor f in $FILES; do X+=(c.d=$f); done", {"a.b": 1, "c.d": "$<$f or not set>"}, []),
-        (f"X=(a.b=1)\nif {UNKNOWN}; then exit 1; fi\nX+=(c.d=2)", {"a.b": 1, "c.d": 2}, []),
-        ("X=(a.b=1)\ncase $D in g) X+=(c.d=2);; *) X+=(c.d=2);; esac", {"a.b": 1, "c.d": 2}, []),
-        (
-            "X=(a.b=1)\ncase $D in g) X+=(c.d=2);; h) X+=(c.d=2);; esac",
-            {"a.b": 1, "c.d": "$<2 or not set>"},
-            [],
-        ),
+        (f"X=(a.b=1)\nif {FILE}; then X+=(c.d=2); fi", {"a.b": 1, "c.d": "$<not set or 2>"}, []),
+        (f"X=(a.b=1)\n{FILE} && X+=(c.d=2)", {"a.b": 1, "c.d": "$<not set or 2>"}, []),
+        (f"if {FILE}; then X=(a.b=1 c.d=2); else X=(a.b=1 c.d=3); fi", {"a.b": 1, "c.d": "$<3 or 2>"}, []),
+        (f"X=(a.b=1 c.d=2)\nif {FILE}; then X=(c.d=2); fi", {"a.b": "$<1 or not set>", "c.d": 2}, []),
+        (f"X=(a.b=1)\nif {FILE}; then X+=(a.b=2); fi\nX+=(a.b=3)", {"a.b": 3}, []),
+        (f"X=(a.b=1)\nif {FILE}; then exit 1; fi\nX+=(c.d=2)", {"a.b": 1, "c.d": 2}, []),
+        ("X=(a.b=1)\ncase $D in g) X+=(c.d=2);; *) X+=(c.d=3);; esac", {"a.b": 1, "c.d": 3}, []),
+        ("X=(a.b=1)\ncase x in x) X+=(c.d=2);& y) X+=(e.f=3);; esac", {"a.b": 1, "c.d": 2, "e.f": 3}, []),
         # Text that is made of settings.
-        (f'X="a.b=1"\nif {UNKNOWN}; then X="$X c.d=2"; fi', {"a.b": 1, "c.d": "$<2 or not set>"}, []),
-        (f'X=""\nif {UNKNOWN}; then X="a.b=1"; fi', {"a.b": "$<1 or not set>"}, []),
+        (f'X="a.b=1"\nif {FILE}; then X="$X c.d=2"; fi', {"a.b": 1, "c.d": "$<not set or 2>"}, []),
         # What nobody knows is named.
-        ("X=(a.b=1)\nX[1]=c.d=2", {}, ["$X: not known here, and perhaps further settings"]),
-        ("mapfile -t X < settings.txt", {}, ["$X: not known here, and perhaps further settings"]),
-        (
-            f"X=(a.b=1)\nif {UNKNOWN}; then X+=(~c.d); fi",
-            {"a.b": 1},
-            ["~c.d: removes a key of theirs, depending on [ -d /data ]"],
-        ),
-        (
-            f"X=(a.b=1)\nif {UNKNOWN}; then X+=($MORE); fi",
-            {"a.b": 1},
-            ["$MORE: not known here, and perhaps further settings, depending on [ -d /data ]"],
-        ),
-        ("X=(a.b=1)\n. ./settings.sh", {"a.b": 1}, [". ./settings.sh: another script, which was not read"]),
-        # Variables that commands set are not what they were before.
-        ("N=1\nread N < file\nX=(a.b=$N)", {"a.b": "$N"}, []),
-        ("N=1\nprintf -v N '%d' 3\nX=(a.b=$N)", {"a.b": "$N"}, []),
-        (
-            "N=1\nwhile getopts n: OPT; do case $OPT in n) N=$OPTARG;; esac; done\nX=(a.b=$N)",
-            {"a.b": "$N"},
-            [],
-        ),
+        (f"X=(a.b=1)\nif {FILE}; then X+=(~c.d); fi", {"a.b": 1}, ["~c.d: depends on [ -d /data ]"]),
+        ("X=(a.b=1 $MORE)", {"a.b": 1}, ["$MORE: not known here, and perhaps further settings"]),
+        ("X=(a.b=1)\nX+=($(more))", {"a.b": 1}, ["$(more): not known here, and perhaps further settings"]),
         # Where a variable holds, and where not.
         ("N=1\nN=2 python3 other.py\nX=(a.b=$N)", {"a.b": 1}, []),
         ("N=1\n(N=2; cd /)\nX=(a.b=$N)", {"a.b": 1}, []),
         ("N=1\necho 2 | read N\nX=(a.b=$N)", {"a.b": 1}, []),
-        ("N=1\n{ N=2; }\nX=(a.b=$N)", {"a.b": 2}, []),
+        ("N=1\nprintf -v N '%d' 3\nX=(a.b=$N)", {"a.b": 3}, []),
         ("N=1\neval N=2\nX=(a.b=$N)", {"a.b": 2}, []),
         ("set -- a.b=1 c.d=2\nX=($1)", {"a.b": 1}, []),
     ],
@@ -178,13 +143,8 @@ def test_what_a_script_leaves_open_is_said(script, values, unread):
     words = "$X" if 'X="' in script else '"${X[@]}"'
     found = read(f"{script}\n{HEAD} z.z=0 {words}\n")
     assert found.values == {"z.z": 0} | values
-    assert list(dict.fromkeys(found.unread)) == unread
-    assert {key for key, value in values.items() if "$<" in str(value)} <= set(found.undecided)
-
-
-def test_a_branch_of_case_that_falls_through_is_refused():
-    with pytest.raises(UserError, match="line 2: a branch of case that ends with ;& is not read"):
-        read(f"case $D in\n a) N=1 ;&\n b) N=2 ;;\nesac\n{HEAD} a.b=$N")
+    assert found.unread == unread
+    assert {key for key, value in values.items() if "$<" in str(value)} == set(found.undecided)
 
 
 def test_a_script_of_another_is_not_the_program_itself():
@@ -236,39 +196,3 @@ def test_any_text_gives_a_file_that_can_be_loaded(key, text, tmp_path):
     load_config(
         str(path), [f"{ours}=/x" for ours in ("model.path", "data.train") if ours not in result.values]
     )
-
-
-# against bash itself
-
-
-_WORD = st.sampled_from(["a.b=1", "a.b=2", "c.d=3", "e.f=4"])
-_CHANGE = st.one_of(
-    st.lists(_WORD, max_size=3).map(lambda words: f"X+=({' '.join(words)})"),
-    st.lists(_WORD, max_size=3).map(lambda words: f"X=({' '.join(words)})"),
-)
-_BRANCH = st.lists(_CHANGE, max_size=2).map(lambda changes: "\n".join([":", *changes]))
-
-
-@settings(max_examples=20, deadline=None)
-@given(
-    _CHANGE,
-    st.lists(st.tuples(_BRANCH, _BRANCH), min_size=1, max_size=2),
-    st.lists(st.booleans(), min_size=2, max_size=2),
-)
-def test_what_is_read_is_what_bash_does_whichever_branch_it_takes(first, branches, taken):
-    body = "\n".join(
-        f'if [ "$B{i}" = 1 ]; then\n{yes}\nelse\n{no}\nfi' for i, (yes, no) in enumerate(branches)
-    )
-    script = f"{first}\n{body}\n"
-    environment = {f"B{i}": str(int(one)) for i, one in enumerate(taken)}
-    done = subprocess.run(
-        ["/bin/bash", "-c", f"{script}echo z.z=0 ${{X[@]}}"], env=environment, capture_output=True, text=True
-    )
-    real = dict(word.split("=") for word in done.stdout.split())
-    found = read(f'{script}{HEAD} z.z=0 "${{X[@]}}"')
-    for key, value in found.values.items():
-        known = str(value).removeprefix("$<").removesuffix(">").split(" or ")
-        assert real.get(key, "not set") in known or (key in found.undecided and key not in real)
-    assert real.keys() <= found.values.keys()
-    exact = read(f'{script}{HEAD} z.z=0 "${{X[@]}}"', **environment)
-    assert {key: str(value) for key, value in exact.values.items()} == real

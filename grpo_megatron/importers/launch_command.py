@@ -1,0 +1,147 @@
+"""Launch: a command of a launch script that has settings among its words, in Hydra's form key=value."""
+
+import re
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from grpo_megatron.errors import UserError
+from grpo_megatron.importers.hydra_values import hydra_value
+from grpo_megatron.importers.launch_script import Call, Trace
+from grpo_megatron.importers.settings import Settings
+
+_ARGUMENT = re.compile(r"\+{0,2}([A-Za-z_][\w]*(?:[./][\w-]+)*)=(.*)\Z", re.DOTALL)
+SETTING = re.compile(r"\+{0,2}[A-Za-z_][\w@]*(?:[./][\w@-]+)+=")
+_REMOVAL = re.compile(r"~([A-Za-z_][\w.]*)")
+_UNKNOWN_WORD = re.compile(r"\$(?:\w+|<.*>|\(.*\))\Z", re.DOTALL)
+OF_CALLER = "$@: further arguments of the script's caller"
+UNKNOWN_WORD = "not known here, and perhaps further settings"
+# Programs whose arguments are no settings, whatever they look like.
+_TALKS = ("pip", "pip3", "sed", "git", "grep", "awk", "tee", "cat")
+
+
+@dataclass
+class Launch:
+    """A command that has settings (key=value) among its words."""
+
+    call: Call
+    trace: Trace
+
+    @property
+    def words(self) -> list[str]:
+        return [self.trace.shown(word) for word in self.call.words]
+
+    @property
+    def program(self) -> str | None:
+        """The last .py or .sh file before the settings; else the module after the last -m before them."""
+        words = self.words
+        words = words[: next((place for place, word in enumerate(words) if _ARGUMENT.match(word)), None)]
+        modules = [after for word, after in pairwise(words) if word == "-m"]
+        files = [word for word in words if word.endswith((".py", ".sh"))]
+        return (modules + files)[-1] if modules or files else None
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """{key: its value as Hydra's text, with placeholders}."""
+        return {match[1]: match[2] for match in filter(None, map(_ARGUMENT.match, self.call.words))}
+
+    @property
+    def words_of_settings(self) -> list[str]:
+        return [word for word in self.words if _ARGUMENT.match(word) or _REMOVAL.match(word)]
+
+    @property
+    def other_words(self) -> list[str]:
+        """The words that are no settings, from the program or the first setting on."""
+        words, program = self.words, self.program
+        first = next(
+            (place for place, word in enumerate(words) if word == program or _ARGUMENT.match(word)), 0
+        )
+        return [word for word in words[first:] if not _ARGUMENT.match(word)]
+
+    def shown(self, key: str) -> str | None:
+        """Return the text of a setting; None if it is not set."""
+        text = self.settings.get(key)
+        return None if text is None else self.trace.shown(text)
+
+    def shown_without(self, key: str, names: list[str]) -> str:
+        """Return the text of a setting with nothing in place of the variables `names`."""
+
+        def replace(match: re.Match) -> str:
+            return "" if mentioned(names, self.trace.shown(match[0])) else match[0]
+
+        return self.trace.shown(re.sub(self.trace.pattern, replace, self.settings[key]))
+
+    def filled(self, key: str, filling: str = "") -> str | None:
+        """Return the text of a setting with `filling` in place of each placeholder; None if it is not set."""
+        text = self.settings.get(key)
+        return None if text is None else self.trace.filled(text, filling)
+
+    def value(self, key: str) -> Any:
+        return hydra_value(self.settings[key], self.trace.pattern, self.trace.shown)
+
+
+def is_argument(word: Any) -> bool:
+    """Return True if this is a `key=value` argument of Hydra, or a `~key`."""
+    return isinstance(word, str) and (_ARGUMENT.match(word) or _REMOVAL.match(word)) is not None
+
+
+def read_arguments(words: list[str]) -> Settings:
+    """Return the settings of a list of `key=value` arguments, such as Hydra's overrides.yaml."""
+    settings = Settings()
+    read_words(Launch(Call(words), Trace({})), settings)
+    return settings
+
+
+def launches(trace: Trace) -> list[Launch]:
+    return [
+        Launch(call, trace)
+        for call in trace.calls
+        if call.words[0] not in _TALKS
+        and not SETTING.match(call.words[0])
+        and any(map(SETTING.match, call.words))
+    ]
+
+
+def chosen(found: list[Launch], number: int | None) -> int:
+    """Return the index of the launch command to import.
+
+    number: its number, counted from 1. None: the first one, if all of them have equal settings.
+
+    Raises UserError if there is no such command, or if they differ and `number` is None.
+    """
+    if number is not None:
+        if not 1 <= number <= len(found):
+            raise UserError(f"--launch {number}: the script has {len(found)} launch commands")
+        return number - 1
+    if any(launch.words_of_settings != found[0].words_of_settings for launch in found):
+        listed = "; ".join(
+            f"{place} in line {launch.call.line} ({launch.program or launch.words[0]}, "
+            f"{len(launch.words_of_settings)} settings)"
+            for place, launch in enumerate(found, start=1)
+        )
+        raise UserError(
+            f"the script launches {len(found)} different runs; choose one with --launch NUMBER: {listed}"
+        )
+    return 0
+
+
+def mentioned(names: tuple[str, ...], text: str | None) -> list[str]:
+    """Return the variables of `names` that a text contains, written as $NAME."""
+    return [name for name in names if re.search(rf"\${name}(?!\w)", text or "")]
+
+
+def read_words(launch: Launch, settings: Settings) -> None:
+    """Add the settings of a launch command, and what its other words say."""
+    settings.values |= {key: launch.value(key) for key in launch.settings}
+    words = iter(launch.other_words)
+    for word in words:
+        if _REMOVAL.match(word):
+            settings.unread.append(f"{word}: removes a key of theirs")
+        elif word.startswith(("--config-name", "--config-path", "--config-dir")):
+            name, _, value = word.removeprefix("--config-").partition("=")
+            settings.base[name] = value or next(words, "")
+        elif re.fullmatch(r"\$\d", word):
+            if OF_CALLER not in settings.notes:
+                settings.notes.append(OF_CALLER)
+        elif _UNKNOWN_WORD.match(word):
+            settings.unread.append(f"{word}: {UNKNOWN_WORD}")

@@ -1,0 +1,267 @@
+"""Reader of a launch script: the settings of one of its launch commands, and how certain they are.
+
+The script is run several times. Where it depends on what is not known here, something is changed: a variable
+is set, a program fails, files exist. A setting that then differs is not certain.
+"""
+
+import re
+
+from grpo_megatron.errors import UserError
+from grpo_megatron.importers.hydra_values import as_words
+from grpo_megatron.importers.launch_command import (
+    OF_CALLER,
+    SETTING,
+    UNKNOWN_WORD,
+    Launch,
+    chosen,
+    launches,
+    mentioned,
+    read_words,
+)
+from grpo_megatron.importers.launch_script import ALWAYS_SET, NEITHER, Recorder, ScriptEnded, Trace
+from grpo_megatron.importers.settings import Settings
+
+_ANOTHER = "another script, which was not read"
+_VARIABLE = re.compile(r"\$\{?[!#]?([A-Za-z_]\w*)")
+# Variables that bash sets, or that are always set.
+_OF_BASH = re.compile(
+    rf"({'|'.join(ALWAYS_SET)}|BASH\w*|FUNCNAME|LINENO|RANDOM|SECONDS|PIPESTATUS|OPT\w+|REPLY|IFS|[EP]?[UP]ID)\Z"
+)
+_POSITIONAL = tuple(map(str, range(1, 10)))
+_MOST_FAILURES = 12
+
+
+def read_launch(script: str, number: int | None, environment: dict[str, str]) -> Settings:
+    """Run a launch script in the sandbox and return the settings of a command that it launches.
+
+    number: number of the launch command, counted from 1. None: all of them must have equal settings.
+    environment: variables that are set when the script starts.
+    """
+    with Recorder(script, environment) as recorder:
+        return _Reader(script, recorder, number, environment).read()
+
+
+class _Reader:
+    """Reader of one launch command. `read` returns its settings."""
+
+    def __init__(self, script: str, recorder: Recorder, number: int | None, environment: dict[str, str]):
+        self._recorder, self._number = recorder, number
+        self._script = re.sub(r"^\s*#.*", "", script, flags=re.M)
+        self._names = [
+            name
+            for name in dict.fromkeys(_variables(self._script))
+            if name not in environment and not _OF_BASH.match(name)
+        ]
+        self._settings = Settings()
+        self._unknown: tuple[str, ...] = ()
+        self._prints = "placeholder"
+        self._place = 0
+        self._launch: Launch
+
+    def read(self) -> Settings:
+        trace = self._first_run()
+        found = launches(trace)
+        self._place = chosen(found, self._number)
+        self._launch = found[self._place]
+        settings = self._settings
+        settings.program = self._launch.program
+        settings.unread += [f"{source}: {_ANOTHER}" for source in trace.sources]
+        settings.unread += trace.errors
+        settings.lost += [
+            f"line {call.line}: settings that reach no command, as after a missing backslash: "
+            f"{trace.shown(' '.join(call.words))}"
+            for call in trace.calls
+            if SETTING.match(call.words[0])
+        ]
+        read_words(self._launch, settings)
+        # Apart from each other, because a variable hides those that its default contains.
+        self._try_variables([(name,) for name in self._names if not self._has_default(name)])
+        self._try_variables([(name,) for name in self._names if self._has_default(name)])
+        if re.search(r"\$\{?[@*#1-9]|\bgetopts\b", self._script):
+            self._try_variables([_POSITIONAL])
+        self._note_conditions()
+        if trace.tests:
+            tests = dict.fromkeys(trace.tests)
+            settings.notes += [f"{test}: no file of this machine was looked at" for test in tests]
+            self._differs(self._run(files_exist=True), f"depends on {', '.join(tests)}")
+        if len(trace.calls) > len(found) or self._unknown:
+            self._try_outputs()
+        self._try_failures(trace)
+        return settings
+
+    def _first_run(self) -> Trace:
+        """Run the script with as few unknown variables and arguments as it needs to launch something."""
+        without_default = tuple(name for name in self._names if not self._has_default(name))
+        for prints, unknown in (
+            ("placeholder", ()),
+            ("nothing", ()),
+            ("placeholder", _POSITIONAL),
+            ("placeholder", (*_POSITIONAL, *without_default)),
+            ("placeholder", (*_POSITIONAL, *self._names)),
+        ):
+            self._prints, self._unknown = prints, unknown
+            try:
+                trace = self._recorder.run(unknown, prints=prints)
+                while missing := [name for name in trace.not_set if name not in self._unknown]:
+                    digits = [int(name) for name in missing if name.isdigit()]
+                    missing += _POSITIONAL[: max(digits, default=0)]
+                    self._unknown = tuple(dict.fromkeys((*self._unknown, *missing)))
+                    trace = self._recorder.run(self._unknown, prints=prints)
+            except ScriptEnded:
+                if not unknown:
+                    raise
+                continue
+            if launches(trace):
+                return trace
+        raise UserError(NEITHER)
+
+    def _has_default(self, name: str) -> bool:
+        return re.search(rf"\$\{{{name}:?[-=+]", self._script) is not None
+
+    def _run(self, unknown: tuple[str, ...] = (), **options) -> Trace | None:
+        """Run the script with something changed; None if it then ends without the launch command."""
+        try:
+            trace = self._recorder.run((*self._unknown, *unknown), **({"prints": self._prints} | options))
+        except ScriptEnded:
+            return None
+        return trace if len(launches(trace)) > self._place else None
+
+    def _differing(self, other: Launch) -> list[str]:
+        keys = self._launch.settings | other.settings
+        return [key for key in keys if self._launch.shown(key) != other.shown(key)]
+
+    def _differs(self, trace: Trace | None, reason: str) -> None:
+        """Record as undecided what differs in another run. reason: text that says why."""
+        if trace is None:
+            return
+        other = launches(trace)[self._place]
+        settings = self._settings
+        for key in self._differing(other):
+            if self._launch.filled(key) == other.filled(key):
+                continue  # a program prints nothing where it fails
+            values = [launch.shown(key) for launch in (self._launch, other)]
+            listed = " or ".join("not set" if value is None else value for value in values)
+            self._leave_open(key, f"$<{as_words(listed)}>", reason)
+        for word in other.other_words:
+            if word not in self._launch.other_words:
+                settings.unread.append(f"{word}: {reason}")
+        for source in trace.sources:
+            if f"{source}: {_ANOTHER}" not in settings.unread:
+                settings.unread.append(f"{source}: {_ANOTHER}; {reason}")
+
+    def _leave_open(self, key: str, value: str, reason: str) -> None:
+        settings = self._settings
+        if key not in settings.undecided:
+            settings.values[key] = value
+        settings.undecided[key] = "; ".join(filter(None, (settings.undecided.get(key), reason)))
+
+    def _try_outputs(self) -> None:
+        """Find out what is computed from placeholders, or depends on the output of a program."""
+        names = [f"${name}" for name in self._unknown if name.isidentifier()]
+        reason = f"depends on {', '.join(['the output of a program', *names])}, which is not known here"
+        for prints, filling in (("1", "1"), ("nothing", "")):
+            trace = self._run(prints=prints)
+            other = launches(trace)[self._place] if trace else self._launch
+            for key in self._differing(other):
+                told = "$" in str(self._settings.values.get(key))
+                if not told and self._launch.filled(key, filling) != other.filled(key, filling):
+                    self._leave_open(key, "$<unknown>", reason)
+
+    def _try_failures(self, trace: Trace) -> None:
+        """Find out what depends on whether a program succeeds."""
+        launched = [launch.call for launch in launches(trace)]
+        commands = {trace.command(call): call for call in trace.calls if call not in launched}
+        together = self._run(failing=tuple(commands)) if commands else None
+        if together is None or self._differing(launches(together)[self._place]):
+            for command, call in list(commands.items())[:_MOST_FAILURES]:
+                reason = f"depends on whether {trace.shown(' '.join(call.words))} succeeds"
+                self._differs(self._run(failing=(command,)), reason)
+
+    # variables that are not set
+
+    def _try_variables(self, groups: list[tuple[str, ...]]) -> None:
+        """Find out what depends on variables that are not set, by setting them to placeholders.
+
+        groups: variables that are set together. All groups are tried at once, and then ever fewer of them if
+            a setting differs in another way than by a placeholder.
+        """
+        groups = [group for group in groups if not set(group) & set(self._unknown)]
+        names = tuple(name for group in groups for name in group)
+        trace = self._run(names) if names else None
+        other = launches(trace)[self._place] if trace else None
+        if len(groups) > 1 and (
+            other is None or not all(mentioned(names, other.shown(key)) for key in self._differing(other))
+        ):
+            self._try_variables(groups[: len(groups) // 2])
+            self._try_variables(groups[len(groups) // 2 :])
+        elif other is not None:
+            # Each of these hides the variables in the branch that is not taken now.
+            decisive = self._record_variables(other, names)
+            if decisive and len(groups) > 1:
+                self._try_variables([group for group in groups if not decisive & set(group)])
+        elif len(names) == 1 and not self._has_default(names[0]):
+            # The script cannot go on with such a number.
+            trace = self._run(given={names[0]: "1"})
+            for key in self._differing(launches(trace)[self._place]) if trace else ():
+                self._leave_open(key, f"${names[0]}", f"depends on ${names[0]}, which is not set")
+
+    def _record_variables(self, other: Launch, names: tuple[str, ...]) -> set[str]:
+        """Record the settings that differ where the variables `names` are set to placeholders.
+
+        Return the variables that decide which branch is taken.
+        """
+        settings, decisive = self._settings, dict[str, list[str]]()
+        for key in self._differing(other):
+            named = mentioned(names, other.shown(key))
+            has_default = any(map(self._has_default, named or names))
+            if named and not has_default and self._launch.shown(key) == other.shown_without(key, named):
+                settings.values[key] = other.value(key)
+            elif named and has_default and self._launch.shown(key) is not None:
+                continue  # the default is the value
+            elif not named and self._is_computed(key, other, names):
+                if not has_default:
+                    self._leave_open(key, "$<unknown>", f"computed from ${names[0]}, which is not set")
+            else:
+                decisive.setdefault([*named, *names][0], []).append(key)
+        settings.notes += [
+            f"${name}: not set; with another value, these may differ: {', '.join(keys)}"
+            for name, keys in decisive.items()
+        ]
+        for word in dict.fromkeys(other.other_words):
+            named = mentioned(names, word)
+            if not named or word in self._launch.other_words or self._has_default(named[0]):
+                continue
+            if named[0].isdigit():
+                _add(OF_CALLER, settings.notes)
+            else:
+                _add(f"{word}: {UNKNOWN_WORD}", settings.unread)
+        return set(decisive)
+
+    def _note_conditions(self) -> None:
+        """Note conditions on variables of the caller whose other values could not be tried."""
+        noted = {note.partition(":")[0] for note in self._settings.notes}
+        for name in self._names:
+            assigned = re.search(rf"(?:^|[\s;(]){name}\+?=|\b(?:for|read)\s(?:-\w+\s)*{name}\b", self._script)
+            condition = re.search(
+                rf"^\s*((?:case|if|elif|while|\[\[?|test)\s[^;\n]*\$\{{?{name}\b[^;\n]*)", self._script, re.M
+            )
+            if condition and f"${name}" not in noted and (self._has_default(name) or not assigned):
+                self._settings.notes.append(
+                    f"${name}: not set, where the script asks for it: {condition[1].split(' in')[0]}"
+                )
+
+    def _is_computed(self, key: str, other: Launch, names: tuple[str, ...]) -> bool:
+        """Return True if the value of a key differs with the numbers of the placeholders for `names`."""
+        trace = self._run(names, prints="1")
+        return trace is not None and launches(trace)[self._place].filled(key, "1") != other.filled(key, "1")
+
+
+def _variables(script: str) -> list[str]:
+    """Return the names of variables that a script reads: $NAME, ${NAME...}, and NAME in arithmetic."""
+    arithmetic = " ".join(re.findall(r"\(\((.*?)\)\)", script))
+    return _VARIABLE.findall(script) + re.findall(r"\b[A-Za-z_]\w*", arithmetic)
+
+
+def _add(text: str, texts: list[str]) -> None:
+    if text not in texts:
+        texts.append(text)

@@ -1,0 +1,232 @@
+"""Recorder of the commands of a launch script: bash runs the script in the sandbox, where no program exists.
+
+bash itself expands variables, arrays and arithmetic, and takes the branches that the environment gives.
+launch_prelude.sh makes it record each command in place of running it. Only these text tools do their work,
+written in bash: basename, dirname, seq, cat and tee. The output of every other program is not known. It is
+replaced by a placeholder, a number that can be recognised in the settings that contain it.
+
+The sandbox keeps the script from the network, from files and processes of this machine, and ends it at
+limits of time, memory, processes, files and output.
+"""
+
+import re
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from grpo_megatron.config.sandbox import SandboxLimits
+from grpo_megatron.errors import UserError
+from grpo_megatron.sandbox.run import Ended, Outcome, Program, Sandbox
+
+NEITHER = "found neither YAML sections nor key=value arguments of a launch command"
+_PRELUDE = (Path(__file__).parent / "launch_prelude.sh").read_text(encoding="utf-8")
+_LIMITS = SandboxLimits(
+    seconds=2.0, cpu_seconds=2, memory_mib=192, threads=4, files_mib=4, files=200, output_kib=1024
+)
+_PROCESSES = 32
+_INSTEAD = (
+    "Give what Hydra itself wrote instead: the file .hydra/overrides.yaml in the output folder of a run, or "
+    "the text that the launch command prints with --cfg job"
+)
+# Variables that are always set, with values that are not known here.
+ALWAYS_SET = ("HOME", "USER", "LOGNAME", "HOSTNAME", "SHELL", "PATH", "PWD", "0")
+# First number of the placeholders for variables. Smaller ones stand for outputs: they are process ids.
+_FIRST_VARIABLE = 5_000_000
+_DIGITS = 7
+
+_START = """
+import os, signal
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+os.dup2(1, 50)
+os.dup2(2, 1)
+environment = {environment} | {{"BASH_ENV": os.path.join(os.getcwd(), "prelude")}}
+os.execve({bash}, ["bash", *{arguments}], environment)
+"""
+_SYNTAX_ERROR = re.compile(r": line (\d+: (?:syntax error(?: near|: unexpected)|unexpected EOF).*)")
+_ERROR = re.compile(
+    r": (line \d+: .*(?:No such file or directory|Permission denied|ambiguous redirect|division by 0"
+    r"|syntax error: .* expected).*)$",
+    re.M,
+)
+_NOT_SET = re.compile(r": line \d+: \$?(\w+): (.*)", re.M)
+_ITEM = re.compile(r"(\d+) (word|line|input|text|test|source) (.*)", re.DOTALL)
+
+
+@dataclass
+class Call:
+    """A command that the script has called."""
+
+    words: list[str] = field(default_factory=list)
+    """Its words, with placeholders."""
+    line: int = 0
+    input: str = ""
+    """What it reads from standard input, if that contains a placeholder."""
+
+
+@dataclass
+class Trace:
+    """What one run of the script has called."""
+
+    placeholders: dict[str, str]
+    """Placeholder -> text that it stands for, such as "$(nproc)" or "$HOME"."""
+    calls: list[Call] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    """Commands that read another script, such as `source env.sh`. It was not read."""
+    tests: list[str] = field(default_factory=list)
+    """Conditions on files of the machine. No file existed."""
+    errors: list[str] = field(default_factory=list)
+    """Messages of bash about files that it could not open, and about arithmetic."""
+    not_set: list[str] = field(default_factory=list)
+    """Variables and positional parameters whose absence ended the script or a part of it."""
+
+    @property
+    def pattern(self) -> str:
+        """Regular expression that matches a placeholder of this run, and nothing if there is none."""
+        return next((rf"{one[:-_DIGITS]}\d{{{_DIGITS}}}" for one in self.placeholders), "(?!)")
+
+    def shown(self, text: str) -> str:
+        """Replace the placeholders in a text by what they stand for."""
+        for _ in range(10):  # what they stand for may contain placeholders as well
+            text = re.sub(self.pattern, lambda match: self.placeholders.get(match[0], match[0]), text)
+        return text
+
+    def filled(self, text: str, filling: str = "") -> str:
+        """Return a text with `filling` in place of each placeholder."""
+        return re.sub(self.pattern, filling, text)
+
+    def command(self, call: Call) -> str:
+        """Return the words of a call without placeholders, as the prelude compares them."""
+        return self.filled(" ".join(call.words)).replace("\n", " ")
+
+
+class ScriptEnded(UserError):
+    """Raised if the sandbox has ended the script at one of its limits."""
+
+
+class Recorder:
+    """Runs one script in a sandbox, as often as asked. Use it as a context manager.
+
+    Raises UserError if this machine has no bash or no sandbox.
+    """
+
+    def __init__(self, script: str, environment: dict[str, str]):
+        """Prepare runs of a script that starts with the variables of `environment` set."""
+        self._script = script.replace("\r\n", "\n")
+        self._environment = environment
+        self._bash = shutil.which("bash")
+        if self._bash is None:
+            raise UserError(f"a launch script is read by bash, which is not here. {_INSTEAD}")
+        try:
+            self._sandbox = Sandbox(_LIMITS)
+        except UserError as error:
+            raise UserError(
+                f"a launch script is run in a sandbox, which is not possible here. {_INSTEAD}. {error}"
+            ) from error
+        digits = "".join([script, *environment.values()])
+        self._prefixes = [prefix for prefix in map(str, range(71828, 99999)) if prefix not in digits][:2]
+
+    def __enter__(self) -> "Recorder":
+        self._sandbox.__enter__()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._sandbox.__exit__(*error)
+
+    def run(
+        self,
+        unknown: tuple[str, ...] = (),
+        failing: tuple[str, ...] = (),
+        files_exist: bool = False,
+        prints: str = "placeholder",
+        given: dict[str, str] | None = None,
+    ) -> Trace:
+        """Run the script and return what it calls.
+
+        unknown: variables and positional parameters that are set, to placeholders. Others are not set.
+        failing: commands (Trace.command) that fail when they are first called. All others succeed.
+        files_exist: let conditions on files hold.
+        prints: what programs print: "placeholder", "nothing", or "1". With "1" the variables `unknown` are 1
+            too, and other numbers are used for the other placeholders. So what is computed from any of them
+            differs.
+        given: further variables that are set.
+        Raises ScriptEnded at a limit of the sandbox. Raises UserError if the text is not a bash script.
+        """
+        prefix = self._prefixes[prints == "1"]
+        known = {
+            name: f"{prefix}{_FIRST_VARIABLE + number}" for number, name in enumerate((*ALWAYS_SET, *unknown))
+        }
+        ones = dict.fromkeys(unknown, "1") if prints == "1" else {}
+        environment = known | ones | self._environment | (given or {})
+        arguments = [environment.pop("0")]
+        while str(len(arguments)) in environment:
+            arguments.append(environment.pop(str(len(arguments))))
+        environment |= {
+            "RECORDER_BASH": self._bash,
+            "RECORDER_PREFIX": prefix,
+            "RECORDER_FAILS": "".join(f"\n{command}\n" for command in failing),
+            "RECORDER_PRINTS": prints,
+            "RECORDER_FILES": "1" if files_exist else "",
+            "RECORDER_PATH": environment["PATH"],
+            "RECORDER_PWD": environment["PWD"],
+            "LANG": "C.UTF-8",
+        }
+        source = _START.format(environment=environment, bash=repr(self._bash), arguments=arguments)
+        files = {"prelude": _PRELUDE, known["0"]: self._script}
+        outcome = self._sandbox.run(Program(source, files=files, processes=_PROCESSES))
+        _check(outcome)
+        trace = _trace(outcome, {number: f"${name}" for name, number in known.items()}, prefix, prints)
+        for name, message in _NOT_SET.findall(outcome.stderr):
+            asked = f"${{{name}:?" in self._script or f"${{{name}?" in self._script
+            if (asked or message == "unbound variable") and name not in trace.not_set:
+                trace.not_set.append(name)
+        return trace
+
+
+def _check(outcome: Outcome) -> None:
+    """Raise UserError if the sandbox has ended the script, or if it is not a bash script."""
+    if outcome.ended != Ended.itself:
+        raise ScriptEnded(
+            f"the script was ended because of its use of {outcome.ended.value} in the sandbox. {_INSTEAD}"
+        )
+    if outcome.status == 2 and (error := _SYNTAX_ERROR.search(outcome.stderr)):
+        raise UserError(f"{NEITHER}; as a script: line {error[1]}")
+    if outcome.stderr.startswith("Traceback"):
+        raise UserError(f"bash does not start in the sandbox: {outcome.stderr.splitlines()[-1]}. {_INSTEAD}")
+
+
+def _trace(outcome: Outcome, placeholders: dict[str, str], prefix: str, prints: str) -> Trace:
+    trace = Trace(placeholders, errors=list(dict.fromkeys(_ERROR.findall(outcome.stderr))))
+    calls: dict[int, Call] = {}
+    # In $(PROGRAM && echo yes), the program's status is wanted and not its output.
+    printed = r"\b1\n" if prints == "1" else rf"{prefix}\d{{{_DIGITS}}}\n"
+    for process, kind, text in filter(None, map(_item, outcome.stdout.split("\0"))):
+        if kind == "source":
+            trace.sources.append(text)
+        elif kind == "test":
+            trace.tests.append(text)
+        elif kind == "text":
+            placeholders[f"{prefix}{process:0{_DIGITS}}"] = f"$({text})"
+        else:
+            call = calls.setdefault(process, Call())
+            if kind == "word":
+                call.words.append(re.sub(printed, "", text))
+            elif kind == "line":
+                call.line = int(text) if text.isdigit() else 0
+            else:
+                call.input = text
+    trace.calls = list(calls.values())
+    for process, call in calls.items():
+        words = " ".join(call.words)
+        if call.input:
+            before = trace.shown(call.input.strip())
+            inner = before[2:-1] if before.startswith("$(") and before.endswith(")") else "..."
+            words = f"{inner} | {words}"
+        placeholders[f"{prefix}{process:0{_DIGITS}}"] = f"$({words})"
+    trace.sources = list(map(trace.shown, trace.sources))
+    return trace
+
+
+def _item(text: str) -> tuple[int, str, str] | None:
+    """Return process, kind and text of one record; None for anything else that the script has written."""
+    match = _ITEM.fullmatch(text)
+    return (int(match[1]), match[2], match[3]) if match else None
