@@ -7,6 +7,7 @@ import pytest
 from grpo_megatron.config.schema import Config
 from grpo_megatron.monitoring.monitor import Monitor
 from grpo_megatron.monitoring.status import StatusFile
+from grpo_megatron.rollout.handover import Handover
 from grpo_megatron.rollout.sharing import RING, DeviceSharing, DeviceUse
 
 ORDER = ["release", "wake", "resume_weights", "sync", "sleep", "resume_kv_cache"]
@@ -167,3 +168,41 @@ def test_a_transition_that_failed_has_not_happened(sharing):
         sharing.sync(fail)
     with pytest.raises(RuntimeError, match=r"`sleep` is out of order"):
         sharing.sleep()
+
+
+class WeightSync:
+    """Records whether each sync brought new weights, and how often the weights were probed."""
+
+    def __init__(self):
+        self.changed, self.probes, self.metrics = [], 0, {"sync/seconds": 1.0}
+
+    def run(self, changed):
+        self.changed.append(changed)
+
+    def probe(self):
+        self.probes += 1
+
+
+def test_engines_get_the_published_weights_again_after_the_ranks_had_the_devices(sharing, monitor):
+    weight_sync = WeightSync()
+    handover = Handover(weight_sync, Ranks([]), monitor, sharing, sleeps=True)
+    handover.publish()
+    handover.to_engines()  # they have the devices
+    handover.to_ranks()
+    handover.to_ranks()
+    handover.to_engines()
+    assert (weight_sync.changed, weight_sync.probes) == ([True, False], 2)
+    assert sharing.state == DeviceUse.serving
+    assert handover.metrics.keys() >= {"sync/seconds", "memory/after_sync/engine_gib"}
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_ranks_with_devices_of_their_own_sleep_if_asked(monitor, sleeps):
+    calls, weight_sync = [], WeightSync()
+    handover = Handover(weight_sync, Ranks(calls), monitor, sleeps=sleeps)
+    handover.publish()
+    handover.to_engines()
+    handover.to_ranks()
+    assert calls == ["sleep"] * sleeps
+    assert ("memory/rank_asleep_gib" in handover.metrics) == sleeps
+    assert weight_sync.changed == [True]
