@@ -108,8 +108,8 @@ class JsonRecords(FileRecords):
         while chunk := self._file.read(_BLOCK):
             if chunk.strip():
                 raise UserError(
-                    f"{self.source}: there is more text after the end of the array; name the file .jsonl if "
-                    "each line is a record"
+                    f"{self.source}: there is more after the end of the array; name the file .jsonl if each "
+                    "line is a record"
                 )
 
 

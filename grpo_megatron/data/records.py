@@ -44,8 +44,8 @@ def open_records(source: str) -> Records:
         )
     else:
         raise UserError(
-            f"{source}: data must be .jsonl, .json, .parquet or hf:NAME, but the suffix is "
-            f"{suffix or 'missing'}"
+            f"{source}: data must be .jsonl, .json, .parquet or hf:NAME, not "
+            f"{suffix or 'a file without a suffix'}"
         )
     if not len(records):
         raise UserError(f"{source} has no records")

@@ -237,7 +237,7 @@ def test_a_large_answer_is_read(server):
         ("NaN", "the reward must be finite"),
         ("1e999", "the reward must be finite"),
         ("-Infinity", "the reward must be finite"),
-        ("1" * 400, "the reward must be finite, and at most 1e+30 in size"),
+        ("1" * 400, "the reward must be finite, and at most 1e+30 in absolute value"),
         ('{"score": 1}', "it must return a number, or a dict with 'reward'"),
         ('{"reward": "1"}', "the reward must be a number"),
         ('{"reward": 1, "right": true}', "'right' must be a number, is True of type bool"),
