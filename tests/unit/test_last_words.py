@@ -166,7 +166,7 @@ def test_the_kernels_kills_are_counted_for_processes_of_this_machine(
     )
     said = str(process.died("generate", ActorDiedError(context)))
     assert ("this machine was out of memory" in said) == was_here
-    assert ("by hand, or by the kernel for lack of memory" in said) != was_here
+    assert ("by hand or by the kernel for lack of memory" in said) != was_here
 
 
 def test_a_log_elsewhere_and_a_death_without_report():

@@ -96,11 +96,11 @@ def test_the_same_weights_keep_their_version_and_a_probe_asks_the_trainer_first(
     [
         (
             lambda names: names[1:],
-            r"embed_tokens.weight, which fills model.embed_tokens.weight, came 0 times",
+            r"embed_tokens.weight \(part of the engine's model.embed_tokens.weight\) was delivered 0 times",
         ),
         (
             lambda names: [*names, "model.layers.1.self_attn.k_proj.weight"],
-            r"k_proj.weight, which fills .*qkv_proj.weight, came 2 times",
+            r"k_proj.weight \(part of the engine's .*qkv_proj.weight\) was delivered 2 times",
         ),
         (lambda names: [*names, "model.layers.9.extra"], r"model.layers.9.extra is not in the weight map"),
     ],
