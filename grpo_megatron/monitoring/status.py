@@ -165,7 +165,7 @@ def read_status(folder: str) -> dict[str, Any]:
         raise UserError(f"{folder} {problem}; it must be the folder of a run")
     path = Path(folder, STATUS)
     if is_absent(path):
-        raise UserError(f"{folder} has no {STATUS}: no run has used this folder")
+        raise UserError(f"{folder} has no {STATUS}: no run has been in this folder")
     found = read_object(path)
     wrong = [name for name, kind in _NEEDED.items() if not isinstance(found.get(name), kind)]
     if wrong or found["state"] not in State.__members__:

@@ -58,7 +58,7 @@ def test_nothing_is_locked_that_nobody_needs(lock):
         ("nvidia-cuda-crt", "13.5.37", "cuda-toolkit needs nvidia-cuda-crt==13.0.88.*"),
         ("nvidia-cuda-cccl", "13.3.5.0.6", "cuda-toolkit needs nvidia-cuda-cccl==13.0.85.*"),
         # What a file in requirements/, or another package, pins.
-        ("torch", "2.13.0", "requirements needs torch==2.11.0, and 2.13.0 is locked"),
+        ("torch", "2.13.0", "requirements needs torch==2.11.0, but 2.13.0 is locked"),
         ("cuda-bindings", "13.4.4", "cuda-python needs cuda-bindings~=13.0.3"),
         ("triton", "3.7.1", "torch needs triton==3.6.0"),
         ("nvidia-cudnn-cu13", "9.13.0.50", "torch needs nvidia-cudnn-cu13==9.19.0.56"),

@@ -15,7 +15,7 @@ from tests.tools import run_tool
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("run.name=mine", "use --root and --seed"),
+        ("run.name=mine", "use --root for run.root and --seed for run.seed"),
         ("rollout.temprature=0.5", "did you mean 'rollout.temperature'"),
         ("rollout.n=few", "rollout.n"),
         ("data.train_batch_size=33", "train.ppo_mini_batch_size"),
