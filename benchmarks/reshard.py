@@ -35,7 +35,7 @@ from grpo_megatron.commands.assemble import assemble, open_site
 from grpo_megatron.config.weight_sync import SyncTransport
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture
-from grpo_megatron.preflight.load import load_config
+from grpo_megatron.preflight.check import load_config
 from grpo_megatron.weights.sync.object_store import ObjectStore
 from grpo_megatron.weights.sync.plan import Layouts, ReshardPlan
 from grpo_megatron.weights.sync.resharding import Resharding, chosen_way

@@ -234,7 +234,7 @@ def _doctor() -> int:
 
 def _selftest(options: argparse.Namespace, guard: Guard) -> int:
     from grpo_megatron.commands.selftest import as_json, selftest
-    from grpo_megatron.preflight.load import load_config
+    from grpo_megatron.preflight.check import load_config
 
     verdict = selftest(load_config(options.config, options.overrides), guard=guard)
     _tell(f"{verdict.text()}\n{json_text(as_json(verdict))}")
@@ -242,7 +242,7 @@ def _selftest(options: argparse.Namespace, guard: Guard) -> int:
 
 
 def _train(options: argparse.Namespace, guard: Guard) -> int:
-    from grpo_megatron.preflight.load import load_config
+    from grpo_megatron.preflight.check import load_config
 
     config = load_config(options.config, options.overrides, options.command)
     if options.command == "sft":

@@ -183,7 +183,7 @@ def open_site(
 ) -> Iterator[Site]:
     """Open the run's folder, start Ray, and start engines if `command` generates. Yield the Site.
 
-    config: must have passed preflight.start.check_start.
+    config: must have passed preflight.check.check_start.
     command: name of the command, such as `train`.
     guard: receives requests to stop; None: one that never ends the run.
     must_fit: raises UserError if the driver's state in a checkpoint belongs to other data. It returns a note

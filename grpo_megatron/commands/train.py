@@ -20,7 +20,7 @@ from grpo_megatron.megatron.spec import scores_on_ranks
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.monitoring.terminal import say
-from grpo_megatron.preflight.start import check_start
+from grpo_megatron.preflight.check import check_start
 from grpo_megatron.rollout.environments import offered_tools
 from grpo_megatron.rollout.episodes import make_episodes, record_check
 from grpo_megatron.rollout.evaluation import Evaluation

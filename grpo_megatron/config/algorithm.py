@@ -1,9 +1,9 @@
 """The sections `algorithm` and `mismatch` of the configuration."""
 
-from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
-from grpo_megatron.config.options import option, section
+from grpo_megatron.config.options import FilledText, dataclass, option, section
 
 # Estimators of the KL from one token, with their alternative names. algorithm.kl.KL_TYPES computes them.
 KL_ESTIMATORS = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
@@ -54,19 +54,19 @@ class KLControlConfig:
     type: KLControl = option(
         KLControl.fixed, "fixed: kl_coef; adaptive: steered to target_kl (arXiv:1909.08593 section 2.2)"
     )
-    kl_coef: float = option(0.001, "coefficient of the KL in the reward; adaptive: the first one", at_least=0)
-    target_kl: float = option(0.1, "adaptive only: KL per token to steer to", "nats", above=0)
+    kl_coef: float = option(0.001, "coefficient of the KL in the reward; adaptive: the first one", ge=0)
+    target_kl: float = option(0.1, "adaptive only: KL per token to steer to", "nats", gt=0)
     horizon: float = option(
-        10000.0, "adaptive only: the coefficient changes by at most 20% in this many", "trajectories", above=0
+        10000.0, "adaptive only: the coefficient changes by at most 20% in this many", "trajectories", gt=0
     )
 
 
 @dataclass
 class AlgorithmConfig:
-    preset: str | None = option(
+    preset: FilledText | None = option(
         None, "published recipe that the other keys start from, see docs/algorithms.md; null: none"
     )
-    adv_estimator: str = option(
+    adv_estimator: FilledText = option(
         "grpo",
         "grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gpg, or module:function; see "
         "docs/algorithms.md",
@@ -74,56 +74,49 @@ class AlgorithmConfig:
     norm_adv_by_std_in_grpo: bool = option(True, "divide by the group's standard deviation; false: Dr.GRPO")
     adv_whiten: bool = option(False, "whiten advantages over all trained tokens of the step")
     adv_clip: float | None = option(
-        None, "limit advantages to plus or minus this, after whitening; null: no limit", above=0
+        None, "limit advantages to plus or minus this, after whitening; null: no limit", gt=0
     )
     use_valid_token_scale: bool = option(
         False,
         "divide advantages by the number of trained tokens of the optimizer step (beside what loss_agg_mode "
         "does)",
     )
-    filters: list[str] = option(
+    filters: list[FilledText] = option(
         [], "which groups are trained on, applied in order: nonzero_variance, or module:function"
     )
     overlong_filter: bool = option(
         False, "responses cut off at rollout.max_response_length are not trained on (DAPO)"
     )
-    ratio_level: str = option(
+    ratio_level: Literal["token", "sequence", "sequence_sum"] = option(
         "token",
         "policy ratio of: token; sequence (GSPO, its geometric mean over the sequence); sequence_sum (the "
         "whole sequence's)",
-        choices=("token", "sequence", "sequence_sum"),
     )
-    surrogate: str = option(
+    surrogate: FilledText = option(
         "clip", "objective of a token: clip (PPO), cispo, reinforce (no ratio), or module:function"
     )
-    clip_ratio_low: float = option(0.2, "policy ratio clipped below 1 - this", at_least=0)
-    clip_ratio_high: float = option(0.2, "policy ratio clipped above 1 + this", at_least=0)
+    clip_ratio_low: float = option(0.2, "policy ratio clipped below 1 - this", ge=0)
+    clip_ratio_high: float = option(0.2, "policy ratio clipped above 1 + this", ge=0)
     clip_ratio_c: float | None = option(
-        None, "dual clip: the loss of a negative advantage is at most this times it; null: off", above=1
+        None, "dual clip: the loss of a negative advantage is at most this times it; null: off", gt=1
     )
     early_stop_imp_ratio: float | None = option(
         None,
         "drop an optimizer step whose mean policy ratio over trained tokens is more than this; null: never",
-        above=1,
+        gt=1,
     )
-    loss_agg_mode: str = option(
+    loss_agg_mode: Literal[
+        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "group-sum"
+    ] = option(
         "token-mean",
         "token-mean, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm, group-sum",
-        choices=(
-            "token-mean",
-            "seq-mean-token-sum",
-            "seq-mean-token-mean",
-            "seq-mean-token-sum-norm",
-            "group-sum",
-        ),
     )
     use_kl_loss: bool = option(False, "add the KL to the reference policy to the loss")
-    kl_loss_coef: float = option(0.001, "coefficient of the KL in the loss", at_least=0)
-    kl_loss_type: str = option(
+    kl_loss_coef: float = option(0.001, "coefficient of the KL in the loss", ge=0)
+    kl_loss_type: Literal[(*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS), "full")] = option(
         "k3",
         "estimator of the KL: k1 (kl), abs, k2 (mse), k3 (low_var_kl), each also with + (the gradient of "
         "k2), full (exact, over the whole vocabulary)",
-        choices=(*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS), "full"),
     )
     kl_loss_unbiased: bool = option(
         False,
@@ -132,10 +125,9 @@ class AlgorithmConfig:
     use_kl_in_reward: bool = option(
         False, "subtract the KL of the old to the reference policy from each token's reward"
     )
-    kl_penalty: str = option(
+    kl_penalty: Literal[KL_ESTIMATORS] = option(
         "k1",
         "estimator of the KL in the reward: k1 (kl), abs, k2 (mse), k3 (low_var_kl)",
-        choices=KL_ESTIMATORS,
     )
     kl_ctrl: KLControlConfig = section(KLControlConfig, "coefficient of the KL in the reward")
     entropy_coeff: float = option(0.0, "coefficient of the entropy bonus")
@@ -143,7 +135,7 @@ class AlgorithmConfig:
         None,
         "the bonus acts only after a step whose mean entropy was below this; null: always",
         "nats per token",
-        above=0,
+        gt=0,
     )
     mask_applies_to: MaskAppliesTo = option(
         MaskAppliesTo.policy,
@@ -164,10 +156,10 @@ class MismatchConfig:
         "docs/algorithms.md",
     )
     ratio_low: float | None = option(
-        None, "lower bound of the correction's ratio; null: the published one", at_least=0
+        None, "lower bound of the correction's ratio; null: the published one", ge=0
     )
     ratio_high: float | None = option(
-        None, "upper bound of the correction's ratio; null: the published one", above=0
+        None, "upper bound of the correction's ratio; null: the published one", gt=0
     )
     rejection: MismatchRejection = option(
         MismatchRejection.none,
@@ -175,12 +167,12 @@ class MismatchConfig:
         "the KL between engine and trainer; see docs/algorithms.md",
     )
     rejection_low: float | None = option(
-        None, "smallest ratio that rejection keeps; null: the published one", at_least=0
+        None, "smallest ratio that rejection keeps; null: the published one", ge=0
     )
     rejection_high: float | None = option(
         None,
         "largest ratio, or KL in nats, that rejection keeps; null: the published one, for a KL there is none",
-        above=0,
+        gt=0,
     )
     renormalize: bool = option(
         False,
@@ -193,5 +185,5 @@ class MismatchConfig:
         "run; without the step)",
     )
     threshold: float = option(
-        1.0, "largest acceptable difference of a token's log-probs, engine to trainer", "nats", above=0
+        1.0, "largest acceptable difference of a token's log-probs, engine to trainer", "nats", gt=0
     )

@@ -1,9 +1,8 @@
 """The section `megatron.fp8` of the configuration: how matrix products are computed in FP8."""
 
-from dataclasses import dataclass
 from enum import Enum
 
-from grpo_megatron.config.options import option
+from grpo_megatron.config.options import dataclass, option
 
 
 class FP8Recipe(str, Enum):
@@ -29,8 +28,8 @@ class FP8Config:
         FP8Format.hybrid, "hybrid (gradients in E5M2, all else in E4M3) or e4m3 (all in E4M3)"
     )
     bf16_first_layers: int = option(
-        0, "the model's first layers that stay in bf16; not with delayed", "layers", at_least=0
+        0, "the model's first layers that stay in bf16; not with delayed", "layers", ge=0
     )
     bf16_last_layers: int = option(
-        0, "the model's last layers that stay in bf16; not with delayed", "layers", at_least=0
+        0, "the model's last layers that stay in bf16; not with delayed", "layers", ge=0
     )

@@ -1,11 +1,17 @@
 """The section `reward` of the configuration."""
 
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
-from grpo_megatron.config.limits import LONGEST_WAIT, Text
-from grpo_megatron.config.options import option, section
+from grpo_megatron.config.options import (
+    LONGEST_WAIT,
+    FilledText,
+    PathText,
+    Pattern,
+    dataclass,
+    option,
+    section,
+)
 from grpo_megatron.config.sandbox import CodeConfig
 
 # Places where the answer can be in a text. rewards.answers.FINDERS has a finder for each.
@@ -29,25 +35,24 @@ class OverlongBufferConfig:
         "soft overlong punishment (DAPO, arXiv:2503.14476 eq. 13) in the last this many tokens before "
         "rollout.max_response_length; 0: none",
         "tokens",
-        at_least=0,
+        ge=0,
     )
-    penalty: float = option(1.0, "what the reward of a response of full length loses", at_least=0)
+    penalty: float = option(1.0, "what the reward of a response of full length loses", ge=0)
 
 
 @dataclass
 class RewardModelConfig:
-    path: str | None = option(
+    path: PathText | None = option(
         None,
         "for the function model: HF folder of a reward model (*ForSequenceClassification with one label), "
         "such as `grpo-megatron reward-model` writes; it scores on the trainer's ranks, between generation "
         "and training, with their parallel sizes",
-        text=Text.path,
     )
 
 
 @dataclass
 class RewardConfig:
-    function: str = option(
+    function: FilledText = option(
         "exact_match",
         "name of a built-in function, model (a reward model, see reward.model), or module:function",
     )
@@ -58,34 +63,31 @@ class RewardConfig:
         "{function: format, weight: 0.1}}, each with its function's options; the value of a term is the "
         "component of its name",
     )
-    extract: str | None = option(
+    extract: Pattern | None = option(
         None,
         "for exact_match: regular expression; its last match (group 1 if any) is the answer",
-        text=Text.pattern,
     )
-    answer_from: list[str] = option(
+    answer_from: list[Literal[ANSWER_PLACES]] = option(
         ["whole"],
         "where the reference answer is in its field: whole, hashes (####), boxed, last_number",
-        choices=ANSWER_PLACES,
     )
-    response_from: list[str] = option(
+    response_from: list[Literal[ANSWER_PLACES]] = option(
         [],
         "where the answer is in a response, tried in order: hashes, boxed, last_number, whole; none: the "
         "reward's own search",
-        choices=ANSWER_PLACES,
     )
     workers: int = option(
         2,
         "processes on each node that compute rewards, or hold the environments of rollout.environment",
-        above=0,
-        at_most=1024,
+        gt=0,
+        le=1024,
     )
     timeout: float = option(
         30.0,
         "longest time for one reward, or for one step of an environment",
         "seconds",
-        at_least=0.001,
-        at_most=LONGEST_WAIT,
+        ge=0.001,
+        le=LONGEST_WAIT,
     )
     on_failure: OnFailure = option(
         OnFailure.error,
@@ -97,15 +99,15 @@ class RewardConfig:
         4.0,
         "what a process that computes rewards may occupy beyond what it has when it starts",
         "GiB",
-        at_least=0.0625,
-        at_most=10**6,
+        ge=0.0625,
+        le=10**6,
     )
     file_mib: float = option(
         256.0,
         "largest file that a process which computes rewards may write",
         "MiB",
-        at_least=1,
-        at_most=10**9,
+        ge=1,
+        le=10**9,
     )
     code: CodeConfig = section(
         CodeConfig, "the reward code: programs in responses, run against tests in a sandbox"

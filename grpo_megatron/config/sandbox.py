@@ -1,10 +1,8 @@
 """Sections about untrusted programs: the sandbox that contains them, and the reward `code`."""
 
-from dataclasses import dataclass
 from enum import Enum
 
-from grpo_megatron.config.limits import LONGEST_WAIT, Text
-from grpo_megatron.config.options import option, section
+from grpo_megatron.config.options import LONGEST_WAIT, dataclass, option, section
 
 
 class Isolation(str, Enum):
@@ -29,17 +27,15 @@ class SandboxLimits:
         10.0,
         "longest time of one program; while it waits for a processor, it does not count",
         "seconds",
-        at_least=0.01,  # a shorter program may end before the time is checked
-        at_most=LONGEST_WAIT,
+        ge=0.01,  # a shorter program may end before the time is checked
+        le=LONGEST_WAIT,
     )
-    cpu_seconds: int = option(6, "processor time of one program", "seconds", above=0, at_most=LONGEST_WAIT)
-    memory_mib: int = option(
-        1024, "address space of one program, with Python's own 30 MiB", "MiB", at_least=64
-    )
-    threads: int = option(32, "threads of one program; it can never start another process", above=0)
-    files_mib: int = option(16, "what one program may write into its folder", "MiB", above=0)
-    files: int = option(64, "files and folders that one program may make", above=0)
-    output_kib: int = option(1024, "what one program may write to stdout, and to stderr", "KiB", above=0)
+    cpu_seconds: int = option(6, "processor time of one program", "seconds", gt=0, le=LONGEST_WAIT)
+    memory_mib: int = option(1024, "address space of one program, with Python's own 30 MiB", "MiB", ge=64)
+    threads: int = option(32, "threads of one program; it can never start another process", gt=0)
+    files_mib: int = option(16, "what one program may write into its folder", "MiB", gt=0)
+    files: int = option(64, "files and folders that one program may make", gt=0)
+    output_kib: int = option(1024, "what one program may write to stdout, and to stderr", "KiB", gt=0)
 
 
 @dataclass
@@ -54,9 +50,7 @@ class CodeConfig:
         CodePlace.last_block,
         "where the program is in a response: last_block or first_block (between ``` lines), whole",
     )
-    preamble: str = option(
-        "", "put before each program, such as the imports that its task takes for granted", text=Text.any
-    )
+    preamble: str = option("", "put before each program, such as the imports that its task takes for granted")
     score: CodeScore = option(
         CodeScore.all, "the reward: all (1 if all tests pass, else 0), or share (that of passed tests)"
     )

@@ -1,10 +1,8 @@
 """The section `weight_sync` of the configuration."""
 
-from dataclasses import dataclass
 from enum import Enum
 
-from grpo_megatron.config.limits import LONGEST_WAIT, Text
-from grpo_megatron.config.options import option
+from grpo_megatron.config.options import LONGEST_WAIT, PathText, dataclass, option
 
 
 class SyncTransport(str, Enum):
@@ -29,15 +27,13 @@ class WeightSyncConfig:
         "CPUs), disk (folder), object_store (full HF tensors through Ray, for engines whose parameters no "
         "weight map describes), or auto",
     )
-    bucket_bytes: int = option(64 * 2**20, "size of the buckets weights travel in", "bytes", above=0)
+    bucket_bytes: int = option(64 * 2**20, "size of the buckets weights travel in", "bytes", gt=0)
     delta: bool = option(
         False,
         "send only what changed since the last sync, compressed; exact. Pays over slow links; each rank "
         "keeps a copy of what it sent",
     )
-    folder: str | None = option(
-        None, "transport=disk: a folder that all nodes see, such as NFS", text=Text.path
-    )
+    folder: PathText | None = option(None, "transport=disk: a folder that all nodes see, such as NFS")
     pause: PauseMode = option(
         PauseMode.retract,
         "what becomes of running requests: retract (continue, with their keys and values computed anew), "
@@ -47,12 +43,12 @@ class WeightSyncConfig:
         1800.0,
         "how long a rank may wait for the next bucket; a sync that moves on may take longer",
         "seconds",
-        above=0,
-        at_most=LONGEST_WAIT,
+        gt=0,
+        le=LONGEST_WAIT,
     )
     probe_every: int = option(
         50,
         "compare log-probs of fixed prompts after the first sync and then every this many; 0: never",
         "syncs",
-        at_least=0,
+        ge=0,
     )

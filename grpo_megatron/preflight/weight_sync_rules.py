@@ -1,73 +1,34 @@
 """Rules about weight sync, which transfers the trainer's weights to the engines."""
 
-from collections.abc import Iterator
-
-from grpo_megatron.config.engine import Quantization
-from grpo_megatron.config.schema import Config, Placement
-from grpo_megatron.config.weight_sync import SyncTransport
-from grpo_megatron.preflight.rule import RuleBook
-
-# Each check takes a Config.
-WEIGHT_SYNC = RuleBook()
+from grpo_megatron.preflight.rule import RuleBook, excludes, needs, only_with
 
 _TRAIN = ("train",)
 
-
-@WEIGHT_SYNC.rule(
-    "Weights that travel through files need a folder that all nodes see.",
-    "weight_sync.transport",
-    "weight_sync.folder",
-    commands=_TRAIN,
+# Each check takes a Config.
+WEIGHT_SYNC = RuleBook(
+    needs(
+        "weight_sync.transport=disk",
+        "weight_sync.folder",
+        "weights travel through a folder that all nodes see",
+        _TRAIN,
+    ),
+    only_with("weight_sync.folder", "weight_sync.transport=disk", commands=_TRAIN),
+    excludes(
+        "weight_sync.delta=true",
+        "weight_sync.transport=object_store",
+        "the object store carries full tensors, and a delta is of slices",
+        _TRAIN,
+    ),
+    excludes(
+        "weight_sync.delta=true",
+        "cluster.placement=colocated",
+        "colocated engines give back their weights, to which a delta would be applied",
+        _TRAIN,
+    ),
+    excludes(
+        "rollout.engine.quantization=fp8",
+        "weight_sync.transport=object_store",
+        "the object store carries full tensors, and the trainer quantises slices; use auto",
+        _TRAIN,
+    ),
 )
-def disk_has_a_folder(config: Config) -> Iterator[str]:
-    sync = config.weight_sync
-    if sync.transport == SyncTransport.disk and sync.folder is None:
-        yield "weight_sync.transport=disk needs weight_sync.folder, which all nodes see"
-    if sync.transport != SyncTransport.disk and sync.folder is not None:
-        yield (
-            f"weight_sync.folder={sync.folder} is for weight_sync.transport=disk only, which is "
-            f"{sync.transport.value}"
-        )
-
-
-@WEIGHT_SYNC.rule(
-    "A delta is of slices of an engine's own parameters, which the object store does not carry.",
-    "weight_sync.delta",
-    "weight_sync.transport",
-    commands=_TRAIN,
-)
-def delta_has_a_transport(config: Config) -> Iterator[str]:
-    if config.weight_sync.delta and config.weight_sync.transport == SyncTransport.object_store:
-        yield (
-            "weight_sync.delta=true does not work with weight_sync.transport=object_store, which carries "
-            "full tensors"
-        )
-
-
-@WEIGHT_SYNC.rule(
-    "A delta is of weights that the engines still have, which colocated engines give back while the ranks "
-    "train.",
-    "weight_sync.delta",
-    "cluster.placement",
-    commands=_TRAIN,
-)
-def delta_has_engines_that_keep_weights(config: Config) -> Iterator[str]:
-    if config.weight_sync.delta and config.cluster.placement == Placement.colocated:
-        yield (
-            "weight_sync.delta=true does not work with cluster.placement=colocated, where engines give back "
-            "their weights"
-        )
-
-
-@WEIGHT_SYNC.rule(
-    "Weights of engines in FP8 are slices that the trainer quantised, which the object store does not carry.",
-    "rollout.engine.quantization",
-    "weight_sync.transport",
-    commands=_TRAIN,
-)
-def fp8_has_a_transport(config: Config) -> Iterator[str]:
-    quantised = config.rollout.engine.quantization == Quantization.fp8
-    if quantised and config.weight_sync.transport == SyncTransport.object_store:
-        yield (
-            "rollout.engine.quantization=fp8 does not work with weight_sync.transport=object_store; use auto"
-        )

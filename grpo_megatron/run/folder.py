@@ -10,6 +10,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from grpo_megatron.config.load import plain
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.json_files import parse_object
@@ -63,7 +64,7 @@ def open_run_folder(
                 ownership = Ownership(folder, say)
             if ownership.note:
                 say(ownership.note)
-            replace_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
+            replace_text(folder / "config.yaml", OmegaConf.to_yaml(plain(config)))
         except BaseException:
             ownership.release()
             raise

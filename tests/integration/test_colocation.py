@@ -17,7 +17,7 @@ from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.config.schema import Config, ModelConfig
 from grpo_megatron.controller import Controller
 from grpo_megatron.model.families import read_architecture, weight_map
-from grpo_megatron.preflight.load import load_config
+from grpo_megatron.preflight.check import load_config
 from grpo_megatron.run.turns import State
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.weights.sync.object_store import ObjectStore

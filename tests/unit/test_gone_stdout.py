@@ -25,7 +25,7 @@ def run(config, guard):
 
 verdict = SimpleNamespace(text=lambda: "they agree", passed=sys.argv[-1] != "fail")
 selftest = SimpleNamespace(selftest=lambda config, guard: verdict, as_json=lambda verdict: {})
-sys.modules["grpo_megatron.preflight.load"] = SimpleNamespace(load_config=lambda *given: None)
+sys.modules["grpo_megatron.preflight.check"] = SimpleNamespace(load_config=lambda *given: None)
 sys.modules["grpo_megatron.commands.train"] = SimpleNamespace(train=run)
 sys.modules["grpo_megatron.commands.selftest"] = selftest
 sys.modules["grpo_megatron.commands.doctor"] = \
