@@ -13,13 +13,13 @@ TARGETS = tuple(name for fused in FUSED_TARGETS for name in fused)
 class LoraConfig:
     rank: int = option(
         0,
-        "rank of the adapters (LoRA, arXiv:2106.09685) that are trained in place of the model, which is then "
-        "frozen; 0: none, the whole model is trained",
+        "Rank of the adapters. The model itself is frozen then. 0: there are none, and the whole model is "
+        "trained.",
         ge=0,
     )
-    alpha: float = option(32.0, "what adapters add is multiplied by alpha / rank", gt=0)
+    alpha: float = option(32.0, "Scale of the adapters: what they add is multiplied by alpha / rank.", gt=0)
     targets: list[Literal[TARGETS]] = option(
         list(TARGETS),
-        "layers that have an adapter, by PEFT's names; q, k and v go together, as do gate and up, and share "
-        "what is called A",
+        "Layers that have an adapter, by PEFT's names. q_proj, k_proj and v_proj go together, as do "
+        "gate_proj and up_proj, and share the matrix A.",
     )

@@ -23,32 +23,35 @@ class PauseMode(str, Enum):
 class WeightSyncConfig:
     transport: SyncTransport = option(
         SyncTransport.auto,
-        "how weights reach the engines: shared_memory (one node; CUDA IPC on GPUs), groups (NCCL, or gloo on "
-        "CPUs), disk (folder), object_store (full HF tensors through Ray, for engines whose parameters no "
-        "weight map describes), or auto",
+        "How weights reach the engines. shared_memory: on one node, with CUDA IPC on GPUs. groups: with "
+        "NCCL, or gloo on CPUs. disk: through a folder. object_store: full HF tensors through Ray, for "
+        "engines whose parameters no weight map describes. auto: chosen for the machines.",
     )
-    bucket_bytes: int = option(64 * 2**20, "size of the buckets weights travel in", "bytes", gt=0)
+    bucket_bytes: int = option(64 * 2**20, "Size of the buckets in which weights travel.", "bytes", gt=0)
     delta: bool = option(
         False,
-        "send only what changed since the last sync, compressed; exact. Pays over slow links; each rank "
-        "keeps a copy of what it sent",
+        "true: only what changed since the last sync is sent, compressed and without loss. It pays over "
+        "slow links. Each rank keeps a copy of what it sent.",
     )
-    folder: PathText | None = option(None, "transport=disk: a folder that all nodes see, such as NFS")
+    folder: PathText | None = option(
+        None, "Folder that all nodes see, such as one on NFS, for transport=disk."
+    )
     pause: PauseMode = option(
         PauseMode.retract,
-        "what becomes of running requests: retract (continue, with their keys and values computed anew), "
-        "in_place (continue with the old ones), abort (end them)",
+        "What happens to running requests during a sync. retract: they continue, with keys and values "
+        "computed anew. in_place: they continue with the old keys and values. abort: they end.",
     )
     timeout: float = option(
         1800.0,
-        "how long a rank may wait for the next bucket; a sync that moves on may take longer",
+        "Longest time that a rank waits for the next bucket. A sync that makes progress may take longer.",
         "seconds",
         gt=0,
         le=LONGEST_WAIT,
     )
     probe_every: int = option(
         50,
-        "compare log-probs of fixed prompts after the first sync and then every this many; 0: never",
+        "Log-probs of fixed prompts are compared between trainer and engines after the first sync, and "
+        "after every this many. 0: never.",
         "syncs",
         ge=0,
     )

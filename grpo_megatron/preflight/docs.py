@@ -24,7 +24,7 @@ def markdown() -> str:
     parts = [_HEAD]
     for section, field in known.items():
         if is_section(field):
-            parts.append(f"## {section}\n\n{_sentence(field.description)}\n")
+            parts.append(f"## {section}\n\n{field.description}\n")
             parts.append("| key | meaning | type | default |\n|---|---|---|---|")
             parts += [
                 _row(key) for key in known if key.rpartition(".")[0] == section and not is_section(known[key])
@@ -48,7 +48,3 @@ def _row(key: str) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."

@@ -142,14 +142,14 @@ def test_values_are_written_as_yaml_reads_them(value):
 def test_explain_a_key(capsys):
     text = config(capsys, "explain", "train.ppo_mini_batch_size")
     for part in (
-        "prompts per optimizer step",
+        "Number of prompts per optimizer step",
         "integer",
         "unit     prompts",
         "default  32",
         "greater than 0",
     ):
         assert part in text
-    assert re.search(r"  data.train_batch_size +prompts per step", text)
+    assert re.search(r"  data.train_batch_size +Number of prompts per step", text)
     assert "  - train.ppo_mini_batch_size must divide data.train_batch_size. (train only)\n" in text
 
 
