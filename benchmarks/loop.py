@@ -55,7 +55,7 @@ from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.data.sources import training_prompts
 from grpo_megatron.logs import show_messages
 from grpo_megatron.monitoring.phases import Phases
-from grpo_megatron.preflight.load import load_config
+from grpo_megatron.preflight.check import load_config
 from grpo_megatron.rewards import resolve_reward
 from grpo_megatron.run.folder import METRICS
 

@@ -52,7 +52,7 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.logs import show_messages
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.families import read_architecture
-from grpo_megatron.preflight.load import load_config
+from grpo_megatron.preflight.check import load_config
 from grpo_megatron.run.folder import METRICS
 
 ROOT = Path(__file__).resolve().parent.parent

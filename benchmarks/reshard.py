@@ -37,7 +37,7 @@ from grpo_megatron.config.weight_sync import Transport
 from grpo_megatron.logs import show_messages
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture
-from grpo_megatron.preflight.load import load_config
+from grpo_megatron.preflight.check import load_config
 from grpo_megatron.weights.sync.plan import Layouts, ReshardPlan
 from grpo_megatron.weights.sync.resharding import Resharding
 

@@ -177,7 +177,7 @@ def _doctor() -> int:
 
 def _selftest(options: argparse.Namespace, guard: Guard) -> int:
     from grpo_megatron.commands.selftest import as_json, selftest
-    from grpo_megatron.preflight.load import load_config
+    from grpo_megatron.preflight.check import load_config
 
     verdict = selftest(load_config(options.config, options.overrides), guard=guard)
     _print_result(f"{verdict.text()}\n{json_text(as_json(verdict))}")
@@ -185,7 +185,7 @@ def _selftest(options: argparse.Namespace, guard: Guard) -> int:
 
 
 def _train(options: argparse.Namespace, guard: Guard) -> int:
-    from grpo_megatron.preflight.load import load_config
+    from grpo_megatron.preflight.check import load_config
 
     command = Command(options.command)
     config = load_config(options.config, options.overrides, command)

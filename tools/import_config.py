@@ -24,9 +24,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from grpo_megatron.config.load import layers, merge
+from grpo_megatron.config.load import COMMAND_LINE, must_be_legal, resolve
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text
 from grpo_megatron.importers import (
@@ -37,8 +35,7 @@ from grpo_megatron.importers import (
     read_settings,
     to_yaml,
 )
-from grpo_megatron.preflight.check import Report, check
-from grpo_megatron.preflight.load import load_config
+from grpo_megatron.preflight.check import Report, check, load_config
 
 SCRIPTS = (".sh", ".yaml", ".yml", ".toml")
 
@@ -63,13 +60,9 @@ def values_given(overrides: list[str]) -> dict[str, Any]:
 
     Raises UserError for anything that a run would not accept as an override.
     """
-    merged = merge(layers(None, overrides))
-    keys = [override.partition("=")[0] for override in overrides]
-    values = {key: OmegaConf.select(merged, key) for key in keys}
-    return {
-        key: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-        for key, value in values.items()
-    }
+    settings = resolve(None, overrides)
+    must_be_legal(list(settings.refused.values()))
+    return {key: value for key, value in settings.values.items() if settings.origins[key] == COMMAND_LINE}
 
 
 def variables_given(settings: list[str]) -> dict[str, str]:

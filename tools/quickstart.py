@@ -21,7 +21,7 @@ from pathlib import Path
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text
-from grpo_megatron.preflight.load import load_config
+from grpo_megatron.preflight.check import load_config
 
 TOOLS = Path(__file__).resolve().parent
 CONFIGS = TOOLS.parent / "configs"

@@ -15,7 +15,7 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.logs import show_messages
 from grpo_megatron.model.entries import hf_shapes
 from grpo_megatron.model.families import read_architecture, weight_map
-from grpo_megatron.preflight.load import load_config
+from grpo_megatron.preflight.check import load_config
 from grpo_megatron.run.folder import METRICS
 from on_gpu.bench import Bench, random_weights
 

@@ -64,6 +64,7 @@ BUNDLES = {
             "zstandard",
             "xxhash",
             "psutil",
+            "ruamel-yaml",
             "safetensors",
             "pyarrow",
             "tensorboard",

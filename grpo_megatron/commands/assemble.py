@@ -196,7 +196,7 @@ def open_run(
 ) -> Iterator[RunContext]:
     """Open the run's folder, start Ray, and start engines if `command` generates. Yield the RunContext.
 
-    config: must have passed preflight.start.check_start.
+    config: must have passed preflight.check.check_start.
     guard: receives requests to stop; None: one that never ends the run.
     must_fit: raises UserError if the driver's state in a checkpoint belongs to other data. It returns a note
         to show, or "".

@@ -17,7 +17,7 @@ from grpo_megatron.data.sources import held_out_prompts
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text, replace_text
 from grpo_megatron.monitoring.monitor import Monitor
-from grpo_megatron.preflight.start import check_start
+from grpo_megatron.preflight.check import check_start
 from grpo_megatron.rollout.environments import offered_tools
 from grpo_megatron.rollout.episodes import make_episodes, record_check
 from grpo_megatron.rollout.evaluation import Evaluation, Scores, scalars

@@ -21,7 +21,7 @@ from grpo_megatron.data import EpochOrder, PromptTokenizer
 from grpo_megatron.data.conversations import Conversations, pad_token
 from grpo_megatron.data.preferences import Pair, load_pairs, pair_batch
 from grpo_megatron.metrics import to_floats
-from grpo_megatron.preflight.start import check_start
+from grpo_megatron.preflight.check import check_start
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.resume import Checkpoint, finished_result
 from grpo_megatron.trainer.mini_batch import enough, partition

@@ -14,7 +14,7 @@ from grpo_megatron.config.command import Command
 from grpo_megatron.config.schema import Config
 from grpo_megatron.data import EpochOrder, PromptTokenizer
 from grpo_megatron.data.examples import load_examples
-from grpo_megatron.preflight.start import check_start
+from grpo_megatron.preflight.check import check_start
 from grpo_megatron.rollout.environments import offered_tools
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.resume import Checkpoint, finished_result

@@ -21,7 +21,7 @@ from grpo_megatron.data.conversations import conversations_of
 from grpo_megatron.data.sources import held_out_prompts, training_prompts
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture
-from grpo_megatron.preflight.start import check_start
+from grpo_megatron.preflight.check import check_start
 from grpo_megatron.rollout.environments import offered_tools
 from grpo_megatron.rollout.episodes import MultiTurn, SingleTurn, make_episodes, record_check
 from grpo_megatron.rollout.evaluation import Evaluation

@@ -1,9 +1,9 @@
 """The sections `algorithm` and `mismatch` of the configuration."""
 
-from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
-from grpo_megatron.config.options import option, section
+from grpo_megatron.config.options import FilledText, dataclass, option, section
 
 # Estimators of the KL from one token, with their alternative names. algorithm.kl.KL_TYPES computes them.
 KL_ESTIMATORS = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
@@ -52,102 +52,123 @@ class MismatchAction(str, Enum):
 @dataclass
 class KLControlConfig:
     type: KLControl = option(
-        KLControl.fixed, "fixed: kl_coef; adaptive: steered to target_kl (arXiv:1909.08593 section 2.2)"
+        KLControl.fixed,
+        "How the coefficient changes. fixed: it stays kl_coef. adaptive: it is adjusted so that the KL "
+        "approaches target_kl (arXiv:1909.08593 section 2.2).",
     )
-    kl_coef: float = option(0.001, "coefficient of the KL in the reward; adaptive: the first one", at_least=0)
-    target_kl: float = option(0.1, "adaptive only: KL per token to steer to", "nats", above=0)
+    kl_coef: float = option(
+        0.001, "Coefficient of the KL in the reward. With type=adaptive it is the first one.", ge=0
+    )
+    target_kl: float = option(0.1, "KL per token that an adaptive coefficient approaches.", "nats", gt=0)
     horizon: float = option(
-        10000.0, "adaptive only: the coefficient changes by at most 20% in this many", "trajectories", above=0
+        10000.0,
+        "Number of trajectories in which an adaptive coefficient changes by at most 20%.",
+        "trajectories",
+        gt=0,
     )
 
 
 @dataclass
 class AlgorithmConfig:
-    preset: str | None = option(
-        None, "published recipe that the other keys start from, see docs/algorithms.md; null: none"
+    preset: FilledText | None = option(
+        None, "Published recipe from which the other keys start; docs/algorithms.md lists them. null: none."
     )
-    adv_estimator: str = option(
+    adv_estimator: FilledText = option(
         "grpo",
-        "grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gpg, or module:function; see "
-        "docs/algorithms.md",
+        "Estimator of the advantages: grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gpg, "
+        "or module:function. docs/algorithms.md explains them.",
     )
-    norm_adv_by_std_in_grpo: bool = option(True, "divide by the group's standard deviation; false: Dr.GRPO")
-    adv_whiten: bool = option(False, "whiten advantages over all trained tokens of the step")
+    norm_adv_by_std_in_grpo: bool = option(
+        True,
+        "true: the advantages of grpo are divided by the group's standard deviation. false: they are not, "
+        "as in Dr.GRPO.",
+    )
+    adv_whiten: bool = option(False, "true: advantages are whitened over all trained tokens of the step.")
     adv_clip: float | None = option(
-        None, "limit advantages to plus or minus this, after whitening; null: no limit", above=0
+        None,
+        "Largest absolute value of an advantage. Larger ones are cut to it, after whitening. null: there is "
+        "no limit.",
+        gt=0,
     )
     use_valid_token_scale: bool = option(
         False,
-        "divide advantages by the number of trained tokens of the optimizer step (beside what loss_agg_mode "
-        "does)",
+        "true: advantages are divided by the number of trained tokens of the optimizer step, in addition to "
+        "loss_agg_mode.",
     )
-    filters: list[str] = option(
-        [], "which groups are trained on, applied in order: nonzero_variance, or module:function"
+    filters: list[FilledText] = option(
+        [],
+        "Filters that choose the groups to train on, applied in order: nonzero_variance, or "
+        "module:function. []: all groups.",
     )
     overlong_filter: bool = option(
-        False, "responses cut off at rollout.max_response_length are not trained on (DAPO)"
+        False, "true: responses cut off at rollout.max_response_length are not trained on (DAPO)."
     )
-    ratio_level: str = option(
+    ratio_level: Literal["token", "sequence", "sequence_sum"] = option(
         "token",
-        "policy ratio of: token; sequence (GSPO, its geometric mean over the sequence); sequence_sum (the "
-        "whole sequence's)",
-        choices=("token", "sequence", "sequence_sum"),
+        "What the policy ratio is of. token: each token. sequence: the geometric mean over the sequence "
+        "(GSPO). sequence_sum: the whole sequence.",
     )
-    surrogate: str = option(
-        "clip", "objective of a token: clip (PPO), cispo, reinforce (no ratio), or module:function"
+    surrogate: FilledText = option(
+        "clip",
+        "Objective of a token: clip (PPO), cispo, reinforce (without a policy ratio), or module:function.",
     )
-    clip_ratio_low: float = option(0.2, "policy ratio clipped below 1 - this", at_least=0)
-    clip_ratio_high: float = option(0.2, "policy ratio clipped above 1 + this", at_least=0)
+    clip_ratio_low: float = option(
+        0.2, "Distance below 1 at which the policy ratio is clipped: at 1 - this.", ge=0
+    )
+    clip_ratio_high: float = option(
+        0.2, "Distance above 1 at which the policy ratio is clipped: at 1 + this.", ge=0
+    )
     clip_ratio_c: float | None = option(
-        None, "dual clip: the loss of a negative advantage is at most this times it; null: off", above=1
+        None,
+        "Bound of dual clip: the loss of a negative advantage is at most this times its absolute value. "
+        "null: off.",
+        gt=1,
     )
     early_stop_imp_ratio: float | None = option(
         None,
-        "drop an optimizer step whose mean policy ratio over trained tokens is more than this; null: never",
-        above=1,
+        "Largest mean policy ratio over the trained tokens of an optimizer step. A step with a larger one "
+        "is dropped. null: no step is dropped for it.",
+        gt=1,
     )
-    loss_agg_mode: str = option(
+    loss_agg_mode: Literal[
+        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "group-sum"
+    ] = option(
         "token-mean",
-        "token-mean, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm, group-sum",
-        choices=(
-            "token-mean",
-            "seq-mean-token-sum",
-            "seq-mean-token-mean",
-            "seq-mean-token-sum-norm",
-            "group-sum",
-        ),
+        "How the losses of tokens are combined into one: token-mean, seq-mean-token-sum, "
+        "seq-mean-token-mean, seq-mean-token-sum-norm, or group-sum. docs/algorithms.md explains them.",
     )
-    use_kl_loss: bool = option(False, "add the KL to the reference policy to the loss")
-    kl_loss_coef: float = option(0.001, "coefficient of the KL in the loss", at_least=0)
-    kl_loss_type: str = option(
+    use_kl_loss: bool = option(False, "true: the KL to the reference policy is added to the loss.")
+    kl_loss_coef: float = option(0.001, "Coefficient of the KL in the loss.", ge=0)
+    kl_loss_type: Literal[(*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS), "full")] = option(
         "k3",
-        "estimator of the KL: k1 (kl), abs, k2 (mse), k3 (low_var_kl), each also with + (the gradient of "
-        "k2), full (exact, over the whole vocabulary)",
-        choices=(*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS), "full"),
+        "Estimator of the KL in the loss: k1 (or kl), abs, k2 (mse), k3 (low_var_kl), each also with a + at "
+        "the end (with the gradient of k2), or full (exact, over the whole vocabulary).",
     )
     kl_loss_unbiased: bool = option(
         False,
-        "k1 and k3: weighted with the policy ratio, which makes the gradient unbiased (arXiv:2512.02556)",
+        "true: the estimators k1 and k3 are weighted with the policy ratio, which makes the gradient "
+        "unbiased (arXiv:2512.02556).",
     )
     use_kl_in_reward: bool = option(
-        False, "subtract the KL of the old to the reference policy from each token's reward"
+        False,
+        "true: the KL of the old policy to the reference policy is subtracted from the reward of each token.",
     )
-    kl_penalty: str = option(
+    kl_penalty: Literal[KL_ESTIMATORS] = option(
         "k1",
-        "estimator of the KL in the reward: k1 (kl), abs, k2 (mse), k3 (low_var_kl)",
-        choices=KL_ESTIMATORS,
+        "Estimator of the KL in the reward: k1 (or kl), abs, k2 (mse), k3 (low_var_kl).",
     )
-    kl_ctrl: KLControlConfig = section(KLControlConfig, "coefficient of the KL in the reward")
-    entropy_coeff: float = option(0.0, "coefficient of the entropy bonus")
+    kl_ctrl: KLControlConfig = section(KLControlConfig, "Coefficient of the KL in the reward.")
+    entropy_coeff: float = option(0.0, "Coefficient of the entropy bonus. 0: there is none.")
     entropy_floor: float | None = option(
         None,
-        "the bonus acts only after a step whose mean entropy was below this; null: always",
+        "Mean entropy below which the entropy bonus acts, in the step after. null: it always acts.",
         "nats per token",
-        above=0,
+        gt=0,
     )
     mask_applies_to: MaskAppliesTo = option(
         MaskAppliesTo.policy,
-        "what a token that the mismatch masks loses: its policy term, or all (KL and entropy too)",
+        "What a token loses that the section mismatch masks. policy: its policy term. all: its KL and "
+        "entropy terms too.",
     )
 
     @property
@@ -160,38 +181,39 @@ class AlgorithmConfig:
 class MismatchConfig:
     correction: MismatchCorrection = option(
         MismatchCorrection.none,
-        "weight of the policy term by the ratio of trainer to engine: none, tis, icepop, seq_tis, mis; see "
-        "docs/algorithms.md",
+        "Weight of the policy term by the ratio of trainer to engine: none, tis, icepop, seq_tis or mis. "
+        "docs/algorithms.md explains them.",
     )
     ratio_low: float | None = option(
-        None, "lower bound of the correction's ratio; null: the published one", at_least=0
+        None, "Lower bound of the correction's ratio. null: the published one.", ge=0
     )
     ratio_high: float | None = option(
-        None, "upper bound of the correction's ratio; null: the published one", above=0
+        None, "Upper bound of the correction's ratio. null: the published one.", gt=0
     )
     rejection: MismatchRejection = option(
         MismatchRejection.none,
-        "what masks the policy term, without a weight: the ratio of tokens or sequences, or an estimate of "
-        "the KL between engine and trainer; see docs/algorithms.md",
+        "What masks policy terms, without weighting them: the ratio of tokens or sequences, or an estimate "
+        "of the KL between engine and trainer. docs/algorithms.md explains the choices.",
     )
     rejection_low: float | None = option(
-        None, "smallest ratio that rejection keeps; null: the published one", at_least=0
+        None, "Smallest ratio that the rejection keeps. null: the published one.", ge=0
     )
     rejection_high: float | None = option(
         None,
-        "largest ratio, or KL in nats, that rejection keeps; null: the published one, for a KL there is none",
-        above=0,
+        "Largest ratio that the rejection keeps, or largest KL in nats. null: the published one; for a KL "
+        "there is none.",
+        gt=0,
     )
     renormalize: bool = option(
         False,
-        "the means are over the tokens that are not masked; false: a masked token counts as 0 (IcePop, "
-        "arXiv:2510.18855)",
+        "true: means are over the tokens that are not masked. false: a masked token counts as 0 (IcePop, "
+        "arXiv:2510.18855).",
     )
     action: MismatchAction = option(
         MismatchAction.warn,
-        "about tokens beyond threshold: off, warn (print the worst), mask (their policy term), stop (the "
-        "run; without the step)",
+        "What happens to tokens beyond threshold. off: nothing. warn: the worst are printed. mask: their "
+        "policy terms are masked. stop: the run ends without the step.",
     )
     threshold: float = option(
-        1.0, "largest acceptable difference of a token's log-probs, engine to trainer", "nats", above=0
+        1.0, "Largest acceptable difference between a token's log-probs of engine and trainer.", "nats", gt=0
     )

@@ -1,11 +1,11 @@
 """The section `data` of the configuration."""
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from grpo_megatron.config.limits import Text
-from grpo_megatron.config.options import option
+from pydantic import PositiveFloat
+
+from grpo_megatron.config.options import FilledText, dataclass, option
 
 
 class OverlongPrompts(str, Enum):
@@ -18,76 +18,84 @@ class OverlongPrompts(str, Enum):
 class DataConfig:
     train: Any = option(
         None,
-        "training prompts (sft: prompt/response pairs, reward-model: preferences): .jsonl, .json or .parquet "
-        "file, hf:NAME, or a list",
+        "Training data: a .jsonl, .json or .parquet file, hf:NAME, or a list of these. The records are "
+        "prompts; in sft pairs of prompt and response, in reward-model preferences.",
     )
-    train_weights: list[float] = option(
-        [], "share of each source of data.train; none: each prompt once per epoch", above=0
+    train_weights: list[PositiveFloat] = option(
+        [], "Share of each source of data.train in the prompts. []: each prompt is used once per epoch."
     )
-    eval: Any = option(None, "held-out prompts, as data.train; null: no evaluation")
-    prompt_key: str = option(
+    eval: Any = option(
+        None, "Held-out data for evaluation, in the forms of data.train. null: there is no evaluation."
+    )
+    prompt_key: FilledText = option(
         "prompt",
-        "field with the prompt: a string, a list of chat messages, or a list of token ids; a.b: field b of a",
+        "Field of a record with the prompt: a string, a list of chat messages, or a list of token ids. a.b "
+        "is the field b within the field a.",
     )
-    answer_key: str = option(
+    answer_key: FilledText = option(
         "answer",
-        "field with the reference answer given to the reward, or with a list of those it accepts; a.b: field "
-        "b of a",
+        "Field of a record with the reference answer for the reward, or with a list of accepted answers. "
+        "a.b is the field b within the field a.",
     )
-    response_key: str = option(
+    response_key: FilledText = option(
         "response",
-        "sft only: field with the response to learn: a string, taken as the model writes it, or the messages "
-        "of the rest of a chat, which the chat template renders",
+        "Field of a record with the response to learn, in sft only. A string is taken as the model writes "
+        "it. Chat messages are the rest of the chat and are rendered by the chat template.",
     )
-    chosen_key: str = option(
+    chosen_key: FilledText = option(
         "chosen",
-        "reward-model only: field with the response that is preferred: text, or chat messages that end with "
-        "the assistant's; if they do not begin with the assistant's, they are a whole conversation, and the "
-        "record's prompt is not read",
+        "Field of a record with the preferred response, in reward-model only: text, or chat messages that "
+        "end with one of the assistant. Messages that do not begin with the assistant are a whole "
+        "conversation, and the record's prompt is not read.",
     )
-    rejected_key: str = option(
-        "rejected", "reward-model only: field with the other response, of the same forms"
+    rejected_key: FilledText = option(
+        "rejected",
+        "Field of a record with the response that is not preferred, in reward-model only. It has the forms "
+        "of data.chosen_key.",
     )
-    margin_key: str | None = option(
+    margin_key: FilledText | None = option(
         None,
-        "reward-model only: field with a margin by which the preferred one's score should be ahead "
-        "(arXiv:2307.09288 eq. 2)",
+        "Field of a record with a margin, in reward-model only: the score of the preferred response should "
+        "be ahead by this (arXiv:2307.09288 eq. 2). null: there is none.",
     )
-    tools_key: str | None = option(
+    tools_key: FilledText | None = option(
         "tools",
-        "field with the JSON schemas of tools that the chat template offers to the model, where a record has "
-        "it; null: not read",
+        "Field of a record with the JSON schemas of tools, which the chat template offers to the model. "
+        "Records may lack it. null: it is not read.",
     )
     system_prompt: str | None = option(
-        None, "system message put before prompts that have none", text=Text.any
+        None, "System message that is put before prompts that have none. null: none is added."
     )
-    chat_template: str = option(
+    chat_template: FilledText = option(
         "tokenizer",
-        "what makes the prompt's text: tokenizer (its chat template), a file with a Jinja template, or none "
-        "(for base models: the string as it is, with the BOS token if the tokenizer puts one before texts, "
-        "and no end token)",
+        "How the text of a prompt is made. tokenizer: with the tokenizer's chat template. A file: with the "
+        "Jinja template in it. none: the string is used as it is, for base models; a BOS token is put "
+        "before it if the tokenizer does so, and no end token follows.",
     )
     chat_template_args: dict[str, Any] = option(
         {},
-        "further arguments of the chat template, such as {enable_thinking: false}; only those that it reads",
+        "Further arguments of the chat template, such as {enable_thinking: false}. The template must read "
+        "them.",
     )
     prompt_suffix: str = option(
         "",
-        "text appended to every prompt, such as an instruction; in a chat to its last message of the user",
-        text=Text.any,
+        "Text that is appended to every prompt, such as an instruction. In a chat it is appended to the "
+        "last message of the user.",
     )
-    max_prompt_length: int = option(512, "longest prompt accepted", "tokens", above=0)
+    max_prompt_length: int = option(512, "Length of the longest prompt that is accepted.", "tokens", gt=0)
     overlong_prompts: OverlongPrompts = option(
         OverlongPrompts.error,
-        "what happens to longer prompts: error, skip (counted), truncate_left (counted); "
-        "sft, reward-model: skip leaves out longer responses, too",
+        "What happens to prompts longer than max_prompt_length. error: the run is refused. skip: they are "
+        "left out and counted; in sft and reward-model, records with longer responses too. truncate_left: "
+        "their beginning is cut off, and they are counted.",
     )
     shuffle: bool = option(
-        True, "new order in every epoch (from run.seed); false keeps the order of the file"
+        True, "true: every epoch has a new order, which depends on run.seed. false: the order of the file."
     )
     train_batch_size: int = option(
         32,
-        "prompts per step (sft, reward-model: examples or preferences per optimizer step)",
+        "Number of prompts per step. In sft and reward-model it is the number of examples or preferences "
+        "per optimizer step.",
         "prompts",
-        above=0,
+        gt=0,
     )

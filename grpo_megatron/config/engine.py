@@ -1,10 +1,9 @@
 """The section `rollout.engine` of the configuration."""
 
-from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
-from grpo_megatron.config.limits import LONGEST_WAIT, Text
-from grpo_megatron.config.options import option
+from grpo_megatron.config.options import LONGEST_WAIT, Threads, dataclass, option
 
 
 class LoadFormat(str, Enum):
@@ -25,65 +24,71 @@ class KVCacheDtype(str, Enum):
 
 @dataclass
 class EngineConfig:
-    num_engines: int = option(1, "number of SGLang engines", above=0)
+    num_engines: int = option(1, "Number of SGLang engines.", gt=0)
     tensor_parallel: int = option(
-        1, "tensor-parallel ranks inside one engine; beyond a node's GPUs, on several whole nodes", above=0
+        1,
+        "Number of tensor-parallel ranks of an engine. An engine with more ranks than a node has GPUs takes "
+        "several whole nodes.",
+        gt=0,
     )
     expert_parallel: int = option(
-        1, "parts the experts of a layer are divided into over an engine's ranks (EP)", above=0
+        1,
+        "Number of parts into which the experts of a layer are divided among the ranks of an engine (EP).",
+        gt=0,
     )
     data_parallel_attention: int = option(
         1,
-        "groups of an engine's ranks that attend to requests of their own: each has whole attention layers "
-        "and a KV cache that no other group has a copy of; 1: one group (GPU)",
-        above=0,
+        "Number of groups of an engine's ranks that compute attention for requests of their own. Each group "
+        "has whole attention layers and its own part of the KV cache. 1: all ranks share the attention "
+        "layers. It needs GPUs.",
+        gt=0,
     )
-    dtype: str = option(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto",
-        "weights in the engine: auto (the dtype in config.json), float32, bfloat16, float16",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        "Dtype of the weights in the engine. auto: the dtype in config.json.",
     )
     quantization: Quantization = option(
         Quantization.none,
-        "weights of the engine's linear layers and experts: none (its dtype), fp8 (E4M3 with a scale for "
-        "each block of 128 x 128, quantised by the trainer at every weight sync; no latent attention, dtype "
-        "bfloat16)",
+        "Quantisation of the engine's linear layers and experts. none: they have dtype. fp8: E4M3 with a "
+        "scale for each block of 128 x 128, quantised by the trainer at every weight sync; it needs dtype "
+        "bfloat16, and a model without latent attention.",
     )
     load_format: LoadFormat = option(
         LoadFormat.auto,
-        "weights an engine starts with: auto (model.path's), dummy (random: faster, and the first weight "
-        "sync replaces them)",
+        "Weights that an engine starts with. auto: those of model.path. dummy: random ones, which are made "
+        "faster and replaced by the first weight sync.",
     )
-    mem_fraction: float = option(
-        0.8, "share of device memory for weights and KV cache (GPU)", above=0, below=1
-    )
+    mem_fraction: float = option(0.8, "Share of device memory for weights and KV cache, on GPUs.", gt=0, lt=1)
     kv_cache_dtype: KVCacheDtype = option(
         KVCacheDtype.auto,
-        "keys and values in the cache: auto (the engine's dtype), or fp8_e4m3, fp8_e5m2 (GPU; twice the "
-        "tokens, rounded log-probs)",
+        "Dtype of the KV cache. auto: the engine's dtype. fp8_e4m3, fp8_e5m2: half the size, so that twice "
+        "the tokens fit, with rounded log-probs; they need GPUs.",
     )
-    max_total_tokens: int | None = option(None, "KV cache size; null: from mem_fraction", "tokens", above=0)
-    max_running_requests: int = option(256, "requests decoded together in one engine", above=0)
+    max_total_tokens: int | None = option(
+        None, "Size of the KV cache. null: what mem_fraction leaves.", "tokens", gt=0
+    )
+    max_running_requests: int = option(
+        256, "Largest number of requests that one engine decodes together.", gt=0
+    )
     prefix_cache: bool = option(
         True,
-        "keep keys and values for requests that begin alike (SGLang's radix cache); a cost where none do: "
-        "short prompts, one turn",
+        "true: the engine keeps keys and values for requests with the same beginning (SGLang's radix "
+        "cache). Without such requests, as with short prompts and one turn, it only costs time.",
     )
-    cpu_threads: str = option(
+    cpu_threads: Threads = option(
         "auto",
-        "intra-op threads of each tensor-parallel rank of an engine on a machine without a GPU; auto: "
-        "OMP_NUM_THREADS, or without it the node's cores divided among the engines' ranks there, because "
-        "trainer ranks wait while engines generate",
-        text=Text.auto_or_threads,
+        "Number of intra-op threads of each tensor-parallel rank of an engine, on a machine without a GPU. "
+        "auto: OMP_NUM_THREADS; if it is not set, the node's cores divided among the engine ranks there, "
+        "because trainer ranks wait while engines generate.",
     )
     # Long, because an FP8 engine whose kernel caches are empty compiles kernels for many minutes.
     start_timeout: float = option(
-        1800.0, "how long an engine may take to start", "seconds", above=0, at_most=LONGEST_WAIT
+        1800.0, "Longest time that an engine may take to start.", "seconds", gt=0, le=LONGEST_WAIT
     )
     request_timeout: float = option(
         1800.0,
-        "how long to wait without any sample finishing before giving up",
+        "Longest time without any finished sample. After that the run gives up on the engines.",
         "seconds",
-        above=0,
-        at_most=LONGEST_WAIT,
+        gt=0,
+        le=LONGEST_WAIT,
     )

@@ -1,9 +1,8 @@
 """The section `megatron.fp8` of the configuration: how matrix products are computed in FP8."""
 
-from dataclasses import dataclass
 from enum import Enum
 
-from grpo_megatron.config.options import option
+from grpo_megatron.config.options import dataclass, option
 
 
 class FP8Recipe(str, Enum):
@@ -22,15 +21,15 @@ class FP8Format(str, Enum):
 class FP8Config:
     recipe: FP8Recipe = option(
         FP8Recipe.tensorwise,
-        "where the scales come from: tensorwise (the tensor at hand), delayed (its last largest values), "
-        "blockwise (blocks of 128, weights of 128 x 128), mxfp8 (blocks of 32; Blackwell)",
+        "Where the scales come from. tensorwise: the tensor itself. delayed: its last largest values. "
+        "blockwise: blocks of 128, for weights of 128 x 128. mxfp8: blocks of 32, on Blackwell.",
     )
     format: FP8Format = option(
-        FP8Format.hybrid, "hybrid (gradients in E5M2, all else in E4M3) or e4m3 (all in E4M3)"
+        FP8Format.hybrid, "FP8 formats. hybrid: E5M2 for gradients, E4M3 for all else. e4m3: E4M3 for all."
     )
     bf16_first_layers: int = option(
-        0, "the model's first layers that stay in bf16; not with delayed", "layers", at_least=0
+        0, "Number of the model's first layers that stay in bf16. The recipe delayed needs 0.", "layers", ge=0
     )
     bf16_last_layers: int = option(
-        0, "the model's last layers that stay in bf16; not with delayed", "layers", at_least=0
+        0, "Number of the model's last layers that stay in bf16. The recipe delayed needs 0.", "layers", ge=0
     )

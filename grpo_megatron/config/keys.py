@@ -1,44 +1,120 @@
-"""Texts about a key of the schema, for help and YAML files: its type, its default, its value."""
+"""The keys of the schema, and texts about them for help and YAML files: type, default, value."""
 
 import dataclasses
+import difflib
 import json
-import types
 from enum import Enum
-from typing import Any, get_args, get_origin
+from functools import cache
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from omegaconf import MISSING
+from pydantic.fields import FieldInfo
+
+from grpo_megatron.config.schema import Config
+from grpo_megatron.errors import shortened
 
 _PLAIN = {int: "integer", float: "number", bool: "true or false", str: "text", type(None): "null"}
 
 
-def type_name(field: dataclasses.Field) -> str:
+@cache
+def known_keys(cls: type = Config, prefix: str = "") -> dict[str, FieldInfo]:
+    """Return {dotted key: pydantic's record of the field} of the whole schema, in its order.
+
+    It includes sections such as `rollout`. Callers leave out the parameters, which serve the recursion.
+    """
+    found = {}
+    for name, field in cls.__pydantic_fields__.items():
+        found[prefix + name] = field
+        if is_section(field):
+            found |= known_keys(field.annotation, f"{prefix}{name}.")
+    return found
+
+
+def is_section(field: FieldInfo) -> bool:
+    return dataclasses.is_dataclass(field.annotation)
+
+
+def type_name(field: FieldInfo) -> str:
     """Return the type of a key in words, for help and error messages.
 
     Examples: `integer`, `number or null`, `one of recompute, rollout, current`.
     """
-    return _type_name(field.type)
+    return _type_name(field.annotation)
 
 
 def _type_name(kind: Any) -> str:
     if dataclasses.is_dataclass(kind):
         return "section"
-    if isinstance(kind, types.UnionType):
-        # null comes last, whatever the order in the annotation
-        return " or ".join(
-            _type_name(part) for part in sorted(get_args(kind), key=lambda part: part is type(None))
-        )
+    if get_origin(kind) is Annotated:
+        return _type_name(get_args(kind)[0])
     if get_origin(kind) is list:
         return f"list of {_type_name(get_args(kind)[0])}"
     if get_origin(kind) is dict:
         return "mapping"
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return f"one of {', '.join(kind.__members__)}"
+    if type(None) in get_args(kind):
+        return f"{_type_name(get_args(kind)[0])} or null"
+    if names := choices_of(kind):
+        return f"one of {', '.join(names)}"
     return _PLAIN.get(kind, "text, list or null")
 
 
-def default_of(field: dataclasses.Field) -> Any:
-    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+def choices_of(kind: Any) -> list[str]:
+    """Return the legal values of a type, or of the items of a list; empty if they are not listed."""
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return list(kind.__members__)
+    return next(filter(None, map(choices_of, get_args(kind))), [])
+
+
+def value_problem(key: str, field: FieldInfo, error: dict[str, Any]) -> str:
+    """Return what is wrong with the value of a key, for one of pydantic's errors about it."""
+    message, value = error["msg"], shortened(value_text(error["input"]))
+    if error["type"] == "value_error" or any(word in message for word in ("greater", "less", "finite")):
+        subject = f"each of {key}" if isinstance(error["loc"][-1], int) else key
+        must = message.removeprefix("Value error, ").replace("Input should be", "must be")
+        must = must.replace("greater than or equal to", "at least").replace(
+            "less than or equal to", "at most"
+        )
+        return f"{subject} {must}, is {value}"
+    return f"{key}: expected {type_name(field)}, got {value}"
+
+
+def default_of(field: FieldInfo) -> Any:
+    return field.get_default(call_default_factory=True)
+
+
+def unit_of(field: FieldInfo) -> str:
+    """Return the unit of a quantity, such as `seconds`; empty if it has none."""
+    return field.json_schema_extra["unit"]
+
+
+def nearest_key(key: str) -> str | None:
+    """Return the known key most similar to an unknown one, for a `did you mean` hint; else None.
+
+    A key with the same last name in another section counts as most similar.
+    """
+    known = list(known_keys())
+    last = key.rsplit(".", 1)[-1]
+    # Names with the same words in another order count as equal, such as grad_clip and clip_grad.
+    same_name = [candidate for candidate in known if candidate.rsplit(".", 1)[-1] == last] or [
+        candidate
+        for candidate in known
+        if sorted(candidate.rsplit(".", 1)[-1].split("_")) == sorted(last.split("_"))
+    ]
+    if same_name:
+        return difflib.get_close_matches(key, same_name, 1, cutoff=0.0)[0]
+    by_name = {candidate.rsplit(".", 1)[-1]: candidate for candidate in known}
+    section = key.rpartition(".")[0]
+    siblings = [c for c in known if c.rpartition(".")[0] == section]
+    close = difflib.get_close_matches(key, siblings, 1, cutoff=0.75) or difflib.get_close_matches(
+        key, known, 1, cutoff=0.75
+    )
+    if close:
+        return close[0]
+    close = difflib.get_close_matches(last, by_name, 1, cutoff=0.6)
+    return by_name[close[0]] if close else None
 
 
 def value_text(value: Any) -> str:

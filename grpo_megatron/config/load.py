@@ -1,19 +1,29 @@
 """Loader that turns YAML files and `key=value` arguments into a typed Config."""
 
-import copy
 import dataclasses
-import difflib
-import math
 from collections.abc import Iterator
-from functools import cache, reduce
+from copy import deepcopy
+from enum import Enum
+from functools import reduce
+from operator import getitem
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any
 
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import TypeAdapter, ValidationError
 
 from grpo_megatron.config.command import Command
-from grpo_megatron.config.keys import default_of, type_name
+from grpo_megatron.config.keys import (
+    choices_of,
+    default_of,
+    is_section,
+    known_keys,
+    nearest_key,
+    type_name,
+    value_problem,
+    value_text,
+)
 from grpo_megatron.config.schema import Config
 from grpo_megatron.config.weight_sync import REMOVED_VALUES
 from grpo_megatron.config.yaml_reader import read_yaml
@@ -21,9 +31,15 @@ from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.paths import file_problem
 
 PRESETS = Path(__file__).parent.parent / "presets"
-# OmegaConf parses a text with references recursively, so its length must be bounded.
-_LONGEST_REFERENCE = 1000
-_LONGEST_KEY = 100  # comparing a longer key with all known keys takes seconds
+DEFAULT = "default"
+COMMAND_LINE = "command line"
+# Keys beside model.path that commands require. `train` does not always need data.train, because a replayed
+# run has no prompts; a rule in preflight checks it.
+_REQUIRED = {
+    Command.sft: ["data.train"],
+    Command.reward_model: ["data.train"],
+    Command.eval: ["data.eval"],
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +48,7 @@ class Layer:
 
     A configuration is merged from the schema's defaults and its layers.
 
-    source: path of the file, `preset NAME`, or the argument itself. Error messages name it.
+    source: path of the file, `preset NAME`, or `command line`. Error messages name it.
     values: nested plain values as written. ${references} to other keys are not resolved yet.
     lines: {dotted key: line in the file, from 1}. Empty for a preset or an argument.
     """
@@ -42,37 +58,54 @@ class Layer:
     lines: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
-@cache
-def known_keys(cls: type = Config, prefix: str = "") -> dict[str, dataclasses.Field]:
-    """Return {dotted key: dataclass field} of the whole schema, in its order.
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """A configuration and where its values come from. ${references} are resolved."""
 
-    It includes sections such as `rollout`. Callers leave out the parameters, which serve the recursion.
-    """
-    found = {}
-    for field in dataclasses.fields(cls):
-        found[prefix + field.name] = field
-        if dataclasses.is_dataclass(field.type):
-            found |= known_keys(field.type, f"{prefix}{field.name}.")
-    return found
+    config: Config
+    """The typed configuration. Refused keys have their defaults; a required key without a value has `???`."""
+    origins: dict[str, str]
+    """{dotted key: `default`, `preset NAME`, `FILE:line` or `command line`} of all keys."""
+    refused: dict[str, str]
+    """{dotted key: sentence that begins with the origin} of each setting that the schema refuses."""
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The value of every key by its dotted name."""
+        return flat(self.config)
 
 
 def read_config(path: str | None, overrides: list[str], command: Command = Command.train) -> Config:
     """Return the typed configuration for a command, with all required keys set.
 
     It merges four sources, each of which overrides those before it: the schema's defaults, the preset named
-    by algorithm.preset, the YAML file, and the `key=value` overrides. Limits of values and rules between keys
-    are not checked here; preflight.load.load_config checks them too.
+    by algorithm.preset, the YAML file, and the `key=value` overrides. Rules between keys are not checked
+    here; preflight.check.load_config checks them too.
 
     command: decides which keys are required.
 
-    Raises UserError for an unreadable file, an unknown key (the message names the nearest known one), a value
-    of the wrong type, or a required key without a value.
+    Raises UserError for an unreadable file, and with all unknown keys (the message names the nearest known
+    one), illegal values, and required keys without a value.
     """
-    config = as_config(merge(layers(path, overrides)))
-    missing = missing_keys(config, command)
-    if missing:
-        raise UserError(f"no value for {', '.join(missing)}; set it in the YAML file or as key=value")
-    return config
+    settings = resolve(path, overrides)
+    must_be_legal([*settings.refused.values(), *missing_values(settings.config, command)])
+    return settings.config
+
+
+def must_be_legal(problems: list[str]) -> None:
+    """Raise UserError with all problems of a configuration, if there are any."""
+    if problems:
+        listed = "".join(f"\n  - {problem}" for problem in problems)
+        raise UserError(problems[0] if len(problems) == 1 else f"the configuration is not legal:{listed}")
+
+
+def resolve(path: str | None, overrides: list[str]) -> Settings:
+    """Return the typed configuration, where its values come from, and all settings that the schema refuses.
+
+    It checks neither that required keys have a value nor the rules between keys. Raises UserError for a
+    source that cannot be read, and for an unknown preset.
+    """
+    return merge(layers(path, overrides))
 
 
 def layers(path: str | None, overrides: list[str]) -> list[Layer]:
@@ -115,60 +148,154 @@ def read_preset(sources: list[Layer]) -> list[Layer]:
     ]
 
 
-def merge(settings: list[Layer]) -> DictConfig:
-    """Return the schema's defaults overridden by the layers. A later layer overrides an earlier one.
+def merge(settings: list[Layer]) -> Settings:
+    """Return the schema's defaults overridden by the layers. A later layer overrides an earlier one."""
+    values, origins, refused = plain(Config()), dict.fromkeys(flat(Config()), DEFAULT), {}
+    for layer in settings:
+        _overlay(values, layer.values)
+        for names, _ in leaves(layer.values):
+            key = ".".join(names)
+            origins[key] = f"{layer.source}:{layer.lines[key]}" if key in layer.lines else layer.source
+    while True:
+        config, problems = _validated(values)
+        if config:
+            return Settings(config, {key: origins[key] for key in flat(config)}, refused)
+        for names, problem in problems.items():
+            key = ".".join(names)
+            refused[key] = f"{_origin(key, origins)}: {problem}"
+            # Without the refused settings, the rest can be checked.
+            reduce(getitem, names[:-1], values).pop(names[-1])
 
-    Required keys may still be without a value. Raises UserError for an unknown key or a value of the wrong
-    type.
+
+def _overlay(values: dict[str, Any], layer: dict[str, Any]) -> None:
+    """Put the settings of a layer over nested values."""
+    for name, value in layer.items():
+        if isinstance(value, dict) and isinstance(values.get(name), dict):
+            _overlay(values[name], value)
+        else:
+            values[name] = deepcopy(value)
+
+
+def _validated(values: dict[str, Any]) -> tuple[Config | None, dict[tuple[str, ...], str]]:
+    """Return (typed configuration, no problems), or (None, {names of the key: problem} of some values).
+
+    values: nested values, with ${references} to others of them.
     """
-    created = [_create(layer) for layer in settings]
+    problems = _misread(values)
+    if problems:
+        return None, problems
     try:
-        return OmegaConf.merge(_defaults(), *created)
-    except (OmegaConfBaseException, RecursionError) as joint:
-        for layer, values in zip(settings, created, strict=True):
-            try:
-                OmegaConf.merge(_defaults(), values)
-            except (OmegaConfBaseException, RecursionError) as error:
-                raise UserError(f"{shortened(layer.source)}: {_plain(error)}") from error
-        raise UserError(_plain(joint)) from joint
+        resolved = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
+    except OmegaConfBaseException as error:
+        key = (error.full_key or "").partition("[")[0]
+        if not key:
+            raise UserError(str(error).splitlines()[0]) from error
+        return None, {tuple(key.split(".")): f"{key}: {str(error).splitlines()[0]}"}
+    try:
+        return TypeAdapter(Config).validate_python(resolved), {}
+    except ValidationError as error:
+        return None, dict(map(_problem, error.errors()))
 
 
-@cache
-def _defaults() -> DictConfig:
-    """Return the schema's defaults. Callers must not modify them; OmegaConf.merge copies them.
+def _misread(values: dict[str, Any], parents: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
+    """Return {names of the key: problem} of values that OmegaConf or pydantic would read as something else.
 
-    They are cached because building them takes longer than everything else in a merge.
+    It changes a bare `off`, which YAML reads as false, to the text again where it is a choice.
     """
-    return OmegaConf.structured(Config)
+    problems = {}
+    for name, value in values.items():
+        names = (*parents, name)
+        key = ".".join(names)
+        field = known_keys().get(key)
+        if field is None:
+            continue
+        if is_section(field) and isinstance(value, dict):
+            problems |= _misread(value, names)
+        elif is_section(field):
+            first = next(iter(known_keys(field.annotation)))
+            problems[names] = f"{key} is a section; set its keys, such as {key}.{first}"
+        elif value == MISSING and default_of(field) != MISSING:
+            problems[names] = f"{key} has no value; ??? stands for one that is yet to come"
+        elif isinstance(value, str) and (key, value) in REMOVED_VALUES:
+            problems[names] = f"{key} can no longer be {value}; {REMOVED_VALUES[key, value]}"
+        elif value is False and "off" in choices_of(field.annotation):
+            values[name] = "off"
+        elif isinstance(value, bool) and type_name(field).startswith(("integer", "number")):
+            problems[names] = f"{key}: expected {type_name(field)}, got {value_text(value)}"
+    return problems
 
 
-def _create(layer: Layer) -> DictConfig:
-    source, values = shortened(layer.source), copy.deepcopy(layer.values)
-    _check_section(source, values)
-    try:
-        return OmegaConf.create(values)
-    except (OmegaConfBaseException, RecursionError) as error:
-        raise UserError(f"{source}: {_plain(error)}") from error
+def _problem(error: dict[str, Any]) -> tuple[tuple[str, ...], str]:
+    """Return (names of the key, problem) of one of pydantic's errors."""
+    names = tuple(part for part in error["loc"] if isinstance(part, str))
+    key = ".".join(names)
+    if error["type"] == "unexpected_keyword_argument":
+        return names, _unknown(key, names[-1], error["input"])
+    return names, value_problem(key, known_keys()[key], error)
 
 
-def as_config(merged: DictConfig) -> Config:
-    """Return the typed form of a merged configuration. A required key without a value becomes "".
+def _unknown(key: str, name: str, value: Any) -> str:
+    shown = shortened(repr(key))
+    if "." in name:
+        nested = shortened(name.replace(".", ": {", 1))
+        return f"{shown} is written with dots; in a file, nest it: {nested}: ...}}"
+    nearest = nearest_key(key) or _buried_key(key, value)
+    return f"unknown key {shown}" + (f"; did you mean {nearest!r}?" if nearest else "")
 
-    Raises UserError for a ${reference} that cannot be resolved. Raises UserError also for an integer beyond
-    64 bits or NaN, which can come from a number that was written as text.
+
+def _buried_key(key: str, value: Any) -> str | None:
+    """Return the known key at the end of an unknown nested one, for a `did you mean` hint; else None.
+
+    It finds rollout.n in verl's actor_rollout_ref.rollout.n.
+
+    key: the unknown dotted key.
+    value: its value. The first key of each nested mapping in it continues the dotted key.
     """
-    try:
-        config = OmegaConf.to_object(_fill_missing(merged))
-    except (OmegaConfBaseException, RecursionError) as error:
-        raise UserError(_plain(error)) from error
-    for key, value in flat(config).items():
-        for number in value if isinstance(value, list) else [value]:
-            # A number that was written as text has not been checked by the YAML reader.
-            if isinstance(number, int) and abs(number) >= 2**63:
-                raise UserError(f"{key} is not an integer of 64 bits")
-            if isinstance(number, float) and math.isnan(number):
-                raise UserError(f"{key}=.nan is not a number")
-    return config
+    while isinstance(value, dict) and value:
+        name, value = next(iter(value.items()))
+        key = f"{key}.{name}"
+    return next((known for known in known_keys() if key.endswith(f".{known}")), None)
+
+
+def _origin(key: str, origins: dict[str, str]) -> str:
+    """Return the origin of the last setting of a key, of a key within it, or of the mapping around it."""
+    return next(
+        (
+            origin
+            for other, origin in reversed(origins.items())
+            if (origin != DEFAULT and f"{key}.".startswith(f"{other}.")) or other.startswith(f"{key}.")
+        ),
+        DEFAULT,
+    )
+
+
+def plain(config: Config) -> dict[str, Any]:
+    """Return the configuration as nested plain values, as a YAML file would have them."""
+    return dataclasses.asdict(
+        config,
+        dict_factory=lambda items: {
+            name: value.name if isinstance(value, Enum) else value for name, value in items
+        },
+    )
+
+
+def leaves(layer: dict, parents: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield (names, value) for each value that a layer sets, of known and unknown keys.
+
+    names: parts of the dotted key, such as ("rollout", "n").
+    value: as written. Sections are descended into, as are mappings under an unknown key.
+
+    layer: nested values, such as Layer.values.
+    parents: names of the sections around `layer`.
+    """
+    known = known_keys()
+    for name, value in layer.items():
+        names = (*parents, str(name))
+        field = known.get(".".join(names))
+        if isinstance(value, dict) and value and (field is None or is_section(field)):
+            yield from leaves(value, names)
+        else:
+            yield names, value
 
 
 def flat(config: Config) -> dict[str, Any]:
@@ -176,20 +303,15 @@ def flat(config: Config) -> dict[str, Any]:
     return {
         key: reduce(getattr, key.split("."), config)
         for key, field in known_keys().items()
-        if not dataclasses.is_dataclass(field.type)
+        if not is_section(field)
     }
 
 
-def missing_keys(config: Config, command: Command) -> list[str]:
-    """Return the keys that a command requires and that have no value, such as `model.path`."""
-    values = flat(config)
-    return [key for key in _required(command) if values[key] in (None, "", [], MISSING)]
-
-
-def _required(command: Command) -> list[str]:
-    # `train` does not always need data.train: a replayed run has no prompts. A rule in preflight checks it.
-    data = {Command.sft: "data.train", Command.reward_model: "data.train", Command.eval: "data.eval"}
-    return ["model.path", *([data[command]] if command in data else [])]
+def missing_values(config: Config, command: Command) -> list[str]:
+    """Return a sentence about the keys that a command requires and that have no value; else an empty list."""
+    required, values = ["model.path", *_REQUIRED.get(command, [])], flat(config)
+    missing = [key for key in required if values[key] in (None, "", [], MISSING)]
+    return [f"no value for {', '.join(missing)}; set it in the YAML file or as key=value"] if missing else []
 
 
 def _read_file(path: str | None) -> list[Layer]:
@@ -222,138 +344,4 @@ def _read_override(text: str) -> Layer:
     values: Any = read_yaml(value, f"argument {shown}").value
     for name in reversed(key.split(".")):
         values = {name: values}
-    return Layer(text, values)
-
-
-def _check_section(source: str, values: dict, prefix: str = "") -> None:
-    """Check the settings of one layer before OmegaConf reads them, section by section.
-
-    Raises UserError for an unknown key, and for a value that OmegaConf would misread. It also changes
-    `values`: a bare `off`, which YAML reads as false, becomes the text again where it is a choice.
-
-    values: settings of the section, from the layer.
-    prefix: dotted name of the section with a dot at its end; empty for the top level.
-    """
-    known = known_keys()
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        if key not in known or "." in name:
-            raise UserError(f"{source}: {_unknown(key, name, value)}")
-        if not dataclasses.is_dataclass(known[key].type):
-            values[name] = _checked(source, key, value)
-        elif isinstance(value, dict):
-            _check_section(source, value, f"{key}.")
-        else:
-            first = dataclasses.fields(known[key].type)[0].name
-            raise UserError(f"{source}: {key} is a section; set its keys, such as {key}.{first}")
-
-
-def _unknown(key: str, name: str, value: Any) -> str:
-    shown = shortened(repr(key))
-    if "." in name:
-        return (
-            f"{shown} is written with dots; in a file, nest it: "
-            f"{shortened(name.replace('.', ': {', 1))}: ...}}"
-        )
-    nearest = nearest_key(key) or _buried_key(key, value)
-    return f"unknown key {shown}" + (f"; did you mean {nearest!r}?" if nearest else "")
-
-
-def _checked(source: str, key: str, value: Any) -> Any:
-    """Return the value of a key in a form that OmegaConf reads as it was meant.
-
-    Raises UserError for a value that OmegaConf would misread. The key must not be a section.
-    """
-    kind = known_keys()[key].type
-    if kind is bool and isinstance(value, (int, float)) and value not in (0, 1):
-        # OmegaConf would read every number but 0 as true.
-        raise UserError(f"{source}: {key} is true or false, not {value}")
-    if (
-        get_origin(kind) in (list, dict)
-        and isinstance(value, (list, dict))
-        and not isinstance(value, get_origin(kind))
-    ):
-        # OmegaConf would raise a plain Python error that does not name the key.
-        raise UserError(
-            f"{source}: {key} is a {'list' if get_origin(kind) is list else 'mapping'}, not "
-            f"{shortened(repr(value))}"
-        )
-    if isinstance(value, str) and (key, value) in REMOVED_VALUES:
-        raise UserError(f"{source}: {key} can no longer be {value}; {REMOVED_VALUES[key, value]}")
-    if value is False and "off" in getattr(kind, "__members__", ()):
-        return "off"  # YAML reads a bare off as false, but here it is one of the choices
-    for text in _texts(value):
-        if "${" in text and len(text) > _LONGEST_REFERENCE:
-            raise UserError(
-                f"{source}: {key}: a text with a ${{reference}} has at most {_LONGEST_REFERENCE} characters"
-            )
-        if text == MISSING and default_of(known_keys()[key]) != MISSING:
-            raise UserError(f"{source}: {key} has no value; ??? stands for one that is yet to come")
-    return value
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _texts(item)
-
-
-def _buried_key(key: str, value) -> str | None:
-    """Return the known key at the end of an unknown nested one, for a `did you mean` hint; else None.
-
-    It finds rollout.n in verl's actor_rollout_ref.rollout.n.
-
-    key: the unknown dotted key.
-    value: its value. The first key of each nested mapping in it continues the dotted key.
-    """
-    while isinstance(value, dict) and value:
-        name, value = next(iter(value.items()))
-        key = f"{key}.{name}"
-    return next((known for known in known_keys() if key.endswith(f".{known}")), None)
-
-
-def nearest_key(key: str) -> str | None:
-    """Return the known key most similar to an unknown one, for a `did you mean` hint; else None.
-
-    A key with the same last name in another section counts as most similar.
-    """
-    if len(key) > _LONGEST_KEY:
-        return None
-    known = list(known_keys())
-    last = key.rsplit(".", 1)[-1]
-    # Names with the same words in another order count as equal, such as grad_clip and clip_grad.
-    same_name = [candidate for candidate in known if candidate.rsplit(".", 1)[-1] == last] or [
-        candidate
-        for candidate in known
-        if sorted(candidate.rsplit(".", 1)[-1].split("_")) == sorted(last.split("_"))
-    ]
-    if same_name:
-        return difflib.get_close_matches(key, same_name, 1, cutoff=0.0)[0]
-    by_name = {candidate.rsplit(".", 1)[-1]: candidate for candidate in known}
-    section = key.rpartition(".")[0]
-    siblings = [c for c in known if c.rpartition(".")[0] == section]
-    close = difflib.get_close_matches(key, siblings, 1, cutoff=0.75) or difflib.get_close_matches(
-        key, known, 1, cutoff=0.75
-    )
-    if close:
-        return close[0]
-    close = difflib.get_close_matches(last, by_name, 1, cutoff=0.6)
-    return by_name[close[0]] if close else None
-
-
-def _fill_missing(merged):
-    for key in OmegaConf.missing_keys(merged):
-        OmegaConf.update(merged, key, "", force_add=False)
-    return merged
-
-
-def _plain(error: Exception) -> str:
-    """Return the first line of OmegaConf's error message, with the key and its expected type."""
-    text = shortened((str(error).strip() or type(error).__name__).splitlines()[0], 300)
-    key = getattr(error, "full_key", None)
-    if not key:
-        return text
-    field = known_keys().get(key.partition("[")[0])
-    return f"{text} (key {shortened(key)}" + (f": {type_name(field)})" if field else ")")
+    return Layer(COMMAND_LINE, values)

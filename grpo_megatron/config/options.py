@@ -1,28 +1,79 @@
-"""Building blocks of the schema: keys and sections with their help and limits."""
+"""Building blocks of the schema: pydantic dataclasses, and their keys and sections.
 
-from dataclasses import Field, field
-from typing import Any
+Bounds and types are checked when an object is made, also by `dataclasses.replace`; defaults are checked too.
+"""
 
-from grpo_megatron.config.limits import Limits
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+
+# In seconds (four months). Timers of the operating system and of libraries overflow at very large values.
+LONGEST_WAIT = 10**7
+
+# Decorator of the schema's classes. An unknown key, infinity and NaN are errors.
+dataclass = partial(
+    pydantic_dataclass,
+    config=ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True, validate_default=True),
+)
 
 
-def option(default: Any, help: str, unit: str = "", **limits: Any) -> Any:
-    """Return the dataclass field of one key of the schema, with its default, help and limits.
+def option(default: Any, help: str, unit: str = "", **bounds: Any) -> Any:
+    """Return the pydantic field of one key of the schema.
 
-    help: one line, which `grpo-megatron config` prints.
+    help: what the key does, which `grpo-megatron config` prints.
     unit: unit of a quantity, such as `seconds`.
-    limits: arguments of Limits, such as `above=0`.
+    bounds: of a number: gt, ge, lt, le, as in pydantic.
     """
-    metadata = {"help": help, "unit": unit, "limits": Limits(**limits)}
+    settings = {"description": help, "json_schema_extra": {"unit": unit}, **bounds}
     if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+        return Field(default_factory=lambda: type(default)(default), **settings)
+    return Field(default, **settings)
 
 
 def section(cls: type, help: str) -> Any:
-    """Return the dataclass field of a section of the schema. The fields of `cls` are its keys."""
-    return field(default_factory=cls, metadata={"help": help, "unit": "", "limits": Limits()})
+    """Return the pydantic field of a section of the schema. The fields of `cls` are its keys."""
+    return Field(default_factory=cls, description=help, json_schema_extra={"unit": ""})
 
 
-def limits_of(key: Field) -> Limits:
-    return key.metadata["limits"]
+def _text(must: str, fits: Callable[[str], bool]) -> Any:
+    """Return the type of texts that fulfil a condition, which `must` states for messages."""
+
+    def check(value: str) -> str:
+        if not fits(value):
+            raise ValueError(must)
+        return value
+
+    return Annotated[str, AfterValidator(check), must]
+
+
+def _is_path(value: str) -> bool:
+    # A shell does not expand ~ within a word, so key=~/x would create a folder named ~.
+    return value.strip() != "" and value.split("/")[0] != "~"
+
+
+def _is_folder_name(value: str) -> bool:
+    # Common file systems take names of up to 255 bytes.
+    return value.strip() not in ("", ".", "..") and "/" not in value and len(value.encode()) <= 255
+
+
+def _is_pattern(value: str) -> bool:
+    try:
+        re.compile(value)
+    except re.error:
+        return False
+    return value != ""
+
+
+def _is_threads(value: str) -> bool:
+    return value == "auto" or (value.isascii() and value.isdecimal() and 1 <= int(value) <= 1024)
+
+
+FilledText = _text("must not be empty", lambda value: value != "")
+PathText = _text("must be a path, with no ~ for the home folder", _is_path)
+FolderName = _text("must be the name of one folder, without a slash", _is_folder_name)
+Pattern = _text("must be a regular expression", _is_pattern)
+Threads = _text("must be auto, or a whole number from 1 to 1024", _is_threads)

@@ -1,11 +1,17 @@
 """The section `reward` of the configuration."""
 
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
-from grpo_megatron.config.limits import LONGEST_WAIT, Text
-from grpo_megatron.config.options import option, section
+from grpo_megatron.config.options import (
+    LONGEST_WAIT,
+    FilledText,
+    PathText,
+    Pattern,
+    dataclass,
+    option,
+    section,
+)
 from grpo_megatron.config.sandbox import CodeConfig
 
 # Places where the answer can be in a text. rewards.answers.FINDERS has a finder for each.
@@ -26,96 +32,100 @@ class OnFailure(str, Enum):
 class OverlongBufferConfig:
     length: int = option(
         0,
-        "soft overlong punishment (DAPO, arXiv:2503.14476 eq. 13) in the last this many tokens before "
-        "rollout.max_response_length; 0: none",
+        "Number of tokens before rollout.max_response_length in which the soft overlong punishment grows "
+        "from 0 to penalty (DAPO, arXiv:2503.14476 eq. 13). 0: there is no punishment.",
         "tokens",
-        at_least=0,
+        ge=0,
     )
-    penalty: float = option(1.0, "what the reward of a response of full length loses", at_least=0)
+    penalty: float = option(
+        1.0, "Punishment of a response of full length, which is subtracted from its reward.", ge=0
+    )
 
 
 @dataclass
 class RewardModelConfig:
-    path: str | None = option(
+    path: PathText | None = option(
         None,
-        "for the function model: HF folder of a reward model (*ForSequenceClassification with one label), "
-        "such as `grpo-megatron reward-model` writes; it scores on the trainer's ranks, between generation "
-        "and training, with their parallel sizes",
-        text=Text.path,
+        "HF folder of the reward model, for the reward function model: *ForSequenceClassification with one "
+        "label, as `grpo-megatron reward-model` writes it. It scores on the trainer's ranks, between "
+        "generation and training, with their parallel sizes. null: there is none.",
     )
 
 
 @dataclass
 class RewardConfig:
-    function: str = option(
+    function: FilledText = option(
         "exact_match",
-        "name of a built-in function, model (a reward model, see reward.model), or module:function",
+        "Reward function: a built-in name, model (see reward.model), or module:function.",
     )
-    args: dict[str, Any] = option({}, "options of reward.function, such as {pattern: '[0-9]+'} of regex")
+    args: dict[str, Any] = option({}, "Options of reward.function, such as {pattern: '[0-9]+'} for regex.")
     terms: dict[str, Any] = option(
         {},
-        "in place of reward.function: a sum of terms, such as {right: {function: math, weight: 1.0}, form: "
-        "{function: format, weight: 0.1}}, each with its function's options; the value of a term is the "
-        "component of its name",
+        "Terms whose weighted sum is the reward, in place of reward.function. An example is {right: "
+        "{function: math, weight: 1.0}, form: {function: format, weight: 0.1}}. Each term has the options "
+        "of its function too. Its value is logged as the component of its name.",
     )
-    extract: str | None = option(
+    extract: Pattern | None = option(
         None,
-        "for exact_match: regular expression; its last match (group 1 if any) is the answer",
-        text=Text.pattern,
+        "Regular expression for the answer in a response, for exact_match. Its last match counts, or group "
+        "1 of this match if there is one. null: the answer is found by response_from, or is the whole "
+        "response.",
     )
-    answer_from: list[str] = option(
+    answer_from: list[Literal[ANSWER_PLACES]] = option(
         ["whole"],
-        "where the reference answer is in its field: whole, hashes (####), boxed, last_number",
-        choices=ANSWER_PLACES,
+        "Places of the reference answer in its field, tried in order: whole, hashes (after ####), boxed, "
+        "last_number.",
     )
-    response_from: list[str] = option(
+    response_from: list[Literal[ANSWER_PLACES]] = option(
         [],
-        "where the answer is in a response, tried in order: hashes, boxed, last_number, whole; none: the "
-        "reward's own search",
-        choices=ANSWER_PLACES,
+        "Places of the answer in a response, tried in order: hashes, boxed, last_number, whole. []: the "
+        "reward function searches in its own way.",
     )
     workers: int = option(
         2,
-        "processes on each node that compute rewards, or hold the environments of rollout.environment",
-        above=0,
-        at_most=1024,
+        "Number of processes on each node that compute rewards, or hold the environments of "
+        "rollout.environment.",
+        gt=0,
+        le=1024,
     )
     timeout: float = option(
         30.0,
-        "longest time for one reward, or for one step of an environment",
+        "Longest time for one reward, or for one step of an environment.",
         "seconds",
-        at_least=0.001,
-        at_most=LONGEST_WAIT,
+        ge=0.001,
+        le=LONGEST_WAIT,
     )
     on_failure: OnFailure = option(
         OnFailure.error,
-        "where a reward or an environment fails, hangs, or takes its process down: error ends the run, value "
-        "gives that one sample failure_value, leave_out takes it out of its group",
+        "What happens if a reward or an environment fails, hangs, or ends its process. error: the run ends. "
+        "value: the sample gets failure_value. leave_out: the sample is taken out of its group.",
     )
-    failure_value: float = option(0.0, "the reward of a sample whose reward failed, with on_failure=value")
+    failure_value: float = option(0.0, "Reward of a sample whose reward failed, with on_failure=value.")
     memory_gib: float = option(
         4.0,
-        "what a process that computes rewards may occupy beyond what it has when it starts",
+        "Memory that a process which computes rewards may use, beyond what it has when it starts.",
         "GiB",
-        at_least=0.0625,
-        at_most=10**6,
+        ge=0.0625,
+        le=10**6,
     )
     file_mib: float = option(
         256.0,
-        "largest file that a process which computes rewards may write",
+        "Size of the largest file that a process which computes rewards may write.",
         "MiB",
-        at_least=1,
-        at_most=10**9,
+        ge=1,
+        le=10**9,
     )
     code: CodeConfig = section(
-        CodeConfig, "the reward code: programs in responses, run against tests in a sandbox"
+        CodeConfig,
+        "Settings of the reward code, which runs programs in responses against tests in a sandbox.",
     )
-    model: RewardModelConfig = section(RewardModelConfig, "the reward model of the function model")
+    model: RewardModelConfig = section(RewardModelConfig, "The reward model, for the reward function model.")
     overlong_buffer: OverlongBufferConfig = section(
-        OverlongBufferConfig, "punishment of responses near the length limit"
+        OverlongBufferConfig, "Punishment of responses near the length limit."
     )
     shuffle_control: bool = option(
-        False, "control experiment: hand rewards out at random among the step's samples"
+        False,
+        "true: a control experiment in which rewards are handed out at random among the samples of a step.",
     )
 
 

@@ -1,12 +1,12 @@
 """The section `rollout` of the configuration."""
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from pydantic import NonNegativeInt
+
 from grpo_megatron.config.engine import EngineConfig
-from grpo_megatron.config.limits import Text
-from grpo_megatron.config.options import option, section
+from grpo_megatron.config.options import FilledText, PathText, Pattern, dataclass, option, section
 
 
 class Shortage(str, Enum):
@@ -29,15 +29,16 @@ class EarlyStopping(str, Enum):
 class BeamConfig:
     length_penalty: float = option(
         1.0,
-        "a sequence of n tokens scores its log-prob divided by n to the power of this",
-        at_least=-10,
-        at_most=10,
+        "Exponent of the length in a sequence's score: the log-prob of n tokens is divided by n to the "
+        "power of this.",
+        ge=-10,
+        le=10,
     )
     early_stopping: EarlyStopping = option(
         EarlyStopping.unlikely,
-        "with rollout.n finished sequences, a search ends where the best beam that goes on would score less "
-        "than the worst of these if it ended now (unlikely; False in transformers), at once (complete; "
-        "True), or where no longer sequence can score more (never)",
+        "When a search ends, once it has rollout.n finished sequences. unlikely: when the best unfinished "
+        "beam, if it ended now, would score less than the worst finished one (False in transformers). "
+        'complete: at once (True). never: when no longer sequence can score more ("never").',
     )
 
 
@@ -45,25 +46,27 @@ class BeamConfig:
 class DynamicSamplingConfig:
     enabled: bool = option(
         False,
-        "sample further prompts in place of the groups that algorithm.filters drop, until "
-        "data.train_batch_size are left (DAPO, arXiv:2503.14476 section 3.2)",
+        "true: further prompts are sampled in place of the groups that algorithm.filters drop, until "
+        "data.train_batch_size groups are left (DAPO, arXiv:2503.14476 section 3.2).",
     )
     over_sampling: float = option(
         1.0,
-        "groups in flight over those that are missing; more fill a batch sooner, and those in flight when it "
-        "is full are aborted",
-        at_least=1,
-        at_most=100,
+        "Number of groups in flight divided by the number of groups that are missing. A larger one fills "
+        "the batch sooner. Groups still in flight when the batch is full are aborted.",
+        ge=1,
+        le=100,
     )
     max_batches: float = option(
         10.0,
-        "most prompts that one step samples, over data.train_batch_size",
+        "Largest number of prompts that one step samples, divided by data.train_batch_size.",
         "batches",
-        at_least=1,
-        at_most=10000,
+        ge=1,
+        le=10000,
     )
     shortage: Shortage = option(
-        Shortage.error, "where these leave the batch short: error, or train on the smaller one that there is"
+        Shortage.error,
+        "What happens if max_batches is reached and the batch is not full. error: the run ends. smaller: "
+        "the step trains on what there is.",
     )
 
 
@@ -79,95 +82,104 @@ class InvalidAction(str, Enum):
 
 @dataclass
 class GymnasiumConfig:
-    id: str = option(
+    id: FilledText = option(
         "FrozenLake-v1",
-        "environment as gymnasium.make knows it; module:name imports the module that registers it first",
+        "Environment id for gymnasium.make. module:name first imports the module that registers the "
+        "environment.",
     )
-    args: dict[str, Any] = option({}, "further arguments of gymnasium.make")
-    record_args: list[str] = option(
-        [], "fields of a record that are arguments of gymnasium.make too, such as a map"
+    args: dict[str, Any] = option({}, "Further arguments of gymnasium.make.")
+    record_args: list[FilledText] = option(
+        [], "Fields of a record that are passed to gymnasium.make too, such as a map."
     )
-    text: str | None = option(
+    text: FilledText | None = option(
         None,
-        "function (environment, observation) -> text, as module:attribute; null: a text as it is, else what "
-        "str() makes of it",
+        "Function (environment, observation) -> text, as module:attribute. null: an observation that is "
+        "text is used as it is, any other as str() writes it.",
     )
-    actions: list[str] = option(
-        [], "what the model writes for each action, in their order; none: their numbers"
+    actions: list[FilledText] = option(
+        [],
+        "Words that the model writes for the actions, in the order of the actions. []: the model writes "
+        "their numbers.",
     )
-    action_pattern: str | None = option(
+    action_pattern: Pattern | None = option(
         None,
-        "regular expression; its last match (group 1 if any) in a turn is the action; null: the whole turn "
-        "without white space around it",
-        text=Text.pattern,
+        "Regular expression for the action. Its last match in a turn counts, or group 1 of this match if "
+        "there is one. null: the action is the whole turn without surrounding white space.",
     )
     invalid_action: InvalidAction = option(
         InvalidAction.answer,
-        "a turn without an action: answer it, without a step of the environment, or end the episode",
+        "What happens after a turn without an action. answer: the model is told so, without a step of the "
+        "environment. end: the episode ends.",
     )
-    invalid_reward: float = option(0.0, "reward of a turn without an action")
+    invalid_reward: float = option(0.0, "Reward of a turn without an action.")
 
 
 @dataclass
 class RolloutConfig:
-    n: int = option(8, "responses sampled per prompt (the group size)", above=0)
+    n: int = option(8, "Number of responses per prompt, the group size.", gt=0)
     strategy: Strategy = option(
         Strategy.sampling,
-        "how a group comes about: samples of the policy, or the rollout.n sequences that a beam search "
-        "finds, which are none",
+        "How the responses of a group are found. sampling: they are sampled from the policy. beam: they are "
+        "the rollout.n sequences that a beam search finds, which are not samples of the policy.",
     )
     # SGLang decodes greedily below 1e-6, and bf16 logits divided by a small temperature lose all precision.
     temperature: float = option(
-        1.0, "sampling temperature; applied in training in the same way", at_least=0.01, at_most=100
+        1.0, "Temperature of sampling. Training divides the logits by it too.", ge=0.01, le=100
     )
-    top_p: float = option(1.0, "nucleus sampling; only 1.0, see top_k", above=0, at_most=1)
+    top_p: float = option(
+        1.0,
+        "Probability mass of nucleus sampling. Training needs 1.0, for the reason given at top_k.",
+        gt=0,
+        le=1,
+    )
     top_k: int = option(
-        -1, "top-k sampling; only -1 (off): else the rollout log-prob is of another distribution", at_least=-1
+        -1,
+        "Number of tokens of top-k sampling. Training needs -1 (off), because the engine's log-probs are of "
+        "the full distribution.",
+        ge=-1,
     )
     max_response_length: int = option(
         512,
-        "longest response; with rollout.environment, of turns and observations together, as the model reads "
-        "them",
+        "Length of the longest response. With rollout.environment, all turns and observations count "
+        "together, as the model reads them.",
         "tokens",
-        above=0,
+        gt=0,
     )
-    environment: str | None = option(
+    environment: FilledText | None = option(
         None,
-        "environment that answers the model over several turns and rewards it (in place of reward.function): "
-        "gymnasium, tools (whose last turn reward.function scores), or module:attribute; null: the model "
-        "answers once",
+        "Environment that answers the model over several turns: gymnasium, tools, or module:attribute. It "
+        "gives the reward in place of reward.function; with tools, reward.function scores the last turn. "
+        "null: the model answers once.",
     )
-    gymnasium: GymnasiumConfig = section(GymnasiumConfig, "rollout.environment=gymnasium")
-    tools: list[str] = option(
+    gymnasium: GymnasiumConfig = section(GymnasiumConfig, "Settings of rollout.environment=gymnasium.")
+    tools: list[FilledText] = option(
         ["python"],
-        "what the model may call with rollout.environment=tools: python (in the sandbox of reward.code), "
-        "module:attribute",
+        "Tools that the model may call with rollout.environment=tools: python (in the sandbox of "
+        "reward.code), or module:attribute.",
     )
     history: HistoryKind = option(
         HistoryKind.append,
-        "what the model reads in a later turn: append (what it read and wrote before, then the observation), "
-        "or template (the chat template applied to all messages, which may drop the thinking of earlier "
-        "turns)",
+        "What the model reads in a later turn. append: what it read and wrote before, then the observation. "
+        "template: the chat template applied to all messages, which may drop the thinking of earlier turns.",
     )
     max_turns: int = option(
-        8, "most turns of the model in one episode, with rollout.environment", "turns", above=0
+        8, "Largest number of turns of the model in one episode, with rollout.environment.", "turns", gt=0
     )
-    stop: list[str] = option([], "strings that end a response (besides the model's end token)")
-    stop_token_ids: list[int] = option(
+    stop: list[FilledText] = option([], "Strings that end a response, besides the model's end token.")
+    stop_token_ids: list[NonNegativeInt] = option(
         [],
-        "token ids that end a response, besides the model's end tokens and the one that ends a turn in the "
-        "chat template; they stay in the text that rewards see",
-        at_least=0,
+        "Token ids that end a response, besides the model's end tokens and the token that ends a turn in "
+        "the chat template. They stay in the text that rewards see.",
     )
-    max_concurrency: int = option(256, "samples in flight per engine at a time", above=0)
-    record: str | None = option(
-        None, "file to write every step's samples to, for rollout.replay", text=Text.path
+    max_concurrency: int = option(256, "Number of samples in flight per engine at a time.", gt=0)
+    record: PathText | None = option(
+        None, "File to which the samples of every step are written, for rollout.replay. null: none."
     )
-    replay: str | None = option(
-        None, "file of recorded samples to train on instead of generating", text=Text.path
+    replay: PathText | None = option(
+        None, "File of recorded samples to train on. No engine is started then. null: samples are generated."
     )
     dynamic_sampling: DynamicSamplingConfig = section(
-        DynamicSamplingConfig, "prompts in place of those without a signal"
+        DynamicSamplingConfig, "Sampling of further prompts in place of groups that filters drop."
     )
-    beam: BeamConfig = section(BeamConfig, "beam search, with rollout.strategy=beam")
-    engine: EngineConfig = section(EngineConfig, "the SGLang engines")
+    beam: BeamConfig = section(BeamConfig, "Settings of rollout.strategy=beam.")
+    engine: EngineConfig = section(EngineConfig, "The SGLang engines.")

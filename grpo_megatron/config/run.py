@@ -1,51 +1,50 @@
 """The sections `run` and `checkpoint` of the configuration."""
 
-from dataclasses import dataclass
-
-from grpo_megatron.config.limits import LONGEST_WAIT, Text
-from grpo_megatron.config.options import option
+from grpo_megatron.config.options import LONGEST_WAIT, FolderName, PathText, dataclass, option
 
 
 @dataclass
 class RunConfig:
-    name: str = option("run", "name of the run; also its folder under run.root", text=Text.folder_name)
-    root: str = option("runs", "folder that holds the runs", text=Text.path)
+    name: FolderName = option("run", "Name of the run, and of its folder under run.root.")
+    root: PathText = option("runs", "Folder that holds the folders of all runs.")
     seed: int = option(
         1234,
-        "seed of data order, weights made here, and sampling in the trainer",
-        at_least=0,
-        at_most=2**31 - 1,
+        "Seed of the data order, of weights made here, and of sampling in the trainer.",
+        ge=0,
+        le=2**31 - 1,
     )
     total_steps: int = option(
-        100, "number of rollout-and-train steps (sft, reward-model: optimizer steps)", "steps", above=0
+        100,
+        "Number of steps of the run. A step generates samples and trains on them; in sft and reward-model "
+        "it is one optimizer step.",
+        "steps",
+        gt=0,
     )
-    resume: str | None = option(
+    resume: PathText | None = option(
         "auto",
-        "auto: continue from the newest whole checkpoint of the run's own folder, if there is one; none: "
-        "start anew, and move an earlier run of this name aside; or the folder of the checkpoint to continue "
-        "from",
-        text=Text.path,
+        "Where the run starts. auto: from the newest complete checkpoint in the run's own folder, if there "
+        "is one. none: anew; an earlier run of this name is moved aside. A folder: from this checkpoint.",
     )
     max_restarts: int = option(
         3,
-        "how often a run whose rank or engine died or hangs goes on from its newest checkpoint before it "
-        "ends",
-        at_least=0,
+        "Number of times that the run continues from its newest checkpoint after a rank or an engine has "
+        "died or hung. After that the run ends.",
+        ge=0,
     )
     grace: float = option(
         60.0,
-        "on SIGINT, SIGTERM or SIGHUP: how long the step that is being done, and a checkpoint, may still "
-        "take before the run leaves without them",
+        "Time that the current step and a checkpoint may still take after SIGINT, SIGTERM or SIGHUP. After "
+        "that the run ends without them.",
         "seconds",
-        at_least=0,
-        at_most=LONGEST_WAIT,
+        ge=0,
+        le=LONGEST_WAIT,
     )
     grace_usr1: float = option(
         540.0,
-        "as run.grace, on SIGUSR1, which a scheduler can send well before it ends a job",
+        "The same as run.grace, for SIGUSR1, which a scheduler can send well before it ends a job.",
         "seconds",
-        at_least=0,
-        at_most=LONGEST_WAIT,
+        ge=0,
+        le=LONGEST_WAIT,
     )
 
 
@@ -53,19 +52,25 @@ class RunConfig:
 class CheckpointConfig:
     minutes: float = option(
         15.0,
-        "save a checkpoint after the first step that ends this long after the last one; 0: never",
+        "A checkpoint is saved after the first step that ends this long after the last checkpoint. 0: never.",
         "minutes",
-        at_least=0,
+        ge=0,
     )
-    every: int = option(0, "save a checkpoint every this many steps; 0: by time alone", "steps", at_least=0)
+    every: int = option(
+        0, "A checkpoint is saved every this many steps. 0: only by time, see minutes.", "steps", ge=0
+    )
     at_end: bool = option(
-        True, "save a checkpoint of the last step, from which a raised run.total_steps goes on"
+        True,
+        "true: a checkpoint of the last step is saved. The run can continue from it with a larger "
+        "run.total_steps.",
     )
     keep: int = option(
-        2, "delete all but the last this many checkpoints, each when its successor is complete", at_least=1
+        2, "Number of checkpoints to keep. An older one is deleted when its successor is complete.", ge=1
     )
-    keep_every: int = option(0, "never delete those of every this many steps; 0: none", "steps", at_least=0)
+    keep_every: int = option(
+        0, "Checkpoints of every this many steps are never deleted. 0: none.", "steps", ge=0
+    )
     async_save: bool = option(
-        True, "training goes on while a checkpoint is written; false: it waits for the disk"
+        True, "true: training goes on while a checkpoint is written. false: training waits for the disk."
     )
-    export_hf: bool = option(True, "write the trained model as an HF checkpoint at the end")
+    export_hf: bool = option(True, "true: the trained model is written as an HF checkpoint at the end.")

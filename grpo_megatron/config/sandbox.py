@@ -1,10 +1,8 @@
 """Sections about untrusted programs: the sandbox that contains them, and the reward `code`."""
 
-from dataclasses import dataclass
 from enum import Enum
 
-from grpo_megatron.config.limits import LONGEST_WAIT, Text
-from grpo_megatron.config.options import option, section
+from grpo_megatron.config.options import LONGEST_WAIT, dataclass, option, section
 
 
 class Isolation(str, Enum):
@@ -27,37 +25,42 @@ class CodePlace(str, Enum):
 class SandboxLimits:
     seconds: float = option(
         10.0,
-        "longest time of one program; while it waits for a processor, it does not count",
+        "Longest time of one program. Time in which it waits for a processor does not count.",
         "seconds",
-        at_least=0.01,  # a shorter program may end before the time is checked
-        at_most=LONGEST_WAIT,
+        ge=0.01,  # a shorter program may end before the time is checked
+        le=LONGEST_WAIT,
     )
-    cpu_seconds: int = option(6, "processor time of one program", "seconds", above=0, at_most=LONGEST_WAIT)
+    cpu_seconds: int = option(6, "Processor time of one program.", "seconds", gt=0, le=LONGEST_WAIT)
     memory_mib: int = option(
-        1024, "address space of one program, with Python's own 30 MiB", "MiB", at_least=64
+        1024, "Address space of one program, including Python's own 30 MiB.", "MiB", ge=64
     )
-    threads: int = option(32, "threads of one program; it can never start another process", above=0)
-    files_mib: int = option(16, "what one program may write into its folder", "MiB", above=0)
-    files: int = option(64, "files and folders that one program may make", above=0)
-    output_kib: int = option(1024, "what one program may write to stdout, and to stderr", "KiB", above=0)
+    threads: int = option(32, "Number of threads of one program. It can never start another process.", gt=0)
+    files_mib: int = option(16, "Data that one program may write into its folder.", "MiB", gt=0)
+    files: int = option(64, "Number of files and folders that one program may make.", gt=0)
+    output_kib: int = option(
+        1024, "Data that one program may write to stdout, and as much to stderr.", "KiB", gt=0
+    )
 
 
 @dataclass
 class CodeConfig:
     isolation: Isolation = option(
         Isolation.full,
-        "what a machine must be able to keep programs from, or the run is refused: full (the network, and "
-        "files outside of their folder), or no_network (programs read and write what the run can). More is "
-        "kept from them wherever it can be",
+        "Isolation that a machine must be able to enforce on programs; otherwise the run is refused. full: "
+        "no network, and no files outside of their folder. no_network: no network, but programs read and "
+        "write what the run can. Isolation beyond this is used wherever the machine has it.",
     )
     find: CodePlace = option(
         CodePlace.last_block,
-        "where the program is in a response: last_block or first_block (between ``` lines), whole",
+        "Place of the program in a response. last_block, first_block: the last or first block between ``` "
+        "lines. whole: the whole response.",
     )
     preamble: str = option(
-        "", "put before each program, such as the imports that its task takes for granted", text=Text.any
+        "", "Text that is put before each program, such as imports that the task takes for granted."
     )
     score: CodeScore = option(
-        CodeScore.all, "the reward: all (1 if all tests pass, else 0), or share (that of passed tests)"
+        CodeScore.all,
+        "How passed tests become the reward. all: 1 if all tests pass, else 0. share: the share of passed "
+        "tests.",
     )
-    limits: SandboxLimits = section(SandboxLimits, "of each program, for each of its tests")
+    limits: SandboxLimits = section(SandboxLimits, "Limits of each program, for each of its tests.")

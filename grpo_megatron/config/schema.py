@@ -1,18 +1,26 @@
 """The schema of the configuration: OmegaConf dataclasses, one field per key. Any other key is an error."""
 
-from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 from omegaconf import MISSING
+from pydantic import PositiveInt
 
 from grpo_megatron.capabilities import GPUS
 from grpo_megatron.config.algorithm import AlgorithmConfig, MismatchConfig
 from grpo_megatron.config.data import DataConfig
 from grpo_megatron.config.fp8 import FP8Config
-from grpo_megatron.config.limits import LONGEST_WAIT, Text
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.monitor import MonitorConfig
-from grpo_megatron.config.options import option, section
+from grpo_megatron.config.options import (
+    LONGEST_WAIT,
+    FilledText,
+    PathText,
+    Threads,
+    dataclass,
+    option,
+    section,
+)
 from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.config.run import CheckpointConfig, RunConfig
@@ -70,255 +78,296 @@ class Placement(str, Enum):
 
 @dataclass
 class ModelConfig:
-    path: str = option(
-        MISSING, "HF checkpoint folder (config.json, safetensors, tokenizer) to start from", text=Text.path
+    path: PathText = option(
+        MISSING, "Folder of the HF checkpoint to start from: config.json, safetensors and tokenizer."
     )
-    fp32_head: bool = option(False, "the output projection is computed in float32, in trainer and engine")
+    fp32_head: bool = option(
+        False, "true: the trainer and the engines compute the output projection in float32."
+    )
 
 
 @dataclass
 class RefConfig:
-    path: str | None = option(
-        None, "HF checkpoint of the reference model; null: the same as model.path", text=Text.path
+    path: PathText | None = option(
+        None, "Folder of the HF checkpoint of the reference model. null: that of model.path."
     )
     offload: bool = option(
-        True, "keep the reference's weights in the host's memory between uses, else in the device's"
+        True,
+        "true: the weights of the reference model wait in host memory between uses. false: they stay on the "
+        "device.",
     )
     hidden_gib: float = option(
         4.0,
-        "with kl_loss_type=full: the most that the reference's last hidden states of a step may take of a "
-        "device; the rest waits in the host's memory. A replica has (tokens of its samples) * (hidden size) "
-        "values of the precision's size, over the last stage's ranks divided by context_parallel, and with "
-        "sequence_parallel by tensor_parallel",
+        "Device memory that the reference's last hidden states of a step may take with kl_loss_type=full; "
+        "the rest waits in host memory. A replica has (tokens of its samples) * (hidden size) values of the "
+        "training precision. They are divided among the ranks of the last pipeline stage by "
+        "context_parallel, and with sequence_parallel also by tensor_parallel.",
         "GiB",
-        at_least=0,
+        ge=0,
     )
     reset_every: int = option(
-        0, "the current weights become the reference every this many steps; 0: never", "steps", at_least=0
+        0, "The current weights become the reference after every this many steps. 0: never.", "steps", ge=0
     )
 
 
 @dataclass
 class TrainConfig:
-    ppo_epochs: int = option(1, "passes over a step's samples", above=0)
+    ppo_epochs: int = option(1, "Number of passes over the samples of a step.", gt=0)
     ppo_mini_batch_size: int = option(
-        32, "prompts per optimizer step; divides data.train_batch_size", "prompts", above=0
+        32, "Number of prompts per optimizer step. It must divide data.train_batch_size.", "prompts", gt=0
     )
     max_tokens_per_micro_batch: int = option(
-        16384, "limit of a packed micro-batch (per CP rank)", "tokens", above=0
+        16384,
+        "Largest number of tokens of a packed micro-batch, on each context-parallel rank.",
+        "tokens",
+        gt=0,
     )
-    packing: bool = option(True, "several sequences per micro-batch; false: one each")
+    packing: bool = option(True, "true: a micro-batch has several sequences. false: it has one.")
     constant_length_packs: bool = option(
         False,
-        "pad every micro-batch to max_tokens_per_micro_batch: pipeline stages then need not exchange shapes",
+        "true: every micro-batch is padded to max_tokens_per_micro_batch, so that pipeline stages need not "
+        "exchange shapes.",
     )
     old_logprobs: OldLogprobs = option(
         OldLogprobs.recompute,
-        "old policy's log-probs: recompute (a pass of the trainer), rollout (the engine's), "
-        "current (detached from the training forward; one optimizer step per batch only)",
+        "Where the log-probs of the old policy come from. recompute: from a pass of the trainer. rollout: "
+        "from the engine. current: from the training forward itself, detached; it needs one optimizer step "
+        "per batch.",
     )
 
 
 @dataclass
 class MegatronConfig:
-    tensor_parallel: int = option(1, "tensor-parallel ranks (TP)", above=0)
-    pipeline_parallel: int = option(1, "pipeline stages (PP)", above=0)
-    data_parallel: int = option(1, "data-parallel replicas (DP)", above=0)
+    tensor_parallel: int = option(1, "Number of tensor-parallel ranks (TP).", gt=0)
+    pipeline_parallel: int = option(1, "Number of pipeline stages (PP).", gt=0)
+    data_parallel: int = option(1, "Number of data-parallel replicas (DP).", gt=0)
     context_parallel: int = option(
-        1, "context-parallel ranks (CP): every sequence is split over them", above=0
+        1, "Number of context-parallel ranks (CP), over which every sequence is split.", gt=0
     )
-    sequence_parallel: bool = option(False, "split activations over TP between the matrix products (SP)")
+    sequence_parallel: bool = option(
+        False,
+        "true: activations between the matrix products are divided among the tensor-parallel ranks (SP).",
+    )
     virtual_pipeline: int = option(
-        1, "model chunks per pipeline stage, for the interleaved schedule (VPP)", above=0
+        1, "Number of model chunks per pipeline stage, for the interleaved schedule (VPP).", gt=0
     )
-    pipeline_layers: list[int] = option(
+    pipeline_layers: list[PositiveInt] = option(
         [],
-        "layers of each of pipeline_parallel * virtual_pipeline chunks, in forward order; none: equally many",
-        above=0,
+        "Number of layers of each of the pipeline_parallel * virtual_pipeline model chunks, in forward "
+        "order. []: equally many.",
     )
-    expert_parallel: int = option(1, "ranks the experts of a layer are divided over (EP)", above=0)
-    expert_tensor_parallel: int = option(1, "ranks each expert is split over", above=0)
+    expert_parallel: int = option(
+        1, "Number of ranks among which the experts of a layer are divided (EP).", gt=0
+    )
+    expert_tensor_parallel: int = option(1, "Number of ranks over which each expert is split.", gt=0)
     recompute: Recompute = option(
         Recompute.none,
-        "activations computed again in the backward pass: none, selective (recompute_modules), full (whole "
-        "layers)",
+        "Activations that the backward pass computes again, to save memory: none, selective (those of "
+        "recompute_modules), or full (whole layers).",
     )
-    recompute_modules: list[str] = option(
+    recompute_modules: list[Literal["core_attn", "mlp", "layernorm", "moe", "moe_act"]] = option(
         ["core_attn"],
-        "what selective recomputes: core_attn, mlp, layernorm, moe, moe_act",
-        choices=("core_attn", "mlp", "layernorm", "moe", "moe_act"),
+        "Modules that recompute=selective computes again: core_attn, mlp, layernorm, moe, moe_act.",
     )
     sleep: bool = option(
-        False, "give back the memory of weights, gradients and optimizer while engines generate"
+        False, "true: the memory of weights, gradients and optimizer is freed while engines generate."
     )
-    offload_folder: str | None = option(
+    offload_folder: PathText | None = option(
         None,
-        "where sleeping and offloaded tensors go; null: pinned host memory, or temporary files on a machine "
-        "without a GPU",
-        text=Text.path,
+        "Folder for the contents of memory that sleep and offload free. null: pinned host memory, or "
+        "temporary files on a machine without a GPU.",
     )
-    distributed_optimizer: bool = option(False, "split optimizer states (and fp32 master weights) over DP")
+    distributed_optimizer: bool = option(
+        False, "true: optimizer states and fp32 master weights are divided among the data-parallel replicas."
+    )
     overlap: bool = option(
-        False, "overlap gradient reduction, and the distributed optimizer's gathering, with compute"
+        False,
+        "true: the reduction of gradients, and the distributed optimizer's gathering of weights, overlap "
+        "with computation.",
     )
     precision: Precision = option(
-        Precision.bf16, "training precision: bf16 (fp32 master weights), fp8 (TransformerEngine), or fp32"
+        Precision.bf16,
+        "Precision of training: bf16 (with fp32 master weights), fp8 (with TransformerEngine), or fp32.",
     )
     transformer_impl: TransformerImpl = option(
         TransformerImpl.auto,
-        "layers: transformer_engine, local (torch), or auto (the former where it can run; local in fp32 and "
-        "with lora)",
+        "Implementation of the layers. transformer_engine: TransformerEngine's. local: Megatron's, in "
+        "torch. auto: the former where it can run; local in fp32 and with lora.",
     )
-    fp8: FP8Config = section(FP8Config, "matrix products in FP8, with megatron.precision=fp8")
+    fp8: FP8Config = section(FP8Config, "Matrix products in FP8, with megatron.precision=fp8.")
     emulate_kernels: bool = option(
         False,
-        "TransformerEngine's layers on a machine without a GPU, their kernels emulated (slow: for trials and "
-        "tests)",
+        "true: TransformerEngine's kernels are emulated on a machine without a GPU. This is slow, for "
+        "trials and tests.",
     )
-    lora: LoraConfig = section(LoraConfig, "adapters, trained in place of the model")
-    cpu_threads: str = option(
+    lora: LoraConfig = section(
+        LoraConfig, "Adapters (LoRA, arXiv:2106.09685), which are trained in place of the model."
+    )
+    cpu_threads: Threads = option(
         "auto",
-        "intra-op threads of a rank on a machine without a GPU; auto: OMP_NUM_THREADS, or without it the "
-        "node's cores divided among the ranks there, because engines wait while ranks train",
-        text=Text.auto_or_threads,
+        "Number of intra-op threads of a trainer rank, on a machine without a GPU. auto: OMP_NUM_THREADS; "
+        "if it is not set, the node's cores divided among the ranks there, because engines wait while ranks "
+        "train.",
     )
     collective_timeout: float = option(
-        1800.0, "how long a collective may wait for a missing rank", "seconds", above=0, at_most=LONGEST_WAIT
+        1800.0, "Longest time that a collective waits for a missing rank.", "seconds", gt=0, le=LONGEST_WAIT
     )
 
 
 @dataclass
 class MoEConfig:
-    aux_loss_coeff: float = option(0.0, "coefficient of the routers' load-balancing loss; 0: off", at_least=0)
-    z_loss_coeff: float = option(0.0, "coefficient of the routers' z-loss; 0: off", at_least=0)
+    aux_loss_coeff: float = option(0.0, "Coefficient of the routers' load-balancing loss. 0: off.", ge=0)
+    z_loss_coeff: float = option(0.0, "Coefficient of the routers' z-loss. 0: off.", ge=0)
     routing_replay: RoutingReplay = option(
         RoutingReplay.off,
-        "experts of each token in training: off (the router's choice), old_policy (as in the pass for the "
-        "old log-probs; R2), engine (as in generation; R3)",
+        "Experts that each token uses in training. off: those that the router chooses. old_policy: those of "
+        "the pass for the old log-probs (R2). engine: those of generation (R3).",
     )
 
 
 @dataclass
 class OptimizerConfig:
-    lr: float = option(1e-6, "peak learning rate", above=0)
+    lr: float = option(1e-6, "Largest learning rate, which the warm-up reaches.", gt=0)
     lr_schedule: LrSchedule = option(
         LrSchedule.constant,
-        "after the warm-up: constant; cosine (arXiv:1608.03983) or linear, down to lr_min; "
-        "wsd (constant, then lr_min within the last wsd_decay_steps; arXiv:2404.06395)",
+        "Learning rate after the warm-up. constant: lr. cosine (arXiv:1608.03983), linear: it falls to "
+        "lr_min. wsd: it is constant, and falls to lr_min within the last wsd_decay_steps "
+        "(arXiv:2404.06395).",
     )
     lr_warmup_steps: int = option(
-        0, "linear warm-up from 0; step k of n runs at k/n of lr", "optimizer steps", at_least=0
+        0, "Length of the linear warm-up from 0. Step k of n runs at k/n of lr.", "optimizer steps", ge=0
     )
     lr_min: float = option(
-        0.0, "rate of the last step of the schedule, and of all beyond it; not for constant", at_least=0
+        0.0,
+        "Learning rate of the last step of the schedule, and of all steps beyond it. The schedule constant "
+        "ignores it.",
+        ge=0,
     )
     lr_decay_steps: int | None = option(
         None,
-        "length of the whole schedule, with its warm-up; null: all optimizer steps of the run",
+        "Length of the whole schedule, with its warm-up. null: all optimizer steps of the run.",
         "optimizer steps",
-        above=0,
+        gt=0,
     )
     wsd_decay_steps: int | None = option(
-        None, "wsd only: length of the decay at the schedule's end", "optimizer steps", above=0
+        None, "Length of the decay at the end of the schedule wsd.", "optimizer steps", gt=0
     )
     wsd_decay_style: WsdDecayStyle = option(
         WsdDecayStyle.linear,
-        "share of lr - lr_min left after the part r of wsd's decay: linear 1 - r, cosine (1 + cos(pi r)) / "
-        "2, exponential 2 * 0.5^r - 1, minus_sqrt 1 - sqrt(r) (arXiv:2405.18392)",
+        "Share of lr - lr_min that is left after the part r of the decay of wsd. linear: 1 - r. cosine: (1 "
+        "+ cos(pi r)) / 2. exponential: 2 * 0.5^r - 1. minus_sqrt: 1 - sqrt(r) (arXiv:2405.18392).",
     )
     weight_decay: float = option(
-        0.0, "decoupled weight decay (AdamW) of matrices; norms and biases never decay", at_least=0
+        0.0, "Decoupled weight decay (AdamW) of matrices. Norms and biases never decay.", ge=0
     )
     decay_embeddings: bool = option(
         True,
-        "token embeddings (and an output layer tied to them) decay like the other matrices; false: not at "
-        "all",
+        "true: token embeddings, and an output layer tied to them, decay like the other matrices. false: "
+        "they do not decay.",
     )
-    beta1: float = option(0.9, "Adam's beta1", at_least=0, below=1)
-    beta2: float = option(0.95, "Adam's beta2", at_least=0, below=1)
-    eps: float = option(1e-8, "Adam's epsilon", above=0)
+    beta1: float = option(0.9, "Adam's beta1.", ge=0, lt=1)
+    beta2: float = option(0.95, "Adam's beta2.", ge=0, lt=1)
+    eps: float = option(1e-8, "Adam's epsilon.", gt=0)
     offload: bool = option(
-        False, "keep moments and fp32 master weights off the device between optimizer steps"
+        False, "true: moments and fp32 master weights are off the device between optimizer steps."
     )
-    clip_grad: float = option(1.0, "global gradient norm limit; 0: off", at_least=0)
+    clip_grad: float = option(
+        1.0, "Largest global gradient norm. Larger gradients are scaled down to it. 0: off.", ge=0
+    )
     max_grad_norm_to_step: float | None = option(
         None,
-        "drop a step whose gradient norm, before clipping, is more than this; null: only one that is not "
-        "finite",
-        above=0,
+        "Largest gradient norm before clipping. A step with a larger one is dropped. null: only a step "
+        "whose norm is not finite is dropped.",
+        gt=0,
     )
     max_dropped_steps: int = option(
-        5, "stop the run after this many dropped steps in a row", "optimizer steps", above=0
+        5, "Number of dropped steps in a row after which the run stops.", "optimizer steps", gt=0
     )
 
 
 @dataclass
 class ClusterConfig:
-    ray_address: str | None = option(None, "Ray cluster to join; null: start one on this machine")
+    ray_address: FilledText | None = option(
+        None, "Address of the Ray cluster to join. null: the run starts one on this machine."
+    )
     placement: Placement = option(
         Placement.separate,
-        "colocated: engines and ranks take turns on the same devices; separate: own devices",
+        "Devices of engines and ranks. colocated: they take turns on the same devices. separate: each has "
+        "its own.",
     )
     call_timeout: float = option(
         7200.0,
-        "longest time one call to the trainer's ranks, such as a training step, may take",
+        "Longest time that one call to the trainer's ranks may take, such as a training step.",
         "seconds",
-        above=0,
+        gt=0,
+        le=LONGEST_WAIT,
     )
     hang_timeout: float = option(
         600.0,
-        "how long nothing may move in a rank or an engine that was asked for something; it is then reported, "
-        "and ended",
+        "Longest time without progress in a rank or an engine that has work to do. After that it is "
+        "reported and ended.",
         "seconds",
-        at_least=10,
-        at_most=LONGEST_WAIT,
+        ge=10,
+        le=LONGEST_WAIT,
     )
-    gpu: str | None = option(
+    gpu: Literal[("none", *GPUS)] | None = option(
         None,
-        "GPU of the cluster, for checks on another machine: none (the run is on CPUs) or a name; null: what "
-        "the machine or the Ray cluster has",
-        choices=("none", *GPUS),
+        "GPUs of the cluster, for checks on another machine: the name of a GPU, or none for CPUs. null: "
+        "those of this machine or of the Ray cluster.",
     )
     nodes: int | None = option(
-        None, "nodes of the cluster, for checks on another machine; null: unknown", above=0
+        None, "Number of nodes of the cluster, for checks on another machine. null: unknown.", gt=0
     )
     gpus_per_node: int | None = option(
-        None, "GPUs of each node, for checks on another machine; null: unknown", above=0
+        None, "Number of GPUs of each node, for checks on another machine. null: unknown.", gt=0
     )
 
 
 @dataclass
 class EvalConfig:
-    every: int = option(0, "evaluate every this many steps; 0: only before and after", "steps", at_least=0)
-    n: int = option(4, "samples per held-out prompt; mean@n is reported", above=0)
-    temperature: float = option(1.0, "sampling temperature of the evaluation", at_least=0)
-    top_p: float = option(1.0, "nucleus sampling in the evaluation", above=0, at_most=1)
-    max_response_length: int | None = option(
-        None, "longest response in the evaluation; null: as in training", "tokens", above=0
+    every: int = option(
+        0,
+        "The model is evaluated every this many steps. 0: only before and after the training.",
+        "steps",
+        ge=0,
     )
-    pass_reward: float = option(1.0, "a sample passes, for pass@k, if its reward is at least this")
-    greedy: bool = option(True, "also evaluate greedy decoding")
-    save_samples: bool = option(True, "write the samples of every evaluation to eval/ in the run's folder")
+    n: int = option(4, "Number of samples per held-out prompt. Their mean is reported as mean@n.", gt=0)
+    temperature: float = option(1.0, "Temperature of sampling in the evaluation.", ge=0)
+    top_p: float = option(1.0, "Probability mass of nucleus sampling in the evaluation.", gt=0, le=1)
+    max_response_length: int | None = option(
+        None, "Length of the longest response in the evaluation. null: as in training.", "tokens", gt=0
+    )
+    pass_reward: float = option(1.0, "Smallest reward with which a sample passes, for pass@k.")
+    greedy: bool = option(True, "true: greedy decoding is evaluated too.")
+    save_samples: bool = option(
+        True, "true: the samples of every evaluation are written to eval/ in the run's folder."
+    )
 
 
 @dataclass
 class Config:
     """The whole configuration of a run. Each field is a section of the YAML file."""
 
-    run: RunConfig = section(RunConfig, "the run itself")
-    model: ModelConfig = section(ModelConfig, "the model")
-    ref: RefConfig = section(RefConfig, "the reference model, for the KL in the loss or the reward")
-    data: DataConfig = section(DataConfig, "prompts and held-out prompts")
-    rollout: RolloutConfig = section(RolloutConfig, "generation")
-    reward: RewardConfig = section(RewardConfig, "scoring")
-    algorithm: AlgorithmConfig = section(AlgorithmConfig, "advantages and loss")
-    mismatch: MismatchConfig = section(MismatchConfig, "log-probs of engine and trainer that differ")
-    train: TrainConfig = section(TrainConfig, "from samples to optimizer steps")
-    megatron: MegatronConfig = section(MegatronConfig, "parallel layout of the trainer")
-    moe: MoEConfig = section(MoEConfig, "routers of models with experts")
-    optimizer: OptimizerConfig = section(OptimizerConfig, "the optimizer")
-    cluster: ClusterConfig = section(ClusterConfig, "where processes run")
-    weight_sync: WeightSyncConfig = section(WeightSyncConfig, "from the trainer's weights to the engines'")
-    eval: EvalConfig = section(EvalConfig, "evaluation on held-out prompts")
-    checkpoint: CheckpointConfig = section(CheckpointConfig, "saving")
-    monitor: MonitorConfig = section(MonitorConfig, "what is shown of a run, and where")
+    run: RunConfig = section(RunConfig, "The run itself.")
+    model: ModelConfig = section(ModelConfig, "The model that is trained.")
+    ref: RefConfig = section(RefConfig, "The reference model, for the KL in the loss or in the reward.")
+    data: DataConfig = section(DataConfig, "Prompts for training and for evaluation.")
+    rollout: RolloutConfig = section(RolloutConfig, "Generation of samples.")
+    reward: RewardConfig = section(RewardConfig, "Scoring of samples.")
+    algorithm: AlgorithmConfig = section(AlgorithmConfig, "Advantages and loss.")
+    mismatch: MismatchConfig = section(
+        MismatchConfig, "Correction of differences between the log-probs of engine and trainer."
+    )
+    train: TrainConfig = section(TrainConfig, "From samples to optimizer steps.")
+    megatron: MegatronConfig = section(
+        MegatronConfig, "Parallel layout, precision and memory of the trainer."
+    )
+    moe: MoEConfig = section(MoEConfig, "Routers of models with experts.")
+    optimizer: OptimizerConfig = section(OptimizerConfig, "The optimizer and its learning rate.")
+    cluster: ClusterConfig = section(ClusterConfig, "Machines of the run, and time limits of its processes.")
+    weight_sync: WeightSyncConfig = section(
+        WeightSyncConfig, "Transfer of the trainer's weights to the engines."
+    )
+    eval: EvalConfig = section(EvalConfig, "Evaluation on held-out prompts.")
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "Checkpoints, and the trained model.")
+    monitor: MonitorConfig = section(MonitorConfig, "What is shown of a run, and where.")

@@ -1,10 +1,8 @@
 """The section `weight_sync` of the configuration."""
 
-from dataclasses import dataclass
 from enum import Enum
 
-from grpo_megatron.config.limits import LONGEST_WAIT, Text
-from grpo_megatron.config.options import option
+from grpo_megatron.config.options import LONGEST_WAIT, PathText, dataclass, option
 
 
 class Transport(str, Enum):
@@ -33,33 +31,34 @@ class PauseMode(str, Enum):
 class WeightSyncConfig:
     transport: Transport = option(
         Transport.auto,
-        "how weights reach the engines: shared_memory (one node; CUDA IPC on GPUs), groups (NCCL, or gloo on "
-        "CPUs), disk (folder), or auto",
+        "How weights reach the engines. shared_memory: on one node, with CUDA IPC on GPUs. groups: with "
+        "NCCL, or gloo on CPUs. disk: through a folder. auto: chosen for the machines.",
     )
-    bucket_bytes: int = option(64 * 2**20, "size of the buckets weights travel in", "bytes", above=0)
+    bucket_bytes: int = option(64 * 2**20, "Size of the buckets in which weights travel.", "bytes", gt=0)
     delta: bool = option(
         False,
-        "send only what changed since the last sync, compressed; exact. Pays over slow links; each rank "
-        "keeps a copy of what it sent",
+        "true: only what changed since the last sync is sent, compressed and without loss. It pays over "
+        "slow links. Each rank keeps a copy of what it sent.",
     )
-    folder: str | None = option(
-        None, "transport=disk: a folder that all nodes see, such as NFS", text=Text.path
+    folder: PathText | None = option(
+        None, "Folder that all nodes see, such as one on NFS, for transport=disk."
     )
     pause: PauseMode = option(
         PauseMode.retract,
-        "what becomes of running requests: retract (continue, with their keys and values computed anew), "
-        "in_place (continue with the old ones), abort (end them)",
+        "What happens to running requests during a sync. retract: they continue, with keys and values "
+        "computed anew. in_place: they continue with the old keys and values. abort: they end.",
     )
     timeout: float = option(
         1800.0,
-        "how long a rank may wait for the next bucket; a sync that moves on may take longer",
+        "Longest time that a rank waits for the next bucket. A sync that makes progress may take longer.",
         "seconds",
-        above=0,
-        at_most=LONGEST_WAIT,
+        gt=0,
+        le=LONGEST_WAIT,
     )
     probe_every: int = option(
         50,
-        "compare log-probs of fixed prompts after the first sync and then every this many; 0: never",
+        "Log-probs of fixed prompts are compared between trainer and engines after the first sync, and "
+        "after every this many. 0: never.",
         "syncs",
-        at_least=0,
+        ge=0,
     )

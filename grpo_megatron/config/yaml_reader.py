@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import DuplicateKeyError
@@ -16,8 +16,8 @@ from grpo_megatron.errors import UserError
 _TAG = "tag:yaml.org,2002:"
 
 
-# Types of unquoted words, by their patterns and first characters. Dates, 1:30, 007 and 1e-6 stay text; on, off,
-# yes and no are booleans.
+# Types of unquoted words, by their patterns and first characters. Dates, 1:30, 007 and 1e-6 stay text; on,
+# off, yes and no are booleans.
 _TYPES = (
     ("null", r"(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
     ("bool", r"(?i:true|false|yes|no|on|off)$", "tTfFyYnNoO"),
@@ -35,7 +35,7 @@ _TYPES = (
 class _Resolver(VersionedResolver):
     """Resolver of the types of unquoted words, with `_TYPES` in place of those of YAML 1.2."""
 
-    versioned_resolver = {
+    versioned_resolver: ClassVar = {
         first: [(f"{_TAG}{name}", re.compile(pattern)) for name, pattern, firsts in _TYPES if first in firsts]
         for first in {first for _, _, firsts in _TYPES for first in firsts}
     }

@@ -1,12 +1,9 @@
 """Conversion of the other system's values to the types that our keys have in the configuration schema."""
 
 import math
-import types
-from enum import Enum
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
-from grpo_megatron.config.keys import type_name
-from grpo_megatron.config.load import known_keys
+from grpo_megatron.config.keys import choices_of, known_keys, type_name
 from grpo_megatron.importers.hydra_values import as_words
 from grpo_megatron.importers.mapping import CannotCarry, plain, truth
 
@@ -20,21 +17,23 @@ def typed(key: str, value: Any) -> Any:
     """
     field = _FIELDS[key]
     try:
-        return _as(field.type, value)
+        return _as(field.annotation, value)
     except CannotCarry as error:
         raise CannotCarry(f"{key} is {type_name(field)}, and {error}") from None
 
 
 def takes_text(key: str) -> bool:
-    kind = _FIELDS[key].type
-    return kind is Any or str in (kind, *get_args(kind))
+    kind = _FIELDS[key].annotation
+    return kind is Any or "text" in type_name(_FIELDS[key])
 
 
 def _as(kind: Any, value: Any) -> Any:
-    if isinstance(kind, types.UnionType):
+    if type(None) in get_args(kind):
         if value is None:
             return None
         kind = next(part for part in get_args(kind) if part is not type(None))
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
     if kind is Any:
         return _files(value)
     if value is None:
@@ -47,8 +46,8 @@ def _as(kind: Any, value: Any) -> Any:
         if not isinstance(value, list):
             raise CannotCarry(f"{value!r} is none")
         return [_as(get_args(kind)[0], one) for one in value]
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        if str(value) not in kind.__members__:
+    if choices := choices_of(kind):
+        if str(value) not in choices:
             raise CannotCarry(f"{value!r} is none of them")
         return str(value)
     if kind is bool:

@@ -1,23 +1,27 @@
-"""`grpo-megatron config check`: report every error that can be found before a run starts."""
+"""Checks of a configuration before a run starts, and `config check`, which reports every error."""
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 from omegaconf import MISSING
 
 from grpo_megatron.config.command import Command
 from grpo_megatron.config.derived import scores_on_ranks
-from grpo_megatron.config.load import Layer, as_config, merge, missing_keys, read_preset, read_sources
-from grpo_megatron.config.origins import leaves
+from grpo_megatron.config.load import Settings, missing_values, must_be_legal, resolve
 from grpo_megatron.config.schema import Config
 from grpo_megatron.data.records import HUB_PREFIX, hub_folder
-from grpo_megatron.errors import UserError, shortened
+from grpo_megatron.errors import UserError
 from grpo_megatron.model.gguf_advice import gguf_advice
 from grpo_megatron.paths import file_problem, folder_problem, is_absent
 from grpo_megatron.preflight.cluster_rules import known_capabilities, runs_here
-from grpo_megatron.preflight.output_folders import is_of_another_machine, must_be_writable, output_folders
+from grpo_megatron.preflight.output_folders import (
+    check_output_folders,
+    is_of_another_machine,
+    must_be_writable,
+    output_folders,
+)
 from grpo_megatron.preflight.rules import violations
 
 
@@ -62,6 +66,43 @@ class Report:
         return "\n".join(lines)
 
 
+def load_config(path: str | None, overrides: list[str], command: Command = Command.train) -> Config:
+    """Return the typed configuration for a command. It breaks no rule.
+
+    Raises UserError if a source cannot be read, or with all refused settings, missing values and broken
+    rules.
+    """
+    settings = resolve(path, overrides)
+    must_be_legal(_problems(settings, command))
+    return settings.config
+
+
+def _problems(settings: Settings, command: Command) -> list[str]:
+    """Return a sentence for each refused setting, missing value and broken rule of a configuration."""
+    return [
+        *settings.refused.values(),
+        *missing_values(settings.config, command),
+        *violations(settings.config, command, refused=frozenset(settings.refused)),
+    ]
+
+
+def check_start(config: Config, command: Command) -> None:
+    """Check packages, model, output folders and machines before a run starts any process.
+
+    Raises UserError for the first of these that does not go with the configuration.
+
+    command: train, sft, reward-model or eval.
+    """
+    from grpo_megatron.monitoring.optional import check_listeners
+    from grpo_megatron.preflight.cluster import check_cluster
+    from grpo_megatron.preflight.model import check_model
+
+    check_listeners(config)
+    check_model(config, command)
+    check_output_folders(config, command)
+    check_cluster(config, command)
+
+
 def check(path: str | None, overrides: list[str], command: Command = Command.train) -> Report:
     """Check a configuration, and everything on this machine that it refers to.
 
@@ -70,21 +111,9 @@ def check(path: str | None, overrides: list[str], command: Command = Command.tra
 
     All violations are in the result. Raises UserError only for a file or an argument that cannot be read.
     """
-    report = Report()
-    settings = read_sources(path, overrides)
-    try:
-        settings = [*read_preset(settings), *settings]
-    except UserError as error:
-        report.violations.append(str(error))
-    config = _typed(settings, report)
-    report.checked.append("schema")
-    missing = missing_keys(config, command)
-    if missing:
-        report.violations.append(
-            f"no value for {', '.join(missing)}; set it in the YAML file or as key=value"
-        )
-    report.violations += violations(config, command)
-    report.checked.append("rules across keys")
+    settings = resolve(path, overrides)
+    config, report = settings.config, Report(_problems(settings, command))
+    report.checked += ["schema", "rules across keys"]
     if known_capabilities(config).gpus is None:
         report.not_checked.append(
             "what the cluster can do: set cluster.gpu, cluster.nodes and cluster.gpus_per_node"
@@ -95,42 +124,6 @@ def check(path: str | None, overrides: list[str], command: Command = Command.tra
     # A rule can be checked twice, with and without the model.
     report.violations = list(dict.fromkeys(report.violations))
     return report
-
-
-def _typed(settings: list[Layer], report: Report) -> Config:
-    """Return the configuration without the settings that the schema refuses, so that the rest can be checked.
-
-    Each refused setting is reported as a violation.
-    """
-    legal, refused = _legal_part([one for layer in settings for one in _single_values(layer)])
-    report.violations += refused
-    return as_config(merge(legal))
-
-
-def _single_values(layer: Layer) -> Iterator[Layer]:
-    """Yield one layer for each value that a layer sets, so that refused values can be found one by one."""
-    for names, value in leaves(layer.values):
-        for name in reversed(names):
-            value = {name: value}
-        yield Layer(layer.source, value)
-
-
-def _legal_part(settings: list[Layer]) -> tuple[list[Layer], list[str]]:
-    """Return (settings that the schema accepts, one sentence for each of the others).
-
-    OmegaConf reports one error at a time. The refused settings are found by halving the list, because most
-    settings are legal.
-    """
-    try:
-        as_config(merge(settings))
-        return settings, []
-    except UserError as error:
-        if len(settings) == 1:
-            problem, source = str(error), shortened(settings[0].source)
-            return [], [problem if problem.startswith(source) else f"{source}: {problem}"]
-    middle = len(settings) // 2
-    (legal, refused), (more, others) = _legal_part(settings[:middle]), _legal_part(settings[middle:])
-    return legal + more, refused + others
 
 
 def _check_model(config: Config, command: Command, report: Report) -> bool:

@@ -10,10 +10,7 @@ from grpo_megatron.config.fp8 import FP8Recipe
 from grpo_megatron.config.schema import Config, Placement, Precision, Recompute, TransformerImpl
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from grpo_megatron.preflight.rule import ENGINE_COMMANDS, RuleBook
-
-# Each check takes a Config and the Capabilities of the machines that will run it.
-CLUSTER = RuleBook()
+from grpo_megatron.preflight.rule import ENGINE_COMMANDS, RuleBook, excludes, shown
 
 _FACTS = ("cluster.gpu", "cluster.nodes", "cluster.gpus_per_node")
 _ENGINES = (
@@ -53,63 +50,57 @@ def known_capabilities(config: Config) -> Capabilities:
     return known.emulating(config.megatron.emulate_kernels)
 
 
-@CLUSTER.rule("Without GPUs there are none on a node either.", "cluster.gpus_per_node", "cluster.gpu")
-def gpus_per_node_means_something(config: Config, capabilities: Capabilities) -> Iterator[str]:
-    if config.cluster.gpu == "none" and config.cluster.gpus_per_node is not None:
-        yield f"cluster.gpus_per_node={config.cluster.gpus_per_node} means nothing with cluster.gpu=none"
+# Each check takes a Config and the Capabilities of the machines that will run it.
+CLUSTER = RuleBook(
+    excludes("cluster.gpu=none", "cluster.gpus_per_node"),
+)
 
 
 @CLUSTER.rule(
-    "FP8 training needs TransformerEngine and a GPU with FP8 matrix products.",
+    "megatron.precision=fp8 needs TransformerEngine and GPUs with FP8 matrix products.",
     "megatron.precision",
     "cluster.gpu",
 )
 def fp8_can_run(config: Config, capabilities: Capabilities) -> Iterator[str]:
     if config.megatron.precision == Precision.fp8 and capabilities.fp8_problem:
-        yield (
-            f"megatron.precision=fp8 is not possible {capabilities.where}: {capabilities.fp8_problem}; use "
-            "bf16"
-        )
+        yield f"{capabilities.where}: {capabilities.fp8_problem}"
 
 
 @CLUSTER.rule(
-    "TransformerEngine's layers need TransformerEngine and GPUs.", "megatron.transformer_impl", "cluster.gpu"
+    "megatron.transformer_impl=transformer_engine needs TransformerEngine and GPUs.",
+    "megatron.transformer_impl",
+    "cluster.gpu",
 )
 def transformer_engine_can_run(config: Config, capabilities: Capabilities) -> Iterator[str]:
     problem = capabilities.transformer_engine_problem
     if config.megatron.transformer_impl == TransformerImpl.transformer_engine and problem:
-        yield (
-            f"megatron.transformer_impl=transformer_engine is not possible {capabilities.where}: {problem}; "
-            "use local or auto"
-        )
+        yield f"{capabilities.where}: {problem}"
 
 
 @CLUSTER.rule(
-    "Kernels are emulated where there is no GPU that has them.", "megatron.emulate_kernels", "cluster.gpu"
+    "megatron.emulate_kernels=true is for machines without a GPU.", "megatron.emulate_kernels", "cluster.gpu"
 )
 def emulation_is_possible(config: Config, capabilities: Capabilities) -> Iterator[str]:
     if config.megatron.emulate_kernels and capabilities.transformer_engine_problem:
-        yield (
-            f"megatron.emulate_kernels=true is not possible {capabilities.where}: "
-            f"{capabilities.transformer_engine_problem}"
-        )
+        yield f"{capabilities.where}: {capabilities.transformer_engine_problem}"
 
 
-@CLUSTER.rule("MXFP8 needs a Blackwell GPU.", "megatron.fp8.recipe", "megatron.precision", "cluster.gpu")
+@CLUSTER.rule(
+    "megatron.fp8.recipe=mxfp8 needs GPUs of compute capability 10.0 (Blackwell); use blockwise.",
+    "megatron.fp8.recipe",
+    "megatron.precision",
+    "cluster.gpu",
+)
 def mxfp8_has_its_gpu(config: Config, capabilities: Capabilities) -> Iterator[str]:
     megatron, gpu = config.megatron, capabilities.gpu
     wanted = megatron.precision == Precision.fp8 and megatron.fp8.recipe == FP8Recipe.mxfp8
     if wanted and gpu and gpu.compute_capability < BLACKWELL:
-        major, minor = gpu.compute_capability
-        yield (
-            "megatron.fp8.recipe=mxfp8 needs compute capability 10.0 (Blackwell), the GPU "
-            f"{capabilities.where} has {major}.{minor}; choose blockwise"
-        )
+        yield _compute_capability(capabilities)
 
 
 @CLUSTER.rule(
-    "Activations of experts alone are recomputed by the layers that have all experts in one module, "
-    "TransformerEngine's.",
+    "megatron.recompute_modules=[moe_act] needs TransformerEngine's layers, which have all experts in one "
+    "module; with the local layers, recompute moe instead.",
     "megatron.recompute_modules",
     "megatron.recompute",
     "megatron.transformer_impl",
@@ -127,15 +118,12 @@ def experts_activations_have_their_layers(config: Config, capabilities: Capabili
     if megatron.transformer_impl == TransformerImpl.local or (
         megatron.transformer_impl == TransformerImpl.auto and impossible
     ):
-        yield (
-            "megatron.recompute_modules=[moe_act] needs the TransformerEngine layers, and these are the "
-            f"local ones (megatron.transformer_impl={megatron.transformer_impl.value}); recompute moe "
-            "instead"
-        )
+        yield shown(config, "megatron.transformer_impl")
 
 
 @CLUSTER.rule(
-    "Ranks and engines have a GPU each; colocated engines share those of the ranks.",
+    "Each trainer rank (megatron.*_parallel) and each rank of an engine needs a GPU; with "
+    "cluster.placement=colocated they share.",
     *_RANKS,
     *_ENGINES,
     *_FACTS,
@@ -148,65 +136,62 @@ def ranks_and_engines_fit(config: Config, capabilities: Capabilities) -> Iterato
     needed = max(ranks, engine_gpus) if colocated else ranks + engine_gpus
     if have is not None and needed > have:
         yield (
-            f"cluster.placement={config.cluster.placement.value} of {ranks} trainer ranks "
-            f"(megatron.*_parallel) and {engines} engines of "
-            f"rollout.engine.tensor_parallel={config.rollout.engine.tensor_parallel} needs {needed} GPUs; "
-            f"{capabilities.where} there are {have}"
-        )
-
-
-@CLUSTER.rule("Ranks have a GPU each.", *_RANKS, *_FACTS, commands=("sft", "reward-model"))
-def ranks_fit(config: Config, capabilities: Capabilities) -> Iterator[str]:
-    ranks, have = _num_ranks(config), capabilities.num_gpus
-    if have is not None and ranks > have:
-        yield (
-            f"{ranks} trainer ranks, the product of {', '.join(_RANKS)}, need as many GPUs; "
-            f"{capabilities.where} there are {have}"
+            f"{shown(config, 'cluster.placement')} of {ranks} trainer ranks and {engines} engines of "
+            f"{shown(config, 'rollout.engine.tensor_parallel')} needs {needed} GPUs; {capabilities.where} "
+            f"there are {have}"
         )
 
 
 @CLUSTER.rule(
-    "Engines have GPUs of their own, each on one node or on several whole ones.",
+    f"Each trainer rank needs a GPU; their number is the product of {', '.join(_RANKS)}.",
+    *_RANKS,
+    *_FACTS,
+    commands=("sft", "reward-model"),
+)
+def ranks_fit(config: Config, capabilities: Capabilities) -> Iterator[str]:
+    ranks, have = _num_ranks(config), capabilities.num_gpus
+    if have is not None and ranks > have:
+        yield f"{ranks} ranks; {capabilities.where} there are {have} GPUs"
+
+
+@CLUSTER.rule(
+    "Each of the rollout.engine.num_engines engines needs rollout.engine.tensor_parallel GPUs, on one node "
+    "or on several whole nodes.",
     "rollout.engine.num_engines",
     "rollout.engine.tensor_parallel",
     *_FACTS,
     commands=("eval",),
 )
 def engines_alone_fit(config: Config, capabilities: Capabilities) -> Iterator[str]:
-    engines, tp, have = (
-        config.rollout.engine.num_engines,
-        config.rollout.engine.tensor_parallel,
-        capabilities.num_gpus,
-    )
-    per_node = capabilities.gpus_per_node or tp
+    engines, tp = config.rollout.engine.num_engines, config.rollout.engine.tensor_parallel
+    per_node, have = capabilities.gpus_per_node or tp, capabilities.num_gpus
     if tp > per_node and tp % per_node:
         yield (
-            f"rollout.engine.tensor_parallel={tp}: an engine over several nodes takes all GPUs of each, and "
-            f"{capabilities.where} each has {per_node}"
+            f"{shown(config, 'rollout.engine.tensor_parallel')}; {capabilities.where} each node has "
+            f"{per_node} GPUs"
         )
     if have is not None and engines * tp > have:
-        yield (
-            f"rollout.engine.num_engines={engines} of rollout.engine.tensor_parallel={tp} need "
-            f"{engines * tp} GPUs; {capabilities.where} there are {have}"
-        )
+        yield f"{engines * tp} GPUs are needed; {capabilities.where} there are {have}"
 
 
 @CLUSTER.rule(
-    "The ranks of a tensor-parallel group are on one node, since they exchange activations in every layer.",
+    "The ranks of a megatron.tensor_parallel group must be on one node, because they exchange activations "
+    "in every layer.",
     *_RANKS,
     *_FACTS,
 )
 def tensor_parallel_is_within_a_node(config: Config, capabilities: Capabilities) -> Iterator[str]:
     tp, per_node = config.megatron.tensor_parallel, capabilities.gpus_per_node
     if per_node and _crosses_a_node(0, _num_ranks(config), tp, per_node):
-        yield (
-            f"megatron.tensor_parallel={tp} groups would cross nodes: {capabilities.where} each has "
-            f"{per_node} GPUs"
-        )
+        yield f"groups of {tp} ranks; {capabilities.where} each node has {per_node} GPUs"
 
 
 @CLUSTER.rule(
-    "An engine is on one node, or on several whole ones.", *_ENGINES, *_RANKS, *_FACTS, commands=("train",)
+    "An engine of rollout.engine.tensor_parallel ranks must be on one node, or on several whole nodes.",
+    *_ENGINES,
+    *_RANKS,
+    *_FACTS,
+    commands=("train",),
 )
 def engines_fit_nodes(config: Config, capabilities: Capabilities) -> Iterator[str]:
     per_node, colocated = capabilities.gpus_per_node, config.cluster.placement == Placement.colocated
@@ -221,37 +206,31 @@ def engines_fit_nodes(config: Config, capabilities: Capabilities) -> Iterator[st
 
 
 @CLUSTER.rule(
-    "Keys and values are kept in FP8 on GPUs only.",
+    "rollout.engine.kv_cache_dtype must be auto without GPUs: SGLang writes an FP8 cache with GPU kernels.",
     "rollout.engine.kv_cache_dtype",
     "cluster.gpu",
     commands=ENGINE_COMMANDS,
 )
 def kv_cache_in_fp8_has_gpus(config: Config, capabilities: Capabilities) -> Iterator[str]:
-    dtype = config.rollout.engine.kv_cache_dtype
-    if dtype != KVCacheDtype.auto and capabilities.gpus is False:
-        yield (
-            f"rollout.engine.kv_cache_dtype={dtype.value} needs GPUs: SGLang writes such a cache by their "
-            "kernels; use auto"
-        )
+    if config.rollout.engine.kv_cache_dtype != KVCacheDtype.auto and capabilities.gpus is False:
+        yield shown(config, "rollout.engine.kv_cache_dtype")
 
 
 @CLUSTER.rule(
-    "Attention is data-parallel on GPUs only.",
+    "rollout.engine.data_parallel_attention must be 1 without GPUs: SGLang gathers the groups' tokens with "
+    "pinned memory and Triton kernels.",
     "rollout.engine.data_parallel_attention",
     "cluster.gpu",
     commands=ENGINE_COMMANDS,
 )
 def data_parallel_attention_has_gpus(config: Config, capabilities: Capabilities) -> Iterator[str]:
-    groups = config.rollout.engine.data_parallel_attention
-    if groups > 1 and capabilities.gpus is False:
-        yield (
-            f"rollout.engine.data_parallel_attention={groups} needs GPUs: SGLang gathers the groups' tokens "
-            "through pinned memory and Triton kernels; use 1"
-        )
+    if config.rollout.engine.data_parallel_attention > 1 and capabilities.gpus is False:
+        yield shown(config, "rollout.engine.data_parallel_attention")
 
 
 @CLUSTER.rule(
-    "Engines are in FP8 on Ada and Hopper, where SGLang computes with the weights as they are synced.",
+    "rollout.engine.quantization=fp8 needs GPUs of compute capability 8.9 (Ada) or 9.0 (Hopper): on others "
+    "SGLang rearranges the weights as it starts, and never again; use none.",
     "rollout.engine.quantization",
     "cluster.gpu",
     commands=("train",),
@@ -260,12 +239,12 @@ def engines_compute_in_fp8(config: Config, capabilities: Capabilities) -> Iterat
     gpu = capabilities.gpu
     wanted = config.rollout.engine.quantization == Quantization.fp8
     if wanted and gpu and not FP8_CAPABILITY <= gpu.compute_capability < BLACKWELL:
-        major, minor = gpu.compute_capability
-        yield (
-            "rollout.engine.quantization=fp8 needs compute capability 8.9 (Ada) or 9.0 (Hopper), the GPU "
-            f"{capabilities.where} has {major}.{minor}, for which SGLang would rearrange the weights as it "
-            "starts, and never again; set it to none"
-        )
+        yield _compute_capability(capabilities)
+
+
+def _compute_capability(capabilities: Capabilities) -> str:
+    major, minor = capabilities.gpu.compute_capability
+    return f"{capabilities.where} it is {major}.{minor}"
 
 
 def _num_ranks(config: Config) -> int:

@@ -1,11 +1,8 @@
 """Generator of docs/config.md, the reference of all configuration keys."""
 
-import dataclasses
-
 from omegaconf import MISSING
 
-from grpo_megatron.config.keys import default_of, type_name, value_text
-from grpo_megatron.config.load import known_keys
+from grpo_megatron.config.keys import default_of, is_section, known_keys, type_name, unit_of, value_text
 from grpo_megatron.preflight.keys import choices, limits
 
 COMMAND = "grpo-megatron config docs > docs/config.md"
@@ -26,18 +23,14 @@ def markdown() -> str:
     known = known_keys()
     parts = [_HEAD]
     for section, field in known.items():
-        if dataclasses.is_dataclass(field.type):
-            parts.append(f"## {section}\n\n{_sentence(field.metadata['help'])}\n")
+        if is_section(field):
+            parts.append(f"## {section}\n\n{field.description}\n")
             parts.append("| key | meaning | type | default |\n|---|---|---|---|")
             parts += [
-                _row(key) for key in known if key.rpartition(".")[0] == section and not _is_section(key)
+                _row(key) for key in known if key.rpartition(".")[0] == section and not is_section(known[key])
             ]
             parts.append("")
     return "\n".join(parts).rstrip("\n")
-
-
-def _is_section(key: str) -> bool:
-    return dataclasses.is_dataclass(known_keys()[key].type)
 
 
 def _row(key: str) -> str:
@@ -49,13 +42,9 @@ def _row(key: str) -> str:
     kind = "; ".join(filter(None, [kind, limits(key)]))
     default = default_of(field)
     text = "must be set" if default == MISSING else f"`{value_text(default)}`"
-    unit = f" {field.metadata['unit']}" if field.metadata["unit"] else ""
-    return f"| `{key}` | {_cell(field.metadata['help'])} | {_cell(kind)} | {_cell(text)}{unit} |"
+    unit = f" {unit_of(field)}" if unit_of(field) else ""
+    return f"| `{key}` | {_cell(field.description)} | {_cell(kind)} | {_cell(text)}{unit} |"
 
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."

@@ -3,22 +3,28 @@
 `config explain` and docs/config.md show them.
 """
 
-import dataclasses
 import re
-from enum import Enum
+from collections.abc import Iterator
+from typing import Any, get_args, get_origin
 
 from grpo_megatron.algorithm.advantages import advantage_estimator
 from grpo_megatron.algorithm.filters import group_filter
 from grpo_megatron.algorithm.surrogates import surrogate
-from grpo_megatron.config.limits import Text
-from grpo_megatron.config.load import known_keys
-from grpo_megatron.config.options import limits_of
+from grpo_megatron.config.keys import choices_of, is_section, known_keys
 from grpo_megatron.preflight.rule import Rule
 from grpo_megatron.preflight.rules import all_rules
 from grpo_megatron.rollout.environments import environment
 
 _REGISTRIES = {
     registry.key: registry for registry in (advantage_estimator, surrogate, group_filter, environment)
+}
+
+# Names of pydantic's bounds, in words.
+_BOUNDS = {
+    "gt": "greater than",
+    "ge": "at least",
+    "lt": "less than",
+    "le": "at most",
 }
 
 
@@ -33,7 +39,7 @@ def named_in_help(key: str) -> list[str]:
     if its name has several words, such as clip_ratio_low.
     """
     known, section = known_keys(), key.rpartition(".")[0]
-    words = re.findall(r"[a-z]\w*(?:\.\w+)*", known[key].metadata["help"])
+    words = re.findall(r"[a-z]\w*(?:\.\w+)*", known[key].description)
     names = [word if "." in word else f"{section}.{word}" for word in words if "." in word or "_" in word]
     return [name for name in names if name in known and name != key]
 
@@ -46,9 +52,7 @@ def interacting_keys(key: str) -> list[str]:
     known = known_keys()
     found = {name for rule in rules_about(key) for name in rule.keys} | set(named_in_help(key))
     found |= {other for other in known if key in named_in_help(other)}
-    return [
-        name for name in known if name in found - {key} and not dataclasses.is_dataclass(known[name].type)
-    ]
+    return [name for name in known if name in found - {key} and not is_section(known[name])]
 
 
 def choices(key: str) -> list[str]:
@@ -56,19 +60,28 @@ def choices(key: str) -> list[str]:
 
     For a registry such as that of advantage estimators, the last item is `module:attribute`.
     """
-    field = known_keys()[key]
-    if isinstance(field.type, type) and issubclass(field.type, Enum):
-        return list(field.type.__members__)
     if key in _REGISTRIES:
         return [*_REGISTRIES[key].names, "module:attribute"]
-    return list(limits_of(field).choices)
+    return choices_of(known_keys()[key].annotation)
 
 
 def limits(key: str) -> str:
     """Return the limits of a key's numbers or text in words; empty if there are none."""
     field = known_keys()[key]
-    own = limits_of(field)
-    is_list = "list" in str(field.type)
-    if own.of_numbers():
-        return f"each {own.of_numbers()}" if is_list else own.of_numbers()
-    return own.text.value if own.text not in (Text.any, Text.filled) else ""
+    metadata = [*field.metadata, *_metadata(field.annotation)]
+    bounds = [
+        f"{words} {getattr(one, name)}"
+        for one in metadata
+        for name, words in _BOUNDS.items()
+        if hasattr(one, name)
+    ]
+    texts = [one for one in metadata if isinstance(one, str) and one != "must not be empty"]
+    said = f"must be {' and '.join(bounds)}" if bounds else "".join(texts)
+    return f"each {said}" if said and get_origin(field.annotation) is list else said
+
+
+def _metadata(kind: Any) -> Iterator[Any]:
+    """Yield what Annotated[...] says within a type."""
+    yield from getattr(kind, "__metadata__", ())
+    for part in get_args(kind):
+        yield from _metadata(part)

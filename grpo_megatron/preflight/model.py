@@ -17,7 +17,6 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.preflight.engine_fp8 import engine_fp8_violations
 from grpo_megatron.preflight.fp8_sizes import fp8_violations
 from grpo_megatron.preflight.layout import layout_violations_of_model
-from grpo_megatron.preflight.rules import out_of_limits
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 from grpo_megatron.weights.stored import read_stored
 
@@ -83,7 +82,7 @@ def reward_model_violations(config: Config, weights: bool = False) -> list[str]:
             "reward-model`"
         ]
     sizes = replace(ParallelSizes.from_config(config.megatron), pipeline_layers=None)
-    unfit = layout_violations_of_model(sizes, arch, frozenset(out_of_limits(config)))
+    unfit = layout_violations_of_model(sizes, arch)
     found = [f"reward.model.path={path} cannot be divided as megatron.* says: {rule}" for rule in unfit]
     return found + _weights(path, arch) if weights else found
 
@@ -95,7 +94,6 @@ def architecture_violations(
 
     The weights need not exist, so the planner can use it.
     """
-    keys = frozenset(out_of_limits(config))
     found = []
     if arch.scalar_head and command != Command.reward_model:
         found.append(
@@ -104,10 +102,10 @@ def architecture_violations(
         )
     if command == Command.eval:
         return found + _engine(config, arch) + _longest(config, arch, command)
-    found += layout_violations_of_model(ParallelSizes.from_config(config.megatron), arch, keys)
+    found += layout_violations_of_model(ParallelSizes.from_config(config.megatron), arch)
     if command == Command.train and not config.rollout.replay:
         found += _engine(config, arch) + _beams(config, arch)
-        if not found and not keys:  # else an uneven split would be reported again, as cut blocks
+        if not found:  # else an uneven split would be reported again, as cut blocks
             found += engine_fp8_violations(config, arch)
     found += fp8_violations(config, arch)
     if config.megatron.lora.rank > 0:

@@ -8,48 +8,68 @@ from grpo_megatron.config.sandbox import SandboxLimits
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from grpo_megatron.preflight.rule import COMMANDS, ENGINE_COMMANDS, RuleBook
+from grpo_megatron.preflight.rule import (
+    COMMANDS,
+    ENGINE_COMMANDS,
+    RuleBook,
+    excludes,
+    only_with,
+    shown,
+    value_of,
+)
 from grpo_megatron.rewards import known_program, resolve_rewards
 from grpo_megatron.rollout.environments import asks_reward_function
 
-# Each check takes a Config.
-REWARD = RuleBook()
-
 _TRAIN = ("train",)
-_REWARDS = ("function", "args", "terms", "extract", "answer_from", "response_from")
+# Keys that name reward functions; config.reward.functions_of reads both.
+_FUNCTIONS = ("reward.function", "reward.terms")
+# Keys about the reward functions, which an environment that rewards the model itself leaves unused.
+_REWARDS = (*_FUNCTIONS, "reward.args", "reward.extract", "reward.answer_from", "reward.response_from")
+
+# Each check takes a Config.
+REWARD = RuleBook(
+    excludes(
+        "reward.terms",
+        f"reward.function!={RewardConfig().function} or reward.args",
+        "each term has a function and options of its own",
+        ENGINE_COMMANDS,
+    ),
+    only_with("reward.failure_value", "reward.on_failure=value", commands=ENGINE_COMMANDS),
+)
 
 
 @REWARD.rule(
-    "The reference answer is looked for in at least one place.", "reward.answer_from", commands=COMMANDS
+    "reward.answer_from must name at least one place; whole takes the answer as it is.",
+    "reward.answer_from",
+    commands=COMMANDS,
 )
 def answers_are_somewhere(config: Config) -> Iterator[str]:
     if not config.reward.answer_from:
-        yield "reward.answer_from is empty; use whole to take the answer as it is"
+        yield shown(config, "reward.answer_from")
 
 
 @REWARD.rule(
-    "A regular expression finds the answer for the reward that compares it.",
+    "reward.extract has an effect only with the reward function exact_match.",
     "reward.extract",
-    "reward.function",
-    "reward.terms",
+    *_FUNCTIONS,
     commands=ENGINE_COMMANDS,
 )
 def extract_has_its_reward(config: Config) -> Iterator[str]:
     functions = functions_of(config.reward)
     if config.reward.extract is not None and "exact_match" not in functions:
-        yield f"reward.extract goes with reward.function=exact_match only, not with {', '.join(functions)}"
+        yield f"reward functions: {', '.join(functions)}"
 
 
 @REWARD.rule(
-    "The reward's functions exist, or can be imported, have the options that they are given, and can score "
-    "what there is.",
-    "reward.function",
+    "The reward functions of reward.function or reward.terms must exist, or be importable, and must accept "
+    "their options.",
+    *_FUNCTIONS,
     "reward.args",
-    "reward.terms",
     "reward.extract",
     "rollout.environment",
     "rollout.replay",
     commands=ENGINE_COMMANDS,
+    whole=True,
 )
 def rewards_are_known(config: Config) -> Iterator[str]:
     if config.rollout.replay or not _asks_reward_function(config):
@@ -59,20 +79,17 @@ def rewards_are_known(config: Config) -> Iterator[str]:
     except UserError as error:
         yield str(error)
         return
-    if config.rollout.environment is not None:
-        for reward in rewards:
-            if reward.of_group:
-                yield (
-                    f"reward {reward.name} compares the answers to a prompt, and rollout.environment has "
-                    "episodes: use other rewards"
-                )
+    for reward in rewards:
+        if reward.of_group and config.rollout.environment is not None:
+            yield (
+                f"reward {reward.name} compares the answers to a prompt, and rollout.environment has "
+                "episodes: use other rewards"
+            )
 
 
 @REWARD.rule(
-    "A program that is right passes with the preamble and within the limits of the reward code. It is run "
-    "once.",
-    "reward.function",
-    "reward.terms",
+    "A correct program must pass with reward.code.preamble and within reward.code.limits; one is run to see.",
+    *_FUNCTIONS,
     "reward.code.preamble",
     "reward.code.isolation",
     *(f"reward.code.limits.{field.name}" for field in fields(SandboxLimits)),
@@ -80,6 +97,7 @@ def rewards_are_known(config: Config) -> Iterator[str]:
     "rollout.tools",
     "rollout.replay",
     commands=ENGINE_COMMANDS,
+    whole=True,
 )
 def a_right_program_passes(config: Config) -> Iterator[str]:
     code, rollout = config.reward.code, config.rollout
@@ -95,38 +113,8 @@ def a_right_program_passes(config: Config) -> Iterator[str]:
 
 
 @REWARD.rule(
-    "Terms take the place of a single function.",
-    "reward.terms",
-    "reward.function",
-    "reward.args",
-    commands=ENGINE_COMMANDS,
-)
-def terms_or_one_function(config: Config) -> Iterator[str]:
-    reward = config.reward
-    if reward.terms and (reward.function != RewardConfig().function or reward.args):
-        yield (
-            "reward.function and reward.args mean nothing with reward.terms; give each term its function and "
-            "its options"
-        )
-
-
-@REWARD.rule(
-    "The value of a failed reward is that of a run which goes on.",
-    "reward.failure_value",
-    "reward.on_failure",
-    commands=ENGINE_COMMANDS,
-)
-def failure_value_is_used(config: Config) -> Iterator[str]:
-    value, on_failure = config.reward.failure_value, config.reward.on_failure
-    if value != RewardConfig().failure_value and on_failure != OnFailure.value:
-        yield (
-            f"reward.failure_value={value} means nothing with reward.on_failure={on_failure.value}; set it "
-            "to value"
-        )
-
-
-@REWARD.rule(
-    "Where failed samples are left out, any number of them is shared by the ranks.",
+    "reward.on_failure=leave_out needs train.packing=true where several ranks share the samples: groups "
+    "then have any size, and without packing the ranks need equally many samples.",
     "reward.on_failure",
     "train.packing",
     "megatron.data_parallel",
@@ -135,50 +123,38 @@ def failure_value_is_used(config: Config) -> Iterator[str]:
     commands=_TRAIN,
 )
 def smaller_groups_can_be_shared(config: Config) -> Iterator[str]:
-    if config.reward.on_failure != OnFailure.leave_out or config.train.packing:
-        return
     sizes = ParallelSizes.from_config(config.megatron)
-    step = sizes.dp * sizes.micro_batch_multiple
-    if step > 1:
-        yield (
-            "reward.on_failure=leave_out makes groups of any size, and with train.packing=false the number "
-            f"of samples must be a multiple of {step}, for the ranks to share: set train.packing=true"
-        )
+    multiple = sizes.dp * sizes.micro_batch_multiple
+    if config.reward.on_failure == OnFailure.leave_out and not config.train.packing and multiple > 1:
+        yield f"the number of samples must be a multiple of {multiple}"
 
 
 @REWARD.rule(
-    "A program has its time within that of its reward.",
+    "reward.code.limits.seconds must be less than reward.timeout, within which a response's program is run "
+    "on all of its tests.",
     "reward.code.limits.seconds",
     "reward.timeout",
-    "reward.function",
-    "reward.terms",
+    *_FUNCTIONS,
     commands=ENGINE_COMMANDS,
 )
 def programs_end_before_the_reward(config: Config) -> Iterator[str]:
     reward = config.reward
     if "code" in functions_of(reward) and reward.code.limits.seconds >= reward.timeout:
-        yield (
-            f"reward.code.limits.seconds={reward.code.limits.seconds:g} must be below "
-            f"reward.timeout={reward.timeout:g}, within which a response's program is run on all of its "
-            "tests"
-        )
+        yield shown(config, "reward.code.limits.seconds", "reward.timeout")
 
 
 @REWARD.rule(
-    "An environment gives the rewards itself.",
+    f"{', '.join(_REWARDS)} have no effect with a rollout.environment that rewards the model itself.",
     "rollout.environment",
-    *(f"reward.{name}" for name in _REWARDS),
+    *_REWARDS,
     commands=ENGINE_COMMANDS,
 )
 def environment_gives_the_rewards(config: Config) -> Iterator[str]:
     if _asks_reward_function(config):
         return
-    for name in _REWARDS:
-        if getattr(config.reward, name) != getattr(RewardConfig(), name):
-            yield (
-                f"reward.{name} means nothing with rollout.environment, which gives the rewards itself: "
-                "leave it out"
-            )
+    changed = [key for key in _REWARDS if value_of(config, key) != value_of(Config(), key)]
+    if changed:
+        yield shown(config, *changed)
 
 
 def _asks_reward_function(config: Config) -> bool:
@@ -193,61 +169,70 @@ def _asks_reward_function(config: Config) -> bool:
 
 
 @REWARD.rule(
-    "A reward model is somewhere, and used, for one answer to a prompt.",
-    "reward.function",
-    "reward.terms",
+    "reward.model.path must be set if, and only if, model is one of the reward functions.",
+    *_FUNCTIONS,
     "reward.model.path",
-    "rollout.environment",
     commands=_TRAIN,
 )
 def reward_model_is_somewhere(config: Config) -> Iterator[str]:
-    functions, path = functions_of(config.reward), config.reward.model.path
-    if MODEL not in functions and path is not None:
-        yield (
-            f"reward.model.path={path} means nothing with the reward {', '.join(functions)}; set "
-            "reward.function=model"
-        )
-    if MODEL in functions:
-        if path is None:
-            yield "the reward model needs reward.model.path, the HF folder of a reward model"
-        if functions.count(MODEL) > 1:
-            yield "reward.terms has several terms of the function model, but there is one reward.model.path"
-        if config.rollout.environment is not None:
-            yield (
-                "the reward model scores one answer to a prompt, and rollout.environment has several turns: "
-                "use other rewards"
-            )
+    functions = functions_of(config.reward)
+    if (MODEL in functions) != (config.reward.model.path is not None):
+        yield f"{shown(config, 'reward.model.path')}, reward functions: {', '.join(functions)}"
 
 
 @REWARD.rule(
-    "A reward model on the ranks scores when generation has ended; dynamic sampling needs rewards before.",
-    "reward.function",
-    "reward.terms",
+    "reward.terms can have one term of the function model, because there is one reward.model.path.",
+    *_FUNCTIONS,
+    commands=_TRAIN,
+)
+def there_is_one_reward_model(config: Config) -> Iterator[str]:
+    if functions_of(config.reward).count(MODEL) > 1:
+        yield shown(config, "reward.terms")
+
+
+@REWARD.rule(
+    "The reward function model cannot be combined with rollout.environment, because it scores a single "
+    "response.",
+    *_FUNCTIONS,
+    "rollout.environment",
+    commands=_TRAIN,
+)
+def reward_model_scores_one_response(config: Config) -> Iterator[str]:
+    if MODEL in functions_of(config.reward) and config.rollout.environment is not None:
+        yield shown(config, "rollout.environment")
+
+
+@REWARD.rule(
+    "The reward function model cannot be combined with rollout.dynamic_sampling.enabled=true: it scores "
+    "after generation, and dynamic sampling needs rewards before. algorithm.filters alone can leave groups "
+    "out.",
+    *_FUNCTIONS,
     "rollout.dynamic_sampling.enabled",
     commands=_TRAIN,
 )
 def dynamic_sampling_has_its_rewards(config: Config) -> Iterator[str]:
     if MODEL in functions_of(config.reward) and config.rollout.dynamic_sampling.enabled:
-        yield (
-            "rollout.dynamic_sampling.enabled=true decides by the rewards while engines generate, and the "
-            "reward model gives them afterwards: set rollout.dynamic_sampling.enabled=false, and leave "
-            "groups out by algorithm.filters alone"
-        )
+        yield ""
 
 
 @REWARD.rule(
-    "What is recorded has its rewards.", "reward.function", "reward.terms", "rollout.record", commands=_TRAIN
+    "The reward function model cannot be combined with rollout.record, which writes samples before it "
+    "scores them.",
+    *_FUNCTIONS,
+    "rollout.record",
+    commands=_TRAIN,
 )
 def recorded_samples_have_rewards(config: Config) -> Iterator[str]:
     if MODEL in functions_of(config.reward) and config.rollout.record:
-        yield "rollout.record writes samples before the reward model scores them: set rollout.record=null"
+        yield shown(config, "rollout.record")
 
 
-@REWARD.rule("A reward model is on a trainer's ranks.", "reward.function", "reward.terms", commands=("eval",))
+@REWARD.rule(
+    "reward.function and reward.terms cannot name the function model in eval: it scores on the ranks of a "
+    "trainer, and there are none.",
+    *_FUNCTIONS,
+    commands=("eval",),
+)
 def an_evaluation_has_no_reward_model(config: Config) -> Iterator[str]:
     if MODEL in functions_of(config.reward):
-        key = "reward.terms" if config.reward.terms else "reward.function"
-        yield (
-            f"{key}: the function model scores on the ranks of a trainer, and eval has engines alone; choose "
-            "another reward"
-        )
+        yield ""

@@ -1,12 +1,20 @@
 """Rules: conditions on the values of several configuration keys.
 
-Each rule has a sentence, which `config explain` shows, and a function that finds violations.
+Most rules have one of a few shapes: `needs`, `excludes`, `only_with`, `divides`, `at_most` and `refuses`.
+They are data: the function of that name makes the rule from settings as a user writes them, such as
+`rollout.strategy=beam`. Any other rule is a function with the decorator `RuleBook.rule`.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum
+from functools import reduce
+from typing import Any
 
 from grpo_megatron.config.command import Command
+from grpo_megatron.config.keys import default_of, is_section, known_keys, value_text
+from grpo_megatron.config.schema import Config
 
 COMMANDS = tuple(Command)
 # Commands that have a trainer, and commands that have engines.
@@ -18,63 +26,207 @@ ENGINE_COMMANDS = tuple(command for command in Command if command.generates)
 class Rule:
     """A condition on the values of several keys.
 
-    It is skipped if one of these values is outside the limits of its own key, which is reported separately.
+    It is skipped if one of these values is not legal by itself, which is reported separately.
     """
 
-    name: str
-    """Name of the function that checks it."""
+    says: str
+    """What must hold, in one sentence that names the keys."""
     keys: tuple[str, ...]
     """Every key whose value the check reads."""
-    says: str
-    """What must hold, in one sentence."""
     commands: tuple[str, ...]
     """Commands that it applies to, from COMMANDS."""
     check: Callable[..., Iterator[str]]
-    """Yields a sentence for each violation, naming keys and values."""
+    """Yields a text for each violation: the values that break the rule, or "" if `says` has them already."""
+    whole: bool = False
+    """True: the texts of `check` are whole messages, such as those of a registry."""
+
+    def violations(self, *subject: Any) -> list[str]:
+        """Return one sentence for each violation: what must hold, and the values that break it.
+
+        subject: arguments of `check`, such as the configuration.
+        """
+        found = list(self.check(*subject))
+        if self.whole:
+            return found
+        says = self.says.removesuffix(".")
+        return [f"{says} ({values})" if values else says for values in found]
 
 
 class RuleBook:
     """The rules about one subject, such as rewards, in the order in which violations are reported.
 
-    The decorator `@book.rule(...)` turns a function into a rule of the book. All functions of a book take the
-    same arguments.
+    All checks of a book take the same arguments.
     """
 
-    def __init__(self) -> None:
-        self.rules: list[Rule] = []
+    def __init__(self, *rules: Rule) -> None:
+        self.rules = list(rules)
 
     def rule(
-        self, says: str, *keys: str, commands: tuple[str, ...] = TRAINING_COMMANDS
-    ) -> Callable[[Callable], Callable]:
-        """Return a decorator that adds a function to the book as the check of a rule.
+        self, says: str, *keys: str, commands: tuple[str, ...] = TRAINING_COMMANDS, whole: bool = False
+    ) -> Callable[[Callable], Rule]:
+        """Return a decorator that turns a function into a rule of the book. The function is its `check`.
 
-        The function yields one sentence for each violation.
-
-        says: what must hold, in one sentence.
-        keys: every key whose value the function reads.
-        commands: the commands that the rule applies to.
+        The arguments are the fields of Rule.
         """
 
-        def add(check: Callable[..., Iterator[str]]) -> Callable[..., Iterator[str]]:
-            self.rules.append(Rule(check.__name__, keys, says, commands, check))
-            return check
+        def add(check: Callable[..., Iterator[str]]) -> Rule:
+            self.rules.append(Rule(says, keys, commands, check, whole))
+            return self.rules[-1]
 
         return add
 
     def violations(
-        self, *subject, command: Command | None = None, out_of_limits: frozenset[str] = frozenset()
+        self, *subject: Any, command: Command | None = None, refused: frozenset[str] = frozenset()
     ) -> list[str]:
         """Return one sentence for each violation.
 
-        subject: arguments for the check functions, such as the configuration.
+        subject: arguments for the checks, such as the configuration.
         command: the command to be run. Rules that do not apply to it are skipped; None: all rules are
             checked.
-        out_of_limits: keys whose values are outside the limits of their own key. Rules about them are
-            skipped.
+        refused: keys whose values are not legal by themselves. Rules about them are skipped.
         """
         return [
             sentence
             for rule in self.rules
-            if command in (None, *rule.commands) and not out_of_limits.intersection(rule.keys)
-            for sentence in rule.check(*subject)
+            if command in (None, *rule.commands) and not refused.intersection(rule.keys)
+            for sentence in rule.violations(*subject)
         ]
+
+
+def needs(
+    condition: str, other: str, because: str = "", commands: tuple[str, ...] = TRAINING_COMMANDS
+) -> Rule:
+    """Return the rule that wherever one condition holds, another one must hold.
+
+    condition, other: settings such as `weight_sync.transport=disk`, joined by ` and ` or ` or `. `|`
+        separates values of one key, `!=` negates. A key without a value means that the key has one: it is not
+        null, false, 0 or empty.
+    because: the reason, as the end of the sentence.
+    """
+
+    def check(config: Config, *_: Any) -> Iterator[str]:
+        if _holds(condition, config) and not _holds(other, config):
+            yield shown(config, *_keys(other))
+
+    says = _sentence(f"{condition} needs {other}", because)
+    return Rule(says, _keys(f"{condition} or {other}"), commands, check)
+
+
+def excludes(
+    condition: str, other: str, because: str = "", commands: tuple[str, ...] = TRAINING_COMMANDS
+) -> Rule:
+    """Return the rule that two conditions cannot both hold. The arguments are those of `needs`."""
+    keys = _keys(f"{condition} or {other}")
+
+    def check(config: Config, *_: Any) -> Iterator[str]:
+        if _holds(condition, config) and _holds(other, config):
+            yield shown(config, *keys)
+
+    return Rule(_sentence(f"{condition} cannot be combined with {other}", because), keys, commands, check)
+
+
+def only_with(
+    keys: str | tuple[str, ...],
+    condition: str,
+    because: str = "",
+    commands: tuple[str, ...] = TRAINING_COMMANDS,
+) -> Rule:
+    """Return the rule that keys keep their defaults unless a condition holds, because they would do nothing.
+
+    keys: a key, a section, or several of them.
+    condition, because: as for `needs`.
+    """
+    named = (keys,) if isinstance(keys, str) else keys
+    known = known_keys()
+    leaves = [
+        key
+        for name in named
+        for key in known
+        if (key == name or key.startswith(f"{name}.")) and not is_section(known[key])
+    ]
+
+    def check(config: Config, *_: Any) -> Iterator[str]:
+        changed = [key for key in leaves if value_of(config, key) != default_of(known[key])]
+        if changed and not _holds(condition, config):
+            yield shown(config, *changed)
+
+    have = "has" if len(named) == 1 else "have"
+    says = _sentence(f"{' and '.join(named)} {have} an effect only with {condition}", because)
+    return Rule(says, (*leaves, *_keys(condition)), commands, check)
+
+
+def divides(divisor: str, dividend: str, commands: tuple[str, ...] = TRAINING_COMMANDS) -> Rule:
+    """Return the rule that the value of one key divides that of another."""
+
+    def check(config: Config, *_: Any) -> Iterator[str]:
+        if value_of(config, dividend) % value_of(config, divisor):
+            yield shown(config, divisor, dividend)
+
+    return Rule(f"{divisor} must divide {dividend}.", (divisor, dividend), commands, check)
+
+
+def at_most(lower: str, upper: str, commands: tuple[str, ...] = TRAINING_COMMANDS) -> Rule:
+    """Return the rule that the value of one key is at most that of another, if both have one."""
+
+    def check(config: Config, *_: Any) -> Iterator[str]:
+        low, high = value_of(config, lower), value_of(config, upper)
+        if None not in (low, high) and low > high:
+            yield shown(config, lower, upper)
+
+    return Rule(f"{lower} must be at most {upper}.", (lower, upper), commands, check)
+
+
+def refuses(condition: str, because: str, commands: tuple[str, ...]) -> Rule:
+    """Return the rule that a condition never holds with some commands. The arguments are those of `needs`."""
+    keys = _keys(condition)
+
+    def check(config: Config, *_: Any) -> Iterator[str]:
+        if _holds(condition, config):
+            yield shown(config, *keys)
+
+    says = _sentence(f"{condition} cannot be used with the command {' or '.join(commands)}", because)
+    return Rule(says, keys, commands, check)
+
+
+def value_of(config: Config, key: str) -> Any:
+    return reduce(getattr, key.split("."), config)
+
+
+def shown(config: Config, *keys: str) -> str:
+    """Return `key=value` of each key, for the message of a violation."""
+    return ", ".join(f"{key}={value_text(value_of(config, key))}" for key in keys)
+
+
+def _sentence(claim: str, because: str) -> str:
+    return f"{claim}: {because}." if because else f"{claim}."
+
+
+def _alternatives(condition: str) -> list[list[str]]:
+    """Return the alternatives of a condition, each a list of settings that hold together."""
+    return [alternative.split(" and ") for alternative in condition.split(" or ")]
+
+
+def _keys(condition: str) -> tuple[str, ...]:
+    """Return the keys that a condition names, each once."""
+    settings = [setting for alternative in _alternatives(condition) for setting in alternative]
+    return tuple(dict.fromkeys(re.split("!?=", setting)[0] for setting in settings))
+
+
+def _holds(condition: str, config: Config) -> bool:
+    return any(all(_is_so(one, config) for one in alternative) for alternative in _alternatives(condition))
+
+
+def _is_so(setting: str, config: Config) -> bool:
+    """Return True if a setting of a condition, such as `run.seed=1|2`, is that of the configuration."""
+    key, separator, wanted = setting.partition("=")
+    value = value_of(config, key.removesuffix("!"))
+    if not separator:
+        return value not in (None, False, 0, "", [], {})
+    return (_text(value) in wanted.split("|")) != key.endswith("!")
+
+
+def _text(value: Any) -> str:
+    """Return a value of one word as a user writes it, such as `true`, `null` or the name of a choice."""
+    if isinstance(value, Enum):
+        return value.name
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,15 +1,7 @@
-"""Check of a configuration: the limits of each value, and the rules about several keys.
-
-All violations are reported at once. Checks that read the model's config.json are in preflight.model.
-"""
-
-from omegaconf import MISSING
+"""All rules about a configuration, and the check that lists all of them that it breaks."""
 
 from grpo_megatron.capabilities import Capabilities
 from grpo_megatron.config.command import Command
-from grpo_megatron.config.keys import default_of
-from grpo_megatron.config.load import flat, known_keys
-from grpo_megatron.config.options import limits_of
 from grpo_megatron.config.schema import Config
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.preflight.algorithm_rules import ALGORITHM
@@ -25,67 +17,33 @@ from grpo_megatron.preflight.rule import Rule
 from grpo_megatron.preflight.training_rules import TRAINING
 from grpo_megatron.preflight.weight_sync_rules import WEIGHT_SYNC
 
+# The books whose checks take a configuration alone.
+_BOOKS = (TRAINING, PRECISION, LORA, ROLLOUT, REWARD, ENGINE, WEIGHT_SYNC, ALGORITHM, MISMATCH)
+
 
 def all_rules() -> list[Rule]:
     """Return the rules of all books, for `config explain`."""
-    return [
-        rule
-        for book in (
-            TRAINING,
-            PRECISION,
-            LORA,
-            ROLLOUT,
-            REWARD,
-            ENGINE,
-            SIZES,
-            SIZES_OF_MODEL,
-            CLUSTER,
-            WEIGHT_SYNC,
-            ALGORITHM,
-            MISMATCH,
-        )
-        for rule in book.rules
-    ]
+    return [rule for book in (*_BOOKS, SIZES, SIZES_OF_MODEL, CLUSTER) for rule in book.rules]
 
 
 def violations(
-    config: Config, command: Command = Command.train, capabilities: Capabilities | None = None
+    config: Config,
+    command: Command = Command.train,
+    capabilities: Capabilities | None = None,
+    refused: frozenset[str] = frozenset(),
 ) -> list[str]:
-    """Return one sentence for each violation of a limit or a rule, naming the keys.
+    """Return one sentence for each rule that a configuration breaks, naming the keys.
+
+    Rules that need the model's config.json are checked by preflight.model.
 
     capabilities: capabilities of the machines that will run the configuration; None: those known without
         asking the Ray cluster.
+    refused: keys that the schema refuses, which have their defaults here. Rules about them are skipped.
     """
-    out = out_of_limits(config)
-    keys = frozenset(out)
-    found = [sentence for sentences in out.values() for sentence in sentences]
-    found += TRAINING.violations(config, command=command, out_of_limits=keys)
-    found += PRECISION.violations(config, command=command, out_of_limits=keys)
-    found += LORA.violations(config, command=command, out_of_limits=keys)
-    found += ROLLOUT.violations(config, command=command, out_of_limits=keys)
-    found += REWARD.violations(config, command=command, out_of_limits=keys)
-    found += ENGINE.violations(config, command=command, out_of_limits=keys)
-    found += (
-        layout_violations(ParallelSizes.from_config(config.megatron), out_of_limits=keys)
-        if command.trains
-        else []
-    )
+    found = [
+        sentence for book in _BOOKS for sentence in book.violations(config, command=command, refused=refused)
+    ]
+    if command.trains:
+        found += layout_violations(ParallelSizes.from_config(config.megatron), refused)
     known = capabilities or known_capabilities(config)
-    found += CLUSTER.violations(config, known, command=command, out_of_limits=keys)
-    found += WEIGHT_SYNC.violations(config, command=command, out_of_limits=keys)
-    found += ALGORITHM.violations(config, command=command, out_of_limits=keys)
-    return found + MISMATCH.violations(config, command=command, out_of_limits=keys)
-
-
-def out_of_limits(config: Config) -> dict[str, list[str]]:
-    """Return {key: sentences} of the values outside the limits of their own key, for any command."""
-    known = known_keys()
-    found = {}
-    for key, value in flat(config).items():
-        # missing_keys reports a required key without a value.
-        if default_of(known[key]) == MISSING and value in ("", MISSING):
-            continue
-        problems = list(limits_of(known[key]).problems(key, value))
-        if problems:
-            found[key] = problems
-    return found
+    return found + CLUSTER.violations(config, known, command=command, refused=refused)

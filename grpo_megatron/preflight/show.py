@@ -1,14 +1,22 @@
 """Texts of `grpo-megatron config show`, `explain` and `diff`."""
 
-import dataclasses
 from enum import Enum
 from typing import Any
 
 from omegaconf import MISSING
+from pydantic.fields import FieldInfo
 
-from grpo_megatron.config.keys import default_of, nested_yaml, type_name, value_text
-from grpo_megatron.config.load import known_keys, nearest_key
-from grpo_megatron.config.origins import DEFAULT, Resolved, resolve
+from grpo_megatron.config.keys import (
+    default_of,
+    is_section,
+    known_keys,
+    nearest_key,
+    nested_yaml,
+    type_name,
+    unit_of,
+    value_text,
+)
+from grpo_megatron.config.load import DEFAULT, Settings, must_be_legal, resolve
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text
 from grpo_megatron.preflight.keys import choices, interacting_keys, limits, rules_about
@@ -22,7 +30,7 @@ def show(path: str | None, overrides: list[str], only_set: bool = False) -> str:
 
     only_set: leave out keys that have their default.
     """
-    resolved = resolve(path, overrides)
+    resolved = _legal(path, overrides)
     values, comments = {}, dict(resolved.origins)
     for key, value in resolved.values.items():
         if only_set and resolved.origins[key] == DEFAULT:
@@ -32,6 +40,13 @@ def show(path: str | None, overrides: list[str], only_set: bool = False) -> str:
             values[key] = MISSING
             comments[key] += "; no value yet"
     return nested_yaml(values, comments)
+
+
+def _legal(path: str | None, overrides: list[str]) -> Settings:
+    """Return the settings of a file and arguments. Raises UserError if the schema refuses any of them."""
+    settings = resolve(path, overrides)
+    must_be_legal(list(settings.refused.values()))
+    return settings
 
 
 def _required(key: str) -> bool:
@@ -47,19 +62,19 @@ def explain(key: str) -> str:
     if key not in known:
         nearest = nearest_key(key)
         raise UserError(f"unknown key {key!r}" + (f"; did you mean {nearest!r}?" if nearest else ""))
-    if dataclasses.is_dataclass(known[key].type):
+    if is_section(known[key]):
         return _explain_section(key)
     field = known[key]
-    rows = [("type", type_name(field)), ("unit", field.metadata["unit"]), ("default", _default_text(field))]
+    rows = [("type", type_name(field)), ("unit", unit_of(field)), ("default", _default_text(field))]
     rows += [("limits", limits(key)), ("choices", "" if _is_enum(field) else ", ".join(choices(key)))]
-    lines = [key, f"  {field.metadata['help']}", "", *(f"  {name:<8} {text}" for name, text in rows if text)]
+    lines = [key, f"  {field.description}", "", *(f"  {name:<8} {text}" for name, text in rows if text)]
     others = interacting_keys(key)
     if others:
         width = max(map(len, others))
         lines += [
             "",
             "interacts with",
-            *(f"  {other:<{width}}  {known[other].metadata['help']}" for other in others),
+            *(f"  {other:<{width}}  {known[other].description}" for other in others),
         ]
     rules = rules_about(key)
     if rules:
@@ -75,20 +90,20 @@ def _explain_section(key: str) -> str:
     known = known_keys()
     children = {name: field for name, field in known.items() if name.rpartition(".")[0] == key}
     width = max(map(len, children))
-    lines = [f"{key}: {known[key].metadata['help']}", ""]
+    lines = [f"{key}: {known[key].description}", ""]
     for name, field in children.items():
-        what = "section" if dataclasses.is_dataclass(field.type) else _default_text(field)
-        lines.append(f"  {name:<{width}}  {field.metadata['help']} [{what}]")
+        what = "section" if is_section(field) else _default_text(field)
+        lines.append(f"  {name:<{width}}  {field.description} [{what}]")
     return "\n".join(lines)
 
 
-def _default_text(field: dataclasses.Field) -> str:
+def _default_text(field: FieldInfo) -> str:
     default = default_of(field)
     return "none: must be set" if default == MISSING else value_text(default)
 
 
-def _is_enum(field: dataclasses.Field) -> bool:
-    return isinstance(field.type, type) and issubclass(field.type, Enum)
+def _is_enum(field: FieldInfo) -> bool:
+    return isinstance(field.annotation, type) and issubclass(field.annotation, Enum)
 
 
 def diff(a: str, b: str) -> dict[str, dict[str, dict[str, Any]]]:
@@ -97,7 +112,7 @@ def diff(a: str, b: str) -> dict[str, dict[str, dict[str, Any]]]:
     The format is {key: {"a": {"value", "origin"}, "b": {"value", "origin"}}}. ${references} are resolved
     before the comparison.
     """
-    left, right = resolve(a, []), resolve(b, [])
+    left, right = _legal(a, []), _legal(b, [])
     return {
         key: {"a": _entry(left, key), "b": _entry(right, key)}
         for key in left.values
@@ -105,7 +120,7 @@ def diff(a: str, b: str) -> dict[str, dict[str, dict[str, Any]]]:
     }
 
 
-def _entry(resolved: Resolved, key: str) -> dict[str, Any]:
+def _entry(resolved: Settings, key: str) -> dict[str, Any]:
     value = resolved.values[key]
     return {"value": value.name if isinstance(value, Enum) else value, "origin": resolved.origins[key]}
 

@@ -1,12 +1,11 @@
 """Rewards that compare the answer in a response with the reference answer."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from decimal import Decimal
-from typing import Any
+from typing import Any, Literal
 
-from grpo_megatron.config.limits import Text
-from grpo_megatron.config.options import option
+from grpo_megatron.config.options import FilledText, Pattern, dataclass, option
 from grpo_megatron.config.reward import ANSWER_PLACES, RewardConfig
 from grpo_megatron.rewards.answers import (
     LETTERS,
@@ -28,18 +27,18 @@ Compare = Callable[..., float | dict[str, float]]
 class _Places:
     """Options of a term that override reward.answer_from and reward.response_from."""
 
-    answer_from: list[str] | None = option(None, "see reward.answer_from", choices=ANSWER_PLACES)
-    response_from: list[str] | None = option(None, "see reward.response_from", choices=ANSWER_PLACES)
+    answer_from: list[Literal[ANSWER_PLACES]] | None = option(None, "see reward.answer_from")
+    response_from: list[Literal[ANSWER_PLACES]] | None = option(None, "see reward.response_from")
 
 
 @dataclass
 class _Extract(_Places):
-    extract: str | None = option(None, "see reward.extract", text=Text.pattern)
+    extract: Pattern | None = option(None, "see reward.extract")
 
 
 @dataclass
 class _Letters(_Places):
-    letters: str = option(LETTERS, "letters of the choices")
+    letters: FilledText = option(LETTERS, "letters of the choices")
 
 
 def exact_match(setup: Setup) -> Compare:

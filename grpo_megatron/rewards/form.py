@@ -3,17 +3,15 @@
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
-from grpo_megatron.config.limits import Text
-from grpo_megatron.config.options import option
+from grpo_megatron.config.options import FilledText, Pattern, dataclass, option
 from grpo_megatron.errors import UserError
 from grpo_megatron.rewards.terms import Setup
 
 
 @dataclass
 class _Regex:
-    pattern: str = option("", "regular expression; . matches newlines too", text=Text.pattern)
+    pattern: Pattern = option("", "regular expression; . matches newlines too")
 
 
 def regex(setup: Setup) -> Callable[..., float]:
@@ -28,7 +26,7 @@ def regex(setup: Setup) -> Callable[..., float]:
 
 @dataclass
 class _Tags:
-    tags: list[str] = option(["think", "answer"], "names of the tags, in their order")
+    tags: list[FilledText] = option(["think", "answer"], "names of the tags, in their order")
     opened: bool = option(False, "the prompt ends with the first tag, so that the response does not open it")
 
 
@@ -58,8 +56,8 @@ def tags(setup: Setup) -> Callable[..., float]:
 
 @dataclass
 class _LinearLength:
-    target: int | None = option(None, "the length that scores 1", "tokens", at_least=0)
-    width: int | None = option(None, "distance from target at which a length scores 0", "tokens", above=0)
+    target: int | None = option(None, "the length that scores 1", "tokens", ge=0)
+    width: int | None = option(None, "distance from target at which a length scores 0", "tokens", gt=0)
     shorter_is_free: bool = option(False, "lengths below target score 1")
 
 
@@ -81,9 +79,9 @@ def linear_length(setup: Setup) -> Callable[..., float]:
 
 @dataclass
 class _CosineLength:
-    right: str | None = option(None, "the term that says whether a response is right")
+    right: FilledText | None = option(None, "the term that says whether a response is right")
     right_from: float = option(1.0, "a response is right if that term's value is at least this")
-    longest: int | None = option(None, "length from which on a response counts as cut off", "tokens", above=0)
+    longest: int | None = option(None, "length from which on a response counts as cut off", "tokens", gt=0)
     right_short: float = option(1.0, "value of a right response without tokens")
     right_long: float = option(0.5, "value of a right response of almost the longest length")
     wrong_short: float = option(-1.0, "value of a wrong response without tokens")

@@ -1,11 +1,10 @@
 """Group rewards: comparisons of the responses to one prompt with each other."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from grpo_megatron.config.options import option
+from grpo_megatron.config.options import FilledText, dataclass, option
 from grpo_megatron.errors import UserError
 from grpo_megatron.rewards.terms import Setup
 
@@ -14,9 +13,9 @@ TOKENS = "tokens"
 
 @dataclass
 class _Rank:
-    by: str = option(TOKENS, "the term whose values are ranked, or tokens for the length")
+    by: FilledText = option(TOKENS, "the term whose values are ranked, or tokens for the length")
     largest_first: bool = option(False, "the largest value is the best one")
-    among: str | None = option(
+    among: FilledText | None = option(
         None, "a term; only responses with a value of at least among_from are ranked, the others score 0"
     )
     among_from: float = option(1.0, "minimum value of the term `among` for a response to be ranked")
@@ -63,7 +62,7 @@ class Rank:
 
 @dataclass
 class _GroupLength:
-    right: str | None = option(None, "the term that says whether a response is right")
+    right: FilledText | None = option(None, "the term that says whether a response is right")
     right_from: float = option(1.0, "a response is right if that term's value is at least this")
 
 

@@ -4,11 +4,10 @@ import asyncio
 import json
 import random
 import re
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
-from grpo_megatron.config.options import option
+from grpo_megatron.config.options import FilledText, dataclass, option
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.rewards.terms import Setup
 from grpo_megatron.rewards.values import NoReward, read_reward, shown
@@ -26,15 +25,15 @@ _READ_AT_ONCE = 1 << 16
 
 @dataclass
 class _Http:
-    url: str = option("", "address of the server")
-    token_env: str | None = option(
+    url: FilledText = option("", "address of the server")
+    token_env: FilledText | None = option(
         None, "environment variable of the driver; its value is sent as bearer token"
     )
-    batch_size: int = option(64, "maximum number of responses in one request", above=0)
-    attempts: int = option(3, "maximum number of attempts for a request", above=0)
-    attempt_timeout: float = option(8.0, "time limit of one attempt", "seconds", above=0)
+    batch_size: int = option(64, "maximum number of responses in one request", gt=0)
+    attempts: int = option(3, "maximum number of attempts for a request", gt=0)
+    attempt_timeout: float = option(8.0, "time limit of one attempt", "seconds", gt=0)
     backoff: float = option(
-        0.5, "pause before the second attempt; it doubles before each further attempt", "seconds", at_least=0
+        0.5, "pause before the second attempt; it doubles before each further attempt", "seconds", ge=0
     )
 
 

@@ -1,14 +1,15 @@
 """The terms of a reward, which is one function or a weighted sum of several, and the options of each term."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from pydantic import TypeAdapter, ValidationError
 
-from grpo_megatron.config.options import limits_of, option
+from grpo_megatron.config import options
+from grpo_megatron.config.keys import value_problem
+from grpo_megatron.config.options import option
 from grpo_megatron.config.reward import MODEL, RewardConfig
 from grpo_megatron.errors import UserError
 
@@ -44,7 +45,7 @@ class Term:
         return "reward.args" if self.is_whole else f"reward.terms.{self.name}"
 
 
-@dataclass
+@options.dataclass
 class _Entry:
     function: str = option("", "reward function, named as in reward.function")
     weight: float = option(1.0, "factor of the value in the sum")
@@ -115,7 +116,7 @@ def total(terms: Sequence[Term], components: Mapping[str, float]) -> float:
 def read_options(
     cls: type[Options], values: Mapping[str, Any], key: str, besides: tuple[str, ...] = ()
 ) -> Options:
-    """Return a reward's options as an instance of `cls`, a dataclass of `config.options.option` fields.
+    """Return a reward's options as an instance of `cls`, a `config.options.dataclass`.
 
     values: the options as the user gave them.
     key: configuration key of the options, for error messages.
@@ -124,7 +125,7 @@ def read_options(
 
     Raises UserError for an unknown option, for a value of a wrong type, and for a value outside its limits.
     """
-    known = {one.name: one for one in fields(cls)}
+    known = cls.__pydantic_fields__
     for name in values:
         if name not in known:
             nearest = get_close_matches(str(name), [*known, *besides], 1, cutoff=0.6)
@@ -135,10 +136,8 @@ def read_options(
             )
             raise UserError(f"{key}: unknown option {str(name)[:80]!r}{hint}")
     try:
-        read = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), dict(values)))
-    except OmegaConfBaseException as error:
-        raise UserError(f"{key}: {str(error).splitlines()[0]}") from error
-    for name, one in known.items():
-        for problem in limits_of(one).problems(f"{key}.{name}", getattr(read, name)):
-            raise UserError(problem)
-    return read
+        return TypeAdapter(cls).validate_python(dict(values))
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = first["loc"][0]
+        raise UserError(value_problem(f"{key}.{name}", known[name], first)) from error

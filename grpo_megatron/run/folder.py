@@ -12,6 +12,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from grpo_megatron.config.command import Command
+from grpo_megatron.config.load import plain
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.files import numbered, parse_object, reading, replace_text, writing
@@ -63,7 +64,7 @@ def open_run_folder(
                 _move_aside(config, folder)
             if ownership.note:
                 logger.warning(ownership.note)
-            replace_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
+            replace_text(folder / "config.yaml", OmegaConf.to_yaml(plain(config)))
         except BaseException:
             ownership.release()
             raise

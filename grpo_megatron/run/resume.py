@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from grpo_megatron.config.command import Command
-from grpo_megatron.config.origins import leaves
+from grpo_megatron.config.load import leaves, plain
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import ANOTHER_RUN, UserError, shortened
 from grpo_megatron.files import json_text, read_object, reading
@@ -181,7 +179,7 @@ def finished_result(config: Config, command: Command) -> dict[str, Any] | None:
 
 def as_saved(config: Config) -> dict[str, Any]:
     """Return the configuration as JSON values, as state.json has it, so that both can be compared."""
-    return json.loads(json_text(OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)))
+    return json.loads(json_text(plain(config)))
 
 
 def differences(checkpoint: Checkpoint, config: Config) -> list[str]:

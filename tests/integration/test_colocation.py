@@ -15,7 +15,7 @@ from grpo_megatron.cluster.placement import allocate
 from grpo_megatron.commands.train import assembled_loop
 from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.config.schema import Config, ModelConfig
-from grpo_megatron.preflight.load import load_config
+from grpo_megatron.preflight.check import load_config
 from grpo_megatron.rollout.sharing import DeviceUse
 from grpo_megatron.sglang.pool import EnginePool
 from tests.integration.one_rank import sync_from

@@ -22,7 +22,7 @@ from grpo_megatron.model.entries import EngineLayout, engine_shapes
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.model.pieces import box
-from grpo_megatron.preflight.load import load_config
+from grpo_megatron.preflight.check import load_config
 from grpo_megatron.sglang import pool
 from grpo_megatron.sglang.arguments import engine_environment
 from grpo_megatron.sglang.weight_receiver import KV_SCALES, as_named_tensors

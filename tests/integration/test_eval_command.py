@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_megatron.cli import main
 from grpo_megatron.data import PromptTokenizer, load_prompts
-from grpo_megatron.preflight.load import load_config
+from grpo_megatron.preflight.check import load_config
 from tests.integration.helpers import digits
 from tests.integration.train_runs import arguments
 

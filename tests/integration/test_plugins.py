@@ -17,7 +17,7 @@ from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample
 from grpo_megatron.errors import UserError
 from grpo_megatron.plugins import Registry
-from grpo_megatron.preflight.load import load_config
+from grpo_megatron.preflight.check import load_config
 from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rollout.environments import Environments
 from grpo_megatron.rollout.episodes import MultiTurn

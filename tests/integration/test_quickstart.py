@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from grpo_megatron.data import PromptTokenizer, load_prompts
-from grpo_megatron.preflight.load import load_config
+from grpo_megatron.preflight.check import load_config
 from grpo_megatron.rewards import resolve_reward
 from tests.parallel.test_weights import assert_identical, read_all
 

@@ -18,7 +18,7 @@ from grpo_megatron.commands.selftest_verdict import Verdict
 from grpo_megatron.commands.train import assembled_loop
 from grpo_megatron.files import json_text
 from grpo_megatron.megatron.state.hf_weights import local_parameters
-from grpo_megatron.preflight.load import load_config
+from grpo_megatron.preflight.check import load_config
 
 pytestmark = pytest.mark.slow
 

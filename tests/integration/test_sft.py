@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from grpo_megatron.cli import main
-from grpo_megatron.preflight.load import load_config
+from grpo_megatron.preflight.check import load_config
 from tests.integration.train_runs import arguments, metrics
 
 

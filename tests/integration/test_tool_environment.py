@@ -17,8 +17,7 @@ from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.config.rollout import HistoryKind, RolloutConfig
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.errors import UserError
-from grpo_megatron.preflight.check import check
-from grpo_megatron.preflight.load import load_config
+from grpo_megatron.preflight.check import check, load_config
 from grpo_megatron.rewards import workers
 from grpo_megatron.rewards.terms import terms_of
 from grpo_megatron.rollout import environments

@@ -24,7 +24,7 @@ from grpo_megatron.config.command import Command
 from grpo_megatron.data import PromptTokenizer, load_prompts
 from grpo_megatron.megatron.spec import actor_spec
 from grpo_megatron.monitoring.charts import OTHERS, charts_of
-from grpo_megatron.preflight.load import load_config
+from grpo_megatron.preflight.check import load_config
 from grpo_megatron.rollout.record import Replay
 from grpo_megatron.run.checkpoints import Checkpoints
 from grpo_megatron.run.resume import open_checkpoint

@@ -13,7 +13,7 @@ import ray
 
 from grpo_megatron.cluster.processes import ProcessDied
 from grpo_megatron.commands.train import assembled_loop
-from grpo_megatron.preflight.load import load_config
+from grpo_megatron.preflight.check import load_config
 from grpo_megatron.weights.sync.sync import WeightSync
 from tests.integration.train_runs import arguments
 

@@ -13,7 +13,7 @@ from grpo_megatron.config.schema import OptimizerConfig
 from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.metrics import merge, to_floats
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from grpo_megatron.preflight.load import load_config
+from grpo_megatron.preflight.check import load_config
 from tests.models import tiny_model
 from tests.parallel import presets
 from tests.parallel.test_invariance import Suite

@@ -5,7 +5,7 @@ from pathlib import Path
 import yaml
 
 from grpo_megatron.importers import RLINF, VERL, import_settings, read_settings, to_yaml
-from grpo_megatron.preflight.load import load_config
+from grpo_megatron.preflight.check import load_config
 
 DATA = Path(__file__).parent / "data"
 VERL_SCRIPT = (DATA / "verl_grpo.sh").read_text()

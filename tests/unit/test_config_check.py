@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from grpo_megatron.preflight.load import load_config
+from grpo_megatron.preflight.check import load_config
 from tests.unit.config_files import config, write
 
 
@@ -43,7 +43,7 @@ def test_check_lists_every_violation_and_what_it_could_not_look_at(capsys, tmp_p
     for part in (
         "'rolout'",
         "packing",
-        "ppo_mini_batch_size=5 does not divide",
+        "train.ppo_mini_batch_size=5",
         "optimizer.lr",
         "rollout.top_p",
         "four",

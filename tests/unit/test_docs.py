@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import submit
 import yaml
-from omegaconf import OmegaConf
 
 from grpo_megatron.cli import main
+from grpo_megatron.config.load import plain
 from grpo_megatron.config.schema import Config
 from grpo_megatron.monitoring.status import STATUS
 from tests.documents import HEADS, PAGES, ROOT, Command, arguments, blocks, commands
@@ -145,7 +145,7 @@ def documented_run(run: Path) -> None:
     os.utime(checkpoint, (now - 151, now - 151))
     config = Config()
     config.run.name, config.model.path = "quickstart", "m"
-    OmegaConf.save(OmegaConf.structured(config), run / "config.yaml")
+    (run / "config.yaml").write_text(yaml.safe_dump(plain(config)))
     of_step = {
         "reward/mean": 0.9688,
         "actor/kl_to_reference": 0.01716,

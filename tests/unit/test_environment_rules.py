@@ -3,7 +3,7 @@
 import pytest
 
 from grpo_megatron.errors import UserError
-from grpo_megatron.preflight.load import load_config
+from grpo_megatron.preflight.check import load_config
 
 
 def configured(*overrides):
@@ -25,20 +25,20 @@ def test_an_environment_is_legal():
         (["rollout.environment=tests.unit.toy_environments:nothing"], "has no function nothing"),
         (["rollout.environment=frozen_lake"], "is unknown; choose one of"),
         ([WORLD, "rollout.max_turns=0"], "rollout.max_turns must be greater than 0"),
-        (["rollout.max_turns=3"], "rollout.max_turns=3 means nothing without rollout.environment"),
-        ([WORLD, "reward.function=math"], "reward.function means nothing with rollout.environment"),
-        ([WORLD, "reward.extract=x"], "reward.extract means nothing with rollout.environment"),
+        (["rollout.max_turns=3"], "only with rollout.environment .rollout.max_turns=3"),
+        ([WORLD, "reward.function=math"], "rewards the model itself .reward.function=math"),
+        ([WORLD, "reward.extract=x"], "rewards the model itself .reward.extract=x"),
         (
             [WORLD, "reward.response_from=[boxed]"],
-            "reward.response_from means nothing with rollout.environment",
+            "rewards the model itself .reward.response_from=",
         ),
         (
             [WORLD, "rollout.tools=[python,x:y]"],
-            "rollout.tools means nothing without rollout.environment=tools",
+            "rollout.tools has an effect only with rollout.environment=tools",
         ),
         (
             [WORLD, "rollout.gymnasium.id=x"],
-            "rollout.gymnasium means nothing without rollout.environment=gymnasium",
+            "only with rollout.environment=gymnasium .rollout.gymnasium.id=x",
         ),
         (["rollout.environment=tools", "rollout.tools=[abacus]"], "rollout.tools=abacus is unknown"),
         (["rollout.environment=tools", "reward.function=mathh"], "reward.function=mathh is unknown"),
@@ -49,11 +49,14 @@ def test_an_environment_is_legal():
             ],
             "reward rank of reward.terms.best compares the answers to a prompt",
         ),
-        (["rollout.history=template"], "rollout.history=template means nothing without rollout.environment"),
-        ([WORLD, "rollout.history=template", "data.chat_template=none"], "needs a chat template"),
+        (["rollout.history=template"], "rollout.history has an effect only with rollout.environment"),
+        (
+            [WORLD, "rollout.history=template", "data.chat_template=none"],
+            "there is no template to render",
+        ),
         (
             [WORLD, "rollout.history=template", "data.overlong_prompts=truncate_left"],
-            "cannot shorten: use skip or error",
+            "cannot be cut; use skip or error",
         ),
     ],
 )

@@ -14,7 +14,7 @@ from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.config.rollout import GymnasiumConfig, InvalidAction, RolloutConfig
 from grpo_megatron.data.tokenizer import PromptTokenizer
 from grpo_megatron.errors import UserError
-from grpo_megatron.preflight.load import load_config
+from grpo_megatron.preflight.check import load_config
 from grpo_megatron.rollout.environments import resolve_environment
 
 gymnasium = pytest.importorskip("gymnasium")
@@ -115,7 +115,7 @@ def test_what_cannot_be_played(settings, says):
 def test_what_is_missing_is_said_before_a_run():
     script = (
         "import sys; sys.modules['gymnasium'] = None\n"
-        "from grpo_megatron.preflight.load import load_config\n"
+        "from grpo_megatron.preflight.check import load_config\n"
         "load_config(None, ['model.path=m', 'data.train=d.jsonl', 'rollout.environment=gymnasium'])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)

@@ -7,7 +7,7 @@ import yaml
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.importers import VERL, import_settings, read_settings, to_yaml
-from grpo_megatron.preflight.load import load_config
+from grpo_megatron.preflight.check import load_config
 from tests.tools import run_tool
 
 HEAD = "python3 -m verl.trainer.main_ppo "

@@ -3,17 +3,16 @@
 test_import_rlinf.py tests the values of RLinf's files.
 """
 
-import dataclasses
 from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 
-from grpo_megatron.config.load import known_keys
+from grpo_megatron.config.keys import is_section, known_keys
 from grpo_megatron.importers import RLINF, SYSTEMS, VERL, import_settings, read_settings, to_yaml
 from grpo_megatron.importers.mapping import UNSET
-from grpo_megatron.preflight.load import load_config
+from grpo_megatron.preflight.check import load_config
 from tests.tools import run_tool
 from tests.unit.imported_configs import (
     DATA,
@@ -262,7 +261,7 @@ def test_what_verl_has_and_we_do_not_is_refused_with_the_reason(arguments, key, 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_the_mapping_names_keys_that_exist_and_has_those_asked_for(name):
     system = SYSTEMS[name]
-    leaves = {key for key, field in known_keys().items() if not dataclasses.is_dataclass(field.type)}
+    leaves = {key for key, field in known_keys().items() if not is_section(field)}
     for entry in system.entries:
         assert set(entry.ours) <= leaves, entry.theirs
         assert entry.ours or entry.note, f"{entry.theirs} goes nowhere and does not say why"
@@ -306,5 +305,5 @@ def test_the_tool_reads_standard_input_and_says_what_is_illegal():
     )
     out, report = tool("-", "--accept", stdin=command, status=2)
     assert yaml.safe_load(out)["model"] == {"path": "/m"}
-    assert "rollout.n=1 gives every sample the advantage 0" in report
-    assert "data.train has no value" in report
+    assert "always gets the advantage 0 (rollout.n=1" in report
+    assert "data.train must name the file" in report

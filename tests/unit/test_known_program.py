@@ -84,11 +84,11 @@ def test_a_term_is_looked_at_too():
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("reward.memory_gib=1e-9", "reward.memory_gib must be at least 0.0625 and at most 1000000, is 1e-09"),
+        ("reward.memory_gib=1e-9", "reward.memory_gib must be at least 0.0625, is 1e-9"),
         ("reward.memory_gib=0.001", "reward.memory_gib must be at least 0.0625"),
-        ("reward.file_mib=1e-9", "reward.file_mib must be at least 1 "),
-        ("reward.file_mib=0.001", "reward.file_mib must be at least 1 "),
-        ("reward.timeout=1e-300", "reward.timeout must be at least 0.001 "),
+        ("reward.file_mib=1e-9", "reward.file_mib must be at least 1,"),
+        ("reward.file_mib=0.001", "reward.file_mib must be at least 1,"),
+        ("reward.timeout=1e-300", "reward.timeout must be at least 0.001,"),
     ],
 )
 def test_limits_with_which_no_worker_could_start_are_refused(override, says):

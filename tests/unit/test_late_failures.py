@@ -10,9 +10,7 @@ from grpo_megatron.config.command import Command
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.memory.parking import Parking
 from grpo_megatron.paths import output_file_problem, output_folder_problem
-from grpo_megatron.preflight.check import check
-from grpo_megatron.preflight.load import load_config
-from grpo_megatron.preflight.start import check_output_folders
+from grpo_megatron.preflight.check import check, check_output_folders, load_config
 from grpo_megatron.rollout.record import must_be_free
 
 
@@ -52,11 +50,11 @@ def violations(tmp_path, *changes, command=Command.train):
         # Seen from outside.
         (
             ["rollout.engine.max_total_tokens=8"],
-            "rollout.engine.max_total_tokens=8 does not hold the longest request",
+            "rollout.engine.max_total_tokens must hold the longest request",
         ),
         (
             ["rollout.temperature=1e-300"],
-            "rollout.temperature must be at least 0.01 and at most 100, is 1e-300",
+            "rollout.temperature must be at least 0.01, is 1e-300",
         ),
         (
             ["rollout.record=/proc/nope/x"],
@@ -70,15 +68,15 @@ def violations(tmp_path, *changes, command=Command.train):
         # Of the same kinds.
         (
             ["rollout.engine.max_total_tokens=29"],
-            "data.max_prompt_length=16 and rollout.max_response_length=12 need at least 30",
+            "data.max_prompt_length=16, rollout.max_response_length=12; at least 30 are needed",
         ),
-        (["rollout.engine.max_total_tokens=17", "rollout.max_response_length=1"], "need at least 23"),
+        (["rollout.engine.max_total_tokens=17", "rollout.max_response_length=1"], "at least 23 are needed"),
         (
             ["rollout.engine.max_total_tokens=40", "eval.max_response_length=30", "data.eval=/nowhere.jsonl"],
-            "data.max_prompt_length=16 and eval.max_response_length=30 need at least 48",
+            "data.max_prompt_length=16, eval.max_response_length=30; at least 48 are needed",
         ),
         (["rollout.temperature=1e-5"], "rollout.temperature must be at least 0.01"),
-        (["rollout.temperature=1e38"], "rollout.temperature must be at least 0.01 and at most 100"),
+        (["rollout.temperature=1e38"], "rollout.temperature must be at most 100"),
         (["megatron.offload_folder=/proc/nope"], "megatron.offload_folder=/proc/nope cannot be written to: "),
         (
             ["weight_sync.transport=disk", "weight_sync.folder=README.md"],
@@ -98,14 +96,6 @@ def violations(tmp_path, *changes, command=Command.train):
             "rollout.record: README.md/x cannot exist, because a part of the path is a file, not a folder",
         ),
         (["rollout.record=docs"], "rollout.record: docs is a folder, not a file"),
-        (["optimizer.eps=1e-300"], "optimizer.eps must be between 1e-18 and 1e+18 in magnitude"),
-        (["optimizer.lr=1e300"], "optimizer.lr must be between 1e-18 and 1e+18 in magnitude"),
-        (["algorithm.clip_ratio_high=1e300"], "algorithm.clip_ratio_high must be between"),
-        (
-            ["algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=1e300"],
-            "algorithm.kl_loss_coef must be between",
-        ),
-        (["optimizer.clip_grad=1e-300"], "optimizer.clip_grad must be between"),
         (
             ["megatron.cpu_threads=100000"],
             "megatron.cpu_threads must be auto, or a whole number from 1 to 1024",
@@ -114,7 +104,7 @@ def violations(tmp_path, *changes, command=Command.train):
             ["rollout.engine.cpu_threads=100000"],
             "rollout.engine.cpu_threads must be auto, or a whole number from 1 to 1024",
         ),
-        (["reward.workers=100000"], "reward.workers must be greater than 0 and at most 1024"),
+        (["reward.workers=100000"], "reward.workers must be at most 1024"),
         (["cluster.call_timeout=1e300"], "cluster.call_timeout must be"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",

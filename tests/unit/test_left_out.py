@@ -301,14 +301,11 @@ def test_statistics_of_groups_of_several_sizes():
 def test_what_it_goes_with():
     assert violations(configured()) == []
     (sentence,) = violations(configured("reward.failure_value=-1"))
-    assert (
-        "reward.failure_value=-1.0 means nothing with reward.on_failure=leave_out; set it to value"
-        in sentence
-    )
+    assert "only with reward.on_failure=value (reward.failure_value=-1.0)" in sentence
     two = ["megatron.data_parallel=2", "train.packing=false"]
-    assert ["groups of any size" in sentence for sentence in violations(configured(*two, "rollout.n=4"))] == [
-        True
-    ]
+    assert [
+        "groups then have any size" in sentence for sentence in violations(configured(*two, "rollout.n=4"))
+    ] == [True]
     assert violations(configured(two[0])) == violations(configured(two[1])) == []
     assert (
         "reward.on_failure"

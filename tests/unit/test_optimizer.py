@@ -12,7 +12,7 @@ from grpo_megatron.config.derived import lr_decay_steps
 from grpo_megatron.config.schema import LrSchedule, OptimizerConfig, WsdDecayStyle
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.optimizer import continue_schedule, lr_scheduler
-from grpo_megatron.preflight.load import load_config
+from grpo_megatron.preflight.check import load_config
 from grpo_megatron.trainer.policy import DroppedSteps
 
 # lr 1, down to 0.2 at step 12, 4 steps of warm-up; wsd decays in steps 9 to 12.
@@ -140,16 +140,19 @@ COSINE = "optimizer.lr_schedule=cosine"
 BROKEN = {
     "lr_min over lr": (
         ["optimizer.lr=1e-6", "optimizer.lr_min=1e-5"],
-        "optimizer.lr_min=1e-05 is more than optimizer.lr=1e-06",
+        "optimizer.lr_min must be at most optimizer.lr (optimizer.lr_min=1.0e-05, optimizer.lr=1.0e-06)",
     ),
-    "negative lr_min": (["optimizer.lr_min=-1"], "optimizer.lr_min must not be negative, is -1"),
+    "negative lr_min": (
+        ["optimizer.lr_min=-1"],
+        "optimizer.lr_min must be at least 0, is -1",
+    ),
     "warm-up": (
         [COSINE, "optimizer.lr_warmup_steps=9", "optimizer.lr_decay_steps=8"],
-        "optimizer.lr_warmup_steps=9 is more than the 8 steps of the schedule",
+        "optimizer.lr_warmup_steps=9, optimizer.wsd_decay_steps=null; the schedule has 8 steps",
     ),
     "warm-up over the run": (
         [COSINE, "optimizer.lr_warmup_steps=9", "run.total_steps=8"],
-        "optimizer.lr_warmup_steps=9 is more than the 8 steps of the schedule",
+        "optimizer.lr_warmup_steps=9, optimizer.wsd_decay_steps=null; the schedule has 8 steps",
     ),
     "no length": (["optimizer.lr_decay_steps=0"], "optimizer.lr_decay_steps must be greater than 0, is 0"),
     "wsd without a decay": (
@@ -162,13 +165,11 @@ BROKEN = {
     ),
     "wsd decay too long": (
         ["optimizer.lr_schedule=wsd", "optimizer.wsd_decay_steps=101"],
-        "optimizer.wsd_decay_steps=101 after optimizer.lr_warmup_steps=0 is more than "
-        "the 100 steps of the schedule",
+        "optimizer.lr_warmup_steps=0, optimizer.wsd_decay_steps=101; the schedule has 100 steps",
     ),
     "wsd decay into the warm-up": (
         ["optimizer.lr_schedule=wsd", "optimizer.wsd_decay_steps=60", "optimizer.lr_warmup_steps=41"],
-        "optimizer.wsd_decay_steps=60 after optimizer.lr_warmup_steps=41 is more than "
-        "the 100 steps of the schedule",
+        "optimizer.lr_warmup_steps=41, optimizer.wsd_decay_steps=60; the schedule has 100 steps",
     ),
     "never a step": (
         ["optimizer.max_grad_norm_to_step=0"],
@@ -190,7 +191,7 @@ def test_each_broken_rule_is_one_sentence(name):
         load_config(None, [*NEEDED, *overrides])
     message = str(caught.value)
     assert sentence in message
-    assert message.count("\n  - ") == (0 if name.startswith("unknown") else 1)
+    assert "\n" not in message
 
 
 def test_the_limits_themselves_are_legal():

@@ -7,8 +7,8 @@ import torch
 
 from grpo_megatron.model.architecture import Architecture, MoE
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.preflight.check import load_config
 from grpo_megatron.preflight.layout import layout_violations, layout_violations_of_model
-from grpo_megatron.preflight.load import load_config
 
 ARCH = Architecture(
     family="llama",
@@ -53,15 +53,15 @@ CASES = [
     (
         {"tp": 7, "pp": 8, "ep": 5},
         {},
-        [HEADS, KV, FFN, LAYERS, "does not divide the 7 ranks", "this one is dense"],
+        [HEADS, KV, FFN, LAYERS, "5 does not divide 7", "the model is dense"],
     ),
-    ({"vpp": 2}, {}, ["virtual_pipeline=2 needs"]),
+    ({"vpp": 2}, {}, ["megatron.virtual_pipeline=2"]),
     ({"pp": 2, "vpp": 5}, {}, [LAYERS]),
-    ({"pp": 3, "pipeline_layers": (4, 4)}, {}, ["must be 3 numbers"]),
-    ({"pp": 2, "pipeline_layers": (4, 6)}, {}, ["are 10 layers"]),
-    ({"dp": 2, "ep": 2}, {}, ["this one is dense"]),
-    ({"dp": 4, "ep": 4, "etp": 1}, EXPERTS, ["4 does not divide the model's 6 experts"]),
-    ({"dp": 3, "etp": 3}, EXPERTS, ["experts' intermediate size"]),
+    ({"pp": 3, "pipeline_layers": (4, 4)}, {}, ["model chunks: 3"]),
+    ({"pp": 2, "pipeline_layers": (4, 6)}, {}, ["pipeline_layers=[4, 6], layers: 12"]),
+    ({"dp": 2, "ep": 2}, {}, ["the model is dense"]),
+    ({"dp": 4, "ep": 4, "etp": 1}, EXPERTS, ["megatron.expert_parallel=4, experts: 6"]),
+    ({"dp": 3, "etp": 3}, EXPERTS, ["intermediate size of experts: 100"]),
     ({"tp": 2}, EXPERTS, ["needs megatron.sequence_parallel=true"]),
     ({"sequence_parallel": True}, {}, ["sequence_parallel=true needs"]),
     ({"tp": 7, "sequence_parallel": True}, {}, [HEADS, KV, FFN, HIDDEN]),

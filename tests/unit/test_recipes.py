@@ -37,7 +37,7 @@ def test_a_layout_that_the_model_does_not_allow_would_be_noticed(recipe):
     model = f"configs/models/{RECIPES[name]}"
     other = read_config(f"configs/{name}.yaml", [f"model.path={model}", "megatron.tensor_parallel=7"])
     assert any(
-        "megatron.tensor_parallel=7 does not divide" in violation
+        "megatron.tensor_parallel must divide the model's attention heads" in violation
         for violation in architecture_violations(other, arch)
     )
 

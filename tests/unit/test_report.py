@@ -6,11 +6,12 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
 from grpo_megatron.cli import main
+from grpo_megatron.config.load import plain
 from grpo_megatron.config.schema import Config
 from grpo_megatron.monitoring.report.chart import Line, line_chart, nice_ticks
 from grpo_megatron.monitoring.report.idle import busy_shares
@@ -54,7 +55,7 @@ def make_run(folder, reward=(0.1, 0.5, 0.9), seed=1234, sample=ATTACK):
     folder.mkdir()
     config = Config()
     config.run.name, config.run.seed, config.model.path = ATTACK[:9].strip("</>"), seed, "m"
-    OmegaConf.save(OmegaConf.structured(config), folder / "config.yaml")
+    (folder / "config.yaml").write_text(yaml.safe_dump(plain(config)))
     rows = [
         {
             "step": step,

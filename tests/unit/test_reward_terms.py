@@ -10,7 +10,7 @@ from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.config.reward import OnFailure, RewardConfig
 from grpo_megatron.errors import UserError
-from grpo_megatron.preflight.load import load_config
+from grpo_megatron.preflight.check import load_config
 from grpo_megatron.rewards import RewardWorkers, group_reward, resolve_rewards
 from grpo_megatron.rewards.scoring import Failed, GroupScored, GroupTask, RewardTask, Scorer
 from grpo_megatron.rewards.terms import terms_of, total
@@ -110,9 +110,12 @@ def test_one_function_with_options():
             r"reward.terms.form.pattern must be a regular expression",
         ),
         ({"form": {"function": "regex"}}, r"reward.terms.form.pattern must be a regular expression"),
-        ({"right": RIGHT | {"weight": "much"}}, r"reward.terms.right: Value 'much'"),
+        ({"right": RIGHT | {"weight": "much"}}, r"reward.terms.right.weight: expected number, got much"),
         ({"right": RIGHT | {"weight": float("inf")}}, r"reward.terms.right.weight must be a finite number"),
-        ({"right": RIGHT | {"response_from": ["box"]}}, r"reward.terms.right.response_from=box is unknown"),
+        (
+            {"right": RIGHT | {"response_from": ["box"]}},
+            r"reward.terms.right.response_from: expected .*, got box",
+        ),
         ({"reward": RIGHT}, r"reward.terms.reward: the name of a term"),
         ({"a b": RIGHT}, r"the name of a term must consist of letters"),
         (
