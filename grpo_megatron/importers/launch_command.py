@@ -51,12 +51,12 @@ class Launch:
 
     @property
     def other_words(self) -> list[str]:
-        """The words that are no settings, from the program or the first setting on."""
+        """The words that are no settings, from the program or the first setting on, with placeholders."""
         words, program = self.words, self.program
         first = next(
             (place for place, word in enumerate(words) if word == program or _ARGUMENT.match(word)), 0
         )
-        return [word for word in words[first:] if not _ARGUMENT.match(word)]
+        return [word for word in self.call.words[first:] if not _ARGUMENT.match(word)]
 
     def shown(self, key: str) -> str | None:
         """Return the text of a setting; None if it is not set."""
@@ -133,7 +133,7 @@ def mentioned(names: tuple[str, ...], text: str | None) -> list[str]:
 def read_words(launch: Launch, settings: Settings) -> None:
     """Add the settings of a launch command, and what its other words say."""
     settings.values |= {key: launch.value(key) for key in launch.settings}
-    words = iter(launch.other_words)
+    words = map(launch.trace.shown, launch.other_words)
     for word in words:
         if _REMOVAL.match(word):
             settings.unread.append(f"{word}: removes a key of theirs")

@@ -57,6 +57,7 @@ class _Reader:
         self._prints = "placeholder"
         self._place = 0
         self._launch: Launch
+        self._sources: list[str] = []
 
     def read(self) -> Settings:
         trace = self._first_run()
@@ -65,6 +66,7 @@ class _Reader:
         self._launch = found[self._place]
         settings = self._settings
         settings.program = self._launch.program
+        self._sources = trace.sources
         settings.unread += [f"{source}: {_ANOTHER}" for source in trace.sources]
         settings.unread += trace.errors
         settings.lost += [
@@ -130,24 +132,28 @@ class _Reader:
         keys = self._launch.settings | other.settings
         return [key for key in keys if self._launch.shown(key) != other.shown(key)]
 
+    def _changes(self, trace: Trace) -> tuple[list[str], list[str], list[str]]:
+        """Return the keys, other words, and sourced scripts that differ in another run.
+
+        A difference in what placeholders stand for is none, because a program prints nothing where it fails.
+        """
+        other = launches(trace)[self._place]
+        keys = [key for key in self._differing(other) if self._launch.filled(key) != other.filled(key)]
+        known = set(map(self._launch.trace.filled, self._launch.other_words))
+        words = [word for word in other.other_words if trace.filled(word) not in known]
+        return keys, list(map(trace.shown, words)), [one for one in trace.sources if one not in self._sources]
+
     def _differs(self, trace: Trace | None, reason: str) -> None:
         """Record as undecided what differs in another run. reason: text that says why."""
         if trace is None:
             return
-        other = launches(trace)[self._place]
-        settings = self._settings
-        for key in self._differing(other):
-            if self._launch.filled(key) == other.filled(key):
-                continue  # a program prints nothing where it fails
-            values = [launch.shown(key) for launch in (self._launch, other)]
+        keys, words, sources = self._changes(trace)
+        for key in keys:
+            values = [launch.shown(key) for launch in (self._launch, launches(trace)[self._place])]
             listed = " or ".join("not set" if value is None else value for value in values)
             self._leave_open(key, f"$<{as_words(listed)}>", reason)
-        for word in other.other_words:
-            if word not in self._launch.other_words:
-                settings.unread.append(f"{word}: {reason}")
-        for source in trace.sources:
-            if f"{source}: {_ANOTHER}" not in settings.unread:
-                settings.unread.append(f"{source}: {_ANOTHER}; {reason}")
+        self._settings.unread += [f"{word}: {reason}" for word in words]
+        self._settings.unread += [f"{source}: {_ANOTHER}; {reason}" for source in sources]
 
     def _leave_open(self, key: str, value: str, reason: str) -> None:
         settings = self._settings
@@ -172,7 +178,7 @@ class _Reader:
         launched = [launch.call for launch in launches(trace)]
         commands = {trace.command(call): call for call in trace.calls if call not in launched}
         together = self._run(failing=tuple(commands)) if commands else None
-        if together is None or self._differing(launches(together)[self._place]):
+        if together is None or any(self._changes(together)):
             for command, call in list(commands.items())[:_MOST_FAILURES]:
                 reason = f"depends on whether {trace.shown(' '.join(call.words))} succeeds"
                 self._differs(self._run(failing=(command,)), reason)
@@ -227,9 +233,9 @@ class _Reader:
             f"${name}: not set; with another value, these may differ: {', '.join(keys)}"
             for name, keys in decisive.items()
         ]
-        for word in dict.fromkeys(other.other_words):
+        for word in dict.fromkeys(map(other.trace.shown, other.other_words)):
             named = mentioned(names, word)
-            if not named or word in self._launch.other_words or self._has_default(named[0]):
+            if not named or self._has_default(named[0]):
                 continue
             if named[0].isdigit():
                 _add(OF_CALLER, settings.notes)

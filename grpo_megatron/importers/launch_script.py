@@ -21,7 +21,7 @@ from grpo_megatron.sandbox.run import Ended, Outcome, Program, Sandbox
 NEITHER = "found neither YAML sections nor key=value arguments of a launch command"
 _PRELUDE = (Path(__file__).parent / "launch_prelude.sh").read_text(encoding="utf-8")
 _LIMITS = SandboxLimits(
-    seconds=2.0, cpu_seconds=2, memory_mib=192, threads=4, files_mib=4, files=200, output_kib=1024
+    seconds=10.0, cpu_seconds=2, memory_mib=192, threads=4, files_mib=4, files=200, output_kib=1024
 )
 _PROCESSES = 32
 _INSTEAD = (

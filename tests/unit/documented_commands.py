@@ -65,6 +65,10 @@ SUITE = Needs("to be what runs the tests", "test|lint")
 INSTALL = Needs("a package index", "(?i)install")
 QUICKSTART = {"FILE": "configs/quickstart.yaml", "key=value ...": "run.seed=2", "key=value": "run.seed=2"}
 SHELL_OF_VERL = {"run_grpo.sh": "tests/unit/data/verl_grpo.sh", "mine.yaml": "{folder}/mine.yaml"}
+HYDRA_OF_VERL = {
+    "outputs/2026-01-31/12-00-00": "tests/unit/data/hydra_run",
+    "mine.yaml": "{folder}/mine.yaml",
+}
 YAML_OF_RLINF = {"rlinf.yaml": "tests/unit/data/rlinf_grpo.yaml", "mine.yaml": "{folder}/mine.yaml"}
 PLAN = {
     "FILE": "{folder}/qwen3_8b.yaml",
@@ -148,6 +152,7 @@ COMMANDS = {
         '"make_tiny_model", folder, "--tokenizer", "bytes"',
     ),
     "python tools/import_config.py run_grpo.sh --accept --out mine.yaml": Run(SHELL_OF_VERL),
+    "python tools/import_config.py outputs/2026-01-31/12-00-00 --out mine.yaml": Run(HYDRA_OF_VERL, status=2),
     "python tools/convert_hf_to_megatron.py HF_DIR OUT_DIR": ByTest(CONVERSION, '"convert_hf_to_megatron"'),
     "python tools/convert_gguf_to_hf.py": ByTest(GGUF, '"convert_gguf_to_hf"'),
     "python tools/convert_gguf_to_hf.py FILE.gguf OUT_DIR": ByTest(GGUF, '"convert_gguf_to_hf"'),

@@ -1,6 +1,7 @@
 """Launch scripts and YAML files of other systems: what is read from them, and what is refused."""
 
 import contextlib
+from pathlib import Path
 
 import pytest
 import yaml
@@ -158,16 +159,20 @@ def test_settings_after_a_missing_backslash_are_told():
 
 
 def test_what_hydra_itself_has_written_is_read(tmp_path):
-    overrides = "- a.b=1\n- ++actor.c=[x,2]\n- 'd.e={f: 1e-6}'\n- g.h=\n- ~i.j\n"
-    folder = tmp_path / "outputs" / ".hydra"
-    folder.mkdir(parents=True)
-    (folder / "overrides.yaml").write_text(overrides)
-    (folder / "hydra.yaml").write_text("hydra:\n  job: {name: main_ppo, config_name: dapo_trainer}\n")
-    for found in (read_hydra_folder(folder.parent), read_hydra_folder(folder)):
-        assert found.values == {"a.b": 1, "actor.c": ["x", 2], "d.e": {"f": 1e-6}, "g.h": None}
-        assert found.unread == ["~i.j: removes a key of theirs"]
-        assert (found.program, found.base) == ("main_ppo", {"name": "dapo_trainer"})
-    assert read_settings(overrides).values == found.values
+    folder = Path(__file__).parent / "data" / "hydra_run"
+    for found in (read_hydra_folder(folder), read_hydra_folder(folder / ".hydra")):
+        assert found.values == {
+            "algorithm.adv_estimator": "grpo",
+            "data.train_files": ["/data/gsm8k/train.parquet", "/data/math/train.parquet"],
+            "actor_rollout_ref.model.path": "/models/qwen",
+            "actor_rollout_ref.actor.megatron.router_replay.mode": "R3",
+            "actor_rollout_ref.rollout.n": 8,
+            "trainer.experiment_name": None,
+        }
+        assert found.unread == ["~trainer.device: removes a key of theirs"]
+        assert (found.program, found.base) == ("main_ppo", {"name": "ppo_megatron_trainer"})
+    assert import_settings(SYSTEMS["verl"], found).values["moe.routing_replay"] == "engine"
+    assert read_settings((folder / ".hydra" / "overrides.yaml").read_text()).values == found.values
     with pytest.raises(UserError, match=r"without \.hydra/overrides\.yaml"):
         read_hydra_folder(tmp_path)
 

@@ -1,5 +1,6 @@
 """Launch scripts that bash runs in the sandbox: what is recorded, and that no script does harm."""
 
+import re
 import time
 from functools import partial
 
@@ -157,7 +158,7 @@ FORK_BOMB = "f() { f | f & }\nf\nwait\n"
     ("attack", "reason"),
     [
         ("while :; do :; done", "cpu"),
-        ("while :; do true & wait; done", "time"),
+        ("while :; do true & wait; done", "(cpu|time)"),
         (FORK_BOMB, "processes"),
         ("while :; do sleep_() { :; }; (sleep_ 1; while :; do :; done) & done", "processes"),
         ("while :; do printf '%1000000s' x; done", "output"),
@@ -170,7 +171,7 @@ def test_a_script_that_never_ends_or_takes_too_much_is_ended(attack, reason):
     with pytest.raises(UserError) as error:
         read(f"{attack}\n{HEAD} a.b=1")
     if reason:
-        assert f"its use of {reason} in the sandbox" in str(error.value)
+        assert re.search(f"its use of {reason} in the sandbox", str(error.value))
         assert "--cfg job" in str(error.value)
     assert time.monotonic() - start < 60
     assert processes() == before

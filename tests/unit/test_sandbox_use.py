@@ -14,7 +14,7 @@ import pytest
 
 from grpo_megatron.config.sandbox import Isolation, SandboxLimits
 from grpo_megatron.sandbox import system_calls
-from grpo_megatron.sandbox.run import Program, Sandbox, required_containment
+from grpo_megatron.sandbox.run import Ended, Program, Sandbox, required_containment
 from grpo_megatron.sandbox.tool import run_python
 from tests.sandboxes import processes
 from tests.tools import wait_until
@@ -69,7 +69,7 @@ def test_whoever_runs_it_may_have_stricter_limits(containment):
     """A reward worker with a small reward.file_mib has stricter limits, which its programs then have too."""
     source = f"""
 import resource
-from grpo_megatron.sandbox.run import Program, Sandbox
+from grpo_megatron.sandbox.run import Ended, Program, Sandbox
 resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
 with Sandbox(containment={containment!r}) as sandbox:
     print(sandbox.run(Program("import resource; print(resource.getrlimit(resource.RLIMIT_FSIZE))")))
@@ -94,12 +94,46 @@ def test_the_tool_of_a_model(source, text):
     assert re.fullmatch(text, run_python(source, SandboxLimits(seconds=1.5), longest=1000), re.DOTALL)
 
 
+# Starts processes, of which some outlive it, and reports what the others could not do.
+STARTS_OTHERS = """
+import os, socket, time
+def child(action):
+    if not os.fork():
+        try:
+            action()
+            print("an action worked", flush=True)
+        except OSError:
+            os._exit(0)
+        os._exit(0)
+if not os.fork():
+    os.fork()
+    time.sleep(60)
+for action in (lambda: os.setsid(), lambda: os.setpgid(0, 0), lambda: os.kill(1, 0), socket.socket):
+    child(action)
+time.sleep(0.2)
+print("done")
+"""
+
+
+def test_a_program_that_may_start_processes(containment):
+    before = processes()
+    with Sandbox(SandboxLimits(seconds=5), containment=containment) as sandbox:
+        outcome = sandbox.run(Program(STARTS_OTHERS, processes=16))
+        assert (outcome.ended, outcome.status, outcome.stdout) == (Ended.itself, 0, "done\n")
+        wait_until(lambda: len(processes() - before) == 1, "more is left than the helper")
+        bomb = sandbox.run(Program("import os\nwhile True:\n    os.fork()", processes=16))
+        assert bomb.ended == Ended.processes
+        wait_until(lambda: len(processes() - before) == 1, "more is left than the helper")
+        assert "Operation not permitted" in sandbox.run(Program("import os\nos.fork()")).stderr
+    assert processes() == before
+
+
 # A machine without namespaces and Landlock. A separate filter refuses them here, made by the code under test.
 ON_A_POOR_MACHINE = """
 from grpo_megatron.config.sandbox import Isolation
 from grpo_megatron.errors import UserError
 from grpo_megatron.sandbox import system_calls
-from grpo_megatron.sandbox.run import Program, Sandbox, required_containment
+from grpo_megatron.sandbox.run import Ended, Program, Sandbox, required_containment
 
 system_calls._FORBIDDEN = {"unshare": system_calls._FORBIDDEN["unshare"]}
 system_calls._conditional = lambda own_pid, may_fork: {}
