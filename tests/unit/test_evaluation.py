@@ -223,7 +223,7 @@ def test_what_is_about_the_trainer_alone_is_not_looked_at():
         (Command.train, "data.eval=e.jsonl", ["rollout", "eval"]),
         (Command.train, "data.eval=null", ["rollout"]),
         (Command.eval, "data.eval=e.jsonl", ["eval"]),
-        ("sft", "data.eval=e.jsonl", ["rollout"]),
+        (Command.sft, "data.eval=e.jsonl", ["rollout"]),
     ],
 )
 def test_responses_are_no_longer_than_the_model_can_be(tmp_path, command, data, of):

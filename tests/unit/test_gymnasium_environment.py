@@ -10,6 +10,7 @@ import pytest
 
 from examples.frozen_lake import around, surroundings
 from grpo_megatron.batch.prompt import Prompt
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.config.rollout import GymnasiumConfig, InvalidAction, RolloutConfig
 from grpo_megatron.data.tokenizer import PromptTokenizer
@@ -190,7 +191,9 @@ def test_a_prompt_with_its_first_observation_is_what_was_learned(files, tmp_path
     folder, read = files
     make_tokenizer("bytes").save_pretrained(tmp_path)
     config = load_config(
-        "configs/frozen_lake_sft.yaml", [f"model.path={tmp_path}", f"data.train={folder}/sft.jsonl"], "sft"
+        "configs/frozen_lake_sft.yaml",
+        [f"model.path={tmp_path}", f"data.train={folder}/sft.jsonl"],
+        Command.sft,
     )
     tokenizer = PromptTokenizer(str(tmp_path))
     [example, *_], _ = load_examples(config, tokenizer)
