@@ -221,7 +221,9 @@ class Controller:
             self.config.train.old_logprobs == OldLogprobs.current,
         )
         enough = floor is not None and (self.entropy is None or self.entropy >= floor)
-        loss = replace(self.loss, entropy_coeff=0.0) if enough else self.loss
+        loss = self.loss
+        if enough:
+            loss = replace(loss, algorithm=replace(loss.algorithm, entropy_coeff=0.0))
         trained: list[Metrics] = []
         for mini in mini_batches * self.config.train.ppo_epochs:
             trained.append(self.trainer.train_step(mini.batch, mini.plan, loss, current, mini.key))
