@@ -50,6 +50,7 @@ from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.schedule import schedule
 from grpo_megatron.batch.token_weights import token_weights
 from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.config.algorithm import AlgorithmConfig
 from grpo_megatron.config.schema import OptimizerConfig
 from grpo_megatron.megatron import process_groups
 from grpo_megatron.megatron.actor import Actor
@@ -61,7 +62,7 @@ MAX_TOKENS = 4096
 MAX_RESPONSE = 1024
 GROUP = 8
 TOLERANCE = 1e-4
-LOSS = PolicyLoss(entropy_coeff=0.01)
+LOSS = PolicyLoss(AlgorithmConfig(entropy_coeff=0.01))
 
 
 @dataclass(frozen=True)

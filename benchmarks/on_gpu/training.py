@@ -8,13 +8,14 @@ import torch
 from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.config.algorithm import AlgorithmConfig
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.state.hf_weights import iterate_hf
 from on_gpu.actors import PRECISIONS, batches, micro_batches, one_rank, problem_of, random_actor, spec_of
 from on_gpu.bench import Bench, parameters
 from on_gpu.device import seconds, slowest_operations
 
-LOSS = PolicyLoss(entropy_coeff=0.01)
+LOSS = PolicyLoss(AlgorithmConfig(entropy_coeff=0.01))
 # A training step has three matrix products for each one of a forward pass, because the backward pass computes
 # the gradients of activations and of weights.
 _TRAINING = 3

@@ -39,7 +39,9 @@ class Algorithm:
         """
         floor = self._config.algorithm.entropy_floor
         enough = floor is not None and (self._entropy is None or self._entropy >= floor)
-        return replace(self._loss, entropy_coeff=0.0) if enough else self._loss
+        if not enough:
+            return self._loss
+        return replace(self._loss, algorithm=replace(self._loss.algorithm, entropy_coeff=0.0))
 
     def mismatch_report(self, mismatch: Metrics, batches: list[TrainBatch]) -> MismatchReport:
         """Return what to tell the user about the mismatch of a step, and whether the run must stop."""

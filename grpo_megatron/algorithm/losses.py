@@ -6,7 +6,7 @@ batch/token_weights.py), so no mean is taken here.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -69,34 +69,11 @@ class TokenLoss(Protocol):
 class PolicyLoss:
     """The policy loss of a token: factor · surrogate(ratio) + kl_loss_coef · KL - entropy_coeff · entropy.
 
-    Ratio level, surrogate, KL to the reference and entropy bonus can be combined freely. Most fields are
-    named as in config.algorithm.
+    Ratio level, surrogate, KL to the reference and entropy bonus can be combined freely.
     """
 
-    clip_ratio_low: float = 0.2
-    """The policy ratio is clipped below 1 - clip_ratio_low."""
-    clip_ratio_high: float = 0.2
-    """The policy ratio is clipped above 1 + clip_ratio_high."""
-    use_kl_loss: bool = False
-    """True to add the KL to the reference policy."""
-    kl_loss_coef: float = 0.0
-    """Coefficient of the KL."""
-    kl_loss_type: str = "k3"
-    """Estimator of the KL, see kl.KL_TYPES, or "full"."""
-    entropy_coeff: float = 0.0
-    """Coefficient of the entropy bonus."""
-    ratio_level: str = "token"
-    """Key of surrogates.RATIO_LEVELS."""
-    surrogate: str = "clip"
-    """Name of the surrogate objective."""
-    clip_ratio_c: float | None = None
-    """Dual clip: the loss of a negative advantage is at most clip_ratio_c · |advantage|. None: off."""
-    kl_loss_unbiased: bool = False
-    """True to weight the KL with the policy ratio, see kl.unbiased_kl."""
-    mask_applies_to: str = "policy"
-    """With "all", tokens that the correction masks also lose KL and entropy. Token weights do not change."""
-    early_stop_imp_ratio: float | None = None
-    """Largest mean policy ratio of a step. A step above it does not change the weights. None: no limit."""
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """Settings of the loss; those of the advantages are not read."""
     correction: Correction | None = None
     """Correction of the mismatch, if known only in the training forward. None: none, or done before."""
     mismatch_limit: float | None = None
@@ -111,21 +88,18 @@ class PolicyLoss:
         known_before: True if the trainer's log-probs of the sampled tokens are computed before training. The
             mismatch with the engine is then corrected in step_coefficients, and not in this loss.
         """
-        same = {
-            name: getattr(algorithm, name) for name in cls.__dataclass_fields__ if hasattr(algorithm, name)
-        }
-        if not known_before:
-            same["correction"] = Correction.from_config(mismatch)
-            same["mismatch_limit"] = mismatch.threshold if mismatch.action == MismatchAction.stop else None
-        return cls(**same)
+        if known_before:
+            return cls(algorithm)
+        limit = mismatch.threshold if mismatch.action == MismatchAction.stop else None
+        return cls(algorithm, Correction.from_config(mismatch), limit)
 
     @property
     def needs_full_kl(self) -> bool:
-        return self.use_kl_loss and self.kl_loss_type == FULL_KL
+        return self.algorithm.use_kl_loss and self.algorithm.kl_loss_type == FULL_KL
 
     @property
     def limits(self) -> dict[str, float]:
-        limits = {"actor/ratio": self.early_stop_imp_ratio, "mismatch/max": self.mismatch_limit}
+        limits = {"actor/ratio": self.algorithm.early_stop_imp_ratio, "mismatch/max": self.mismatch_limit}
         return {name: limit for name, limit in limits.items() if limit is not None}
 
     def __call__(self, logp, entropy, inputs, full_kl=None):
@@ -137,9 +111,9 @@ class PolicyLoss:
             logp.detach() if inputs.old_logp is None else torch.where(mask, inputs.old_logp, logp.detach())
         )
         log_ratio = logp - old_logp
-        used_ratio = RATIO_LEVELS[self.ratio_level](log_ratio, mask, inputs.sequence_sum)
+        used_ratio = RATIO_LEVELS[self.algorithm.ratio_level](log_ratio, mask, inputs.sequence_sum)
         terms = PolicyTerms(logp, used_ratio, inputs.advantage, mask)
-        loss, clipped = surrogate.get(self.surrogate)(terms, self)
+        loss, clipped = surrogate.get(self.algorithm.surrogate)(terms, self.algorithm)
         factor, kept = self._factor(logp, inputs)
         loss = torch.where(kept, factor * loss, 0.0)
         metrics: Metrics = {
@@ -155,13 +129,13 @@ class PolicyLoss:
         if self.correction:
             metrics["mismatch/masked"] = Mean(_masked_sum(~kept, mask), count)
             metrics["mismatch/factor"] = Mean(_masked_sum(factor, mask & kept), (mask & kept).sum())
-        if self.use_kl_loss:
+        if self.algorithm.use_kl_loss:
             kl = self._kl(logp, log_ratio, inputs, full_kl)
             metrics["actor/kl_to_reference"] = Mean(_masked_sum(kl, mask), count)
-            loss = loss + self.kl_loss_coef * kl
-        if self.entropy_coeff:
-            loss = loss - self.entropy_coeff * entropy
-        trained = mask & kept if self.mask_applies_to == "all" else mask
+            loss = loss + self.algorithm.kl_loss_coef * kl
+        if self.algorithm.entropy_coeff:
+            loss = loss - self.algorithm.entropy_coeff * entropy
+        trained = mask & kept if self.algorithm.mask_applies_to == "all" else mask
         return torch.where(trained, loss, 0.0), metrics
 
     def _factor(self, logp: torch.Tensor, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,8 +151,10 @@ class PolicyLoss:
         """Return the KL to the reference policy at each token [t], exact or estimated as configured."""
         if self.needs_full_kl:
             return full_kl
-        kl = kl_penalty(logp, torch.where(inputs.mask, inputs.ref_logp, logp.detach()), self.kl_loss_type)
-        return unbiased_kl(kl, log_ratio) if self.kl_loss_unbiased else kl
+        kl = kl_penalty(
+            logp, torch.where(inputs.mask, inputs.ref_logp, logp.detach()), self.algorithm.kl_loss_type
+        )
+        return unbiased_kl(kl, log_ratio) if self.algorithm.kl_loss_unbiased else kl
 
 
 @dataclass(frozen=True)

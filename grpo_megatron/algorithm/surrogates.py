@@ -1,29 +1,21 @@
 """The configurable parts of the policy gradient: the level of the ratio, and the surrogate objective.
 
-A surrogate is a function (PolicyTerms, SurrogateOptions) -> (loss [t], clipped bool [t]), registered by
+A surrogate is a function (PolicyTerms, AlgorithmConfig) -> (loss [t], clipped bool [t]), registered by
 `@surrogate("name")`. `clipped` marks tokens whose gradient the surrogate removes or limits. It is used only
 for the clip_fraction metrics.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from grpo_megatron.algorithm.kl import MAX_LOG_RATIO
+from grpo_megatron.config.algorithm import AlgorithmConfig
 from grpo_megatron.plugins import Call, Registry
 
 surrogate = Registry("surrogate", "algorithm.surrogate", call=Call(("terms", "options")))
 LossAndClipped = tuple[torch.Tensor, torch.Tensor]
-
-
-class SurrogateOptions(Protocol):
-    """Options of a surrogate, named as in config.algorithm. losses.PolicyLoss provides them."""
-
-    clip_ratio_low: float
-    clip_ratio_high: float
-    clip_ratio_c: float | None
 
 
 @dataclass(frozen=True)
@@ -83,7 +75,7 @@ RATIO_LEVELS = {"token": token_ratio, "sequence": sequence_ratio, "sequence_sum"
 
 
 @surrogate("clip")
-def clip(terms: PolicyTerms, options: SurrogateOptions) -> LossAndClipped:
+def clip(terms: PolicyTerms, options: AlgorithmConfig) -> LossAndClipped:
     """Return PPO's clipped objective as a loss, with DAPO's separate limits and an optional dual clip.
 
     With ratio r and advantage A: -min(r A, clip(r, 1 - low, 1 + high) A) (arXiv:1707.06347 eq. 7,
@@ -102,7 +94,7 @@ def clip(terms: PolicyTerms, options: SurrogateOptions) -> LossAndClipped:
 
 
 @surrogate("cispo")
-def cispo(terms: PolicyTerms, options: SurrogateOptions) -> LossAndClipped:
+def cispo(terms: PolicyTerms, options: AlgorithmConfig) -> LossAndClipped:
     """Return CISPO's loss: REINFORCE weighted with the clipped ratio, so that no token loses its gradient.
 
     With ratio r and advantage A: -sg(clip(r, 1 - low, 1 + high)) A logp (MiniMax-M1, arXiv:2506.13585 eq. 4,
@@ -115,7 +107,7 @@ def cispo(terms: PolicyTerms, options: SurrogateOptions) -> LossAndClipped:
 
 
 @surrogate("reinforce")
-def reinforce(terms: PolicyTerms, options: SurrogateOptions) -> LossAndClipped:
+def reinforce(terms: PolicyTerms, options: AlgorithmConfig) -> LossAndClipped:
     """Return the REINFORCE loss, -advantage · logp (Williams 1992).
 
     It does not correct for samples of an older policy, so it is exact only for the first optimizer step on a

@@ -6,6 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from grpo_megatron.algorithm.losses import PolicyLoss
+from grpo_megatron.config.algorithm import AlgorithmConfig
 from grpo_megatron.config.fp8 import FP8Config, FP8Recipe
 from grpo_megatron.config.schema import Precision
 from tests.gpu import checks
@@ -78,7 +79,8 @@ def test_no_micro_batch_makes_the_host_wait(tmp_path, side):
     batch.weight, batch.advantage, batch.old_logp = np.ones((3, batch.num_tokens), np.float32)
     spec = spec_of(model, side.layers, side.emulated)
     one, three = (
-        side.run(syncs.of_passes, spec, batch, count, PolicyLoss(entropy_coeff=0.01)) for count in (1, 3)
+        side.run(syncs.of_passes, spec, batch, count, PolicyLoss(AlgorithmConfig(entropy_coeff=0.01)))
+        for count in (1, 3)
     )
     assert all(one.values()), "a pass reads its results; where nothing was seen, nothing would have been"
     assert {name: difference(one[name], three[name]) for name in three} == {name: [] for name in three}

@@ -19,7 +19,11 @@ CORRECTION = Correction.from_config(
 )
 LOSSES = {
     "token": TOKEN,
-    "sequence": replace(TOKEN, ratio_level="sequence", clip_ratio_c=3.0, correction=CORRECTION),
+    "sequence": replace(
+        TOKEN,
+        algorithm=replace(TOKEN.algorithm, ratio_level="sequence", clip_ratio_c=3.0),
+        correction=CORRECTION,
+    ),
     "full kl": FULL_KL,
 }
 

@@ -8,6 +8,7 @@ import pytest
 from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.config.algorithm import AlgorithmConfig
 from grpo_megatron.config.schema import MoEConfig, OptimizerConfig, Recompute, RoutingReplay
 from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.families import read_architecture
@@ -15,9 +16,9 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 from tests.models import tiny_model
 from tests.parallel.invariance import Case, LocalMean, check, two_steps
 
-TOKEN = PolicyLoss(use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.01)
-GSPO = replace(TOKEN, ratio_level="sequence")
-FULL_KL = replace(TOKEN, kl_loss_type="full")
+TOKEN = PolicyLoss(AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.01))
+GSPO = replace(TOKEN, algorithm=replace(TOKEN.algorithm, ratio_level="sequence"))
+FULL_KL = replace(TOKEN, algorithm=replace(TOKEN.algorithm, kl_loss_type="full"))
 LOSSES = {"token": TOKEN, "gspo": GSPO}
 # With the usual 1e-8 Adam turns rounding into full-sized updates where gradients vanish.
 OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-3, weight_decay=0.01)

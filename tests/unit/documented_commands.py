@@ -242,7 +242,7 @@ COMMANDS = {
         "tests/integration/test_quickstart.py::test_four_presets_learn_it", "--plot"
     ),
     "sbatch --nodes=16 --gpus-per-node=8 --exclusive slurm/train.sbatch "
-    "--config configs/llama3_70b_16node.yaml model.path=/weights": ByTest(
+    "--config configs/llama3_70b_16node.yaml": ByTest(
         f"{SLURM}::test_a_run_that_fails_is_a_job_that_failed", '"slurm/train.sbatch"'
     ),
     "mkdir -p RUN/slurm": ByTest(BY_HAND, ".mkdir("),

@@ -20,6 +20,7 @@ from grpo_megatron.algorithm.correction import (
 from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.batch.token_weights import LOSS_AGG_MODES, token_weights
 from grpo_megatron.config.algorithm import (
+    AlgorithmConfig,
     MaskAppliesTo,
     MismatchAction,
     MismatchCorrection,
@@ -283,7 +284,7 @@ def test_known_before_training_or_in_the_forward_is_the_same_loss(name, mode, ap
         mask=torch.from_numpy(coefficients.loss_mask),
         policy_factor=torch.from_numpy(coefficients.policy_factor),
     )
-    plain = PolicyLoss(**PARTS)
+    plain = PolicyLoss(AlgorithmConfig(**PARTS))
     before = torch.from_numpy(coefficients.weight) * plain(data.logp, data.entropy, recomputed)[0]
     forward = replace(plain, correction=CORRECTIONS[name], mask_applies_to=applies_to)
     weight = torch.from_numpy(token_weights(data.batch, mode, 8))
@@ -298,7 +299,7 @@ def test_known_before_training_or_in_the_forward_is_the_same_loss(name, mode, ap
 @pytest.mark.parametrize("applies_to", ["policy", "all"])
 def test_known_in_the_forward_it_multiplies_the_policy_term(applies_to):
     given = ragged(3, spread=0.5, current=True)
-    loss = PolicyLoss(**PARTS, correction=ICEPOP, mask_applies_to=applies_to)
+    loss = PolicyLoss(AlgorithmConfig(**PARTS, mask_applies_to=applies_to), correction=ICEPOP)
     value, metrics = loss(given.logp, given.entropy, given.inputs)
     mask = given.inputs.mask
     factor, kept = ICEPOP(given.inputs.rollout_logp, given.logp, mask, given.inputs.sequence_sum)
@@ -328,7 +329,7 @@ def test_metrics_say_how_much_is_masked_and_the_mean_factor_of_the_rest(applies_
     expected = {"mismatch/masked": (~kept).mean(), "mismatch/factor": np.exp(delta)[kept].mean()}
     _, before = step_coefficients(given.batch, config_for("token-mean", applies_to, renormalize), correction)
     assert to_floats(before) == pytest.approx(expected)
-    forward = PolicyLoss(correction=correction, mask_applies_to=applies_to)
+    forward = PolicyLoss(AlgorithmConfig(mask_applies_to=applies_to), correction=correction)
     _, known_late = forward(inputs.old_logp, given.entropy, inputs)
     assert {
         name: value for name, value in to_floats(known_late).items() if name in expected

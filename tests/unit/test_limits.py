@@ -19,7 +19,7 @@ from grpo_megatron.rewards.answers import FINDERS
 NEEDED = Layer("file", {"model": {"path": "model"}, "data": {"train": "data.jsonl"}})
 
 
-def problems(key, value, command="train") -> list[str]:
+def problems(key, value, command=Command.train) -> list[str]:
     """Return what is wrong with a configuration that sets one key, beside those that every run needs."""
     for name in reversed(key.split(".")):
         value = {name: value}

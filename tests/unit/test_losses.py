@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from grpo_megatron.algorithm.losses import CrossEntropyLoss, LossInputs, PolicyLoss
 from grpo_megatron.batch.token_weights import LOSS_AGG_MODES, token_weights
+from grpo_megatron.config.algorithm import AlgorithmConfig
 from grpo_megatron.config.schema import Config
 from grpo_megatron.metrics import to_floats
 from tests.unit.ragged import Ragged, ragged
@@ -42,7 +43,7 @@ def loss_of(loss: PolicyLoss, ratio, advantage, logp=-1.0):
 
 
 def test_clip_higher():
-    loss = PolicyLoss(clip_ratio_low=0.2, clip_ratio_high=0.28)
+    loss = PolicyLoss(AlgorithmConfig(clip_ratio_low=0.2, clip_ratio_high=0.28))
     value, gradient, metrics = loss_of(loss, [1.5, 1.5, 0.5, 0.5, 1.1], [1.0, -1.0, 1.0, -1.0, 2.0])
     assert value == pytest.approx([-1.28, 1.5, -0.5, 0.8, -2.2])
     assert gradient == pytest.approx([0, 1.5, -0.5, 0, -2.2])
@@ -55,7 +56,9 @@ def test_metrics_of_the_ratio_by_hand():
     ratio.
     """
     ratios, advantages = [1.5, 1.5, 0.5, 0.5, 1.1, 1.9, 1.0], [1.0, -1.0, 1.0, -1.0, 2.0, 1.0, 1.0]
-    _, _, metrics = loss_of(PolicyLoss(clip_ratio_low=0.2, clip_ratio_high=0.28), ratios, advantages)
+    _, _, metrics = loss_of(
+        PolicyLoss(AlgorithmConfig(clip_ratio_low=0.2, clip_ratio_high=0.28)), ratios, advantages
+    )
     assert metrics["actor/clip_fraction_high"] == pytest.approx(2 / 7)
     assert metrics["actor/clip_fraction_low"] == pytest.approx(1 / 7)
     assert metrics["actor/ppo_kl"] == pytest.approx(-np.mean(np.log(ratios)))
@@ -81,7 +84,7 @@ def test_the_worst_tokens_keep_their_numbers():
 
 
 def test_dual_clip():
-    loss = PolicyLoss(clip_ratio_c=3.0)
+    loss = PolicyLoss(AlgorithmConfig(clip_ratio_c=3.0))
     value, gradient, metrics = loss_of(loss, [5.0, 2.5, 5.0, 0.5], [-1.0, -1.0, 1.0, -1.0])
     assert value == pytest.approx([3.0, 2.5, -1.2, 0.8])
     assert gradient == pytest.approx([0, 2.5, 0, 0])
@@ -89,7 +92,7 @@ def test_dual_clip():
 
 
 def test_cispo():
-    loss = PolicyLoss(surrogate="cispo", clip_ratio_low=1.0, clip_ratio_high=1.0)
+    loss = PolicyLoss(AlgorithmConfig(surrogate="cispo", clip_ratio_low=1.0, clip_ratio_high=1.0))
     value, gradient, metrics = loss_of(loss, [5.0, 0.1, 5.0], [1.0, 1.0, -0.5], logp=-3.0)
     assert gradient == pytest.approx([-2.0, -0.1, 1.0])  # clipped at 2, and still a gradient
     assert value == pytest.approx([6.0, 0.3, -3.0])
@@ -97,7 +100,9 @@ def test_cispo():
 
 
 def test_reinforce():
-    value, gradient, _ = loss_of(PolicyLoss(surrogate="reinforce"), [5.0, 0.1], [1.0, -2.0], logp=-3.0)
+    value, gradient, _ = loss_of(
+        PolicyLoss(AlgorithmConfig(surrogate="reinforce")), [5.0, 0.1], [1.0, -2.0], logp=-3.0
+    )
     assert value == pytest.approx([3.0, -6.0])
     assert gradient == pytest.approx([-1.0, 2.0])
 
@@ -108,7 +113,9 @@ def test_sequence_levels_by_hand():
     for level, ratio, slope in (("sequence", 4.0, 4.0), ("sequence_sum", 16.0, 32.0)):
         logp = torch.full((2,), -1.0, dtype=torch.float64, requires_grad=True)
         given = inputs([True, True], logp.detach() - log_ratio, advantage=torch.ones(2, dtype=torch.float64))
-        value, metrics = PolicyLoss(ratio_level=level, clip_ratio_high=99.0)(logp, torch.zeros(2), given)
+        value, metrics = PolicyLoss(AlgorithmConfig(ratio_level=level, clip_ratio_high=99.0))(
+            logp, torch.zeros(2), given
+        )
         assert value.tolist() == pytest.approx([-ratio, -ratio])
         assert torch.autograd.grad(value.sum(), logp)[0].tolist() == pytest.approx([-slope, -slope])
         assert to_floats(metrics)["actor/ratio"] == pytest.approx(ratio)
@@ -118,7 +125,9 @@ def test_whole_loss_by_hand():
     logp = torch.tensor([-1.0, -2.0], requires_grad=True)
     entropy = torch.tensor([0.7, 0.9], requires_grad=True)
     arrays = {"advantage": torch.tensor([1.0, 0.0]), "ref_logp": torch.tensor([-1.5, 0.0])}
-    loss = PolicyLoss(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k2", entropy_coeff=0.01)
+    loss = PolicyLoss(
+        AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k2", entropy_coeff=0.01)
+    )
     value, metrics = loss(logp, entropy, inputs([True, False], torch.tensor([-1.1, 0.0]), **arrays))
     expected = -math.exp(0.1) + 0.1 * 0.125 - 0.01 * 0.7
     assert value.tolist() == pytest.approx([expected, 0.0])
@@ -131,7 +140,7 @@ def test_whole_loss_by_hand():
 def test_masked_positions_cannot_poison_the_loss():
     """Unknown log-probs are stored as zero; exp(0 - (-200)) is infinite, and inf * weight 0 is NaN."""
     logp = torch.tensor([-200.0, -1.0], requires_grad=True)
-    value, metrics = PolicyLoss(use_kl_loss=True, kl_loss_coef=1.0)(
+    value, metrics = PolicyLoss(AlgorithmConfig(use_kl_loss=True, kl_loss_coef=1.0))(
         logp, torch.zeros(2), inputs([False, True], torch.tensor([0.0, -1.0]))
     )
     (value * torch.tensor([0.0, 1.0])).sum().backward()
@@ -141,7 +150,7 @@ def test_masked_positions_cannot_poison_the_loss():
 
 def test_full_kl_is_taken_as_it_is():
     kl = torch.tensor([0.3, 0.4], requires_grad=True)
-    loss = PolicyLoss(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="full")
+    loss = PolicyLoss(AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="full"))
     assert loss.needs_full_kl
     value, metrics = loss(torch.tensor([-1.0, -1.0]), torch.zeros(2), inputs([True, False]), kl)
     value.sum().backward()
@@ -199,7 +208,7 @@ def naive_losses(loss: PolicyLoss, data: Ragged) -> list[list[torch.Tensor]]:
         old = logp.detach() if data.inputs.old_logp is None else data.inputs.old_logp[tokens]
         log_ratio = logp - old
         level = {"token": log_ratio, "sequence": log_ratio.mean(), "sequence_sum": log_ratio.sum()}[
-            loss.ratio_level
+            loss.algorithm.ratio_level
         ]
         ratios = level.exp().expand(len(tokens))
         rows.append([naive_token(loss, data, t, ratios[i], log_ratio[i]) for i, t in enumerate(tokens)])
@@ -210,39 +219,43 @@ def naive_token(
     loss: PolicyLoss, data: Ragged, t: int, ratio: torch.Tensor, log_ratio: torch.Tensor
 ) -> torch.Tensor:
     advantage, logp = data.inputs.advantage[t], data.logp[t]
-    low, high = 1 - loss.clip_ratio_low, 1 + loss.clip_ratio_high
-    if loss.surrogate == "clip":
+    low, high = 1 - loss.algorithm.clip_ratio_low, 1 + loss.algorithm.clip_ratio_high
+    if loss.algorithm.surrogate == "clip":
         gain = torch.min(ratio * advantage, ratio.clamp(low, high) * advantage)
-        if loss.clip_ratio_c is not None and advantage < 0:
-            gain = torch.max(gain, loss.clip_ratio_c * advantage)
-    elif loss.surrogate == "cispo":
+        if loss.algorithm.clip_ratio_c is not None and advantage < 0:
+            gain = torch.max(gain, loss.algorithm.clip_ratio_c * advantage)
+    elif loss.algorithm.surrogate == "cispo":
         gain = ratio.clamp(low, high).detach() * advantage * logp
     else:
         gain = advantage * logp
     value = -gain
-    if loss.use_kl_loss:
+    if loss.algorithm.use_kl_loss:
         x = logp - data.inputs.ref_logp[t]
-        kl = {"k1": x, "abs": x.abs(), "k2": x**2 / 2, "k3": (-x).exp() - 1 + x}[loss.kl_loss_type]
-        value = value + loss.kl_loss_coef * (log_ratio.exp() * kl if loss.kl_loss_unbiased else kl)
-    return value - loss.entropy_coeff * data.entropy[t]
+        kl = {"k1": x, "abs": x.abs(), "k2": x**2 / 2, "k3": (-x).exp() - 1 + x}[loss.algorithm.kl_loss_type]
+        value = value + loss.algorithm.kl_loss_coef * (
+            log_ratio.exp() * kl if loss.algorithm.kl_loss_unbiased else kl
+        )
+    return value - loss.algorithm.entropy_coeff * data.entropy[t]
 
 
 PARTS = {"use_kl_loss": True, "kl_loss_coef": 0.3, "entropy_coeff": 0.05}
 LOSSES = {
     "clip": PolicyLoss(),
-    "clip higher": PolicyLoss(clip_ratio_low=0.1, clip_ratio_high=0.4, **PARTS, kl_loss_type="k3"),
-    "dual clip": PolicyLoss(clip_ratio_c=1.3, **PARTS, kl_loss_type="k1"),
-    "unbiased kl": PolicyLoss(**PARTS, kl_loss_type="k3", kl_loss_unbiased=True),
-    "cispo": PolicyLoss(surrogate="cispo", **PARTS, kl_loss_type="abs"),
-    "reinforce": PolicyLoss(surrogate="reinforce", **PARTS, kl_loss_type="k2"),
+    "clip higher": PolicyLoss(
+        AlgorithmConfig(clip_ratio_low=0.1, clip_ratio_high=0.4, **PARTS, kl_loss_type="k3")
+    ),
+    "dual clip": PolicyLoss(AlgorithmConfig(clip_ratio_c=1.3, **PARTS, kl_loss_type="k1")),
+    "unbiased kl": PolicyLoss(AlgorithmConfig(**PARTS, kl_loss_type="k3", kl_loss_unbiased=True)),
+    "cispo": PolicyLoss(AlgorithmConfig(surrogate="cispo", **PARTS, kl_loss_type="abs")),
+    "reinforce": PolicyLoss(AlgorithmConfig(surrogate="reinforce", **PARTS, kl_loss_type="k2")),
 }
 # The token form has the sequence's gradient with weights that are equal over each of its tokens, and 1/n_i.
 SEQUENCE_LOSSES = {
-    "gspo": PolicyLoss(ratio_level="sequence", **PARTS, kl_loss_type="k3"),
-    "gspo dual clip": PolicyLoss(ratio_level="sequence", clip_ratio_c=1.1),
-    "sequence cispo": PolicyLoss(ratio_level="sequence", surrogate="cispo"),
-    "sequence sum": PolicyLoss(ratio_level="sequence_sum", **PARTS, kl_loss_type="k3"),
-    "sequence sum dual clip": PolicyLoss(ratio_level="sequence_sum", clip_ratio_c=1.5),
+    "gspo": PolicyLoss(AlgorithmConfig(ratio_level="sequence", **PARTS, kl_loss_type="k3")),
+    "gspo dual clip": PolicyLoss(AlgorithmConfig(ratio_level="sequence", clip_ratio_c=1.1)),
+    "sequence cispo": PolicyLoss(AlgorithmConfig(ratio_level="sequence", surrogate="cispo")),
+    "sequence sum": PolicyLoss(AlgorithmConfig(ratio_level="sequence_sum", **PARTS, kl_loss_type="k3")),
+    "sequence sum dual clip": PolicyLoss(AlgorithmConfig(ratio_level="sequence_sum", clip_ratio_c=1.5)),
 }
 
 
@@ -285,7 +298,7 @@ def test_sequence_level_losses_like_one_sample_at_a_time(name, mode, seed, curre
 def test_policy_factor_multiplies_the_policy_term_only(seed):
     data = ragged(seed)
     factor = torch.from_numpy(np.random.default_rng(seed).uniform(0, 2, len(data.logp)))
-    loss = PolicyLoss(**PARTS, kl_loss_type="k3")
+    loss = PolicyLoss(AlgorithmConfig(**PARTS, kl_loss_type="k3"))
     policy = PolicyLoss()
     rest = loss(data.logp, data.entropy, data.inputs)[0] - policy(data.logp, data.entropy, data.inputs)[0]
     with_factor = replace(data.inputs, policy_factor=factor)
@@ -309,7 +322,7 @@ SURROGATES = [
 @given(seed=st.integers(0, 10**6))
 def test_ratio_one_gives_the_plain_policy_gradient(surrogate, seed):
     data = ragged(seed, current=True)
-    loss = PolicyLoss(surrogate=surrogate[0], ratio_level=surrogate[1])
+    loss = PolicyLoss(AlgorithmConfig(surrogate=surrogate[0], ratio_level=surrogate[1]))
     value, _ = loss(data.logp, data.entropy, data.inputs)
     gradient = torch.autograd.grad(value.sum(), data.logp)[0]
     torch.testing.assert_close(gradient, torch.where(data.inputs.mask, -data.inputs.advantage, 0.0))
@@ -323,7 +336,7 @@ def test_gspo_has_the_gradient_of_the_sequence_ratio():
     logp = torch.tensor([-1.1, -1.9, -0.4, -1.4, -1.2], requires_grad=True)
     advantage = torch.tensor([0.7, 0.7, 0.7, -1.3, -1.3])
     weight = torch.tensor([1 / 3, 1 / 3, 1 / 3, 1 / 2, 1 / 2])
-    loss = PolicyLoss(clip_ratio_low=0.9, clip_ratio_high=0.9, ratio_level="sequence")
+    loss = PolicyLoss(AlgorithmConfig(clip_ratio_low=0.9, clip_ratio_high=0.9, ratio_level="sequence"))
     value, _ = loss(
         logp, torch.zeros(5), inputs([True] * 5, old, sequence_id=[0, 0, 0, 1, 1], advantage=advantage)
     )

@@ -313,7 +313,7 @@ def test_a_broken_rule_is_reported_by_the_commands_it_is_for(rule):
 
 
 def test_a_message_names_the_values_that_break_the_rule():
-    config = read_config(None, [*NEEDED, "rollout.max_turns=3", "moe.routing_replay=engine"], "train")
+    config = read_config(None, [*NEEDED, "rollout.max_turns=3", "moe.routing_replay=engine"], Command.train)
     assert only_with("rollout.max_turns", "rollout.environment").violations(config) == [
         "rollout.max_turns has an effect only with rollout.environment (rollout.max_turns=3)"
     ]
