@@ -11,6 +11,7 @@ limits of time, memory, processes, files and output.
 
 import re
 import shutil
+import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -184,10 +185,13 @@ class Recorder:
 
 def _check(outcome: Outcome) -> None:
     """Raise UserError if the sandbox has ended the script, or if it is not a bash script."""
-    if outcome.ended != Ended.itself:
-        raise ScriptEnded(
-            f"the script was ended because of its use of {outcome.ended.value} in the sandbox. {_INSTEAD}"
-        )
+    reason = outcome.ended.value
+    if "cannot allocate" in outcome.stderr:
+        reason = "memory"
+    elif outcome.status == -signal.SIGXFSZ:
+        reason = "files"
+    if reason != Ended.itself.value:
+        raise ScriptEnded(f"the script was ended because of its use of {reason} in the sandbox. {_INSTEAD}")
     if outcome.status == 2 and (error := _SYNTAX_ERROR.search(outcome.stderr)):
         raise UserError(f"{NEITHER}; as a script: line {error[1]}")
     if outcome.stderr.startswith("Traceback"):

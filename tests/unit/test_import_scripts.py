@@ -151,7 +151,7 @@ def test_other_scripts_and_missing_files_are_not_read():
 
 # hostile scripts
 
-FORK_BOMB = "f() { f | f & }\nf\nwait\n"
+FORK_BOMB = "f() { f | f; }\nf\n"
 
 
 @pytest.mark.parametrize(
@@ -162,17 +162,16 @@ FORK_BOMB = "f() { f | f & }\nf\nwait\n"
         (FORK_BOMB, "processes"),
         ("while :; do sleep_() { :; }; (sleep_ 1; while :; do :; done) & done", "processes"),
         ("while :; do printf '%1000000s' x; done", "output"),
-        ("x=x; while :; do x=$x$x; done", ""),
-        ("while :; do printf '%1000000s' x >> file; done", ""),
+        ("x=x; while :; do x=$x$x; done", "memory"),
+        ("while :; do printf '%1000000s' x >> file; done", "(files|cpu)"),
     ],
 )
 def test_a_script_that_never_ends_or_takes_too_much_is_ended(attack, reason):
     before, start = processes(), time.monotonic()
     with pytest.raises(UserError) as error:
         read(f"{attack}\n{HEAD} a.b=1")
-    if reason:
-        assert re.search(f"its use of {reason} in the sandbox", str(error.value))
-        assert "--cfg job" in str(error.value)
+    assert re.search(f"its use of {reason} in the sandbox", str(error.value))
+    assert "--cfg job" in str(error.value)
     assert time.monotonic() - start < 60
     assert processes() == before
 
