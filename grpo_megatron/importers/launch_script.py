@@ -218,7 +218,7 @@ def _trace(outcome: Outcome, placeholders: dict[str, str], prefix: str, prints: 
                 call.line = int(text) if text.isdigit() else 0
             else:
                 call.input = text
-    trace.calls = list(calls.values())
+    trace.calls = [call for call in calls.values() if call.words]
     for process, call in calls.items():
         words = " ".join(call.words)
         if call.input:

@@ -187,7 +187,7 @@ def test_a_script_does_no_harm(tmp_path):
         "kill -9 -1; kill -9 $PPID; /usr/bin/setsid true && N+=setsid\n"
         "exec 3<> /dev/tcp/127.0.0.1/22 && N+=network\n"
         f"python3 -m x z.z=0 a.b=$N\n"
-        "printf '%s\\0' '7 word python3' '7 word z.z=0' \"7 word a.b=$N\" >&50\n"
+        "printf '%s\\0' '8 line x' '9 text' '7 word python3' '7 word z.z=0' \"7 word a.b=$N\" >&50\n"
     )
     assert found.values == {"z.z": 0, "a.b": None}
     assert kept.read_text() == "here"
