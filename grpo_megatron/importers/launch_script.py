@@ -66,11 +66,12 @@ class Call:
 
 @dataclass
 class Trace:
-    """What one run of the script has called."""
+    """Record of one run of the script."""
 
     placeholders: dict[str, str]
     """Placeholder -> text that it stands for, such as "$(nproc)" or "$HOME"."""
     calls: list[Call] = field(default_factory=list)
+    """Commands that the script has called, in the order of their start."""
     sources: list[str] = field(default_factory=list)
     """Commands that read another script, such as `source env.sh`. It was not read."""
     tests: list[str] = field(default_factory=list)
