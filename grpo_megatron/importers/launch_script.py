@@ -11,6 +11,7 @@ limits of time, memory, processes, files and output.
 
 import re
 import shutil
+import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -65,11 +66,12 @@ class Call:
 
 @dataclass
 class Trace:
-    """What one run of the script has called."""
+    """Record of one run of the script."""
 
     placeholders: dict[str, str]
     """Placeholder -> text that it stands for, such as "$(nproc)" or "$HOME"."""
     calls: list[Call] = field(default_factory=list)
+    """Commands that the script has called, in the order of their start."""
     sources: list[str] = field(default_factory=list)
     """Commands that read another script, such as `source env.sh`. It was not read."""
     tests: list[str] = field(default_factory=list)
@@ -184,10 +186,13 @@ class Recorder:
 
 def _check(outcome: Outcome) -> None:
     """Raise UserError if the sandbox has ended the script, or if it is not a bash script."""
-    if outcome.ended != Ended.itself:
-        raise ScriptEnded(
-            f"the script was ended because of its use of {outcome.ended.value} in the sandbox. {_INSTEAD}"
-        )
+    reason = outcome.ended.value
+    if "cannot allocate" in outcome.stderr:
+        reason = "memory"
+    elif outcome.status == -signal.SIGXFSZ:
+        reason = "files"
+    if reason != Ended.itself.value:
+        raise ScriptEnded(f"the script was ended because of its use of {reason} in the sandbox. {_INSTEAD}")
     if outcome.status == 2 and (error := _SYNTAX_ERROR.search(outcome.stderr)):
         raise UserError(f"{NEITHER}; as a script: line {error[1]}")
     if outcome.stderr.startswith("Traceback"):
@@ -214,7 +219,7 @@ def _trace(outcome: Outcome, placeholders: dict[str, str], prefix: str, prints: 
                 call.line = int(text) if text.isdigit() else 0
             else:
                 call.input = text
-    trace.calls = list(calls.values())
+    trace.calls = [call for call in calls.values() if call.words]
     for process, call in calls.items():
         words = " ".join(call.words)
         if call.input:

@@ -1,4 +1,4 @@
-"""Settings: what an importer has read from another system's configuration."""
+"""Settings that an importer has read from another system's configuration."""
 
 from dataclasses import dataclass, field
 from typing import Any

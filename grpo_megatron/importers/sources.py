@@ -62,7 +62,7 @@ def read_hydra_folder(folder: Path) -> Settings:
     """
     found = next((one for one in (folder, folder / ".hydra") if (one / "overrides.yaml").is_file()), None)
     if found is None:
-        raise UserError("a folder without .hydra/overrides.yaml")
+        raise UserError("it cannot be read: a folder without .hydra/overrides.yaml")
     settings = read_settings((found / "overrides.yaml").read_text(encoding="utf-8"), is_yaml=True)
     if (found / "hydra.yaml").is_file():
         run = read_settings((found / "hydra.yaml").read_text(encoding="utf-8"), is_yaml=True).values

@@ -151,7 +151,7 @@ def test_other_scripts_and_missing_files_are_not_read():
 
 # hostile scripts
 
-FORK_BOMB = "f() { f | f & }\nf\nwait\n"
+FORK_BOMB = "f() { f | f; }\nf\n"
 
 
 @pytest.mark.parametrize(
@@ -162,17 +162,16 @@ FORK_BOMB = "f() { f | f & }\nf\nwait\n"
         (FORK_BOMB, "processes"),
         ("while :; do sleep_() { :; }; (sleep_ 1; while :; do :; done) & done", "processes"),
         ("while :; do printf '%1000000s' x; done", "output"),
-        ("x=x; while :; do x=$x$x; done", ""),
-        ("while :; do printf '%1000000s' x >> file; done", ""),
+        ("x=x; while :; do x=$x$x; done", "memory"),
+        ("while :; do printf '%1000000s' x >> file; done", "(files|cpu)"),
     ],
 )
 def test_a_script_that_never_ends_or_takes_too_much_is_ended(attack, reason):
     before, start = processes(), time.monotonic()
     with pytest.raises(UserError) as error:
         read(f"{attack}\n{HEAD} a.b=1")
-    if reason:
-        assert re.search(f"its use of {reason} in the sandbox", str(error.value))
-        assert "--cfg job" in str(error.value)
+    assert re.search(f"its use of {reason} in the sandbox", str(error.value))
+    assert "--cfg job" in str(error.value)
     assert time.monotonic() - start < 60
     assert processes() == before
 
@@ -188,7 +187,7 @@ def test_a_script_does_no_harm(tmp_path):
         "kill -9 -1; kill -9 $PPID; /usr/bin/setsid true && N+=setsid\n"
         "exec 3<> /dev/tcp/127.0.0.1/22 && N+=network\n"
         f"python3 -m x z.z=0 a.b=$N\n"
-        "printf '%s\\0' '7 word python3' '7 word z.z=0' \"7 word a.b=$N\" >&50\n"
+        "printf '%s\\0' '8 line x' '9 text' '7 word python3' '7 word z.z=0' \"7 word a.b=$N\" >&50\n"
     )
     assert found.values == {"z.z": 0, "a.b": None}
     assert kept.read_text() == "here"
