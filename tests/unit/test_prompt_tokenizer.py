@@ -277,7 +277,7 @@ def test_examples_use_the_same_prompts_and_end_their_responses(base, tmp_path):
     assert left_out == 0
     (tmp_path / "b.jsonl").write_text('{"prompt": "1", "response": ["2"]}\n')
     with pytest.raises(
-        UserError, match=r"b.jsonl:1: field 'response' must be a string, or a list .*; is \['2'\]"
+        UserError, match=r"b.jsonl:1: field 'response' must be a string, or a list .*; it is \['2'\]"
     ):
         load_examples(config, tokenizer)
 
