@@ -83,10 +83,12 @@ def _key_lines(node: Node, prefix: str = "") -> Iterator[tuple[str, int]]:
         if name.tag == f"{_TAG}merge":
             for merged in value.value if isinstance(value, SequenceNode) else [value]:
                 yield from _key_lines(merged, prefix)
-        elif isinstance(name, ScalarNode):
-            name.tag = f"{_TAG}str"  # a key such as 1 or null is read as it is written
-            yield f"{prefix}{name.value}", name.start_mark.line + 1
-            yield from _key_lines(value, f"{prefix}{name.value}.")
+            continue
+        if not isinstance(name, ScalarNode):
+            raise MarkedYAMLError(problem="a key must be a single word", problem_mark=name.start_mark)
+        name.tag = f"{_TAG}str"  # a key such as 1 or null is read as it is written
+        yield f"{prefix}{name.value}", name.start_mark.line + 1
+        yield from _key_lines(value, f"{prefix}{name.value}.")
 
 
 def _problem(error: YAMLError) -> str:

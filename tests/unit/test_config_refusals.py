@@ -175,7 +175,7 @@ FILES = [
     ("null: {n: 4}\n", "unknown key 'null'"),
     ("'': {n: 4}\n", "unknown key ''"),
     ("rollout: {'': 4}\n", "unknown key 'rollout.'"),
-    ("? [a, b]\n: 4\n", "unknown key"),
+    ("? [a, b]\n: 4\n", "a key must be a single word (line 1)"),
     ("k" * 900 + ": 4\n", "unknown key 'kkk"),
     ("rollout: {n: 2024-01-01}\n", "integer"),
     ("rollout: {n: 2024-13-45}\n", "integer"),

@@ -286,7 +286,7 @@ def test_known_before_training_or_in_the_forward_is_the_same_loss(name, mode, ap
     )
     plain = PolicyLoss(AlgorithmConfig(**PARTS))
     before = torch.from_numpy(coefficients.weight) * plain(data.logp, data.entropy, recomputed)[0]
-    forward = replace(plain, correction=CORRECTIONS[name], mask_applies_to=applies_to)
+    forward = PolicyLoss(replace(plain.algorithm, mask_applies_to=applies_to), correction=CORRECTIONS[name])
     weight = torch.from_numpy(token_weights(data.batch, mode, 8))
     current = weight * forward(data.logp, data.entropy, data.inputs)[0]
     torch.testing.assert_close(before, current)
