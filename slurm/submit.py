@@ -17,9 +17,9 @@ from pathlib import Path
 from job_checks import check_run, cpu_slots, of_command, several_jobs
 from render import TASK, Job, apptainer, pyxis, render, sbatch_arguments
 from sbatch_options import conflicts
+from submit_arguments import parse
 
 from grpo_megatron.capabilities import GPUS
-from grpo_megatron.config.command import Command
 from grpo_megatron.config.load import read_config, read_sources
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
@@ -27,123 +27,6 @@ from grpo_megatron.files import writing
 
 # Folder of the programs in the images of Dockerfile and apptainer.def.
 IN_IMAGE = "/opt/grpo_megatron/.venv/bin"
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--config", metavar="FILE", required=True, help="YAML file of the run")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="values that override those of the file"
-    )
-    parser.add_argument(
-        "--command",
-        type=Command,
-        choices=Command,
-        default="train",
-        help="grpo-megatron command to run; default: train",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the job's script and submit nothing")
-    parser.add_argument(
-        "--architecture",
-        metavar="FOLDER",
-        help="folder with config.json, if model.path is not on this machine",
-    )
-    _add_nodes(parser.add_argument_group("nodes"))
-    programs = parser.add_argument_group("programs")
-    container = programs.add_mutually_exclusive_group()
-    container.add_argument("--apptainer", metavar="IMAGE", help="run in this Apptainer image")
-    container.add_argument("--pyxis", metavar="IMAGE", help="run in this image with Pyxis and Enroot")
-    programs.add_argument(
-        "--mount",
-        action="append",
-        default=[],
-        metavar="FROM[:TO[:OPTIONS]]",
-        help="folder to mount in the container, such as /data:/data:ro; repeatable",
-    )
-    programs.add_argument(
-        "--bin",
-        metavar="FOLDER",
-        help="folder with the environment's programs; default: that of this Python, or of the image",
-    )
-    programs.add_argument(
-        "--env",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="variable for the job; not for secrets; repeatable",
-    )
-    programs.add_argument(
-        "--setup",
-        action="append",
-        default=[],
-        metavar="COMMAND",
-        help="shell command to run first; repeatable",
-    )
-    several = parser.add_argument_group("several jobs")
-    several.add_argument(
-        "--dependency-chain",
-        type=_positive,
-        default=1,
-        metavar="N",
-        help="submit N jobs that continue one run, one after the other",
-    )
-    several.add_argument(
-        "--array",
-        metavar="SPEC",
-        help=f"job array, such as 0-7; {TASK} in an argument is replaced by the index",
-    )
-    several.add_argument(
-        "--requeue",
-        action="store_true",
-        help="queue the job again if it was stopped before the run was finished",
-    )
-    several.add_argument(
-        "--stop-before",
-        type=_positive,
-        metavar="SECONDS",
-        help="tell the run this long before the time limit to save and stop; default: 600",
-    )
-    return parser.parse_intermixed_args(arguments)
-
-
-def _add_nodes(group) -> None:
-    group.add_argument("--nodes", type=_positive, metavar="N", help="number of nodes; default: cluster.nodes")
-    group.add_argument(
-        "--gpus-per-node",
-        type=_positive,
-        metavar="N",
-        help="GPUs per node; default: cluster.gpus_per_node, or none if that is not set",
-    )
-    group.add_argument(
-        "--cpus-per-node",
-        type=_positive,
-        metavar="N",
-        help="CPUs per node; default: all of a node with GPUs, otherwise one per process",
-    )
-    for name in ("partition", "account", "qos"):
-        group.add_argument(f"--{name}", metavar="NAME")
-    group.add_argument("--time", metavar="LIMIT", help="time limit in sbatch's format, such as 24:00:00")
-    group.add_argument(
-        "--interface", metavar="NAME", help="network interface of Ray, NCCL and gloo, such as ib0"
-    )
-    group.add_argument(
-        "--start-timeout", type=_positive, metavar="SECONDS", help="time for all nodes to join; default: 300"
-    )
-    group.add_argument(
-        "--sbatch-arg",
-        action="append",
-        default=[],
-        metavar="ARG",
-        help="argument for sbatch, as in --sbatch-arg=--exclude=n7; repeatable",
-    )
-
-
-def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
-    return int(text)
 
 
 def prepare(options: argparse.Namespace) -> tuple[Job, list[str]]:
@@ -385,7 +268,7 @@ def submit(job: Job, script: str, tasks: list[str], chain: int) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
+    options = parse(__doc__, arguments)
     try:
         job, notes = prepare(options)
         script = render(job)

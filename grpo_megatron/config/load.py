@@ -59,7 +59,7 @@ class Layer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class ResolvedConfig:
     """A configuration and where its values come from. ${references} are resolved."""
 
     config: Config
@@ -99,7 +99,7 @@ def must_be_legal(problems: list[str]) -> None:
         raise UserError(problems[0] if len(problems) == 1 else f"the configuration is not legal:{listed}")
 
 
-def resolve(path: str | None, overrides: list[str]) -> Settings:
+def resolve(path: str | None, overrides: list[str]) -> ResolvedConfig:
     """Return the typed configuration, where its values come from, and all settings that the schema refuses.
 
     It checks neither that required keys have a value nor the rules between keys. Raises UserError for a
@@ -148,7 +148,7 @@ def read_preset(sources: list[Layer]) -> list[Layer]:
     ]
 
 
-def merge(settings: list[Layer]) -> Settings:
+def merge(settings: list[Layer]) -> ResolvedConfig:
     """Return the schema's defaults overridden by the layers. A later layer overrides an earlier one."""
     values, origins, refused = plain(Config()), dict.fromkeys(flat(Config()), DEFAULT), {}
     for layer in settings:
@@ -159,7 +159,7 @@ def merge(settings: list[Layer]) -> Settings:
     while True:
         config, problems = _validated(values)
         if config:
-            return Settings(config, {key: origins[key] for key in flat(config)}, refused)
+            return ResolvedConfig(config, {key: origins[key] for key in flat(config)}, refused)
         for names, problem in problems.items():
             key = ".".join(names)
             refused[key] = f"{_origin(key, origins)}: {problem}"

@@ -85,7 +85,9 @@ def _share(job: Job, units: list, processes: int, bar: tqdm, done: Callable[[Any
     # Without locks, which a killed process would leave locked. Each unit has a count of its own.
     counts, begun = context.RawArray("q", len(units)), context.RawValue("d")
     others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(processes, context, _begin, (os.getpid(), job, counts, begun))
+    pool = ProcessPoolExecutor(
+        processes, mp_context=context, initializer=_begin, initargs=(os.getpid(), job, counts, begun)
+    )
     futures = {pool.submit(_do, index, unit): unit for index, unit in enumerate(units)}
     workers = set(multiprocessing.active_children()) - others
     pending = set(futures)

@@ -12,8 +12,8 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.importers.mapping import (
     UNSET,
     CannotCarry,
-    Entry,
     Finding,
+    KeyMapping,
     NotKnown,
     Source,
     System,
@@ -139,7 +139,9 @@ def import_settings(system: System, settings: Settings, given: dict[str, Any] | 
     return result
 
 
-def _carry(key: str, value: Any, entry: Entry, source: Source, result: Import, undecided: str | None) -> None:
+def _carry(
+    key: str, value: Any, entry: KeyMapping, source: Source, result: Import, undecided: str | None
+) -> None:
     """Convert one setting of the other system and record the outcome in `result`.
 
     undecided: text that lists the possible values, if the script leaves the key's value open; otherwise None.
@@ -174,7 +176,7 @@ def _carry(key: str, value: Any, entry: Entry, source: Source, result: Import, u
     ]
 
 
-def _leave(line: str, entry: Entry, result: Import, not_known: bool = False) -> None:
+def _leave(line: str, entry: KeyMapping, result: Import, not_known: bool = False) -> None:
     """Record in `result` a setting that is not carried over.
 
     It becomes a finding, which a person must accept, if it decides what is trained or if its value is not
@@ -192,7 +194,7 @@ def _leave(line: str, entry: Entry, result: Import, not_known: bool = False) -> 
         result.not_carried.append(line)
 
 
-def _converted(key: str, value: Any, entry: Entry, source: Source) -> dict[str, Any]:
+def _converted(key: str, value: Any, entry: KeyMapping, source: Source) -> dict[str, Any]:
     """Return {our key: value} for a setting. The values have the types of our keys.
 
     Raises CannotCarry if the value has no counterpart here.
@@ -215,7 +217,7 @@ def _converted(key: str, value: Any, entry: Entry, source: Source) -> dict[str, 
     return {name: typed(name, ours) for name, ours in carried.items()}
 
 
-def _carry_default(entry: Entry, source: Source, result: Import) -> None:
+def _carry_default(entry: KeyMapping, source: Source, result: Import) -> None:
     """Set our keys to the other system's default for a setting that the imported run left at its default.
 
     Keys of ours that have the same default are not set.

@@ -7,7 +7,7 @@ from typing import Any
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.importers.hydra_values import hydra_value
-from grpo_megatron.importers.launch_script import Call, Trace
+from grpo_megatron.importers.launch_script import RecordedCall, Trace
 from grpo_megatron.importers.settings import Settings
 
 _ARGUMENT = re.compile(r"\+{0,2}([A-Za-z_][\w]*(?:[./][\w-]+)*)=(.*)\Z", re.DOTALL)
@@ -24,7 +24,7 @@ _TALKS = ("pip", "pip3", "sed", "git", "grep", "awk", "tee", "cat")
 class Launch:
     """A command that has settings (key=value) among its words."""
 
-    call: Call
+    call: RecordedCall
     trace: Trace
 
     @property
@@ -88,7 +88,7 @@ def is_argument(word: Any) -> bool:
 def read_arguments(words: list[str]) -> Settings:
     """Return the settings of a list of `key=value` arguments, such as Hydra's overrides.yaml."""
     settings = Settings()
-    read_words(Launch(Call(words), Trace({})), settings)
+    read_words(Launch(RecordedCall(words), Trace({})), settings)
     return settings
 
 

@@ -18,7 +18,7 @@ from grpo_megatron.importers.launch_command import (
     mentioned,
     read_words,
 )
-from grpo_megatron.importers.launch_script import ALWAYS_SET, NEITHER, Recorder, ScriptEnded, Trace
+from grpo_megatron.importers.launch_script import ALWAYS_SET, NEITHER, ScriptEnded, ScriptRecorder, Trace
 from grpo_megatron.importers.settings import Settings
 
 _ANOTHER = "another script, which was not read"
@@ -37,14 +37,16 @@ def read_launch(script: str, number: int | None, environment: dict[str, str]) ->
     number: number of the launch command, counted from 1. None: all of them must have equal settings.
     environment: variables that are set when the script starts.
     """
-    with Recorder(script, environment) as recorder:
+    with ScriptRecorder(script, environment) as recorder:
         return _Reader(script, recorder, number, environment).read()
 
 
 class _Reader:
     """Reader of one launch command. `read` returns its settings."""
 
-    def __init__(self, script: str, recorder: Recorder, number: int | None, environment: dict[str, str]):
+    def __init__(
+        self, script: str, recorder: ScriptRecorder, number: int | None, environment: dict[str, str]
+    ):
         self._recorder, self._number = recorder, number
         self._script = re.sub(r"^\s*#.*", "", script, flags=re.M)
         self._names = [

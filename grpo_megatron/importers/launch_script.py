@@ -1,4 +1,4 @@
-"""Recorder of the commands of a launch script: bash runs the script in the sandbox, where no program exists.
+"""ScriptRecorder of the commands of a launch script: bash runs the script in the sandbox, where no program exists.
 
 bash itself expands variables, arrays and arithmetic, and takes the branches that the environment gives.
 launch_prelude.sh makes it record each command in place of running it. Only these text tools do their work,
@@ -54,7 +54,7 @@ _ITEM = re.compile(r"(\d+) (word|line|input|text|test|source) (.*)", re.DOTALL)
 
 
 @dataclass
-class Call:
+class RecordedCall:
     """A command that the script has called."""
 
     words: list[str] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Trace:
 
     placeholders: dict[str, str]
     """Placeholder -> text that it stands for, such as "$(nproc)" or "$HOME"."""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[RecordedCall] = field(default_factory=list)
     """Commands that the script has called, in the order of their start."""
     sources: list[str] = field(default_factory=list)
     """Commands that read another script, such as `source env.sh`. It was not read."""
@@ -96,7 +96,7 @@ class Trace:
         """Return a text with `filling` in place of each placeholder."""
         return re.sub(self.pattern, filling, text)
 
-    def command(self, call: Call) -> str:
+    def command(self, call: RecordedCall) -> str:
         """Return the words of a call without placeholders, as the prelude compares them."""
         return self.filled(" ".join(call.words)).replace("\n", " ")
 
@@ -105,7 +105,7 @@ class ScriptEnded(UserError):
     """Raised if the sandbox has ended the script at one of its limits."""
 
 
-class Recorder:
+class ScriptRecorder:
     """Runs one script in a sandbox, as often as asked. Use it as a context manager.
 
     Raises UserError if this machine has no bash or no sandbox.
@@ -127,7 +127,7 @@ class Recorder:
         digits = "".join([script, *environment.values()])
         self._prefixes = [prefix for prefix in map(str, range(71828, 99999)) if prefix not in digits][:2]
 
-    def __enter__(self) -> "Recorder":
+    def __enter__(self) -> "ScriptRecorder":
         self._sandbox.__enter__()
         return self
 
@@ -201,7 +201,7 @@ def _check(outcome: Outcome) -> None:
 
 def _trace(outcome: Outcome, placeholders: dict[str, str], prefix: str, prints: str) -> Trace:
     trace = Trace(placeholders, errors=list(dict.fromkeys(_ERROR.findall(outcome.stderr))))
-    calls: dict[int, Call] = {}
+    calls: dict[int, RecordedCall] = {}
     # In $(PROGRAM && echo yes), the program's status is wanted and not its output.
     printed = r"\b1\n" if prints == "1" else rf"{prefix}\d{{{_DIGITS}}}\n"
     for process, kind, text in filter(None, map(_item, outcome.stdout.split("\0"))):
@@ -212,7 +212,7 @@ def _trace(outcome: Outcome, placeholders: dict[str, str], prefix: str, prints: 
         elif kind == "text":
             placeholders[f"{prefix}{process:0{_DIGITS}}"] = f"$({text})"
         else:
-            call = calls.setdefault(process, Call())
+            call = calls.setdefault(process, RecordedCall())
             if kind == "word":
                 call.words.append(re.sub(printed, "", text))
             elif kind == "line":

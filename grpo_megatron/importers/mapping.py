@@ -1,6 +1,6 @@
 """Building blocks for the mapping of another system's configuration keys to ours, those of grpo_megatron.
 
-The mapping has one Entry for each key, or pattern of keys, of the other system.
+The mapping has one KeyMapping for each key, or pattern of keys, of the other system.
 """
 
 import math
@@ -48,7 +48,7 @@ class Source:
     entries: the mapping, which contains the defaults.
     """
 
-    def __init__(self, values: dict[str, Any], entries: tuple["Entry", ...]):
+    def __init__(self, values: dict[str, Any], entries: tuple["KeyMapping", ...]):
         self._values = values
         self._defaults = {entry.theirs: entry.default for entry in entries if entry.default is not UNSET}
 
@@ -87,12 +87,13 @@ class Source:
         return value
 
 
-# convert(value, all settings) returns the value of the key Entry.ours, or {our key: value} for several keys.
+# convert(value, all settings) returns the value of the key KeyMapping.ours, or {our key: value} for several
+# keys.
 Convert = Callable[[Any, Source], Any]
 
 
 @dataclass(frozen=True)
-class Entry:
+class KeyMapping:
     """The mapping of one key of the other system, or of all keys that match a pattern."""
 
     theirs: str
@@ -137,11 +138,11 @@ class System:
     """
 
     name: str
-    entries: tuple[Entry, ...]
+    entries: tuple[KeyMapping, ...]
     findings: Callable[[Source, Settings], list[Finding]]
     refusal: Callable[[Source, Settings], str | None]
 
-    def entry_for(self, key: str) -> Entry | None:
+    def entry_for(self, key: str) -> KeyMapping | None:
         for entry in self.entries:
             if entry.theirs == key:
                 return entry
@@ -161,9 +162,9 @@ class System:
         return "\n".join(lines)
 
 
-def same(theirs: str, ours: str, note: str = "", default: Any = UNSET, unit: str = "") -> Entry:
+def same(theirs: str, ours: str, note: str = "", default: Any = UNSET, unit: str = "") -> KeyMapping:
     """Return the entry of a key that has the same meaning under another name here."""
-    return Entry(theirs, (ours,), note, None, default, unit)
+    return KeyMapping(theirs, (ours,), note, None, default, unit)
 
 
 def becomes(
@@ -173,17 +174,17 @@ def becomes(
     note: str = "",
     default: Any = UNSET,
     unit: str = "",
-) -> Entry:
+) -> KeyMapping:
     """Return the entry of a key whose value has to be translated."""
-    return Entry(theirs, (ours,) if isinstance(ours, str) else ours, note, convert, default, unit)
+    return KeyMapping(theirs, (ours,) if isinstance(ours, str) else ours, note, convert, default, unit)
 
 
-def dropped(theirs: str, why: str) -> Entry:
+def dropped(theirs: str, why: str) -> KeyMapping:
     """Return the entry of a key that has no counterpart here."""
-    return Entry(theirs, (), why)
+    return KeyMapping(theirs, (), why)
 
 
-def trains(*entries: Entry) -> tuple[Entry, ...]:
+def trains(*entries: KeyMapping) -> tuple[KeyMapping, ...]:
     """Return the entries with changes_training set, because these keys decide what is trained."""
     return tuple(replace(entry, changes_training=True) for entry in entries)
 

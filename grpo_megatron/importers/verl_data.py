@@ -6,7 +6,7 @@ from grpo_megatron.importers.mapping import (
     UNSET,
     CannotCarry,
     Convert,
-    Entry,
+    KeyMapping,
     Source,
     becomes,
     choice,
@@ -186,7 +186,7 @@ def _reward_sections(old: bool) -> tuple[str, str, str, str, str]:
     )
 
 
-def _reward_entries(old: bool) -> tuple[Entry, ...]:
+def _reward_entries(old: bool) -> tuple[KeyMapping, ...]:
     """Return the entries of verl's reward keys.
 
     old: True for the names that verl used until the end of 2025.

@@ -9,7 +9,7 @@ from omegaconf import MISSING
 
 from grpo_megatron.config.command import Command
 from grpo_megatron.config.derived import scores_on_ranks
-from grpo_megatron.config.load import Settings, missing_values, must_be_legal, resolve
+from grpo_megatron.config.load import ResolvedConfig, missing_values, must_be_legal, resolve
 from grpo_megatron.config.schema import Config
 from grpo_megatron.data.records import HUB_PREFIX, hub_folder
 from grpo_megatron.errors import UserError
@@ -77,7 +77,7 @@ def load_config(path: str | None, overrides: list[str], command: Command = Comma
     return settings.config
 
 
-def _problems(settings: Settings, command: Command) -> list[str]:
+def _problems(settings: ResolvedConfig, command: Command) -> list[str]:
     """Return a sentence for each refused setting, missing value and broken rule of a configuration."""
     return [
         *settings.refused.values(),

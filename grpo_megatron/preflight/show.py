@@ -16,7 +16,7 @@ from grpo_megatron.config.keys import (
     unit_of,
     value_text,
 )
-from grpo_megatron.config.load import DEFAULT, Settings, must_be_legal, resolve
+from grpo_megatron.config.load import DEFAULT, ResolvedConfig, must_be_legal, resolve
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text
 from grpo_megatron.preflight.keys import choices, interacting_keys, limits, rules_about
@@ -42,7 +42,7 @@ def show(path: str | None, overrides: list[str], only_set: bool = False) -> str:
     return nested_yaml(values, comments)
 
 
-def _legal(path: str | None, overrides: list[str]) -> Settings:
+def _legal(path: str | None, overrides: list[str]) -> ResolvedConfig:
     """Return the settings of a file and arguments. Raises UserError if the schema refuses any of them."""
     settings = resolve(path, overrides)
     must_be_legal(list(settings.refused.values()))
@@ -120,7 +120,7 @@ def diff(a: str, b: str) -> dict[str, dict[str, dict[str, Any]]]:
     }
 
 
-def _entry(resolved: Settings, key: str) -> dict[str, Any]:
+def _entry(resolved: ResolvedConfig, key: str) -> dict[str, Any]:
     value = resolved.values[key]
     return {"value": value.name if isinstance(value, Enum) else value, "origin": resolved.origins[key]}
 

@@ -26,7 +26,7 @@ NO_FIRST_WORDS = """
 """
 # Public classes of the package that may share a name: those of importers/ with others, and the states of a
 # run and of shared devices.
-SHARED_NAMES = {"Entry", "Finding", "Group", "State"}
+SHARED_NAMES = {"Finding", "Group", "State"}
 # Somebody's folder; a test may invent a folder of its own, such as one of data.
 WORKPLACE = re.compile(r"(?<![\w.}])/(?:home|root|Users|work|workspace|mnt|scratch)/\w")
 

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.data import read_records
@@ -65,8 +66,8 @@ def test_names_that_cannot_be_resolved(name, complaint):
 
 
 def test_a_broken_pattern():
-    with pytest.raises(UserError, match="not a regular expression"):
-        resolve_reward(RewardConfig(extract="("))
+    with pytest.raises(ValidationError, match="must be a regular expression"):
+        RewardConfig(extract="(")
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def test_a_layout_without_room_names_the_reason():
     changes = ["megatron.tensor_parallel=16", "cluster.gpu=h100-80g", "cluster.gpus_per_node=8"]
     config = read_config("configs/quickstart.yaml", ["cluster.nodes=2", *changes])
     with pytest.raises(UserError, match=r"megatron\.tensor_parallel=16: .* which has 8 devices"):
-        cpu_slots(config, "train")
+        cpu_slots(config, Command.train)
 
 
 def test_containers():
