@@ -1,4 +1,4 @@
-"""ScriptRecorder of the commands of a launch script: bash runs the script in the sandbox, where no program exists.
+"""Recorder of the commands of a launch script: bash runs the script in the sandbox, where no program exists.
 
 bash itself expands variables, arrays and arithmetic, and takes the branches that the environment gives.
 launch_prelude.sh makes it record each command in place of running it. Only these text tools do their work,
