@@ -167,10 +167,11 @@ def test_the_files_of_ray_go_with_a_run_that_is_done(status, tmp_path, monkeypat
     monkeypatch.setitem(PROGRAMS, "ray", 'mkdir -p "$RAY_TMPDIR/ray"; exec sleep 60')
     run = f'until [ -d "$RAY_TMPDIR/ray" ]; do sleep 0.1; done; echo "in $RAY_TMPDIR"; exit {status}'
     monkeypatch.setitem(PROGRAMS, "grpo-megatron", run)
-    done = whole_script(replace(JOB, folder=str(tmp_path)), tmp_path)
+    job = str(os.getpid())  # not 7: the folder may be /tmp/ray-JOB, which tests in other processes would share
+    done = whole_script(replace(JOB, folder=str(tmp_path)), tmp_path, SLURM_JOB_ID=job)
     assert done.returncode == status, done.stderr
     folder = Path(re.search("^in (.*)$", done.stdout, re.MULTILINE)[1])
-    assert folder.name == "ray-7"
+    assert folder.name == f"ray-{job}"
     assert folder.exists() == (status != 0)
     shutil.rmtree(folder, ignore_errors=True)
 
