@@ -38,6 +38,8 @@ def selftest_config(config: Config, steps: int) -> Config:
             "selftest compares engine and trainer, but rollout.replay leaves no engine to compare with"
         )
     engine = replace(config.rollout.engine, load_format=LoadFormat.dummy)
+    optimizer = replace(config.optimizer, lr_min=0.0, lr_schedule=LrSchedule.constant, lr_warmup_steps=0)
+    optimizer.lr = 0.0  # set here, because the schema refuses a user's 0
     return replace(
         config,
         run=replace(config.run, name=f"{config.run.name}_selftest", total_steps=steps, resume="none"),
@@ -50,9 +52,7 @@ def selftest_config(config: Config, steps: int) -> Config:
             dynamic_sampling=DynamicSamplingConfig(),
             strategy=Strategy.sampling,
         ),
-        optimizer=replace(
-            config.optimizer, lr=0.0, lr_min=0.0, lr_schedule=LrSchedule.constant, lr_warmup_steps=0
-        ),
+        optimizer=optimizer,
         # Keep every sample. A choice by outcome would bias the statistics of the sampling.
         algorithm=replace(config.algorithm, filters=[]),
         mismatch=MismatchConfig(action=MismatchAction.off),

@@ -167,7 +167,7 @@ def test_the_files_of_ray_go_with_a_run_that_is_done(status, tmp_path, monkeypat
     monkeypatch.setitem(PROGRAMS, "ray", 'mkdir -p "$RAY_TMPDIR/ray"; exec sleep 60')
     run = f'until [ -d "$RAY_TMPDIR/ray" ]; do sleep 0.1; done; echo "in $RAY_TMPDIR"; exit {status}'
     monkeypatch.setitem(PROGRAMS, "grpo-megatron", run)
-    job = str(os.getpid())  # not 7: the folder may be /tmp/ray-JOB, which tests in other processes would share
+    job = str(os.getpid())  # not 7: processes that run tests would share /tmp/ray-7
     done = whole_script(replace(JOB, folder=str(tmp_path)), tmp_path, SLURM_JOB_ID=job)
     assert done.returncode == status, done.stderr
     folder = Path(re.search("^in (.*)$", done.stdout, re.MULTILINE)[1])
