@@ -140,7 +140,7 @@ def intercepted(controller, monkeypatch, fault):
 
     The engines take the result for a sync.
     """
-    real, count = controller.weight_sync._resharding, itertools.count()
+    real, count = controller.rollouts.handover.weight_sync._resharding, itertools.count()
 
     class Intercepted:
         def transfer(self, source, target, version):
