@@ -89,7 +89,7 @@ def timed(sync: Resharding, run, repeat: int) -> tuple[float, dict[str, float]]:
     for version in range(1, repeat + 2):
         run.engines.begin_update()
         started = time.perf_counter()
-        measured = sync.transfer(run.trainer, run.engines, version)
+        measured = sync.transfer(run.trainer.weights, run.engines, version)
         seconds.append(time.perf_counter() - started)
         run.engines.end_update(version)
     return statistics.median(seconds[1:]), measured
@@ -108,7 +108,7 @@ def deltas(layouts, run) -> dict[str, float]:
         if share is not None:
             run.trainer.weights.scale(1.5, share)
         run.engines.begin_update()
-        sent[share] = sync.transfer(run.trainer, run.engines, version)["sent_gb"]
+        sent[share] = sync.transfer(run.trainer.weights, run.engines, version)["sent_gb"]
         run.engines.end_update(version)
     return {str(share): sent[share] / sent[None] for share in SHARES}
 

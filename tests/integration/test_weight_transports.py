@@ -73,7 +73,7 @@ def verify(controller, run):
     """Compare the digests, without a transfer, in a session of their own."""
     resharding = weight_sync(controller)._resharding
     run.engines.begin_update()
-    resharding.verify(run.trainer, run.engines, weight_sync(controller).version)
+    resharding.verify(run.trainer.weights, run.engines, weight_sync(controller).version)
     run.engines.end_update(weight_sync(controller).version)
 
 
