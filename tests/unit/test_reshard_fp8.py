@@ -334,4 +334,4 @@ def test_engines_that_hold_them_otherwise_are_found(monkeypatch, tmp_path):
         f"rank 0 of engine 0 has {name} in torch.int32, expected torch.float32"
     ]
     have[name] = ((256, 1), torch.int32)
-    assert resharding.describe(None)[0] == f"rank 0 of engine 0 has {name} of shape (256, 1), planned (2, 4)"
+    assert resharding.describe(None)[0] == f"rank 0 of engine 0 has {name} of shape (256, 1), expected (2, 4)"
