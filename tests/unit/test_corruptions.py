@@ -354,7 +354,7 @@ def test_all_is_reported_together(capsys, files, model):
     assert status == 2
     for said in (
         Q,
-        "does not divide the model's 4 attention heads",
+        "megatron.tensor_parallel must divide the model's attention heads",
         "optimizer.lr",
         "four",
         "/tmp is a folder",
