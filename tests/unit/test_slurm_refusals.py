@@ -30,7 +30,7 @@ def test_what_is_no_array_is_refused(spec):
         ),
         (
             ["--config", "configs/quickstart.yaml", "--nodes", 1, "megatron.precision=fp8"],
-            "not possible with cluster.gpu=none",
+            "FP8 matrix products (with cluster.gpu=none",
         ),
         (
             ["--config", "configs/quickstart.yaml", "--nodes", 1, "--time", "1h"],
