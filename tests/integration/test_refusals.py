@@ -99,7 +99,7 @@ def test_precisions_and_layers_that_cannot_run_here(capsys, arithmetic):
     problem = Capabilities.of_this_machine().fp8_problem
     if problem is None:
         pytest.skip("FP8 can run here")
-    assert f"megatron.precision=fp8 is not possible here: {problem}" in refusal(
+    assert f"GPUs with FP8 matrix products (here: {problem})" in refusal(
         capsys, arithmetic, "megatron.precision=fp8"
     )
 

@@ -62,7 +62,7 @@ def test_what_is_no_array_is_refused(spec):
         ),
         (
             ["--config", "configs/llama3_70b_16node.yaml", "--gpus-per-node", 4, ABSENT],
-            "groups would cross nodes",
+            "each node has 4 GPUs",
         ),
         (
             ["--config", "configs/quickstart.yaml", "--nodes", 1, "--requeue", "run.resume=here"],
