@@ -68,7 +68,7 @@ def read_yaml(text: str, source: str) -> YamlText:
             return YamlText(None)
         lines = dict(_key_lines(node))
         return YamlText(yaml.constructor.construct_document(node), lines)
-    except YAMLError as error:
+    except (YAMLError, ValueError, KeyError) as error:  # ValueError and KeyError: such as 0x_ and !!bool x
         raise UserError(f"{source}: not valid YAML: {_problem(error)}") from error
 
 
@@ -91,7 +91,7 @@ def _key_lines(node: Node, prefix: str = "") -> Iterator[tuple[str, int]]:
         yield from _key_lines(value, f"{prefix}{name.value}.")
 
 
-def _problem(error: YAMLError) -> str:
+def _problem(error: Exception) -> str:
     """Return the parser's message on one line, with its line number and without its excerpt of the text."""
     if not isinstance(error, MarkedYAMLError):
         return str(error).splitlines()[0]

@@ -46,8 +46,8 @@ def test_a_cluster_without_gpus_that_was_described_with_some():
         "error the cluster does not allow this configuration:",
         "  - cluster.gpu=h200, but in the Ray cluster there are none",
         "  - cluster.nodes=2, but in the Ray cluster there are 1",
-        "  - megatron.precision=fp8 is not possible in the Ray cluster: TransformerEngine needs CUDA, "
-        "which is not available; use bf16",
+        "  - megatron.precision=fp8 needs TransformerEngine and GPUs with FP8 matrix products (in the Ray "
+        "cluster: TransformerEngine needs CUDA, which is not available)",
     ]
 
 

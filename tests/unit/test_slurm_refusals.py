@@ -62,7 +62,7 @@ def test_what_is_no_array_is_refused(spec):
         ),
         (
             ["--config", "configs/llama3_70b_16node.yaml", "--gpus-per-node", 4, ABSENT],
-            "groups would cross nodes",
+            "each node has 4 GPUs",
         ),
         (
             ["--config", "configs/quickstart.yaml", "--nodes", 1, "--requeue", "run.resume=here"],
@@ -127,16 +127,16 @@ def test_nothing_is_queued_where_the_logs_cannot_be_written(capsys, root, why):
         (["--requeue"], "an evaluation cannot be continued"),
         (["--dependency-chain", 2], "an evaluation cannot be continued"),
         (["--stop-before", 90], "an evaluation cannot be continued"),
-        (["rollout.engine.num_engines=9"], "need 9 GPUs; with cluster.gpu=h100-80g there are 8"),
+        (["rollout.engine.num_engines=9"], "9 GPUs are needed; with cluster.gpu=h100-80g there are 8"),
         (
             ["rollout.engine.num_engines=1", "rollout.engine.tensor_parallel=12", "--nodes", 2],
-            "takes all GPUs of each",
+            "on one node or on several whole nodes",
         ),
         (
             ["rollout.engine.tensor_parallel=3", "rollout.engine.num_engines=2", "--cpus-per-node", 5],
             "needs 6 on a node",
         ),
-        (["reward.function=model", "reward.model.path=r"], "eval has engines alone; choose another reward"),
+        (["reward.function=model", "reward.model.path=r"], "cannot name the function model in eval"),
     ],
 )
 def test_an_evaluation_that_cannot_be_is_refused(capsys, arguments, says):
