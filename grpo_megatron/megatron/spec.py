@@ -3,6 +3,7 @@
 The driver process imports this module too, so it must not import Megatron.
 """
 
+from copy import copy
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -167,10 +168,13 @@ def actor_spec(config: Config, command: Command = Command.train) -> ActorSpec:
     megatron = config.megatron
     # Adapters need local layers, so with them `auto` means local.
     layers = TransformerImpl.local if megatron.lora.rank else megatron.transformer_impl
+    # A copy, because `replace` would check bounds again, and the self-test trains with learning rate 0.
+    optimizer = copy(config.optimizer)
+    optimizer.lr_decay_steps = lr_decay_steps(config, command)
     return ActorSpec(
         model_path=config.model.path,
         sizes=ParallelSizes.from_config(megatron),
-        optimizer=replace(config.optimizer, lr_decay_steps=lr_decay_steps(config, command)),
+        optimizer=optimizer,
         precision=megatron.precision,
         fp8=megatron.fp8,
         transformer_impl=layers,
