@@ -71,7 +71,7 @@ class Investigation:
     def run(self) -> Verdict:
         verdict = self.measured()
         self.limit = verdict.limit
-        verdict.explanations = self.mismatch_explained(verdict) + self.drift(verdict)
+        verdict.explanations = self.mismatch_explained(verdict) + self._drift(verdict)
         # Samples can be compared with the trainer's distribution only if the log-probs agree, or differ in a
         # known way.
         if verdict.passed or verdict.explanations[0].startswith(("temperature", "precision")):
@@ -85,19 +85,19 @@ class Investigation:
         return Verdict(
             mean=[tokens.mismatch for tokens in self.steps],
             maximum=[float(np.abs(tokens.trainer - tokens.engine).max()) for tokens in self.steps],
-            limit=tolerance(self.dtype) * self.rounding(self.steps[-1], self.dtype),
+            limit=tolerance(self.dtype) * self._rounding(self.steps[-1], self.dtype),
         )
 
     def mismatch_explained(self, verdict: Verdict) -> list[str]:
         """Return an explanation of a mismatch beyond the limit, or of old weights in the engine; else []."""
-        stale = self.weight_version(self.steps[-1])
+        stale = self._weight_version(self.steps[-1])
         if stale:
             return [stale]
         bad = verdict.beyond_limit
         if not bad:
             return []
         if len(self.steps) - 1 in bad:
-            return [self.explain(self.steps[-1])]
+            return [self._explain(self.steps[-1])]
         return [
             f"weight version: the mismatch of step {bad[-1] + 1} is gone in the next, under the same "
             "weights; the engine got them too late"
@@ -171,7 +171,7 @@ class Investigation:
         standard errors. Both means are the same if each token is drawn from the trainer's distribution,
         whatever ends a response, because their difference is a martingale.
         """
-        excess = np.concatenate([-tokens.engine - self.probe(tokens)[1] for tokens in self.steps])
+        excess = np.concatenate([-tokens.engine - self._probe(tokens)[1] for tokens in self.steps])
         return float(excess.mean() / max(excess.std() / np.sqrt(len(excess)), 1e-12))
 
     # -- causes -------------------------------------------------------------------------------
@@ -202,12 +202,12 @@ class Investigation:
         Both changes are exact in floating point. Returns an explanation if the engine's log-probs do not
         change as much as the trainer's, else None.
         """
-        before = self.scores(tokens)
+        before = self._scores(tokens)
         self.handover.to_ranks()
         try:
             self.policy.weights.scale(2.0)
             self.handover.publish()
-            after = self.scores(tokens)
+            after = self._scores(tokens)
         finally:
             self.handover.to_ranks()
             self.policy.weights.scale(0.5)
