@@ -30,7 +30,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """Result of one check, which is printed as one line.
 
     level: OK, NOTE (something is not possible on this machine), or PROBLEM (something is broken)
@@ -43,15 +43,15 @@ class Finding:
     text: str
 
 
-def _python() -> Finding:
+def _python() -> Diagnosis:
     current = sys.version_info[:2]
     text = f"{platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} cores"
     if not (3, 11) <= current <= (3, 13):
-        return Finding(PROBLEM, "Python", f"{text}; 3.11 to 3.13 is supported")
-    return Finding(OK, "Python", text)
+        return Diagnosis(PROBLEM, "Python", f"{text}; 3.11 to 3.13 is supported")
+    return Diagnosis(OK, "Python", text)
 
 
-def _driver() -> Finding | None:
+def _driver() -> Diagnosis | None:
     """Check the version of NVIDIA's driver. Return None if there is no driver.
 
     The check is needed because torch does not give the reason if the driver is too old. It then says only
@@ -65,14 +65,14 @@ def _driver() -> Finding | None:
     if not found:
         return None
     if release(found[1]) < LEAST_DRIVER:
-        return Finding(PROBLEM, "driver", f"{found[1]}; CUDA 13 needs {LEAST_DRIVER[0]} or newer")
-    return Finding(OK, "driver", found[1])
+        return Diagnosis(PROBLEM, "driver", f"{found[1]}; CUDA 13 needs {LEAST_DRIVER[0]} or newer")
+    return Diagnosis(OK, "driver", found[1])
 
 
-def _devices() -> list[Finding]:
+def _devices() -> list[Diagnosis]:
     import torch
 
-    found = [Finding(OK, "torch", torch.__version__)]
+    found = [Diagnosis(OK, "torch", torch.__version__)]
     if driver := _driver():
         found.append(driver)
     if torch.cuda.is_available():
@@ -80,28 +80,30 @@ def _devices() -> list[Finding]:
             properties = torch.cuda.get_device_properties(index)
             capability = f"{properties.major}.{properties.minor}"
             found.append(
-                Finding(
+                Diagnosis(
                     OK,
                     f"GPU {index}",
                     f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, sm {capability}",
                 )
             )
         found.append(
-            Finding(OK, "CUDA", f"{torch.version.cuda}; NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+            Diagnosis(
+                OK, "CUDA", f"{torch.version.cuda}; NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+            )
         )
     else:
         reason = "this build of torch is for CPUs" if torch.version.cuda is None else "no device is visible"
         found.append(
-            Finding(
+            Diagnosis(
                 NOTE, "CUDA", f"not available ({reason}): ranks run on CPUs over gloo, engines torch-native"
             )
         )
     if not torch.distributed.is_gloo_available():
-        found.append(Finding(PROBLEM, "gloo", "torch was built without gloo, which CPU ranks need"))
+        found.append(Diagnosis(PROBLEM, "gloo", "torch was built without gloo, which CPU ranks need"))
     return found
 
 
-def _package(package: str, expected: str | None, missing: str, required: bool) -> Finding:
+def _package(package: str, expected: str | None, missing: str, required: bool) -> Diagnosis:
     """Check that a package is installed in the right version.
 
     expected: the version that this project is tested with; None: any.
@@ -110,13 +112,13 @@ def _package(package: str, expected: str | None, missing: str, required: bool) -
     """
     have = version(package)
     if have is None:
-        return Finding(PROBLEM if required else NOTE, package, f"not installed: {missing}")
+        return Diagnosis(PROBLEM if required else NOTE, package, f"not installed: {missing}")
     if expected and release(have) != release(expected):
-        return Finding(NOTE, package, f"{have}; this project is tested with {expected}")
-    return Finding(OK, package, have)
+        return Diagnosis(NOTE, package, f"{have}; this project is tested with {expected}")
+    return Diagnosis(OK, package, have)
 
 
-def _sglang() -> list[Finding]:
+def _sglang() -> list[Diagnosis]:
     import torch
 
     expected = SGLANG_ON_GPU if torch.cuda.is_available() else SGLANG
@@ -127,7 +129,7 @@ def _sglang() -> list[Finding]:
         installed = [entry.value for entry in metadata.entry_points(group="sglang.srt.platforms")]
         if f"{cpu_platform.__name__}:activate" not in installed:
             found.append(
-                Finding(
+                Diagnosis(
                     PROBLEM,
                     "SGLang's CPU platform",
                     "entry point not found or outdated; install this project again (pip install -e .)",
@@ -136,18 +138,18 @@ def _sglang() -> list[Finding]:
     return found
 
 
-def _shared_memory() -> Finding:
+def _shared_memory() -> Diagnosis:
     path = "/dev/shm"
     if not os.path.isdir(path):
-        return Finding(PROBLEM, path, "missing: Ray's object store and weight sync use it")
+        return Diagnosis(PROBLEM, path, "missing: Ray's object store and weight sync use it")
     free = shutil.disk_usage(path).free / 2**30
     level = OK if free > 1 else NOTE
-    return Finding(
+    return Diagnosis(
         level, path, f"{free:.1f} GiB free" + ("" if free > 1 else "; Ray falls back to files below 1 GiB")
     )
 
 
-def _sandbox() -> Finding:
+def _sandbox() -> Diagnosis:
     """Check which kind of sandbox for programs that a model wrote works on this machine.
 
     The kinds are Linux namespaces and Landlock. In each, a test program tries to escape.
@@ -155,23 +157,23 @@ def _sandbox() -> Finding:
     problems = {containment: problem_with(containment) for containment in (NAMESPACES, LANDLOCK)}
     possible = [containment for containment, problem in problems.items() if problem is None]
     if possible:
-        return Finding(OK, "sandbox", f"programs that a model wrote are contained by {possible[0]}")
+        return Diagnosis(OK, "sandbox", f"programs that a model wrote are contained by {possible[0]}")
     reasons = "; ".join(f"{containment}: {problem}" for containment, problem in problems.items())
-    return Finding(
+    return Diagnosis(
         NOTE,
         "sandbox",
         f"no `code` reward, or reward.code.isolation=no_network (docs/security.md): {reasons}",
     )
 
 
-def _tried(subject: str, probe: Callable[..., str], *arguments: str) -> Finding:
+def _tried(subject: str, probe: Callable[..., str], *arguments: str) -> Diagnosis:
     try:
-        return Finding(OK, subject, probes.attempt(probe, *arguments))
+        return Diagnosis(OK, subject, probes.attempt(probe, *arguments))
     except probes.ProbeError as error:
-        return Finding(PROBLEM, subject, str(error))
+        return Diagnosis(PROBLEM, subject, str(error))
 
 
-def _imported(module: str, missing: str, required: bool) -> Finding:
+def _imported(module: str, missing: str, required: bool) -> Diagnosis:
     """Check that a module can be imported, in a process of its own.
 
     missing: the consequence if the module is not installed, for the finding's text.
@@ -179,7 +181,7 @@ def _imported(module: str, missing: str, required: bool) -> Finding:
         is installed but cannot be imported is always a problem.
     """
     if util.find_spec(module.split(".")[0]) is None:
-        return Finding(PROBLEM if required else NOTE, module, f"not installed: {missing}")
+        return Diagnosis(PROBLEM if required else NOTE, module, f"not installed: {missing}")
     return _tried(module, probes.import_of, module)
 
 
@@ -191,7 +193,7 @@ _BUILDERS = {
 }
 
 
-def _builders() -> Iterator[Finding]:
+def _builders() -> Iterator[Diagnosis]:
     """Check that the programs and headers are there with which SGLang and Triton build kernels at run time.
 
     The programs are searched for in the environment that ranks and engines get.
@@ -200,31 +202,31 @@ def _builders() -> Iterator[Finding]:
     for program, source in _BUILDERS.items():
         of_toolkit = os.path.join(environment.get("CUDA_HOME", ""), "bin")
         found = shutil.which(program, path=of_toolkit if program == "nvcc" else environment["PATH"])
-        missing = Finding(
+        missing = Diagnosis(
             PROBLEM, program, f"not found, and engines build kernels with it when they start: {source}"
         )
-        yield Finding(OK, program, found) if found else missing
+        yield Diagnosis(OK, program, found) if found else missing
     headers = os.path.join(sysconfig.get_path("include"), "Python.h")
     there = os.path.exists(headers)
-    missing = Finding(
+    missing = Diagnosis(
         PROBLEM,
         "Python.h",
         f"{headers} is not there; Triton needs the headers of Python, such as python3.12-dev",
     )
-    yield Finding(OK, "Python.h", headers) if there else missing
+    yield Diagnosis(OK, "Python.h", headers) if there else missing
 
 
-def _gpu_libraries() -> Iterator[Finding]:
+def _gpu_libraries() -> Iterator[Diagnosis]:
     """Check the libraries and programs that only a machine with a GPU needs."""
     import torch
 
     cudnn = torch.backends.cudnn.version()
     yield (
-        Finding(OK, "cuDNN", str(cudnn))
+        Diagnosis(OK, "cuDNN", str(cudnn))
         if cudnn
-        else Finding(PROBLEM, "cuDNN", "torch does not find it; attention needs it")
+        else Diagnosis(PROBLEM, "cuDNN", "torch does not find it; attention needs it")
     )
-    yield from (Finding(NOTE, "environment", line) for line in conflicts(os.environ))
+    yield from (Diagnosis(NOTE, "environment", line) for line in conflicts(os.environ))
     yield from _builders()
     yield _imported("sglang.srt.entrypoints.engine", "no rollouts", required=True)
     yield _imported("sgl_kernel", "engines need SGLang's kernels", required=True)
@@ -234,7 +236,7 @@ def _gpu_libraries() -> Iterator[Finding]:
     yield _imported("deep_gemm", "engines in FP8 need its kernels", required=False)
     yield _tried("an engine's kernel", probes.kernel)
     if util.find_spec("torch_memory_saver") is None:
-        yield Finding(
+        yield Diagnosis(
             NOTE,
             _SAVER,
             "not installed: engines cannot give their memory to the trainer (placement=colocated)",
@@ -247,12 +249,12 @@ def _gpu_libraries() -> Iterator[Finding]:
     )
 
 
-def _computes(here: Capabilities) -> Iterator[Finding]:
+def _computes(here: Capabilities) -> Iterator[Diagnosis]:
     """Check the precision and speed of matrix products in fp32, bf16 and FP8, and an all-reduce."""
     yield _tried("matrix product, fp32", probes.matrix_product, "fp32")
     yield _tried("matrix product, bf16", probes.matrix_product, "bf16")
     if here.fp8_problem:
-        yield Finding(NOTE, "FP8 training", f"not possible: {here.fp8_problem}")
+        yield Diagnosis(NOTE, "FP8 training", f"not possible: {here.fp8_problem}")
     else:
         yield _tried("matrix product, fp8", probes.matrix_product, "fp8")
     yield _tried("all-reduce", probes.all_reduce)
@@ -261,7 +263,7 @@ def _computes(here: Capabilities) -> Iterator[Finding]:
 _TE, _SAVER = "TransformerEngine", "torch_memory_saver"
 
 
-def examine() -> Iterator[Finding]:
+def examine() -> Iterator[Diagnosis]:
     """Run all checks of this machine in order. A check that could crash runs in its own process."""
     yield _python()
     yield from _devices()
@@ -281,7 +283,7 @@ def examine() -> Iterator[Finding]:
     if here.gpus:
         yield from _gpu_libraries()
     if util.find_spec("transformer_engine") is None:
-        yield Finding(NOTE, _TE, "not installed: no FP8, and layers of torch")
+        yield Diagnosis(NOTE, _TE, "not installed: no FP8, and layers of torch")
     else:
         # megatron-core imports it if it is installed. It copes with a missing module, but not with one that
         # fails.

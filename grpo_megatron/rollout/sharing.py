@@ -17,7 +17,7 @@ _GIB = 2**30
 
 
 class DeviceUse(Enum):
-    """Use of the shared devices' memory by engines and ranks. The value describes it in messages."""
+    """Division of shared devices' memory between engines and ranks. Each value is the text for messages."""
 
     serving = "engines serve, ranks sleep"
     vacant = "engines have given back weights and KV cache, ranks sleep"

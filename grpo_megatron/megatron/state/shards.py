@@ -178,6 +178,16 @@ def _pieces(
             at += count
 
 
+def _shares(shards: list[_Shard], writing: bool) -> dict[int, range]:
+    """Return {id of a parameter: range of its elements, in flat order} that this rank writes or reads.
+
+    writing: True: only this rank's share, so that replicas write each element once. False: all it holds.
+    """
+    if writing:
+        return _own_shares(shards)
+    return {id(shard.parameter): range(shard.parameter.numel()) for shard in shards}
+
+
 def weight_pieces(
     shards: list[_Shard],
     writing: bool,
@@ -191,11 +201,7 @@ def weight_pieces(
     values_of: parameter -> contiguous values to save or fill instead of the parameter's own, or None to leave
         the parameter out. Used for the reference's weights.
     """
-    shares = (
-        _own_shares(shards)
-        if writing
-        else {id(shard.parameter): range(shard.parameter.numel()) for shard in shards}
-    )
+    shares = _shares(shards, writing)
     pieces = []
     for shard in shards:
         values = values_of(shard.parameter) if id(shard.parameter) in shares else None
@@ -210,11 +216,7 @@ def optimizer_pieces(shards: list[_Shard], optimizer, writing: bool) -> list[Rec
     The states are Adam's moments, and the fp32 master weights where weights are not fp32.
     writing: True: only this rank's share, so that replicas write each element once. False: all it holds.
     """
-    shares = (
-        _own_shares(shards)
-        if writing
-        else {id(shard.parameter): range(shard.parameter.numel()) for shard in shards}
-    )
+    shares = _shares(shards, writing)
     pieces = []
     for shard in shards:
         found = _optimizer_state(optimizer, shard.parameter)
