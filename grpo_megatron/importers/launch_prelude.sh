@@ -4,6 +4,7 @@
 #   RECORDER_PREFIX  first digits of the placeholders
 #   RECORDER_FAILS   commands, without their placeholders, that fail at their first call; each between newlines
 #   RECORDER_PRINTS  what programs print: placeholder, 1 or nothing
+#   RECORDER_CALLS   number of calls of programs after which the script is ended
 #   RECORDER_FILES   not empty: files exist, for [ -f FILE ] and the like
 #
 # A placeholder is a number of 12 digits. It stands for a text that is not known, such as the output of a
@@ -15,7 +16,7 @@
 command_not_found_handle() {
     trap - DEBUG
     set +eufx +o pipefail
-    local IFS=$' \t\n' input='' next text same=0 similar=0
+    local IFS=$' \t\n' input='' next text calls=0 same=0 similar=0
     case $1 in
         tee | cat | wc | grep | egrep | awk | sed | sort | uniq | head | tail | tr | cut | xargs | jq | bc)
             # Read to the end, so that the writer of a pipe is not ended by SIGPIPE.
@@ -36,9 +37,12 @@ command_not_found_handle() {
     text=${text//$'\n'/ }
     printf '%s\n' "$text" >> .calls
     while IFS= read -r next; do
+        ((calls += 1))
         [[ $next == "$text" ]] && ((same += 1))
         [[ ${next%% *} == "${text%% *}" ]] && ((similar += 1))
     done < .calls
+    # A loop up to a placeholder would last until the sandbox ends it.
+    ((calls <= RECORDER_CALLS)) || builtin kill -s XCPU "$RECORDER_PID"
     [[ $RECORDER_FAILS == *$'\n'"$text"$'\n'* && $same -eq 1 ]] && exit 1
     case $RECORDER_PRINTS in
         placeholder) __placeholder ;;
@@ -225,6 +229,7 @@ __before() {
 
 __sleeps=0
 __line=0
+export RECORDER_PID=${RECORDER_PID:-$$}
 PWD=$RECORDER_PWD
 PATH=$RECORDER_PATH
 set -o functrace

@@ -25,6 +25,7 @@ _LIMITS = SandboxLimits(
     seconds=10.0, cpu_seconds=2, memory_mib=192, threads=4, files_mib=4, files=200, output_kib=1024
 )
 _PROCESSES = 32
+_MOST_CALLS = 300
 _INSTEAD = (
     "Give what Hydra itself wrote instead: the file .hydra/overrides.yaml in the output folder of a run, or "
     "the text that the launch command prints with --cfg job"
@@ -167,6 +168,7 @@ class ScriptRecorder:
             "RECORDER_PREFIX": prefix,
             "RECORDER_FAILS": "".join(f"\n{command}\n" for command in failing),
             "RECORDER_PRINTS": prints,
+            "RECORDER_CALLS": str(_MOST_CALLS),
             "RECORDER_FILES": "1" if files_exist else "",
             "RECORDER_PATH": environment["PATH"],
             "RECORDER_PWD": environment["PWD"],
