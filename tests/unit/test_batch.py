@@ -1,5 +1,7 @@
 """Batches of flat tokens, and a weight for each of them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -29,6 +31,16 @@ def test_arrays_sit_at_the_position_that_predicts():
     assert batch.loss_mask.tolist() == [False, True, True, True, False, True, False, False]
     assert batch.rollout_logp.tolist() == [0, -1, -2, -3, 0, -1, -2, 0]
     assert batch.cu_seqlens.tolist() == [0, 5, 8]
+
+
+def test_the_routing_of_the_samples_follows_their_tokens():
+    routing = [np.full((tokens, 2, 1), number, np.uint8) for number, tokens in ((1, 5), (2, 3))]
+    samples = [sample([7, 8], [9, 10, 2]), sample([5], [6, 2])]
+    batch = TrainBatch.from_samples([replace(s, routing=r) for s, r in zip(samples, routing, strict=True)])
+    assert batch.routing[:, 0, 0].tolist() == [1] * 5 + [2] * 3
+    assert batch.select([1]).routing.tolist() == routing[1].tolist()
+    with pytest.raises(ValueError, match="1 of 2 samples carry the engine's routing"):
+        TrainBatch.from_samples([replace(samples[0], routing=routing[0]), samples[1]])
 
 
 def test_select_keeps_each_sequence_whole():
