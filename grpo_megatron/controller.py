@@ -21,8 +21,6 @@ from grpo_megatron.trainer.step import StepTrainer
 
 logger = logging.getLogger(__name__)
 
-logger = logging.getLogger(__name__)
-
 
 class Controller:
     """The GRPO training loop. It decides what happens in which order; its collaborators do the work.
