@@ -28,7 +28,7 @@ from make_tiny_model import make
 
 from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.batch.sample import Sample
-from grpo_megatron.batch.token_weights import token_weights
+from grpo_megatron.batch.sequence_weights import token_weights
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import OptimizerConfig, Precision, Recompute
 from grpo_megatron.megatron import process_groups

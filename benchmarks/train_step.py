@@ -48,7 +48,7 @@ from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.batch.layout import Layout, Pack
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.schedule import schedule
-from grpo_megatron.batch.token_weights import token_weights
+from grpo_megatron.batch.sequence_weights import token_weights
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.algorithm import AlgorithmConfig
 from grpo_megatron.config.schema import OptimizerConfig

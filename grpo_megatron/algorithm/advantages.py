@@ -1,7 +1,8 @@
 """Advantages: how much better a trajectory is than the policy's average.
 
-An estimator is a function (AdvantageInputs, AlgorithmConfig) -> float64 [T], registered by
-`@advantage_estimator("name")`. `advantages` calls the configured one and applies whitening and clipping.
+An estimator is a function (AdvantageInputs, AlgorithmConfig) -> float64 [N], one advantage for each of N
+trajectories, registered by `@advantage_estimator("name")`. An estimator whose advantages differ from token to
+token returns an `Estimate`. `advantages` calls the configured one and applies whitening and clipping.
 
 All built-in estimators follow two conventions:
 
@@ -10,11 +11,13 @@ All built-in estimators follow two conventions:
   divided by a small standard deviation, would look like a signal. A group of one is such a case.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
+from grpo_megatron.batch.sums import SequenceSums
+from grpo_megatron.batch.table import SampleTable
 from grpo_megatron.config.algorithm import AlgorithmConfig
 from grpo_megatron.plugins import Call, Registry
 
@@ -24,6 +27,8 @@ advantage_estimator = Registry(
 
 # Estimators that cannot compare anything in a group of one sample.
 GROUP_RELATIVE = ("grpo", "rloo", "reinforce_plus_plus_baseline", "gpg")
+# Relative rounding error of a sequence's sums, with a margin.
+_ROUNDING = 1e-12
 
 
 def smallest_group(estimator: str) -> int:
@@ -36,44 +41,30 @@ def smallest_group(estimator: str) -> int:
 
 @dataclass(frozen=True)
 class Trajectories:
-    """The N trajectories of a batch that have a trained token, in the order of their ids."""
+    """The N trajectories of a step that have a trained token, in the order of their ids."""
 
     reward: np.ndarray
-    """float64 [N]. Reward of the whole trajectory, without `token_reward`."""
+    """float64 [N]. Reward of the trajectory, without the KL."""
     score: np.ndarray
-    """float64 [N]. `reward` plus the sum of `token_reward` over the trajectory's trained tokens."""
+    """float64 [N]. `reward` minus the KL of the trajectory's trained tokens times its coefficient."""
     group: np.ndarray
     """int64 [N]. Index of the group (all trajectories of one prompt), 0 .. number of groups - 1."""
-    of_token: np.ndarray
-    """int64 [T]. Index of each token's trajectory, -1 for untrained tokens."""
-
-    def to_tokens(self, values: np.ndarray) -> np.ndarray:
-        """Return float64 [T]: the value of each trained token's trajectory, 0 for other tokens.
-
-        values: float [N], one per trajectory.
-        """
-        spread = np.zeros(len(self.of_token))
-        trained = self.of_token >= 0
-        spread[trained] = values[self.of_token[trained]]
-        return spread
+    tokens: np.ndarray
+    """float64 [N]. Number of the trajectory's trained tokens."""
+    of_sequence: np.ndarray
+    """int64 [S]. Index of each sequence's trajectory, -1 for sequences without a trained token."""
 
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """Input of an advantage estimator: the S sequences and T tokens of a whole batch."""
+    """Input of an advantage estimator: the S sequences of a whole step."""
 
-    reward: np.ndarray
-    """float [S]. Reward of the sequence's trajectory, the same for all sequences of that trajectory."""
-    group_id: np.ndarray
-    """int64 [S]. Id of the sequence's prompt group. Ids need not be consecutive, nor groups equally large."""
-    trajectory_id: np.ndarray
-    """int64 [S]. Id of the sequence's trajectory. Sequences of one trajectory are in the order of time."""
-    sequence_id: np.ndarray
-    """int64 [T], ascending. Index of each token's sequence."""
-    mask: np.ndarray
-    """bool [T]. True for trained tokens."""
-    token_reward: np.ndarray | None = None
-    """float64 [T] or None. Reward of each single token, such as the negative KL penalty."""
+    table: SampleTable
+    """Group, trajectory and reward of each sequence. Groups need not be equally large."""
+    sums: SequenceSums
+    """Sums over the trained tokens of each sequence."""
+    kl_coef: float = 0.0
+    """Coefficient of the KL that is subtracted from the rewards. 0: the rewards contain no KL."""
 
     @cached_property
     def trajectories(self) -> Trajectories:
@@ -82,25 +73,88 @@ class AdvantageInputs:
         Raises ValueError if a reward is not finite. Raises ValueError also if the sequences of one trajectory
         have different rewards.
         """
-        sequences, sequence_of = np.unique(self.sequence_id[self.mask], return_inverse=True)
+        rows = np.flatnonzero(self.sums.trained)
         _, first, trajectory = np.unique(
-            self.trajectory_id[sequences], return_index=True, return_inverse=True
+            self.table.trajectory_id[rows], return_index=True, return_inverse=True
         )
-        rewards = np.asarray(self.reward, dtype=np.float64)[sequences]
+        rewards = np.asarray(self.table.reward, dtype=np.float64)[rows]
         if not np.isfinite(rewards).all():
             raise ValueError(f"rewards must be finite numbers, got {rewards[~np.isfinite(rewards)][0]}")
         reward = rewards[first]
         if (rewards != reward[trajectory]).any():
             raise ValueError("the sequences of a trajectory must carry the same reward")
-        of_token = np.full(len(self.mask), -1)
-        of_token[self.mask] = trajectory[sequence_of]
-        score = reward
-        if self.token_reward is not None:
-            score = reward + np.bincount(
-                of_token[self.mask], self.token_reward[self.mask], minlength=len(reward)
+        of_sequence = np.full(len(self.sums.trained), -1)
+        of_sequence[rows] = trajectory
+        count = len(reward)
+        kl = np.bincount(trajectory, self.sums.kl[rows], count)
+        return Trajectories(
+            reward=reward,
+            score=reward - self.kl_coef * kl if self.kl_coef else reward,
+            group=np.unique(self.table.group_id[rows][first], return_inverse=True)[1],
+            tokens=np.bincount(trajectory, self.sums.trained[rows], count),
+            of_sequence=of_sequence,
+        )
+
+    def __getattr__(self, name: str):
+        if name in ("reward", "group_id", "trajectory_id", "sequence_id", "mask", "token_reward"):
+            raise AttributeError(
+                f"AdvantageInputs has no {name}: an advantage estimator sees trajectories, not tokens, and "
+                "returns one advantage for each of inputs.trajectories (docs/plugins.md)"
             )
-        group = np.unique(self.group_id[sequences][first], return_inverse=True)[1]
-        return Trajectories(reward, score, group, of_token)
+        raise AttributeError(f"AdvantageInputs has no attribute {name!r}")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Result of an estimator whose advantages are not one number per trajectory."""
+
+    values: np.ndarray
+    """float64 [N]. Advantage of each trajectory, before what the other fields add."""
+    minus_kl_to_go: bool = False
+    """True: subtract, at each token, the coefficient times the KL from it to the trajectory's last token."""
+    whitened: bool = False
+    """True: scale the advantages to mean 0 and variance 1 over all trained tokens of the step."""
+
+
+@dataclass(frozen=True)
+class Credit:
+    """Advantages of all trained tokens of a step, given by one number per sequence and a few per step.
+
+    The trained token t of sequence i has the advantage (base_i - kl_coef · s_t - mean) · scale, clipped to
+    ±limit. s_t is the sum of KL_u over the trained tokens u >= t of the sequence (batch/sums.py).
+    """
+
+    base: np.ndarray
+    """float64 [S]. 0 for sequences without a trained token."""
+    kl_coef: float = 0.0
+    """Coefficient of s_t. 0: the advantage is the same at all trained tokens of a sequence."""
+    mean: float = 0.0
+    """Mean over all trained tokens of the step, if advantages are whitened."""
+    scale: float = 1.0
+    """Inverse standard deviation over all trained tokens of the step, if advantages are whitened."""
+    limit: float | None = None
+    """Largest absolute value. None: advantages are not clipped."""
+
+    def of_tokens(
+        self, sequence: np.ndarray, mask: np.ndarray, suffix: np.ndarray | None, dtype=np.float32
+    ) -> np.ndarray:
+        """Return the advantage of each token, `dtype` [T], 0 for untrained tokens.
+
+        sequence: int [T], index of each token's sequence. mask: bool [T], True for trained tokens.
+        suffix: float64 [T], s_t. None if the reward contains no KL.
+        """
+        values = self.base[sequence]
+        if self.kl_coef:
+            values = values - self.kl_coef * suffix
+        values = (values - self.mean) * self.scale
+        if self.limit is not None:
+            values = np.clip(values, -self.limit, self.limit)
+        return np.where(mask, values, 0.0).astype(dtype)
+
+    def part(self, rows: slice, divisor: float = 1.0) -> "Credit":
+        """Return the advantages of some of the sequences, divided by `divisor`."""
+        limit = None if self.limit is None else self.limit / divisor
+        return replace(self, base=self.base[rows], scale=self.scale / divisor, limit=limit)
 
 
 def centred_in_groups(values: np.ndarray, group: np.ndarray) -> np.ndarray:
@@ -122,38 +176,38 @@ def _constant_groups(values: np.ndarray, group: np.ndarray) -> np.ndarray:
     return low == high
 
 
-def whitened(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Return the values scaled to mean 0 and variance 1 over the trained tokens, float64 [T].
+def whitened(credit: Credit, sums: SequenceSums) -> Credit:
+    """Return the advantages scaled to mean 0 and variance 1 over the trained tokens of the step.
 
-    A trained token gets (value - mean) / sqrt(variance + 1e-8), where the variance divides by n - 1. Other
-    tokens get 0. If all trained tokens have the same value, the result is exactly zero.
-
-    values, mask: [T]. `mask` is True for trained tokens.
+    A trained token gets (value - mean) / sqrt(variance + 1e-8), where the variance divides by n - 1. If all
+    trained tokens have the same value, the result is exactly zero. `credit` is neither whitened nor clipped.
     """
-    chosen = values[mask]
-    out = np.zeros(len(values))
-    if chosen.size and chosen.min() != chosen.max():
-        out[mask] = (chosen - chosen.mean()) / np.sqrt(chosen.var(ddof=1) + 1e-8)
-    return out
+    trained, coef = sums.trained, credit.kl_coef
+    count = trained.sum()
+    if _is_constant(credit, sums):
+        return Credit(np.zeros_like(credit.base))
+    mean = (trained * credit.base - coef * sums.suffix).sum() / count
+    # Subtracting the mean first keeps the digits of large values that differ little.
+    centred = credit.base - mean
+    squares = trained * centred**2 - 2 * coef * centred * sums.suffix + coef**2 * sums.suffix_squared
+    variance = max(squares.sum(), 0.0) / (count - 1)
+    return replace(credit, mean=mean, scale=1 / np.sqrt(variance + 1e-8))
 
 
-def returns_to_go(inputs: AdvantageInputs) -> np.ndarray:
-    """Return the undiscounted sum of rewards from each trained token to the end of its trajectory.
-
-    The result is float64 [T]. The trajectory's own reward counts as earned at its last token.
-    """
-    found = inputs.trajectories
-    returns = found.to_tokens(found.reward)
-    if inputs.token_reward is None:
-        return returns
-    tokens = np.flatnonzero(inputs.mask)
-    tokens = tokens[np.argsort(found.of_token[tokens], kind="stable")]
-    earned = inputs.token_reward[tokens].astype(np.float64)
-    ends = np.cumsum(np.bincount(found.of_token[tokens], minlength=len(found.reward)))
-    before = np.cumsum(earned) - earned
-    until_end = np.cumsum(earned)[ends - 1][found.of_token[tokens]]
-    returns[tokens] += until_end - before
-    return returns
+def _is_constant(credit: Credit, sums: SequenceSums) -> bool:
+    """Return True if all trained tokens have the same advantage."""
+    rows = np.flatnonzero(sums.trained)
+    if not len(rows):
+        return True
+    values = credit.base[rows]
+    if credit.kl_coef:
+        trained, suffix = sums.trained[rows], sums.suffix[rows]
+        # Cauchy-Schwarz: equal only if s_t is the same at all trained tokens of the sequence.
+        squares = trained * sums.suffix_squared[rows]
+        if (squares - suffix**2 > _ROUNDING * squares).any():
+            return False
+        values = values - credit.kl_coef * suffix / trained
+    return values.min() == values.max()
 
 
 @advantage_estimator("grpo")
@@ -165,11 +219,11 @@ def grpo(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
     """
     found = inputs.trajectories
     centred = centred_in_groups(found.score, found.group)
-    if options.norm_adv_by_std_in_grpo:
-        count = np.bincount(found.group)
-        std = np.sqrt(np.bincount(found.group, centred**2) / np.maximum(count - 1, 1))
-        centred = centred / (std + 1e-6)[found.group]
-    return found.to_tokens(centred)
+    if not options.norm_adv_by_std_in_grpo:
+        return centred
+    count = np.bincount(found.group)
+    std = np.sqrt(np.bincount(found.group, centred**2) / np.maximum(count - 1, 1))
+    return centred / (std + 1e-6)[found.group]
 
 
 @advantage_estimator("rloo")
@@ -181,24 +235,27 @@ def rloo(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
     found = inputs.trajectories
     count = np.bincount(found.group)
     factor = count / np.maximum(count - 1, 1)  # score - mean of others = n/(n-1) (score - mean)
-    return found.to_tokens(centred_in_groups(found.score, found.group) * factor[found.group])
+    return centred_in_groups(found.score, found.group) * factor[found.group]
 
 
 @advantage_estimator("reinforce_plus_plus")
-def reinforce_plus_plus(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
-    """Return REINFORCE++ advantages: `returns_to_go`, whitened over all trained tokens (arXiv:2501.03262)."""
-    return whitened(returns_to_go(inputs), inputs.mask)
+def reinforce_plus_plus(inputs: AdvantageInputs, options: AlgorithmConfig) -> Estimate:
+    """Return REINFORCE++ advantages: the undiscounted return from each token on, whitened over all tokens.
+
+    The trajectory's reward counts as earned at its last token, the KL at its own. See arXiv:2501.03262.
+    """
+    return Estimate(inputs.trajectories.reward, minus_kl_to_go=True, whitened=True)
 
 
 @advantage_estimator("reinforce_plus_plus_baseline")
-def reinforce_plus_plus_baseline(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs, options: AlgorithmConfig) -> Estimate:
     """Return REINFORCE++-baseline: score - group mean, whitened over all trained tokens (arXiv:2501.03262).
 
     The whitening subtracts the mean over tokens, which is not zero if responses differ in length. So a group
     whose rewards are all equal gets a small nonzero advantage. Only if every group is like that is it zero.
     """
     found = inputs.trajectories
-    return whitened(found.to_tokens(centred_in_groups(found.score, found.group)), inputs.mask)
+    return Estimate(centred_in_groups(found.score, found.group), whitened=True)
 
 
 @advantage_estimator("gpg")
@@ -211,24 +268,47 @@ def gpg(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
     found = inputs.trajectories
     with_signal = ~_constant_groups(found.score, found.group)[found.group]
     alpha = len(found.score) / max(with_signal.sum(), 1)
-    return found.to_tokens(alpha * centred_in_groups(found.score, found.group))
+    return alpha * centred_in_groups(found.score, found.group)
 
 
-def advantages(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
+def advantages(inputs: AdvantageInputs, options: AlgorithmConfig) -> Credit:
     """Return the advantages of algorithm.adv_estimator, after algorithm.adv_whiten and algorithm.adv_clip.
 
-    The result is float32 [T], 0 for untrained tokens. Raises ValueError if the estimator returns a wrong
-    shape. Raises ValueError also if it returns a value that is not finite.
+    Raises ValueError if the estimator returns a wrong shape, or a value that is not finite.
     """
-    values = np.asarray(advantage_estimator.get(options.adv_estimator)(inputs, options), dtype=np.float64)
-    if values.shape != inputs.mask.shape:
+    name = options.adv_estimator
+    estimate = advantage_estimator.get(name)(inputs, options)
+    if not isinstance(estimate, Estimate):
+        estimate = Estimate(estimate)
+    found = inputs.trajectories
+    values = np.asarray(estimate.values, dtype=np.float64)
+    if values.shape != found.reward.shape:
         raise ValueError(
-            f"{options.adv_estimator} returned the shape {values.shape} for {len(inputs.mask)} tokens"
+            f"{name} returned the shape {values.shape}, but must return one advantage for each of the "
+            f"{len(found.reward)} trajectories (docs/plugins.md)"
         )
-    if not np.isfinite(values[inputs.mask]).all():
-        raise ValueError(f"{options.adv_estimator} returned an advantage that is not finite")
-    if options.adv_whiten:
-        values = whitened(values, inputs.mask)
-    if options.adv_clip is not None:
-        values = np.clip(values, -options.adv_clip, options.adv_clip)
-    return np.where(inputs.mask, values, 0).astype(np.float32)
+    if not np.isfinite(values).all():
+        raise ValueError(f"{name} returned an advantage that is not finite")
+    credit = Credit(np.append(values, 0.0)[found.of_sequence])
+    if estimate.minus_kl_to_go and inputs.kl_coef:
+        later = _kl_of_later_sequences(inputs)
+        credit = Credit(credit.base - inputs.kl_coef * later, inputs.kl_coef)
+    if estimate.whitened or options.adv_whiten:
+        credit = whitened(credit, inputs.sums)
+    return replace(credit, limit=options.adv_clip)
+
+
+def _kl_of_later_sequences(inputs: AdvantageInputs) -> np.ndarray:
+    """Return, for each sequence, the KL of the later sequences of its trajectory, float64 [S].
+
+    It is 0 for sequences without a trained token.
+    """
+    of_sequence = inputs.trajectories.of_sequence
+    rows = np.flatnonzero(of_sequence >= 0)
+    rows = rows[np.argsort(of_sequence[rows], kind="stable")]
+    kl = inputs.sums.kl[rows]
+    until_here = np.cumsum(kl)
+    ends = np.cumsum(np.bincount(of_sequence[rows]))
+    later = np.zeros(len(of_sequence))
+    later[rows] = until_here[ends - 1][of_sequence[rows]] - until_here
+    return later

@@ -3,14 +3,14 @@
 from dataclasses import replace
 from math import isnan
 
-from grpo_megatron.algorithm.coefficients import step_advantages, step_coefficients
+from grpo_megatron.algorithm.coefficients import set_coefficients
 from grpo_megatron.algorithm.correction import Correction
 from grpo_megatron.algorithm.kl import KLController
 from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.algorithm.mismatch import Decode, MismatchReport, mismatch_report
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import Config, OldLogprobs
-from grpo_megatron.metrics import Metrics, merge
+from grpo_megatron.metrics import Metrics
 
 
 class Algorithm:
@@ -52,13 +52,7 @@ class Algorithm:
 
         Returns metrics about them.
         """
-        advantages, metrics = step_advantages(batches, self._config.algorithm, self._kl_controller)
-        parts = []
-        for batch, advantage in zip(batches, advantages, strict=True):
-            coefficients, measured = step_coefficients(batch, self._config, self._correction)
-            batch.set(advantage=advantage, **vars(coefficients))
-            parts.append(measured)
-        return metrics | merge(parts)
+        return set_coefficients(batches, self._config, self._correction, self._kl_controller)
 
     def note_trained(self, metrics: Metrics) -> None:
         """Receive the metrics of a step's optimizer steps, whose entropy decides about the next bonus."""

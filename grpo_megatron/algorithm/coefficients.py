@@ -4,117 +4,180 @@ The weight is the token's share in the mean over the optimizer step. It multipli
 token. The factor corrects the mismatch between the engine's and the trainer's log-probs. It multiplies only
 the policy term, not KL and entropy.
 
-These are pure functions of the mini-batches of one step. The training controller (controller.py) writes
-their results into the batches.
+`set_coefficients` computes them in three stages. `measure` reads the tokens and sums them up for each
+sequence. `step_credit` and `step_weights` compute a few numbers for each sequence from the sums.
+`token_coefficients` spreads these over the tokens.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from grpo_megatron.algorithm.advantages import AdvantageInputs, advantages
+from grpo_megatron.algorithm.advantages import AdvantageInputs, Credit, advantages
 from grpo_megatron.algorithm.correction import Correction
 from grpo_megatron.algorithm.kl import KLController, kl_penalty
-from grpo_megatron.batch.token_weights import token_weights, weights_after_rejection
+from grpo_megatron.batch.sequence_weights import sequence_weights
+from grpo_megatron.batch.sums import SequenceSums, suffix_sums
+from grpo_megatron.batch.table import SampleTable
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.algorithm import AlgorithmConfig, MaskAppliesTo
 from grpo_megatron.config.schema import Config
-from grpo_megatron.metrics import Mean, Metrics
-
-
-def step_advantages(
-    batches: list[TrainBatch], options: AlgorithmConfig, kl_controller: KLController
-) -> tuple[list[np.ndarray], Metrics]:
-    """Return (advantages, metrics): one float32 [T] array per mini-batch of a step, and scalars for the logs.
-
-    The advantages are computed over all mini-batches together. With algorithm.use_kl_in_reward, the KL to the
-    reference policy is subtracted from the rewards, and the coefficient in `kl_controller` is updated
-    afterwards.
-    """
-    metrics: Metrics = {}
-    whole = TrainBatch.concatenate(batches)
-    token_reward = None
-    if options.use_kl_in_reward:
-        logps = map(torch.from_numpy, (whole.old_logp, whole.ref_logp))
-        kl = np.where(whole.loss_mask, kl_penalty(*logps, options.kl_penalty).double().numpy(), 0)
-        token_reward = -kl_controller.coef * kl
-        metrics["actor/kl_coef"] = Mean(kl_controller.coef, 1)
-        mean, count = mean_over_trajectories(kl, whole)
-        metrics["actor/kl_in_reward"] = Mean(mean * count, count)
-        kl_controller.update(mean, count)
-    inputs = AdvantageInputs(
-        whole.reward, whole.group_id, whole.trajectory_id, whole.sequence_id, whole.loss_mask, token_reward
-    )
-    parts = np.split(advantages(inputs, options), np.cumsum([batch.num_tokens for batch in batches])[:-1])
-    if options.use_valid_token_scale:
-        parts = [
-            own / np.float32(max(batch.loss_mask.sum(), 1)) for own, batch in zip(parts, batches, strict=True)
-        ]
-    return parts, metrics
-
-
-def mean_over_trajectories(values: np.ndarray, batch: TrainBatch) -> tuple[float, int]:
-    """Return (mean, count) over the trajectories that have a trained token.
-
-    - mean: each trajectory's mean over its trained tokens, averaged over the trajectories. 0.0 if there is no
-      trajectory.
-    - count: number of these trajectories.
-
-    values: float [T], one per token.
-    """
-    sequence = batch.sequence_id[batch.loss_mask]
-    _, trajectory, counts = np.unique(batch.trajectory_id[sequence], return_inverse=True, return_counts=True)
-    if not len(counts):
-        return 0.0, 0
-    means = np.bincount(trajectory, values[batch.loss_mask]) / counts
-    return float(means.mean()), len(counts)
+from grpo_megatron.metrics import Mean, Metrics, merge
 
 
 @dataclass(frozen=True)
-class Coefficients:
-    """The numbers that multiply each token's loss in one optimizer step."""
+class Measured:
+    """What one mini-batch's log-probs say about its tokens."""
+
+    sums: SequenceSums
+    suffix: np.ndarray | None
+    """float64 [T]. KL from each token to the end of its sequence. None: the reward contains no KL."""
+    factor: np.ndarray | None
+    """float32 [T]. Factor of the mismatch correction for the policy term. None: no correction."""
+    kept: np.ndarray
+    """bool [T]. False for tokens that the mismatch correction rejects."""
+    metrics: Metrics
+    """Metrics of the mismatch correction."""
+
+
+@dataclass(frozen=True)
+class SequenceWeights:
+    """Weights of the sequences of one optimizer step."""
 
     weight: np.ndarray
-    """float32 [T]. The token's share in the mean over the step. Multiplies its whole loss."""
-    policy_factor: np.ndarray | None
-    """float32 [T] or None (1 everywhere). Multiplies only the policy term, not KL and entropy."""
-    loss_mask: np.ndarray
-    """bool [T]. True for trained tokens."""
+    """float64 [S]. Weight of the loss of each trained token of the sequence."""
+    factor: np.ndarray
+    """float64 [S]. Multiplies only the policy term."""
 
 
-def step_coefficients(
-    batch: TrainBatch, config: Config, correction: Correction | None
-) -> tuple[Coefficients, Metrics]:
-    """Return (coefficients, metrics) of one optimizer step. The metrics describe the mismatch correction.
+def set_coefficients(
+    batches: list[TrainBatch], config: Config, correction: Correction | None, kl_controller: KLController
+) -> Metrics:
+    """Set advantage, weight, policy_factor and loss_mask of the mini-batches of one step. Return metrics.
+
+    Advantages are computed over all mini-batches together, weights over each one.
+    correction: see `measure`. kl_controller: see `step_credit`.
+    """
+    options = config.algorithm
+    measured = [measure(batch, options, correction) for batch in batches]
+    table = SampleTable.concatenate([batch.table for batch in batches])
+    sums = SequenceSums.concatenate([one.sums for one in measured])
+    credit, metrics = step_credit(table, sums, options, kl_controller)
+    first = 0
+    for batch, one in zip(batches, measured, strict=True):
+        rows = slice(first, first + batch.num_sequences)
+        divisor = max(one.sums.trained.sum(), 1.0) if options.use_valid_token_scale else 1.0
+        own, weights = credit.part(rows, divisor), step_weights(batch.table, one.sums, config)
+        batch.set(**token_coefficients(batch, one, own, weights, options.mask_applies_to))
+        first = rows.stop
+    return metrics | merge([one.metrics for one in measured])
+
+
+def measure(batch: TrainBatch, options: AlgorithmConfig, correction: Correction | None) -> Measured:
+    """Return what the log-probs of a mini-batch say about its tokens.
 
     correction: what to do about differences between the engine's and the trainer's log-probs. None if they
         become known only in the training forward pass, or if no correction is configured.
+    """
+    mask, kl, suffix, factor, metrics = batch.loss_mask, None, None, None, {}
+    kept = np.ones_like(mask)
+    if options.use_kl_in_reward:
+        logps = map(torch.from_numpy, (batch.old_logp, batch.ref_logp))
+        kl = np.where(mask, kl_penalty(*logps, options.kl_penalty).double().numpy(), 0.0)
+        suffix = suffix_sums(batch.cu_seqlens, kl)
+    if correction is not None:
+        sequence = torch.from_numpy(batch.sequence_id)
 
-    A token that the correction masks loses its policy term. It keeps KL and entropy, unless
+        def sequence_sum(values: torch.Tensor) -> torch.Tensor:
+            return values.new_zeros(batch.num_sequences).index_add(0, sequence, values)[sequence]
+
+        arrays = map(torch.from_numpy, (batch.rollout_logp, batch.old_logp, mask))
+        factor, kept = (tensor.numpy() for tensor in correction(*arrays, sequence_sum))
+        trained = mask & kept
+        metrics = {
+            "mismatch/masked": Mean(float((mask & ~kept).sum()), float(mask.sum())),
+            "mismatch/factor": Mean(float(factor[trained].sum()), float(trained.sum())),
+        }
+    return Measured(SequenceSums.of(batch.cu_seqlens, mask, kept, kl), suffix, factor, kept, metrics)
+
+
+def step_credit(
+    table: SampleTable, sums: SequenceSums, options: AlgorithmConfig, kl_controller: KLController
+) -> tuple[Credit, Metrics]:
+    """Return (advantages, metrics) of a whole step.
+
+    With algorithm.use_kl_in_reward, the KL to the reference policy is subtracted from the rewards, and the
+    coefficient in `kl_controller` is updated afterwards.
+    """
+    metrics: Metrics = {}
+    coef = kl_controller.coef if options.use_kl_in_reward else 0.0
+    inputs = AdvantageInputs(table, sums, coef)
+    credit = advantages(inputs, options)
+    if options.use_kl_in_reward:
+        metrics["actor/kl_coef"] = Mean(coef, 1)
+        mean, count = mean_kl(inputs)
+        metrics["actor/kl_in_reward"] = Mean(mean * count, count)
+        kl_controller.update(mean, count)
+    return credit, metrics
+
+
+def mean_kl(inputs: AdvantageInputs) -> tuple[float, int]:
+    """Return (mean, count) over the trajectories that have a trained token.
+
+    - mean: each trajectory's mean KL over its trained tokens, averaged over the trajectories. 0.0 if there is
+      no trajectory.
+    - count: number of these trajectories.
+    """
+    found, rows = inputs.trajectories, np.flatnonzero(inputs.sums.trained)
+    if not len(rows):
+        return 0.0, 0
+    kl = np.bincount(found.of_sequence[rows], inputs.sums.kl[rows])
+    return float((kl / found.tokens).mean()), len(found.tokens)
+
+
+def step_weights(table: SampleTable, sums: SequenceSums, config: Config) -> SequenceWeights:
+    """Return the weights of the sequences of one optimizer step.
+
+    A token that the mismatch correction rejects loses its policy term. It keeps KL and entropy, unless
     algorithm.mask_applies_to is "all". By default it still counts in the denominator of the mean. With
     mismatch.renormalize, the mean is taken only over the tokens that are kept.
     """
     mode, longest = config.algorithm.loss_agg_mode, config.rollout.max_response_length
-    if correction is None:
-        return Coefficients(token_weights(batch, mode, longest), None, batch.loss_mask), {}
-    sequence = torch.from_numpy(batch.sequence_id)
-
-    def sequence_sum(values: torch.Tensor) -> torch.Tensor:
-        return values.new_zeros(batch.num_sequences).index_add(0, sequence, values)[sequence]
-
-    arrays = map(torch.from_numpy, (batch.rollout_logp, batch.old_logp, batch.loss_mask))
-    factor, kept = (tensor.numpy() for tensor in correction(*arrays, sequence_sum))
-    trained = batch.loss_mask & kept
-    metrics: Metrics = {
-        "mismatch/masked": Mean(float((batch.loss_mask & ~kept).sum()), float(batch.loss_mask.sum())),
-        "mismatch/factor": Mean(float(factor[trained].sum()), float(trained.sum())),
-    }
+    ones = np.ones(len(sums.trained))
+    of_trained = sequence_weights(table, sums.trained, mode, longest)
+    if not config.mismatch.renormalize:
+        return SequenceWeights(of_trained, ones)
+    of_kept = sequence_weights(table, sums.kept, mode, longest)
     if config.algorithm.mask_applies_to == MaskAppliesTo.all:
-        counted = replace(batch, loss_mask=trained) if config.mismatch.renormalize else batch
-        weight = np.where(trained, token_weights(counted, mode, longest), np.float32(0))
-        return Coefficients(weight, factor, trained), metrics
-    if config.mismatch.renormalize:
-        weight, renormalised = weights_after_rejection(batch, kept, mode, longest)
-        return Coefficients(weight, factor * renormalised, batch.loss_mask), metrics
-    return Coefficients(token_weights(batch, mode, longest), factor, batch.loss_mask), metrics
+        return SequenceWeights(of_kept, ones)
+    # KL and entropy are averaged over all trained tokens, the policy term over the kept ones.
+    factor = np.divide(of_kept, of_trained, out=np.zeros_like(ones), where=of_trained > 0)
+    return SequenceWeights(of_trained, factor)
+
+
+def token_coefficients(
+    batch: TrainBatch,
+    measured: Measured,
+    credit: Credit,
+    weights: SequenceWeights,
+    applies_to: MaskAppliesTo,
+) -> dict[str, np.ndarray | None]:
+    """Return the arrays advantage, weight, policy_factor and loss_mask of one mini-batch, each [T].
+
+    credit, weights: those of the mini-batch's sequences.
+    applies_to: "all": tokens that the mismatch correction rejects are no longer trained tokens.
+    """
+    sequence, mask = batch.sequence_id, batch.loss_mask
+    advantage = credit.of_tokens(sequence, mask, measured.suffix)
+    policy_factor = None
+    if measured.factor is not None:
+        policy_factor = measured.factor * weights.factor[sequence].astype(np.float32)
+        if applies_to == MaskAppliesTo.all:
+            mask = mask & measured.kept
+    return {
+        "advantage": advantage,
+        "weight": np.where(mask, weights.weight[sequence], 0.0).astype(np.float32),
+        "policy_factor": policy_factor,
+        "loss_mask": mask,
+    }

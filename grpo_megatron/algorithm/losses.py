@@ -2,7 +2,7 @@
 
 A loss object is called once per micro-batch with the log-probs of the training forward and the arrays of the
 batch at the same positions. It returns one loss value per token. The caller sums ``weight * loss`` (see
-batch/token_weights.py), so no mean is taken here.
+batch/sequence_weights.py), so no mean is taken here.
 """
 
 from collections.abc import Callable

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from grpo_megatron.batch.sample import Sample
+from grpo_megatron.batch.table import SampleTable
 
 _TOKEN_ARRAYS = {
     "tokens": np.int32,
@@ -46,7 +47,7 @@ class TrainBatch:
     loss_mask: np.ndarray
     """bool [T]. True for trained tokens."""
     weight: np.ndarray
-    """float32 [T]. Weight of the token's loss in the step's sum of token losses (batch/token_weights.py)."""
+    """float32 [T]. Weight of the token's loss in the step's sum of losses (batch/sequence_weights.py)."""
     advantage: np.ndarray
     """float32 [T]. Advantage of each token. Zero for untrained tokens."""
     rollout_logp: np.ndarray
@@ -126,6 +127,11 @@ class TrainBatch:
             if array is not None and array.shape[:1] != self.tokens.shape:
                 raise ValueError(f"{name} has {len(array)} entries for {self.num_tokens} tokens")
             setattr(self, name, array)
+
+    @property
+    def table(self) -> SampleTable:
+        """One row for each sequence."""
+        return SampleTable(self.group_id, self.trajectory_id, self.reward)
 
     @property
     def num_sequences(self) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 from grpo_megatron.algorithm.losses import CrossEntropyLoss
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.schedule import Schedule
-from grpo_megatron.batch.token_weights import token_weights
+from grpo_megatron.batch.sequence_weights import token_weights
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.commands.assemble import RunContext, assemble, open_run, run_with_restarts
 from grpo_megatron.commands.supervised import SupervisedTraining

@@ -8,7 +8,7 @@ import torch
 
 from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.batch.schedule import schedule
-from grpo_megatron.batch.token_weights import token_weights
+from grpo_megatron.batch.sequence_weights import token_weights
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.cluster.memory import anonymous_bytes
 from grpo_megatron.config.fp8 import FP8Config

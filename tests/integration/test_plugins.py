@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_megatron.algorithm.advantages import AdvantageInputs, advantages
 from grpo_megatron.algorithm.filters import apply_filters
 from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.batch.prompt import Prompt
@@ -23,6 +22,7 @@ from grpo_megatron.rollout.environments import Environments
 from grpo_megatron.rollout.episodes import MultiTurn
 from grpo_megatron.rollout.trajectory import Episode
 from grpo_megatron.sglang.request import Completion
+from tests.unit.credits import Tokens
 from tests.unit.test_losses import inputs as loss_inputs
 from tests.unit.toy_environments import decode, encode
 
@@ -61,9 +61,7 @@ def test_each_is_short():
 @pytest.mark.parametrize("attribute", ["best_of_group"])
 def test_advantage(my_plugins, attribute):
     options = configured(f"algorithm.adv_estimator=my_plugins:{attribute}").algorithm
-    ids = np.arange(3)
-    given = AdvantageInputs(np.array([1.0, 3.0, 2.0]), np.array([5, 5, 6]), ids, ids, np.ones(3, bool))
-    assert advantages(given, options).tolist() == [-1, 1, 1]
+    assert Tokens([1.0, 3.0, 2.0], [5, 5, 6], [1, 1, 1]).advantages(options).tolist() == [-1, 1, 1]
 
 
 def test_surrogate(my_plugins):

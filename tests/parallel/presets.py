@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from grpo_megatron.algorithm.coefficients import step_advantages, step_coefficients
+from grpo_megatron.algorithm.coefficients import set_coefficients
 from grpo_megatron.algorithm.correction import Correction
 from grpo_megatron.algorithm.kl import KLController
 from grpo_megatron.algorithm.losses import PolicyLoss
@@ -73,11 +73,8 @@ def steps(config: Config, spec: ActorSpec, batch: TrainBatch, old_shift: float =
     batch.old_logp = batch.old_logp + np.float32(old_shift)
     if spec.with_reference:
         batch.ref_logp = replica.logprobs(reference=True, keep_hidden=loss.needs_full_kl)
-    (advantage,), _ = step_advantages(
-        [batch], config.algorithm, KLController.from_config(config.algorithm.kl_ctrl)
-    )
-    coefficients, _ = step_coefficients(batch, config, Correction.from_config(config.mismatch))
-    batch.set(advantage=advantage, **vars(coefficients))
+    controller = KLController.from_config(config.algorithm.kl_ctrl)
+    set_coefficients([batch], config, Correction.from_config(config.mismatch), controller)
     before = parameters_of(replica.actor)
     results = [replica.train_step(loss) for _ in range(count)]
     after = parameters_of(replica.actor)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_megatron.algorithm.advantages import AdvantageInputs, advantages
 from grpo_megatron.config.schema import AlgorithmConfig
+from tests.unit.credits import Tokens
 
 ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gpg")
 WITHIN_GROUPS = ("grpo", "rloo", "gpg")
@@ -17,23 +17,20 @@ def options(name="grpo", **changes) -> AlgorithmConfig:
     return AlgorithmConfig(adv_estimator=name, **changes)
 
 
-def inputs(
-    rewards, groups, lengths=None, token_reward=None, trained=None, trajectories=None
-) -> AdvantageInputs:
+def inputs(rewards, groups, lengths=None, token_reward=None, trained=None, trajectories=None) -> Tokens:
     """Return sequences with these numbers of tokens, all trained unless `trained` (one bool per sequence)
     says otherwise.
     """
     size = len(rewards)
     lengths = [1] * size if lengths is None else lengths
     trained = [True] * size if trained is None else trained
-    return AdvantageInputs(
-        reward=np.array(rewards, dtype=np.float64),
-        group_id=np.array(groups),
-        trajectory_id=np.arange(100, 100 + size) if trajectories is None else np.array(trajectories),
-        sequence_id=np.repeat(np.arange(size), lengths),
-        mask=np.repeat(trained, lengths).astype(bool),
-        token_reward=None if token_reward is None else np.array(token_reward, dtype=np.float64),
-    )
+    trajectories = np.arange(100, 100 + size) if trajectories is None else trajectories
+    kl = None if token_reward is None else -np.array(token_reward)
+    return Tokens(rewards, groups, lengths, trajectories, np.repeat(trained, lengths), kl)
+
+
+def advantages(given: Tokens, options: AlgorithmConfig) -> np.ndarray:
+    return given.advantages(options)
 
 
 def per_sample(name, rewards, groups, **changes) -> list[float]:
@@ -254,13 +251,13 @@ def naive(name: str, batch: SimpleNamespace, divide: bool) -> list[list[float]]:
 @given(batch=batches(), divide=st.booleans())
 def test_like_one_sample_at_a_time(name, batch, divide):
     lengths = [len(mask) for mask in batch.masks]
-    given = AdvantageInputs(
-        reward=np.array(batch.reward),
-        group_id=np.array(batch.group) * 7 - 3,
-        trajectory_id=np.arange(len(lengths))[::-1],
-        sequence_id=np.repeat(np.arange(len(lengths)), lengths),
-        mask=np.concatenate(batch.masks),
-        token_reward=None if batch.token_reward is None else np.concatenate(batch.token_reward),
+    given = Tokens(
+        batch.reward,
+        np.array(batch.group) * 7 - 3,
+        lengths,
+        np.arange(len(lengths))[::-1],
+        np.concatenate(batch.masks),
+        None if batch.token_reward is None else -np.concatenate(batch.token_reward),
     )
     expected = np.concatenate(naive(name, batch, divide))
     # Sums in different order may make equal what is not, or the other way round: no such examples.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grpo_megatron.batch.sample import Sample
-from grpo_megatron.batch.token_weights import LOSS_AGG_MODES, token_weights, weights_after_rejection
+from grpo_megatron.batch.sequence_weights import sequence_weights, token_weights
 from grpo_megatron.batch.train_batch import TrainBatch
 from tests.models import random_batch, random_samples
 
@@ -92,21 +92,6 @@ def test_token_weights_by_hand(batch, mode, expected):
     assert (weights[~batch.loss_mask] == 0).all()
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_rejected_tokens_lose_their_policy_term_alone(batch, mode):
-    """Weight times policy factor equals the weights of a batch without the rejected tokens.
-
-    Other terms keep all tokens.
-    """
-    kept = np.arange(batch.num_tokens) % 3 > 0
-    weight, factor = weights_after_rejection(batch, kept, mode, 4)
-    assert weight.dtype == factor.dtype == np.float32
-    assert np.array_equal(weight, token_weights(batch, mode, 4))
-    assert np.array_equal(factor > 0, batch.loss_mask & kept)
-    batch.set(loss_mask=batch.loss_mask & kept)
-    np.testing.assert_allclose(weight * factor, token_weights(batch, mode, 4), rtol=1e-6)
-
-
 def test_weights_are_float32(batch):
     assert token_weights(batch, "token-mean", 4).dtype == np.float32
     batch.set(loss_mask=np.zeros(batch.num_tokens, bool))
@@ -137,7 +122,7 @@ def test_all_masked_gives_zero_weights(batch):
 
 def test_unknown_mode_is_refused(batch):
     with pytest.raises(ValueError, match="token-mean"):
-        token_weights(batch, "mean", 10)
+        sequence_weights(batch.table, np.ones(4), "mean", 10)
 
 
 def test_random_samples_have_all_their_tokens():

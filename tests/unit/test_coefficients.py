@@ -1,11 +1,13 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from grpo_megatron.algorithm.coefficients import step_advantages
+from grpo_megatron.algorithm.coefficients import set_coefficients
 from grpo_megatron.algorithm.kl import KLController
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.train_batch import TrainBatch
-from grpo_megatron.config.schema import AlgorithmConfig
+from grpo_megatron.config.schema import AlgorithmConfig, Config
 
 
 def samples(rewards, lengths, first_group=0):
@@ -30,9 +32,10 @@ def batches():
 
 
 def advantages(batches, controller=None, **options):
-    values, metrics = step_advantages(batches, AlgorithmConfig(**options), controller or KLController(0.0))
-    assert all(not own[~batch.loss_mask].any() for batch, own in zip(batches, values, strict=True))
-    return [own[batch.loss_mask].tolist() for batch, own in zip(batches, values, strict=True)], metrics
+    config = replace(Config(), algorithm=AlgorithmConfig(**options))
+    metrics = set_coefficients(batches, config, None, controller or KLController(0.0))
+    assert all(not batch.advantage[~batch.loss_mask].any() for batch in batches)
+    return [batch.advantage[batch.loss_mask].tolist() for batch in batches], metrics
 
 
 def test_each_mini_batch_gets_its_own(batches):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_megatron.algorithm.coefficients import step_coefficients
+from grpo_megatron.algorithm.coefficients import set_coefficients
 from grpo_megatron.algorithm.correction import (
     CORRECTION_BOUNDS,
     REJECTION_BOUNDS,
@@ -17,8 +17,10 @@ from grpo_megatron.algorithm.correction import (
     Rejection,
     Weighting,
 )
+from grpo_megatron.algorithm.kl import KLController
 from grpo_megatron.algorithm.losses import PolicyLoss
-from grpo_megatron.batch.token_weights import LOSS_AGG_MODES, token_weights
+from grpo_megatron.batch.sequence_weights import LOSS_AGG_MODES, token_weights
+from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.algorithm import (
     AlgorithmConfig,
     MaskAppliesTo,
@@ -27,7 +29,7 @@ from grpo_megatron.config.algorithm import (
     MismatchRejection,
 )
 from grpo_megatron.config.schema import Config
-from grpo_megatron.metrics import to_floats
+from grpo_megatron.metrics import Metrics, to_floats
 from tests.unit.ragged import ragged
 
 WEIGHTINGS = [kind for kind in MismatchCorrection if kind != MismatchCorrection.none]
@@ -232,6 +234,12 @@ def config_for(mode: str, applies_to: str, renormalize: bool) -> Config:
     return config
 
 
+def coefficients(batch: TrainBatch, config: Config, correction: Correction) -> tuple[TrainBatch, Metrics]:
+    """Return a copy of the batch with its coefficients, and the metrics."""
+    batch = replace(batch)
+    return batch, set_coefficients([batch], config, correction, KLController(0.0))
+
+
 @pytest.mark.slow_but(2)
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @given(seed=st.integers(0, 10**6))
@@ -244,12 +252,12 @@ def test_renormalized_the_means_are_over_what_is_kept(mode, seed):
     trained = given.batch.loss_mask & kept
     kept_weights = token_weights(replace(given.batch, loss_mask=trained), mode, 8)
 
-    keeps_kl, _ = step_coefficients(given.batch, config_for(mode, "policy", True), ICEPOP)
+    keeps_kl, _ = coefficients(given.batch, config_for(mode, "policy", True), ICEPOP)
     np.testing.assert_array_equal(keeps_kl.weight, token_weights(given.batch, mode, 8))
     np.testing.assert_array_equal(keeps_kl.loss_mask, given.batch.loss_mask)
     np.testing.assert_allclose(keeps_kl.weight * keeps_kl.policy_factor, kept_weights * factor, rtol=1e-6)
 
-    loses_all, _ = step_coefficients(given.batch, config_for(mode, "all", True), ICEPOP)
+    loses_all, _ = coefficients(given.batch, config_for(mode, "all", True), ICEPOP)
     np.testing.assert_array_equal(loses_all.weight, kept_weights)
     np.testing.assert_array_equal(loses_all.loss_mask, trained)
     np.testing.assert_allclose(loses_all.policy_factor[trained], factor[trained])
@@ -277,15 +285,15 @@ def test_known_before_training_or_in_the_forward_is_the_same_loss(name, mode, ap
     """
     data = ragged(seed, spread=0.5, current=True)
     data.batch.old_logp = np.where(data.batch.loss_mask, data.logp.detach().numpy(), 0)
-    coefficients, _ = step_coefficients(data.batch, config_for(mode, applies_to, False), CORRECTIONS[name])
+    known, _ = coefficients(data.batch, config_for(mode, applies_to, False), CORRECTIONS[name])
     recomputed = replace(
         data.inputs,
         old_logp=torch.from_numpy(data.batch.old_logp),
-        mask=torch.from_numpy(coefficients.loss_mask),
-        policy_factor=torch.from_numpy(coefficients.policy_factor),
+        mask=torch.from_numpy(known.loss_mask),
+        policy_factor=torch.from_numpy(known.policy_factor),
     )
     plain = PolicyLoss(AlgorithmConfig(**PARTS))
-    before = torch.from_numpy(coefficients.weight) * plain(data.logp, data.entropy, recomputed)[0]
+    before = torch.from_numpy(known.weight) * plain(data.logp, data.entropy, recomputed)[0]
     forward = PolicyLoss(replace(plain.algorithm, mask_applies_to=applies_to), correction=CORRECTIONS[name])
     weight = torch.from_numpy(token_weights(data.batch, mode, 8))
     current = weight * forward(data.logp, data.entropy, data.inputs)[0]
@@ -327,7 +335,7 @@ def test_metrics_say_how_much_is_masked_and_the_mean_factor_of_the_rest(applies_
     kept = (np.exp(delta) >= 0.7) & (np.exp(delta) <= 1.4)
     assert 0 < kept.sum() < len(kept)
     expected = {"mismatch/masked": (~kept).mean(), "mismatch/factor": np.exp(delta)[kept].mean()}
-    _, before = step_coefficients(given.batch, config_for("token-mean", applies_to, renormalize), correction)
+    _, before = coefficients(given.batch, config_for("token-mean", applies_to, renormalize), correction)
     assert to_floats(before) == pytest.approx(expected)
     forward = PolicyLoss(AlgorithmConfig(mask_applies_to=applies_to), correction=correction)
     _, known_late = forward(inputs.old_logp, given.entropy, inputs)

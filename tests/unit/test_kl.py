@@ -1,5 +1,4 @@
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -7,9 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_megatron.algorithm.coefficients import mean_over_trajectories
+from grpo_megatron.algorithm.coefficients import mean_kl
 from grpo_megatron.algorithm.kl import KL_TYPES, KLController, kl_penalty, unbiased_kl
 from grpo_megatron.config.schema import Config
+from tests.unit.credits import Tokens
 
 
 def double(value: float) -> torch.Tensor:
@@ -166,11 +166,7 @@ def test_the_kl_it_is_steered_by():
     """Trajectory 7 has two sequences, and the mean of 1, 2, 6 is 3; trajectory 8 has 5; trajectory 9 has
     no trained token.
     """
-    batch = SimpleNamespace(
-        sequence_id=np.array([0, 0, 1, 1, 2, 3]),
-        loss_mask=np.array([True, True, True, False, True, False]),
-        trajectory_id=np.array([7, 7, 8, 9]),
-    )
-    assert mean_over_trajectories(np.array([1.0, 2.0, 6.0, 99.0, 5.0, 99.0]), batch) == (4.0, 2)
-    batch.loss_mask = np.zeros(6, dtype=bool)
-    assert mean_over_trajectories(np.zeros(6), batch) == (0.0, 0)
+    mask = np.array([True, True, True, False, True, False])
+    kl = [1.0, 2.0, 6.0, 99.0, 5.0, 99.0]
+    assert mean_kl(Tokens(np.ones(4), np.zeros(4), [2, 2, 1, 1], [7, 7, 8, 9], mask, kl).inputs()) == (4.0, 2)
+    assert mean_kl(Tokens(np.ones(2), np.zeros(2), [1, 5], [7, 8], np.zeros(6), kl).inputs()) == (0.0, 0)

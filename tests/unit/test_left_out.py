@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from grpo_megatron.algorithm.advantages import GROUP_RELATIVE, AdvantageInputs, advantages
+from grpo_megatron.algorithm.advantages import GROUP_RELATIVE
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.batch.train_batch import TrainBatch
@@ -23,6 +23,7 @@ from grpo_megatron.rollout.record import Replay
 from grpo_megatron.rollout.source import EngineRollouts, Rollout
 from grpo_megatron.rollout.statistics import group_statistics, pass_rates, step_statistics
 from grpo_megatron.sglang.request import Completion
+from tests.unit.credits import Tokens
 from tests.unit.test_reward_terms import InThisProcess
 from tests.unit.toy_environments import encode
 
@@ -247,15 +248,10 @@ def test_advantages_are_those_of_the_smaller_groups(estimator):
     config = configured(f"algorithm.adv_estimator={estimator}", "data.train_batch_size=2")
     groups = sampled(config, "1 x 4", "1 2 6").groups
     batch = TrainBatch.from_samples([sample for group in groups for sample in group.samples])
-    given = AdvantageInputs(
-        batch.reward, batch.group_id, batch.trajectory_id, batch.sequence_id, batch.loss_mask
-    )
-    ids = np.arange(5)
-    expected = AdvantageInputs(
-        np.array([1.0, 4, 1, 2, 6]), np.array([0, 0, 1, 1, 1]), ids, ids, np.ones(5, bool)
-    )
-    found = advantages(given, config.algorithm)[batch.loss_mask]
-    assert found.tolist() == advantages(expected, config.algorithm).tolist()
+    given = Tokens(batch.reward, batch.group_id, batch.lengths, batch.trajectory_id, batch.loss_mask)
+    expected = Tokens([1.0, 4, 1, 2, 6], [0, 0, 1, 1, 1], [1] * 5)
+    found = given.advantages(config.algorithm)[batch.loss_mask]
+    assert found.tolist() == expected.advantages(config.algorithm).tolist()
     assert found.any()
 
 

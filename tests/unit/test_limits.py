@@ -7,7 +7,7 @@ import pytest
 
 from grpo_megatron.algorithm.kl import FULL_KL, KL_TYPES
 from grpo_megatron.algorithm.surrogates import RATIO_LEVELS
-from grpo_megatron.batch.token_weights import LOSS_AGG_MODES
+from grpo_megatron.batch.sequence_weights import LOSS_AGG_MODES
 from grpo_megatron.capabilities import GPUS
 from grpo_megatron.config.command import Command
 from grpo_megatron.config.keys import is_section, known_keys, type_name

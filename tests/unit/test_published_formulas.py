@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_megatron.algorithm.coefficients import step_advantages, step_coefficients
+from grpo_megatron.algorithm.coefficients import set_coefficients
 from grpo_megatron.algorithm.correction import Correction
 from grpo_megatron.algorithm.kl import KLController
 from grpo_megatron.algorithm.losses import PolicyLoss
@@ -204,20 +204,18 @@ def configured(*overrides: str) -> Config:
 def our_loss(config: Config, data: Ragged) -> torch.Tensor:
     """Return the sum over tokens that the trainer differentiates, for one optimizer step."""
     batch = data.batch
-    (advantage,), _ = step_advantages(
-        [batch], config.algorithm, KLController.from_config(config.algorithm.kl_ctrl)
-    )
-    found, _ = step_coefficients(batch, config, Correction.from_config(config.mismatch))
-    factor = None if found.policy_factor is None else torch.from_numpy(found.policy_factor)
+    controller = KLController.from_config(config.algorithm.kl_ctrl)
+    set_coefficients([batch], config, Correction.from_config(config.mismatch), controller)
+    factor = None if batch.policy_factor is None else torch.from_numpy(batch.policy_factor)
     inputs = replace(
         data.inputs,
-        advantage=torch.from_numpy(advantage).double(),
-        mask=torch.from_numpy(found.loss_mask),
+        advantage=torch.from_numpy(batch.advantage).double(),
+        mask=torch.from_numpy(batch.loss_mask),
         policy_factor=factor,
     )
     loss = PolicyLoss.from_config(config.algorithm, config.mismatch, known_before=True)
     value, _ = loss(data.logp, data.entropy, inputs)
-    return (torch.from_numpy(found.weight).double() * value).sum()
+    return (torch.from_numpy(batch.weight).double() * value).sum()
 
 
 def assert_same(ours: torch.Tensor, objective: torch.Tensor, logp: torch.Tensor) -> None:

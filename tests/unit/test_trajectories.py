@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from grpo_megatron.algorithm.filters import mask_truncated
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, WeightSpan
-from grpo_megatron.batch.token_weights import LOSS_AGG_MODES, token_weights
+from grpo_megatron.batch.sequence_weights import LOSS_AGG_MODES, token_weights
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.data import DataConfig
 from grpo_megatron.config.reward import OverlongBufferConfig

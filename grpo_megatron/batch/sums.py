@@ -1,0 +1,67 @@
+"""Sums over the trained tokens of each sequence.
+
+They are all that the driver must know of the tokens: advantages and weights of the tokens follow from these
+sums, from the columns of `SampleTable`, and from a few numbers per sequence.
+"""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class SequenceSums:
+    """Five sums for each of S sequences, as float64 [S]. Each is over the sequence's trained tokens t.
+
+    KL_t is the estimate of the KL to the reference policy at token t, in nats, which the reward contains. It
+    is 0 if the reward contains no KL. s_t is the sum of KL_u over the trained tokens u >= t of the sequence.
+    """
+
+    trained: np.ndarray
+    """Number of trained tokens."""
+    kept: np.ndarray
+    """Number of those that the mismatch correction keeps."""
+    kl: np.ndarray
+    """Sum of KL_t."""
+    suffix: np.ndarray
+    """Sum of s_t."""
+    suffix_squared: np.ndarray
+    """Sum of s_t²."""
+
+    @classmethod
+    def of(
+        cls, cu_seqlens: np.ndarray, mask: np.ndarray, kept: np.ndarray, kl: np.ndarray | None = None
+    ) -> "SequenceSums":
+        """Compute the sums from the tokens.
+
+        cu_seqlens: int [S+1], start of each sequence in the stream of T tokens, and the stream's end.
+        mask: bool [T], True for trained tokens.
+        kept: bool [T], False for tokens that the mismatch correction rejects.
+        kl: float [T], KL_t. None: 0.
+        """
+
+        def summed(values: np.ndarray) -> np.ndarray:
+            return np.add.reduceat(np.where(mask, values, 0.0), cu_seqlens[:-1])
+
+        ones = np.ones(len(mask))
+        zeros = np.zeros(len(cu_seqlens) - 1)
+        if kl is None:
+            return cls(summed(ones), summed(kept), zeros, zeros, zeros)
+        suffix = suffix_sums(cu_seqlens, np.where(mask, kl, 0.0))
+        return cls(summed(ones), summed(kept), summed(kl), summed(suffix), summed(suffix**2))
+
+    @classmethod
+    def concatenate(cls, parts: list["SequenceSums"]) -> "SequenceSums":
+        """Return the sums of the sequences of all parts, in order."""
+        return cls(*(np.concatenate([getattr(part, spec.name) for part in parts]) for spec in fields(cls)))
+
+
+def suffix_sums(cu_seqlens: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return, for each token, the sum of `values` over it and all later tokens of its sequence, float64 [T].
+
+    cu_seqlens: int [S+1], as in `SequenceSums.of`. values: float [T].
+    """
+    values = np.asarray(values, dtype=np.float64)
+    after = np.append(np.cumsum(values[::-1])[::-1], 0.0)
+    ends = np.repeat(after[cu_seqlens[1:]], np.diff(cu_seqlens))
+    return after[:-1] - ends
