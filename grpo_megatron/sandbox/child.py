@@ -102,16 +102,22 @@ class Child:
     def num_threads(self) -> int:
         return len(os.listdir(f"/proc/{self.pid}/task"))
 
-    def num_processes(self) -> int:
-        """Return how many processes the program has: this one, and all that it has started."""
+    def has_more_processes_than(self, most: int) -> bool:
+        """Return True if the program has more than `most` processes: this one, and all that it has started.
+
+        The search ends at the first process too many. A fork bomb starts processes faster than they can all
+        be found.
+        """
         if not self._may_fork:
-            return 1
+            return most < 1
         for orphan in set(_children(os.getpid())) - {self.pid}:
             os.waitpid(orphan, os.WNOHANG)
         found = _children(os.getpid())  # the program's first process, and orphans of it
         for pid in found:  # the list grows meanwhile
+            if len(found) > most:
+                break
             found += _children(pid)
-        return len(found)
+        return len(found) > most
 
 
 def _children(pid: int) -> list[int]:

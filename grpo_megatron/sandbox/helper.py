@@ -153,7 +153,7 @@ def _limit_reached(child: Child, program: dict, start: float) -> str | None:
         return "time"
     if child.num_threads() > limits["threads"]:
         return "threads"
-    if child.num_processes() > program["processes"]:
+    if child.has_more_processes_than(program["processes"]):
         return "processes"
     # With namespaces the folder is a file system whose size is limited already.
     if program["containment"] != NAMESPACES:
