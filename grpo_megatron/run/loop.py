@@ -88,7 +88,7 @@ class StepLoop:
             self.checkpoints.after_step(self._state(training) if due else None)
 
     def _leave_if_asked(self, training: Training) -> None:
-        """If the run has been asked to stop, save a checkpoint and raise Stopped."""
+        """Save a checkpoint and raise Stopped if the run has been asked to stop."""
         if self._stop.is_made:
             self._to_ranks()
             self._stop.leave(self.checkpoints, lambda: self._state(training))
