@@ -29,7 +29,7 @@ _LARGEST_BATCH = 256
 
 
 class WorkerDied(ProcessLost):
-    """The process of a call died, and the call either may not be retried, or has been retried already."""
+    """The process that worked on a call died. The call cannot be retried, or has been retried already."""
 
 
 class WorkerHangs(UserError):

@@ -33,7 +33,7 @@ _OF_GROUPS = {"rank": groups.Rank.make, "group_length": groups.GroupLength.make}
 # The registry holds rewards from plugins. The built-in ones are made from the configuration.
 reward_function = Registry("reward", "reward.function", built_in=(*_OF_RESPONSES, *_OF_GROUPS, MODEL))
 
-# Optional arguments. A function gets those that it has a parameter for.
+# Optional arguments of a reward function. It gets each argument for which it has a parameter.
 _OPTIONAL = ("args", "tokens", "components")
 
 
@@ -96,8 +96,9 @@ def resolve_rewards(config: RewardConfig, secrets: Mapping[str, str] | None = No
     found = [
         _resolve(Setup(config, term, secrets or {})) for term in terms_of(config) if term.function != MODEL
     ]
-    # A worker awaits many async rewards at once. If a reward that computes came after each of them, all of
-    # these would start at the same moment, and the last ones would find their time used up by the others.
+    # A worker awaits the async rewards of many responses at once. If each were followed by a reward that
+    # computes, all of the latter would start at the same moment and run one by one, and the last of them
+    # would have no time left.
     found.sort(key=lambda reward: (reward.of_group, reward.waits))
     computed: list[str] = []
     for reward in found:

@@ -17,8 +17,8 @@ _USER = re.compile(r"(?:[^/?#]*//)?[^/?#]*@")
 # Status codes after which the same request may succeed later.
 _BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
-# Maximal size of an answer in bytes. A reward with the maximal number of named numbers takes 13 KB, so the
-# answer to a large batch is far smaller.
+# Maximum size of an answer in bytes. A reward with the maximum number of further numbers takes 13 KB, so even
+# the answer to a large batch is far smaller.
 MAX_ANSWER = 16 << 20
 _READ_AT_ONCE = 1 << 16
 

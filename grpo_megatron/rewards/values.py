@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
-# Maximal count of further numbers per response. Each becomes a curve of its own in the logs.
+# Maximum number of further numbers per response. Each becomes a curve of its own in the logs.
 MAX_COMPONENTS = 100
 MAX_NAME_LENGTH = 100
 # Advantages are float32, whose largest value is 3e38. A sum of rewards must stay below that.

@@ -171,8 +171,8 @@ class Environments:
         made = resolve_environment(rollout, reward)  # errors in the setup are raised before any work is done
         self.asks_reward_function = _asks(made)
         what, build = f"environment {rollout.environment}", partial(_Host, rollout, reward, decode)
-        # One pool per worker, because an episode must return to the process that holds its instance, and ends
-        # with it.
+        # One pool per worker, because all calls of an episode must go to the process that holds its instance.
+        # If that process dies, the episode is lost.
         self._pools = [WorkerPool(what, build, bounds(reward), [place], again=False) for place in places]
         self._timeout, self._numbers, self._warn = (
             reward.timeout,
@@ -199,9 +199,10 @@ class Environments:
 
 
 class RemoteEnvironment:
-    """The driver's handle on one episode, whose environment is an instance in a worker process.
+    """The driver's handle for one episode, whose environment is an instance in a worker process.
 
-    If the environment or its process fails, all methods except `close` raise one of FAILURES.
+    If the environment or its process fails, all methods except `close` raise EnvironmentFailed, WorkerDied or
+    WorkerHangs.
     """
 
     def __init__(

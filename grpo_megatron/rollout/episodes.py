@@ -243,9 +243,9 @@ def _alone(turn: Completion, sample: Sample) -> Sample:
 def record_check(config: Config) -> RecordCheck | None:
     """Return a function that raises UserError for a record that the configured rewards cannot score.
 
-    It is called while data is loading. Otherwise such a record would end the run later. The result is None if
-    a failing reward does not end the run (reward.on_failure), if the run calls no reward function, or if no
-    reward function has a check of records.
+    The returned function is called while data is loading, because such a record would otherwise end the run
+    later. Return None if a failing reward does not end the run (reward.on_failure), if the run calls no
+    reward function, or if no reward function has a check of records.
 
     Raises UserError for unknown rewards.
     """

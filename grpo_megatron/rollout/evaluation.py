@@ -29,12 +29,12 @@ AVERAGE = "average"
 
 @dataclass
 class _Drawn:
-    """The responses to the prompts of one data set, one group per prompt."""
+    """The responses to the prompts of one data set."""
 
     sampled: list[Group]
-    """Groups of eval.n sampled responses."""
+    """A group with eval.n sampled responses for each prompt."""
     greedy: list[Group]
-    """Groups of one greedily decoded response. Empty unless eval.greedy is set."""
+    """A group with one greedily decoded response for each prompt. Empty unless eval.greedy is set."""
     failed: int
     """Number of responses, sampled and greedy, whose reward or environment failed."""
 
@@ -171,7 +171,10 @@ class Evaluation:
         )
 
     def _answer(self, sample: Sample) -> str | None:
-        """Return the answer in a sample's text, for maj@n. None if there is none, or if the reward failed."""
+        """Return the answer in a sample's text, for maj@n.
+
+        Return None if the text contains no answer, or if the reward failed.
+        """
         if sample.reward_failed:  # the text may be what made the reward fail
             return None
         # Text of tools from earlier turns of an episode is not the model's answer.

@@ -58,14 +58,14 @@ class Goal:
     groups: int
     """Number of groups that fill the batch."""
     in_flight: float
-    """Number of groups to generate at the same time, per group that is still missing in the batch."""
+    """Number of groups to generate at the same time, divided by the number that the batch still lacks."""
     most: int
     """Maximum number of prompts to use."""
 
 
 @dataclass
 class Filled:
-    """The result of `RolloutManager.fill`."""
+    """The result of `RolloutManager.fill`: groups for a batch, and prompts that are not in the batch."""
 
     groups: list[Group] = field(default_factory=list)
     """Groups that `keep` accepted, at most Goal.groups."""

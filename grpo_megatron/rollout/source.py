@@ -94,10 +94,12 @@ class EngineRollouts:
         )
 
     def _fill(self, step: int, prompts: PromptSource, failed: list[Group]) -> Filled:
-        """Sample until algorithm.filters have accepted enough groups (dynamic sampling). Return these groups.
+        """Sample until algorithm.filters have accepted enough groups (dynamic sampling).
+
+        Return the result of RolloutManager.fill: the accepted groups, and the prompts that were left out.
 
         step: index of the step, for messages.
-        failed: output. Groups with too few samples (`_is_too_small`) are appended to this list.
+        failed: a list, to which this method appends groups with too few samples (`_is_too_small`).
         """
         options = self._config.rollout.dynamic_sampling
         most = int(options.max_batches * self._batch_size)

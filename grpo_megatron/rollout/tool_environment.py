@@ -24,8 +24,8 @@ from grpo_megatron.sandbox.tool import run_python
 
 tool = Registry("tool", "rollout.tools", ("python",))
 
-# The format that the templates of Hermes and Qwen ask for. An unclosed tag is also a call, but a malformed
-# one.
+# The format that the templates of Hermes and Qwen ask for. An unclosed tag is also a call, but the call
+# is malformed.
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 # Maximum number of characters of a result. A tool that prints endlessly would fill the model's context.
 _LONGEST = 4000
@@ -106,8 +106,8 @@ class ToolEnvironment:
         Raises UserError if a name is unknown, if a function cannot be a tool, or if this machine cannot
         isolate the programs of the tool `python`.
         """
-        # Time of a turn. A call that starts at its end gets the same time again. The rest is for its sandbox
-        # to start and end.
+        # Time of a turn. A call that starts at the end of this time gets the same time again. The remaining
+        # 20 % are for its sandbox to start and end.
         self._seconds = 0.4 * reward.timeout
         found = [
             _python(reward.code, self._seconds) if name == "python" else tool.get(name) for name in names
