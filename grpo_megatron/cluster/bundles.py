@@ -11,11 +11,12 @@ from grpo_megatron.errors import UserError
 
 @dataclass(frozen=True)
 class Bundles:
-    """Numbers of devices of the bundles that a run reserves. Each bundle is on one node.
+    """Sizes of a run's bundles in devices. A bundle is devices that Ray reserves together on one node.
 
-    ranks: sizes of the bundles for trainer ranks
-    engines: sizes of the bundles for engines; empty if the engines share the devices of the ranks
-    part: number of an engine's devices on one node: all of them, unless the engine is larger than a node
+    ranks: size of each bundle for trainer ranks
+    engines: size of each bundle for engines; empty if the engines share the devices of the ranks
+    part: number of devices that an engine has on each of its nodes. This is the engine's tensor-parallel
+        size, or the size of a node if the engine is larger than a node.
     """
 
     ranks: tuple[int, ...]
@@ -26,15 +27,16 @@ class Bundles:
 def bundles(
     num_ranks: int, group: int, num_engines: int, engine_tp: int, per_node: int, colocated: bool
 ) -> Bundles:
-    """Return the sizes of the bundles of devices that a run needs from Ray.
+    """Return the sizes of the bundles of devices that a run must reserve from Ray.
 
+    num_ranks: number of trainer ranks
     group: tensor-parallel size of the trainer
     engine_tp: tensor-parallel size of an engine
     per_node: number of devices of the largest node
-    colocated: whether engines and ranks share devices
+    colocated: True if engines and ranks share devices
 
-    Raises UserError if a tensor-parallel group of ranks would cross nodes. Raises UserError also if an engine
-    would take several nodes without filling each.
+    Raises UserError if a tensor-parallel group of ranks would cross nodes, or if an engine would take several
+    nodes without using all devices of each.
     """
     if group > per_node and num_ranks:
         raise UserError(
@@ -60,5 +62,8 @@ def bundles(
 
 
 def _cut(total: int, size: int) -> tuple[int, ...]:
-    """Split `total` devices into bundles of `size`. A remainder becomes a last, smaller bundle."""
+    """Split `total` devices into bundles of `size`, and return the size of each bundle.
+
+    A remainder becomes a last, smaller bundle.
+    """
     return (size,) * (total // size) + ((total % size,) if total % size else ())

@@ -21,10 +21,11 @@ ANSWER_SECONDS = 30.0
 
 @contextmanager
 def refusals_said(address: str | None) -> Iterator[None]:
-    """Convert errors of ray.init within the context into UserErrors that say what the user can do.
+    """Turn errors of ray.init within the context into UserErrors that say what the user can do.
 
-    Errors that a user can do nothing about pass through. Raises UserError also if no cluster answers.
-    address: address of the Ray cluster to join; None: a cluster is started on this machine.
+    Other errors, which the user cannot mend, are raised unchanged. Raises UserError also if no cluster
+    answers at the address.
+    address: address of the Ray cluster to join. If None, ray.init starts a cluster on this machine.
     """
     if address:
         _must_answer(address)
@@ -52,10 +53,10 @@ def refusals_said(address: str | None) -> Iterator[None]:
 
 
 def own_folder() -> Path:
-    """Create a folder for the files of the Ray cluster that this process starts.
+    """Create a folder for the files of the Ray cluster that this process starts, and return its path.
 
-    It replaces Ray's default, /tmp/ray, which belongs to the user who first ran Ray on the machine, so that
-    other users cannot start Ray. Raises UserError if the folder cannot be created.
+    Ray's default folder, /tmp/ray, belongs to the user who first ran Ray on the machine. Other users cannot
+    start Ray with it. Raises UserError if the folder cannot be created.
     """
     variable, base = _folder()
     try:
@@ -69,7 +70,7 @@ def own_folder() -> Path:
 
 
 def _folder() -> tuple[str, str]:
-    """Return (variable, folder): the environment variable that says where Ray's files go, and the folder."""
+    """Return (variable, folder): the environment variable for the folder of Ray's files, and that folder."""
     set_one = next((name for name in ("RAY_TMPDIR", "TMPDIR") if os.environ.get(name)), "")
     return (set_one, os.path.abspath(os.environ[set_one])) if set_one else ("RAY_TMPDIR", "/tmp")
 
@@ -77,7 +78,7 @@ def _folder() -> tuple[str, str]:
 def _must_answer(address: str) -> None:
     """Raise UserError if `address` is malformed, or if no server answers there for ANSWER_SECONDS.
 
-    The check comes before ray.init, which would try for minutes and write the reason into a log only.
+    ray.init itself would try for minutes, and then write the reason to a log only.
     """
     if address == "auto" or "://" in address:
         return  # Ray finds these itself

@@ -12,10 +12,10 @@ _WHERE = "in the Ray cluster"
 
 
 def capabilities_of_ray(timeout: float = 120.0) -> Capabilities:
-    """Return the capabilities of the Ray cluster that this process is connected to.
+    """Return the capabilities of the Ray cluster that this process is connected to, such as its GPUs.
 
-    They are used to check the configuration. The nodes are assumed to be alike, so a Ray task on one node
-    with GPUs reports them. The task reserves no GPU, because this run may have reserved all of them already.
+    The configuration is checked against them. The nodes are assumed to be alike, so a Ray task on one node
+    with GPUs reports for all. The task reserves no GPU, because this run may have reserved all GPUs already.
 
     timeout: seconds to wait for the task.
 

@@ -34,9 +34,9 @@ def listening(address: str) -> bool:
 def alive_nodes(address: str) -> int:
     """Return the number of alive nodes of the Ray cluster at HOST:PORT; 0 while it does not answer.
 
-    A subprocess counts them, because a failed ray.init cannot be repeated in one process. The kernel kills
-    the subprocess when this process ends. Otherwise it would stay after the end of a job, and go on asking
-    for a Ray head that is gone.
+    A subprocess counts the nodes, because a failed ray.init cannot be repeated in one process. The kernel
+    kills the subprocess when this process ends. Otherwise the subprocess would outlive the job, and look for
+    a Ray head that is gone.
     """
     if not listening(address):
         return 0

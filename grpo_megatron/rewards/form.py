@@ -15,7 +15,10 @@ class _Regex:
 
 
 def regex(setup: Setup) -> Callable[..., float]:
-    """Make the reward `regex`: 1.0 if the pattern matches the whole stripped response, else 0.0."""
+    """Return the reward function `regex`: 1.0 if the pattern matches the whole response, else 0.0.
+
+    White space around the response is ignored.
+    """
     pattern = re.compile(setup.options(_Regex).pattern, re.DOTALL)
 
     def reward(prompt: str, response: str, answer: str | list[str], record: dict) -> float:
@@ -31,10 +34,10 @@ class _Tags:
 
 
 def tags(setup: Setup) -> Callable[..., float]:
-    """Make the reward `format`: 1.0 if the response is <think>...</think><answer>...</answer>, else 0.0.
+    """Return the reward function `format`: 1.0 if the response is made of the configured tags, else 0.0.
 
-    Other tags may be configured. Only white space may stand between two tags. Each tag must occur exactly
-    once, and its content must not be empty.
+    By default, this is `<think>...</think><answer>...</answer>`. Only white space may stand between a closing
+    tag and the next opening tag. Each tag must occur exactly once, with content that is not empty.
     """
     options = setup.options(_Tags)
     if not options.tags:
@@ -62,9 +65,10 @@ class _LinearLength:
 
 
 def linear_length(setup: Setup) -> Callable[..., float]:
-    """Make the reward `linear_length`, which depends on the length of the response in tokens.
+    """Return the reward function `linear_length`, which depends on the length of the response in tokens.
 
-    It falls linearly from 1 at the length `target` to 0 at the lengths target - width and target + width.
+    The reward falls linearly from 1 at the length `target` to 0 at the lengths target - width and
+    target + width. With `shorter_is_free`, it is 1 at all lengths below `target`.
     """
     options = setup.options(_LinearLength)
     if options.target is None or options.width is None:
@@ -92,8 +96,8 @@ class _CosineLength:
 class CosineLength:
     """The reward `cosine_length`, a cosine of the response's length in tokens (arXiv:2502.03373 section 3.2).
 
-    By default, a right response scores higher if it is short, and a wrong one if it is long. Another term of
-    the reward says which responses are right.
+    By default, a right response scores higher if it is short, and a wrong response scores higher if it is
+    long. Another term of the reward (`right`) says which responses are right.
     """
 
     def __init__(self, options: _CosineLength):

@@ -17,8 +17,8 @@ _USER = re.compile(r"(?:[^/?#]*//)?[^/?#]*@")
 # Status codes after which the same request may succeed later.
 _BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
-# Maximal size of an answer in bytes. A reward with the maximal number of named numbers takes 13 KB, so the
-# answer to a large batch is far smaller.
+# Maximum size of an answer in bytes. A reward with the maximum number of further numbers takes 13 KB, so even
+# the answer to a large batch is far smaller.
 MAX_ANSWER = 16 << 20
 _READ_AT_ONCE = 1 << 16
 
@@ -38,11 +38,11 @@ class _Http:
 
 
 class RewardServerError(Exception):
-    """A reward server gave no valid answer. The message says why."""
+    """A reward server gave no valid answer. The message names the reason."""
 
 
 class Http:
-    """The reward `http`, which a server computes. Concurrent calls are sent in common requests.
+    """The reward `http`, which a server computes. Calls that wait at the same time are sent together.
 
     A request posts {"prompt": [...], "response": [...], "answer": [...], "record": [...]} as JSON. The answer
     must be {"rewards": [...]} with one entry per response: a number, or an object with "reward" and further
@@ -95,7 +95,10 @@ class Http:
             task.add_done_callback(self._posts.discard)
 
     async def _post(self, batch: list[tuple[dict[str, Any], asyncio.Future]]) -> None:
-        """Request the rewards of one batch, and give each waiting call its reward or the error."""
+        """Request the rewards of one batch, and set the future of each call to its reward or to an error.
+
+        batch: (data of a response, future) for each waiting call.
+        """
         body = {name: [row[name] for row, _ in batch] for name in batch[0][0]}
         try:
             rewards = await self._rewards(body, len(batch))
@@ -113,9 +116,12 @@ class Http:
                 future.set_exception(RewardServerError(f"{self._shown} answered {shown(reward)}; {error}"))
 
     async def _rewards(self, body: dict[str, list], count: int) -> list:
-        """Return the `count` rewards for a request, retrying after errors that may be temporary.
+        """Request rewards, and try again after errors that may be temporary. Return the rewards as sent.
 
-        Raises RewardServerError if no attempt succeeds.
+        Raises RewardServerError if no attempt succeeds, or if the answer does not have `count` rewards.
+
+        body: data of the request.
+        count: number of responses in the request.
         """
         options = self._options
         for attempt in range(options.attempts):
@@ -135,10 +141,10 @@ class Http:
         )
 
     async def _ask(self, body: dict[str, list]) -> tuple[Any, str | None]:
-        """Send one request, and return (answer, problem), of which one is None.
+        """Send one request, and return (answer, problem).
 
-        - answer: the server's answer, parsed as JSON.
-        - problem: why there is none, if a later attempt may succeed.
+        - answer: the server's answer, parsed from JSON; None after a problem.
+        - problem: why there is no answer, as text, if a later attempt may succeed; None after an answer.
 
         Raises RewardServerError if a later attempt would fail in the same way.
         """
@@ -198,6 +204,6 @@ class Http:
 
 
 def _without_secrets(url: str) -> str:
-    """Return a URL for messages, without the parts that may be secret: the query, and user and password."""
+    """Return a URL for messages, without the parts that may be secret: user, password and query."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

@@ -17,8 +17,8 @@ observation_text = Registry("function", "rollout.gymnasium.text", call=Call(("ta
 class GymnasiumEnvironment:
     """One episode of a gymnasium task with a Discrete action space. The rewards are those of the task.
 
-    A turn that names no action is answered with the list of actions, or ends the episode
-    (rollout.gymnasium.invalid_action). The component `invalid_actions` counts such turns.
+    If a turn of the model names no action, the answer is the list of actions, or the episode ends
+    (rollout.gymnasium.invalid_action). The component `invalid_actions` counts the turns without an action.
     """
 
     def __init__(self, options: GymnasiumConfig, text: Callable[[Any, Any], str], prompt: Prompt):
@@ -68,14 +68,18 @@ class GymnasiumEnvironment:
         self._task.close()
 
     def _show(self, observation: Any) -> list[dict[str, Any]]:
-        """Return the observation as a chat message of the user, and remember its text for invalid turns."""
+        """Return the observation as a chat message of the user.
+
+        The text is also stored in `_seen`, because the answer to a turn without an action repeats it.
+        """
         self._seen = self._text(self._task, observation)
         return [{"role": "user", "content": self._seen}]
 
     def _word(self, response: str) -> str | None:
-        """Return the name of an action that a turn of the model contains, or None.
+        """Return the word in a turn of the model that should name an action, or None if there is none.
 
-        It is the last match of rollout.gymnasium.action_pattern, or the whole turn if there is no pattern.
+        The word is the last match of rollout.gymnasium.action_pattern, or its group 1 if it has groups.
+        Without a pattern it is the whole turn.
         """
         if self._options.action_pattern is None:
             return response.strip()
@@ -86,7 +90,7 @@ class GymnasiumEnvironment:
 def gymnasium_environment(options: GymnasiumConfig) -> Callable[[Prompt], GymnasiumEnvironment]:
     """Return a function that makes a GymnasiumEnvironment for a prompt.
 
-    Raises UserError if gymnasium is not installed. Raises UserError also if it does not know the task
+    Raises UserError if gymnasium is not installed, or if gymnasium does not know the task
     rollout.gymnasium.id.
     """
     try:

@@ -29,20 +29,20 @@ _WAIT_SECONDS = 120
 
 
 class Ownership:
-    """Ownership of a run's folder until `release`. The folder is created if it does not exist.
+    """Lock on a run's folder, held until `release`. The folder is created if it does not exist.
 
-    The lock is on a file beside the folder, which may therefore be moved. It ends with this process. The
-    record owner.json in the folder tells other runs who has it.
+    A file beside the folder is locked, so that the folder can be renamed. The lock ends with this process.
+    The file owner.json in the folder tells other runs which process owns the folder.
 
-    note: a line to show to the user, if the file system has no locks; else ""
+    note: a line to show to the user if the file system has no locks; else ""
     """
 
     def __init__(self, folder: Path):
-        """Take the folder, and write this process's host and pid into owner.json.
+        """Lock the folder, and write this process's host and pid into owner.json.
 
-        If the owner's node may be lost, waits up to _WAIT_SECONDS until the file server releases the lock.
-        Raises UserError, which names the owner, if another run has the folder. Raises OSError if the folder
-        cannot be created.
+        If the folder is locked by a process that has ended, waits up to _WAIT_SECONDS until the file server
+        releases the lock. Raises UserError, which names the owner, if another run owns the folder. Raises
+        OSError if the folder cannot be created.
         """
         self.note = ""
         self._folder = folder
@@ -90,9 +90,9 @@ class Ownership:
             self._refuse(self._owner())
 
     def _goes_on(self, owner: dict[str, Any]) -> bool:
-        """Return True if an owner on another node still rewrites status.json, so that its run goes on.
+        """Return True if status.json changes within _WAIT_SECONDS, which shows that the owner's run goes on.
 
-        Watches the file for up to _WAIT_SECONDS.
+        owner: content of owner.json, which names an owner on another node.
         """
         written = None
         for _ in range(_WAIT_SECONDS):
@@ -115,7 +115,7 @@ class Ownership:
         return False
 
     def _owner(self) -> dict[str, Any]:
-        """Return the record of the folder's owner; empty if there is none, or it is damaged."""
+        """Return the content of owner.json; empty if the file does not exist or is damaged."""
         try:
             return read_object(self._folder / OWNER)
         except UserError as error:
@@ -142,10 +142,11 @@ def _self_description() -> dict[str, Any]:
 
 
 def _may_live(owner: dict[str, Any]) -> bool:
-    """Return True if the owner may still be running, judged by its record in owner.json rather than by locks.
+    """Return True if the process that owner.json names may still be running. Locks are not considered.
 
-    A process on another host counts as running, with one exception: if it belongs to an earlier start of this
-    Slurm job, it has ended.
+    A process on another host counts as running, unless it belongs to an earlier start of this Slurm job.
+
+    owner: content of owner.json.
     """
     if not owner:
         return False
@@ -159,7 +160,10 @@ def _may_live(owner: dict[str, Any]) -> bool:
 def in_use(checkpoint: Path) -> Iterator[None]:
     """Keep other runs from deleting a checkpoint while the context is open.
 
-    It holds a shared lock on the checkpoint's manifest, for which the deleting run looks (`is_in_use`).
+    The context holds a shared lock on the checkpoint's manifest. A run that deletes checkpoints looks for
+    this lock (`is_in_use`).
+
+    checkpoint: the checkpoint's folder.
     """
     with open(checkpoint / MANIFEST, "rb") as file:
         with suppress(OSError):  # no locks here

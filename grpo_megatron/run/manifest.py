@@ -1,6 +1,6 @@
 """manifest.json of a checkpoint: size and digest of every file, and a digest of the list.
 
-It detects damage, but no deliberate changes.
+The manifest detects damage, but no deliberate changes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,9 +22,9 @@ _WRITE_BYTES = 64 * 2**20
 
 
 class DamagedCheckpoint(UserError):
-    """The files of a checkpoint differ from those that were written. An earlier checkpoint may be sound.
+    """The files of a checkpoint differ from the files that were written. An earlier checkpoint may be sound.
 
-    A checkpoint that cannot be read does not count as damaged, because it may be sound.
+    A checkpoint that this node cannot read does not count as damaged, because it may be sound.
     """
 
 
@@ -40,7 +40,7 @@ class FileRecord(NamedTuple):
 
 
 class DigestedFile:
-    """A file that is written from beginning to end. It computes the digest for the manifest meanwhile."""
+    """A file that is written from beginning to end, while its digest for the manifest is computed."""
 
     def __init__(self, file: BinaryIO):
         self._file, self._digest, self._size = file, xxhash.xxh3_128(), 0
@@ -62,7 +62,7 @@ class DigestedFile:
 
 
 def record_of(path: Path) -> FileRecord:
-    """Return size and digest of a file, by reading all of it. Raises OSError."""
+    """Read a whole file, and return its size and digest. Raises OSError if it cannot be read."""
     digest, size = xxhash.xxh3_128(), 0
     with open(path, "rb", buffering=0) as file:
         while data := file.read(_READ_BYTES):
@@ -73,9 +73,9 @@ def record_of(path: Path) -> FileRecord:
 
 
 def write_manifest(folder: Path, files: Mapping[str, FileRecord]) -> None:
-    """Write the manifest of a checkpoint.
+    """Write manifest.json into the folder of a checkpoint.
 
-    files: size and digest of each file, by its path in `folder`.
+    files: {path of a file in `folder`: its size and digest}.
     """
     listed = {name: list(record) for name, record in sorted(files.items())}
     text = json_text({"files": listed, "digest": _digest_of(listed)}, indent=1)
@@ -83,10 +83,11 @@ def write_manifest(folder: Path, files: Mapping[str, FileRecord]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
-    """Return the files that a checkpoint's manifest lists, after a check that all exist in the right size.
+    """Return {path of a file in `folder`: its size and digest} from a checkpoint's manifest.
 
-    Digests are not checked here, see `problems`. Raises DamagedCheckpoint, which names the file, if the
-    manifest or a file is missing or wrong. Raises UserError if a file cannot be read.
+    Checks that all files exist and have the right size. `problems` checks the digests. Raises
+    DamagedCheckpoint, which names the file, if the manifest or a file is missing or wrong. Raises UserError
+    if a file cannot be read.
     """
     path = folder / MANIFEST
     if is_absent(path):
@@ -116,14 +117,14 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
 
 
 def problems(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]) -> list[UserError]:
-    """Read files of a checkpoint completely, and return an error for each that does not match its digest.
+    """Read files of a checkpoint completely. Return an error for each file that does not match its digest.
+
+    The error is a DamagedCheckpoint if the content is wrong, or another UserError if this node cannot read
+    the file.
 
     folder: the checkpoint's folder.
-    files: what `read_manifest` returned.
-    names: the files to check.
-
-    An error is DamagedCheckpoint if the content is wrong, and another UserError if this node cannot read the
-    file.
+    files: the result of `read_manifest`.
+    names: keys of `files`: the files to check.
     """
     found: list[UserError] = []
     for name in names:
@@ -143,8 +144,10 @@ def problems(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]
 def must_be_sound(found: Iterable[UserError]) -> None:
     """Raise one of the errors that `problems` found, if there are any.
 
-    An error of reading is raised rather than a DamagedCheckpoint. After a DamagedCheckpoint the caller would
-    pass over the checkpoint, although it may be sound.
+    If there are errors of both kinds, an error of reading is raised and no DamagedCheckpoint. After a
+    DamagedCheckpoint, the caller would skip the checkpoint, although it may be sound.
+
+    found: the result of `problems`.
     """
     in_order = sorted(found, key=lambda error: isinstance(error, DamagedCheckpoint))
     if in_order:

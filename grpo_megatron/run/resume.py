@@ -1,4 +1,4 @@
-"""Start of a run: which checkpoint it begins from, whether that is sound, and which settings have changed."""
+"""Start of a run: choice and check of the checkpoint to begin from, and the settings that have changed."""
 
 import json
 import logging
@@ -41,10 +41,10 @@ _STATE = {
 class Checkpoint:
     """A checkpoint to begin from. Its file sizes and the digest of state.json have been checked.
 
-    The digests of the ranks' files are checked when the ranks read them.
+    The digests of the ranks' files are checked when the ranks read these files.
     folder: path of the checkpoint
-    state: state of the driver process, from state.json
-    files: size and digest of each of the ranks' files, by its path in the subfolder `actor`
+    state: content of state.json, the state of the driver process
+    files: {path of a file of the ranks in the subfolder `actor`: its size and digest}
     """
 
     folder: str
@@ -64,11 +64,11 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: str | Path, command: Command) -> Checkpoint:
-    """Check the checkpoint in a folder, as far as the driver reads it, and return it.
+    """Return the checkpoint in a folder, after the checks that the class Checkpoint names.
 
-    command: the command that is to continue from it.
+    command: the command that continues from the checkpoint.
 
-    Raises UserError if the folder is no checkpoint, cannot be read, or belongs to another command. Raises
+    Raises UserError if the folder is not a checkpoint, cannot be read, or belongs to another command. Raises
     DamagedCheckpoint if a file is missing or damaged.
     """
     root = Path(folder)
@@ -120,10 +120,10 @@ def newest_checkpoint(
 ) -> Checkpoint | None:
     """Return the newest undamaged checkpoint in a run's folder of checkpoints, or `instead` if there is none.
 
-    root: the folder of checkpoints.
-    command: the command that is to continue.
-    above: consider only checkpoints of steps after this one.
-    passed_over: folders of checkpoints that are known to be damaged already.
+    root: the folder that contains the run's checkpoints.
+    command: the command that continues from the checkpoint.
+    above: only checkpoints of steps after this step are considered.
+    passed_over: folders of checkpoints that are known to be damaged.
 
     Raises UserError if a checkpoint belongs to another command or cannot be read. Raises DamagedCheckpoint if
     all checkpoints are damaged and `instead` is None, because a silent new start would waste the training.
@@ -150,10 +150,10 @@ def newest_checkpoint(
 
 
 def finished_result(config: Config, command: Command) -> dict[str, Any] | None:
-    """Return result.json of an earlier start of this command if the run has made all of its steps; else None.
+    """Return the content of result.json if an earlier start has made all steps of this run; else None.
 
-    The command then returns this result without starting anything. The result is also None if run.resume is
-    not `auto`, because the run then starts anew or from another checkpoint.
+    With a result, the command returns without starting anything. If run.resume is not `auto`, return None,
+    because the run then starts anew or from another checkpoint.
 
     Raises UserError if the finished run of this name belongs to another command.
     """
@@ -178,14 +178,14 @@ def finished_result(config: Config, command: Command) -> dict[str, Any] | None:
 
 
 def as_saved(config: Config) -> dict[str, Any]:
-    """Return the configuration as JSON values, as state.json has it, so that both can be compared."""
+    """Return the configuration as values that JSON has. A checkpoint's state.json has it in the same form."""
     return json.loads(json_text(plain(config)))
 
 
 def differences(checkpoint: Checkpoint, config: Config) -> list[str]:
-    """Return a line for each configuration key whose value has changed since the checkpoint was written.
+    """Return a line of text for each configuration key whose value has changed since the checkpoint.
 
-    run.resume is left out.
+    The key run.resume is left out.
     """
     saved, now = (
         {".".join(names): value for names, value in leaves(values)}

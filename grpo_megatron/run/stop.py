@@ -12,11 +12,9 @@ _CONTINUES = "the same command continues"
 
 
 def outlook(folder: str | None) -> str:
-    """Return what a run that ends early has reached: its newest checkpoint, and how to continue.
+    """Return the end of a run's last message if it ends early: its newest checkpoint, and how to continue.
 
-    folder: the run's folder; None: it has none yet.
-
-    The text is the end of a sentence in the run's last message.
+    folder: the run's folder; None if it does not exist yet.
     """
     try:
         checkpoint = newest_folder(folder) if folder else None
@@ -30,7 +28,10 @@ def outlook(folder: str | None) -> str:
 
 
 class Saver(Protocol):
-    """The writer of checkpoints as StopRequest uses it. Implemented by run.checkpoints.Checkpoints."""
+    """The part of the interface of a writer of checkpoints that StopRequest uses.
+
+    Implemented by run.checkpoints.Checkpoints.
+    """
 
     folder: Path
 
@@ -40,10 +41,10 @@ class Saver(Protocol):
 
 
 class StopRequest:
-    """Tells whether the run has been asked to stop. The training loop checks it after each step.
+    """Tells whether the run has been asked to stop. The training loop checks this after each step.
 
-    signal: the signal that asked the run to stop; None if there was none
-    step: the step in progress, set by the training loop; None before the first step
+    signal: the signal that asked the run to stop; None if the run has not been asked
+    step: index of the step in progress, set by the training loop; None before the first step
     """
 
     def __init__(self) -> None:
@@ -57,6 +58,7 @@ class StopRequest:
     def leave(self, saver: Saver, state: Callable[[], dict[str, Any]]) -> None:
         """Save a checkpoint and raise Stopped. The training loop calls this between steps if `is_made`.
 
+        saver: writes the checkpoint.
         state: returns the driver's state for the checkpoint.
         """
         saved, reason = "", ""
@@ -73,9 +75,9 @@ class StopRequest:
         )
 
     def must_not_be_made(self, folder: str) -> None:
-        """Raise Stopped if the run was asked to stop. Called before a lost process is replaced.
+        """Raise Stopped if the run has been asked to stop. This is called before a lost process is replaced.
 
-        After such a request the process need not be replaced. The scheduler that asked may have ended it.
+        A run that is to stop needs no replacement. The scheduler that asked may have ended the process.
         folder: the run's folder.
         """
         if self.is_made:
