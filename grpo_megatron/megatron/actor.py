@@ -1,9 +1,9 @@
 """Actor: one rank of the trained model, as the parts that the driver and the tests call.
 
-PolicyTrainer calls the parts through a Ray actor, such as `passes.train_step`; the tests in tests/parallel
-call them directly. A method whose docstring says "Collective" must be called on all ranks at the same time.
-Arguments are the same on all ranks, except micro-batches, which are those of the rank's data-parallel
-replica.
+PolicyTrainer calls methods of the parts, such as `passes.train_step`, through a Ray actor. The tests in
+tests/parallel call them directly. If a docstring says that all ranks must call a method, they must do so at
+the same time. Arguments are the same on all ranks, except micro-batches, which are those of the rank's
+data-parallel replica.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class Actor:
     passes: forward and training passes
     checkpoints: saving and loading of the training state
     weights: weight sync, export, and changes and checks of the weights
-    memory: sleep, for engines that share the device
+    memory: frees device memory while rollout engines use the device
     """
 
     def __init__(
@@ -36,8 +36,8 @@ class Actor:
     ):
         """Build the model, load its weights and set up the optimizer.
 
-        heartbeat: heartbeat of this process, for the driver's hang detector. None: report no progress.
-        build: builds the model. Benchmarks build one with random weights.
+        heartbeat: reports this process's progress to the driver's hang detector. None: report no progress.
+        build: builds the model. Benchmarks build a model with random weights.
         """
         heartbeat = heartbeat or Heartbeat()
         reward_model = RewardModel(spec, heartbeat.tick) if spec.reward_model else None

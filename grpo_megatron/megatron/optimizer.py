@@ -35,7 +35,7 @@ class StepOutcome:
 
     grad_norm: gradient norm before clipping, over all ranks.
     lr: learning rate of the step.
-    dropped: True: the step changed nothing, because the norm was not finite or over
+    dropped: True if the step changed nothing, because the gradient norm was not finite or more than
         optimizer.max_grad_norm_to_step, or because the caller asked for it.
     """
 
@@ -47,19 +47,19 @@ class StepOutcome:
 def lr_scheduler(optimizer, config: OptimizerConfig) -> OptimizerParamScheduler:
     """Return Megatron's scheduler that sets the learning rate of optimizer steps 1, 2, ...
 
-    The first step's rate is already set on return.
+    On return, the rate of step 1 is set already.
     optimizer: Megatron's optimizer, whose param_groups get the rates.
-    config: lr_decay_steps may be None for a constant rate only; otherwise ValueError is raised.
+    config: optimizer settings. ValueError is raised if the schedule is not constant and lr_decay_steps is
+        None.
 
-    Step k of a warm-up of n steps runs at lr * k / n. Later steps run at lr_min + (lr - lr_min) * c. With
-    D = lr_decay_steps and r = (k - n) / (D - n), c is
+    Step k of a warm-up of n steps runs at lr * k / n. After the warm-up, the constant schedule runs at lr.
+    The other schedules run at lr_min + (lr - lr_min) * c until step D = lr_decay_steps, and at lr_min after
+    step D. With r = (k - n) / (D - n), c is
 
     cosine: (1 + cos(pi r)) / 2 (arXiv:1608.03983 eq. 5, one period);
     linear: 1 - r;
     wsd: 1 up to step D - wsd_decay_steps, then falling to 0 at step D with the shape that wsd_decay_style
         names (arXiv:2404.06395 section 4.2).
-
-    Steps beyond D run at lr_min.
     """
     decays = config.lr_schedule != LrSchedule.constant
     if decays and config.lr_decay_steps is None:
@@ -93,7 +93,8 @@ def continue_schedule(scheduler: OptimizerParamScheduler, config: OptimizerConfi
 
     Checkpoints contain the old rates in the optimizer's parameter groups. Without this function, resuming
     would silently ignore a changed optimizer.lr.
-    state: state_dict of the scheduler when the checkpoint was written.
+    config: the present optimizer settings.
+    state: the scheduler's state_dict from the checkpoint.
     """
     for group in scheduler.optimizer.param_groups:
         group.update(
@@ -116,7 +117,7 @@ def _is_token_embedding(parameter, name: str) -> bool:
 def _weight_decay_overrides(
     megatron_config: MegatronOptimizerConfig, config: OptimizerConfig
 ) -> dict[ParamKey, ParamGroupOverride]:
-    """Return the settings that exempt parameters from weight decay, in Megatron's form.
+    """Return Megatron's settings for the parameters that are exempt from weight decay.
 
     Megatron's default exempts all biases and 1-d parameters (norms). Without optimizer.decay_embeddings, the
     token embeddings are exempt too.
@@ -133,13 +134,14 @@ def _weight_decay_overrides(
 class Optimizer:
     """Megatron's optimizer with gradient clipping, a learning-rate schedule, and a check of the gradient.
 
-    A step whose gradient norm is not finite, or over optimizer.max_grad_norm_to_step, is dropped.
+    A step is dropped if its gradient norm is not finite, or more than optimizer.max_grad_norm_to_step.
     """
 
     def __init__(self, chunks: list, config: OptimizerConfig, params_dtype: torch.dtype):
         """Build optimizer and scheduler over this rank's parameters.
 
-        chunks: DDP-wrapped model chunks. Their ddp_config says if replicas divide the optimizer's states.
+        chunks: DDP-wrapped model chunks. Their ddp_config says whether data-parallel replicas divide the
+            optimizer's states among them.
         config: this project's OptimizerConfig, not Megatron's class of the same name.
         params_dtype: dtype of the parameters.
         """
@@ -165,21 +167,25 @@ class Optimizer:
         self.scheduler = lr_scheduler(self.inner, config)
 
     def parts(self) -> list:
-        """Return the inner optimizers. Megatron has separate ones for dense and for expert parameters."""
+        """Return Megatron's inner optimizers: separate optimizers for dense and for experts' parameters."""
         return getattr(self.inner, "chained_optimizers", [self.inner])
 
     def zero_grad(self) -> None:
         self.inner.zero_grad()
 
     def load_scheduler(self, state: dict) -> None:
-        """Resume the learning-rate schedule from a checkpoint, with the present configuration's rates."""
+        """Resume the learning-rate schedule of a checkpoint, with the rates of the present configuration.
+
+        state: the scheduler's state_dict from the checkpoint.
+        """
         continue_schedule(self.scheduler, self._config, state)
 
     def _must_drop(self, grad_norm: float) -> bool:
-        """Return True if any rank finds the norm not finite or over the limit. Collective over all ranks.
+        """Return, on all ranks alike, whether any rank finds the gradient norm infinite, NaN or too large.
 
-        Replicas may compute the global norm from sums in different order, so it may differ in the last bit.
-        All ranks must decide alike: none may step while another drops.
+        All ranks must call this. The limit is optimizer.max_grad_norm_to_step. Replicas may add up the global
+        norm in different order, so its last bit may differ between ranks. Yet no rank may take the step while
+        another rank drops it.
         """
         limit = self._config.max_grad_norm_to_step
         found = not math.isfinite(grad_norm) or (limit is not None and grad_norm > limit)
@@ -188,10 +194,10 @@ class Optimizer:
         return bool(flag)
 
     def step(self, drop: bool = False) -> StepOutcome:
-        """Take one optimizer step, or drop it: parameters, moments and learning rate then do not change.
+        """Take one optimizer step, or drop it. All ranks must call this.
 
-        Collective.
-        drop: drop the step even if the gradient is fine; must be the same on all ranks.
+        A dropped step changes neither parameters nor moments nor the learning rate.
+        drop: if True, drop the step even if the gradient is fine. Must be the same on all ranks.
         """
         lr = self.inner.param_groups[0]["lr"]
         self.inner.prepare_grads()
@@ -215,8 +221,9 @@ def wrap_for_training(
 ) -> tuple[list[DistributedDataParallel], Optimizer]:
     """Wrap each model chunk in Megatron's DDP, and build the optimizer over all chunks.
 
-    It also enters the hooks of DDP and optimizer in the chunks' config, where pipeline schedules find them.
+    The chunks' config also gets the callbacks of DDP and optimizer, which Megatron's pipeline schedules call.
     dtype: dtype of the parameters.
+    Returns (wrapped chunks, optimizer).
     """
     config = chunks[0].config
     ddp_config = DistributedDataParallelConfig(

@@ -23,15 +23,15 @@ from grpo_megatron.model.families import read_architecture, weight_map
 class RewardModel:
     """Frozen reward model that scores samples on the ranks of the trained policy.
 
-    It has the policy's parallel sizes, but its own architecture. All its pipeline stages have the same number
-    of layers.
+    It is divided over the ranks with the policy's parallel sizes, but may have another architecture. All its
+    pipeline stages have the same number of layers.
     """
 
     def __init__(self, spec: ActorSpec, tick: Callable[[], None]):
-        """Build the reward model, load it, and move its weights to host memory.
+        """Build the reward model, load its weights, and move them to host memory.
 
-        spec: ActorSpec of the policy; its reward_model names the checkpoint.
-        tick: heartbeat, called for every micro-batch and model chunk.
+        spec: ActorSpec of the policy. spec.reward_model is the folder of the reward model's checkpoint.
+        tick: called before each forward pass of a model chunk, to report progress to the hang detector.
         Raises UserError if spec.reward_model cannot be read as a reward model.
         """
         precision = Precision.bf16 if spec.precision == Precision.fp8 else spec.precision
@@ -58,8 +58,8 @@ class RewardModel:
         self._held = [_Held(storage) for storage in weights.values()]
 
     @contextmanager
-    def _at_hand(self) -> Iterator[None]:
-        """Keep the weights in device memory within the context."""
+    def _weights_on_device(self) -> Iterator[None]:
+        """Copy the weights to device memory. Free that memory when the context ends."""
         for held in self._held:
             held.bring()
         try:
@@ -69,19 +69,20 @@ class RewardModel:
                 held.drop()
 
     def __call__(self, micro_batches: list[MicroBatch]) -> list[torch.Tensor]:
-        """Return the scores of the sequences: one float32 [S] per micro-batch, on the device. Collective.
+        """Return the reward model's scores: per micro-batch of S sequences a float32 tensor [S].
 
-        The list is empty except on the last pipeline stage.
-        micro_batches: as prepared for the policy, whose layers are of the same kind.
+        The list is empty except on the last pipeline stage. All ranks must call this.
+        micro_batches: prepared by the policy's MiniBatchStore. The reward model can read them too, because
+            both models use the same kind of layers (TransformerEngine's, or Megatron's local layers).
         """
-        with self._at_hand():
+        with self._weights_on_device():
             return forward_scores(self._modules, micro_batches, self._head)
 
 
 class _Held:
-    """One storage of the frozen weights, with a copy on the host that is made once and never changes.
+    """Storage of frozen weights, with a constant copy in host memory.
 
-    bring: copy the weights to the device. drop: free their device memory.
+    `bring` copies the weights to the device. `drop` frees their device memory.
     """
 
     def __init__(self, storage: torch.UntypedStorage):

@@ -10,15 +10,15 @@ from grpo_megatron.megatron.spec import ActorSpec
 def start_actor(
     spec: ActorSpec, seed: int, timeout: float, rank: int, store: StoreAddress, heartbeat: Heartbeat
 ):
-    """Join the process groups and build this rank's Actor. Collective over all ranks.
+    """Join the process groups and build this rank's Actor. All ranks must call this.
 
     The driver sends this function to the process of every rank.
     seed: seed of Megatron's random number generators.
-    timeout: most seconds that a collective may take.
+    timeout: maximum number of seconds that a collective operation may take.
     rank: global rank of this process.
     store: address of the key-value store through which the ranks find each other.
-    heartbeat: heartbeat of this process.
-    Returns (Actor, RankInfo).
+    heartbeat: reports the progress of this process to the driver's hang detector.
+    Returns (Actor, RankInfo): this rank of the trained model, and its rank in each process group.
     """
     # Megatron is imported here, not at the top of the file, so that the driver can send this function to a
     # rank without loading Megatron itself. Garbage collection is off during the import: it would find

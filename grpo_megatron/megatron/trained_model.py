@@ -21,14 +21,14 @@ from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 class TrainedModel:
     """Model, optimizer and reference weights of one rank.
 
-    Its tensors are read and changed by passes, checkpoints, weight sync and sleep. `settled_weights` and
-    `until_saved` keep these from disturbing one another.
+    Passes, checkpoints, weight sync and sleep read and change the same tensors. With `settled_weights` and
+    `until_saved` they wait for each other.
     """
 
     def __init__(self, spec: ActorSpec, heartbeat: Heartbeat):
         """Build the model, load its weights and set up the optimizer.
 
-        heartbeat: heartbeat of this process, for the driver's hang detector.
+        heartbeat: reports this process's progress to the driver's hang detector.
         """
         self.spec, self.heartbeat = spec, heartbeat
         self.rank = rank_info()
@@ -59,7 +59,7 @@ class TrainedModel:
         self.writer: Writer | None = None  # writes the checkpoint that is in progress
 
     def _load(self, folder: str) -> None:
-        """Fill the parameters from an HF checkpoint. Benchmarks override this to run without a checkpoint."""
+        """Fill the parameters from the HF checkpoint in `folder`. Benchmarks override this method."""
         if self.arch.scalar_head:
             load_reward_model(self.chunks, folder, self.entries, self.spec.seed)
         else:
@@ -74,11 +74,11 @@ class TrainedModel:
 
     @contextmanager
     def settled_weights(self):
-        """Wait until all parameters have their newest values, and keep them so within the context.
+        """Wait until all parameters have their newest values. Within the context no new values arrive.
 
-        Enter it before weights are read or swapped. With megatron.overlap, the distributed optimizer's new
-        values arrive only during the next training forward pass: code would read old values, or its own would
-        be overwritten.
+        Code that reads or swaps weights needs this context. With megatron.overlap and the distributed
+        optimizer, new values arrive from other ranks only during the next training forward pass. Without the
+        context, code would read old values, or what it writes would be overwritten.
         Raises RuntimeError while the reference's weights are in the policy's place.
         """
         self.reference_passes.require_policy()
@@ -94,15 +94,16 @@ class TrainedModel:
                 ddp.enable_forward_pre_hook()
 
     def until_saved(self, weights_only: bool = False) -> None:
-        """Wait until the checkpoint thread, which reads tensors without a copy, no longer needs them.
+        """Wait until the thread that writes a checkpoint has read the tensors that the caller will change.
 
-        weights_only: the caller is about to change only weights, not the optimizer's states.
+        The thread reads weights and optimizer states in place, without copying them first.
+        weights_only: True if the caller will change only weights, not the optimizer's states.
         """
         if self.writer:
             self.writer.wait_until_read(weights_only)
 
     def require_reference(self) -> ReferenceWeights:
-        """Return the reference weights. Raises RuntimeError if the spec asked for none."""
+        """Return the reference weights. Raises RuntimeError if there are no reference weights."""
         if self.reference is None:
             raise RuntimeError("this actor was built without reference weights")
         return self.reference

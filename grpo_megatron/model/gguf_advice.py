@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def gguf_advice(path: str | Path) -> str | None:
-    """Return the end of an error message if `path` is a GGUF file or a folder of them, else None.
+    """Return the end of an error message if `path` is a GGUF file or a folder of GGUF files, else None.
 
-    The text names the files and tells how to convert them. A folder with safetensors does not count, because
-    many published folders have GGUF files beside them.
+    The text names the files and tells how to convert them. For a folder that also has safetensors files the
+    result is None, because many published folders have both.
     """
     root = Path(path)
     try:

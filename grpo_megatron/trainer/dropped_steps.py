@@ -28,10 +28,10 @@ class DroppedSteps:
     ) -> None:
         """Record the outcome of one optimizer step. The driver calls this after every optimizer step.
 
-        grad_norm, loss: those of this step; the error message lists them.
+        dropped: True if the step was dropped.
+        grad_norm, loss: gradient norm and loss of this step, for the error message.
         step: index of the training step, for the error message. None: unknown.
-        beyond: reasons other than the gradient, such as one sentence for each limit of the loss that was
-            exceeded.
+        beyond: sentences with reasons other than the gradient, such as a limit of the loss that was exceeded.
         Raises UserError when optimizer.max_dropped_steps steps in a row have been dropped.
         """
         if not dropped:

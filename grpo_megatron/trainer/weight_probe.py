@@ -32,13 +32,16 @@ TRAINER_DTYPES = {
 def tolerance(dtype: torch.dtype) -> int:
     """Return how far log-probs of trainer and engine may differ, as a multiple of the effect of rounding.
 
-    The multiple applies to the mean absolute change of log-probs when every layer rounds to `dtype`.
+    The effect of rounding is the mean absolute change of log-probs when every layer rounds to `dtype`.
     """
     return _FP8_TOLERANCE if dtype == torch.float8_e4m3fn else _TOLERANCE
 
 
 def served_dtype(config: Config) -> tuple[torch.dtype, str]:
-    """Return (dtype of the engines' matrix products, config key that sets it, for messages)."""
+    """Return (dtype of the engines' matrix products, configuration key that sets this dtype).
+
+    The key is for messages.
+    """
     engine = config.rollout.engine
     if engine.quantization == Quantization.fp8:
         return torch.float8_e4m3fn, "rollout.engine.quantization"
@@ -48,8 +51,8 @@ def served_dtype(config: Config) -> tuple[torch.dtype, str]:
 class WeightProbe:
     """Compares the log-probs of trainer and engines after a weight sync.
 
-    The two may share GPUs and then run one after the other. So call `ask_trainer` first, while the trainer
-    has the GPUs, and `ask_engines` when the engines serve again.
+    Trainer and engines may share GPUs, so each has a method of its own: `ask_trainer`, which must be called
+    first, while the trainer has the GPUs, and `ask_engines`, for the time when the engines serve again.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class WeightProbe:
             [_as_sample(number, ids) for number, ids in enumerate(sequences)]
         )
         self._plan = partition(config, self._batch.lengths, trainer.cost_model)
-        # the coarser of the two
+        # The coarser dtype of the engines' and the trainer's.
         self._dtype = max(
             served_dtype(config)[0],
             TRAINER_DTYPES[config.megatron.precision],
@@ -79,9 +82,9 @@ class WeightProbe:
         self._limit = self._tolerance * float(np.abs(self._logprobs(self._dtype) - self._expected).mean())
 
     def ask_engines(self) -> dict[str, float]:
-        """Compare every engine with the trainer. `ask_trainer` must have been called.
+        """Compare the log-probs of every engine with the trainer's. `ask_trainer` must have been called.
 
-        Returns the mean absolute difference of log-probs of the worst engine, and the limit.
+        Returns {"probe_mean": mean absolute difference for the worst engine, "probe_limit": limit on it}.
         Raises RuntimeError if an engine exceeds the limit.
         """
         expected, limit = self._expected, self._limit
@@ -101,9 +104,10 @@ class WeightProbe:
         return {"probe_mean": found[worst], "probe_limit": limit}
 
     def _logprobs(self, rounding: torch.dtype | None) -> np.ndarray:
-        """Return the trainer's log-probs at temperature 1, float32 [tokens], without each sequence's first.
+        """Return the trainer's log-probs of all probe tokens at temperature 1, float32 [n].
 
-        rounding: see `PolicyTrainer.probe`.
+        The first token of each sequence has no log-prob, so it is left out.
+        rounding: dtype whose rounding errors are simulated, see `PolicyTrainer.probe`.
         """
         return self._trainer.probe(self._batch, self._plan, 1.0, rounding)[0][self._batch.loss_mask]
 

@@ -33,10 +33,12 @@ from grpo_megatron.model.architecture import Architecture
 def uses_transformer_engine(
     impl: TransformerImpl, precision: Precision, emulate_kernels: bool = False
 ) -> bool:
-    """Return True if the model is built from TransformerEngine's layers, False if from Megatron's local ones.
+    """Return True to build the model from TransformerEngine's layers, False for Megatron's local layers.
 
-    `auto` chooses TransformerEngine if this machine can run it, but not in fp32: there it has no fused
-    attention, and its matrix products round their operands to TF32.
+    impl=auto chooses TransformerEngine if this machine can run it, but not in fp32, where TransformerEngine
+    has no fused attention and its matrix products round their operands to TF32.
+
+    emulate_kernels: if True, TransformerEngine's kernels are emulated, so this machine can run it.
 
     Raises UserError if the configuration needs TransformerEngine or FP8 and this machine cannot run it. The
     check before the run misses this if cluster.gpu describes another machine. Raises UserError also for
@@ -63,10 +65,10 @@ def uses_transformer_engine(
 
 
 def _add_adapters(attention, mlp, lora: LoraConfig) -> None:
-    """Replace the layers that lora.targets names by layers with LoRA adapters.
+    """Add LoRA adapters to the layers that lora.targets names, by changing the layers' classes in the specs.
 
-    attention, mlp: Megatron's submodule specs, changed in place. mlp None: a layer with experts, whose MLP
-        gets no adapters.
+    attention, mlp: Megatron's submodule specs, changed in place. mlp is None for a layer with experts, which
+        get no adapters.
     """
     for submodules, layer, target, adapted in (
         (attention, "linear_qkv", "q_proj", AdaptedColumns),
@@ -81,9 +83,9 @@ def _add_adapters(attention, mlp, lora: LoraConfig) -> None:
 def _layer_spec(arch: Architecture, config: TransformerConfig, spec: ModelSpec, num_experts: int | None):
     """Return Megatron's spec of one transformer layer.
 
-    It uses TransformerEngine's modules, or Megatron's local ones with this project's norm, attention and
-    activation, which support packed sequences on a CPU too.
-    num_experts: None: a dense layer.
+    The layer consists of TransformerEngine's modules, or of Megatron's local modules with this project's
+    norm, attention and activation, which support packed sequences on a CPU too.
+    num_experts: number of the layer's experts. None for a dense layer.
     """
     if spec.transformer_engine:
         layer_spec = get_gpt_layer_with_transformer_engine_spec(
@@ -136,7 +138,7 @@ def _latent_attention(arch: Architecture, transformer_engine: bool) -> ModuleSpe
 def _block_spec(
     arch: Architecture, config: TransformerConfig, spec: ModelSpec, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Return the specs of the layers of one model chunk and of the final norm.
+    """Return Megatron's specs of the transformer layers in one model chunk, and of the final norm.
 
     vp_stage: index of the virtual pipeline stage. None: the rank has only one chunk.
     """
@@ -154,9 +156,9 @@ def _block_spec(
 
 
 def build_model(arch: Architecture, spec: ModelSpec) -> list[GPTModel]:
-    """Build this rank's model chunks in forward order: one, or several with a virtual pipeline.
+    """Return this rank's model chunks in forward order: one chunk, or several with a virtual pipeline.
 
-    Parameters are uninitialised; weights.load_hf fills them. The last stage returns hidden states instead of
+    Their parameters are uninitialised; `load_hf` fills them. The last stage returns hidden states instead of
     logits, because the head computes log-probs without storing all logits.
     """
     config = transformer_config(arch, spec)
@@ -202,11 +204,11 @@ def _fuse_weight_gradients(chunk: GPTModel) -> None:
 
 
 def output_weight(chunk: GPTModel) -> torch.Tensor:
-    """Return the weight of the head, of which `objectives.make_head` computes log-probs or scores.
+    """Return the weight with which the head computes log-probs or scores from hidden states.
 
+    For a language model, these are this TP rank's rows of the output projection (of the embedding if the two
+    are tied), [V_padded / tp, h]. For a reward model, it is the weight of the score head, [1, h].
     chunk: the model chunk of the last pipeline stage.
-    Language model: this TP rank's rows of the output projection, [V_padded / tp, h]. They are the embedding's
-    rows if the two are tied. Reward model: the weight of the score head, [1, h].
     """
     if chunk.share_embeddings_and_output_weights:
         return chunk.shared_embedding_or_output_weight()

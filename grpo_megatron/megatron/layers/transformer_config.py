@@ -10,7 +10,10 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 
 def _pipeline_layout(arch: Architecture, sizes: ParallelSizes) -> list[list[str]] | None:
-    """Return an uneven division of layers among pipeline stages in Megatron's notation. None: an even one."""
+    """Return the layers of each model chunk, such as [["embedding", "decoder"], ["decoder", "loss"]].
+
+    Return None if the layers are divided evenly, which is Megatron's default.
+    """
     if not sizes.pipeline_layers:
         return None
     chunks = [["decoder"] * layers for layers in sizes.chunk_layers(arch.num_layers)]
@@ -94,9 +97,10 @@ def _fp8_settings(spec: ModelSpec) -> dict:
 
 
 def _fusions(arch: Architecture, spec: ModelSpec) -> dict:
-    """Return the settings of Megatron's fused kernels, which only TransformerEngine's layers use.
+    """Return the arguments of TransformerConfig for Megatron's fused kernels.
 
-    With local layers, modules.py and attention.py replace activation, norm and attention.
+    Only TransformerEngine's layers use these kernels. With local layers, modules.py and attention.py replace
+    activation, norm and attention.
     """
     fused = spec.transformer_engine
     return {
@@ -107,7 +111,7 @@ def _fusions(arch: Architecture, spec: ModelSpec) -> dict:
         "use_te_activation_func": not fused,  # use the layer spec's activation, modules.SwiGLU
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
-        # Set per layer instead, see model._fuse_weight_gradients.
+        # Set per layer instead, see build._fuse_weight_gradients.
         "gradient_accumulation_fusion": False,
     }
 

@@ -27,15 +27,15 @@ def save_hf(
     dtype: torch.dtype,
     adapters: dict[str, Entry],
 ) -> None:
-    """Write the current weights as an HF checkpoint. Collective over all ranks.
+    """Write the current weights as an HF checkpoint. All ranks must call this.
 
-    The files are written to `folder`.partial, which then replaces `folder`, so a crash leaves the old one.
+    The files are written to `folder`.partial, which then replaces `folder`, so a crash leaves the old folder.
     chunks: model chunks of this rank.
-    entries: the weight map {Megatron name: entry}.
-    spec: names the original model, whose configuration and tokenizer are copied.
+    entries: weight map of the model, {Megatron name: entry}.
+    spec: ActorSpec of the model. Configuration and tokenizer are copied from spec.model_path.
     dtype: dtype of the written tensors.
-    adapters: weight-map entries of the LoRA adapters. They are merged into the weights, and also written to
-        `folder`/adapter on their own.
+    adapters: {Megatron name: weight map entry} of the LoRA adapters. They are merged into the weights, and
+        also written separately to `folder`/adapter.
     """
     rank, partial, model_path = rank_info(), f"{folder}.partial", spec.model_path
     if rank.rank == 0:
@@ -66,10 +66,10 @@ def _of_reward_model(arch: Architecture, model_path: str) -> dict[str, Any]:
 
 
 def _write(folder: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, dict[str, int]]]:
-    """Write this rank's tensors as its own safetensors files. Collective, because all ranks exchange names.
+    """Write this rank's tensors to safetensors files of this rank. All ranks must call this.
 
     tensors: (HF name, tensor) pairs; may be empty on a rank.
-    Returns the files of all ranks in the order of pipeline stages: (file, {tensor name: bytes}).
+    Returns (file name, {tensor name: size in bytes}) for each file of all ranks, by pipeline stage.
     """
     rank = rank_info()
     writer = hf_checkpoint.HFWriter(folder, f"{rank.rank:05d}")

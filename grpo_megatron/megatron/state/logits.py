@@ -24,7 +24,8 @@ def logits_of(folder: str, arch: Architecture, sequences: list[torch.Tensor]) ->
     """Load a whole model on this rank and return its logits of all tokens, float32 [t, vocabulary].
 
     folder: folder of the Megatron checkpoint.
-    sequences: token ids; the rows of the result are those of the first sequence, then of the second, ...
+    sequences: token ids of each sequence. The result has the rows of the first sequence, then those of the
+        second sequence, and so on.
     """
     pack = Layout().pack(np.array([len(tokens) for tokens in sequences]))
     with tempfile.TemporaryDirectory() as store:

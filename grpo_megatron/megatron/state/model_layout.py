@@ -23,15 +23,16 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.model.pieces import Piece
 from grpo_megatron.weights.checkpoint_layout import SavedModel, SavedPart, clipped
 
-# Dtype of the parameters of the model built here. It must differ from that of what stays in float32.
+# Dtype of the parameters of the model built here. It must not be float32, the dtype of the buffers, because
+# `_part` tells the two apart by it.
 _PARAMETERS = torch.bfloat16
 
 
 def saved_model(arch: Architecture) -> SavedModel:
-    """Describe the contents of a Megatron checkpoint of this architecture.
+    """Return which tensors and other objects a Megatron checkpoint of this architecture contains.
 
-    All parallel layouts save the same tensors, only cut differently, so the description for one rank
-    suffices.
+    All parallel layouts save the same tensors, only cut differently, so the result for one rank is valid for
+    all layouts.
     """
     with tempfile.TemporaryDirectory() as folder:
         process_groups.initialize(ParallelSizes(), 0, f"file://{folder}/store", seed=0)
@@ -66,10 +67,10 @@ def _read(model, state: dict, entries: dict) -> SavedModel:
 
 
 def _part(tensor, parameter: torch.Tensor, pieces: list[Piece]) -> SavedPart:
-    """Describe one of Megatron's tensors in the checkpoint, and the HF tensors that it consists of.
+    """Return the name, shape and offset of a tensor in the checkpoint, and the HF tensors it consists of.
 
-    tensor: Megatron's ShardedTensor; its data is a view of the parameter.
-    pieces: where slices of HF tensors lie in the parameter.
+    tensor: Megatron's ShardedTensor, whose data is a view of the parameter.
+    pieces: parts of HF tensors, with their positions in the parameter.
     """
     view, lead = tensor.data, tensor.prepend_axis_num
     if view.stride() != parameter.stride():

@@ -76,7 +76,9 @@ def _must_have_one_label(config: Fields) -> None:
 
 
 def reward_architecture(arch: Architecture) -> str:
-    """Return the transformers class of a reward model of this family, for `architectures` in config.json.
+    """Return the name of transformers' class for reward models of this family.
+
+    Exported checkpoints have the name in `architectures` of config.json.
 
     Raises UserError if transformers has no such class.
     """
@@ -93,8 +95,8 @@ def reward_architecture(arch: Architecture) -> str:
 def weight_map(arch: Architecture, transformer_engine: bool = False) -> dict[str, Entry]:
     """Return {Megatron name: entry} of all parameters of a model, in the order of the forward pass.
 
-    transformer_engine: Megatron uses TransformerEngine's layers instead of its local ones. They contain the
-        norm before a linear layer, so its Megatron name is different.
+    transformer_engine: True if Megatron uses TransformerEngine's layers instead of its local layers. In
+        TransformerEngine, a linear layer contains the norm before it, so the norm has another Megatron name.
     """
     entries = _BY_NAME[arch.family].entries(arch)
     if transformer_engine:
@@ -105,7 +107,10 @@ def weight_map(arch: Architecture, transformer_engine: bool = False) -> dict[str
 
 
 def _transformer_engine_name(name: str, arch: Architecture) -> str:
-    """Return the name that a parameter of Megatron's local layers has in TransformerEngine's layers."""
+    """Return the Megatron name of a parameter in TransformerEngine's layers.
+
+    name: name of the same parameter in Megatron's local layers.
+    """
     fused = {} if arch.latent else {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     layer = name.removeprefix("decoder.layers.").split(".")[0]
     if arch.moe is None or (layer.isdigit() and not arch.moe.layers[int(layer)]):

@@ -19,9 +19,11 @@ def decoder(
 ) -> Architecture:
     """Return the architecture of a decoder with rotary embeddings, RMS norms and SwiGLU.
 
-    windowed: the family's default for whether a sliding window in config.json is used (use_sliding_window).
+    config: the model's config.json.
+    family, qk_norm, qkv_bias, moe, latent: see Architecture.
+    windowed: the family's default for use_sliding_window: whether a sliding window in config.json is used.
     rotary_share: the family's default for partial_rotary_factor, the share of a head's channels that is
-        rotated; 1: the family has no such key.
+        rotated. 1: the family has no such key.
 
     Raises UserError for settings that are not supported.
     """
@@ -70,7 +72,10 @@ def num_layers(config: Fields) -> int:
 
 
 def top_k(config: Fields, num_experts: int) -> int:
-    """Return the number of experts of each token. Raises UserError if it exceeds the number of experts."""
+    """Return the number of experts for each token, num_experts_per_tok in config.json.
+
+    Raises UserError if it is more than `num_experts`.
+    """
     chosen = config.integer("num_experts_per_tok")
     if chosen > num_experts:
         raise UserError(f"num_experts_per_tok={chosen} is more than the {num_experts} experts")
@@ -78,10 +83,10 @@ def top_k(config: Fields, num_experts: int) -> int:
 
 
 def sigmoid_experts(config: Fields) -> MoE:
-    """Return the router and experts of DeepSeek-V3 (arXiv:2412.19437), which GLM-4.5 has too.
+    """Return router and experts of a model like DeepSeek-V3 (arXiv:2412.19437), such as GLM-4.5.
 
-    The first `first_k_dense_replace` layers have a dense MLP instead. Raises UserError for settings that are
-    not supported.
+    The first `first_k_dense_replace` layers have a dense MLP instead of experts. Raises UserError for
+    settings that are not supported.
     """
     num_experts, ffn = config.integer("n_routed_experts"), config.integer("moe_intermediate_size")
     chosen, dense = (
@@ -125,7 +130,8 @@ def sigmoid_experts(config: Fields) -> MoE:
 def _latent_heads(config: Fields, latent: Latent) -> tuple[int, int, int]:
     """Return (heads, KV heads, channels of a query or key head) of latent attention.
 
-    Each head has a key of its own, so both numbers are equal. Raises UserError if config.json says otherwise.
+    Each query head has a key head of its own, so both numbers are equal. Raises UserError if they are not
+    equal in config.json.
     """
     count = config.integer("num_attention_heads")
     kv_heads = config.integer("num_key_value_heads", count)
@@ -137,14 +143,17 @@ def _latent_heads(config: Fields, latent: Latent) -> tuple[int, int, int]:
 
 
 def _max_positions(config: Fields, windowed: bool) -> int:
-    """Return the longest sequence in tokens. A sliding window in use lowers it to the window's length."""
+    """Return the maximum length of a sequence in tokens: the context length, or a shorter sliding window.
+
+    windowed: the family's default for use_sliding_window.
+    """
     positions = config.integer("max_position_embeddings")
     window = config.integer("sliding_window", None)
     return min(positions, window) if window and config.flag("use_sliding_window", windowed) else positions
 
 
 def heads(config: Fields) -> tuple[int, int, int]:
-    """Return (heads, KV heads, channels of a head) of grouped-query attention.
+    """Return (number of query heads, number of KV heads, channels of a head) of grouped-query attention.
 
     Raises UserError for numbers that do not divide each other, or an odd number of channels.
     """
@@ -167,12 +176,12 @@ def heads(config: Fields) -> tuple[int, int, int]:
 
 
 def rope(config: Fields, rotary_share: float, yarn: bool) -> tuple[float, RopeScaling | Yarn | None, float]:
-    """Return (base of the rotary embedding, its frequency scaling, share of a head's channels it rotates).
+    """Return (base, frequency scaling, share of a head's channels that is rotated) of the rotary embedding.
 
     The scaling is None if frequencies are not scaled. Raises UserError for settings that are not supported.
 
-    rotary_share: the family's default for the share; 1: the family has no such setting.
-    yarn: whether YaRN scaling is supported.
+    rotary_share: the family's default for the share. 1: the family has no setting for the share.
+    yarn: True if YaRN scaling is supported for this model.
     """
     name, parameters = _rope_parameters(config)
     share = parameters.number("partial_rotary_factor", config.number("partial_rotary_factor", rotary_share))
@@ -202,11 +211,11 @@ def rope(config: Fields, rotary_share: float, yarn: bool) -> tuple[float, RopeSc
 
 
 def _rope_parameters(config: Fields) -> tuple[str, Fields]:
-    """Return (key of config.json that describes the rotary embedding, the object under that key).
+    """Return (name of the config.json key that describes the rotary embedding, object under that key).
 
     The choice follows transformers. Version 5 writes rope_parameters. Older versions write rope_theta, and
     rope_scaling if frequencies are scaled. If both objects are present and not empty, transformers uses
-    rope_scaling only. Raises UserError if settings in rope_parameters would be lost by that.
+    rope_scaling only. Raises UserError if settings in rope_parameters would then be lost.
     """
     scaling, parameters = config.object("rope_scaling"), config.object("rope_parameters")
     name, chosen = ("rope_scaling", scaling) if scaling else ("rope_parameters", parameters or Fields({}))
