@@ -10,10 +10,10 @@ from grpo_megatron.config.keys import (
     default_of,
     is_section,
     known_keys,
-    nearest_key,
     nested_yaml,
     type_name,
     unit_of,
+    unknown_key_problem,
     value_text,
 )
 from grpo_megatron.config.load import DEFAULT, ResolvedConfig, must_be_legal, resolve
@@ -60,8 +60,7 @@ def explain(key: str) -> str:
     """
     known = known_keys()
     if key not in known:
-        nearest = nearest_key(key)
-        raise UserError(f"unknown key {key!r}" + (f"; did you mean {nearest!r}?" if nearest else ""))
+        raise UserError(unknown_key_problem(key))
     if is_section(known[key]):
         return _explain_section(key)
     field = known[key]

@@ -168,6 +168,7 @@ def test_explain_a_section_lists_its_keys(capsys):
 def test_explain_suggests_the_nearest_key(capsys):
     assert "did you mean 'rollout.temperature'" in config(capsys, "explain", "rollout.temprature", status=2)
     assert "did you mean 'algorithm.kl_loss_coef'" in config(capsys, "explain", "kl_loss_coef", status=2)
+    assert "is now called ref.path" in config(capsys, "explain", "model.reference_path", status=2)
 
 
 @pytest.mark.slow_but(20)
