@@ -91,6 +91,11 @@ def unit_of(field: FieldInfo) -> str:
     return field.json_schema_extra["unit"]
 
 
+def is_internal(field: FieldInfo) -> bool:
+    """Return whether a key is for tests, so that docs/config.md and lists of keys leave it out."""
+    return field.json_schema_extra["internal"]
+
+
 def unknown_key_problem(key: str, name: str = "", value: Any = None) -> str:
     """Return what is wrong with an unknown key: its name today, or a similar one, if there is any.
 

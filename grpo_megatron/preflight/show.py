@@ -8,6 +8,7 @@ from pydantic.fields import FieldInfo
 
 from grpo_megatron.config.keys import (
     default_of,
+    is_internal,
     is_section,
     known_keys,
     nested_yaml,
@@ -56,6 +57,8 @@ def _required(key: str) -> bool:
 def explain(key: str) -> str:
     """Return the text of `config explain` about one key; for a section, a list of its keys.
 
+    Internal keys are explained by their names; the list leaves them out.
+
     Raises UserError for an unknown name.
     """
     known = known_keys()
@@ -87,7 +90,11 @@ def _of_commands(rule: Rule) -> str:
 
 def _explain_section(key: str) -> str:
     known = known_keys()
-    children = {name: field for name, field in known.items() if name.rpartition(".")[0] == key}
+    children = {
+        name: field
+        for name, field in known.items()
+        if name.rpartition(".")[0] == key and not is_internal(field)
+    }
     width = max(map(len, children))
     lines = [f"{key}: {known[key].description}", ""]
     for name, field in children.items():
