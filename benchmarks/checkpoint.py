@@ -284,7 +284,7 @@ def main() -> None:
     )
     parser.add_argument("--saves", type=int, default=3, help="number of timed saves")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens in each replica's batch")
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=16, help="layers of the model")
     parser.add_argument("--before", action="store_true", help="also measure the previous method")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

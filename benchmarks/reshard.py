@@ -220,8 +220,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--engine-tp", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument(
+        "--engine-tp", type=int, nargs="+", default=[1, 2], help="tensor-parallel sizes of the engine"
+    )
+    parser.add_argument("--repeat", type=int, default=5, help="timed transfers of each transport")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument(
         "--lost", type=float, default=0.6, help="probability of a random move in the warm start"
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that override the file's")
     options = parser.parse_intermixed_args()
     start, root, seed = time.monotonic(), options.root, str(options.seed)
     data, model, file = (

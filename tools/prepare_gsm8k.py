@@ -45,9 +45,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--instruction", default=INSTRUCTION)
+    parser.add_argument("source", help="original GSM8K file")
+    parser.add_argument("out", type=Path, help="file to write the prompts to")
+    parser.add_argument("--instruction", default=INSTRUCTION, help="text that follows each question")
     options = parser.parse_args()
     try:
         print(f"{options.out}: {prepare(options.source, options.out, options.instruction)} prompts")

@@ -61,8 +61,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--first", type=int, required=True)
-    parser.add_argument("--count", type=int, default=1)
+    parser.add_argument("--first", type=int, required=True, help="port to try first")
+    parser.add_argument("--count", type=int, default=1, help="number of consecutive ports")
     options = parser.parse_args()
     print(free_ports(options.count, options.first))
 

@@ -54,9 +54,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--address", required=True)
-    parser.add_argument("--nodes", type=int, required=True)
-    parser.add_argument("--timeout", type=float, default=300.0)
+    parser.add_argument("--address", required=True, help="address of the Ray cluster, HOST:PORT")
+    parser.add_argument("--nodes", type=int, required=True, help="number of nodes to wait for")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds to wait")
     options = parser.parse_args()
     deadline = time.monotonic() + options.timeout
     alive = 0
