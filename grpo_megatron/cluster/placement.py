@@ -249,7 +249,7 @@ def _wait_until_reserved(group: PlacementGroup, total: int, sizes: list[int], ti
         raise UserError(
             f"this run needs {total} devices, in groups of {', '.join(map(str, sorted(set(sizes))))} "
             f"that are each on one node; the Ray cluster has {have} in total, and too few were free within "
-            f"{timeout:.0f} s"
+            f"{timeout:.0f} s. Wait for other runs to end, add nodes, or choose smaller parallel sizes"
         )
 
 

@@ -84,7 +84,7 @@ def gather(
         ready, pending = ray.wait(pending, num_returns=1, timeout=left)
         if not ready:
             names = ", ".join(processes[numbers[reference]].name for reference in pending)
-            raise ProcessLost(f"`{call}` was not finished within {timeout:.0f} s by {names}")
+            raise ProcessLost(f"{names} did not finish `{call}` within {timeout:.0f} s")
         # Take all that are ready by now. With one ray.wait for each of 1,000 references, every call would
         # look at all the remaining ones.
         more, pending = ray.wait(pending, num_returns=len(pending), timeout=0) if pending else ([], [])

@@ -168,15 +168,15 @@ class DriverGuard(Guard):
                 pid, name = self._needed[descriptor]
                 self.leave(
                     LOST,
-                    f"error: {name} (process {pid}) {_how_it_ended(descriptor)}, and the run with it; "
-                    f"{outlook(self._folder)}",
+                    f"error: the run cannot go on, because {name} (process {pid}) "
+                    f"{_how_it_ended(descriptor)}; {outlook(self._folder)}",
                 )
             if self._port and not _is_open(self._port):
                 # On SIGTERM, Ray's GCS closes its port but does not end. A minute later Ray ends this process
                 # without a message.
                 self.leave(
                     LOST,
-                    f"error: Ray's GCS closed its port {self._port}, and the run with it; "
+                    f"error: the run cannot go on, because Ray's GCS closed its port {self._port}; "
                     f"{outlook(self._folder)}",
                 )
 
@@ -205,11 +205,11 @@ class DriverGuard(Guard):
             if self.stop.step is None:
                 self.leave(
                     Stopped.exit_status,
-                    f"stopped on request ({by.name}) with no step to finish; {outlook(self._folder)}",
+                    f"stopped on request ({by.name}) while no step was in progress; {outlook(self._folder)}",
                 )
             say_last(
-                f"{by.name}: stopping after step {self.stop.step} and its checkpoint, within {grace:.0f} s "
-                "(SIGINT: at once)"
+                f"{by.name}: the run stops after step {self.stop.step} and its checkpoint, in at most "
+                f"{grace:.0f} s; a second SIGINT (Ctrl-C) ends it at once"
             )
 
     def _out_of_time(self) -> None:
@@ -301,7 +301,7 @@ class _Log:
         first = next(iter(str(error).splitlines()), "")
         return (
             f"error: unexpected {type(error).__name__}: {shortened(first, 300)}\n"
-            f"where it came from is in {self.path}"
+            f"its traceback is in {self.path}"
         )
 
     def _write(self, lines: list[str]) -> None:
