@@ -39,10 +39,10 @@ from examples.frozen_lake import EDGE, MOVES, around, field_at
 TURNS = 10  # rollout.max_turns
 
 
-def some_maps(number: int, seed: int) -> list[list[str]]:
-    """Return `number` different random maps of 4x4 fields, each with a way to the goal."""
+def some_maps(count: int, seed: int) -> list[list[str]]:
+    """Return `count` different random maps of 4x4 fields, each with a way to the goal."""
     found: dict[tuple[str, ...], None] = {}
-    while len(found) < number:
+    while len(found) < count:
         found[tuple(generate_random_map(size=4, p=0.8, seed=seed))] = None
         seed += 1
     return [list(rows) for rows in found]

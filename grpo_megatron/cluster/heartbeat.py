@@ -47,13 +47,13 @@ _MOST_SPANS = 256
 class Span(NamedTuple):
     """A phase of a process that has ended, for the timeline.
 
-    number: index of the span in its process, from 1
+    sequence_number: index of the span in its process, from 1
     phase: name of the call, such as `train_step`
     start: seconds since the epoch
     seconds: how long the phase took
     """
 
-    number: int
+    sequence_number: int
     phase: str
     start: float
     seconds: float
@@ -63,7 +63,7 @@ class Span(NamedTuple):
 class Beat:
     """One heartbeat: what a process is doing."""
 
-    number: int = 0
+    sequence_number: int = 0
     """Index of the heartbeat in its process, from 1."""
     role: str = ""
     """Which process this is, such as `rank 1 (tp1 pp0 cp0 dp0 ep0)`."""
@@ -224,7 +224,7 @@ class Heartbeat:
 
         with self._lock:
             self._beats += 1
-            beat = replace(self._beat, number=self._beats, spans=list(self._spans))
+            beat = replace(self._beat, sequence_number=self._beats, spans=list(self._spans))
         internal_kv._internal_kv_put(self._key, beat.encode(), overwrite=True, namespace=NAMESPACE)
         with self._lock:
             while self._spans and self._spans[0].start + self._spans[0].seconds < time.time() - _TOLD_SECONDS:

@@ -222,7 +222,7 @@ def allocate(
         raise
     rank_part, engine_part = _sorted(slots[: len(wanted.ranks)]), _sorted(slots[len(wanted.ranks) :])
     of_engines = engine_part or rank_part
-    engines = [of_engines[number * engine_tp : (number + 1) * engine_tp] for number in range(num_engines)]
+    engines = [of_engines[index * engine_tp : (index + 1) * engine_tp] for index in range(num_engines)]
     rank_slots = neighbouring_stages(rank_part[:num_ranks], config.megatron, per_node)
     cluster = Cluster(
         group,

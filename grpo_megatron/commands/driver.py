@@ -80,10 +80,10 @@ class DriverGuard(Guard):
         self._limit = ""  # the configuration key that set the deadline
         self._ending = threading.Lock()  # its holder ends the process, with the last message
         self._signals, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        for number in STOP_SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:
+        for signum in STOP_SIGNALS:
+            if signal.getsignal(signum) != signal.SIG_IGN:
                 # The handler raises nothing: an exception could come at any place in any library.
-                signal.signal(number, lambda number, _: os.write(self._write, bytes([number])))
+                signal.signal(signum, lambda signum, _: os.write(self._write, bytes([signum])))
         # The keeper has left the signals blocked until now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         threading.Thread(target=self._watch, name="guard", daemon=True).start()
@@ -154,8 +154,8 @@ class DriverGuard(Guard):
         if self._keeper in ready:
             self._hear_keeper()
         if self._signals in ready:
-            for number in os.read(self._signals, 64):
-                self._asked(signal.Signals(number))
+            for signum in os.read(self._signals, 64):
+                self._asked(signal.Signals(signum))
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self._out_of_time()
         self._look_at_needed()
@@ -264,19 +264,19 @@ class _Log:
     def __init__(self) -> None:
         self.path, self._temporary = None, True
         descriptor, self.path = tempfile.mkstemp(prefix="grpo-megatron-", suffix=".log")
-        for number, name in ((1, "stdout"), (2, "stderr")):
+        for fd, name in ((1, "stdout"), (2, "stderr")):
             stream = getattr(sys, name)
             stream.flush()
             terminal = open(  # noqa: SIM115
-                os.dup(number), "w", buffering=1, encoding=stream.encoding, errors="backslashreplace"
+                os.dup(fd), "w", buffering=1, encoding=stream.encoding, errors="backslashreplace"
             )
             setattr(sys, name, terminal)
         self._redirect(descriptor)
         threading.excepthook = self._thread_failed
 
     def _redirect(self, descriptor: int) -> None:
-        for number in (1, 2):
-            os.dup2(descriptor, number)
+        for fd in (1, 2):
+            os.dup2(descriptor, fd)
         os.close(descriptor)
 
     def move(self, path: str) -> None:

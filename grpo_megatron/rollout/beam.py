@@ -112,7 +112,7 @@ class BeamSearch:
 
         group: index of the group, the first part of each Completion's key.
         """
-        return [self._completion(beam, (group, number)) for number, (_, beam) in enumerate(self.finished)]
+        return [self._completion(beam, (group, member)) for member, (_, beam) in enumerate(self.finished)]
 
     def _completion(self, beam: Beam, key: tuple[int, int]) -> Completion:
         spans, start = [], 0
@@ -138,6 +138,6 @@ async def run_search(search: BeamSearch, ask: Ask) -> None:
     while not search.done:
         search.advance(
             await asyncio.gather(
-                *(ask(number, list(beam.ids), search.candidates) for number, beam in enumerate(search.live))
+                *(ask(index, list(beam.ids), search.candidates) for index, beam in enumerate(search.live))
             )
         )

@@ -161,20 +161,20 @@ class RolloutManager:
         return filled
 
     async def _group(
-        self, prompt: Prompt, number: int, sampling: Sampling, clients: list[EngineClient]
+        self, prompt: Prompt, index: int, sampling: Sampling, clients: list[EngineClient]
     ) -> Group:
         """Generate, score and return the group of one prompt.
 
-        number: index of the group within this call of `generate` or `fill`. It also selects the engine.
+        index: index of the group within this call of `generate` or `fill`. It also selects the engine.
         """
         # All samples of a group go to one engine, whose prefix cache then holds the prompt.
-        client = clients[number % len(clients)]
+        client = clients[index % len(clients)]
         stops = self._turn_ends.union(sampling.stop_token_ids)
         parameters = sampling.parameters() | {"stop_token_ids": sorted(stops)}
 
         async def ask(member: int, ids: list[int], most: int, routed: int = 0, top: int = 0) -> Completion:
             request = Request(
-                (number, member), ids, parameters | {"max_new_tokens": most}, routed=routed, top=top
+                (index, member), ids, parameters | {"max_new_tokens": most}, routed=routed, top=top
             )
             completion = await client.generate(request)
             self._check(completion, prompt)
@@ -185,14 +185,14 @@ class RolloutManager:
             search = BeamSearch(sampling.n, ends, sampling.max_response_length, sampling.beam)
             asked = prompt.ids.tolist()
             await run_search(search, lambda beam, ids, top: ask(beam, asked + ids, 1, top=top))
-            responds = [partial(_found, completion) for completion in search.completions(number)]
+            responds = [partial(_found, completion) for completion in search.completions(index)]
         else:
             responds = [partial(ask, member) for member in range(sampling.n)]
         played = (
-            self._play(prompt, (number, member), sampling, respond) for member, respond in enumerate(responds)
+            self._play(prompt, (index, member), sampling, respond) for member, respond in enumerate(responds)
         )
         samples = await self._episodes.complete(prompt, tuple(chain(*await asyncio.gather(*played))))
-        group = Group(self._next_group + number, prompt, samples)
+        group = Group(self._next_group + index, prompt, samples)
         return replace(group, failed=sampling.n - len(group.trajectories))
 
     async def _play(

@@ -222,9 +222,8 @@ def discard(folder: Path) -> None:
     """
     try:
         if DELETED not in folder.suffixes:
-            names = (
-                f"{folder.name}{DELETED}{number}" for number in ("", *(f".{n}" for n in range(1, 10**6)))
-            )
+            suffixes = ("", *(f".{n}" for n in range(1, 10**6)))
+            names = (f"{folder.name}{DELETED}{suffix}" for suffix in suffixes)
             folder = folder.rename(
                 next(folder.with_name(name) for name in names if not folder.with_name(name).exists())
             )

@@ -147,7 +147,7 @@ def _read_all(descriptor: int) -> bytes:
 def _become(program: dict, descriptors: list[int | None], problem: int) -> None:
     """Contain this newly forked process, run the program in it, and end it.
 
-    descriptors: the descriptors that become 0, 1, 2 and harness.CHANNEL; None: leave that number closed.
+    descriptors: the descriptors that become 0, 1, 2 and harness.CHANNEL; None: leave that one closed.
     problem: a pipe to which an error is written if the process cannot be contained.
     The process ends by SystemExit, so that the Python interpreter shuts down as usual.
     """
@@ -156,9 +156,9 @@ def _become(program: dict, descriptors: list[int | None], problem: int) -> None:
         problem = _moved_up(problem)
         kept = [None if descriptor is None else _moved_up(descriptor) for descriptor in descriptors]
         os.closerange(0, _HIGH)
-        for number, descriptor in enumerate(kept):
+        for target, descriptor in enumerate(kept):
             if descriptor is not None:
-                os.dup2(descriptor, number)
+                os.dup2(descriptor, target)
         for descriptor in kept:
             if descriptor is not None:
                 os.close(descriptor)

@@ -10,8 +10,8 @@ def call(name: str, *arguments) -> int:
     """Call a function of the C library, such as `mount`. Raises OSError if it returns -1."""
     result = getattr(_libc, name)(*map(_as_c, arguments))
     if result == -1:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{name}: {os.strerror(number)}")
+        error = ctypes.get_errno()
+        raise OSError(error, f"{name}: {os.strerror(error)}")
     return result
 
 
