@@ -186,10 +186,10 @@ def measure(rank: int, folder: str, options: argparse.Namespace, results) -> Non
     actor = new_actor(spec, rank, folder, "store")
     step(actor, batch)
     found = {"saves": []}
-    for number in range(options.saves):
+    for index in range(options.saves):
         quiet = step(actor, batch)
         found["saves"].append(
-            timed_save(actor, batch, f"{folder}/timed{number}") | {"quiet_step_seconds": quiet}
+            timed_save(actor, batch, f"{folder}/timed{index}") | {"quiet_step_seconds": quiet}
         )
     state = sum(size for kind, size in actor.model.memory.resident().items() if kind != "gradients")
     with Extra() as extra:
@@ -199,11 +199,11 @@ def measure(rank: int, folder: str, options: argparse.Namespace, results) -> Non
             time.sleep(0.01)
         actor.checkpoints.finish()
     found["extra_over_state"] = extra.bytes / state
-    for number in range(2 if options.before else 0):  # the first save also starts Megatron's result process
+    for index in range(2 if options.before else 0):  # the first save also starts Megatron's result process
         with Extra() as extra:
             dist.barrier()
             begun = time.perf_counter()
-            save_gathering(actor, f"{folder}/gathered{number}")
+            save_gathering(actor, f"{folder}/gathered{index}")
             found["before_seconds"] = time.perf_counter() - begun
         found["before_extra_over_state"] = extra.bytes / state
     saved = digest(actor)
@@ -284,7 +284,7 @@ def main() -> None:
     )
     parser.add_argument("--saves", type=int, default=3, help="number of timed saves")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens in each replica's batch")
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=16, help="layers of the model")
     parser.add_argument("--before", action="store_true", help="also measure the previous method")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -96,12 +96,12 @@ def exchanges_of_a_step(actor: Actor) -> int:
     actor.model.reference._exchange = lambda: made.append(plain())
     rng = np.random.default_rng(0)
     actor.passes.begin_reference()
-    for number in range(MINI_BATCHES):
+    for index in range(MINI_BATCHES):
         ids = rng.integers(6, 29, 12).astype(np.int32)
         sample = Sample(
-            0, number, ids[:4], ids[4:], np.ones(8, np.bool_), np.full(8, -3.0, np.float32), "stop"
+            0, index, ids[:4], ids[4:], np.ones(8, np.bool_), np.full(8, -3.0, np.float32), "stop"
         )
-        actor.passes.logprobs([TrainBatch.from_samples([sample])], reference=True, key=(1, number))
+        actor.passes.logprobs([TrainBatch.from_samples([sample])], reference=True, key=(1, index))
     actor.passes.end_reference()
     actor.model.reference._exchange = plain
     return len(made)
@@ -111,7 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=9, help="timed exchanges")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

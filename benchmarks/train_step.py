@@ -219,7 +219,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each side")
-    parser.add_argument("--sequences", type=int, default=128)
+    parser.add_argument("--sequences", type=int, default=128, help="sequences of a batch")
     options = parser.parse_args()
     torch.set_num_threads(1)
     sides = measure(options)

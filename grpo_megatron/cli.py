@@ -35,11 +35,11 @@ from grpo_megatron.logs import show_messages
 from grpo_megatron.run.guard import Guard
 
 _RUNS = {
-    "train": "GRPO training",
-    "sft": "supervised warm start",
-    "reward-model": "a reward model from preferences",
-    "eval": "a model on held-out prompts, without training",
-    "selftest": "do engine and trainer of a training run agree, and if not, why",
+    "train": "train a model with GRPO",
+    "sft": "train a model on examples (supervised warm start)",
+    "reward-model": "train a reward model on preferences",
+    "eval": "evaluate a model on held-out prompts, without training",
+    "selftest": "check whether engine and trainer of a training run agree, and find out why not",
 }
 
 
@@ -92,7 +92,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     _add_looks(commands)
     config_commands.add_parser(commands)
     plan_command.add_parser(commands)
-    commands.add_parser("doctor", help="what this machine has, whether it works, and what that allows")
+    commands.add_parser("doctor", help="say what this machine has, whether it works, and what that allows")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A file name may contain characters that the terminal cannot show.
@@ -139,21 +139,21 @@ def _add_looks(commands) -> None:
     commands: what ArgumentParser.add_subparsers returned.
     """
     status = commands.add_parser(
-        "status", help="what a run does now; exit status 1 if it failed, was interrupted or is gone"
+        "status", help="say what a run does now; exit status 1 if it failed, was interrupted or is gone"
     )
     status.add_argument(
         "--json",
         action="store_true",
-        help="for programs: all that is recorded, with every scalar of the last step",
+        help="print JSON, for programs: all that is recorded, with every scalar of the last step",
     )
     report = commands.add_parser(
-        "report", help="one HTML page about a run: curves, phases, samples, configuration"
+        "report", help="write an HTML page about a run: curves, phases, samples, configuration"
     )
     report.add_argument(
-        "--against", metavar="OTHER_RUN_DIR", help="a run to compare with, in curves and configuration"
+        "--against", metavar="OTHER_RUN_DIR", help="run to compare with, in curves and configuration"
     )
     report.add_argument(
-        "--out", metavar="FILE", help="where to write the page; report.html in RUN_DIR if not given"
+        "--out", metavar="FILE", help="file to write the page to; default: report.html in RUN_DIR"
     )
     for command in (status, report):
         command.add_argument("folder", metavar="RUN_DIR", help="folder of the run")

@@ -50,7 +50,7 @@ def _add_nodes(group: argparse._ArgumentGroup) -> None:
         help="CPUs per node; default: all of a node with GPUs, otherwise one per process",
     )
     for name in ("partition", "account", "qos"):
-        group.add_argument(f"--{name}", metavar="NAME")
+        group.add_argument(f"--{name}", metavar="NAME", help=f"Slurm's {name} for the job")
     group.add_argument("--time", metavar="LIMIT", help="time limit in sbatch's format, such as 24:00:00")
     group.add_argument(
         "--interface", metavar="NAME", help="network interface of Ray, NCCL and gloo, such as ib0"

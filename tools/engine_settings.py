@@ -179,7 +179,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/gpu.md")
     options = parser.parse_args()
     with all_asked() as given:
         made = table(resolved(given))

@@ -193,8 +193,13 @@ def main() -> int:
         help="launch script, YAML file, Hydra's output folder of a run, or - for standard input",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="our keys to set in the result")
-    parser.add_argument("--from", dest="system", choices=SYSTEMS, help="default: guessed from the keys")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write our YAML")
+    parser.add_argument(
+        "--from",
+        dest="system",
+        choices=SYSTEMS,
+        help="stack that the source is from; default: guessed from its keys",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write our YAML to")
     parser.add_argument(
         "--accept", action="store_true", help="write the result even if it trains something else"
     )

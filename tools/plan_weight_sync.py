@@ -166,10 +166,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL")
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[16, 32, 64, 128])
-    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="folder with a config.json")
+    parser.add_argument("--table", action="store_true", help="print the table of docs/weight-sync.md")
+    parser.add_argument(
+        "--nodes", type=int, nargs="+", default=[16, 32, 64, 128], help="numbers of nodes, one row for each"
+    )
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs of a node; default 8")
     parser.add_argument("--trainer", default="tp=8", help="sizes tp, pp, cp, ep, etp, vpp; default tp=8")
     parser.add_argument("--engine", default="tp=8", help="sizes tp, ep; default tp=8")
     parser.add_argument("--colocated", action="store_true", help="engines on the trainer's GPUs")
@@ -182,7 +184,12 @@ def main() -> None:
     parser.add_argument(
         "--latency", type=float, default=30.0, help="latency of a message in microseconds; default 30"
     )
-    parser.add_argument("--bucket-bytes", type=int, default=64 * 2**20)
+    parser.add_argument(
+        "--bucket-bytes",
+        type=int,
+        default=64 * 2**20,
+        help="size of the buckets in which weights travel; default 64 MiB",
+    )
     parser.add_argument("--links", action="store_true", help="also print every link with its bytes")
     options = parser.parse_args()
     machine = Machine(options.network, options.fabric, options.latency / 1e6)

@@ -66,10 +66,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("out", metavar="OUT.png")
-    parser.add_argument("runs", nargs="+", metavar="[NAME=]RUN_FOLDER")
-    parser.add_argument("--scalar", default="eval/mean@4")
-    parser.add_argument("--title")
+    parser.add_argument("out", metavar="OUT.png", help="file to write the plot to")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="[NAME=]RUN_FOLDER",
+        help="folder of a run, with a label for its curve if NAME is given",
+    )
+    parser.add_argument("--scalar", default="eval/mean@4", help="scalar to plot (default: %(default)s)")
+    parser.add_argument("--title", help="title of the plot")
     options = parser.parse_args()
     runs: dict[str, str] = {}
     for text in options.runs:

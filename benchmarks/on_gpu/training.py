@@ -66,13 +66,13 @@ def _measure(bench: Bench, actor: Actor, precision: str, in_bf16: dict[str, np.n
         values = actor.passes.logprobs(parts)
         difference = np.abs(values - in_bf16.setdefault(name, values)).mean()
         found[f"mean_logp_difference_{name}"] = float(difference)
-    for number, (name, (batch, parts)) in enumerate(sides.items()):
-        found[name] = _rates(bench, actor, batch, parts, key=(0, number))
+    for index, (name, (batch, parts)) in enumerate(sides.items()):
+        found[name] = _rates(bench, actor, batch, parts, key=(0, index))
         bench.report(**{precision: found})
     if precision == "bf16":
         bench.report(
             slowest_operations=slowest_operations(
-                bench.device, lambda: _step(actor, batch, parts, key=(0, number))
+                bench.device, lambda: _step(actor, batch, parts, key=(0, index))
             )
         )
 
@@ -126,8 +126,8 @@ def _weights_after_steps(
     actor = random_actor(spec_of(bench, folder, precision))
     batch = batches(bench.sizes, actor.model.arch.vocab_size)["gsm8k"]
     parts = micro_batches(batch, actor, bench.sizes.tokens)
-    for number in range(steps):
-        _step(actor, batch, parts, key=(0, number))
+    for step in range(steps):
+        _step(actor, batch, parts, key=(0, step))
     weights = {
         name: tensor.to("cpu", copy=True)
         for name, tensor in iterate_hf(actor.model.chunks, actor.model.entries)

@@ -77,7 +77,7 @@ def handover(bench: Bench) -> None:
         }
         random_weights(own)
     sender = WeightSender(setup, 0, bench.device.device)
-    sent = [sender.send(SyncCommand(SyncKind.transfer, number, setup), own) for number in range(_TRANSFERS)]
+    sent = [sender.send(SyncCommand(SyncKind.transfer, index, setup), own) for index in range(_TRANSFERS)]
     received = [reports.get(timeout=_WAIT_SECONDS) for _ in range(_TRANSFERS)]
     sender.close()
     other.join(timeout=_WAIT_SECONDS)
@@ -100,8 +100,8 @@ def _receive(setup: SyncSetup, device: torch.device, reports) -> None:
     receiver = WeightReceiver(setup, EngineRank(0, 0), device)
     shapes = ReshardPlan(setup.layouts).engine_shapes
     own = {name: torch.empty(shape, dtype=torch.bfloat16, device=device) for name, shape in shapes.items()}
-    for number in range(_TRANSFERS):
-        reports.put(receiver.receive(SyncCommand(SyncKind.transfer, number, setup), own))
+    for index in range(_TRANSFERS):
+        reports.put(receiver.receive(SyncCommand(SyncKind.transfer, index, setup), own))
     receiver.close()
 
 

@@ -37,8 +37,8 @@ class LossInputs:
     """[t] -> [t]. Gives each token the detached sum over all tokens of its sequence, over all CP ranks."""
     policy_factor: torch.Tensor | None = None
     """float32. Multiplies only the policy term. None: 1."""
-    number: torch.Tensor | None = None
-    """int64. Id of each token in the metric mismatch/worst. None: that metric is not computed."""
+    index_in_step: torch.Tensor | None = None
+    """int64. Index of each token in the metric mismatch/worst. None: that metric is not computed."""
 
 
 class TokenLoss(Protocol):
@@ -124,7 +124,7 @@ class PolicyLoss:
             "actor/ratio": Mean(_masked_sum(terms.ratio, mask), count),
             "actor/ppo_kl": Mean(_masked_sum(-log_ratio, mask), count),
             "actor/entropy": Mean(_masked_sum(entropy, mask), count),
-            **mismatch_metrics(inputs.rollout_logp, logp, mask, inputs.number),
+            **mismatch_metrics(inputs.rollout_logp, logp, mask, inputs.index_in_step),
         }
         if self.correction:
             metrics["mismatch/masked"] = Mean(_masked_sum(~kept, mask), count)

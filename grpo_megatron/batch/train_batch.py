@@ -59,7 +59,7 @@ class TrainBatch:
     """int [T, L, k] or None. The k experts that the engine chose per token in each of L MoE layers."""
     policy_factor: np.ndarray | None = None
     """float32 [T] or None (1 everywhere). Multiplies the policy term of the loss, not KL and entropy."""
-    number: np.ndarray | None = None
+    index_in_step: np.ndarray | None = None
     """int64 [T] or None. Index of each token in the step. The metric mismatch/worst refers to it."""
 
     def __post_init__(self):

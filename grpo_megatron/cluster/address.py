@@ -72,8 +72,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--interface")
-    which.add_argument("--host")
+    which.add_argument("--interface", help="print the address of this interface, such as ib0")
+    which.add_argument("--host", help="print the address that this host name resolves to")
     options = parser.parse_args()
     try:
         print(of_interface(options.interface) if options.interface else of_host(options.host))

@@ -98,14 +98,14 @@ def threads_text(what: str, threads: Mapping[str, int]) -> str:
     what: name of a process, such as `trainer rank`.
     threads: {node: number of threads of each process}.
     """
-    number = _range(threads)
-    return f"{number} thread{'' if number == '1' else 's'} for each {what}"
+    count = _range(threads)
+    return f"{count} thread{'' if count == '1' else 's'} for each {what}"
 
 
 def cores_text(cores: Mapping[str, int]) -> str:
     """Return a text for the user, such as `8 usable cores on each node`. cores: {node: number of cores}."""
-    number = _range(cores)
-    return f"{number} usable core{'' if number == '1' else 's'} on each node"
+    count = _range(cores)
+    return f"{count} usable core{'' if count == '1' else 's'} on each node"
 
 
 def _range(numbers: Mapping[str, int]) -> str:

@@ -324,13 +324,13 @@ class HangDetector:
                 self._hear(watched[key], Beat.decode(value), passed)
 
     def _hear(self, watched: Watched, beat: Beat, passed: float) -> None:
-        if watched.beat and beat.number <= watched.beat.number:
+        if watched.beat and beat.sequence_number <= watched.beat.sequence_number:
             watched.silent += passed
             return
         for span in beat.spans:
-            if span.number > watched.spans and self._take_span:
+            if span.sequence_number > watched.spans and self._take_span:
                 self._take_span(watched.process.name, span.phase, span.start, span.seconds)
-        watched.spans = max([watched.spans, *(span.number for span in beat.spans)])
+        watched.spans = max([watched.spans, *(span.sequence_number for span in beat.spans)])
         watched.beat, watched.silent = beat, 0.0
 
     def _write_stacks(self, hang: Hang) -> None:

@@ -47,13 +47,13 @@ _MOST_SPANS = 256
 class Span(NamedTuple):
     """A phase that a process has ended, for the timeline.
 
-    number: index of the span among the spans of its process, from 1
+    sequence_number: index of the span among the spans of its process, from 1
     phase: name of the phase, such as `train_step`
     start: time at which the phase began, in seconds since the epoch
     seconds: duration of the phase
     """
 
-    number: int
+    sequence_number: int
     phase: str
     start: float
     seconds: float
@@ -63,7 +63,7 @@ class Span(NamedTuple):
 class Beat:
     """One heartbeat: what a process is doing."""
 
-    number: int = 0
+    sequence_number: int = 0
     """Index of the heartbeat among the heartbeats of its process, from 1."""
     role: str = ""
     """Name of the process for messages, such as `rank 1 (tp1 pp0 cp0 dp0 ep0)`."""
@@ -227,7 +227,7 @@ class Heartbeat:
 
         with self._lock:
             self._beats += 1
-            beat = replace(self._beat, number=self._beats, spans=list(self._spans))
+            beat = replace(self._beat, sequence_number=self._beats, spans=list(self._spans))
         internal_kv._internal_kv_put(self._key, beat.encode(), overwrite=True, namespace=NAMESPACE)
         with self._lock:
             while self._spans and self._spans[0].start + self._spans[0].seconds < time.time() - _TOLD_SECONDS:

@@ -55,7 +55,7 @@ def last_words(log: str, error: RayError | None = None) -> tuple[str, list[str]]
     except OSError:
         return _how(error, ""), ["(this node cannot read the log)"]
     lines = worth_showing(text.splitlines())
-    crash = next((number for number, line in enumerate(lines) if line.startswith(_CRASH)), None)
+    crash = next((index for index, line in enumerate(lines) if line.startswith(_CRASH)), None)
     chosen = _cause(lines) if crash is None else lines[crash : crash + _LINES]
     return _how(error, "" if crash is None else lines[crash]), [shortened(line, 300) for line in chosen]
 

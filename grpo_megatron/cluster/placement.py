@@ -223,7 +223,7 @@ def allocate(
         raise
     rank_part, engine_part = _sorted(slots[: len(wanted.ranks)]), _sorted(slots[len(wanted.ranks) :])
     of_engines = engine_part or rank_part
-    engines = [of_engines[number * engine_tp : (number + 1) * engine_tp] for number in range(num_engines)]
+    engines = [of_engines[index * engine_tp : (index + 1) * engine_tp] for index in range(num_engines)]
     rank_slots = neighbouring_stages(rank_part[:num_ranks], config.megatron, per_node)
     cluster = Cluster(
         group,
@@ -250,7 +250,7 @@ def _wait_until_reserved(group: PlacementGroup, total: int, sizes: list[int], ti
         raise UserError(
             f"this run needs {total} devices, in groups of {', '.join(map(str, sorted(set(sizes))))} "
             f"that are each on one node; the Ray cluster has {have} in total, and too few were free within "
-            f"{timeout:.0f} s"
+            f"{timeout:.0f} s. Wait for other runs to end, add nodes, or choose smaller parallel sizes"
         )
 
 

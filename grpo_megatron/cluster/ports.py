@@ -40,7 +40,7 @@ def free_ports(count: int, first: int = 0) -> int:
                 return found
             except (OSError, OverflowError):  # taken, or beyond the last port
                 first = first + count if first else 0
-    raise OSError(f"no {count} consecutive ports are free")
+    raise OSError(f"no {count} consecutive ports are free on this node")
 
 
 def _hold(held: ExitStack, port: int) -> int:
@@ -61,8 +61,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--first", type=int, required=True)
-    parser.add_argument("--count", type=int, default=1)
+    parser.add_argument("--first", type=int, required=True, help="port to try first")
+    parser.add_argument("--count", type=int, default=1, help="number of consecutive ports")
     options = parser.parse_args()
     print(free_ports(options.count, options.first))
 

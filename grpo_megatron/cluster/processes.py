@@ -76,44 +76,44 @@ def gather(
     failed first because of that. Raises UserError if the remote code raised a UserError, and RuntimeError if
     it raised another error.
     """
-    numbers = {reference: number for number, reference in references.items()}
-    pending, results = list(numbers), {}
+    index_of = {reference: index for index, reference in references.items()}
+    pending, results = list(index_of), {}
     deadline = None if timeout is None else time.monotonic() + timeout
     while pending:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         ready, pending = ray.wait(pending, num_returns=1, timeout=left)
         if not ready:
-            names = ", ".join(processes[numbers[reference]].name for reference in pending)
-            raise ProcessLost(f"`{call}` was not finished within {timeout:.0f} s by {names}")
+            names = ", ".join(processes[index_of[reference]].name for reference in pending)
+            raise ProcessLost(f"{names} did not finish `{call}` within {timeout:.0f} s")
         # Take all that are ready by now. With one ray.wait for each of 1,000 references, every call would
         # look at all the remaining ones.
         more, pending = ray.wait(pending, num_returns=len(pending), timeout=0) if pending else ([], [])
         for reference in (*ready, *more):
-            number = numbers[reference]
+            index = index_of[reference]
             try:
-                results[number] = fetch(reference, processes[number], call)
+                results[index] = fetch(reference, processes[index], call)
             except ProcessDied:
                 raise
             except Exception:
                 # A process whose partner died in a collective or in a weight sync often fails before the
                 # death is known.
-                others = [one for one in numbers if one != reference and numbers[one] not in results]
-                _raise_if_one_died(others, numbers, processes, call)
+                others = [one for one in index_of if one != reference and index_of[one] not in results]
+                _raise_if_one_died(others, index_of, processes, call)
                 raise
-    return {number: results[number] for number in references}
+    return {index: results[index] for index in references}
 
 
-def _raise_if_one_died(pending: list, numbers: dict, processes: list[Process], call: str) -> None:
+def _raise_if_one_died(pending: list, index_of: dict, processes: list[Process], call: str) -> None:
     deadline = time.monotonic() + _GRACE_SECONDS
     while pending and time.monotonic() < deadline:
         ready, pending = ray.wait(pending, num_returns=1, timeout=deadline - time.monotonic())
         for reference in ready:
             try:
-                fetch(reference, processes[numbers[reference]], call)
+                fetch(reference, processes[index_of[reference]], call)
             except ProcessDied:
                 raise
             except Exception:
-                logger.debug("also failed: %s", processes[numbers[reference]].name, exc_info=True)
+                logger.debug("also failed: %s", processes[index_of[reference]].name, exc_info=True)
 
 
 def fetch(reference: ray.ObjectRef, process: Process, call: str) -> Any:

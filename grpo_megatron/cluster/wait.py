@@ -54,9 +54,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--address", required=True)
-    parser.add_argument("--nodes", type=int, required=True)
-    parser.add_argument("--timeout", type=float, default=300.0)
+    parser.add_argument("--address", required=True, help="address of the Ray cluster, HOST:PORT")
+    parser.add_argument("--nodes", type=int, required=True, help="number of nodes to wait for")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds to wait")
     options = parser.parse_args()
     deadline = time.monotonic() + options.timeout
     alive = 0
@@ -67,7 +67,8 @@ def main() -> int:
             return 0
         time.sleep(0.5)
     print(
-        f"error: Ray at {options.address} has {alive} of {options.nodes} nodes after {options.timeout:.0f} s",
+        f"error: Ray at {options.address} has {alive} of {options.nodes} nodes after {options.timeout:.0f} s"
+        "; docs/slurm.md lists causes",
         file=sys.stderr,
     )
     return 1

@@ -212,7 +212,9 @@ def open_run(
         guard.status = status = cleanup.enter_context(
             StatusFile(directory, config.run.name, config.run.total_steps)
         )
-        for line in [f"continues from {checkpoint}", *differences(checkpoint, config)] if checkpoint else []:
+        for line in (
+            [f"the run continues from {checkpoint}", *differences(checkpoint, config)] if checkpoint else []
+        ):
             logger.info(line)
         logger.info(f"run folder {directory}; starting {num_ranks} trainer ranks and {num_engines} engines")
         for note in HFCheckpoint(config.model.path).notes:
@@ -366,9 +368,9 @@ def run_with_restarts(
             if checkpoint is context.checkpoint and context.config.run.resume != AUTO:
                 raise
             context.damaged.add(checkpoint.folder)
-            logger.warning(f"passed over: {error}")
+            logger.warning(f"this checkpoint is skipped: {error}")
             checkpoint = context.last_checkpoint()
-            logger.info(f"continues from {checkpoint}")
+            logger.info(f"the run continues from {checkpoint}")
             context.recover()
         except ProcessLost as error:
             context.guard.stop.must_not_be_made(context.directory)

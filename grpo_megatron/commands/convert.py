@@ -16,7 +16,7 @@ def add_processes(parser: argparse.ArgumentParser) -> None:
         "--processes",
         type=int,
         default=default_processes(),
-        help="that share the work (default: the cores, at most 8)",
+        help="number of processes that share the work (default: the cores, at most 8)",
     )
 
 

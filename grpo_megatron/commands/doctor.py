@@ -122,7 +122,9 @@ def _sglang() -> list[Diagnosis]:
     import torch
 
     expected = SGLANG_ON_GPU if torch.cuda.is_available() else SGLANG
-    found = [_package("sglang", expected, "no rollouts, only sft and rollout.replay", required=True)]
+    found = [
+        _package("sglang", expected, "rollouts are not possible, only sft and rollout.replay", required=True)
+    ]
     if not torch.cuda.is_available() and version("sglang"):
         from grpo_megatron.sglang.without_gpu import platform as cpu_platform
 
@@ -141,11 +143,14 @@ def _sglang() -> list[Diagnosis]:
 def _shared_memory() -> Diagnosis:
     path = "/dev/shm"
     if not os.path.isdir(path):
-        return Diagnosis(PROBLEM, path, "missing: Ray's object store and weight sync use it")
+        return Diagnosis(PROBLEM, path, "missing, but Ray's object store and the weight sync need it")
     free = shutil.disk_usage(path).free / 2**30
     level = OK if free > 1 else NOTE
     return Diagnosis(
-        level, path, f"{free:.1f} GiB free" + ("" if free > 1 else "; Ray falls back to files below 1 GiB")
+        level,
+        path,
+        f"{free:.1f} GiB free"
+        + ("" if free > 1 else "; with less than 1 GiB, Ray falls back to files on disk"),
     )
 
 
@@ -162,7 +167,8 @@ def _sandbox() -> Diagnosis:
     return Diagnosis(
         NOTE,
         "sandbox",
-        f"no `code` reward, or reward.code.isolation=no_network (docs/security.md): {reasons}",
+        "the `code` reward is only possible with reward.code.isolation=no_network (docs/security.md): "
+        f"{reasons}",
     )
 
 
@@ -187,8 +193,8 @@ def _imported(module: str, missing: str, required: bool) -> Diagnosis:
 
 # The programs that build kernels on a machine with ranks or engines, and where to get each.
 _BUILDERS = {
-    "nvcc": "the toolkit of CUDA 13; name its folder by CUDA_HOME",
-    "ninja": "the package of this name in requirements/gpu-torch.txt",
+    "nvcc": "the toolkit of CUDA 13, and set CUDA_HOME to its folder",
+    "ninja": "the package of this name from requirements/gpu-torch.txt",
     "c++": "a compiler of the system, such as Ubuntu's build-essential",
 }
 
@@ -203,7 +209,9 @@ def _builders() -> Iterator[Diagnosis]:
         of_toolkit = os.path.join(environment.get("CUDA_HOME", ""), "bin")
         found = shutil.which(program, path=of_toolkit if program == "nvcc" else environment["PATH"])
         missing = Diagnosis(
-            PROBLEM, program, f"not found, and engines build kernels with it when they start: {source}"
+            PROBLEM,
+            program,
+            f"not found, but engines build kernels with it when they start; install {source}",
         )
         yield Diagnosis(OK, program, found) if found else missing
     headers = os.path.join(sysconfig.get_path("include"), "Python.h")
@@ -211,7 +219,7 @@ def _builders() -> Iterator[Diagnosis]:
     missing = Diagnosis(
         PROBLEM,
         "Python.h",
-        f"{headers} is not there; Triton needs the headers of Python, such as python3.12-dev",
+        f"{headers} is missing; Triton needs Python's headers: install a package such as python3.12-dev",
     )
     yield Diagnosis(OK, "Python.h", headers) if there else missing
 
@@ -224,13 +232,13 @@ def _gpu_libraries() -> Iterator[Diagnosis]:
     yield (
         Diagnosis(OK, "cuDNN", str(cudnn))
         if cudnn
-        else Diagnosis(PROBLEM, "cuDNN", "torch does not find it; attention needs it")
+        else Diagnosis(PROBLEM, "cuDNN", "torch does not find it, but attention needs it")
     )
     yield from (Diagnosis(NOTE, "environment", line) for line in conflicts(os.environ))
     yield from _builders()
-    yield _imported("sglang.srt.entrypoints.engine", "no rollouts", required=True)
+    yield _imported("sglang.srt.entrypoints.engine", "rollouts are not possible", required=True)
     yield _imported("sgl_kernel", "engines need SGLang's kernels", required=True)
-    yield _imported("flashinfer", "engines need its attention and sampling", required=True)
+    yield _imported("flashinfer", "engines need its kernels of attention and sampling", required=True)
     # SGLang imports it in every engine on Hopper. It copes with a missing module, but not with one that
     # fails.
     yield _imported("deep_gemm", "engines in FP8 need its kernels", required=False)
@@ -267,23 +275,23 @@ def examine() -> Iterator[Diagnosis]:
     """Run all checks of this machine in order. A check that could crash runs in its own process."""
     yield _python()
     yield from _devices()
-    yield _package("megatron-core", MEGATRON_CORE, "no training", required=True)
+    yield _package("megatron-core", MEGATRON_CORE, "training is not possible", required=True)
     yield from _sglang()
-    yield _package("ray", None, "no processes", required=True)
-    yield _package("transformers", None, "no tokenizers", required=True)
+    yield _package("ray", None, "no run can start its processes", required=True)
+    yield _package("transformers", None, "tokenizers cannot be loaded", required=True)
     yield _package(
-        "psutil", None, "engines are watched with it, and megatron-core imports it undeclared", required=True
+        "psutil", None, "engines cannot be watched, and megatron-core cannot be imported", required=True
     )
-    yield _package("math-verify", None, "no `math` reward", required=False)
-    yield _package("pyarrow", None, "no Parquet files", required=False)
-    yield _package("datasets", None, "no hf: data sets", required=False)
+    yield _package("math-verify", None, "the `math` reward is not possible", required=False)
+    yield _package("pyarrow", None, "Parquet files cannot be read", required=False)
+    yield _package("datasets", None, "data sets of the form hf:NAME cannot be loaded", required=False)
     yield _shared_memory()
     yield _sandbox()
     here = Capabilities.of_this_machine()
     if here.gpus:
         yield from _gpu_libraries()
     if util.find_spec("transformer_engine") is None:
-        yield Diagnosis(NOTE, _TE, "not installed: no FP8, and layers of torch")
+        yield Diagnosis(NOTE, _TE, "not installed: FP8 is not possible, and layers are Megatron's, in torch")
     else:
         # megatron-core imports it if it is installed. It copes with a missing module, but not with one that
         # fails.

@@ -80,10 +80,10 @@ class DriverGuard(Guard):
         self._limit = ""  # the configuration key that set the deadline
         self._ending = threading.Lock()  # its holder ends the process, with the last message
         self._signals, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        for number in STOP_SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:
+        for signum in STOP_SIGNALS:
+            if signal.getsignal(signum) != signal.SIG_IGN:
                 # The handler raises nothing: an exception could come at any place in any library.
-                signal.signal(number, lambda number, _: os.write(self._write, bytes([number])))
+                signal.signal(signum, lambda signum, _: os.write(self._write, bytes([signum])))
         # The keeper has left the signals blocked until now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         threading.Thread(target=self._watch, name="guard", daemon=True).start()
@@ -154,8 +154,8 @@ class DriverGuard(Guard):
         if self._keeper in ready:
             self._hear_keeper()
         if self._signals in ready:
-            for number in os.read(self._signals, 64):
-                self._asked(signal.Signals(number))
+            for signum in os.read(self._signals, 64):
+                self._asked(signal.Signals(signum))
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self._out_of_time()
         self._look_at_needed()
@@ -168,15 +168,15 @@ class DriverGuard(Guard):
                 pid, name = self._needed[descriptor]
                 self.leave(
                     LOST,
-                    f"error: {name} (process {pid}) {_how_it_ended(descriptor)}, and the run with it; "
-                    f"{outlook(self._folder)}",
+                    f"error: the run cannot go on, because {name} (process {pid}) "
+                    f"{_how_it_ended(descriptor)}; {outlook(self._folder)}",
                 )
             if self._port and not _is_open(self._port):
                 # On SIGTERM, Ray's GCS closes its port but does not end. A minute later Ray ends this process
                 # without a message.
                 self.leave(
                     LOST,
-                    f"error: Ray's GCS closed its port {self._port}, and the run with it; "
+                    f"error: the run cannot go on, because Ray's GCS closed its port {self._port}; "
                     f"{outlook(self._folder)}",
                 )
 
@@ -205,11 +205,11 @@ class DriverGuard(Guard):
             if self.stop.step is None:
                 self.leave(
                     Stopped.exit_status,
-                    f"stopped on request ({by.name}) with no step to finish; {outlook(self._folder)}",
+                    f"stopped on request ({by.name}) while no step was in progress; {outlook(self._folder)}",
                 )
             say_last(
-                f"{by.name}: stopping after step {self.stop.step} and its checkpoint, within {grace:.0f} s "
-                "(SIGINT: at once)"
+                f"{by.name}: the run stops after step {self.stop.step} and its checkpoint, in at most "
+                f"{grace:.0f} s; a second SIGINT (Ctrl-C) ends it at once"
             )
 
     def _out_of_time(self) -> None:
@@ -264,19 +264,19 @@ class _Log:
     def __init__(self) -> None:
         self.path, self._temporary = None, True
         descriptor, self.path = tempfile.mkstemp(prefix="grpo-megatron-", suffix=".log")
-        for number, name in ((1, "stdout"), (2, "stderr")):
+        for fd, name in ((1, "stdout"), (2, "stderr")):
             stream = getattr(sys, name)
             stream.flush()
             terminal = open(  # noqa: SIM115
-                os.dup(number), "w", buffering=1, encoding=stream.encoding, errors="backslashreplace"
+                os.dup(fd), "w", buffering=1, encoding=stream.encoding, errors="backslashreplace"
             )
             setattr(sys, name, terminal)
         self._redirect(descriptor)
         threading.excepthook = self._thread_failed
 
     def _redirect(self, descriptor: int) -> None:
-        for number in (1, 2):
-            os.dup2(descriptor, number)
+        for fd in (1, 2):
+            os.dup2(descriptor, fd)
         os.close(descriptor)
 
     def move(self, path: str) -> None:
@@ -301,7 +301,7 @@ class _Log:
         first = next(iter(str(error).splitlines()), "")
         return (
             f"error: unexpected {type(error).__name__}: {shortened(first, 300)}\n"
-            f"where it came from is in {self.path}"
+            f"its traceback is in {self.path}"
         )
 
     def _write(self, lines: list[str]) -> None:

@@ -39,9 +39,9 @@ def evaluation_config(config: Config) -> Config:
     path = config.model.path
     if Path(path, ACTOR).is_dir():
         raise UserError(
-            f"model.path={path} is a checkpoint of a run, and engines load HF folders: python "
-            f"tools/convert_megatron_to_hf.py {path} OUT_DIR --hf HF_DIR writes one (HF_DIR: the model that "
-            "the run began with); a run that is finished has one in its folder, hf/"
+            f"model.path={path} is a checkpoint of a run, but engines load HF folders. Convert it: python "
+            f"tools/convert_megatron_to_hf.py {path} OUT_DIR --hf HF_DIR (HF_DIR is the model that the run "
+            "began with). If the run is finished, the folder hf/ of the run already has the converted model"
         )
     return replace(
         config,

@@ -34,7 +34,7 @@ def keep(drive: Callable[[Connection], int]) -> int:
     no process of the run is left, with 128 + N if signal N has killed the driver.
     """
     # Signals that are ignored, such as with nohup, stay ignored.
-    watched = {number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN} | {
+    watched = {signum for signum in STOP_SIGNALS if signal.getsignal(signum) != signal.SIG_IGN} | {
         signal.SIGCHLD
     }
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
@@ -77,7 +77,7 @@ class _Keeper:
         left = kill_descendants()
         self._hear()
         if left:
-            say_last(f"error: these processes of the run do not end: {', '.join(left)}")
+            say_last(f"error: these processes of the run could not be ended: {', '.join(left)}")
         if wait_status is None:
             say_last(f"interrupted; {outlook(self._folder)}")
             return INTERRUPTED
@@ -86,12 +86,12 @@ class _Keeper:
             # the driver as well, with status 1 a moment later.
             return self._told
         if os.WIFSIGNALED(wait_status):
-            number = os.WTERMSIG(wait_status)
+            signum = os.WTERMSIG(wait_status)
             say_last(
-                f"error: the driver (process {self._driver}) was killed by {self._named(number)}; "
+                f"error: the driver (process {self._driver}) was killed by {self._named(signum)}; "
                 f"{outlook(self._folder)}"
             )
-            return 128 + number
+            return 128 + signum
         status = os.WEXITSTATUS(wait_status)
         if status:
             say_last(
@@ -144,13 +144,13 @@ class _Keeper:
                 self._folder = told.get("folder", self._folder)
                 self._told = told.get("status", self._told)
 
-    def _named(self, number: int) -> str:
-        name = signal.Signals(number).name
-        if number != signal.SIGKILL:
+    def _named(self, signum: int) -> str:
+        name = signal.Signals(signum).name
+        if signum != signal.SIGKILL:
             return name
         if killed_for_memory() > self._killed_for_memory:
-            return f"{name}, as the kernel does when memory is short, and did meanwhile"
-        return f"{name}, by hand or by a scheduler"
+            return f"{name}, probably by the kernel, which has killed processes for lack of memory"
+        return f"{name}, probably by hand or by a scheduler"
 
 
 def say_last(text: str) -> None:

@@ -42,7 +42,7 @@ def attempt(probe: Callable[..., str], *arguments: str, timeout: float = 180.0) 
     environment = filled_in(gpu_environment(os.environ), os.environ)
     said = _output_of(["-W", "ignore", "-c", _CHILD, probe.__name__, *arguments], timeout, environment)
     if not said.strip():
-        raise ProbeError("ended its process, with exit status 0")
+        raise ProbeError("it ended its process with exit status 0 and without a result")
     return said.splitlines()[-1]
 
 
@@ -58,10 +58,12 @@ def _output_of(arguments: list[str], timeout: float, environment: dict[str, str]
             command, capture_output=True, text=True, errors="replace", timeout=timeout, env=environment
         )
     except subprocess.TimeoutExpired as error:
-        raise ProbeError(f"did not end within {timeout:.0f} s") from error
-    last = ([line.strip() for line in done.stderr.splitlines() if line.strip()] or ["without a message"])[-1]
+        raise ProbeError(f"it did not end within {timeout:.0f} s") from error
+    last = ([line.strip() for line in done.stderr.splitlines() if line.strip()] or ["it printed no message"])[
+        -1
+    ]
     if done.returncode < 0:
-        raise ProbeError(f"ended by {signal.Signals(-done.returncode).name}: {last}")
+        raise ProbeError(f"its process was ended by {signal.Signals(-done.returncode).name}: {last}")
     if done.returncode:
         raise ProbeError(last.removeprefix(f"{__name__}.ProbeError: "))
     return done.stdout
@@ -87,8 +89,8 @@ freed = torch.cuda.mem_get_info()[0] - free
 saver.resume("weights")
 memory.fill_(3)
 if freed < size // 2 or int(memory[-1]) != 3:
-    raise RuntimeError(f"of {size >> 20} MiB it gave back {freed >> 20} MiB, and the last byte is \
-{int(memory[-1])}, not 3")
+    raise RuntimeError(f"it gave back {freed >> 20} of {size >> 20} MiB, and the last byte is \
+{int(memory[-1])} instead of 3")
 """
 
 
@@ -147,7 +149,7 @@ def kernel(capability: str = "") -> str:
                 .item()
             )
             if not error < 0.1:
-                raise ProbeError(f"SGLang's kernel for SwiGLU is off by {error:.2g}")
+                raise ProbeError(f"the results of SGLang's kernel for SwiGLU are off by {error:.2g}")
     return f"built for sm {target} in {seconds:.0f} s"
 
 

@@ -99,8 +99,8 @@ class Investigation:
         if len(self.steps) - 1 in bad:
             return [self._explain(self.steps[-1])]
         return [
-            f"weight version: the mismatch of step {bad[-1] + 1} is gone in the next, under the same "
-            "weights; the engine got them too late"
+            f"weight version: the mismatch of step {bad[-1] + 1} is gone in the next step, although the "
+            "weights are the same; the engine got them too late"
         ]
 
     def _drift(self, verdict: Verdict) -> list[str]:
@@ -260,9 +260,10 @@ class Investigation:
             return None
         changed = np.abs(tokens.trainer - tokens.engine) > max(enough, 10 * left)
         return (
-            f"tokenizer: given the ids that are trained on, the engine's log-probs differ by {left:.3g}; "
-            f"those it gave when it sampled, by {tokens.mismatch:.3g} ({changed.mean():.1%} of the tokens). "
-            "The ids were changed in between: text was tokenized again, or log-probs belong to other tokens"
+            "tokenizer: when the engine scores the ids that are trained on, its log-probs differ from the "
+            f"trainer's by {left:.3g}; when it sampled, they differed by {tokens.mismatch:.3g} (at "
+            f"{changed.mean():.1%} of the tokens). The ids were changed in between: text was tokenized "
+            "again, or log-probs belong to other tokens"
         )
 
     def _engine_precision(self, tokens: Tokens, enough: float) -> str | None:
@@ -274,22 +275,22 @@ class Investigation:
         if tokens.mismatch > tolerance(dtype) * moved:
             return None
         return (
-            f"precision: the engine computes in {name} ({key}), the trainer in {str(self.dtype)[6:]}; "
-            f"rounding to {name} moves the trainer's log-probs by {moved:.3g}, engine and trainer differ by "
-            f"{tokens.mismatch:.3g}"
+            f"precision: the engine computes in {name} ({key}), the trainer in {str(self.dtype)[6:]}. "
+            f"Rounding to {name} changes the trainer's log-probs by {moved:.3g}, which explains that engine "
+            f"and trainer differ by {tokens.mismatch:.3g}"
         )
 
     def _sampling(self, z: float) -> str:
         if z < 0:
             return (
                 "top-p: the log-probs agree, but the samples are likelier than the distribution makes them "
-                f"({z:+.1f} standard errors of surprise less entropy); unlikely tokens are never drawn: the "
-                "engine uses top_p, top_k or min_p"
+                f"(their mean -log p is {-z:.1f} standard errors below the entropy); unlikely tokens are "
+                "never drawn: the engine uses top_p, top_k or min_p"
             )
         return (
             "sampling: the log-probs agree, but the samples are less likely than the distribution makes "
-            f"them ({z:+.1f} standard errors of surprise less entropy); tokens are drawn from a flatter "
-            "distribution than the log-probs are of"
+            f"them (their mean -log p is {z:.1f} standard errors above the entropy); tokens are drawn from a "
+            "flatter distribution than that of the log-probs"
         )
 
 

@@ -33,8 +33,8 @@ class Verdict:
             f"{i + 1:>6} {m:>14.3g} {w:>14.3g}"
             for i, (m, w) in enumerate(zip(self.mean, self.maximum, strict=True))
         ]
-        lines.append(f"limit of the mean, from the trainer's own rounding: {self.limit:.3g}")
+        lines.append(f"limit of the mean |delta|, from the trainer's own rounding: {self.limit:.3g}")
         lines.append(
-            f"surprise of the samples less the trainer's entropy: {self.sampling_z:+.1f} standard errors"
+            f"mean -log p of the samples minus the trainer's entropy: {self.sampling_z:+.1f} standard errors"
         )
         return "\n".join(lines + (self.explanations or ["engine and trainer agree"]))

@@ -31,7 +31,7 @@ def status(folder: str, as_json: bool) -> int:
             rows = _rows(found, newest, time.time())
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(
-                f"{folder}/{STATUS} is damaged: {error!r}; a run that goes on rewrites it"
+                f"{folder}/{STATUS} is damaged: {error!r}; if the run still goes on, it rewrites the file"
             ) from error
         width = max(len(name) for name, _ in rows)
         print(printable("\n".join(f"{name:<{width}}  {text}" for name, text in rows)))
@@ -45,13 +45,15 @@ def _rows(found: dict[str, Any], newest: Path | None, now: float) -> list[tuple[
     state, where = found["state"], f"process {found['pid']} on {found['host']}"
     words = {
         State.gone: (
-            f"gone: {where} has ended without a word (killed, or its machine is); last heard "
+            f"gone: {where} was killed, or its machine is down; its last status is from "
             f"{ago(found['written'])} ago"
         ),
         State.failed: f"failed {ago(found['written'])} ago: {found.get('error')}",
         State.interrupted: f"interrupted {ago(found['written'])} ago: {found.get('error')}",
         State.finished: f"finished {ago(found['written'])} ago",
-        State.running: f"running for {ago(found['started'])}: {where}, heard {ago(found['written'])} ago",
+        State.running: (
+            f"running for {ago(found['started'])}: {where}, status from {ago(found['written'])} ago"
+        ),
     }
     rows = [("run", found["run"]), ("state", words[State(state)])]
     eta = found.get("eta")
@@ -78,7 +80,7 @@ def _rows(found: dict[str, Any], newest: Path | None, now: float) -> list[tuple[
         rows.append(
             (
                 process["name"],
-                f"{process['phase']} for {ago(process['since'])}, heard {ago(process['heard'])} ago",
+                f"{process['phase']} for {ago(process['since'])}, last heartbeat {ago(process['heard'])} ago",
             )
         )
     return rows

@@ -11,6 +11,7 @@ import yaml
 from omegaconf import MISSING
 from pydantic.fields import FieldInfo
 
+from grpo_megatron.config.earlier_versions import REMOVED_KEYS, RENAMED_KEYS
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import shortened
 
@@ -88,6 +89,44 @@ def default_of(field: FieldInfo) -> Any:
 def unit_of(field: FieldInfo) -> str:
     """Return the unit of a quantity, such as `seconds`; empty if it has none."""
     return field.json_schema_extra["unit"]
+
+
+def is_internal(field: FieldInfo) -> bool:
+    """Return whether a key is for tests, so that docs/config.md and lists of keys leave it out."""
+    return field.json_schema_extra["internal"]
+
+
+def unknown_key_problem(key: str, name: str = "", value: Any = None) -> str:
+    """Return what is wrong with an unknown key: its name today, or a similar one, if there is any.
+
+    key: the dotted key.
+    name: last part of the key as a file has it, which may contain dots by mistake.
+    value: its value.
+    """
+    shown = shortened(repr(key))
+    if key in RENAMED_KEYS:
+        return f"{key} is now called {RENAMED_KEYS[key]}"
+    if key in REMOVED_KEYS:
+        return f"{key} no longer exists; {REMOVED_KEYS[key]}"
+    if "." in name:
+        nested = shortened(name.replace(".", ": {", 1))
+        return f"{shown} is written with dots; in a file, nest it: {nested}: ...}}"
+    nearest = nearest_key(key) or _buried_key(key, value)
+    return f"unknown key {shown}" + (f"; did you mean {nearest!r}?" if nearest else "")
+
+
+def _buried_key(key: str, value: Any) -> str | None:
+    """Return the known key at the end of an unknown nested one, for a `did you mean` hint; else None.
+
+    It finds rollout.n in verl's actor_rollout_ref.rollout.n.
+
+    key: the unknown dotted key.
+    value: its value. The first key of each nested mapping in it continues the dotted key.
+    """
+    while isinstance(value, dict) and value:
+        name, value = next(iter(value.items()))
+        key = f"{key}.{name}"
+    return next((known for known in known_keys() if key.endswith(f".{known}")), None)
 
 
 def nearest_key(key: str) -> str | None:

@@ -14,18 +14,18 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
 from grpo_megatron.config.command import Command
+from grpo_megatron.config.earlier_versions import removed_value_problem
 from grpo_megatron.config.keys import (
     choices_of,
     default_of,
     is_section,
     known_keys,
-    nearest_key,
     type_name,
+    unknown_key_problem,
     value_problem,
     value_text,
 )
 from grpo_megatron.config.schema import Config
-from grpo_megatron.config.weight_sync import REMOVED_VALUES
 from grpo_megatron.config.yaml_reader import read_yaml
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.paths import file_problem
@@ -216,8 +216,8 @@ def _misread(values: dict[str, Any], parents: tuple[str, ...] = ()) -> dict[tupl
             problems[names] = f"{key} is a section; set its keys, such as {key}.{first}"
         elif value == MISSING and default_of(field) != MISSING:
             problems[names] = f"{key} has no value; ??? stands for one that is yet to come"
-        elif isinstance(value, str) and (key, value) in REMOVED_VALUES:
-            problems[names] = f"{key} can no longer be {value}; {REMOVED_VALUES[key, value]}"
+        elif problem := removed_value_problem(key, value):
+            problems[names] = problem
         elif value is False and "off" in choices_of(field.annotation):
             values[name] = "off"
         elif isinstance(value, bool) and type_name(field).startswith(("integer", "number")):
@@ -230,31 +230,8 @@ def _problem(error: dict[str, Any]) -> tuple[tuple[str, ...], str]:
     names = tuple(part for part in error["loc"] if isinstance(part, str))
     key = ".".join(names)
     if error["type"] == "unexpected_keyword_argument":
-        return names, _unknown(key, names[-1], error["input"])
+        return names, unknown_key_problem(key, names[-1], error["input"])
     return names, value_problem(key, known_keys()[key], error)
-
-
-def _unknown(key: str, name: str, value: Any) -> str:
-    shown = shortened(repr(key))
-    if "." in name:
-        nested = shortened(name.replace(".", ": {", 1))
-        return f"{shown} is written with dots; in a file, nest it: {nested}: ...}}"
-    nearest = nearest_key(key) or _buried_key(key, value)
-    return f"unknown key {shown}" + (f"; did you mean {nearest!r}?" if nearest else "")
-
-
-def _buried_key(key: str, value: Any) -> str | None:
-    """Return the known key at the end of an unknown nested one, for a `did you mean` hint; else None.
-
-    It finds rollout.n in verl's actor_rollout_ref.rollout.n.
-
-    key: the unknown dotted key.
-    value: its value. The first key of each nested mapping in it continues the dotted key.
-    """
-    while isinstance(value, dict) and value:
-        name, value = next(iter(value.items()))
-        key = f"{key}.{name}"
-    return next((known for known in known_keys() if key.endswith(f".{known}")), None)
 
 
 def _origin(key: str, origins: dict[str, str]) -> str:

@@ -21,14 +21,15 @@ dataclass = partial(
 )
 
 
-def option(default: Any, help: str, unit: str = "", **bounds: Any) -> Any:
+def option(default: Any, help: str, unit: str = "", is_internal: bool = False, **bounds: Any) -> Any:
     """Return the pydantic field of one key of the schema.
 
     help: what the key does, which `grpo-megatron config` prints.
     unit: unit of a quantity, such as `seconds`.
+    is_internal: the key is for tests. docs/config.md and lists of keys leave it out.
     bounds: of a number: gt, ge, lt, le, as in pydantic.
     """
-    settings = {"description": help, "json_schema_extra": {"unit": unit}, **bounds}
+    settings = {"description": help, "json_schema_extra": {"unit": unit, "internal": is_internal}, **bounds}
     if isinstance(default, (list, dict)):
         return Field(default_factory=lambda: type(default)(default), **settings)
     return Field(default, **settings)
@@ -36,7 +37,7 @@ def option(default: Any, help: str, unit: str = "", **bounds: Any) -> Any:
 
 def section(cls: type, help: str) -> Any:
     """Return the pydantic field of a section of the schema. The fields of `cls` are its keys."""
-    return Field(default_factory=cls, description=help, json_schema_extra={"unit": ""})
+    return Field(default_factory=cls, description=help, json_schema_extra={"unit": "", "internal": False})
 
 
 def _text(must: str, fits: Callable[[str], bool]) -> Any:

@@ -14,13 +14,6 @@ class Transport(str, Enum):
     disk = "disk"
 
 
-# {(key, value that earlier versions had): what to use instead}
-REMOVED_VALUES = {
-    ("weight_sync.transport", "object_store"): "use auto, which sends each engine rank its own slices and "
-    "compares their digests",
-}
-
-
 class PauseMode(str, Enum):
     retract = "retract"
     in_place = "in_place"

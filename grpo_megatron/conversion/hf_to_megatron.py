@@ -160,7 +160,7 @@ def _units(saved: SavedModel, arch: Architecture) -> list[_Unit]:
             chunks.append(_Chunk(part.key, at, shape, dtype, pieces))
     limit = file_bytes(sum(chunk.nbytes for chunk in chunks))
     files = filled(((chunk, chunk.nbytes) for chunk in chunks), limit)
-    return [_Unit(f"__{number}_0.distcp", inside) for number, (inside, _) in enumerate(files)]
+    return [_Unit(f"__{index}_0.distcp", inside) for index, (inside, _) in enumerate(files)]
 
 
 def _finish(

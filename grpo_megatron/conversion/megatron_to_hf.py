@@ -234,8 +234,7 @@ def _units(tensors: list[HFTensor]) -> list[_Unit]:
     sized = [(tensor, tensor.nbytes) for tensor in tensors]
     files = filled(sized, file_bytes(sum(size for _, size in sized)))
     return [
-        _Unit(hf_checkpoint.shard_name(number, len(files)), inside)
-        for number, (inside, _) in enumerate(files)
+        _Unit(hf_checkpoint.shard_name(index, len(files)), inside) for index, (inside, _) in enumerate(files)
     ]
 
 

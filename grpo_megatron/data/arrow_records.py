@@ -62,9 +62,9 @@ class ParquetRecords(_ArrowRecords, FileRecords):
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def _read(self, number: int) -> dict[str, Any]:
-        group = bisect_right(self._starts, number) - 1
-        return _row(self._table(group), number - self._starts[group], self.where(number))
+    def _read(self, index: int) -> dict[str, Any]:
+        group = bisect_right(self._starts, index) - 1
+        return _row(self._table(group), index - self._starts[group], self.where(index))
 
     def _table(self, group: int):
         """Return the row group as a pyarrow.Table, from the cache or newly decoded."""
@@ -124,8 +124,8 @@ class HubRecords(_ArrowRecords):
     def __len__(self) -> int:
         return len(self._data)
 
-    def _read(self, number: int) -> dict[str, Any]:
-        return _row(self._data[number], 0, self.where(number))
+    def _read(self, index: int) -> dict[str, Any]:
+        return _row(self._data[index], 0, self.where(index))
 
 
 def hub_folder(source: str) -> str | None:

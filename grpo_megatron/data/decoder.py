@@ -30,7 +30,7 @@ class Decoder:
         self._left_out = frozenset(left_out)
 
     def __call__(self, ids: np.ndarray) -> str:
-        kept = [number for number in ids.tolist() if number not in self._left_out]
+        kept = [token_id for token_id in ids.tolist() if token_id not in self._left_out]
         return self._tokenizer.decode(kept, skip_special_tokens=False)
 
 
@@ -44,7 +44,7 @@ def end_tokens(tokenizer, model_path: str) -> set[int]:
     # Some files state the id of an ordinary token by mistake. Such a token is part of the text.
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     found = {tokenizer.eos_token_id, tokenizer.pad_token_id, *(special & {*stated})}
-    return {number for number in found if number is not None}
+    return {token_id for token_id in found if token_id is not None}
 
 
 def _adds_nothing(tokenizer) -> bool:

@@ -44,20 +44,20 @@ class JsonRecords(FileRecords):
     def __len__(self) -> int:
         return len(self._starts)
 
-    def where(self, number: int) -> str:
-        return super().where(number) if self._is_array else f"{self.source}:{self._lines[number]}"
+    def where(self, index: int) -> str:
+        return super().where(index) if self._is_array else f"{self.source}:{self._lines[index]}"
 
-    def _read(self, number: int) -> dict[str, Any]:
-        start = self._starts[number]
-        raw = os.pread(self._file.fileno(), self._ends[number] - start, start)
-        where = self.where(number)
+    def _read(self, index: int) -> dict[str, Any]:
+        start = self._starts[index]
+        raw = os.pread(self._file.fileno(), self._ends[index] - start, start)
+        where = self.where(index)
         return plain_record(_parse(raw, where), where)
 
     def _text_lines(self, start: int) -> Iterator[tuple[int, int, int]]:
         """Yield (start byte, end byte, line number) of each line that is not blank. The end is exclusive."""
-        for number, line in enumerate(self._file, start=1):
+        for line_number, line in enumerate(self._file, start=1):
             if line.strip():
-                yield start, start + len(line), number
+                yield start, start + len(line), line_number
             start += len(line)
 
     def _elements(self, base: int) -> Iterator[tuple[int, int, int]]:
@@ -71,7 +71,7 @@ class JsonRecords(FileRecords):
         The library ijson cannot take this place: it does not report where an element is in the file, so the
         elements would have to be kept in memory or copied. It also accepts a key that occurs twice.
         """
-        depth = start = number = 0
+        depth = start = index = 0
         buffer, block = b"", _BLOCK
         while chunk := self._file.read(block):
             buffer += chunk
@@ -83,9 +83,9 @@ class JsonRecords(FileRecords):
                     break
                 depth += (kind in (b"[", b"{")) - (kind in (b"]", b"}"))
                 if depth == 0 or (kind == b"," and depth == 1):
-                    if depth or number or not self._is_blank(start, position):
+                    if depth or index or not self._is_blank(start, position):
                         yield start, position, 0
-                    number, start = number + 1, position + 1
+                    index, start = index + 1, position + 1
                     if depth == 0:
                         self._nothing_from(start)
                         return
@@ -95,7 +95,7 @@ class JsonRecords(FileRecords):
                 block *= 2  # a string is longer than the buffer; doubling keeps the work linear
             base, buffer = base + done, buffer[done:]
         raise UserError(
-            f"{self.source}: record {number}: the file ends within the array; it may have been cut off"
+            f"{self.source}: record {index}: the file ends within the array; it may have been cut off"
         )
 
     def _is_blank(self, start: int, end: int) -> bool:

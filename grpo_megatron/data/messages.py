@@ -31,7 +31,7 @@ def chat_messages(prompt: Any, where: str, name: str = "prompt") -> list[dict[st
     if not prompt:
         raise UserError(f"{where}: the {name} is empty, a list without messages")
     return [
-        _message(message, f"{where}: message {number} of the {name}") for number, message in enumerate(prompt)
+        _message(message, f"{where}: message {index} of the {name}") for index, message in enumerate(prompt)
     ]
 
 

@@ -151,7 +151,7 @@ class PromptSource:
 
         This does not use them up: training still gets them.
         """
-        return [self._sources[0][number] for number in range(min(count, len(self._sources[0])))]
+        return [self._sources[0][index] for index in range(min(count, len(self._sources[0])))]
 
     @property
     def epoch(self) -> int:

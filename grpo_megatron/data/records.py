@@ -60,7 +60,7 @@ def read_records(source: str, keys: list[str]) -> Records:
     Raises UserError if the source cannot be read, or if a record is damaged or lacks one of the keys.
     """
     records = open_records(source)
-    for number, record in enumerate(records):
+    for index, record in enumerate(records):
         for key in keys:
-            required(record, key, records.where(number))
+            required(record, key, records.where(index))
     return records

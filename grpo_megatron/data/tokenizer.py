@@ -134,7 +134,7 @@ class PromptTokenizer:
         return self._with_suffix(messages, where) if self._suffix else messages
 
     def _with_suffix(self, messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-        asked = [number for number, message in enumerate(messages) if message["role"] == "user"]
+        asked = [index for index, message in enumerate(messages) if message["role"] == "user"]
         if not asked:
             raise UserError(
                 f"{where}: the prompt has no user message to which data.prompt_suffix could be appended"
@@ -243,7 +243,7 @@ class PromptTokenizer:
             )
 
     def _given_ids(self, ids: list[int], where: str, tools: Tools) -> tuple[str, np.ndarray]:
-        wrong = [number for number in ids if not 0 <= number < self.vocab_size]
+        wrong = [token_id for token_id in ids if not 0 <= token_id < self.vocab_size]
         if wrong:
             raise UserError(
                 f"{where}: token id {shown(wrong[0])} of the prompt is not in the model's vocabulary, 0 to "
@@ -334,7 +334,7 @@ def _vocab_size(model_path: str, tokenizer) -> int:
     config = Path(model_path) / "config.json"
     size = read_object(config).get("vocab_size", needed) if config.is_file() else needed
     if needed > size:
-        beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= size)
+        beyond = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index >= size)
         names = ", ".join(repr(token) for _, token in beyond[:5]) + (", ..." if len(beyond) > 5 else "")
         raise UserError(
             f"{model_path}: the tokenizer has {needed} tokens, but the model has only {size} (vocab_size of "

@@ -103,7 +103,7 @@ def import_settings(system: System, settings: Settings, given: dict[str, Any] | 
     for entry in system.entries:
         if entry.default is not UNSET and entry.theirs not in settings.values:
             _carry_default(entry, source, result)
-    order = {entry.theirs: number for number, entry in enumerate(system.entries)}
+    order = {entry.theirs: index for index, entry in enumerate(system.entries)}
     known = []
     for key, value in settings.values.items():
         entry = system.entry_for(key)

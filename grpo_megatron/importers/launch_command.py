@@ -102,17 +102,17 @@ def launches(trace: Trace) -> list[Launch]:
     ]
 
 
-def chosen(found: list[Launch], number: int | None) -> int:
+def chosen(found: list[Launch], wanted: int | None) -> int:
     """Return the index of the launch command to import.
 
-    number: its number, counted from 1. None: the first one, if all of them have equal settings.
+    wanted: its number, counted from 1. None: the first one, if all of them have equal settings.
 
-    Raises UserError if there is no such command, or if they differ and `number` is None.
+    Raises UserError if there is no such command, or if they differ and `wanted` is None.
     """
-    if number is not None:
-        if not 1 <= number <= len(found):
-            raise UserError(f"--launch {number}: the script has {len(found)} launch commands")
-        return number - 1
+    if wanted is not None:
+        if not 1 <= wanted <= len(found):
+            raise UserError(f"--launch {wanted}: the script has {len(found)} launch commands")
+        return wanted - 1
     if any(launch.words_of_settings != found[0].words_of_settings for launch in found):
         listed = "; ".join(
             f"{place} in line {launch.call.line} ({launch.program or launch.words[0]}, "

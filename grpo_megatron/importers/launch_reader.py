@@ -31,23 +31,23 @@ _POSITIONAL = tuple(map(str, range(1, 10)))
 _MOST_FAILURES = 12
 
 
-def read_launch(script: str, number: int | None, environment: dict[str, str]) -> Settings:
+def read_launch(script: str, wanted: int | None, environment: dict[str, str]) -> Settings:
     """Run a launch script in the sandbox and return the settings of a command that it launches.
 
-    number: number of the launch command, counted from 1. None: all of them must have equal settings.
+    wanted: number of the launch command, counted from 1. None: all of them must have equal settings.
     environment: variables that are set when the script starts.
     """
     with ScriptRecorder(script, environment) as recorder:
-        return _Reader(script, recorder, number, environment).read()
+        return _Reader(script, recorder, wanted, environment).read()
 
 
 class _Reader:
     """Reader of one launch command. `read` returns its settings."""
 
     def __init__(
-        self, script: str, recorder: ScriptRecorder, number: int | None, environment: dict[str, str]
+        self, script: str, recorder: ScriptRecorder, wanted: int | None, environment: dict[str, str]
     ):
-        self._recorder, self._number = recorder, number
+        self._recorder, self._wanted = recorder, wanted
         self._script = re.sub(r"^\s*#.*", "", script, flags=re.M)
         self._names = [
             name
@@ -64,7 +64,7 @@ class _Reader:
     def read(self) -> Settings:
         trace = self._first_run()
         found = launches(trace)
-        self._place = chosen(found, self._number)
+        self._place = chosen(found, self._wanted)
         self._launch = found[self._place]
         settings = self._settings
         settings.program = self._launch.program

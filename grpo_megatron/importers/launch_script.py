@@ -156,7 +156,7 @@ class ScriptRecorder:
         """
         prefix = self._prefixes[prints == "1"]
         known = {
-            name: f"{prefix}{_FIRST_VARIABLE + number}" for number, name in enumerate((*ALWAYS_SET, *unknown))
+            name: f"{prefix}{_FIRST_VARIABLE + index}" for index, name in enumerate((*ALWAYS_SET, *unknown))
         }
         ones = dict.fromkeys(unknown, "1") if prints == "1" else {}
         environment = known | ones | self._environment | (given or {})

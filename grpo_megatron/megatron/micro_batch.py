@@ -108,7 +108,7 @@ def set_loss_inputs(micro_batch: MicroBatch, batch: TrainBatch, current_is_old: 
         old_logp=None if current_is_old else local(batch.old_logp),
         sequence_sum=lambda values: pack.sequence_sum(values, group)[sequence_id],
         policy_factor=None if batch.policy_factor is None else local(batch.policy_factor),
-        number=None if batch.number is None else local(batch.number),
+        index_in_step=None if batch.index_in_step is None else local(batch.index_in_step),
     )
 
 

@@ -186,11 +186,11 @@ class Vocab(Plain):
 class Expert:
     """Identity of one expert of a layer.
 
-    number: index of the expert within the layer, from 0.
+    index: index of the expert within the layer, from 0.
     count: number of experts in the layer.
     """
 
-    number: int
+    index: int
     count: int
 
 
@@ -257,11 +257,11 @@ class Entry:
             pieces = self.kind.engine_pieces(self.hf, self.shapes, self.engine_axis, parts, rank % parts)
             return [Piece(p.hf, p.start, p.shape, (self.engine_row + p.at[0], *p.at[1:])) for p in pieces]
         ep_rank, part = divmod(rank, parts)
-        holder, number = divmod(self.expert.number, self.expert.count // layout.ep)
+        holder, index = divmod(self.expert.index, self.expert.count // layout.ep)
         if holder != ep_rank:
             return []
         pieces = self.kind.engine_pieces(self.hf, self.shapes, self.engine_axis, parts, part)
-        return [Piece(p.hf, p.start, p.shape, (number, *p.at)) for p in pieces]
+        return [Piece(p.hf, p.start, p.shape, (index, *p.at)) for p in pieces]
 
     def engine_parts(self, layout: EngineLayout) -> int:
         """Return the number of shards that the engine divides this parameter into."""

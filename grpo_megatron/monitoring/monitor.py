@@ -117,8 +117,8 @@ class Monitor:
         """Pass on samples as text, and histograms, in the steps in which the configuration asks for them."""
         options = self._options
         if options.samples_every and step % options.samples_every == 0:
-            for number, group in enumerate(chosen(groups, options.sample_groups)):
-                self._tell("text", step, f"samples/{number}", group_text(group, options.sample_characters))
+            for index, group in enumerate(chosen(groups, options.sample_groups)):
+                self._tell("text", step, f"samples/{index}", group_text(group, options.sample_characters))
         if options.histograms_every and step % options.histograms_every == 0:
             for name, values in distributions(groups, batches).items():
                 self._tell("histogram", step, name, values)

@@ -17,13 +17,13 @@ def group_text(group: Group, characters: int) -> str:
     if group.prompt.answer is not None:
         parts += ["=== reference answer", _shortened(str(group.prompt.answer), characters)]
     trajectories = group.trajectories
-    for number, sequences in enumerate(trajectories, start=1):
+    for position, sequences in enumerate(trajectories, start=1):
         sample, tokens = sequences[0], sum(sample.num_written for sample in sequences)
         components = "".join(
             f", {name} {value:.4g}" for name, value in sorted(sample.reward_components.items())
         )
         parts += [
-            f"=== response {number} of {len(trajectories)}: reward {sample.reward:.4g}{components}; "
+            f"=== response {position} of {len(trajectories)}: reward {sample.reward:.4g}{components}; "
             f"{tokens} tokens, {sample.finish_reason}",
             _shortened("\n".join(sample.response_text for sample in sequences), characters),
         ]
@@ -38,12 +38,12 @@ def _shortened(text: str, most: int) -> str:
     return f"{text[:kept]}\n[... {len(text) - 2 * kept} characters ...]\n{text[-kept:]}"
 
 
-def chosen(groups: Sequence[Group], number: int) -> list[Group]:
-    """Return the first `number` groups to show, beginning with those whose rewards differ.
+def chosen(groups: Sequence[Group], count: int) -> list[Group]:
+    """Return the first `count` groups to show, beginning with those whose rewards differ.
 
     A group of equal rewards has no advantages, so the step learns nothing from it.
     """
-    return sorted(groups, key=lambda group: len(set(group.rewards)) == 1)[:number]
+    return sorted(groups, key=lambda group: len(set(group.rewards)) == 1)[:count]
 
 
 def distributions(groups: Sequence[Group], batches: Sequence[TrainBatch]) -> dict[str, np.ndarray]:

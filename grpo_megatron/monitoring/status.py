@@ -170,8 +170,8 @@ def read_status(folder: str) -> dict[str, Any]:
     wrong = [name for name, kind in _NEEDED.items() if not isinstance(found.get(name), kind)]
     if wrong or found["state"] not in State.__members__:
         raise UserError(
-            f"{path} is damaged: {', '.join(wrong) or 'state'} is missing or invalid; a run that goes on "
-            "rewrites the file"
+            f"{path} is damaged: {', '.join(wrong) or 'state'} is missing or invalid; if the run still "
+            "goes on, it rewrites the file"
         )
     if found["state"] == State.running and not _writes(found):
         found["state"] = State.gone.value

@@ -36,7 +36,7 @@ class Timeline:
         self._folder, self._limit, self.step = Path(directory), limit, resumed
         # Two locks; `_writing` is the outer one. Adding must not wait for a file system that may be slow.
         self._adding, self._writing = threading.Lock(), threading.Lock()
-        self._waiting: list[tuple[str, dict[str, Any]]] = []  # (process, event without the process's number)
+        self._waiting: list[tuple[str, dict[str, Any]]] = []  # (process, event without its pid)
         if resumed:
             for name in (TIMELINE, PREVIOUS):
                 _take_back(self._folder / name, resumed)
@@ -81,18 +81,18 @@ class Timeline:
                 self._rotate()
 
     def _write(self, events: list[tuple[str, dict[str, Any]]]) -> None:
-        """Append events to the file, each with the number of its process.
+        """Append events to the file, each with the pid of its process, which counts processes from 0.
 
-        The viewers know processes by number, so the first event of a process is preceded by its name.
+        The viewers know processes by pid, so the first event of a process is preceded by its name.
         """
-        numbers, rows = dict(self._numbers), []
+        pids, rows = dict(self._pids), []
         for process, event in events:
-            if process not in numbers:
-                numbers[process] = len(numbers)
-                rows.append(_named(process, numbers[process]))
-            rows.append(json_text({**event, "pid": numbers[process]}))
+            if process not in pids:
+                pids[process] = len(pids)
+                rows.append(_named(process, pids[process]))
+            rows.append(json_text({**event, "pid": pids[process]}))
         self._file.append("".join(f",\n{row}" for row in rows))
-        self._numbers = numbers
+        self._pids = pids
 
     def _rotate(self) -> None:
         """Rename the file to timeline.previous.json, and begin a new one. If that fails, keep the old one."""
@@ -106,7 +106,7 @@ class Timeline:
         old.close()
 
     def _open(self) -> None:
-        path, numbers = self._folder / TIMELINE, {DRIVER: 0}
+        path, pids = self._folder / TIMELINE, {DRIVER: 0}
         file = RowFile(path)
         try:
             if not file.size:
@@ -117,7 +117,7 @@ class Timeline:
         except BaseException:
             file.close()
             raise
-        self._file, self._numbers = file, numbers | {event["args"]["name"]: event["pid"] for event in named}
+        self._file, self._pids = file, pids | {event["args"]["name"]: event["pid"] for event in named}
 
     def close(self) -> None:
         try:
@@ -127,8 +127,8 @@ class Timeline:
             self._file.close()
 
 
-def _named(process: str, number: int) -> str:
-    return json_text({"name": "process_name", "ph": "M", "pid": number, "args": {"name": process}})
+def _named(process: str, pid: int) -> str:
+    return json_text({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": process}})
 
 
 def read_timeline(path: Path) -> list[dict[str, Any]]:

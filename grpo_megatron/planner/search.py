@@ -40,8 +40,8 @@ def search(config: Config, arch: Architecture, lengths: Lengths, count: int = 5)
     count: number of plans to return.
     """
     bounds = [
-        (_step_seconds(each, arch, lengths), number, each)
-        for number, each in enumerate(_candidates(config, arch))
+        (_step_seconds(each, arch, lengths), index, each)
+        for index, each in enumerate(_candidates(config, arch))
     ]
     found: dict[tuple, Plan] = {}
     for bound, _, candidate in sorted(bounds):

@@ -8,12 +8,13 @@ from pydantic.fields import FieldInfo
 
 from grpo_megatron.config.keys import (
     default_of,
+    is_internal,
     is_section,
     known_keys,
-    nearest_key,
     nested_yaml,
     type_name,
     unit_of,
+    unknown_key_problem,
     value_text,
 )
 from grpo_megatron.config.load import DEFAULT, ResolvedConfig, must_be_legal, resolve
@@ -56,12 +57,13 @@ def _required(key: str) -> bool:
 def explain(key: str) -> str:
     """Return the text of `config explain` about one key; for a section, a list of its keys.
 
+    Internal keys are explained by their names; the list leaves them out.
+
     Raises UserError for an unknown name.
     """
     known = known_keys()
     if key not in known:
-        nearest = nearest_key(key)
-        raise UserError(f"unknown key {key!r}" + (f"; did you mean {nearest!r}?" if nearest else ""))
+        raise UserError(unknown_key_problem(key))
     if is_section(known[key]):
         return _explain_section(key)
     field = known[key]
@@ -88,7 +90,11 @@ def _of_commands(rule: Rule) -> str:
 
 def _explain_section(key: str) -> str:
     known = known_keys()
-    children = {name: field for name, field in known.items() if name.rpartition(".")[0] == key}
+    children = {
+        name: field
+        for name, field in known.items()
+        if name.rpartition(".")[0] == key and not is_internal(field)
+    }
     width = max(map(len, children))
     lines = [f"{key}: {known[key].description}", ""]
     for name, field in children.items():

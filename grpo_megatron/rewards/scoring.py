@@ -143,8 +143,8 @@ class Scorer:
     async def _score_all(
         self, tasks: Sequence[RewardTask | GroupTask], until: float
     ) -> list[Scored | GroupScored | Failed]:
-        async def score(number: int, task: RewardTask | GroupTask) -> Scored | GroupScored | Failed | None:
-            if self.is_worn or (number and time.monotonic() > until):
+        async def score(index: int, task: RewardTask | GroupTask) -> Scored | GroupScored | Failed | None:
+            if self.is_worn or (index and time.monotonic() > until):
                 return None
             is_first, self._memory = self._memory is None, self._memory or FreeMemory()
             found = await (self._score_group(task) if isinstance(task, GroupTask) else self._score(task))
@@ -153,7 +153,7 @@ class Scorer:
                 return found if is_first else None  # other calls' memory is not this one's fault
             return found
 
-        found = await asyncio.gather(*(score(number, task) for number, task in enumerate(tasks)))
+        found = await asyncio.gather(*(score(index, task) for index, task in enumerate(tasks)))
         return found[: found.index(None)] if None in found else found
 
     async def _score(self, task: RewardTask) -> Scored | Failed:

@@ -174,7 +174,7 @@ class Environments:
         # One pool per worker, because all calls of an episode must go to the process that holds its instance.
         # If that process dies, the episode is lost.
         self._pools = [WorkerPool(what, build, bounds(reward), [place], again=False) for place in places]
-        self._timeout, self._numbers, self._warn = (
+        self._timeout, self._episodes, self._warn = (
             reward.timeout,
             itertools.count(),
             Rarely(logger, once=True),
@@ -182,9 +182,9 @@ class Environments:
 
     def episode(self, prompt: Prompt) -> "RemoteEnvironment":
         """Return a handle for a new episode. Its `reset` makes the instance in a worker process."""
-        number = next(self._numbers)
-        pool = self._pools[number % len(self._pools)]
-        return RemoteEnvironment(pool, number, prompt, self._timeout, self._could_not_close)
+        episode = next(self._episodes)
+        pool = self._pools[episode % len(self._pools)]
+        return RemoteEnvironment(pool, episode, prompt, self._timeout, self._could_not_close)
 
     def _could_not_close(self, problem: str) -> None:
         """Log a warning that an episode could not be closed, on the first call only.
@@ -208,12 +208,12 @@ class RemoteEnvironment:
     def __init__(
         self,
         pool: WorkerPool,
-        number: int,
+        episode: int,
         prompt: Prompt,
         timeout: float,
         could_not_close: Callable[[str], None],
     ):
-        self._pool, self._number, self._prompt = pool, number, prompt
+        self._pool, self._episode, self._prompt = pool, episode, prompt
         self._timeout, self._could_not_close = timeout, could_not_close
 
     async def reset(self, seed: int) -> str | list[dict[str, Any]]:
@@ -247,14 +247,14 @@ class RemoteEnvironment:
                 # The close must outlive this event loop: an environment that is never closed stays in its
                 # process for as long as the process lives.
                 closing.cancel()
-                self._pool.tell(("close", self._number, ()))
+                self._pool.tell(("close", self._episode, ()))
         except ProcessLost:
             pass  # its instances are gone too; the next episode there reports that
         except UserError as error:
             self._could_not_close(str(error))
 
     async def _call(self, method: str, *arguments) -> Any:
-        result = await self._pool.call((method, self._number, arguments))
+        result = await self._pool.call((method, self._episode, arguments))
         if isinstance(result, UserError):
             raise result
         return result
@@ -282,24 +282,24 @@ class _Host:
         seconds: no further call begins after this time. The results are then those of the first calls only.
         """
         until, results = time.monotonic() + seconds, []
-        for method, number, arguments in calls:
+        for method, episode, arguments in calls:
             try:
-                results.append(getattr(self, method)(number, *arguments))
+                results.append(getattr(self, method)(episode, *arguments))
             except UserError as error:
                 results.append(error)
             if time.monotonic() > until:
                 break
         return results
 
-    def text(self, number: int, ids: np.ndarray) -> str:
+    def text(self, episode: int, ids: np.ndarray) -> str:
         return self._decode(ids)
 
-    def reset(self, number: int, prompt: Prompt, seed: int) -> str | list[dict[str, Any]]:
+    def reset(self, episode: int, prompt: Prompt, seed: int) -> str | list[dict[str, Any]]:
         where = f"environment {self._name}: reset() on record {prompt.uid}"
 
         async def make_and_reset():
             instance = self._make(prompt)
-            self._alive[number] = instance, prompt.uid  # from now on it has to be closed
+            self._alive[episode] = instance, prompt.uid  # from now on it has to be closed
             return await _awaited(instance.reset(seed))
 
         observation = self._limited(where, make_and_reset)
@@ -310,21 +310,21 @@ class _Host:
             )
         return observation or ""
 
-    def step(self, number: int, response_ids: np.ndarray) -> tuple[str, StepResult]:
-        if number not in self._alive:
+    def step(self, episode: int, response_ids: np.ndarray) -> tuple[str, StepResult]:
+        if episode not in self._alive:
             # The process's death may have been noticed by a call whose result is ignored, such as `close` of
             # another episode.
             raise WorkerDied(
                 f"environment {self._name}: the process of an episode has died between two turns, so the "
                 "episode is lost"
             )
-        instance, uid = self._alive[number]
+        instance, uid = self._alive[episode]
         response = self._decode(response_ids)
         where = f"environment {self._name}: step({response[:80]!r}) on record {uid}"
         return response, _checked(self._limited(where, lambda: _awaited(instance.step(response))), where)
 
-    def close(self, number: int) -> None:
-        instance, uid = self._alive.pop(number, (None, None))  # the instance may not even exist
+    def close(self, episode: int) -> None:
+        instance, uid = self._alive.pop(episode, (None, None))  # the instance may not even exist
         if hasattr(instance, "close"):
             where = f"environment {self._name}: close() on record {uid}"
             self._limited(where, lambda: _awaited(instance.close()))

@@ -117,8 +117,8 @@ class Evaluation:
         if self._config.save_samples:
             self._save(step, name, drawn.sampled)
         if self._shown.samples_every:
-            for number, group in enumerate(chosen(drawn.sampled, self._shown.sample_groups)):
-                self._show(step, f"eval/{name}/{number}", group_text(group, self._shown.sample_characters))
+            for index, group in enumerate(chosen(drawn.sampled, self._shown.sample_groups)):
+                self._show(step, f"eval/{name}/{index}", group_text(group, self._shown.sample_characters))
         return scores
 
     def _drawn(self) -> dict[str, _Drawn]:

@@ -38,14 +38,14 @@ class GymnasiumEnvironment:
                 f"rollout.gymnasium.id={options.id} has the action space {space}; only Discrete ones are "
                 "supported"
             )
-        numbers = range(int(space.start), int(space.start + space.n))
-        words = options.actions or [str(number) for number in numbers]
-        if len(words) != len(numbers):
+        actions = range(int(space.start), int(space.start + space.n))
+        words = options.actions or [str(action) for action in actions]
+        if len(words) != len(actions):
             raise UserError(
-                f"rollout.gymnasium.actions has {len(words)} words for the {len(numbers)} actions of "
+                f"rollout.gymnasium.actions has {len(words)} words for the {len(actions)} actions of "
                 f"{options.id}"
             )
-        self._actions = dict(zip(words, numbers, strict=True))
+        self._actions = dict(zip(words, actions, strict=True))
         self._seen = ""
 
     def reset(self, seed: int) -> list[dict[str, Any]]:

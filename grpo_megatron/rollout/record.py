@@ -91,14 +91,14 @@ class Replay:
             if not _is_header(header):
                 raise UserError(f"rollout.replay: {path} is not a recording of version {_FORMAT['version']}")
             place = len(header)
-            for number, row in enumerate(file, start=2):
+            for line, row in enumerate(file, start=2):
                 if not row.endswith(b"\n"):
                     break
                 step = _step_of(row)
                 if step is None or not _END.search(row[-_LONGEST:]):
-                    raise UserError(f"rollout.replay: {path}:{number} is damaged")
+                    raise UserError(f"rollout.replay: {path}:{line} is damaged")
                 if step in self._places:
-                    raise UserError(f"rollout.replay: {path}:{number} is damaged (step {step} occurs twice)")
+                    raise UserError(f"rollout.replay: {path}:{line} is damaged (step {step} occurs twice)")
                 self._places[step] = place, len(row)
                 place += len(row)
 

@@ -210,7 +210,7 @@ class Checkpoints:
         shutil.rmtree(final.with_name(f"{final.name}.partial"), ignore_errors=True)
         whole = folders(self.folder)
         kept = f"the newest checkpoint is {whole[-1].name}" if whole else "there is no checkpoint yet"
-        self._failure = NotWritten(f"{error}; {kept}, make room for the next one")
+        self._failure = NotWritten(f"{error}; {kept}. Correct the cause, so that the next one can be written")
         logger.warning(f"training goes on, but {self._failure}")
 
     def _remove_old(self) -> None:
@@ -229,20 +229,19 @@ def discard(folder: Path) -> None:
     """
     try:
         if DELETED not in folder.suffixes:
-            names = (
-                f"{folder.name}{DELETED}{number}" for number in ("", *(f".{n}" for n in range(1, 10**6)))
-            )
+            suffixes = ("", *(f".{n}" for n in range(1, 10**6)))
+            names = (f"{folder.name}{DELETED}{suffix}" for suffix in suffixes)
             folder = folder.rename(
                 next(folder.with_name(name) for name in names if not folder.with_name(name).exists())
             )
     except OSError as error:
-        logger.warning(f"{folder} could not be deleted: {error}")
+        logger.warning(f"{folder} could not be deleted: {error}; delete it by hand")
         return
     shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
         logger.warning(
-            f"{folder} could not be deleted wholly, such as where somebody has a file of it open; the next "
-            "start tries again"
+            f"{folder} could not be deleted completely, probably because a file in it is open elsewhere; the "
+            "next start of the run tries again"
         )
 
 

@@ -70,7 +70,9 @@ def open_run_folder(
             ownership.release()
             raise
     except OSError as error:
-        raise UserError(f"the run's folder {folder} cannot be made: {error}") from error
+        raise UserError(
+            f"the run's folder {folder} cannot be created: {error}; choose another run.root or run.name"
+        ) from error
     try:
         if checkpoint is None:
             yield str(folder), None
@@ -144,7 +146,7 @@ def quarantine_later_checkpoints(directory: str, checkpoint: Checkpoint | None) 
             left = path.with_name(f"{path.name}.aside")
             with writing(path):
                 left = path.rename(numbered(left) if left.exists() else left)
-            logger.info(f"set aside: {path} is now {left.name}, which no run deletes")
+            logger.info(f"set aside: {path} was renamed to {left.name}; no run deletes it")
 
 
 def kept_rows(path: Path, step: int, quiet: bool = False) -> list[str] | None:
@@ -176,14 +178,14 @@ def kept_rows(path: Path, step: int, quiet: bool = False) -> list[str] | None:
                 raise damaged[0]
             kept.append(row.decode("utf-8"))
     if damaged and not quiet:
-        logger.warning(f"{damaged[0]}; damaged rows of {path.name} go, {len(damaged)} in all")
+        logger.warning(f"{damaged[0]}; the {len(damaged)} damaged rows of {path.name} are removed")
     return kept
 
 
 def _step_of_row(row: bytes, where: str) -> int:
     step = parse_object(row, where).get("step")
     if not row.endswith(b"\n"):
-        raise UserError(f"{where} has no end")
+        raise UserError(f"{where}: the end of the row is missing")
     if type(step) is not int:
         raise UserError(f"{where}: step must be the number of a step, is {shortened(repr(step))}")
     return step
@@ -198,7 +200,10 @@ def _has_remains(folder: Path) -> bool:
 def _move_aside(config: Config, folder: Path) -> None:
     for path in (config.model.path, config.ref.path):
         if path and folder in Path(path).absolute().parents:
-            raise UserError(f"{path} lies in the folder of this run, {folder}; choose another run.name")
+            raise UserError(
+                f"{path} is in the folder of this run, {folder}, which would be renamed; choose another "
+                "run.name"
+            )
     moved = folder.rename(numbered(folder))
     folder.mkdir()
     (moved / OWNER).rename(folder / OWNER)

@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text, read_object, replace_text
-from grpo_megatron.monitoring.status import State, read_status
+from grpo_megatron.monitoring.status import STATUS, State, read_status
 from grpo_megatron.process_tree import is_running, start_mark
 from grpo_megatron.run.manifest import MANIFEST
 
@@ -68,8 +68,8 @@ class Ownership:
             if _may_live(owner):
                 self._refuse(owner, f"; if that run has ended, delete {self._folder / OWNER}")
             self.note = (
-                f"{self._folder}: this file system has no locks ({error.strerror}), so a second run is known "
-                f"by {OWNER} alone"
+                f"{self._folder}: this file system has no locks ({error.strerror}), so only the file {OWNER} "
+                "keeps a second run out"
             )
         else:
             # Some file systems have separate locks for each node. An owner on this node is gone, because the
@@ -81,8 +81,8 @@ class Ownership:
 
     def _wait(self, owner: dict[str, Any]) -> None:
         logger.warning(
-            f"{self._folder} is locked by {_named(owner)}, which is gone or an earlier start of this job; "
-            f"waits up to {_WAIT_SECONDS} s for the file server to release that"
+            f"{self._folder} is locked by {_named(owner)}, which has ended or is an earlier start of this "
+            f"job; waiting up to {_WAIT_SECONDS} s for the file server to release the lock"
         )
         try:
             self._lock.acquire(timeout=_WAIT_SECONDS, poll_interval=1)
@@ -106,7 +106,8 @@ class Ownership:
                 return False
             if written is None:
                 logger.warning(
-                    f"{self._folder} may be written to by {_named(owner)}; looks whether that goes on"
+                    f"{self._folder} may still be written to by {_named(owner)}; waiting up to "
+                    f"{_WAIT_SECONDS} s to see whether its {STATUS} changes"
                 )
                 written = status["written"]
             elif status["written"] != written:

@@ -92,7 +92,7 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     path = folder / MANIFEST
     if is_absent(path):
         raise DamagedCheckpoint(
-            f"{folder} is not a whole checkpoint (it has no {MANIFEST}), or of a version that wrote none"
+            f"{folder} is not a complete checkpoint: it has no {MANIFEST}. Early versions did not write one"
         )
     with reading(path):
         raw = path.read_bytes()
@@ -111,7 +111,7 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
             size = path.stat().st_size
         if size != record.size:
             raise DamagedCheckpoint(
-                f"{path} has {size} bytes, {record.size} were written; the checkpoint is damaged"
+                f"{path} has {size} bytes, but {record.size} were written; the checkpoint is damaged"
             )
     return files
 

@@ -76,8 +76,8 @@ def open_checkpoint(folder: str | Path, command: Command) -> Checkpoint:
         raise UserError(f"run.resume={folder} {folder_problem(root)}; it must be a checkpoint's folder")
     if is_absent(root / MANIFEST) or root.name.endswith(".partial"):
         raise DamagedCheckpoint(
-            f"run.resume={folder} is not a whole checkpoint (it needs {MANIFEST}), or one of an earlier "
-            "version, which had none"
+            f"run.resume={folder} is not a complete checkpoint: it has no {MANIFEST}, or its name ends in "
+            f".partial. Early versions did not write a {MANIFEST}"
         )
     files = read_manifest(root)
     actor = {
@@ -87,8 +87,8 @@ def open_checkpoint(folder: str | Path, command: Command) -> Checkpoint:
     }
     if not actor or STATE not in files:
         raise UserError(
-            f"run.resume={folder} is no checkpoint of a run: {MANIFEST} names no {STATE} or nothing in "
-            f"{ACTOR}/"
+            f"run.resume={folder} is not the checkpoint of a run: its {MANIFEST} does not list {STATE} and "
+            f"files in {ACTOR}/"
         )
     must_be_sound(problems(root, files, [STATE]))
     return Checkpoint(str(folder), _read_state(root / STATE, command), actor)
@@ -99,8 +99,8 @@ def _read_state(path: Path, command: Command) -> dict[str, Any]:
     absent = [key for key in _STATE[command] if key not in values]
     if absent:
         raise UserError(
-            f"{path} has no {', '.join(absent)}: this is no checkpoint of `{command}`, or of another "
-            f"version; {ANOTHER_RUN}"
+            f"{path} has no {', '.join(absent)}: another command than `{command}` or another version has "
+            f"written this checkpoint; {ANOTHER_RUN}"
         )
     step = values["step"]
     if type(step) is not int or step < 0:
@@ -139,12 +139,12 @@ def newest_checkpoint(
             try:
                 return open_checkpoint(folder, command)
             except DamagedCheckpoint as error:
-                logger.warning(f"passed over: {error}")
+                logger.warning(f"this checkpoint is skipped: {error}")
         damaged += 1
     if damaged and instead is None:
         raise DamagedCheckpoint(
-            f"none of the {damaged} checkpoints in {root} is sound; run.resume=none starts anew, and keeps "
-            "them"
+            f"all {damaged} checkpoints in {root} are damaged; run.resume=none starts from the beginning and "
+            "keeps them"
         )
     return instead
 
@@ -167,12 +167,12 @@ def finished_result(config: Config, command: Command) -> dict[str, Any] | None:
     by = result.get("command", command)  # earlier versions did not write it
     if by != command:
         raise UserError(
-            f"{path.parent} is a finished run of `{by}`, not of `{command}`: choose another run.name, or "
-            "run.resume=none, which moves it aside"
+            f"{path.parent} is a finished run of `{by}`, not of `{command}`: choose another run.name, or set "
+            "run.resume=none, which renames the finished run"
         )
     logger.info(
-        f"{path.parent} is finished: it has made {step} steps of {wanted}; raise run.total_steps to go on, "
-        "or run.resume=none starts anew"
+        f"the run in {path.parent} is finished: it has made {step} steps of {wanted}. Raise run.total_steps "
+        "to continue it, or set run.resume=none to start a new one"
     )
     return result
 

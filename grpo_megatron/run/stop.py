@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from grpo_megatron.errors import Stopped
 from grpo_megatron.run.checkpoints import NotWritten, newest_folder
 
-_CONTINUES = "the same command continues"
+_CONTINUES = "the same command continues from it"
 
 
 def outlook(folder: str | None) -> str:
@@ -19,12 +19,10 @@ def outlook(folder: str | None) -> str:
     try:
         checkpoint = newest_folder(folder) if folder else None
     except OSError as error:
-        return (
-            f"{folder} cannot be read ({error}), so its newest checkpoint is not known; {_CONTINUES} from it"
-        )
-    return (
-        f"its newest checkpoint is {checkpoint}, {_CONTINUES}" if checkpoint else "it had no checkpoint yet"
-    )
+        return f"{folder} cannot be read ({error}), so its newest checkpoint is not known; {_CONTINUES}"
+    if checkpoint is None:
+        return "the run has no checkpoint yet, so the same command starts it from the beginning"
+    return f"the run's newest checkpoint is {checkpoint}; {_CONTINUES}"
 
 
 class Saver(Protocol):
@@ -68,7 +66,7 @@ class StopRequest:
         except NotWritten as error:
             # The run stops all the same. After an exit status of failure, a scheduler would not start the job
             # again.
-            saved, reason = ", which is not saved", f"\n{error}"
+            saved, reason = ", whose checkpoint could not be written", f"\n{error}"
         reached = outlook(str(saver.folder.parent))
         raise Stopped(
             f"stopped on request ({self.signal.name}) after step {self.step}{saved}; {reached}{reason}"
@@ -82,6 +80,6 @@ class StopRequest:
         """
         if self.is_made:
             raise Stopped(
-                f"stopped on request ({self.signal.name}) in step {self.step}, of which a process has ended "
-                f"too; {outlook(folder)}"
+                f"stopped on request ({self.signal.name}) in step {self.step}, in which a process of the run "
+                f"has ended too; {outlook(folder)}"
             )

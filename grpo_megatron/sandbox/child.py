@@ -173,9 +173,9 @@ def _become(program: dict, descriptors: list[int | None], problem: int) -> None:
         problem = _moved_up(problem)
         kept = [None if descriptor is None else _moved_up(descriptor) for descriptor in descriptors]
         os.closerange(0, _HIGH)
-        for number, descriptor in enumerate(kept):
+        for target, descriptor in enumerate(kept):
             if descriptor is not None:
-                os.dup2(descriptor, number)
+                os.dup2(descriptor, target)
         for descriptor in kept:
             if descriptor is not None:
                 os.close(descriptor)

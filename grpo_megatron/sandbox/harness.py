@@ -104,10 +104,10 @@ class Server:
         return getattr(target, attribute) if attribute is not None else target(*arguments, **keywords)
 
     def _answer(self, lines, value: Any) -> None:
-        lines.write(plain.dumps(value, self._number) + b"\n")
+        lines.write(plain.dumps(value, self._encoded) + b"\n")
         lines.flush()
 
-    def _number(self, value: Any) -> list:
+    def _encoded(self, value: Any) -> list:
         if isinstance(value, Failure):
             return ["failure", [value.kind, value.text]]
         if isinstance(value, types.ModuleType):
@@ -131,8 +131,8 @@ class Kept:
     pass any test if it decided about their results.
     """
 
-    def __init__(self, client: "Client", number: int):
-        self._client, self._number = client, number
+    def __init__(self, client: "Client", index: int):
+        self._client, self._index = client, index
 
     def __call__(self, *arguments, **keywords):
         return self._client.ask(self, None, list(arguments), keywords)
@@ -176,7 +176,7 @@ class Client:
         return isinstance(value, types.ModuleType) or name not in sys.stdlib_module_names
 
     def ask(self, target: Kept, attribute: str | None, arguments: list, keywords: dict) -> Any:
-        self._lines.write(plain.dumps([target, attribute, arguments, keywords], self._number) + b"\n")
+        self._lines.write(plain.dumps([target, attribute, arguments, keywords], self._encoded) + b"\n")
         self._lines.flush()
         return self._receive()
 
@@ -186,10 +186,10 @@ class Client:
             raise EOFError("the program has ended")
         return plain.loads(line, self._made)
 
-    def _number(self, value: Any) -> list:
+    def _encoded(self, value: Any) -> list:
         if not isinstance(value, Kept):
             raise TypeError(f"tests give plain data to the program, not {type(value).__name__}")
-        return ["kept", object.__getattribute__(value, "_number")]
+        return ["kept", object.__getattribute__(value, "_index")]
 
     def _made(self, value: list) -> Any:
         name, content = value

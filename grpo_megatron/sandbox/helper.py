@@ -31,8 +31,8 @@ def main(package_folder: str, packages: list[str]) -> None:
     """
     # The parent process may have blocked or ignored signals, and both are inherited.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    for number in (signal.SIGCHLD, signal.SIGXCPU):
-        signal.signal(number, signal.SIG_DFL)
+    for signum in (signal.SIGCHLD, signal.SIGXCPU):
+        signal.signal(signum, signal.SIG_DFL)
     site.setquit()  # defines exit and quit, which are missing because Python was started with -S
     sys.path[:] = [path for path in sys.path if path != package_folder] + packages
     while (program := _receive()) is not None:

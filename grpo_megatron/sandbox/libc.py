@@ -13,8 +13,8 @@ def call(name: str, *arguments) -> int:
     """
     result = getattr(_libc, name)(*map(_as_c, arguments))
     if result == -1:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{name}: {os.strerror(number)}")
+        error = ctypes.get_errno()
+        raise OSError(error, f"{name}: {os.strerror(error)}")
     return result
 
 

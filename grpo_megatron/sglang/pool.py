@@ -72,8 +72,8 @@ class EnginePool:
         self._log_dir, self._hang_detector = log_dir, hang_detector
         self.nodes = tuple(slot.node for slots in cluster.engine_slots for slot in slots)
         self.processes = [
-            Process(f"engine {number}", f"{log_dir}/engine{number}.log")
-            for number in range(len(cluster.engine_nodes))
+            Process(f"engine {index}", f"{log_dir}/engine{index}.log")
+            for index in range(len(cluster.engine_nodes))
         ]
         self._engines: list = []
         # For each engine, the processes on its further nodes.
@@ -82,10 +82,10 @@ class EnginePool:
         self._settings: list[tuple[dict, list[dict]]] = []
         moe = read_architecture(model.path).moe
         self._routed_layers = moe.layers if routing and moe else None
-        for number, nodes in enumerate(cluster.engine_nodes):
+        for index, nodes in enumerate(cluster.engine_nodes):
             gpu = nodes[0][0].device is not None
             arguments = engine_arguments(
-                config.engine, model, seed + number, bool(config.stop), gpu, bool(self._routed_layers)
+                config.engine, model, seed + index, bool(config.stop), gpu, bool(self._routed_layers)
             )
             arguments["enable_memory_saver"] = shared
             options = [
@@ -101,20 +101,20 @@ class EnginePool:
             self._others.append({})
         self._start(range(len(self._settings)))
 
-    def _start(self, numbers: Iterable[int]) -> None:
+    def _start(self, indices: Iterable[int]) -> None:
         """Start the engines with these indices, each with its processes on all its nodes.
 
         Raises ProcessLost if a node does not name a free port for an engine's rendezvous.
         """
-        addresses = self._addresses(numbers)
-        for number in numbers:
-            arguments, options = self._settings[number]
-            if number in addresses:
-                arguments = arguments | node_arguments(0, len(options), addresses[number])
+        addresses = self._addresses(indices)
+        for index in indices:
+            arguments, options = self._settings[index]
+            if index in addresses:
+                arguments = arguments | node_arguments(0, len(options), addresses[index])
             others = {}
             for node, of_node in enumerate(options[1:], 1):
                 process = Process(
-                    f"node {node} of engine {number}", f"{self._log_dir}/engine{number}-node{node}.log"
+                    f"node {node} of engine {index}", f"{self._log_dir}/engine{index}-node{node}.log"
                 )
                 others[process] = EngineNode.options(**of_node).remote(
                     process, arguments | {"node_rank": node}
@@ -122,21 +122,21 @@ class EnginePool:
             # The actor runs many calls at a time: `poll` waits in the engine while requests and updates
             # arrive.
             start = SGLangEngine.options(**options[0], max_concurrency=1000).remote
-            self._engines[number] = start(self.processes[number], arguments, self._routed_layers, others)
-            self._others[number] = others
-            self._hang_detector.add(self.processes[number], self._engines[number])
+            self._engines[index] = start(self.processes[index], arguments, self._routed_layers, others)
+            self._others[index] = others
+            self._hang_detector.add(self.processes[index], self._engines[index])
 
-    def _addresses(self, numbers: Iterable[int]) -> dict[int, str]:
+    def _addresses(self, indices: Iterable[int]) -> dict[int, str]:
         """Return {engine index: host:port where its processes rendezvous}.
 
         Only engines on several nodes or with data-parallel attention need one. The first node of each is
         asked for a free port, all nodes at the same time.
         """
         asked = {}
-        for number in numbers:
-            arguments, options = self._settings[number]
+        for index in indices:
+            arguments, options = self._settings[index]
             if len(options) > 1 or arguments["enable_dp_attention"]:
-                asked[number] = _free_address.options(**options[0] | {"num_gpus": 0}).remote()
+                asked[index] = _free_address.options(**options[0] | {"num_gpus": 0}).remote()
         try:
             return dict(
                 zip(
@@ -164,11 +164,11 @@ class EnginePool:
         """
         resets = [engine.reset.remote(self._batch) for engine in self._engines]
         ray.wait(resets, num_returns=len(resets), timeout=_RESET_SECONDS)
-        lost = [number for number, reset in enumerate(resets) if anew or not _answered_yes(reset)]
+        lost = [index for index, reset in enumerate(resets) if anew or not _answered_yes(reset)]
         self._close(lost)
-        for number in lost:
+        for index in lost:
             # With the old seed it would repeat the random numbers of its first steps.
-            self._settings[number][0]["random_seed"] += _NEXT_SEED
+            self._settings[index][0]["random_seed"] += _NEXT_SEED
         self._start(lost)
 
     def wait_until_ready(self) -> None:
@@ -179,7 +179,7 @@ class EnginePool:
         """
         nodes = [pair for others in self._others for pair in others.items()]
         nodes += zip(self.processes, self._engines, strict=True)
-        calls = {number: node.ready.remote() for number, (_, node) in enumerate(nodes)}
+        calls = {index: node.ready.remote() for index, (_, node) in enumerate(nodes)}
         processes = [process for process, _ in nodes]
         started = gather(calls, processes, "ready", self._config.engine.start_timeout)
         self._end_ids = started[len(nodes) - 1].end_ids  # all engines, which come last, have the same model
@@ -261,19 +261,19 @@ class EnginePool:
 
     def _on_all(self, method: str, *arguments) -> dict:
         calls = {
-            number: getattr(engine, method).remote(*arguments) for number, engine in enumerate(self._engines)
+            index: getattr(engine, method).remote(*arguments) for index, engine in enumerate(self._engines)
         }
         return gather(calls, self.processes, method)
 
     def close(self) -> None:
         self._close(range(len(self._engines)))
 
-    def _close(self, numbers: Iterable[int]) -> None:
+    def _close(self, indices: Iterable[int]) -> None:
         actors = [
-            actor for number in numbers for actor in (self._engines[number], *self._others[number].values())
+            actor for index in indices for actor in (self._engines[index], *self._others[index].values())
         ]
-        for number in numbers:
-            self._hang_detector.remove(self._engines[number])
+        for index in indices:
+            self._hang_detector.remove(self._engines[index])
         if not actors:
             return
         # Ask first, so that SGLang ends its child processes. A dead actor has no children left.

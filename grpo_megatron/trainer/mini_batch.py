@@ -81,10 +81,10 @@ def make_mini_batches(groups: list[Group], config: Config, cost: CostModel, step
     first optimizer step, the current policy is no longer the one that generated the samples.
     """
     batch = TrainBatch.from_samples([sample for group in groups for sample in group.samples])
-    batch.number = np.arange(batch.num_tokens)
+    batch.index_in_step = np.arange(batch.num_tokens)
     group_of = np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups])
     mini_of = group_of // config.train.ppo_mini_batch_size
-    parts = [batch.select(np.flatnonzero(mini_of == number)) for number in range(mini_of[-1] + 1)]
+    parts = [batch.select(np.flatnonzero(mini_of == index)) for index in range(mini_of[-1] + 1)]
     if config.train.old_logprobs == OldLogprobs.current and len(parts) * config.train.ppo_epochs > 1:
         raise UserError(
             f"train.old_logprobs=current needs one optimizer step per batch, but {len(groups)} prompts make "
@@ -92,6 +92,6 @@ def make_mini_batches(groups: list[Group], config: Config, cost: CostModel, step
             "train.old_logprobs"
         )
     return [
-        MiniBatch(part, partition(config, part.lengths, cost), (step, number))
-        for number, part in enumerate(parts)
+        MiniBatch(part, partition(config, part.lengths, cost), (step, index))
+        for index, part in enumerate(parts)
     ]

@@ -65,9 +65,7 @@ class WeightProbe:
         """
         self._trainer, self._engines = trainer, engines
         self._sequences = [sequence.tolist() for sequence in sequences]
-        self._batch = TrainBatch.from_samples(
-            [_as_sample(number, ids) for number, ids in enumerate(sequences)]
-        )
+        self._batch = TrainBatch.from_samples([_as_sample(index, ids) for index, ids in enumerate(sequences)])
         self._plan = partition(config, self._batch.lengths, trainer.cost_model)
         # The coarser dtype of the engines' and the trainer's.
         self._dtype = max(
@@ -112,11 +110,11 @@ class WeightProbe:
         return self._trainer.probe(self._batch, self._plan, 1.0, rounding)[0][self._batch.loss_mask]
 
 
-def _as_sample(number: int, ids: np.ndarray) -> Sample:
+def _as_sample(index: int, ids: np.ndarray) -> Sample:
     count = len(ids) - 1
     return Sample(
-        group_id=number,
-        trajectory_id=number,
+        group_id=index,
+        trajectory_id=index,
         prompt_ids=np.asarray(ids[:1], dtype=np.int32),
         response_ids=np.asarray(ids[1:], dtype=np.int32),
         loss_mask=np.ones(count, dtype=bool),

@@ -101,8 +101,8 @@ class GGUFFile:
                 f"only of {', '.join(_KINDS)}; use the model's HF checkpoint"
             )
         self._kind = _KINDS[self.architecture]
-        self._number = next(
-            number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture
+        self._gguf_architecture = next(
+            value for value, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture
         )
         self._unread = set(self._tensors)
 
@@ -201,7 +201,7 @@ class GGUFFile:
         """
         expert = re.search(r"\.experts\.(\d+)\.", name)
         stem, kind = name.replace(expert[0], ".experts.").rsplit(".", 1) if expert else name.rsplit(".", 1)
-        stored = f"{_names(self._number, arch.num_layers).get_name(stem)}.{kind}"
+        stored = f"{_names(self._gguf_architecture, arch.num_layers).get_name(stem)}.{kind}"
         values = self._values_of(stored)
         if expert:  # the file stacks all experts of a layer in one tensor
             if len(values) != arch.moe.num_experts:
@@ -237,12 +237,12 @@ class GGUFFile:
 
 
 @cache
-def _names(number: gguf.MODEL_ARCH, num_layers: int) -> gguf.TensorNameMap:
+def _names(architecture: gguf.MODEL_ARCH, num_layers: int) -> gguf.TensorNameMap:
     """Return the map from HF tensor names to GGUF tensor names for an architecture.
 
-    number: the architecture as gguf's enum value.
+    architecture: the architecture as gguf's enum value.
     """
-    return gguf.get_tensor_name_map(number, num_layers)
+    return gguf.get_tensor_name_map(architecture, num_layers)
 
 
 def _plain(value: Any) -> Any:

@@ -327,8 +327,8 @@ def finish(partial: str, shards: list[tuple[str, dict[str, int]]], final: str) -
     """
     root = Path(partial)
     where = {}
-    for number, (part, sizes) in enumerate(shards):
-        name = shard_name(number, len(shards))
+    for index, (part, sizes) in enumerate(shards):
+        name = shard_name(index, len(shards))
         (root / part).rename(root / name)
         where.update(dict.fromkeys(sizes, name))
     write_index(root, where, sum(size for _, sizes in shards for size in sizes.values()))
@@ -340,13 +340,13 @@ def finish(partial: str, shards: list[tuple[str, dict[str, int]]], final: str) -
     sync_to_disk(Path(final).absolute().parent)
 
 
-def shard_name(number: int, count: int) -> str:
+def shard_name(index: int, count: int) -> str:
     """Return the file name by which HF's loaders find a shard.
 
-    number: index of the shard, from 0.
+    index: index of the shard, from 0.
     count: number of shards.
     """
-    return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+    return SINGLE if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 def write_index(folder: Path, where: dict[str, str], total_bytes: int) -> None:

@@ -46,7 +46,7 @@ def read_stored(folder: Path) -> Stored:
         block = fp8_block(folder, config)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-    left_out = tuple(f"model.layers.{first + number}." for number in range(further))
+    left_out = tuple(f"model.layers.{first + offset}." for offset in range(further))
     return Stored(block, left_out)
 
 

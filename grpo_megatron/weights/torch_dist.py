@@ -192,26 +192,26 @@ class TorchDistReader:
         end = np.add(start, out.shape)
         lows, highs = self._corners[key][:, 0], self._corners[key][:, 1]
         filled = 0
-        for number in np.nonzero(((lows < end) & (highs > start)).all(axis=1))[0]:
-            low, high = np.maximum(lows[number], start), np.minimum(highs[number], end)
+        for index in np.nonzero(((lows < end) & (highs > start)).all(axis=1))[0]:
+            low, high = np.maximum(lows[index], start), np.minimum(highs[index], end)
             shape = tuple((high - low).tolist())
             part = out[box(tuple((low - start).tolist()), shape)]
-            self._read_chunk(key, int(number), tuple((low - lows[number]).tolist()), part)
+            self._read_chunk(key, int(index), tuple((low - lows[index]).tolist()), part)
             filled += part.numel()
         if filled < out.numel():
             raise UserError(
                 f"{self.folder}: {key} is incomplete: elements of {list(start)} to {end.tolist()} are missing"
             )
 
-    def _read_chunk(self, key: str, number: int, at: Shape, out: torch.Tensor) -> None:
+    def _read_chunk(self, key: str, index: int, at: Shape, out: torch.Tensor) -> None:
         """Fill `out` with [at : at + out.shape] of one chunk.
 
         A rectangle that is contiguous in the file and in `out` is read without an intermediate buffer, if it
         needs no cast.
 
-        number: index of the chunk among those of the tensor.
+        index: index of the chunk among those of the tensor.
         """
-        stored, chunk = self.tensors[key], self.tensors[key].chunks[number]
+        stored, chunk = self.tensors[key], self.tensors[key].chunks[index]
         strides = [prod(chunk.shape[axis + 1 :]) for axis in range(out.ndim)]
         first = int(np.dot(at, strides))
         # Elements from the rectangle's first one to its last one, gaps included.

@@ -248,7 +248,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_finished_run_ends_at_once(
     capsys.readouterr()
     assert_same(replay(arithmetic, root, "bits", "run.resume=auto"), whole, rtol=0)
     said = capsys.readouterr().out
-    assert f"passed over: {shard} does not match its digest" in said
+    assert f"this checkpoint is skipped: {shard} does not match its digest" in said
     assert f"continues from {folder}/checkpoints/step_00000002" in said
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert names == ["step_00000002", "step_00000003", "step_00000003.aside"]
@@ -281,7 +281,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused(recorded, arithmetic, root, t
     (tmp_path / "state.json").write_text("{}")
     changes = [f"run.resume={tmp_path}", f"rollout.replay={root}/rollouts.jsonl", "run.name=refused"]
     assert main(["train", *arguments(arithmetic, root, *changes)]) == 2
-    assert "not a whole checkpoint" in capsys.readouterr().err
+    assert "not a complete checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.slow

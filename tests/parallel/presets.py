@@ -66,7 +66,7 @@ def steps(config: Config, spec: ActorSpec, batch: TrainBatch, old_shift: float =
     """
     replica = OneReplica(spec, batch)
     loss = PolicyLoss.from_config(config.algorithm, config.mismatch, known_before=True)
-    batch.number = np.arange(batch.num_tokens)
+    batch.index_in_step = np.arange(batch.num_tokens)
     batch.old_logp = replica.logprobs(reference=False)
     batch.rollout_logp = batch.old_logp + np.where(batch.loss_mask, batch.rollout_logp, 0)
     mismatch = measure_mismatch(batch)

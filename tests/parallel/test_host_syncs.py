@@ -41,7 +41,7 @@ def model(tmp_path_factory):
 )
 def test_no_micro_batch_makes_the_host_wait(ranks, model, sizes, loss):
     batch = make_batch(0)
-    batch.number = np.arange(batch.num_tokens)
+    batch.index_in_step = np.arange(batch.num_tokens)
     spec = ActorSpec(
         model, sizes, OPTIMIZER, with_reference=LOSSES[loss].needs_full_kl, reference_hidden_bytes=10_000
     )

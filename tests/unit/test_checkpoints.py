@@ -90,7 +90,7 @@ def contents(saver) -> dict[str, str]:
     found = {}
     for folder in saver.folder.iterdir():
         if folder.name.endswith(".partial"):
-            with pytest.raises(UserError, match="not a whole checkpoint"):
+            with pytest.raises(UserError, match="not a complete checkpoint"):
                 open_checkpoint(folder, Command.sft)
         else:
             assert open_checkpoint(folder, Command.sft).step == int(folder.name.split("_")[1])
@@ -310,8 +310,8 @@ def test_a_request_to_stop_is_one_with_a_full_disk_too(saver, trainer):
         stop.leave(saver, lambda: state_of(3))
     first, second = str(stopped.value).splitlines()
     assert first == (
-        "stopped on request (SIGUSR1) after step 3, which is not saved; "
-        f"its newest checkpoint is {saver.folder}/step_00000002, the same command continues"
+        "stopped on request (SIGUSR1) after step 3, whose checkpoint could not be written; the run's newest "
+        f"checkpoint is {saver.folder}/step_00000002; the same command continues from it"
     )
     assert second.startswith("no space left")
 

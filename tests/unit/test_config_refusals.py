@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from grpo_megatron.cli import main
-from grpo_megatron.config.keys import known_keys, nearest_key
+from grpo_megatron.config.earlier_versions import REMOVED_KEYS, REMOVED_VALUES, RENAMED_KEYS
+from grpo_megatron.config.keys import choices_of, known_keys, nearest_key
 from grpo_megatron.config.load import resolve
 
 # (as written, the key that was meant)
@@ -55,7 +56,6 @@ MISSPELT = [
 
 # (as written, what the message must say beside the key)
 ILL_TYPED = [
-    ("weight_sync.transport=object_store", "can no longer be object_store; use auto, which sends"),
     ("rollout.n=four", "integer"),
     ("rollout.n=4.5", "integer"),
     ("rollout.n=true", "integer"),
@@ -85,6 +85,17 @@ ILL_TYPED = [
     ("algorithm.loss_agg_mode=mean", "one of token-mean, seq-mean-token-sum"),
     ("algorithm.kl_loss_type=k4", "one of k1"),
     ("rollout.engine.dtype=half", "one of auto, float32"),
+]
+
+
+# (what an earlier version took, what the message must say)
+OF_EARLIER_VERSIONS = [
+    ("cluster.sync_bucket_bytes=1", "cluster.sync_bucket_bytes is now called weight_sync.bucket_bytes"),
+    ("model.reference_path=m", "model.reference_path is now called ref.path"),
+    ("ref.ahead=true", "ref.ahead no longer exists; delete it"),
+    ("mismatch.correction=rejection", "rejection; use mismatch.rejection=seq_geometric_ratio"),
+    ("rollout.tools=[python, calculator]", "calculator; use examples.calculator:calculator"),
+    ("weight_sync.transport=object_store", "can no longer be object_store; use auto, which sends"),
 ]
 
 
@@ -137,6 +148,24 @@ def test_a_value_of_a_wrong_type_is_refused_with_the_right_one(written, expected
     for message in both_ways(capsys, tmp_path, written):
         assert key in message
         assert expected in message
+
+
+@pytest.mark.slow_but(2)
+@pytest.mark.parametrize(("written", "expected"), OF_EARLIER_VERSIONS)
+def test_what_an_earlier_version_took_is_refused_with_its_successor(written, expected, capsys, tmp_path):
+    for message in both_ways(capsys, tmp_path, written):
+        assert expected in message
+
+
+def test_successors_exist_and_what_they_replace_does_not():
+    known = known_keys()
+    assert set(RENAMED_KEYS.values()) <= known.keys()
+    assert not (RENAMED_KEYS.keys() | REMOVED_KEYS.keys()) & known.keys()
+    assert {key for key, _ in REMOVED_VALUES} <= known.keys()
+    for key, value in REMOVED_VALUES:
+        assert value not in choices_of(known[key].annotation)
+    written = {setting.partition("=")[0] for setting, _ in OF_EARLIER_VERSIONS}
+    assert written == {*RENAMED_KEYS, *REMOVED_KEYS, *(key for key, _ in REMOVED_VALUES)}
 
 
 def test_there_are_as_many_as_promised():

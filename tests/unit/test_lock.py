@@ -104,7 +104,7 @@ def test_locks_of_this_node_alone_do_not_let_two_runs_in(job, folder, sleeps, mo
     sleeps.clear()  # it is killed
     said = own(folder)
     assert len(said) == 1
-    assert "may be written to by host there" in said[0]
+    assert "may still be written to by host there" in said[0]
 
 
 @pytest.mark.parametrize(

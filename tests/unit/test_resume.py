@@ -38,7 +38,7 @@ def test_a_whole_checkpoint_is_opened(tmp_path):
         (b"{}", "has no step, totals"),
         ({**STATE, "step": "3"}, "step must be the number of a step"),
         ({**STATE, "step": -1}, "step must be the number of a step"),
-        ({"step": 3, "order": {}, "tokens": 0}, "this is no checkpoint of `train`"),
+        ({"step": 3, "order": {}, "tokens": 0}, "another command than `train` or another version"),
     ],
 )
 def test_a_state_that_does_not_fit_is_one_message(state, said, capsys, tmp_path):
@@ -54,10 +54,10 @@ def test_a_state_that_does_not_fit_is_one_message(state, said, capsys, tmp_path)
 
 @pytest.mark.slow
 def test_a_folder_that_is_no_checkpoint(tmp_path):
-    for folder, said in ((tmp_path, "not a whole checkpoint"), (tmp_path / "none", "does not exist")):
+    for folder, said in ((tmp_path, "not a complete checkpoint"), (tmp_path / "none", "does not exist")):
         with pytest.raises(UserError, match=said):
             open_checkpoint(folder, Command.train)
-    with pytest.raises(UserError, match="not a whole checkpoint"):
+    with pytest.raises(UserError, match="not a complete checkpoint"):
         open_checkpoint(checkpoint(tmp_path / "step_00000003.partial", state_of(3)), Command.train)
 
 
@@ -89,7 +89,7 @@ def test_a_damaged_one_is_passed_over_or_refused_by_name(name, damage, tmp_path)
         assert beginning(config_of(tmp_path), Command.train).step == 2
     assert len(said) == 1
     assert str(newest) in said[0]
-    assert said[0].startswith("passed over: ")
+    assert said[0].startswith("this checkpoint is skipped: ")
     with pytest.raises(DamagedCheckpoint, match=str(newest)):
         beginning(config_of(tmp_path, str(newest)), Command.train)
 
@@ -135,7 +135,7 @@ def test_a_truncated_file_is_damage_though_this_command_does_not_read_it(tmp_pat
     )
     open_checkpoint(folder, Command.train)
     os.truncate(folder / "notes", 999)
-    with pytest.raises(DamagedCheckpoint, match="notes has 999 bytes, 1000 were written"):
+    with pytest.raises(DamagedCheckpoint, match="notes has 999 bytes, but 1000 were written"):
         open_checkpoint(folder, Command.train)
 
 
@@ -184,7 +184,7 @@ def test_where_all_are_damaged_nothing_begins(tmp_path):
     for step in (2, 4):
         _flip(folder / "checkpoints" / f"step_0000000{step}" / "state.json")
     with pytest.raises(
-        UserError, match=r"none of the 2 checkpoints .* is sound; run\.resume=none starts anew"
+        UserError, match=r"all 2 checkpoints in .* are damaged; run\.resume=none starts from the beginning"
     ):
         beginning(config_of(tmp_path), Command.train)
     assert beginning(config_of(tmp_path, "none"), Command.train) is None

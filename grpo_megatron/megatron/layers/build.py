@@ -164,8 +164,8 @@ def build_model(arch: Architecture, spec: ModelSpec) -> list[GPTModel]:
     config = transformer_config(arch, spec)
     rotated_by_megatron = spec.transformer_engine and arch.latent is None
     chunks = []
-    for number in range(spec.sizes.vpp):
-        vp_stage = number if spec.sizes.vpp > 1 else None
+    for index in range(spec.sizes.vpp):
+        vp_stage = index if spec.sizes.vpp > 1 else None
         chunk = GPTModel(
             config=config,
             transformer_layer_spec=_block_spec(arch, config, spec, vp_stage),

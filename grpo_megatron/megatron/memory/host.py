@@ -50,14 +50,14 @@ class HostArena:
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return an uninitialised host tensor with the shape and dtype of `tensor`."""
         size = -(-tensor.nbytes // 64) * 64  # aligned, so that a tensor of any dtype may follow
-        number = next((i for i, block in enumerate(self._blocks) if len(block) - self._used[i] >= size), None)
-        if number is None:
-            number = len(self._blocks)
+        index = next((i for i, block in enumerate(self._blocks) if len(block) - self._used[i] >= size), None)
+        if index is None:
+            index = len(self._blocks)
             self._blocks.append(host_memory(max(size, self.block_bytes)))
             self._used.append(0)
-        start = self._used[number]
-        self._used[number] += size
-        return self._blocks[number][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        start = self._used[index]
+        self._used[index] += size
+        return self._blocks[index][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def clear(self) -> None:
         """Release all tensors that `like` returned. Their memory will be overwritten by later tensors."""

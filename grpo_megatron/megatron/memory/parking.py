@@ -52,13 +52,13 @@ class Parking:
         file = tempfile.TemporaryFile(dir=self._folder) if self._in_files and keep else None  # noqa: SIM115 - open until unpark
         copies: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []
         self._parked[name] = file, copies
-        for number, storage in enumerate(storages.values()):
+        for index, storage in enumerate(storages.values()):
             size, copy = storage.nbytes(), None
             if file:
                 host = storage.cpu()  # must live until it is written
                 file.write(_host_bytes(host))
             elif keep:
-                copy = self._pin(f"{name}-{number}", storage)
+                copy = self._pin(f"{name}-{index}", storage)
             storage.resize_(0)
             copies.append((storage, size, copy))
         if file:

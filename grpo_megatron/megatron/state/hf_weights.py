@@ -63,12 +63,14 @@ def _under_global_names(chunks, named: Callable) -> dict:
                 _, _, local, rest = name.split(".", 3)
                 layer = chunk.decoder.layers[int(local)]
                 if rest.startswith(_EXPERTS):
-                    number, rest = rest.removeprefix(_EXPERTS).split(".", 1)
-                    rest = f"{_EXPERTS}{first_expert * layer.mlp.num_local_experts + int(number)}.{rest}"
-                elif grouped := _GROUPED.fullmatch(rest):
-                    matrix, number = grouped.groups()
+                    local_expert, rest = rest.removeprefix(_EXPERTS).split(".", 1)
                     rest = (
-                        f"{_EXPERTS}{first_expert * layer.mlp.num_local_experts + int(number)}."
+                        f"{_EXPERTS}{first_expert * layer.mlp.num_local_experts + int(local_expert)}.{rest}"
+                    )
+                elif grouped := _GROUPED.fullmatch(rest):
+                    matrix, local_expert = grouped.groups()
+                    rest = (
+                        f"{_EXPERTS}{first_expert * layer.mlp.num_local_experts + int(local_expert)}."
                         f"{matrix}.weight"
                     )
                 name = f"decoder.layers.{layer.layer_number - 1}.{rest}"
@@ -183,7 +185,7 @@ def whole_tensors(entry: Entry, shards: list[torch.Tensor]) -> list[tuple[str, t
     shards: all shards of the parameter in rank order; a single shard if the parameter is not split.
     """
     full = {hf: shards[0].new_empty(shape) for hf, shape in zip(entry.hf, entry.shapes, strict=True)}
-    for number, shard in enumerate(shards):
-        for piece in entry.megatron_pieces(len(shards), number):
+    for rank, shard in enumerate(shards):
+        for piece in entry.megatron_pieces(len(shards), rank):
             full[piece.hf][box(piece.start, piece.shape)] = piece.of(shard)
     return list(full.items())

@@ -84,8 +84,8 @@ class ReferenceWeights:
         size = _PIECE[device.type]
         staging = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
         emptied = [None, None]
-        for number, (own, other) in enumerate(self._pieces(size)):
-            slot = number % 2
+        for index, (own, other) in enumerate(self._pieces(size)):
+            slot = index % 2
             held = staging[slot][: len(own)]
             with backend.stream(inward):
                 if emptied[slot] is not None:

@@ -97,9 +97,9 @@ def rectangles(
         yield from _within_row(last, 0, tail, shape)
 
 
-def _within_row(number: int, start: int, stop: int, shape: tuple[int, ...]):
+def _within_row(row: int, start: int, stop: int, shape: tuple[int, ...]):
     for offset, size in rectangles(start, stop, shape[1:]):
-        yield (number, *offset), (1, *size)
+        yield (row, *offset), (1, *size)
 
 
 def sharded_model(chunks) -> tuple[list[_Shard], list[dict[str, ShardedObject]]]:
@@ -258,8 +258,8 @@ def _optimizer_state(
         if hasattr(part, "model_param_group_index_map"):
             if parameter not in part.model_param_group_index_map:
                 continue
-            group, number = part.model_param_group_index_map[parameter]
-            optimized = part.optimizer.param_groups[group]["params"][number]
+            group, index = part.model_param_group_index_map[parameter]
+            optimized = part.optimizer.param_groups[group]["params"][index]
             placed = part._get_model_param_range_map(parameter)["param"]
             own = range(placed.start, placed.end)
         else:

@@ -135,9 +135,9 @@ def experts(block: str, gate: str, up: str, down: str) -> Block:
             names = f"{hf}.{block}.shared_experts", f"{megatron}.mlp.shared_experts"
             found += _swiglu(hidden, arch.moe.shared_ffn_hidden_size, *names)
         engine, shapes = f"{hf}.{block}.experts", ((ffn, hidden),) * 2
-        for number in range(count):
-            expert = Expert(number, count)
-            theirs, ours = f"{hf}.{block}.experts.{number}", f"{megatron}.mlp.experts.local_experts.{number}"
+        for index in range(count):
+            expert = Expert(index, count)
+            theirs, ours = f"{hf}.{block}.experts.{index}", f"{megatron}.mlp.experts.local_experts.{index}"
             gate_up, downs = (
                 (f"{theirs}.{gate}.weight", f"{theirs}.{up}.weight"),
                 (f"{theirs}.{down}.weight",),

@@ -79,7 +79,7 @@ def line_chart(lines: Sequence[Line]) -> Markup:
 def _colours(lines: Sequence[Line]) -> dict[str, str]:
     """Return {label: colour}. A scalar has the same colour in both runs of a comparison."""
     labels = dict.fromkeys(line.label for line in lines)
-    return {label: COLOURS[number % len(COLOURS)] for number, label in enumerate(labels)}
+    return {label: COLOURS[index % len(COLOURS)] for index, label in enumerate(labels)}
 
 
 def nice_ticks(low: float, high: float, whole: bool = False) -> list[float]:

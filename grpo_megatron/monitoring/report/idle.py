@@ -27,13 +27,13 @@ def busy_shares(events: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]
             spans[event["pid"]].append((event["name"], event["ts"], event["ts"] + event["dur"], event["tid"]))
     phases: dict[str, list[Interval]] = defaultdict(list)
     roles: dict[str, list[list[Interval]]] = defaultdict(list)
-    for number, own in spans.items():
-        if names.get(number) == DRIVER:
+    for pid, own in spans.items():
+        if names.get(pid) == DRIVER:
             for name, start, end, line in own:
                 if line == 0:
                     phases[name].append((start, end))
         else:
-            roles[_role(names.get(number, ""))].append(_union([(start, end) for _, start, end, _ in own]))
+            roles[_role(names.get(pid, ""))].append(_union([(start, end) for _, start, end, _ in own]))
     if not roles:
         return {}
     return {

@@ -69,17 +69,17 @@ def _curves(path: Path) -> dict[str, Curve]:
     """Return {name of the scalar: its curve} from metrics.jsonl. Raises UserError for a damaged row."""
     found: dict[str, dict[int, float]] = {}
     rows = path.read_bytes().splitlines(keepends=True)
-    for number, raw in enumerate(rows, start=1):
-        if number == len(rows) and not raw.endswith(b"\n"):
+    for line, raw in enumerate(rows, start=1):
+        if line == len(rows) and not raw.endswith(b"\n"):
             break
-        row = parse_object(raw, f"{path}:{number}")
+        row = parse_object(raw, f"{path}:{line}")
         step = row.pop("step", None)
         if type(step) is not int:
-            raise UserError(f"{path}:{number}: step must be the number of a step, is {shortened(repr(step))}")
+            raise UserError(f"{path}:{line}: step must be the number of a step, is {shortened(repr(step))}")
         for name, value in row.items():
             if type(value) not in (int, float) and value is not None:
                 raise UserError(
-                    f"{path}:{number}: {shortened(name)} must be a number, is {shortened(repr(value))}"
+                    f"{path}:{line}: {shortened(name)} must be a number, is {shortened(repr(value))}"
                 )
             found.setdefault(name, {})[step] = float(float_or_nan(value))
     return {name: sorted(points.items()) for name, points in found.items()}

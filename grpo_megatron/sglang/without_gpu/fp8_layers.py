@@ -85,12 +85,12 @@ def experts(
         raise NotImplementedError(f"FP8 experts on a CPU do not support {sorted(unlike)} and {config}")
     dtype, (weights, chosen, _) = hidden_states.dtype, topk_output
     x, out = _rounded(hidden_states, block_shape[1]), torch.zeros_like(hidden_states, dtype=torch.float32)
-    for number in chosen[chosen >= 0].unique().tolist():
-        tokens, places = (chosen == number).nonzero(as_tuple=True)
-        gate_up = (x[tokens] @ _multiplied(w1[number], w1_scale[number], block_shape).t()).to(dtype)
+    for expert in chosen[chosen >= 0].unique().tolist():
+        tokens, places = (chosen == expert).nonzero(as_tuple=True)
+        gate_up = (x[tokens] @ _multiplied(w1[expert], w1_scale[expert], block_shape).t()).to(dtype)
         gate, up = gate_up.float().chunk(2, dim=-1)
         inner = _rounded((silu(gate) * up).to(dtype), block_shape[1])
-        down = inner @ _multiplied(w2[number], w2_scale[number], block_shape).t()
+        down = inner @ _multiplied(w2[expert], w2_scale[expert], block_shape).t()
         out.index_add_(0, tokens, (down * weights[tokens, places, None]).to(dtype).float())
     return out.to(dtype)
 

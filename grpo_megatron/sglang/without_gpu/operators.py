@@ -104,8 +104,8 @@ def experts(self: UnquantizedFusedMoEMethod, layer, dispatch_output):
     if not (chosen < 0).any():
         return self.forward_native(layer, dispatch_output)
     out = torch.zeros_like(x)
-    for number, (gate_up, down) in enumerate(zip(layer.w13_weight, layer.w2_weight, strict=True)):
-        tokens, places = (chosen == number).nonzero(as_tuple=True)
+    for expert, (gate_up, down) in enumerate(zip(layer.w13_weight, layer.w2_weight, strict=True)):
+        tokens, places = (chosen == expert).nonzero(as_tuple=True)
         gate, up = linear(x[tokens], gate_up).chunk(2, dim=-1)
         out.index_add_(0, tokens, linear(silu(gate) * up, down) * weights[tokens, places, None].to(x.dtype))
     return StandardCombineInput(hidden_states=out)

@@ -45,7 +45,7 @@ class TrainerRanks:
         per_stage = sizes.world_size // sizes.pp
         if entry.expert:
             split, width = sizes.etp, sizes.etp * sizes.ep
-            inner = sizes.etp * (entry.expert.number // (entry.expert.count // sizes.ep))
+            inner = sizes.etp * (entry.expert.index // (entry.expert.count // sizes.ep))
         else:
             split, width, inner = sizes.tp, sizes.tp, 0
         own = range(split) if entry.axis is None else (shard,)
