@@ -52,7 +52,7 @@ def _python() -> Diagnosis:
 
 
 def _driver() -> Diagnosis | None:
-    """Check the version of NVIDIA's driver. Return None if there is no driver.
+    """Check the version of NVIDIA's driver. Return None if no driver or no version is found.
 
     The check is needed because torch does not give the reason if the driver is too old. It then says only
     that CUDA is not available.
@@ -107,7 +107,7 @@ def _package(package: str, expected: str | None, missing: str, required: bool) -
     """Check that a package is installed in the right version.
 
     expected: the version that this project is tested with; None: any.
-    missing: the consequence if the package is not installed, for the finding's text.
+    missing: text about what does not work without the package.
     required: True if a missing package is a problem, False if it is only a note.
     """
     have = version(package)
@@ -174,9 +174,9 @@ def _tried(subject: str, probe: Callable[..., str], *arguments: str) -> Diagnosi
 
 
 def _imported(module: str, missing: str, required: bool) -> Diagnosis:
-    """Check that a module can be imported, in a process of its own.
+    """Check that a module can be imported. The import happens in another process, which it may crash.
 
-    missing: the consequence if the module is not installed, for the finding's text.
+    missing: text about what does not work without the module.
     required: True if a module that is not installed is a problem, False if it is only a note. A module that
         is installed but cannot be imported is always a problem.
     """
@@ -194,9 +194,9 @@ _BUILDERS = {
 
 
 def _builders() -> Iterator[Diagnosis]:
-    """Check that the programs and headers are there with which SGLang and Triton build kernels at run time.
+    """Check that the programs and headers exist with which SGLang and Triton build kernels at run time.
 
-    The programs are searched for in the environment that ranks and engines get.
+    Yields one result for each of them. The programs are searched for in the environment of ranks and engines.
     """
     environment = filled_in(gpu_environment(os.environ), os.environ)
     for program, source in _BUILDERS.items():
@@ -217,7 +217,7 @@ def _builders() -> Iterator[Diagnosis]:
 
 
 def _gpu_libraries() -> Iterator[Diagnosis]:
-    """Check the libraries and programs that only a machine with a GPU needs."""
+    """Check the libraries and programs that only a machine with a GPU needs. Yield one result for each."""
     import torch
 
     cudnn = torch.backends.cudnn.version()
@@ -264,7 +264,10 @@ _TE, _SAVER = "TransformerEngine", "torch_memory_saver"
 
 
 def examine() -> Iterator[Diagnosis]:
-    """Run all checks of this machine in order. A check that could crash runs in its own process."""
+    """Run all checks of this machine in order, and yield their results.
+
+    A check that could crash runs in another process.
+    """
     yield _python()
     yield from _devices()
     yield _package("megatron-core", MEGATRON_CORE, "no training", required=True)
@@ -292,7 +295,7 @@ def examine() -> Iterator[Diagnosis]:
 
 
 def doctor() -> int:
-    """Run all checks and print each finding at once. Return the exit status: 1 if there is a problem."""
+    """Run all checks, and print each result when it is there. Return 1 if there is a problem, else 0."""
     problems = 0
     for finding in examine():
         problems += finding.level == PROBLEM

@@ -15,11 +15,11 @@ from grpo_megatron.run.checkpoints import CHECKPOINTS, newest_folder
 
 
 def status(folder: str, as_json: bool) -> int:
-    """Print the status of the run in a folder. Return 0 if it goes on or has finished, else 1.
+    """Print the status of the run in a folder. Return 0 if the run goes on or has finished, else 1.
 
-    as_json: print all recorded values as JSON rather than as text for people.
+    as_json: print all recorded values as JSON, rather than a text for people.
 
-    Raises UserError if the folder is not a run's, or if its status file is damaged.
+    Raises UserError if the folder is not the folder of a run, or if its status file is damaged.
     """
     found = read_status(folder)
     with reading(Path(folder, CHECKPOINTS)):
