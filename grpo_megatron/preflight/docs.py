@@ -19,7 +19,7 @@ finite. A key is set in a YAML file (`rollout: {{n: 8}}`) or as an argument (`ro
 
 
 def markdown() -> str:
-    """Return the whole of docs/config.md, without a newline at its end."""
+    """Return the text of docs/config.md, without a newline at its end."""
     known = known_keys()
     parts = [_HEAD]
     for section, field in known.items():

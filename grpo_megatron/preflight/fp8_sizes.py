@@ -1,4 +1,4 @@
-"""Check that the trainer can compute a model in FP8, from config.json and the parallel layout."""
+"""Check that the trainer can compute a model in FP8, given its config.json and the parallel layout."""
 
 from collections.abc import Iterator
 
@@ -10,10 +10,11 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 
 def fp8_violations(config: Config, arch: Architecture) -> list[str]:
-    """Return one sentence for each kind of layer whose size on a rank is no multiple that FP8 kernels need.
+    """Return one sentence for each kind of layer whose size on a rank does not suit FP8 kernels.
 
-    Further sentences are about megatron.fp8.bf16_first_layers and bf16_last_layers, if they are more than the
-    layers of a pipeline stage. The list is empty unless megatron.precision is fp8.
+    They need multiples of 16, 32 or 128, depending on the recipe. Further sentences are about
+    megatron.fp8.bf16_first_layers and bf16_last_layers, if these are larger than the number of layers of a
+    pipeline stage. The list is empty unless megatron.precision is fp8.
     """
     megatron = config.megatron
     if megatron.precision != Precision.fp8:
@@ -53,7 +54,7 @@ def _matrices(arch: Architecture, sizes: ParallelSizes, recipe: FP8Recipe) -> It
 
 
 def kind(name: str) -> str:
-    """Return the kind of layer that a parameter belongs to: its name without layer and expert indices.
+    """Return the kind of layer of a parameter: its name without layer and expert indices.
 
     An example is `mlp.linear_fc1`. All layers of a kind have the same sizes, so one message is enough.
     """
