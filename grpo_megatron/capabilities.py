@@ -70,9 +70,9 @@ class GPU:
 _GIB = 2**30
 
 # The keys are the names that configurations use.
-# Memory is the least that CUDA was found to report for such cards with ECC, in whole tenths of a GiB. The
-# data sheets say 80 GB for a card with 84.9 * 10**9 bytes, and with that number layouts that fit were
-# refused. What CUDA reports for GB300 is not known, so its memory is that of the data sheet.
+# Memory is the smallest value that CUDA was seen to report for such cards with ECC, in tenths of a GiB. The
+# data sheets say 80 GB for a card with 84.9 * 10**9 bytes. With that number, the planner refused layouts that
+# fit. What CUDA reports for GB300 is not known, so its memory is that of the data sheet.
 # Speeds are from the data sheets "A100 Tensor Core GPU", "L40S", "H100 Tensor Core GPU" and "H200 Tensor Core
 # GPU" (SXM; half of the figures with sparsity), "DGX B200" and "GB300 NVL72" (one GPU's share of the
 # machine). `fabric` and `host` are half of the figures for NVLink or PCIe, which are sums of both directions.

@@ -281,8 +281,8 @@ def disk_is_full(error: BaseException | None) -> bool:
     The command line then asks the user to make room, rather than reporting an unexpected error.
     """
     while error is not None:
-        # safetensors (Rust) and torch.save (C++) report it in the text of their errors only. torch's text is
-        # about the incomplete file that it finds afterwards.
+        # safetensors (Rust) and torch.save (C++) report a full disk only in the text of their errors. torch's
+        # text is about the incomplete file that it finds afterwards.
         said = str(error)
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(
             text in said for text in _FULL

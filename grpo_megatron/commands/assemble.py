@@ -104,8 +104,8 @@ class Run:
         try:
             self.saver.finish()
         except NotWritten as error:
-            # The model needs a seventh of a checkpoint's room. A disk that is too full for a checkpoint may
-            # have that.
+            # The model takes a seventh of a checkpoint's size, so it may fit on a disk that is too full for a
+            # checkpoint.
             failure = error
         if self.config.checkpoint.export_hf:
             result["model"] = f"{self.directory}/hf"
@@ -172,8 +172,8 @@ class RunContext:
         This is the newest undamaged checkpoint that this run has written. If there is none, it is the
         checkpoint that the run began from.
         """
-        # If run.resume names a checkpoint, the earlier ones in the run's own folder belong to another course
-        # of training. So do the later ones, until they have been set aside.
+        # If run.resume names a checkpoint, the earlier checkpoints in the run's own folder belong to another
+        # training. So do the later checkpoints, until they have been set aside.
         named = self.checkpoint if self.config.run.resume not in (AUTO, *ANEW) else None
         if named and not self.begun:
             return named
@@ -350,7 +350,7 @@ def assemble(context: RunContext, checkpoint: Checkpoint | None) -> Iterator[Run
             )
             context.hang_detector.flush()
         except BaseException:
-            # Whatever failed, the state that ranks are still writing is sound. Do not wait for stuck ranks.
+            # Whatever failed, the state that ranks are still writing is valid. Do not wait for stuck ranks.
             with suppress(Exception):
                 saver.finish(_RESCUE_SECONDS)
             raise

@@ -185,7 +185,7 @@ def _imported(module: str, missing: str, required: bool) -> Diagnosis:
     return _tried(module, probes.import_of, module)
 
 
-# The programs that build kernels on a machine with ranks or engines, and where to get each.
+# The programs that build kernels on a machine with ranks or engines, and where to get them.
 _BUILDERS = {
     "nvcc": "the toolkit of CUDA 13; name its folder by CUDA_HOME",
     "ninja": "the package of this name in requirements/gpu-torch.txt",
@@ -231,7 +231,7 @@ def _gpu_libraries() -> Iterator[Diagnosis]:
     yield _imported("sglang.srt.entrypoints.engine", "no rollouts", required=True)
     yield _imported("sgl_kernel", "engines need SGLang's kernels", required=True)
     yield _imported("flashinfer", "engines need its attention and sampling", required=True)
-    # SGLang imports it in every engine on Hopper. It copes with a missing module, but not with one that
+    # SGLang imports deep_gemm in every engine on Hopper. It tolerates a missing module, but not a module that
     # fails.
     yield _imported("deep_gemm", "engines in FP8 need its kernels", required=False)
     yield _tried("an engine's kernel", probes.kernel)
@@ -288,8 +288,8 @@ def examine() -> Iterator[Diagnosis]:
     if util.find_spec("transformer_engine") is None:
         yield Diagnosis(NOTE, _TE, "not installed: no FP8, and layers of torch")
     else:
-        # megatron-core imports it if it is installed. It copes with a missing module, but not with one that
-        # fails.
+        # megatron-core imports TransformerEngine if it is installed. It tolerates a missing module, but not a
+        # module that fails.
         yield _tried(_TE, probes.import_of, "transformer_engine.pytorch")
     yield from _computes(here)
 

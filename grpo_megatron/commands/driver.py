@@ -33,7 +33,7 @@ from grpo_megatron.run.stop import outlook
 UNEXPECTED = 1
 # A signal to every process of a job reaches the driver twice: directly and from the keeper.
 _SAME_SIGNAL_SECONDS = 0.5
-# Interval at which the guard looks around.
+# Interval at which the guard's thread looks for events.
 _LOOK_SECONDS = 0.5
 
 

@@ -59,7 +59,7 @@ def selftest_config(config: Config, steps: int) -> Config:
         mismatch=MismatchConfig(action=MismatchAction.off),
         train=replace(config.train, old_logprobs=OldLogprobs.recompute),
         eval=EvalConfig(),
-        # A probe would end the run before the cause is found.
+        # The check of weights after a sync would end the run before the cause is found.
         weight_sync=replace(config.weight_sync, probe_every=0),
         checkpoint=CheckpointConfig(minutes=0, at_end=False, export_hf=False),
     )

@@ -216,7 +216,8 @@ class Investigation:
             self.policy.weights.scale(0.5)
         self.handover.publish()
         trainer, engine = (float(np.abs(new - old).mean()) for new, old in zip(after, before, strict=True))
-        # Compare only how far both move. With one wrong tensor, the engine moves as far, but elsewhere.
+        # Compare only the sizes of the changes. With one wrong tensor, the engine's log-probs change as much,
+        # but differently.
         if engine > LEFT * trainer:
             return None
         return (

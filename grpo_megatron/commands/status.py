@@ -90,7 +90,8 @@ def _checkpoint(newest: Path | None, ago: Callable[[float], str]) -> str:
     try:
         return f"{newest.name}, {ago(newest.stat().st_mtime)} ago"
     except OSError as error:
-        # A newer one has replaced it since it was listed, or on another node while this node still lists it.
+        # A newer checkpoint has replaced this one since it was listed, or on another node while this node
+        # still lists it.
         return f"{newest.name}, of unknown age ({error.strerror})"
 
 

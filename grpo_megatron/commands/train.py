@@ -54,8 +54,8 @@ def _resharding(run: Run) -> Resharding:
         rank_nodes=run.trainer.nodes,
         engine_nodes=run.engines.nodes,
     )
-    # The folder belongs to this run only, whatever else its parent has. It is the same when the run is
-    # resumed, which then removes what it left there.
+    # The folder belongs to this run only, even if its parent has folders of other runs. A resumed run gets
+    # the same folder, and removes what it left there before.
     which = hashlib.blake2b(run.directory.encode(), digest_size=4).hexdigest()
     folder = f"{config.weight_sync.folder}/{config.run.name}-{which}.weight_sync"
     return Resharding(layouts, config.weight_sync, folder, config.cluster.call_timeout)
@@ -135,8 +135,8 @@ def _rollouts(
         score = ModelRewards(config, trainer, data.conversations, run.to_ranks)
     if data.held_out:
         evaluation = Evaluation(manager, data.held_out, config, run.directory, run.monitor.text, score)
-    # A checkpoint that is written by the time generation ends gets its final name at once. A run that is
-    # stopped within the step, without time to finish it, would otherwise leave it without one.
+    # A checkpoint that is complete when generation ends gets its final name now. Otherwise it would have none
+    # if the run is stopped within the step, without time to finish it.
     sampled = run.saver.complete_written
     return SynchronousRollouts(source, prompts, handover, run.monitor, evaluation, score, sampled)
 

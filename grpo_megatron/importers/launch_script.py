@@ -32,7 +32,8 @@ _INSTEAD = (
 )
 # Variables that are always set, with values that are not known here.
 ALWAYS_SET = ("HOME", "USER", "LOGNAME", "HOSTNAME", "SHELL", "PATH", "PWD", "0")
-# First number of the placeholders for variables. Smaller ones stand for outputs: they are process ids.
+# First number of the placeholders for variables. Smaller numbers stand for outputs of programs: they are
+# process ids.
 _FIRST_VARIABLE = 5_000_000
 _DIGITS = 7
 
@@ -208,7 +209,8 @@ def _check(outcome: Outcome) -> None:
 def _trace(outcome: Outcome, placeholders: dict[str, str], prefix: str, prints: str) -> Trace:
     trace = Trace(placeholders, errors=list(dict.fromkeys(_ERROR.findall(outcome.stderr))))
     calls: dict[int, RecordedCall] = {}
-    # In $(PROGRAM && echo yes), the program's status is wanted and not its output.
+    # A script writes $(PROGRAM && echo yes) to learn the program's status, so the program's output is
+    # removed.
     printed = r"\b1\n" if prints == "1" else rf"{prefix}\d{{{_DIGITS}}}\n"
     for process, kind, text in filter(None, map(_item, outcome.stdout.split("\0"))):
         if kind == "source":

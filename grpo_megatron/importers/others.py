@@ -8,7 +8,7 @@ _IMPORTED = re.compile(
     r"actor_rollout_ref\.|^actor_rollout_ref:|\bverl\.(trainer|recipe|experimental)\b|\brlinf\b|^runner:",
     re.M,
 )
-# Number of marks needed to name a system. A single one may occur in another system's file by chance.
+# Number of marks needed to name a system. A single mark may occur in another system's file by chance.
 _ENOUGH = 2
 
 

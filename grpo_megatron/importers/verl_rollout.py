@@ -17,7 +17,7 @@ from grpo_megatron.importers.mapping import (
 )
 from grpo_megatron.importers.verl_trainer import ACTOR, MODEL, ROLLOUT
 
-# Each training engine of verl reads the key of its own section. The first key is for those without one.
+# Each training engine of verl reads the key in its own section. Engines without a section read the first key.
 REPLAY_MODES = tuple(f"{ACTOR}.{section}router_replay.mode" for section in ("", "megatron.", "veomni."))
 
 

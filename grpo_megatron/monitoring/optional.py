@@ -22,7 +22,7 @@ from grpo_megatron.paths import within
 logger = logging.getLogger(__name__)
 
 _PACKAGES = {"wandb": "wandb", "prometheus": "prometheus_client"}
-# How long the end of a run waits for a service that does not answer.
+# Seconds for which the end of a run waits for a service that does not answer.
 _CLOSE_SECONDS = 30.0
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from grpo_megatron.monitoring.charts import tensorboard_layout
 
-# How many events may wait for the thread that writes them.
+# Number of events that may wait for the thread that writes them.
 _QUEUE = 1000
 # Seconds until the next attempt after a failure to write.
 _AGAIN = 60.0

@@ -13,7 +13,7 @@ from grpo_megatron.batch.train_batch import TrainBatch
 _OF_ENGINES = ("generate", "evaluate", "sync", "probe", "release", "resume_weights", "resume_kv_cache")
 # In `score` the ranks run a reward model. Other kinds of rewards are computed during `generate`.
 _OF_TRAINER = ("score", "logprobs", "train", "reference", "sync", "probe", "wake", "sleep")
-# A backward pass costs two forward passes.
+# A forward and a backward pass together. The backward pass costs as much as two forward passes.
 _FORWARD_PASSES = 3
 
 

@@ -116,8 +116,8 @@ class Timeline:
         file = RowFile(path)
         try:
             if not file.size:
-                # Each row but the first begins with a comma, so that an unfinished file does not end with
-                # one.
+                # Each row except the first begins with a comma, so that an unfinished file does not end with
+                # a comma.
                 file.append("[\n" + _named(DRIVER, 0))
             named = [event for event in read_timeline(path) if event["name"] == "process_name"]
         except BaseException:
@@ -158,6 +158,6 @@ def _take_back(path: Path, resumed: int) -> None:
     if kept:
         replace_text(path, "[\n" + ",\n".join(json_text(event) for event in kept))
     else:
-        # The file is empty or full of zero bytes, as the loss of a node leaves a file that was just begun. A
-        # file with only a bracket would be taken for one that names the driver already.
+        # No event is left, for example because the node was lost soon after the file was begun, which leaves
+        # zero bytes. A file with only a bracket would be taken for a file that already names the driver.
         path.unlink()

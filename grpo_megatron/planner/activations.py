@@ -15,7 +15,8 @@ from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.planner.states import itemsize
 
-# A tile of float32 logits in megatron.head.fused on a GPU: its bytes, and its words if it spans most tokens.
+# Size of a tile of float32 logits in megatron.head.fused on a GPU: its bytes, and its vocabulary words if it
+# spans the largest number of tokens.
 _TILE_BYTES, _TILE_WORDS = 128 << 20, 8192
 
 
@@ -181,8 +182,8 @@ def head_bytes(arch: Architecture, config: Config) -> int:
     device too, as in Passes.compute_gradients.
     """
     size, tokens = itemsize(config.megatron), config.train.max_tokens_per_micro_batch
-    # Each projection has a tile of logits in float32, and one in the parameters' dtype if that is another.
-    # One more tile of float32 is scratch memory of the gradient.
+    # Each projection has a tile of logits in float32, and another tile in the parameters' dtype if that is
+    # not float32. The gradient needs one more float32 tile as scratch memory.
     projection = _TILE_BYTES + (_TILE_BYTES // 2 if size == 2 else 0)
     tiles = projection * (2 if has_exact_kl(config) else 1) + _TILE_BYTES
     block = 4 * _TILE_WORDS * arch.hidden_size  # a tile times the input, for the weight's gradient

@@ -17,7 +17,7 @@ from grpo_megatron.planner.search import (
 from grpo_megatron.planner.text import changes_text, cluster_text
 from grpo_megatron.planner.time import Lengths
 
-# If a model does not fit, clusters with this many times the nodes are tried in turn.
+# If a model does not fit, clusters with this many times the number of nodes are tried in turn.
 _GROWTHS = (2, 4, 8, 16, 32, 64)
 
 

@@ -152,7 +152,8 @@ class _Account:
         serving = weights | {"engine: KV cache": max(0, self.pool - self.weights)} | context
         if head := fp32_head_bytes(self.arch, self.config):
             serving["engine: output layer in float32"] = head
-        # Always on a rank's GPU. A colocated engine adds its context if it takes turns, else all it holds.
+        # Items that are always on a rank's GPU. A colocated engine adds its context if ranks and engines take
+        # turns, and else everything it holds.
         beside = self.residue | (context if turns else serving if colocated else {})
         # A weight sync has three parcels at a time: one is packed while two travel.
         parcels = {COMMUNICATION: self.residue[COMMUNICATION] + 3 * self.config.weight_sync.bucket_bytes}

@@ -186,7 +186,8 @@ def _decode_step(config: Config, arch: Architecture, batch: float, context: floa
     )
     layer = LAYER_SECONDS
     if engine.tensor_parallel > 1:
-        # Each layer has two all-reduces of hidden states. Each sends and receives them about twice.
+        # Each layer has two all-reduces of hidden states. An all-reduce sends and receives about twice their
+        # bytes.
         within = engine.tensor_parallel <= config.cluster.gpus_per_node
         link, latency = (speed.fabric, FABRIC_SECONDS) if within else (speed.network, NETWORK_SECONDS)
         layer += 2 * (latency + 2 * batch * arch.hidden_size * 2 / (LINKS * link))

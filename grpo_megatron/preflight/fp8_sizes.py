@@ -25,14 +25,15 @@ def fp8_violations(config: Config, arch: Architecture) -> list[str]:
 
 def _matrices(arch: Architecture, sizes: ParallelSizes, recipe: FP8Recipe) -> Iterator[str]:
     multiple = 32 if recipe == FP8Recipe.mxfp8 else 16
-    # A rank casts its part of an activation before the parts are gathered: it must be whole blocks of 128.
+    # A rank casts its part of an activation before the parts are gathered, so each part must consist of whole
+    # blocks of 128.
     of_gathered = 128 if recipe == FP8Recipe.blockwise and sizes.sequence_parallel else multiple
     kinds = {}
     for name, entry in weight_map(arch).items():
         if ".linear_" not in name or entry.axis is None or len(entry.shapes[0]) != 2:
             continue  # all other layers are computed in params_dtype
         parts = sizes.etp if entry.expert else sizes.tp
-        # The undivided side is that of the activations whose values or gradients the ranks gather.
+        # The side that is not divided belongs to the activations whose values or gradients the ranks gather.
         sides = enumerate(entry.megatron_shape(parts))
         wrong = [
             size

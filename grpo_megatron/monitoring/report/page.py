@@ -15,7 +15,7 @@ from grpo_megatron.monitoring.report.idle import busy_shares
 from grpo_megatron.monitoring.report.read import RecordedRun
 from grpo_megatron.monitoring.report.rendering import parts
 
-# Number of texts that a section shows, and the smallest number for each name in it. Without the second, the
+# Number of texts that a section shows, and the smallest number for each name in it. Without this minimum, the
 # last name would hide the others, because a section may have several groups in a step, or several data sets.
 _TEXTS, _TEXTS_OF_A_NAME = 4, 2
 _NO_PHASES = ("time/step", "time/monitor")
