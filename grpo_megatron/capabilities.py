@@ -169,10 +169,10 @@ class Capabilities:
         return cls(where, True, GPUS.get(gpu), None, nodes, gpus_per_node)
 
     def emulating(self, emulate_kernels: bool) -> "Capabilities":
-        """Return a copy with the effect of the setting megatron.emulate_kernels on what a run can use.
+        """Return the capabilities that a run has with this value of megatron.emulate_kernels.
 
-        emulate_kernels: value of the setting. If True, TransformerEngine's kernels are emulated on the CPU,
-            for tests without a GPU, and the result claims a Hopper GPU (H100). If False, nothing changes.
+        emulate_kernels: If True, TransformerEngine's kernels are emulated on the CPU, for tests without a
+            GPU, and the result claims a Hopper GPU (H100). If False, the result is `self`.
         """
         if not emulate_kernels:
             return self
@@ -220,7 +220,7 @@ def emulated_transformer_engine() -> tuple[Path, str | None]:
 def _transformer_engine_problem(installed: str | None, gpus: bool) -> str | None:
     """Return why TransformerEngine cannot be used; None if it can.
 
-    installed: its version; None if it is not installed.
+    installed: version of the installed package; None if it is not installed.
     gpus: whether CUDA is available.
     """
     if installed is None:

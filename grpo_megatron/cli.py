@@ -46,8 +46,8 @@ _RUNS = {
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit status.
 
-    arguments: the words after `grpo-megatron`; None: those that this process was started with. With None, a
-        run also gets a keeper (commands.keeper), a process that kills whatever the run leaves behind.
+    arguments: the words after `grpo-megatron`; None: the arguments of this process. With None, a run also
+        gets a keeper (commands.keeper), a process that kills whatever the run leaves behind.
     """
     show_messages()
     options = _parse(arguments)

@@ -148,7 +148,7 @@ class Controller:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from a checkpoint, except for the loop, whose own `load_state_dict` the caller calls.
+        """Continue from a checkpoint. The caller continues the loop with `loop.load_state_dict`.
 
         state: the driver's state, read from the checkpoint's state.json.
         """

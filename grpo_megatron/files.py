@@ -1,7 +1,7 @@
 """Files that this project writes and reads: JSON, files replaced as a whole, and files that grow by rows.
 
-A replaced file is the old or the new one, never half of one. A growing file contains whole rows. An error,
-such as that of a full disk, leaves either as it was.
+A replaced file is the old file or the new file, never half of one. A growing file contains whole rows. After
+an error, such as a full disk, either kind of file is as it was before.
 """
 
 import errno
@@ -260,8 +260,8 @@ def writing(path: str | Path) -> Iterator[None]:
 def reading(path: str | Path) -> Iterator[None]:
     """Convert an OSError within the `with` block into a UserError that names this node and `path`.
 
-    A file that cannot be read may be intact. If callers took it for damaged or absent, a run could start
-    anew.
+    Callers thus do not take a file that cannot be read for damaged or absent. Otherwise, a run could begin
+    from the start although its checkpoint is intact.
     """
     try:
         yield

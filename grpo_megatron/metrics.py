@@ -105,7 +105,7 @@ class Max:
 class Top:
     """The k rows with the largest first column, such as the tokens with the largest mismatch.
 
-    `to_floats` leaves this metric out, because it is a table and no scalar.
+    `to_floats` leaves this metric out, because it is a table and not a scalar.
     rows: tensor [n, columns] or list of tuples; rows whose first column is -inf are left out
     k: largest number of rows in the result
     """
@@ -245,7 +245,8 @@ def merge(parts: list[Metrics]) -> Metrics:
 def to_floats(metrics: Metrics) -> dict[str, float]:
     """Return the scalar metrics as {name: value}.
 
-    RatioQuantiles become one scalar each, such as NAME_p99. `Top` is left out, because it is not a scalar.
+    RatioQuantiles become three scalars: NAME_p01, NAME_p50 and NAME_p99. `Top` is left out, because it is not
+    a scalar.
     """
     floats = {}
     for name, metric in metrics.items():

@@ -137,7 +137,7 @@ def import_module(name: str, setting: str):
 
     setting: the `key=value` of the configuration that asks for the module, for messages.
 
-    Raises UserError if the import fails, whatever the module's code raises.
+    Raises UserError if the import fails, whatever exception the module's code raises.
     """
     if not all(part.isidentifier() for part in name.split(".")):
         raise UserError(f"{setting} cannot be imported: {shortened(repr(name))} is not the name of a module")

@@ -60,7 +60,7 @@ class Run:
     saver: Checkpoints
     """Writes checkpoints."""
     trainer: PolicyTrainer
-    """The trainer, whose ranks are up."""
+    """The trainer, with all its ranks started."""
     engines: EnginePool | None
     """The engines; None if the command needs none, or replays recorded rollouts."""
     sharing: DeviceSharing | None
@@ -198,7 +198,7 @@ def open_run(
     guard: Guard | None = None,
     must_fit: Callable[[dict], str] = lambda state: "",
 ) -> Iterator[RunContext]:
-    """Open the run's folder, start Ray, and start engines if `command` generates. Yield the RunContext.
+    """Open the run's folder, start Ray, and start engines if `command` needs them. Yield the RunContext.
 
     config: must have passed preflight.check.check_start.
     guard: receives requests to stop; None: the run is never asked to stop.
@@ -301,7 +301,7 @@ def _start_ranks(context: RunContext) -> PolicyTrainer:
 def assemble(context: RunContext, checkpoint: Checkpoint | None) -> Iterator[Run]:
     """Start the trainer's ranks, wait for the engines, and yield the Run for one attempt.
 
-    checkpoint: the ranks load it; None: they begin with the model of the configuration.
+    checkpoint: checkpoint that the ranks load; None: they begin with the model of the configuration.
 
     Raises DamagedCheckpoint if the ranks find the checkpoint damaged. At the end of the `with` block, the
     ranks are ended, but not the engines.

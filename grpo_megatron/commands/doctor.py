@@ -250,7 +250,10 @@ def _gpu_libraries() -> Iterator[Diagnosis]:
 
 
 def _computes(here: Capabilities) -> Iterator[Diagnosis]:
-    """Check the precision and speed of matrix products in fp32, bf16 and FP8, and an all-reduce."""
+    """Check the precision and speed of matrix products in fp32, bf16 and FP8, and an all-reduce.
+
+    Yields one result for each of these. here: capabilities of this machine.
+    """
     yield _tried("matrix product, fp32", probes.matrix_product, "fp32")
     yield _tried("matrix product, bf16", probes.matrix_product, "bf16")
     if here.fp8_problem:

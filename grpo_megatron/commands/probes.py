@@ -68,7 +68,10 @@ def _output_of(arguments: list[str], timeout: float, environment: dict[str, str]
 
 
 def import_of(module: str) -> str:
-    """Import a module, to find missing or broken libraries that it needs. Return the module's version."""
+    """Import a module, to find missing or broken libraries that it needs.
+
+    Returns the module's version, or `can be imported` if the module states none.
+    """
     return getattr(importlib.import_module(module), "__version__", "can be imported")
 
 
@@ -93,7 +96,7 @@ if freed < size // 2 or int(memory[-1]) != 3:
 
 
 def memory_saver() -> str:
-    """Check that torch_memory_saver can release GPU memory and allocate it again.
+    """Check that torch_memory_saver can release GPU memory and allocate it again. Return a text about it.
 
     An engine that shares its device with the trainer does the same. The check starts one more process,
     because torch_memory_saver's library must be preloaded when a process starts.
@@ -113,7 +116,7 @@ def kernel(capability: str = "") -> str:
     capability: compute capability to build for, such as `9.0`. If empty, the kernel is built for this
         machine's GPU, and is also run.
 
-    Raises ProbeError if the build fails or the kernel's results are wrong.
+    Returns a text for the user. Raises ProbeError if the build fails or the kernel's results are wrong.
     """
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TVM_FFI_CACHE_DIR"] = folder  # a kernel that was built earlier would prove nothing
@@ -156,11 +159,11 @@ _ROUNDING = {"fp32": 1e-5, "bf16": 1e-2, "fp8": 0.1}
 
 
 def matrix_product(precision: str) -> str:
-    """Check a square matrix product against one in float64, and time it.
+    """Compare a square matrix product with the same product in float64, and time it.
 
     precision: fp32, bf16, or fp8 (with TransformerEngine).
 
-    Raises ProbeError if the error is larger than rounding explains.
+    Returns a text with speed and error. Raises ProbeError if the error is larger than rounding explains.
     """
     import torch
 
@@ -215,7 +218,10 @@ def _seconds(work: Callable, cuda: bool) -> float:
 
 
 def all_reduce() -> str:
-    """Check an all-reduce over one process per GPU (NCCL), or over two processes (gloo)."""
+    """Check and time an all-reduce over one process per GPU (NCCL), or over two processes (gloo).
+
+    Returns a text with size and time.
+    """
     import torch
 
     cuda = torch.cuda.is_available()

@@ -160,7 +160,8 @@ class Investigation:
     def _sample_again(self) -> Tokens:
         """Sample new tokens under the same weights, after another weight sync, and return them.
 
-        If their mismatch is small, the engine had generated with older weights before.
+        If the mismatch of the new tokens is small, the engine had sampled the earlier tokens with older
+        weights.
         """
         controller, step = self.controller, self.controller.loop.begin_step()
         groups = controller.rollouts.take(step).groups

@@ -15,7 +15,9 @@ from grpo_megatron.run.checkpoints import CHECKPOINTS, newest_folder
 
 
 def status(folder: str, as_json: bool) -> int:
-    """Print the status of the run in a folder. Return 0 if the run goes on or has finished, else 1.
+    """Print the status of the run in a folder, and return the exit status of `grpo-megatron status`.
+
+    The exit status is 0 if the run goes on or has finished, else 1.
 
     as_json: print all recorded values as JSON, rather than a text for people.
 

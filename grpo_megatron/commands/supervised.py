@@ -29,7 +29,7 @@ class SupervisedTraining(ABC, Generic[Record]):
     shown_every: int
     """Number of steps between two lines about the training on the terminal."""
     tokens_key: str
-    """Key in state.json of the number of tokens so far. It shows which command has written a checkpoint."""
+    """Key of the number of tokens so far in state.json. By its key, a command knows its own checkpoints."""
 
     def __init__(self, run: Run, records: Sequence[Record]):
         """Prepare the training on `records`."""

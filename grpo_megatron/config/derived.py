@@ -18,8 +18,8 @@ def lr_decay_steps(config: Config, command: str) -> int:
 
     The length is optimizer.lr_decay_steps if that is set, and else the number of optimizer steps of the run.
 
-    command: name of the command, such as "train". With any other command, each step of the run is one
-        optimizer step.
+    command: name of the command. With "train", a step of the run may have several optimizer steps. With any
+        other command, it has one.
     """
     if config.optimizer.lr_decay_steps is not None:
         return config.optimizer.lr_decay_steps

@@ -266,7 +266,9 @@ def _buried_key(key: str, value: Any) -> str | None:
 
 
 def _origin(key: str, origins: dict[str, str]) -> str:
-    """Return the origin of the last setting of a key, of a key within it, or of the mapping around it.
+    """Return the origin (such as `FILE:line`) of the last setting of a key.
+
+    A key within it, or the mapping around it, may have been set instead.
 
     origins: {dotted key: origin}.
     """

@@ -39,7 +39,7 @@ class Turn:
     """One turn of the model in a chat."""
 
     before: str
-    """All text before the turn."""
+    """Text of the chat before the turn, as the template renders it."""
     text: str
     """The text that the model writes, without `closing`."""
     closing: str

@@ -20,7 +20,7 @@ class Decoder:
     """
 
     def __init__(self, tokenizer, left_out: Iterable[int]):
-        """Take the decoding part of a tokenizer.
+        """Build the decoder from a tokenizer.
 
         tokenizer: a tokenizer of transformers.
         left_out: ids of the end and padding tokens, which do not appear in texts.

@@ -34,7 +34,7 @@ class LazySequence(Sequence[T]):
 def contents_of(items: Sequence) -> dict[str, str]:
     """Return {source name: digest of its records} of the sources that the items are made from.
 
-    The result is empty if `items` is a plain list, which has no such attribute.
+    The result is empty if `items` is a plain list.
     """
     return dict(getattr(items, "contents", {}))
 

@@ -37,7 +37,7 @@ class EpochOrder:
         return np.random.default_rng([self.seed, self.epoch]).permutation(self.size)
 
     def take(self, count: int) -> list[int]:
-        """Return the next `count` indices. Where the epoch ends, those of the next epoch follow."""
+        """Return the next `count` indices. If the epoch ends, the indices of the next epoch follow."""
         taken: list[int] = []
         while len(taken) < count:
             if self.position == self.size:

@@ -106,8 +106,9 @@ class PairMaker:
     ) -> list[dict[str, Any]]:
         """Return the whole conversation, from the prompt to the response, with system prompt and suffix.
 
-        messages: the messages of the field with the response. If the first message is the assistant's, the
-            conversation is the record's prompt followed by them. Otherwise they are the whole conversation.
+        messages: the messages in the field with the response. If the first of them is the assistant's, the
+            conversation is the record's prompt followed by `messages`. Otherwise `messages` is the whole
+            conversation.
         """
         tokenizer = self.conversations.tokenizer
         if messages[0]["role"] != "assistant":

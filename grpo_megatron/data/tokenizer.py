@@ -159,7 +159,7 @@ class PromptTokenizer:
         return self.encode(behind)
 
     def continued(self, ids: list[int], messages: list[dict[str, Any]], tools: Tools = None) -> list[int]:
-        """Return `ids` with all tokens added that come before the model's next turn.
+        """Return `ids` plus all tokens up to the beginning of the model's next turn.
 
         ids: token ids of a chat, which end with a turn of the model.
         messages: messages that follow this turn, such as an environment's answer.

@@ -20,7 +20,7 @@ class Asked:
     text: str
     """Text of the prompt."""
     messages: list[dict[str, Any]] | None
-    """The chat that the text renders, or None if the prompt is not a chat."""
+    """The chat from which `text` was rendered, or None if the prompt is not a chat."""
     tools: Tools
     """JSON schemas of the tools that the record offers to the model, or None."""
 

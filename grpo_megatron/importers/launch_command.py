@@ -37,7 +37,7 @@ class Launch:
 
     @property
     def program(self) -> str | None:
-        """The program that the command launches, or None.
+        """The program that the command launches; None if it is not found.
 
         It is the last .py or .sh file before the settings, or else the module after the last -m before them.
         """
@@ -99,7 +99,7 @@ def is_argument(word: Any) -> bool:
 
 
 def read_arguments(words: list[str]) -> Settings:
-    """Return the settings that a list of Hydra arguments makes.
+    """Return the settings in a list of Hydra arguments.
 
     words: `key=value` and the like, such as the lines of Hydra's overrides.yaml.
     """

@@ -148,8 +148,8 @@ class _Reader:
     def _changes(self, trace: Trace) -> tuple[list[str], list[str], list[str]]:
         """Return (keys, other words, sourced scripts) in which another run differs from the first run.
 
-        A value that contains other placeholders does not count as different: a failing program prints
-        nothing, for example.
+        Values are compared without their placeholders, because a program that fails prints nothing in place
+        of a placeholder.
 
         trace: the other run.
         """
@@ -160,9 +160,9 @@ class _Reader:
         return keys, list(map(trace.shown, words)), [one for one in trace.sources if one not in self._sources]
 
     def _record_differences(self, trace: Trace | None, reason: str) -> None:
-        """Record the settings in which another run differs as not certain.
+        """Mark the settings that differ in another run as not certain.
 
-        trace: the other run; None: nothing is recorded.
+        trace: the other run; None: nothing is marked.
         reason: text that says on what the settings depend.
         """
         if trace is None:
@@ -182,7 +182,7 @@ class _Reader:
         settings.undecided[key] = "; ".join(filter(None, (settings.undecided.get(key), reason)))
 
     def _try_outputs(self) -> None:
-        """Run the script with other outputs of programs, and record as not certain the settings that change.
+        """Run the script with other outputs of programs, and mark the settings that change as not certain.
 
         These settings are computed from an output, or depend on it in another way.
         """
@@ -197,7 +197,7 @@ class _Reader:
                     self._leave_open(key, "$<unknown>", reason)
 
     def _try_failures(self, trace: Trace) -> None:
-        """Run the script with failing programs, and record as not certain the settings that change.
+        """Run the script with failing programs, and mark the settings that change as not certain.
 
         trace: the first run, whose programs all succeed.
         """
@@ -214,9 +214,9 @@ class _Reader:
     def _try_variables(self, groups: list[tuple[str, ...]]) -> None:
         """Run the script with unset variables set to placeholders, and record the settings that change.
 
-        groups: unset variables; those of a group are always set together. One run sets all groups. If a
-            setting then changes otherwise than by containing a placeholder, each half of `groups` is tried
-            separately.
+        groups: unset variables; those of a group are always set together. At first, one run sets all groups.
+            If a setting then changes, but not to a value that contains a placeholder, each half of `groups`
+            is tried separately.
         """
         groups = [group for group in groups if not set(group) & set(self._unknown)]
         names = tuple(name for group in groups for name in group)
@@ -274,7 +274,7 @@ class _Reader:
         return set(decisive)
 
     def _note_conditions(self) -> None:
-        """Add a note for each variable of the caller on which a condition depends that could not be tried."""
+        """Note the conditions of the script that contain unset variables, unless other values were tried."""
         noted = {note.partition(":")[0] for note in self._settings.notes}
         for name in self._names:
             assigned = re.search(rf"(?:^|[\s;(]){name}\+?=|\b(?:for|read)\s(?:-\w+\s)*{name}\b", self._script)

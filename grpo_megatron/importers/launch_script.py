@@ -63,7 +63,7 @@ class RecordedCall:
     """Words of the command. Placeholders stand for unknown texts."""
     line: int = 0
     input: str = ""
-    """What the command reads from standard input; empty if that contains no placeholder."""
+    """Text that the command reads from standard input; empty if the text contains no placeholder."""
 
 
 @dataclass

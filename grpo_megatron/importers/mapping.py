@@ -112,7 +112,7 @@ class KeyMapping:
     default: Any = UNSET
     """The other system's default, carried over if the key is not set. UNSET: nothing is carried over."""
     unit: str = ""
-    """Both units as `theirs -> ours`, such as `MiB -> bytes`; empty if the unit stays."""
+    """The units of both values as `theirs -> ours`, such as `MiB -> bytes`; empty if the unit is the same."""
     changes_training: bool = False
     """True if a value that cannot be carried over changes what is trained, which a person must accept."""
 
@@ -172,7 +172,8 @@ class System:
 def same(theirs: str, ours: str, note: str = "", default: Any = UNSET, unit: str = "") -> KeyMapping:
     """Return the entry of a key that has the same meaning under another name in grpo_megatron.
 
-    theirs, ours: name of the key in the other system, and in grpo_megatron.
+    theirs, ours: name of the key in the other system, and in grpo_megatron. The other arguments are fields of
+        KeyMapping.
     """
     return KeyMapping(theirs, (ours,), note, None, default, unit)
 
@@ -187,13 +188,14 @@ def becomes(
 ) -> KeyMapping:
     """Return the entry of a key whose value is translated by `convert`.
 
-    theirs, ours: name of the key in the other system, and in grpo_megatron.
+    theirs, ours: name of the key in the other system, and in grpo_megatron. The other arguments are fields of
+        KeyMapping.
     """
     return KeyMapping(theirs, (ours,) if isinstance(ours, str) else ours, note, convert, default, unit)
 
 
 def dropped(theirs: str, why: str) -> KeyMapping:
-    """Return the entry of a key that has no counterpart in grpo_megatron."""
+    """Return the entry of a key that has no counterpart in grpo_megatron. why: becomes the entry's note."""
     return KeyMapping(theirs, (), why)
 
 
@@ -205,7 +207,8 @@ def trains(*entries: KeyMapping) -> tuple[KeyMapping, ...]:
 def choice(names: dict[str, Any], why: str = "there is no such choice here") -> Convert:
     """Return a converter that looks up the value in a table. For any other value it raises CannotCarry.
 
-    names: {the other system's value as text: value of our key, or {our key: value} for several keys}.
+    names: {the other system's value as text: value of grpo_megatron's key}. If the entry has several keys,
+        the table has {key: value} in place of a value.
     why: message for other values.
     """
 
@@ -246,7 +249,7 @@ def only(expected: tuple[Any, ...], why: str) -> Convert:
 
 
 def elsewhere(value: Any, source: Source) -> dict[str, Any]:
-    """Set no key of grpo_megatron. This is the converter of a key that another key's converter reads."""
+    """Return {}, so that no key is set. This is the converter of a key that another key's converter reads."""
     return {}
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass
 class Settings:
-    """The settings that a file of verl or RLinf makes, and the parts of the file that could not be read."""
+    """Settings read from a file of verl or RLinf, and the parts of the file that could not be read."""
 
     values: dict[str, Any] = field(default_factory=dict)
     """{dotted key: value}. A value that is not known is a text with a $, such as `$N` or `$<8 or 16>`."""

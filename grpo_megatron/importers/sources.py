@@ -27,7 +27,7 @@ _KEEP_UNREAD = re.compile(r"\$\{oc\.env:")
 def read_settings(
     text: str, launch: int | None = None, is_yaml: bool = False, environment: dict[str, str] | None = None
 ) -> Settings:
-    """Return the settings that a launch script or a YAML file makes. The text may be either.
+    """Return the settings in the text of a launch script or of a YAML file.
 
     launch: number of the script's launch command to import, counted from 1. None: all of them must be equal.
     is_yaml: True to accept nothing but YAML.

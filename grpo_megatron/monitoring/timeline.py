@@ -151,7 +151,10 @@ def read_timeline(path: Path) -> list[dict[str, Any]]:
 
 
 def _take_back(path: Path, resumed: int) -> None:
-    """Remove the events of steps after `resumed` from a timeline file. Delete a file without events."""
+    """Remove the events of steps after `resumed` from a timeline file.
+
+    If no events are left, the file is deleted.
+    """
     if not path.exists():
         return
     kept = [event for event in read_timeline(path) if event["args"].get("step", 0) <= resumed]

@@ -1,10 +1,10 @@
 """Bytes that a micro-batch takes on a rank: activations and the buffers of the output layer.
 
 Counted are the activations kept for the backward pass, the layer that is being computed, and the tiles of the
-output layer. The method is that of Korthikanti et al., "Reducing Activation Recomputation in Large
-Transformer Models" (arXiv:2205.05198), sections 4 and 5, with three differences: attention is a flash kernel,
-which keeps no probabilities (as with their selective recomputation); there is no dropout; the MLP has a gate.
-Each element is counted once per layer that keeps it.
+output layer. The method follows Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+Models" (arXiv:2205.05198), sections 4 and 5, with three differences: attention is a flash kernel, which keeps
+no probabilities (as with their selective recomputation); there is no dropout; the MLP has a gate. Each
+element is counted once per layer that keeps it.
 """
 
 from functools import cache

@@ -128,7 +128,7 @@ def takes_turns(config: Config) -> bool:
 
 
 class _Account:
-    """Computation of the memory of one configuration. `memory` returns the result."""
+    """Computes the memory that a run with one configuration takes. `memory` returns the result."""
 
     def __init__(self, config: Config, arch: Architecture):
         self.config, self.arch = config, arch

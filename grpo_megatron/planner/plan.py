@@ -25,7 +25,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """True if the GPUs have enough memory, also for a KV cache that holds one longest sequence."""
+        """True if the GPUs have enough memory. An engine's KV cache must hold one longest sequence."""
         return not self.problems
 
 

@@ -56,7 +56,7 @@ def search(config: Config, arch: Architecture, lengths: Lengths, count: int = 5)
 
 
 def _quickest(candidate: Config, arch: Architecture, lengths: Lengths) -> Plan | None:
-    """Return the fastest plan of a layout; None if no plan breaks no rule and has enough GPU memory.
+    """Return the fastest plan of a layout; None if all plans break a rule or need too much GPU memory.
 
     The plans differ in what is recomputed or offloaded.
     """

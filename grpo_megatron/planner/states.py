@@ -1,6 +1,6 @@
 """Memory of a trainer rank that lasts from step to step: parameters, gradients and optimizer states.
 
-The bytes are counted from the weight map and the layout. They are exact but for the padding of buffers.
+The bytes are counted from the weight map and the layout. They are exact except for the padding of buffers.
 """
 
 from collections import Counter
@@ -35,7 +35,7 @@ def itemsize(megatron: MegatronConfig) -> int:
 
 
 def training_states(arch: Architecture, megatron: MegatronConfig) -> list[TrainingState]:
-    """Return the TrainingState of a rank, for each pipeline stage. The whole model is trained.
+    """Return one TrainingState for each pipeline stage: the memory of one of its ranks, without LoRA.
 
     All ranks of a stage are alike. Mixed precision follows arXiv:1710.03740, with Adam: parameters in bf16;
     gradients, two moments and a master copy in float32. The distributed optimizer (ZeRO stage 1,

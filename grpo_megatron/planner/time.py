@@ -3,11 +3,11 @@
 Work is divided by the speed in the data sheet (capabilities.GPUS), multiplied by the share of this speed that
 kernels and links are assumed to reach:
 
-- training and log-prob passes: FLOPs, 6 or 2 for each weight that a token meets plus those of attention
-  (PaLM, arXiv:2204.02311, appendix B) and those of recomputation, divided evenly over the ranks; then the
-  busiest pipeline stage and the pipeline's bubble (p - 1) / (v m), for p stages of v chunks and m
-  micro-batches (Narayanan et al., arXiv:2104.04473, section 2.2); then the messages of tensor, expert,
-  context and pipeline parallelism, each with its latency, as if none were overlapped with compute.
+- training and log-prob passes: 6 or 2 FLOPs for each weight that a token meets, plus the FLOPs of attention
+  (PaLM, arXiv:2204.02311, appendix B) and of recomputation, divided evenly over the ranks; then the busiest
+  pipeline stage and the pipeline's bubble (p - 1) / (v m), for p stages of v chunks and m micro-batches
+  (Narayanan et al., arXiv:2104.04473, section 2.2); then the messages of tensor, expert, context and pipeline
+  parallelism, each with its latency, as if none were overlapped with compute.
 - decoding: each step reads the weights and the KV cache once, or takes as long as the matrix products if that
   is longer (the roofline model, Williams et al. 2009, doi:10.1145/1498765.1498785, as applied by Pope et al.,
   arXiv:2211.05102).
@@ -199,15 +199,15 @@ class _Flops:
     """FLOPs of one sequence's forward pass, by kind of kernel, because kinds reach different speeds."""
 
     projections: float
-    """Projections of attention."""
+    """FLOPs of the projections of attention."""
     mlp: float
-    """MLP of the layers without experts."""
+    """FLOPs of the MLP in layers without experts."""
     experts: float
-    """Router, top_k experts and shared experts."""
+    """FLOPs of the router, the top_k experts and the shared experts."""
     head: float
-    """Output projection."""
+    """FLOPs of the output projection."""
     attention: float
-    """Attention kernel."""
+    """FLOPs of the attention kernel."""
 
     @classmethod
     def of(cls, arch: Architecture, length: float) -> "_Flops":
@@ -283,7 +283,7 @@ class _Passes:
         """Return the seconds of all optimizer steps of a training step.
 
         An optimizer step sums gradients over the replicas, gathers parameters and updates states. With
-        megatron.overlap, summing and gathering take no time of their own as long as the backward pass lasts.
+        megatron.overlap, summing and gathering run during the backward pass, and only the rest counts.
         """
         config = self.config
         steps = config.train.ppo_epochs * config.data.train_batch_size // config.train.ppo_mini_batch_size

@@ -28,7 +28,7 @@ _RANKS = (
 
 
 def runs_here(config: Config) -> bool:
-    """Return True if the configuration is for this machine, because the section `cluster` names no others."""
+    """Return True if the section `cluster` names no machines, so that the run is for this machine."""
     cluster = config.cluster
     return (cluster.ray_address, cluster.gpu, cluster.nodes, cluster.gpus_per_node) == (
         None,

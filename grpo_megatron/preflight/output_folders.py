@@ -30,7 +30,7 @@ def must_be_writable(key: str, folder: str) -> None:
 def is_of_another_machine(folder: str) -> bool:
     """Return True if not even the first folder of the path exists on this machine.
 
-    The path may then belong to another node. An example is the mount point of its local disk.
+    The path may then belong to another node, for example as the mount point of a local disk.
     """
     return nearest_folder(folder) == Path("/") and Path(folder).absolute() != Path("/")
 

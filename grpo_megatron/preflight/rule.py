@@ -39,7 +39,7 @@ class Rule:
     check: Callable[..., Iterator[str]]
     """Yields a text for each violation: the values that break the rule, or "" if `says` names them."""
     whole: bool = False
-    """True if `check` yields whole messages, which do not need `says`, such as those of a registry."""
+    """True if `check` yields whole messages, to which `says` is not added, such as those of a registry."""
 
     def violations(self, *subject: Any) -> list[str]:
         """Return one sentence for each violation of this rule: what must hold, and the values that break it.
@@ -226,7 +226,7 @@ def _holds(condition: str, config: Config) -> bool:
 
 
 def _is_so(setting: str, config: Config) -> bool:
-    """Return True if the configuration has a setting of a condition, such as `run.seed=1|2`."""
+    """Return True if a setting in a condition, such as `run.seed=1|2`, holds for the configuration."""
     key, separator, wanted = setting.partition("=")
     value = value_of(config, key.removesuffix("!"))
     if not separator:

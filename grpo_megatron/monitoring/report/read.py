@@ -29,7 +29,7 @@ class RecordedRun:
     config: str | None
     """The resolved configuration as YAML; None if the folder has no config.yaml."""
     timeline: list[dict[str, Any]]
-    """Events of timeline.json."""
+    """Events of timeline.json, in the Trace Event Format."""
 
     @property
     def name(self) -> str:
