@@ -149,12 +149,13 @@ class ScriptRecorder:
     ) -> Trace:
         """Run the script and return the record of the run.
 
-        unknown: variables and positional parameters that are set to placeholders. Others are not set.
+        unknown: variables and positional parameters that are set to placeholders, which are numbers that
+            stand for unknown texts. Other variables are not set.
         failing: commands (Trace.command) that fail when they are first called. All others succeed.
         files_exist: True if conditions on files hold.
-        prints: what programs print: "placeholder", "nothing", or "1". With "1" the variables `unknown` are 1
-            too, and the remaining placeholders are other numbers, so that everything computed from them
-            differs.
+        prints: what programs print: "placeholder", "nothing", or "1". With "1", the variables `unknown` are 1
+            too, and all other placeholders are other numbers than in other runs. So everything that is
+            computed from a placeholder differs.
         given: {name: value} of further variables that are set.
 
         Raises ScriptEnded at a limit of the sandbox. Raises UserError if the text is not a bash script.

@@ -107,10 +107,10 @@ def _kept(kind: str, low: float, high: float) -> dict[str, Any]:
 
 
 def _what_a_mask_takes(source: Source) -> dict[str, Any]:
-    """Return the settings of grpo_megatron with which a mask removes tokens also from KL, entropy and means.
+    """Return the settings with which grpo_megatron masks tokens as verl does.
 
-    verl does so outside of bypass mode, because it removes rejected tokens from the batch. In bypass mode the
-    result is empty.
+    Outside of bypass mode, verl removes rejected tokens from the batch, so that they also do not count in KL,
+    entropy and the means. In bypass mode the result is empty.
     """
     if bypasses(source):
         return {}

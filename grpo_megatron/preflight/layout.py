@@ -14,7 +14,7 @@ _FIELDS = {_TP: "tp", _EP: "ep", _ETP: "etp"}
 
 
 def layout_violations(sizes: ParallelSizes, refused: frozenset[str] = frozenset()) -> list[str]:
-    """Return one sentence for each rule that the parallel sizes break, for any model.
+    """Return one sentence for each rule that the parallel sizes break, whatever the model is.
 
     refused: keys whose values the schema refuses. Rules about them are skipped.
     """
