@@ -46,8 +46,8 @@ _RUNS = {
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit status.
 
-    arguments: the words after `grpo-megatron`; None: those of this process. With None, a run also gets a
-        keeper (commands.keeper), a process that kills whatever the run leaves behind.
+    arguments: the words after `grpo-megatron`; None: the arguments of this process. With None, a run also
+        gets a keeper (commands.keeper), a process that kills whatever the run leaves behind.
     """
     show_messages()
     options = _parse(arguments)
@@ -103,8 +103,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 def _intermixed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
     """Parse arguments in which `key=value` words stand before, between and after options.
 
-    Replaces argparse's parse_intermixed_args, which does not support subcommands. argparse's parse_args takes
-    only one contiguous group of such words.
+    Replaces argparse's parse_intermixed_args, which does not support subcommands. argparse's parse_args
+    accepts only one contiguous group of `key=value` words. Exits with a usage message if an argument is not
+    known.
     """
     options, left = parser.parse_known_args(arguments)
     takes_more = hasattr(options, "overrides")
@@ -134,7 +135,7 @@ def _command(options: argparse.Namespace) -> Callable[[Guard], int]:
 
 
 def _add_looks(commands) -> None:
-    """Add `status` and `report`, which read a run's folder.
+    """Add the commands `status` and `report`, which read a run's folder, to the parser.
 
     commands: what ArgumentParser.add_subparsers returned.
     """

@@ -1,4 +1,4 @@
-"""The command line of `grpo-megatron config`."""
+"""Command line of `grpo-megatron config`."""
 
 import argparse
 import sys
@@ -7,7 +7,7 @@ from grpo_megatron.config.command import Command
 
 
 def add_parser(commands) -> None:
-    """Add the parser of `grpo-megatron config`.
+    """Add the parser of `grpo-megatron config` to the parser of `grpo-megatron`.
 
     commands: what ArgumentParser.add_subparsers returned.
     """

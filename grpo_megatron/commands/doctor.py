@@ -52,7 +52,7 @@ def _python() -> Diagnosis:
 
 
 def _driver() -> Diagnosis | None:
-    """Check the version of NVIDIA's driver. Return None if there is no driver.
+    """Check the version of NVIDIA's driver. Return None if no driver or no version is found.
 
     The check is needed because torch does not give the reason if the driver is too old. It then says only
     that CUDA is not available.
@@ -107,7 +107,7 @@ def _package(package: str, expected: str | None, missing: str, required: bool) -
     """Check that a package is installed in the right version.
 
     expected: the version that this project is tested with; None: any.
-    missing: the consequence if the package is not installed, for the finding's text.
+    missing: text about what does not work without the package.
     required: True if a missing package is a problem, False if it is only a note.
     """
     have = version(package)
@@ -180,9 +180,9 @@ def _tried(subject: str, probe: Callable[..., str], *arguments: str) -> Diagnosi
 
 
 def _imported(module: str, missing: str, required: bool) -> Diagnosis:
-    """Check that a module can be imported, in a process of its own.
+    """Check that a module can be imported. The import happens in another process, which it may crash.
 
-    missing: the consequence if the module is not installed, for the finding's text.
+    missing: text about what does not work without the module.
     required: True if a module that is not installed is a problem, False if it is only a note. A module that
         is installed but cannot be imported is always a problem.
     """
@@ -191,7 +191,7 @@ def _imported(module: str, missing: str, required: bool) -> Diagnosis:
     return _tried(module, probes.import_of, module)
 
 
-# The programs that build kernels on a machine with ranks or engines, and where to get each.
+# The programs that build kernels on a machine with ranks or engines, and where to get them.
 _BUILDERS = {
     "nvcc": "the toolkit of CUDA 13, and set CUDA_HOME to its folder",
     "ninja": "the package of this name from requirements/gpu-torch.txt",
@@ -200,9 +200,9 @@ _BUILDERS = {
 
 
 def _builders() -> Iterator[Diagnosis]:
-    """Check that the programs and headers are there with which SGLang and Triton build kernels at run time.
+    """Check that the programs and headers exist with which SGLang and Triton build kernels at run time.
 
-    The programs are searched for in the environment that ranks and engines get.
+    Yields one result for each of them. The programs are searched for in the environment of ranks and engines.
     """
     environment = filled_in(gpu_environment(os.environ), os.environ)
     for program, source in _BUILDERS.items():
@@ -225,7 +225,7 @@ def _builders() -> Iterator[Diagnosis]:
 
 
 def _gpu_libraries() -> Iterator[Diagnosis]:
-    """Check the libraries and programs that only a machine with a GPU needs."""
+    """Check the libraries and programs that only a machine with a GPU needs. Yield one result for each."""
     import torch
 
     cudnn = torch.backends.cudnn.version()
@@ -239,7 +239,7 @@ def _gpu_libraries() -> Iterator[Diagnosis]:
     yield _imported("sglang.srt.entrypoints.engine", "rollouts are not possible", required=True)
     yield _imported("sgl_kernel", "engines need SGLang's kernels", required=True)
     yield _imported("flashinfer", "engines need its kernels of attention and sampling", required=True)
-    # SGLang imports it in every engine on Hopper. It copes with a missing module, but not with one that
+    # SGLang imports deep_gemm in every engine on Hopper. It tolerates a missing module, but not a module that
     # fails.
     yield _imported("deep_gemm", "engines in FP8 need its kernels", required=False)
     yield _tried("an engine's kernel", probes.kernel)
@@ -258,7 +258,10 @@ def _gpu_libraries() -> Iterator[Diagnosis]:
 
 
 def _computes(here: Capabilities) -> Iterator[Diagnosis]:
-    """Check the precision and speed of matrix products in fp32, bf16 and FP8, and an all-reduce."""
+    """Check the precision and speed of matrix products in fp32, bf16 and FP8, and an all-reduce.
+
+    Yields one result for each of these. here: capabilities of this machine.
+    """
     yield _tried("matrix product, fp32", probes.matrix_product, "fp32")
     yield _tried("matrix product, bf16", probes.matrix_product, "bf16")
     if here.fp8_problem:
@@ -272,7 +275,10 @@ _TE, _SAVER = "TransformerEngine", "torch_memory_saver"
 
 
 def examine() -> Iterator[Diagnosis]:
-    """Run all checks of this machine in order. A check that could crash runs in its own process."""
+    """Run all checks of this machine in order, and yield their results.
+
+    A check that could crash runs in another process.
+    """
     yield _python()
     yield from _devices()
     yield _package("megatron-core", MEGATRON_CORE, "training is not possible", required=True)
@@ -293,14 +299,14 @@ def examine() -> Iterator[Diagnosis]:
     if util.find_spec("transformer_engine") is None:
         yield Diagnosis(NOTE, _TE, "not installed: FP8 is not possible, and layers are Megatron's, in torch")
     else:
-        # megatron-core imports it if it is installed. It copes with a missing module, but not with one that
-        # fails.
+        # megatron-core imports TransformerEngine if it is installed. It tolerates a missing module, but not a
+        # module that fails.
         yield _tried(_TE, probes.import_of, "transformer_engine.pytorch")
     yield from _computes(here)
 
 
 def doctor() -> int:
-    """Run all checks and print each finding at once. Return the exit status: 1 if there is a problem."""
+    """Run all checks, and print each result when it is there. Return 1 if there is a problem, else 0."""
     problems = 0
     for finding in examine():
         problems += finding.level == PROBLEM

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def evaluation_config(config: Config) -> Config:
-    """Return the configuration of an evaluation, with the suffix `_eval` at run.name.
+    """Return the configuration of an evaluation, whose run.name has the suffix `_eval`.
 
     The evaluation thus has its own folder, and a training run with the same configuration can still be
     continued. The engines have devices of their own, because there are no trainer ranks. Raises UserError if
@@ -53,8 +53,10 @@ def evaluation_config(config: Config) -> Config:
 def evaluate(config: Config, guard: Guard | None = None) -> dict[str, Any]:
     """Sample responses to all prompts of data.eval, score them, and return the result.
 
-    The result has the scores and the paths of the outputs. It is also written to result.json in the
-    evaluation's folder. guard: receives requests to stop; None: one that never ends the run.
+    The result has "model", "scores" ({data set: {metric: value}}), "run_dir", "tensorboard" and
+    "wall_seconds". It is also written to result.json in the evaluation's folder.
+
+    guard: receives requests to stop; None: the run is never asked to stop.
     """
     config = evaluation_config(config)
     check_start(config, Command.eval)

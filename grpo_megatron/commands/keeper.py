@@ -1,8 +1,8 @@
 """The keeper: a small process around a run. It outlives the run and kills whatever the run leaves behind.
 
-The run itself is in a child process, the driver, which has a session of its own. All that the driver starts
-descends from the keeper. Orphans become the keeper's children, so it finds all of them. It passes signals on
-to the driver, which handles them (commands.driver).
+The run itself is in a child process, the driver, which has a session of its own. All processes that the
+driver starts descend from the keeper. Orphans among them become the keeper's children, so the keeper finds
+all of them. The keeper passes signals on to the driver, which handles them (commands.driver).
 """
 
 import contextlib
@@ -30,8 +30,9 @@ def keep(drive: Callable[[Connection], int]) -> int:
 
     drive: takes the driver's end of a connection to the keeper, and returns the exit status.
 
-    This function returns twice. In the driver it returns what `drive` returned. In the keeper it returns when
-    no process of the run is left, with 128 + N if signal N has killed the driver.
+    This function returns in both processes. In the driver it returns what `drive` returned. In the keeper it
+    returns when no process of the run is left. The keeper's status is 128 + N if signal N has killed the
+    driver.
     """
     # Signals that are ignored, such as with nohup, stay ignored.
     watched = {signum for signum in STOP_SIGNALS if signal.getsignal(signum) != signal.SIG_IGN} | {
@@ -54,11 +55,11 @@ def keep(drive: Callable[[Connection], int]) -> int:
 
 
 class _Keeper:
-    """The keeper's view of the driver: it passes signals on, waits for the end, and kills what is left.
+    """The work of the keeper process: pass signals on to the driver, wait for its end, kill what is left.
 
     driver: pid of the driver
-    connection: to the driver
-    watched: signals that are blocked in the keeper, and that it waits for
+    connection: connection to the driver
+    watched: signals that are blocked in the keeper, so that it can wait for them
     """
 
     def __init__(self, driver: int, connection: Connection, watched: set[int]):
@@ -71,7 +72,7 @@ class _Keeper:
     def status(self) -> int:
         """Wait for the end of the driver, kill its remaining descendants, and return the exit status.
 
-        Shows a message if the driver could not show one itself.
+        Prints a message if the driver could not print one itself.
         """
         wait_status = self._wait()
         left = kill_descendants()
@@ -102,9 +103,10 @@ class _Keeper:
         return status
 
     def _wait(self) -> int | None:
-        """Wait for the end of the driver, and pass signals on to it. Return its wait status as from waitpid.
+        """Wait for the end of the driver, and pass signals on to it.
 
-        Returns None if the driver has not ended _LEAVING_SECONDS after the second SIGINT.
+        Returns the driver's wait status, as os.waitpid gives it, or None if the driver has not ended
+        _LEAVING_SECONDS after the second SIGINT.
         """
         interrupted, deadline = 0, None
         while deadline is None or time.monotonic() < deadline:
@@ -134,9 +136,9 @@ class _Keeper:
             return None
 
     def _hear(self) -> None:
-        """Read the driver's messages: the run's folder, and the exit status that it announced.
+        """Read the driver's messages: they tell the run's folder and the exit status.
 
-        The driver announces a status when it shows the run's last message itself.
+        The driver sends a status only if it prints the run's last message itself.
         """
         with contextlib.suppress(EOFError, OSError):
             while self._connection.poll():
@@ -154,6 +156,6 @@ class _Keeper:
 
 
 def say_last(text: str) -> None:
-    """Print the last message of a run on stderr."""
+    """Print the last message of a run on stderr. Does nothing if the terminal is gone."""
     with contextlib.suppress(OSError):  # a terminal that is gone
         print(text, file=sys.stderr, flush=True)

@@ -8,7 +8,7 @@ import argparse
 
 
 def add_parser(commands) -> None:
-    """Add the parser of `grpo-megatron plan`.
+    """Add the parser of `grpo-megatron plan` to the parser of `grpo-megatron`.
 
     commands: what ArgumentParser.add_subparsers returned.
     """
@@ -37,7 +37,7 @@ def add_parser(commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plan, or with --search the quickest layouts, and return 0.
+    """Print the plan, or with --search the quickest layouts, and return the exit status 0.
 
     Raises UserError if the configuration is invalid, cannot be planned, or needs more memory than the GPUs
     have.

@@ -1,9 +1,8 @@
 """The self-test's search for the cause of a mismatch between engine and trainer.
 
-The mismatch |delta| of a token is the difference between the log-probs that engine and trainer give it.
-
-It changes one condition after the other (another weight sync, another temperature, other token ids, another
-precision), and measures each time how much of the mismatch is left.
+delta is the difference between the log-probs that engine and trainer give a token, and the mismatch is the
+mean |delta| over tokens. The search changes one condition after the other (another weight sync, another
+temperature, other token ids, another precision), and measures each time how much of the mismatch is left.
 """
 
 from dataclasses import dataclass
@@ -27,8 +26,9 @@ SAMPLING_Z = 6.0
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of some mini-batches that are trained on, with the log-probs to compare.
+    """The n trained tokens of some mini-batches, with the log-probs to compare.
 
+    mini_batches: the mini-batches that contain the tokens
     engine: log-probs that the engine reported when it sampled, float64 [n]
     trainer: log-probs that the trainer computed for the same tokens, float64 [n]
     """
@@ -49,12 +49,12 @@ class Tokens:
 
     @property
     def mismatch(self) -> float:
-        """Mean |delta| over the tokens."""
+        """Mean over the tokens of |trainer's log-prob - engine's log-prob|."""
         return float(np.abs(self.trainer - self.engine).mean())
 
 
 class Investigation:
-    """Search for the cause of the mismatch, after the training loop of the self-test has run.
+    """Search for the cause of a mismatch, after the training loop of the self-test has run.
 
     It changes one condition after the other, and measures how much of the mismatch is left.
     """
@@ -81,7 +81,7 @@ class Investigation:
         return verdict
 
     def measured(self) -> Verdict:
-        """Return the verdict with each step's mismatch and the limit, but no explanations yet."""
+        """Return a Verdict with each step's mismatch and the largest acceptable mismatch, unexplained yet."""
         return Verdict(
             mean=[tokens.mismatch for tokens in self.steps],
             maximum=[float(np.abs(tokens.trainer - tokens.engine).max()) for tokens in self.steps],
@@ -89,7 +89,11 @@ class Investigation:
         )
 
     def mismatch_explained(self, verdict: Verdict) -> list[str]:
-        """Return an explanation of a mismatch beyond the limit, or of old weights in the engine; else []."""
+        """Return [explanation of the mismatch]; empty if there is nothing to explain.
+
+        There is something to explain if a step's mismatch is above verdict.limit, or if weight syncs do not
+        reach the engine.
+        """
         stale = self._weight_version(self.steps[-1])
         if stale:
             return [stale]
@@ -118,10 +122,10 @@ class Investigation:
     ) -> np.ndarray:
         """Have the trainer compute log-probs and entropies of the tokens again, under other conditions.
 
-        temperature: sampling temperature; None: the one found so far.
-        rounding: dtype in whose precision the trainer adds rounding errors; None: none are added.
+        temperature: sampling temperature; None: the temperature found so far.
+        rounding: dtype whose rounding errors the trainer adds to its computation; None: none are added.
 
-        Returns float64 [2, n]: the log-probs and the entropies.
+        Returns float64 [2, n]: row 0 has the log-probs, row 1 the entropies.
         """
         temperature = self.temperature if temperature is None else temperature
         self.handover.to_ranks()
@@ -132,16 +136,16 @@ class Investigation:
         return np.concatenate(parts, axis=1).astype(np.float64)
 
     def _rounding(self, tokens: Tokens, dtype: torch.dtype) -> float:
-        """Return how much rounding errors of this dtype change the trainer's log-probs, in the mean.
+        """Return the mean |change| of the trainer's log-probs when rounding errors of this dtype are added.
 
-        The limit of an acceptable mismatch is a multiple of this.
+        The largest acceptable mismatch is a multiple of this.
         """
         return float(np.abs(self._probe(tokens, rounding=dtype)[0] - tokens.trainer).mean())
 
     def _scores(self, tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
         """Have trainer and engine score the same token ids at temperature 1, without sampling.
 
-        Returns (trainer, engine): their log-probs of the trained tokens, float64 [n] each.
+        Returns (trainer's log-probs, engine's log-probs) of the trained tokens, float64 [n] each.
         """
         self.handover.to_engines()
         scored = []
@@ -154,9 +158,10 @@ class Investigation:
         return self._probe(tokens, 1.0)[0], np.concatenate(scored)
 
     def _sample_again(self) -> Tokens:
-        """Sample once more under the same weights, after another weight sync. Return the tokens.
+        """Sample new tokens under the same weights, after another weight sync, and return them.
 
-        If the mismatch is gone, the engine had generated with older weights before.
+        If the mismatch of the new tokens is small, the engine had sampled the earlier tokens with older
+        weights.
         """
         controller, step = self.controller, self.controller.loop.begin_step()
         groups = controller.rollouts.take(step).groups
@@ -167,9 +172,8 @@ class Investigation:
     def surprise(self) -> float:
         """Test whether the engine draws tokens from the distribution that its log-probs describe.
 
-        Returns the difference of mean surprise (-log p of the engine) and mean entropy (of the trainer), in
-        standard errors. Both means are the same if each token is drawn from the trainer's distribution,
-        whatever ends a response, because their difference is a martingale.
+        Returns mean surprise (-log p of the engine) minus mean entropy (of the trainer), in standard errors.
+        The two means are equal, except for chance, if each token is drawn from the trainer's distribution.
         """
         excess = np.concatenate([-tokens.engine - self._probe(tokens)[1] for tokens in self.steps])
         return float(excess.mean() / max(excess.std() / np.sqrt(len(excess)), 1e-12))
@@ -199,8 +203,8 @@ class Investigation:
     def _weight_version(self, tokens: Tokens) -> str | None:
         """Check that weight syncs reach the engine: double all weights and sync, then halve them and sync.
 
-        Both changes are exact in floating point. Returns an explanation if the engine's log-probs do not
-        change as much as the trainer's, else None.
+        Both changes are exact in floating point. Returns an explanation if the engine's log-probs change much
+        less than the trainer's, else None.
         """
         before = self._scores(tokens)
         self.handover.to_ranks()
@@ -213,7 +217,8 @@ class Investigation:
             self.policy.weights.scale(0.5)
         self.handover.publish()
         trainer, engine = (float(np.abs(new - old).mean()) for new, old in zip(after, before, strict=True))
-        # Compare only how far both move. With one wrong tensor, the engine moves as far, but elsewhere.
+        # Compare only the sizes of the changes. With one wrong tensor, the engine's log-probs change as much,
+        # but differently.
         if engine > LEFT * trainer:
             return None
         return (
@@ -250,7 +255,7 @@ class Investigation:
     def _tokenizer(self, tokens: Tokens, enough: float) -> str | None:
         """Return an explanation if the engine agrees with the trainer once it scores the same token ids.
 
-        The ids were then changed between sampling and training. Returns None if the mismatch stays.
+        In this case the ids were changed between sampling and training. Returns None if the mismatch stays.
 
         enough: mean |delta| at or below which the mismatch counts as gone.
         """
@@ -295,9 +300,10 @@ class Investigation:
 
 
 def _minimum(function, grid: np.ndarray, rounds: int = 12) -> tuple[float, float]:
-    """Return (x, value) of a function's minimum, found by a golden-section search of `rounds` steps.
+    """Return (x, function(x)) at the minimum of a function, found by a golden-section search.
 
-    The search goes on between the neighbours of the best point of `grid`, which is sorted.
+    grid: sorted values of x. The search continues between the neighbours of the best of them.
+    rounds: number of steps of the search.
     """
     values = [function(x) for x in grid]
     best = int(np.argmin(values))

@@ -15,11 +15,13 @@ from grpo_megatron.run.checkpoints import CHECKPOINTS, newest_folder
 
 
 def status(folder: str, as_json: bool) -> int:
-    """Print the status of the run in a folder. Return 0 if it goes on or has finished, else 1.
+    """Print the status of the run in a folder, and return the exit status of `grpo-megatron status`.
 
-    as_json: print all recorded values as JSON rather than as text for people.
+    The exit status is 0 if the run goes on or has finished, else 1.
 
-    Raises UserError if the folder is not a run's, or if its status file is damaged.
+    as_json: print all recorded values as JSON, rather than a text for people.
+
+    Raises UserError if the folder is not the folder of a run, or if its status file is damaged.
     """
     found = read_status(folder)
     with reading(Path(folder, CHECKPOINTS)):
@@ -92,7 +94,8 @@ def _checkpoint(newest: Path | None, ago: Callable[[float], str]) -> str:
     try:
         return f"{newest.name}, {ago(newest.stat().st_mtime)} ago"
     except OSError as error:
-        # A newer one has replaced it since it was listed, or on another node while this node still lists it.
+        # A newer checkpoint has replaced this one since it was listed, or on another node while this node
+        # still lists it.
         return f"{newest.name}, of unknown age ({error.strerror})"
 
 

@@ -7,17 +7,19 @@ from grpo_megatron.config.schema import Config
 def scores_on_ranks(config: Config) -> bool:
     """Return True if the trainer's ranks hold a frozen reward model beside the policy.
 
-    A run that replays recorded samples (rollout.replay) needs none, because these have been scored already.
+    A run that replays recorded samples (rollout.replay) needs no reward model, because the samples have been
+    scored already.
     """
     return MODEL in functions_of(config.reward) and not config.rollout.replay
 
 
 def lr_decay_steps(config: Config, command: str) -> int:
-    """Return the length of the learning-rate schedule in optimizer steps, including its warm-up.
+    """Return the length of the learning-rate schedule in optimizer steps, including the warm-up.
 
-    This is optimizer.lr_decay_steps, or by default the number of optimizer steps of the whole run.
-    command: command-line command, such as "train". Other commands take one optimizer step per step of the
-        run.
+    The length is optimizer.lr_decay_steps if that is set, and else the number of optimizer steps of the run.
+
+    command: name of the command. With "train", a step of the run may have several optimizer steps. With any
+        other command, it has one.
     """
     if config.optimizer.lr_decay_steps is not None:
         return config.optimizer.lr_decay_steps
@@ -28,5 +30,5 @@ def lr_decay_steps(config: Config, command: str) -> int:
 
 
 def pack_limit(config: Config) -> int:
-    """Return the most tokens that a micro-batch may have, over all CP ranks."""
+    """Return the maximum number of tokens of a micro-batch, summed over all context-parallel ranks."""
     return config.train.max_tokens_per_micro_batch * config.megatron.context_parallel

@@ -1,4 +1,4 @@
-"""The keys of the schema, and texts about them for help and YAML files: type, default, value."""
+"""The keys of the schema, and texts about them for help and YAML files, such as type and default."""
 
 import dataclasses
 import difflib
@@ -20,9 +20,12 @@ _PLAIN = {int: "integer", float: "number", bool: "true or false", str: "text", t
 
 @cache
 def known_keys(cls: type = Config, prefix: str = "") -> dict[str, FieldInfo]:
-    """Return {dotted key: pydantic's record of the field} of the whole schema, in its order.
+    """Return {dotted key: pydantic's description of the field} of the whole schema, in the schema's order.
 
-    It includes sections such as `rollout`. Callers leave out the parameters, which serve the recursion.
+    Sections such as `rollout` are included.
+
+    cls: class of the schema, or of one of its sections.
+    prefix: text to put before each key.
     """
     found = {}
     for name, field in cls.__pydantic_fields__.items():
@@ -61,7 +64,10 @@ def _type_name(kind: Any) -> str:
 
 
 def choices_of(kind: Any) -> list[str]:
-    """Return the legal values of a type, or of the items of a list; empty if they are not listed."""
+    """Return the legal values of a type, or of the items of a list type; empty if they cannot be listed.
+
+    kind: the type, such as an Enum.
+    """
     if get_origin(kind) is Literal:
         return list(get_args(kind))
     if isinstance(kind, type) and issubclass(kind, Enum):
@@ -70,7 +76,10 @@ def choices_of(kind: Any) -> list[str]:
 
 
 def value_problem(key: str, field: FieldInfo, error: dict[str, Any]) -> str:
-    """Return what is wrong with the value of a key, for one of pydantic's errors about it."""
+    """Return a message that says what is wrong with the value of a key.
+
+    error: one of pydantic's errors about the value.
+    """
     message, value = error["msg"], shortened(value_text(error["input"]))
     if error["type"] == "value_error" or any(word in message for word in ("greater", "less", "finite")):
         subject = f"each of {key}" if isinstance(error["loc"][-1], int) else key
@@ -87,7 +96,7 @@ def default_of(field: FieldInfo) -> Any:
 
 
 def unit_of(field: FieldInfo) -> str:
-    """Return the unit of a quantity, such as `seconds`; empty if it has none."""
+    """Return the unit of a key's value, such as `seconds`; empty if it has none."""
     return field.json_schema_extra["unit"]
 
 
@@ -130,9 +139,10 @@ def _buried_key(key: str, value: Any) -> str | None:
 
 
 def nearest_key(key: str) -> str | None:
-    """Return the known key most similar to an unknown one, for a `did you mean` hint; else None.
+    """Return the known key that is most similar to an unknown key, for a `did you mean` hint.
 
-    A key with the same last name in another section counts as most similar.
+    A key with the same last name in another section counts as most similar. Returns None if no key is similar
+    enough.
     """
     known = list(known_keys())
     last = key.rsplit(".", 1)[-1]
@@ -199,7 +209,7 @@ def nested_yaml(values: dict[str, Any], comments: dict[str, str]) -> str:
     """Return settings as the text of a YAML file with nested sections, in the given order.
 
     values: {dotted key: value}.
-    comments: {dotted key: comment at the end of its line}, for any of the keys.
+    comments: {dotted key: comment at the end of its line}. Keys may be missing.
     """
     lines: list[str] = []
     above: list[str] = []

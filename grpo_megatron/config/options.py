@@ -1,6 +1,7 @@
 """Building blocks of the schema: pydantic dataclasses, and their keys and sections.
 
-Bounds and types are checked when an object is made, also by `dataclasses.replace`; defaults are checked too.
+Bounds and types are checked whenever an object is made, also by `dataclasses.replace`. Defaults are checked
+too.
 """
 
 import re
@@ -24,10 +25,10 @@ dataclass = partial(
 def option(default: Any, help: str, unit: str = "", is_internal: bool = False, **bounds: Any) -> Any:
     """Return the pydantic field of one key of the schema.
 
-    help: what the key does, which `grpo-megatron config` prints.
+    help: what the key does, for the texts that `grpo-megatron config` prints.
     unit: unit of a quantity, such as `seconds`.
     is_internal: the key is for tests. docs/config.md and lists of keys leave it out.
-    bounds: of a number: gt, ge, lt, le, as in pydantic.
+    bounds: bounds of a number: gt, ge, lt, le, as in pydantic.
     """
     settings = {"description": help, "json_schema_extra": {"unit": unit, "internal": is_internal}, **bounds}
     if isinstance(default, (list, dict)):
@@ -36,12 +37,15 @@ def option(default: Any, help: str, unit: str = "", is_internal: bool = False, *
 
 
 def section(cls: type, help: str) -> Any:
-    """Return the pydantic field of a section of the schema. The fields of `cls` are its keys."""
+    """Return the pydantic field of a section of the schema. The fields of `cls` are the section's keys."""
     return Field(default_factory=cls, description=help, json_schema_extra={"unit": "", "internal": False})
 
 
 def _text(must: str, fits: Callable[[str], bool]) -> Any:
-    """Return the type of texts that fulfil a condition, which `must` states for messages."""
+    """Return the type of texts for which `fits` returns True.
+
+    must: the condition in words, for messages, such as `must not be empty`.
+    """
 
     def check(value: str) -> str:
         if not fits(value):

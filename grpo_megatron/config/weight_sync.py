@@ -6,7 +6,7 @@ from grpo_megatron.config.options import LONGEST_WAIT, PathText, dataclass, opti
 
 
 class Transport(str, Enum):
-    """Carrier of the weights from the trainer to the engines. `auto`: chosen at the start of the run."""
+    """Way of the weights from the trainer to the engines. With `auto`, the run chooses it when it starts."""
 
     auto = "auto"
     shared_memory = "shared_memory"

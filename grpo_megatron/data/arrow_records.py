@@ -23,9 +23,9 @@ _SAVED = ("state.json", "dataset_dict.json")  # every folder written by save_to_
 class _ArrowRecords(Records):
     """Base class of records that are read from Arrow tables.
 
-    In Arrow, a struct has every key that occurs in any record, with null where a record lacks the key. Such a
-    null looks like a null that was written on purpose. So `meant` removes both before a chat template sees
-    the value, because templates test whether a key is present.
+    In Arrow, a struct has every key that occurs in any record, with null where a record lacks the key. These
+    nulls cannot be told from nulls that were written on purpose. Chat templates test whether a key is
+    present, so `meant` removes all keys that are null.
     """
 
     def meant(self, value: Any) -> Any:
@@ -35,7 +35,7 @@ class _ArrowRecords(Records):
 class ParquetRecords(_ArrowRecords, FileRecords):
     """The records of a Parquet file, read one row group at a time.
 
-    A cache keeps up to 256 MiB of decoded row groups in memory, or one row group if it is larger.
+    A cache keeps up to 256 MiB of decoded row groups in memory. A single row group may be larger.
     """
 
     def __init__(self, path: str):
@@ -67,7 +67,7 @@ class ParquetRecords(_ArrowRecords, FileRecords):
         return _row(self._table(group), index - self._starts[group], self.where(index))
 
     def _table(self, group: int):
-        """Return the row group as a pyarrow.Table, from the cache or newly decoded."""
+        """Return a row group as a pyarrow.Table, from the cache or newly decoded. group: its index."""
         if group not in self._tables:
             where = f"{self.source}: the row group that begins at record {self._starts[group]}"
             try:
@@ -129,13 +129,16 @@ class HubRecords(_ArrowRecords):
 
 
 def hub_folder(source: str) -> str | None:
-    """Return the local folder that `hf:NAME...` names, or None if the name has to be looked up on a hub."""
+    """Return the local folder that the source `hf:NAME...` names; None if NAME must be looked up on a hub."""
     name = source.removeprefix(HUB_PREFIX).split(":", 1)[0]
     return name if os.path.isdir(name) or name.startswith(("/", "./", "../")) else None
 
 
 def _saved(source: str, folder: str, config: str, split: str):
-    """Return the data set in a folder that `save_to_disk` wrote.
+    """Return the datasets.Dataset in a folder that `save_to_disk` wrote.
+
+    source: name of the data set in error messages.
+    config, split: what the source requests; empty for none. Of several splits, `train` is the default.
 
     Raises UserError if the folder does not have the requested configuration or split.
     """
@@ -173,7 +176,11 @@ def _reasons(error: BaseException) -> str:
 
 
 def _row(table, row: int, where: str) -> dict[str, Any]:
-    """Return one row of a pyarrow.Table as plain Python."""
+    """Return one row of a pyarrow.Table as a dict of plain Python values.
+
+    row: index of the row.
+    where: place of the record, for error messages.
+    """
     try:
         [record] = table.slice(row, 1).to_pylist()
     except Exception as error:  # text that is not UTF-8, dates that Python cannot represent, and more

@@ -20,7 +20,7 @@ class Decoder:
     """
 
     def __init__(self, tokenizer, left_out: Iterable[int]):
-        """Take the decoding part of a tokenizer.
+        """Build the decoder from a tokenizer.
 
         tokenizer: a tokenizer of transformers.
         left_out: ids of the end and padding tokens, which do not appear in texts.
@@ -35,7 +35,11 @@ class Decoder:
 
 
 def end_tokens(tokenizer, model_path: str) -> set[int]:
-    """Return the ids of the end and padding tokens that the tokenizer and the model's folder name."""
+    """Return the ids of the end and padding tokens.
+
+    These are the tokenizer's own, and the end tokens in config.json and generation_config.json of the model's
+    folder.
+    """
     stated: list[int | None] = []
     for name in ("config.json", "generation_config.json"):
         path = Path(model_path) / name
@@ -48,7 +52,7 @@ def end_tokens(tokenizer, model_path: str) -> set[int]:
 
 
 def _adds_nothing(tokenizer) -> bool:
-    """Return True if a tokenizer of transformers decodes like its compiled part, the tokenizers library."""
+    """Return True if a tokenizer of transformers decodes exactly like its compiled part (`tokenizers`)."""
     from transformers import PreTrainedTokenizerFast
 
     kind = type(tokenizer)

@@ -54,21 +54,27 @@ class JsonRecords(FileRecords):
         return plain_record(_parse(raw, where), where)
 
     def _text_lines(self, start: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (start byte, end byte, line number) of each line that is not blank. The end is exclusive."""
+        """Yield (start byte, end byte, line number) of each line that is not blank. Lines count from 1.
+
+        start: byte offset of the first line. The end byte is exclusive.
+        """
         for line_number, line in enumerate(self._file, start=1):
             if line.strip():
                 yield start, start + len(line), line_number
             start += len(line)
 
     def _elements(self, base: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (start byte, end byte, 0) of each element of the array. The end is exclusive.
+        """Yield (start byte, end byte, 0) of each element of the array. The end byte is exclusive.
+
+        The 0 stands for a line number, as in `_text_lines`. Elements of an array are named by their index
+        instead.
 
         base: byte offset at which the array begins, after a byte-order mark.
 
         Only the brackets and commas around the elements are examined here. An element that is not JSON is
         found when it is read.
 
-        The library ijson cannot take this place: it does not report where an element is in the file, so the
+        The library ijson cannot replace this: it does not report where an element is in the file, so the
         elements would have to be kept in memory or copied. It also accepts a key that occurs twice.
         """
         depth = start = index = 0
@@ -114,7 +120,10 @@ class JsonRecords(FileRecords):
 
 
 def _parse(raw: bytes, where: str) -> dict[str, Any]:
-    """Parse the bytes as a JSON object. Raises UserError if they are not one."""
+    """Return the JSON object that the bytes contain. Raises UserError if they contain anything else.
+
+    where: place of the record, for error messages.
+    """
     try:
         record = json.loads(raw.decode("utf-8"), object_pairs_hook=_without_twins)
     except UnicodeDecodeError as error:
@@ -131,9 +140,9 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs as a dict.
+    """Return the (key, value) pairs of a JSON object as a dict.
 
-    Raises ValueError if a key occurs twice; json's own dict silently keeps the last value.
+    Raises ValueError if a key occurs twice. json's own conversion would silently keep the last value.
     """
     record = dict(pairs)
     if len(record) < len(pairs):

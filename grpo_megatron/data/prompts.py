@@ -24,7 +24,7 @@ RecordCheck = Callable[[Prompt, str], None]
 
 
 def as_list(value: Any) -> list[str]:
-    """Return data.train or data.eval, which may be one source, a list of sources or None, as a list."""
+    """Return data.train or data.eval as a list. value: one source, a list of sources or None."""
     return [] if value is None else [value] if isinstance(value, str) else list(value)
 
 
@@ -46,7 +46,10 @@ def reference_answer(value: Any, where: str) -> str | list[str]:
 
 
 def _answer_text(value: Any, where: str) -> str:
-    """Return the text of one reference answer. Raises UserError if it is no text, number or bool."""
+    """Return the text of one reference answer. Raises UserError if it is no text, number or bool.
+
+    where: place of the answer, for error messages.
+    """
     if isinstance(value, str):
         return value
     if isinstance(value, float):
@@ -72,9 +75,9 @@ class PromptMaker:
     config: DataConfig
     """The section `data` of the configuration."""
     first_uid: int
-    """uid of record 0."""
+    """uid of the prompt of record 0. The uids of the other records count up from it."""
     name: str
-    """Name of the source."""
+    """Name of the source, which the prompts state in `source`."""
 
     def __call__(self, index: int) -> Prompt:
         """Return the prompt of the record with this index, cut to its last max_prompt_length tokens."""
@@ -84,7 +87,7 @@ class PromptMaker:
     def whole(self, index: int) -> Prompt:
         """Return the prompt of the record with this index in full length.
 
-        Raises UserError, naming the record, if it is damaged or invalid.
+        Raises UserError, naming the record, if the record is damaged or invalid.
         """
         config, where = self.config, self.records.where(index)
         record = self.records[index]
@@ -124,15 +127,17 @@ def load_prompts(
     first_uid: int = 0,
     check: RecordCheck | None = None,
 ) -> tuple[Sequence[Prompt], dict[str, int]]:
-    """Return (prompts, counts) of one source. `counts` has the numbers of "skipped" and "truncated" prompts.
+    """Return (prompts, counts) of one source.
 
     Every record is read, checked and tokenized once here, so that errors in the data are found before the run
     starts. Only the indices of the remaining records are kept in memory. A prompt is read and tokenized again
     each time it is requested.
 
-    first_uid: uid of the first record. Each further record counts up by 1.
+    counts: {"skipped" and "truncated": number of prompts} whose length is above data.max_prompt_length.
+
+    first_uid: uid of the first record's prompt. Each further record counts up by 1.
     check: function (prompt, place of its record) that raises UserError for a prompt that cannot be used, such
-        as one that the reward cannot score.
+        as a prompt that the reward cannot score.
 
     Raises UserError, naming the record, if a record is invalid, or if its prompt is too long and
     data.overlong_prompts=error. Raises UserError also if no prompt is left.

@@ -19,7 +19,7 @@ class Records(Sequence[dict[str, Any]]):
     """The records of one source in order, each a dict of plain Python values that can be written as JSON.
 
     The records themselves are not kept in memory. Requesting a damaged record raises a UserError that names
-    it.
+    the record.
     """
 
     source: str
@@ -28,11 +28,11 @@ class Records(Sequence[dict[str, Any]]):
         return self._read(range(len(self))[index])
 
     def where(self, index: int) -> str:
-        """Return the source and the place of a record in it, for error messages."""
+        """Return the source and the place of a record in it, such as `data.json: record 7`, for messages."""
         return f"{self.source}: record {index}"
 
     def meant(self, value: Any) -> Any:
-        """Return a value of a record without what the file format added to it, such as Arrow's nulls."""
+        """Return a value of a record without what only the file format added, such as Arrow's nulls."""
         return value
 
     def digest(self) -> str:

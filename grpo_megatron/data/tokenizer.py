@@ -94,10 +94,7 @@ class PromptTokenizer:
     def chat_prompt(
         self, messages: list[dict[str, Any]], where: str, tools: Tools = None
     ) -> tuple[str, np.ndarray]:
-        """Return (text, int32 ids) of a prompt that is a chat.
-
-        messages: the chat, with system prompt and suffix, as the method `messages` returns it.
-        """
+        """Return (text, int32 ids) of a prompt that is a chat. messages: what `self.messages` returned."""
         text = self._needed_template().prompt(messages, where, tools)
         if not text.strip():
             raise UserError(f"{where}: the prompt is empty after the chat template was applied")
@@ -105,13 +102,13 @@ class PromptTokenizer:
         return text, self._some(self.encode(text), text, where)
 
     def text(self, prompt: Any, where: str = "the prompt") -> str:
-        """Return the text that is tokenized for a string or a list of messages."""
+        """Return the text of a prompt as it is tokenized. prompt: text, list of messages or token ids."""
         return self.prompt(prompt, where)[0]
 
     def messages(self, prompt: Any, where: str = "the prompt") -> list[dict[str, Any]] | None:
-        """Return the prompt as a chat, with the system prompt and the suffix added.
+        """Return the messages of a prompt, with the system prompt and the suffix added.
 
-        Return None for token ids, and for plain text if there is no chat template.
+        Returns None for token ids, and for plain text if there is no chat template.
         """
         if _are_ids(prompt):
             return None
@@ -150,7 +147,7 @@ class PromptTokenizer:
     def after_turn(self, messages: list[dict[str, Any]], tools: Tools = None) -> np.ndarray:
         """Return the int32 ids from the end of one turn of the model to the beginning of its next turn.
 
-        They contain the first turn's end token and `messages`, which were written in between.
+        They contain the first turn's end token and `messages`, the messages between the two turns.
         """
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _STAND_IN}, *messages]
         _, found, behind = self.chat(chat, "an observation", tools).partition(_STAND_IN)
@@ -162,9 +159,10 @@ class PromptTokenizer:
         return self.encode(behind)
 
     def continued(self, ids: list[int], messages: list[dict[str, Any]], tools: Tools = None) -> list[int]:
-        """Return `ids`, which end with a turn of the model, up to the beginning of the model's next turn.
+        """Return `ids` plus all tokens up to the beginning of the model's next turn.
 
-        messages: what follows the turn, such as an environment's answer.
+        ids: token ids of a chat, which end with a turn of the model.
+        messages: messages that follow this turn, such as an environment's answer.
         """
         behind, shape = self.after_turn(messages, tools).tolist(), self._needed_template().shape
         end = self._ids(shape.closing) if shape.is_closed else behind[:1]
@@ -175,7 +173,7 @@ class PromptTokenizer:
     def after_response(self) -> np.ndarray:
         """Return the int32 ids that follow a response in a finished conversation.
 
-        Without a chat template, that is the end token, if there is one.
+        Without a chat template, this is the tokenizer's end token, if it has one.
         """
         if self.template:
             return self.encode(self.template.shape.tail)
@@ -183,9 +181,10 @@ class PromptTokenizer:
         return np.array([] if end is None else [end], dtype=np.int32)
 
     def closing(self, text: str, is_closed: bool, where: str) -> np.ndarray:
-        """Return the int32 ids that end a turn of the model: those of `text`, and an end token if needed.
+        """Return the int32 ids of `text`, which ends a turn of the model.
 
-        text, is_closed: `closing` and `is_closed` of the turn (see chat_template.Turn).
+        text, is_closed: `closing` and `is_closed` of the turn (see chat_template.Turn). If `is_closed` is
+            False, the tokenizer's end token is added.
         """
         end = self.tokenizer.eos_token_id
         if is_closed:
@@ -202,7 +201,7 @@ class PromptTokenizer:
         return np.array(self._ids(text), dtype=np.int32)
 
     def encode_behind(self, before: str, text: str) -> np.ndarray:
-        """Return the int32 ids of `text` as the tokenizer makes them if the text `before` precedes it."""
+        """Return the int32 ids that the tokenizer gives `text` if the text `before` stands before it."""
         return np.array(
             self._behind(before, text) if self._depends_on_text_before else self._ids(text), dtype=np.int32
         )
@@ -215,7 +214,7 @@ class PromptTokenizer:
         return both[len(head) :] if both[: len(head)] == head else self._ids(text)
 
     def _put_before_texts(self) -> list[int]:
-        """Return the tokens that the tokenizer puts before every text, such as BOS."""
+        """Return the token ids that the tokenizer puts before every text, such as BOS."""
         alone, whole = self._ids("0"), self.tokenizer.encode("0")
         starts = [n for n in range(len(whole)) if whole[n : n + len(alone)] == alone]
         return whole[: starts[0]] if alone and starts else []
@@ -232,7 +231,7 @@ class PromptTokenizer:
         return ids
 
     def _must_be_plain(self, messages: list[dict[str, Any]], text: str, where: str) -> None:
-        """Raise UserError if a prompt looks as if a template was already applied to it."""
+        """Raise UserError if the first user message begins as if a template was already applied to it."""
         first = next((token for token in self.template.added_tokens if text.startswith(token)), None)
         asked = next((message["content"] for message in messages if message["role"] == "user"), None)
         if first and asked and asked.lstrip().startswith(first):
@@ -274,9 +273,9 @@ class PromptTokenizer:
             )
 
     def _ends_of_template(self) -> tuple[int, ...]:
-        """Return the id of the token that ends turns in the template, which need not be the tokenizer's.
+        """Return (id,) of the token by which the template ends a turn, which need not be the tokenizer's.
 
-        The result is empty if the template has no such token.
+        The result is () if the template ends turns without an added token, such as with a line break.
         """
         try:
             shape = self.template.shape if self.template else None
@@ -294,7 +293,7 @@ class PromptTokenizer:
         return self.decoder(ids)
 
     def decode_all(self, ids: np.ndarray) -> str:
-        """Return the text of all tokens, special tokens included."""
+        """Return the text of int32 ids, including all special tokens."""
         return self.tokenizer.decode(ids.tolist())
 
 
@@ -347,11 +346,11 @@ def _vocab_size(model_path: str, tokenizer) -> int:
 def _template(
     model_path: str, tokenizer, data: DataConfig, tools: Sequence[dict[str, Any]]
 ) -> ChatTemplate | None:
-    """Return the template that data.chat_template names, or None for `none`.
+    """Return the chat template that data.chat_template selects; None for data.chat_template=none.
 
-    Raises UserError if it is missing or unreadable, or if settings contradict each other.
+    Raises UserError if the template is missing or unreadable, or if settings contradict each other.
     """
-    text = _read_template(model_path, tokenizer, data)
+    text = _template_text(model_path, tokenizer, data)
     return (
         None
         if data.chat_template == NO_TEMPLATE
@@ -359,10 +358,10 @@ def _template(
     )
 
 
-def _read_template(model_path: str, tokenizer, data: DataConfig) -> str | None:
-    """Return the text of the template file that data.chat_template names, or None if it names no file.
+def _template_text(model_path: str, tokenizer, data: DataConfig) -> str | None:
+    """Return the text of the template file that data.chat_template names; None for `tokenizer` and `none`.
 
-    Raises UserError if settings contradict each other, or if the file or the template is missing.
+    Raises UserError if settings contradict each other, or if the file or the tokenizer's template is missing.
     """
     name = data.chat_template
     ours = sorted(set(_OURS) & set(data.chat_template_args))

@@ -17,7 +17,8 @@ _KEYS_SHOWN = 20
 def plain(value: Any, depth: int = 0) -> Any:
     """Return a record's value built only from str, int, float, bool, None, list and dict.
 
-    So it can be written as JSON, and sent to other processes without importing the library that read it.
+    The result can be written as JSON, and sent to processes that do not import the library that read the
+    record.
 
     Dates and times become ISO 8601 text, durations become seconds, and decimals become their digits. Bytes
     become text if they are UTF-8, else `{"base64": ...}`, which cannot be mistaken for text.
@@ -68,7 +69,7 @@ def plain_record(record: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _text(text: str) -> str:
-    """Return the text. Raises ValueError if it cannot be encoded as UTF-8."""
+    """Return the text unchanged. Raises ValueError if it cannot be encoded as UTF-8."""
     if not text.isascii():
         try:
             text.encode("utf-8")
@@ -89,9 +90,9 @@ def without_nulls(value: Any) -> Any:
 
 
 def lookup(record: dict[str, Any], key: str) -> Any:
-    """Return the value of a field, or None if the record does not have it.
+    """Return the value of a field, or None if the record does not have the field.
 
-    key: name of the field. If there is no field `a.b`, this means key b of the object in field a.
+    key: name of the field. If there is no field `a.b`, the name means key b of the object in field a.
     """
     if key in record or "." not in key:
         return record.get(key)
@@ -102,11 +103,12 @@ def lookup(record: dict[str, Any], key: str) -> Any:
 
 
 def required(record: dict[str, Any], key: str, where: str) -> Any:
-    """Return the value of a field that a record must have. `a.b` may name key b of the object in field a.
+    """Return the value of a field that a record must have.
+
+    key: name of the field. `a.b` may name key b of the object in field a.
+    where: place of the record, for the message.
 
     Raises UserError if the field is missing or null. The message lists the record's keys.
-
-    where: place of the record, for the message.
     """
     value = lookup(record, key)
     if value is None:

@@ -1,4 +1,4 @@
-"""Mapping of RLinf's keys to ours: run, data and rollout, and the complete mapping RLINF.
+"""Mapping of RLinf's keys to those of grpo_megatron: run, data, rollout, and the whole mapping RLINF.
 
 RLinf's settings are the YAML of one of its reasoning tasks.
 """
@@ -195,7 +195,7 @@ def _refusal(source: Source, settings: Settings) -> str | None:
 
 
 def _findings(source: Source, settings: Settings) -> list[Finding]:
-    """Return differences in what is trained that the entries of single keys do not report.
+    """Return the differences in what an RLinf run trains that the entries of single keys do not report.
 
     Examples are a base configuration that was not read, and a missing reward.
     """

@@ -1,4 +1,4 @@
-"""Mapping of RLinf's keys to ours: the actor, which is the trainer's model, layout and optimizer."""
+"""Mapping of RLinf's keys to those of grpo_megatron: the trainer's model, layout and optimizer."""
 
 from typing import Any
 
@@ -33,9 +33,9 @@ def _sequence_parallel(value: Any, source: Source) -> bool:
 
 
 def _model_of_the_actor(value: Any, source: Source) -> dict[str, Any]:
-    """Return model.path from the actor's model folder.
+    """Return {"model.path": the actor's model folder}.
 
-    Raises CannotCarry if the rollout names another model, because one model serves both here.
+    Raises CannotCarry if the rollout has another model, because grpo_megatron has one model for both.
     """
     named = source["rollout.model.model_path"] or source["rollout.model_dir"]
     if named not in (None, value):
@@ -65,7 +65,7 @@ def _global_batch(value: Any, source: Source) -> int:
 
 
 def _unless_constant(ours: str) -> Convert:
-    """Return a converter to `ours` for a key that has no effect with a constant learning rate."""
+    """Return a converter to the key `ours` for a key that has no effect with a constant learning rate."""
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
         constant = source["actor.lr_sched.lr_decay_style"] in (None, "constant")

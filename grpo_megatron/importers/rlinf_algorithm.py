@@ -1,4 +1,4 @@
-"""Mapping of RLinf's keys to ours: algorithm and reward."""
+"""Mapping of RLinf's keys to those of grpo_megatron: algorithm and reward."""
 
 from typing import Any
 

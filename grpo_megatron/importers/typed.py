@@ -1,4 +1,4 @@
-"""Conversion of the other system's values to the types that our keys have in the configuration schema."""
+"""Conversion of imported values to the types that grpo_megatron's keys have in the schema."""
 
 import math
 from typing import Annotated, Any, get_args, get_origin
@@ -11,7 +11,7 @@ _FIELDS = known_keys()
 
 
 def typed(key: str, value: Any) -> Any:
-    """Return the value in the type of our key, such as 1 for "1" if the key is an int.
+    """Return an imported value in the type of a key of grpo_megatron, such as 1 for "1" if the key is an int.
 
     Raises CannotCarry, with a message that names the type, if the value cannot be converted.
     """

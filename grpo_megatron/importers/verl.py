@@ -1,4 +1,4 @@
-"""Mapping of verl's keys to ours: algorithm, loss and batch sizes, and the complete mapping VERL.
+"""Mapping of verl's keys to those of grpo_megatron: algorithm, loss, batch sizes, and the whole mapping VERL.
 
 verl's settings are the arguments of `python3 -m verl.trainer.main_ppo key=value ...`.
 """
@@ -73,12 +73,13 @@ def _micro_batch(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _discounting(estimators: tuple[str, ...], why: str):
-    """Return a converter for gamma or lam. It sets nothing, because advantages are not discounted here.
+    """Return a converter for verl's gamma or lam. The converter sets no key.
 
-    It raises CannotCarry for a value other than 1 if the run's estimator reads the key.
+    grpo_megatron does not discount advantages. So the converter raises CannotCarry for a value other than 1
+    if the run's advantage estimator reads the key.
 
-    estimators: verl's estimators that read the key.
-    why: message for CannotCarry.
+    estimators: verl's advantage estimators that read the key.
+    why: message of CannotCarry.
     """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
@@ -110,9 +111,10 @@ def _of_other_losses(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _generated_batches(value: Any, source: Source) -> dict[str, Any]:
-    """Return the limit on generated batches per step. verl's 0, no limit, becomes 10000.
+    """Return {"rollout.dynamic_sampling.max_batches": limit on generated batches per step}.
 
-    Without filter_groups verl does not read the key, and nothing is returned.
+    verl's 0, which means no limit, becomes 10000. Without filter_groups verl does not read the key, and the
+    result is empty.
     """
     if not truth(source["algorithm.filter_groups.enable"]):
         return {}
@@ -120,9 +122,9 @@ def _generated_batches(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _loss_mode(source: Source) -> str:
-    """Return verl's name of the policy loss that a run uses.
+    """Return verl's name of the policy loss that a run uses, such as `vanilla`.
 
-    In bypass mode verl overwrites loss_mode with that mode's own loss_type.
+    In bypass mode verl replaces loss_mode by the mode's own loss_type.
     """
     if not bypasses(source):
         return str(source[f"{ACTOR}.policy_loss.loss_mode"])

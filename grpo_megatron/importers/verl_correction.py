@@ -1,11 +1,11 @@
-"""Mapping of verl's algorithm.rollout_correction to ours.
+"""Mapping of verl's algorithm.rollout_correction to keys of grpo_megatron.
 
 The keys correct for the difference between the log-probs of engine and trainer: rollout_is by weights,
 rollout_rs by masks.
 
-verl also works with the log-ratio of trainer to engine, but its k1 criteria use the negative of it. Bounds of
-token_k1, seq_sum_k1 and seq_mean_k1 are therefore bounds of the ratio of engine to trainer. For example,
-"0.5_5.0" keeps our ratios from 1/5 to 1/0.5.
+verl also works with the log-ratio of trainer to engine, but its k1 criteria use the negative of this
+log-ratio. Bounds of token_k1, seq_sum_k1 and seq_mean_k1 are therefore bounds of the ratio of engine to
+trainer. For example, "0.5_5.0" keeps our ratios from 1/5 to 1/0.5.
 """
 
 from typing import Any
@@ -39,10 +39,9 @@ def _number(key: str, text: Any) -> float | int:
 
 
 def _thresholds(key: str, value: Any) -> tuple[float | None, float]:
-    """Parse a threshold of verl: a number, which is the upper bound, or a text "lower_upper".
+    """Return (lower bound or None, upper bound) that a threshold of verl states.
 
-    Returns (lower bound or None, upper bound). Raises CannotCarry for None and anything else.
-
+    value: a number, which is the upper bound, or a text "lower_upper". Raises CannotCarry for anything else.
     key: verl's key of the threshold, for the message.
     """
     if value is None:
@@ -108,10 +107,10 @@ def _kept(kind: str, low: float, high: float) -> dict[str, Any]:
 
 
 def _what_a_mask_takes(source: Source) -> dict[str, Any]:
-    """Return the values of ours with which a mask also takes tokens out of KL, entropy and the means.
+    """Return the settings with which grpo_megatron masks tokens as verl does.
 
-    verl does so outside of bypass mode, because it removes rejected tokens from the batch. In bypass mode
-    nothing is returned.
+    Outside of bypass mode, verl removes rejected tokens from the batch, so that they also do not count in KL,
+    entropy and the means. In bypass mode the result is empty.
     """
     if bypasses(source):
         return {}

@@ -1,4 +1,4 @@
-"""Mapping of verl's keys to ours: prompts and reward."""
+"""Mapping of verl's keys to those of grpo_megatron: prompts and reward."""
 
 from typing import Any
 
@@ -49,9 +49,9 @@ def _overlong_length(buffer: str) -> Convert:
 
 
 def _overlong_end(buffer: str) -> Convert:
-    """Return a converter for verl's length limit at which the overlong buffer ends.
+    """Return a converter for verl's length limit at which the overlong buffer ends. It sets no key.
 
-    Here the buffer always ends at rollout.max_response_length. The converter sets nothing, and raises
+    In grpo_megatron the buffer always ends at rollout.max_response_length. So the converter raises
     CannotCarry for any other limit if the buffer is enabled.
 
     buffer: verl's section with the settings of the buffer.
@@ -165,7 +165,9 @@ _SANDBOX = "programs run in a sandbox on the node here: reward.function=code"
 
 
 def _reward_sections(old: bool) -> tuple[str, str, str, str, str]:
-    """Return verl's keys and sections for (reward manager, function, sandbox, manager's arguments, model).
+    """Return verl's names for (reward manager, function, sandbox, manager's arguments, reward model).
+
+    The names are keys or sections of verl's configuration.
 
     old: True for the names that verl used until the end of 2025.
     """
@@ -187,7 +189,7 @@ def _reward_sections(old: bool) -> tuple[str, str, str, str, str]:
 
 
 def _reward_entries(old: bool) -> tuple[KeyMapping, ...]:
-    """Return the entries of verl's reward keys.
+    """Return the mappings of verl's reward keys.
 
     old: True for the names that verl used until the end of 2025.
     """

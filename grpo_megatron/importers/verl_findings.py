@@ -22,7 +22,7 @@ def refusal(source: Source, settings: Settings) -> str | None:
 
 
 def findings(source: Source, settings: Settings) -> list[Finding]:
-    """Return differences in what is trained that the entries of single keys do not report.
+    """Return the differences in what a verl run trains that the entries of single keys do not report.
 
     Examples are the reward, a model for images, and a base configuration that was not read.
     """

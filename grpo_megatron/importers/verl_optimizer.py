@@ -1,4 +1,4 @@
-"""Mapping of verl's keys to ours: optimizer and learning-rate schedule."""
+"""Mapping of verl's keys to those of grpo_megatron: optimizer and learning-rate schedule."""
 
 from typing import Any
 
@@ -62,7 +62,10 @@ def _unless_constant(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _min_ratio(value: Any, source: Source) -> dict[str, Any]:
-    """Return optimizer.lr_min for verl's minimum, which is a fraction of the peak learning rate."""
+    """Return {"optimizer.lr_min": rate} for verl's minimum, which is a fraction of the peak learning rate.
+
+    The result is empty if the minimum is 0 or the schedule is constant.
+    """
     return _unless_constant(value * source.number(f"{ACTOR}.optim.lr"), source) if value else {}
 
 

@@ -1,4 +1,4 @@
-"""Mapping of verl's keys to ours: the engine that generates responses."""
+"""Mapping of verl's keys to those of grpo_megatron: the engine that generates responses."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from grpo_megatron.importers.mapping import (
 )
 from grpo_megatron.importers.verl_trainer import ACTOR, MODEL, ROLLOUT
 
-# Each training engine of verl reads the key of its own section. The first key is for those without one.
+# Each training engine of verl reads the key in its own section. Engines without a section read the first key.
 REPLAY_MODES = tuple(f"{ACTOR}.{section}router_replay.mode" for section in ("", "megatron.", "veomni."))
 
 
@@ -28,12 +28,12 @@ def _validation(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _off_is(neutral: Any, why: str):
-    """Return a converter for a filter of sampled tokens, such as top-p, that must be off.
+    """Return a converter for a filter of sampled tokens, such as top-p, that must be switched off.
 
-    With any other value, tokens would be sampled from another distribution than the log-probs belong to.
+    With the filter, tokens would be sampled from another distribution than the one of the log-probs.
 
-    neutral: the only accepted value, which switches the filter off.
-    why: message of CannotCarry for other values.
+    neutral: the value that switches the filter off. For any other value the converter raises CannotCarry.
+    why: message of CannotCarry.
     """
 
     def convert(value: Any, source: Source) -> Any:
@@ -62,11 +62,11 @@ def _max_turns(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _same_as(length: str) -> Convert:
-    """Return a converter for a length that has no key of its own here. It sets nothing.
+    """Return a converter for one of verl's lengths that grpo_megatron has no key for. It sets no key.
 
-    It raises CannotCarry for a value other than that of `length`.
+    The converter raises CannotCarry if the value is not equal to that of the key `length`.
 
-    length: verl's key of the length that is carried over, and the default of this one.
+    length: verl's key of the length that is carried over. It is also verl's default for the converted key.
     """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Mapping of verl's keys to ours: cluster, checkpoints, model and Megatron layout."""
+"""Mapping of verl's keys to those of grpo_megatron: cluster, checkpoints, model and Megatron layout."""
 
 from typing import Any
 

@@ -37,9 +37,9 @@ def scorer(config: Config) -> PlannedRewardModel | None:
 
 @cache
 def _architecture(path: str) -> Architecture:
-    """Read an architecture once per process.
+    """Return the architecture of the model in the folder `path`, which is read once per process.
 
-    A layout search asks for it for each of hundreds of candidates. Reading it each time took a quarter of the
+    A layout search needs it for each of hundreds of candidates. Reading it each time took a quarter of the
     search.
     """
     return read_architecture(path)

@@ -1,4 +1,4 @@
-"""Check of a run's machines: they can do what is configured, and are as the section `cluster` says."""
+"""Check that a run's machines can do what is configured, and that the section `cluster` describes them."""
 
 from grpo_megatron.capabilities import Capabilities
 from grpo_megatron.cluster.probe import capabilities_of_ray
@@ -10,11 +10,11 @@ from grpo_megatron.preflight.cluster_rules import CLUSTER
 
 
 def check_cluster(config: Config, command: Command) -> None:
-    """Check the machines of a run. Raises UserError with all violations.
+    """Check the machines of a run against the configuration. Raises UserError with all violations.
 
-    With cluster.ray_address, the calling process joins that Ray cluster and asks it about its machines.
-    Otherwise this machine is examined. The check covers the rules about machines, and what the section
-    `cluster` says of them.
+    The check covers the rules about machines, and what the section `cluster` says of the machines. With
+    cluster.ray_address, this process joins that Ray cluster and asks it about its machines. Otherwise this
+    machine is examined.
     """
     address = config.cluster.ray_address
     if address is not None:
@@ -29,10 +29,10 @@ def check_cluster(config: Config, command: Command) -> None:
 
 
 def contradictions(config: Config, found: Capabilities) -> list[str]:
-    """Return one sentence for each statement in the section `cluster` that is wrong.
+    """Return one sentence for each setting in the section `cluster` that the machines contradict.
 
-    The statements are cluster.gpu, cluster.nodes and cluster.gpus_per_node. More nodes or GPUs than stated
-    are no contradiction.
+    The settings are cluster.gpu, cluster.nodes and cluster.gpus_per_node. More nodes or GPUs than stated are
+    no contradiction.
 
     found: capabilities of the machines.
     """

@@ -1,4 +1,4 @@
-"""Rules about the machines that will run a configuration. The check can be made on another machine."""
+"""Rules about the machines that will run a configuration. The rules can be checked on another machine."""
 
 from collections.abc import Iterator
 
@@ -28,7 +28,7 @@ _RANKS = (
 
 
 def runs_here(config: Config) -> bool:
-    """Return True if the configuration is for this machine: the section `cluster` names no other machines."""
+    """Return True if the section `cluster` names no machines, so that the run is for this machine."""
     cluster = config.cluster
     return (cluster.ray_address, cluster.gpu, cluster.nodes, cluster.gpus_per_node) == (
         None,
@@ -41,8 +41,8 @@ def runs_here(config: Config) -> bool:
 def known_capabilities(config: Config) -> Capabilities:
     """Return the capabilities of the run's machines, as far as they are known without asking a Ray cluster.
 
-    If the run is for this machine, it is examined. Otherwise cluster.gpu, cluster.nodes and
-    cluster.gpus_per_node tell what is known.
+    If the run is for this machine, this machine is examined. Otherwise the capabilities follow from
+    cluster.gpu, cluster.nodes and cluster.gpus_per_node.
     """
     cluster = config.cluster
     facts = (cluster.gpu, cluster.nodes, cluster.gpus_per_node)
@@ -261,8 +261,8 @@ def num_processes(config: Config, command: Command) -> tuple[int, int]:
 
 
 def _crosses_a_node(first: int, end: int, size: int, per_node: int) -> bool:
-    """Return True if some group of `size` neighbouring GPUs is on more than one node.
+    """Return True if the GPUs of some group are on more than one node.
 
-    The GPUs `first` to `end - 1` are divided into such groups, and each node has `per_node` GPUs.
+    The GPUs `first` to `end - 1` are divided into groups of `size` neighbours. Each node has `per_node` GPUs.
     """
     return any(start // per_node != (start + size - 1) // per_node for start in range(first, end, size))

@@ -1,4 +1,4 @@
-"""Check that engines can run a model with FP8 weights, from config.json and the parallel layouts."""
+"""Check that engines can run a model with FP8 weights, given its config.json and the parallel layouts."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ _KEY = "rollout.engine.quantization=fp8"
 def engine_fp8_violations(config: Config, arch: Architecture) -> Iterator[str]:
     """Yield one sentence for each reason why engines cannot run the model with FP8 weights.
 
-    The layouts of trainer and engines must divide the model evenly, which other rules check.
+    Other rules must have checked that the layouts of trainer and engines divide the model evenly.
     """
     if config.rollout.engine.quantization != Quantization.fp8:
         return
@@ -40,10 +40,13 @@ def engine_fp8_violations(config: Config, arch: Architecture) -> Iterator[str]:
 
 
 def cut_matrices(arch: Architecture, sizes: ParallelSizes, layout: EngineLayout) -> Iterator[str]:
-    """Yield one sentence for each kind of layer in which a rank's shard would cut a 128 x 128 block.
+    """Yield a sentence for each kind of layer in which a rank's shard would cut a 128 x 128 block.
 
-    Such a shard cannot be quantised with one scale per block. Trainer and engine are checked separately, so a
-    kind of layer can have two sentences.
+    Such a shard cannot be quantised with one scale per block. Trainer and engine are checked separately, so
+    there may be two sentences about a kind of layer.
+
+    sizes: layout of the trainer.
+    layout: layout of an engine.
     """
     kinds = {kind(name): entry for name, entry in weight_map(arch).items() if is_block_scaled(entry)}
     for entry in kinds.values():
@@ -51,9 +54,11 @@ def cut_matrices(arch: Architecture, sizes: ParallelSizes, layout: EngineLayout)
 
 
 def _cut(entry: Entry, sizes: ParallelSizes, layout: EngineLayout) -> Iterator[str]:
-    """Yield a sentence about the first trainer rank, and one about the first engine rank, that cuts a block.
+    """Yield a sentence about the first trainer rank and one about the first engine rank that cuts a block.
 
-    Either is left out if no rank cuts a block.
+    Each of the two sentences is left out if no rank cuts a block of this parameter.
+
+    entry: the parameter.
     """
     parts, engine_parts = sizes.etp if entry.expert else sizes.tp, entry.engine_parts(layout)
     key = f"megatron.{'expert_' if entry.expert else ''}tensor_parallel={parts}"

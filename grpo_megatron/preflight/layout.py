@@ -1,4 +1,4 @@
-"""Rules about the trainer's parallel layout: its sizes by themselves, and together with the model's sizes."""
+"""Rules about the trainer's parallel layout: its sizes alone, and its sizes together with the model's."""
 
 from collections.abc import Callable, Iterator
 
@@ -14,26 +14,28 @@ _FIELDS = {_TP: "tp", _EP: "ep", _ETP: "etp"}
 
 
 def layout_violations(sizes: ParallelSizes, refused: frozenset[str] = frozenset()) -> list[str]:
-    """Return one sentence for each rule that the parallel sizes break, whatever the model.
+    """Return one sentence for each rule that the parallel sizes break, whatever the model is.
 
-    refused: keys whose values are not legal by themselves. Rules about them are skipped.
+    refused: keys whose values the schema refuses. Rules about them are skipped.
     """
     return SIZES.violations(sizes, refused=refused)
 
 
 def layout_violations_of_model(sizes: ParallelSizes, arch: Architecture) -> list[str]:
-    """Return one sentence for each rule about parallel sizes and model together that is broken.
+    """Return one sentence for each rule that the parallel sizes break with this model.
 
-    `layout_violations` checks the rules about the sizes by themselves.
+    `layout_violations` checks the rules about the sizes alone.
     """
     return SIZES_OF_MODEL.violations(sizes, arch)
 
 
 def _divides(key: str, what: str, size: Callable[[Architecture], int], *, with_experts: bool = False) -> Rule:
-    """Return the rule that a parallel size divides a size of the model.
+    """Return the rule that a parallel size must divide a size of the model.
 
+    key: configuration key of the parallel size.
     what: name of the model's size, for messages.
-    with_experts: the rule applies to models with experts only.
+    size: function that returns the model's size.
+    with_experts: If True, the rule applies only to models with experts.
     """
 
     def check(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:

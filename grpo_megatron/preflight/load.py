@@ -10,8 +10,8 @@ from grpo_megatron.preflight.rules import violations
 def load_config(path: str | None, overrides: list[str], command: Command = Command.train) -> Config:
     """Return the typed configuration for a command. Its values are within their limits and break no rule.
 
-    Raises UserError if it cannot be read or typed (config.load.read_config). Raises UserError also with all
-    violations of limits and rules.
+    Raises UserError if the configuration cannot be read or typed (config.load.read_config). Raises UserError
+    also with all violations of limits and rules.
     """
     config = read_config(path, overrides, command)
     broken = violations(config, command)

@@ -1,4 +1,4 @@
-"""Rules about LoRA adapters. preflight.model checks that the model has the layers to adapt."""
+"""Rules about LoRA adapters. preflight.model checks that the model has the layers that are adapted."""
 
 from collections.abc import Iterator
 

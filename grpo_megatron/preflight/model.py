@@ -1,4 +1,4 @@
-"""Check that the model goes with the configured parallel layout, engines and lengths."""
+"""Check that the model suits the configured parallel layout, engines and lengths."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ ATTENTION_GROUPS = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 def check_model(config: Config, command: Command = Command.train) -> Architecture:
     """Check the model against the configuration before any process starts. Return its architecture.
 
-    Raises UserError with all violations.
+    Raises UserError with all violations that were found.
     """
     arch = read_architecture(config.model.path)
     found = model_violations(config, arch, command)
@@ -42,8 +42,8 @@ def check_model(config: Config, command: Command = Command.train) -> Architectur
 def model_violations(config: Config, arch: Architecture, command: Command = Command.train) -> list[str]:
     """Return one sentence for each reason why the model cannot run with this configuration.
 
-    It reads the headers of the weights in model.path, in ref.path and in reward.model.path, as far as the
-    command uses them.
+    The headers of the weights in model.path, ref.path and reward.model.path are read, as far as the command
+    uses these models.
 
     arch: architecture of model.path.
     command: train, sft, reward-model or eval. `eval` has only engines. `train` has engines unless it replays
@@ -65,9 +65,9 @@ def model_violations(config: Config, arch: Architecture, command: Command = Comm
 def reward_model_violations(config: Config, weights: bool = False) -> list[str]:
     """Return one sentence for each reason why the reward model cannot run on the trainer's ranks.
 
-    The ranks have the parallel sizes of the model that is trained. The list is empty without a reward model.
+    The ranks have the parallel sizes of the trained model. The list is empty if the run has no reward model.
 
-    weights: True: read the headers of its weights too. False: read only its config.json.
+    weights: If True, read the headers of the reward model's weights, in addition to its config.json.
     """
     path = config.reward.model.path
     if not scores_on_ranks(config) or not path:
@@ -90,9 +90,9 @@ def reward_model_violations(config: Config, weights: bool = False) -> list[str]:
 def architecture_violations(
     config: Config, arch: Architecture, command: Command = Command.train
 ) -> list[str]:
-    """Return those violations of `model_violations` that follow from the model's config.json.
+    """Return those sentences of `model_violations` that follow from the model's config.json alone.
 
-    The weights need not exist, so the planner can use it.
+    The model's folder need not contain weights, so the planner can use this function.
     """
     found = []
     if arch.scalar_head and command != Command.reward_model:
@@ -114,7 +114,7 @@ def architecture_violations(
 
 
 def _longest(config: Config, arch: Architecture, command: Command) -> list[str]:
-    """Return a violation for each prompt-plus-response length that exceeds the model's positions."""
+    """Return a sentence for each prompt-plus-response length that exceeds the model's positions."""
     lengths = {"rollout.max_response_length": config.rollout.max_response_length}
     evaluated = {"eval.max_response_length": config.eval.max_response_length}
     if config.eval.max_response_length and command == Command.eval:
@@ -130,10 +130,10 @@ def _longest(config: Config, arch: Architecture, command: Command) -> list[str]:
 
 
 def _beams(config: Config, arch: Architecture) -> list[str]:
-    """Return a violation if the vocabulary is too small for the beam search.
+    """Return [a sentence] if the vocabulary is too small for beam search, else [].
 
-    SGLang compares the likeliest tokens, a number that grows with rollout.n. It crashes if the vocabulary has
-    fewer.
+    SGLang compares the likeliest tokens. Their number grows with rollout.n, and SGLang crashes if the
+    vocabulary has fewer tokens.
     """
     rollout = config.rollout
     ends = 1 + len(rollout.stop_token_ids)  # the model may have further end tokens that only SGLang knows
@@ -169,7 +169,7 @@ def _engine(config: Config, arch: Architecture) -> list[str]:
 
 
 def _stop_tokens(config: Config, arch: Architecture) -> list[str]:
-    """Return a violation if rollout.stop_token_ids has ids outside the vocabulary.
+    """Return [a sentence] if rollout.stop_token_ids has ids outside the vocabulary, else [].
 
     Such a token never ends a response, and SGLang does not report it.
     """
@@ -183,9 +183,9 @@ def _stop_tokens(config: Config, arch: Architecture) -> list[str]:
 
 
 def _engine_layout(config: Config, arch: Architecture) -> list[str]:
-    """Return one sentence for each parallel size of the engines that does not divide the model.
+    """Return one sentence for each parallel size of the engines that does not divide the model evenly.
 
-    The list is empty if the sizes do not divide each other, because a rule reports that.
+    The list is empty if the parallel sizes do not divide each other, because another rule reports that.
     """
     path, engine = config.model.path, EngineLayout.from_config(config.rollout.engine)
     if (
@@ -222,7 +222,10 @@ def _engine_layout(config: Config, arch: Architecture) -> list[str]:
 
 
 def _latent_engine(path: str, arch: Architecture) -> list[str]:
-    """Return one sentence for each way in which SGLang misreads a latent-attention model's config.json."""
+    """Return one sentence for each way in which SGLang misreads a latent-attention model's config.json.
+
+    path: folder of the model.
+    """
     config, found = read_object(Path(path) / "config.json"), []
     needed = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
     missing = [f'"{key}": {json_text(value)}' for key, value in needed.items() if key not in config]
@@ -240,7 +243,10 @@ def _latent_engine(path: str, arch: Architecture) -> list[str]:
 
 
 def _quantised_engine(path: str) -> list[str]:
-    """Return a violation if the checkpoint has FP8 weights, which SGLang would keep in FP8."""
+    """Return [a sentence] if the checkpoint has FP8 weights, else []. SGLang would keep them in FP8.
+
+    path: folder of the checkpoint.
+    """
     try:
         if read_stored(Path(path)).block is None:
             return []
@@ -254,10 +260,12 @@ def _quantised_engine(path: str) -> list[str]:
 
 
 def _weights(path: str, arch: Architecture) -> list[str]:
-    """Return the violations of a checkpoint's weights: missing tensors and wrong shapes, from the headers.
+    """Return one sentence for each error of a checkpoint's weights: missing tensors and wrong shapes.
+
+    Only the headers of the weight files are read.
 
     path: HF folder of the model, the reference model or the reward model.
-    arch: architecture that the weights are loaded as.
+    arch: architecture as which the weights are loaded.
     """
     try:
         checkpoint = HFCheckpoint(path)

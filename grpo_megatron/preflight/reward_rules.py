@@ -160,7 +160,7 @@ def environment_gives_the_rewards(config: Config) -> Iterator[str]:
 def _asks_reward_function(config: Config) -> bool:
     """Return True if reward.function or reward.terms scores responses or the last turns of episodes.
 
-    It is False if rollout.environment gives the rewards itself.
+    The result is False if rollout.environment gives the rewards itself.
     """
     try:
         return asks_reward_function(config.rollout, config.reward)

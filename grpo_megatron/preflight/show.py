@@ -25,11 +25,11 @@ from grpo_megatron.preflight.rule import COMMANDS, Rule
 
 
 def show(path: str | None, overrides: list[str], only_set: bool = False) -> str:
-    """Return the resolved configuration as YAML for `config show`, each value with its origin as a comment.
+    """Return the resolved configuration as YAML, with the origin of each value as a comment.
 
-    The YAML loads to the same configuration.
+    The YAML loads to the same configuration. `config show` prints it.
 
-    only_set: leave out keys that have their default.
+    only_set: If True, leave out keys that have their default.
     """
     resolved = _legal(path, overrides)
     values, comments = {}, dict(resolved.origins)
@@ -44,7 +44,10 @@ def show(path: str | None, overrides: list[str], only_set: bool = False) -> str:
 
 
 def _legal(path: str | None, overrides: list[str]) -> ResolvedConfig:
-    """Return the settings of a file and arguments. Raises UserError if the schema refuses any of them."""
+    """Return the resolved settings of a file and of arguments.
+
+    Raises UserError if the schema refuses any of them.
+    """
     settings = resolve(path, overrides)
     must_be_legal(list(settings.refused.values()))
     return settings
@@ -55,7 +58,7 @@ def _required(key: str) -> bool:
 
 
 def explain(key: str) -> str:
-    """Return the text of `config explain` about one key; for a section, a list of its keys.
+    """Return the text of `config explain` about a key. For a section, it is a list of the section's keys.
 
     Internal keys are explained by their names; the list leaves them out.
 
@@ -113,9 +116,9 @@ def _is_enum(field: FieldInfo) -> bool:
 
 
 def diff(a: str, b: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the keys whose values differ between two configuration files, for `config diff`.
+    """Return the keys whose values differ between the configuration files `a` and `b`, for `config diff`.
 
-    The format is {key: {"a": {"value", "origin"}, "b": {"value", "origin"}}}. ${references} are resolved
+    The result is {key: {"a": {"value", "origin"}, "b": {"value", "origin"}}}. ${references} are resolved
     before the comparison.
     """
     left, right = _legal(a, []), _legal(b, [])
@@ -132,9 +135,9 @@ def _entry(resolved: ResolvedConfig, key: str) -> dict[str, Any]:
 
 
 def diff_text(a: str, b: str, as_json: bool) -> tuple[str, bool]:
-    """Return (text of `config diff`, whether any key differs).
+    """Return (text of `config diff`, True if any key differs) for the configuration files `a` and `b`.
 
-    as_json: return the differences as JSON instead of text for people.
+    as_json: If True, the text is JSON instead of a list for people.
     """
     found = diff(a, b)
     if as_json:

@@ -1,4 +1,4 @@
-"""Checks that a command makes before it starts any process, after those of its configuration."""
+"""Checks that a command makes, after those of its configuration, before it starts any process."""
 
 from grpo_megatron.config.command import Command
 from grpo_megatron.config.schema import Config
@@ -11,7 +11,7 @@ from grpo_megatron.preflight.output_folders import check_output_folders
 def check_start(config: Config, command: Command) -> None:
     """Check packages, model, output folders and machines before a run starts.
 
-    Raises UserError for the first of these that does not go with the configuration.
+    Raises UserError for the first of these that does not suit the configuration.
     """
     check_listeners(config)
     check_model(config, command)

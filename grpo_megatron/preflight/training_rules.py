@@ -77,7 +77,12 @@ def examples_can_be_shared(config: Config) -> Iterator[str]:
 
 
 def _sharing(config: Config, count: int) -> Iterator[str]:
-    """Yield a violation if the data-parallel replicas cannot share `count` samples of an optimizer step."""
+    """Yield an error message if there are too few samples for all data-parallel replicas.
+
+    Without packing, a number of samples that cannot be divided evenly is an error too.
+
+    count: number of samples of an optimizer step.
+    """
     sizes, packing = ParallelSizes.from_config(config.megatron), config.train.packing
     step = sizes.dp * sizes.micro_batch_multiple
     if count < step or (not packing and count % step):
@@ -114,7 +119,7 @@ def longest_pair_fits(config: Config) -> Iterator[str]:
 
 
 def _fits(config: Config, sequences: int) -> Iterator[str]:
-    """Yield a violation if a micro-batch cannot hold that many of the longest sequences."""
+    """Yield an error message if a micro-batch cannot hold this number of sequences of maximum length."""
     longest = config.data.max_prompt_length + config.rollout.max_response_length
     cp, limit = config.megatron.context_parallel, config.train.max_tokens_per_micro_batch
     if limit * cp < sequences * padded_to(longest, Layout(cp=cp).sequence_multiple):
@@ -152,7 +157,7 @@ def schedule_of_sft_fits(config: Config) -> Iterator[str]:
 
 
 def _schedule_fits(config: Config, steps: int) -> Iterator[str]:
-    """Yield a violation if warm-up and decay together are longer than the learning rate schedule.
+    """Yield an error message if warm-up and decay are longer than the learning-rate schedule.
 
     steps: optimizer steps of the whole schedule.
     """

@@ -18,18 +18,18 @@ Curve = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The recorded data of a run, as read from its folder."""
+    """Data that a run has recorded in its folder."""
 
     folder: Path
     """The run's folder."""
     curves: dict[str, Curve]
-    """Name of the scalar -> its curve. A step that was written several times has the last value."""
+    """{name of a scalar: its curve}. If a step was written several times, the curve has the last value."""
     texts: list[dict[str, Any]]
-    """Rows {"step", "name", "text"}."""
+    """Texts that the run has shown, as dicts with "step", "name" and "text"."""
     config: str | None
-    """The resolved configuration as YAML; None if the folder has none."""
+    """The resolved configuration as YAML; None if the folder has no config.yaml."""
     timeline: list[dict[str, Any]]
-    """Events of timeline.json."""
+    """Events of timeline.json, in the Trace Event Format."""
 
     @property
     def name(self) -> str:
@@ -37,15 +37,15 @@ class RecordedRun:
 
     @property
     def steps(self) -> int:
-        """Number of the last recorded step; 0 if there is none."""
+        """Number of the last recorded step; 0 if no step was recorded."""
         return max((curve[-1][0] for curve in self.curves.values()), default=0)
 
 
 def read_run(folder: str) -> RecordedRun:
-    """Read the recorded data of a run from its folder.
+    """Return the data that a run has recorded in its folder.
 
-    Raises UserError if the folder has no metrics.jsonl, or if a row of it is damaged. An incomplete last row
-    is ignored, because it may have been cut off when the run was killed.
+    Raises UserError if the folder has no metrics.jsonl, or if a row of that file is damaged. An incomplete
+    last row is ignored, because the run may have been killed while it wrote the row.
     """
     problem = folder_problem(folder)
     if problem:
