@@ -154,10 +154,13 @@ class System:
         """Return the mapping in Markdown, with one table for each of three kinds of keys.
 
         The documentation contains this text word for word. Keys of the other system that have the same
-        counterpart and note share a row.
+        counterpart and note share a row. Patterns without a counterpart are left out: they are the sections
+        and options that only exist there, and the report of an import names each such key.
         """
         rows: dict[tuple[tuple[str, ...], str], list[str]] = {}
         for entry in self.entries:
+            if entry.is_pattern and not entry.ours:
+                continue
             unit = f"unit: {entry.unit}" if entry.unit else ""
             note = "; ".join(part for part in (unit, entry.note) if part)
             rows.setdefault((entry.ours, note), []).append(entry.theirs)
