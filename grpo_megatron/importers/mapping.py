@@ -6,7 +6,7 @@ pattern of keys, of the other system.
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -158,15 +158,43 @@ class System:
         )
 
     def table(self) -> str:
-        """Return the mapping as a Markdown table. The documentation contains this table word for word."""
-        lines = [f"| {self.name} | here | what to know |", "|---|---|---|"]
+        """Return the mapping in Markdown, with one table for each of three kinds of keys.
+
+        The documentation contains this text word for word. Keys of the other system that have the same
+        counterpart and note share a row. Patterns without a counterpart are left out: they are the sections
+        and options that only exist there, and the report of an import names each such key.
+        """
+        rows: dict[tuple[tuple[str, ...], str], list[str]] = {}
         for entry in self.entries:
-            ours = ", ".join(f"`{key}`" for key in entry.ours) or "-"
-            note = "; ".join(
-                part for part in (f"unit: {entry.unit}" if entry.unit else "", entry.note) if part
+            if entry.is_pattern and not entry.ours:
+                continue
+            unit = f"unit: {entry.unit}" if entry.unit else ""
+            note = "; ".join(part for part in (unit, entry.note) if part)
+            rows.setdefault((entry.ours, note), []).append(entry.theirs)
+        cells = [(_code(theirs), _code(ours), note) for (ours, note), theirs in rows.items()]
+        same_name = [theirs for theirs, ours, note in cells if theirs == ours and not note]
+        renamed = [(theirs, ours) for theirs, ours, note in cells if ours not in ("", theirs) and not note]
+        translated = [cell for cell in cells if cell[1] and cell[2]]
+        without = [(theirs, note) for theirs, ours, note in cells if not ours]
+        return "\n\n".join(
+            (
+                "### The same meaning",
+                _markdown((self.name, "here"), [(", ".join(same_name), "the same names"), *renamed]),
+                "### Another form or meaning",
+                _markdown((self.name, "here", "what to know"), translated),
+                "### No counterpart",
+                _markdown((self.name, "what to know"), without),
             )
-            lines.append(f"| `{entry.theirs}` | {ours} | {note.replace('|', chr(92) + '|')} |")
-        return "\n".join(lines)
+        )
+
+
+def _code(keys: Sequence[str]) -> str:
+    return ", ".join(f"`{key}`" for key in keys)
+
+
+def _markdown(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in (head, *rows)]
+    return "\n".join((lines[0], "|" + "---|" * len(head), *lines[1:]))
 
 
 def same(theirs: str, ours: str, note: str = "", default: Any = UNSET, unit: str = "") -> KeyMapping:

@@ -79,12 +79,12 @@ RUN = (
         "runner.enable_dynamic_batch_size",
         "train.max_tokens_per_micro_batch",
         room_for(lambda source: source.number("runner.seq_length")),
-        "micro-batches are always packed by tokens here, at least as many as the longest sequence has",
+        "micro-batches are always packed by tokens; the limit is at least the longest sequence",
         default=False,
     ),
     becomes("runner.max_tokens_per_mbs", "train.max_tokens_per_micro_batch", _dynamic_tokens),
     *trains(
-        becomes("runner.max_steps", "run.total_steps", total_steps, "-1 there: by max_epochs"),
+        becomes("runner.max_steps", "run.total_steps", total_steps, "-1: max_epochs decides"),
         becomes(
             "runner.max_epochs", "run.total_steps", epochs("runner.max_steps"), "read unless max_steps is set"
         ),
@@ -114,6 +114,7 @@ RUN = (
         "data.filter_prompt_by_length",
         "data.overlong_prompts",
         lambda value, source: "skip" if truth(value) else "error",
+        "true: skip",
         default=False,
     ),
     same("data.prompt_key", "data.prompt_key"),
@@ -148,6 +149,7 @@ RUN = (
         "rollout.recompute_logprobs",
         "train.old_logprobs",
         lambda value, source: "recompute" if truth(value) else "rollout",
+        "false: the engine's log-probs are the old policy's",
     ),
     becomes(
         "rollout.model.precision",

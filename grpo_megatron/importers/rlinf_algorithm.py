@@ -140,7 +140,7 @@ ALGORITHM = trains(
         "algorithm.kl_beta",
         ("algorithm.use_kl_loss", "algorithm.kl_loss_coef"),
         _kl_in_loss,
-        "0 is use_kl_loss=false; its documentation speaks of the reward, its actors add it to the loss",
+        "0: use_kl_loss=false; RLinf documents it as a weight in the reward, but adds it to the loss",
         default=0.0,
     ),
     becomes(
@@ -153,9 +153,8 @@ ALGORITHM = trains(
         "algorithm.kl_penalty_type",
         ("algorithm.kl_loss_type", "algorithm.kl_penalty"),
         _kl_type,
-        "the same names; k3 is limited to 10 there, here only the log-ratio to 20; the "
-        "FSDP actor swaps policy and reference in the loss, so that k1 has the other sign "
-        "and k3 is another function: see above",
+        "the same names; RLinf limits k3 to 10, here only the log-ratio is limited, to 20; RLinf's FSDP "
+        "actor swaps policy and reference in the loss, which changes k1 and k3",
     ),
     same("algorithm.kl_penalty", "algorithm.kl_loss_type", "the older name of kl_penalty_type"),
     becomes(
@@ -188,36 +187,35 @@ ALGORITHM = trains(
         "algorithm.entropy_bonus",
         "algorithm.entropy_coeff",
         _entropy,
-        "without calculate_entropy it has no effect there",
+        "no effect in RLinf without calculate_entropy",
         default=0.0,
     ),
     becomes(
         "algorithm.normalize_advantages",
         "algorithm.adv_whiten",
         _whiten,
-        "beside the group's own normalisation, in both; reinpp whitens anyway",
+        "after the group's own normalisation, in both; reinpp always whitens",
         default=False,
     ),
     same(
         "algorithm.early_stop_imp_ratio",
         "algorithm.early_stop_imp_ratio",
-        "drops the whole optimizer step here, there the loss of a micro-batch",
+        "drops the whole optimizer step, in RLinf the loss of a micro-batch",
         default=5.0,
     ),
     becomes(
         "algorithm.use_valid_token_scale",
         ("algorithm.loss_agg_mode",),
         _token_scale,
-        "its documentation speaks of advantages divided by the token count, its actors turn the mean of "
-        "each micro-batch into the mean over the step, which token-mean always is here; "
-        "algorithm.use_valid_token_scale is the former, literally, and stays false",
+        "asks for the mean over the whole step, which token-mean always is here; "
+        "algorithm.use_valid_token_scale is something else and stays false",
         default=False,
     ),
     becomes(
         "algorithm.importance_sampling_fix",
         ("mismatch.correction", "mismatch.ratio_high"),
         _correction,
-        "tis; the importance_sampling_clip of its first versions was a lower limit of the ratio",
+        "true: tis; in RLinf's first versions, importance_sampling_clip was a lower limit of the ratio",
         default=False,
     ),
     becomes("algorithm.importance_sampling_clip", (), elsewhere, "read with importance_sampling_fix"),
@@ -251,7 +249,7 @@ MEMORY = (
     ),
     dropped(
         "*micro_batch_size*",
-        "one partition into micro-batches serves every pass over a step (train.max_tokens_per_micro_batch)",
+        "all passes of a step use one partition into micro-batches: train.max_tokens_per_micro_batch",
     ),
     dropped(
         "algorithm.*batch_size_per_gpu",
@@ -300,11 +298,9 @@ PENALTIES = trains(
     dropped("algorithm.*", "no such part of the algorithm here"),
     dropped(
         "agentloop.*",
-        "tools and turns are a Python class of yours here: write one and set rollout.environment",
+        "write an environment and set rollout.environment",
     ),
-    dropped(
-        "tools.*", "tools are functions here: set rollout.environment=tools, and name yours in rollout.tools"
-    ),
+    dropped("tools.*", "set rollout.environment=tools, and name your functions in rollout.tools"),
     becomes(
         "reward.use_reward_model",
         "reward.function",
@@ -315,14 +311,13 @@ PENALTIES = trains(
         "reward.reward_type",
         "reward.function",
         _reward,
-        "math: math (right is 1 and wrong 0 here, reward_scale and minus reward_scale "
-        "there); others: a function of yours",
+        "math: math (1 and 0, in RLinf reward_scale and minus reward_scale); others: a function of yours",
     ),
     becomes(
         "reward.reward_scale",
         (),
         _scale,
-        "changes nothing with algorithm.norm_adv_by_std_in_grpo, which adv_type grpo has",
+        "changes nothing with adv_type grpo, which divides by the standard deviation",
     ),
     becomes(
         "data.apply_chat_template",
@@ -335,12 +330,12 @@ PENALTIES = trains(
         f"{MODEL}.is_lora",
         "megatron.lora.rank",
         only((False, None), _ADAPTER),
-        "true: give megatron.lora.* by hand",
+        "only false; else give megatron.lora.* by hand",
     ),
     becomes(
         "actor.model.lora_rank",
         "megatron.lora.rank",
         only((0, None), _ADAPTER),
-        "other than 0: give it by hand",
+        "only 0; else give megatron.lora.* by hand",
     ),
 )

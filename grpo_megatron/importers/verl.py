@@ -157,10 +157,7 @@ def _scale_factor(value: Any, source: Source) -> dict[str, Any]:
     return {}
 
 
-_PER_GPU = (
-    "this limit on padded rectangles becomes a limit on packed tokens; what a micro-batch holds "
-    "does not change the loss here"
-)
+_PER_GPU = "a limit on padded sequences becomes one on packed tokens"
 
 ALGORITHM = (
     becomes(
@@ -194,25 +191,25 @@ ALGORITHM = (
         "algorithm.filter_groups.enable",
         ("algorithm.filters", "rollout.dynamic_sampling.enabled"),
         _filter_groups,
-        "true: nonzero_variance, of the reward that is trained with, and new prompts for the groups that go",
+        "true: the filter nonzero_variance of the training reward, and new prompts for dropped groups",
     ),
     becomes(
         "algorithm.filter_groups.max_num_gen_batches",
         "rollout.dynamic_sampling.max_batches",
         _generated_batches,
-        "0, as many as it takes, is 10000 here",
+        "0 (no limit) becomes 10000",
     ),
     becomes(
         "algorithm.filter_groups.metric",
         (),
         _group_metric,
-        "the reward that is trained with is what a group is judged by; read only with filter_groups.enable",
+        "groups are judged by the training reward; read only with filter_groups.enable",
     ),
     becomes(
         "algorithm.filter_groups.max_inflight_gen_batches",
         (),
         elsewhere,
-        "how many groups are in flight is rollout.dynamic_sampling.over_sampling here",
+        "see rollout.dynamic_sampling.over_sampling",
     ),
     becomes(
         "algorithm.use_pf_ppo",
@@ -229,8 +226,8 @@ LOSS = (
         f"{ACTOR}.clip_ratio",
         ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high"),
         _clip,
-        "the files verl ships set clip_ratio_low and clip_ratio_high to 0.2 themselves, and those win: set "
-        "alone, clip_ratio may have had no effect there",
+        "verl's own files set clip_ratio_low and clip_ratio_high to 0.2, which win; clip_ratio alone may "
+        "have had no effect there",
     ),
     same(f"{ACTOR}.clip_ratio_low", "algorithm.clip_ratio_low", default=0.2),
     same(f"{ACTOR}.clip_ratio_high", "algorithm.clip_ratio_high", default=0.2),
@@ -245,18 +242,17 @@ LOSS = (
         f"{ACTOR}.policy_loss.loss_mode",
         ("algorithm.surrogate", "algorithm.ratio_level", "algorithm.loss_agg_mode"),
         _loss,
-        "vanilla: clip of the token's ratio; gspo: clip of the sequence's, with "
-        "seq-mean-token-mean whatever loss_agg_mode says; cispo; gpg: reinforce; bypass_mode puts "
-        "its own loss_type in its place",
+        "vanilla: clip of the token's ratio; gspo: clip of the sequence's, always with seq-mean-token-mean; "
+        "cispo; gpg: reinforce; in bypass_mode, loss_type decides",
         default="vanilla",
     ),
     becomes(
         f"{ACTOR}.loss_agg_mode",
         "algorithm.loss_agg_mode",
         _aggregation,
-        "the mean is over the whole optimizer step here, never over a micro-batch or a rank; "
-        "gspo does not read it; before February 2026 verl's seq-mean-token-sum-norm was not "
-        "divided by the number of trajectories",
+        "the mean is over the whole optimizer step here, never over a micro-batch or a rank; gspo does not "
+        "read it; before February 2026, verl's seq-mean-token-sum-norm did not divide by the number of "
+        "trajectories",
         default="token-mean",
     ),
     becomes(f"{ACTOR}.use_kl_loss", "algorithm.use_kl_loss", flag, default=False),
@@ -264,7 +260,7 @@ LOSS = (
     same(
         f"{ACTOR}.kl_loss_type",
         "algorithm.kl_loss_type",
-        "the same names; full is computed here (the exact KL over the vocabulary)",
+        "the same names; verl lists full but does not compute it",
         default="low_var_kl",
     ),
     same(f"{ACTOR}.entropy_coeff", "algorithm.entropy_coeff", default=0),
@@ -280,8 +276,8 @@ LOSS = (
         f"{ACTOR}.loss_scale_factor",
         (),
         _scale_factor,
-        "seq-mean-token-sum-norm divides by rollout.max_response_length here; not set, verl divides by the "
-        "width of the padded response tensor",
+        "seq-mean-token-sum-norm divides by rollout.max_response_length here; verl's default is the width of "
+        "the padded response tensor",
     ),
 )
 
@@ -301,7 +297,7 @@ BATCH = (
         f"{ACTOR}.use_dynamic_bsz",
         "train.max_tokens_per_micro_batch",
         room_for(_longest),
-        "micro-batches are always packed by tokens here, at least as many as the longest sequence has",
+        "micro-batches are always packed by tokens; the limit is at least the longest sequence",
         default=False,
     ),
     becomes(
@@ -315,16 +311,16 @@ BATCH = (
         f"{ACTOR}.ppo_max_token_len_per_gpu",
         "train.max_tokens_per_micro_batch",
         _dynamic_tokens,
-        "per CP rank in both; at least the longest sequence here",
+        "per CP rank in both; here at least the longest sequence",
     ),
     dropped(f"{ACTOR}.ppo_micro_batch_size", "deprecated there; use the one per GPU"),
     dropped(
         "*micro_batch_size*",
-        "one partition into micro-batches serves every pass over a step (train.max_tokens_per_micro_batch)",
+        "all passes of a step use one partition into micro-batches: train.max_tokens_per_micro_batch",
     ),
     dropped(
         "*max_token_len*",
-        "one partition into micro-batches serves every pass over a step (train.max_tokens_per_micro_batch)",
+        "all passes of a step use one partition into micro-batches: train.max_tokens_per_micro_batch",
     ),
     dropped("*log_prob_use_dynamic_bsz", "micro-batches are always packed by tokens here"),
     becomes(
@@ -338,7 +334,7 @@ BATCH = (
 VERL = System(
     "verl",
     (
-        dropped("*_target_", "the class that holds a section there"),
+        dropped("*_target_", "verl's class for a section"),
         *trains(*ALGORITHM, dropped("algorithm.*", "no such part of the algorithm here"), *LOSS),
         *(*BATCH, *DATA, *REWARD, *ENGINE, *OPTIMIZER, *TRAINER),
     ),

@@ -122,7 +122,7 @@ ROLLOUT_CORRECTION = (
         f"{CORRECTION}.rollout_is",
         ("mismatch.correction", *_BOUNDS),
         _rollout_is,
-        "token: tis, sequence: seq_tis; with a threshold lower_upper icepop, mis",
+        "a weight; token: tis, sequence: seq_tis; with a threshold lower_upper: icepop, mis",
         default=None,
     ),
     becomes(
@@ -135,11 +135,9 @@ ROLLOUT_CORRECTION = (
             "algorithm.mask_applies_to",
         ),
         _rollout_rs,
-        "masks without a weight; token_k1, seq_sum_k1, seq_mean_k1: token_ratio, seq_ratio, "
-        "seq_geometric_ratio, the bounds inverted, since verl's are of engine to trainer; *_k2, "
-        "*_k3: the same names; token, sequence, geometric of 2025: bounds as they are; without "
-        "bypass_mode verl takes masked tokens out of KL, entropy and the means too, but counts "
-        "sequences that are wholly masked in seq-mean-*",
+        "a mask; token_k1, seq_sum_k1, seq_mean_k1: token_ratio, seq_ratio, seq_geometric_ratio with "
+        "inverted bounds; *_k2, *_k3: the same names; token, sequence, geometric (2025): the same bounds; "
+        "without bypass_mode, masked tokens leave KL, entropy and means too",
         default=None,
     ),
     becomes(f"{CORRECTION}.rollout_is_threshold", (), elsewhere, "read with rollout_is", default=2.0),
@@ -148,7 +146,7 @@ ROLLOUT_CORRECTION = (
         f"{CORRECTION}.rollout_rs_threshold_lower",
         (),
         elsewhere,
-        "read with rollout_rs; theirs is 1 / upper if not set",
+        "read with rollout_rs; verl's default is 1 / upper",
         default=None,
     ),
     becomes(

@@ -90,8 +90,7 @@ DATA = (
             "data.train_files",
             ("data.train", "data.answer_key"),
             _train_files,
-            "the reference answer is reward_model.ground_truth of the records, as verl's "
-            "own preprocessing writes them",
+            "the answer is reward_model.ground_truth, where verl's preprocessing writes it",
         ),
         same("data.prompt_key", "data.prompt_key", default="prompt"),
         same("data.max_prompt_length", "data.max_prompt_length", default=512),
@@ -103,8 +102,8 @@ DATA = (
             "data.filter_overlong_prompts", "data.overlong_prompts", _filter, "true: skip", default=False
         ),
         becomes("data.shuffle", "data.shuffle", flag, default=True),
-        dropped("data.image_key", "only text is trained on here"),
-        dropped("data.video_key", "only text is trained on here"),
+        dropped("data.image_key", "only text is trained here"),
+        dropped("data.video_key", "only text is trained here"),
         dropped(
             "data.sampler.*", "prompts come in a new order every epoch, or in that of the file (data.shuffle)"
         ),
@@ -137,8 +136,7 @@ DATA = (
             "data.gen_batch_size",
             "rollout.dynamic_sampling.over_sampling",
             _drawn,
-            "only that of data.train_batch_size; how many prompts are drawn for filtered "
-            "groups follows from over_sampling",
+            "only data.train_batch_size; over_sampling decides how many prompts are drawn for dropped groups",
         ),
         becomes("data.tokenizer", (), only((None,), "the tokenizer is that of model.path"), "only null"),
         becomes(
@@ -232,7 +230,7 @@ def _reward_entries(old: bool) -> tuple[KeyMapping, ...]:
         ),
         dropped(f"{function}.name", f"belongs to {function}.path"),
         dropped(f"{sandbox}.*", f"belongs to {sandbox}.url; see reward.code.limits"),
-        dropped(f"{buffer}.log", "the mean reward is logged with the punishment in it"),
+        dropped(f"{buffer}.log", "the logged reward includes the punishment"),
         dropped(
             f"{model.removesuffix('.reward_model')}.num_workers",
             "see reward.workers, which counts processes on each node",

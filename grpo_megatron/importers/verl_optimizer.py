@@ -134,9 +134,7 @@ OPTIMIZER = (
             for name in ("min_lr_ratio", "min_lr_factor")
         ),
         *(
-            becomes(
-                f"{ACTOR}.optim.{name}", ours, only(values, why), f"only {', '.join(map(str, values[:1]))}"
-            )
+            becomes(f"{ACTOR}.optim.{name}", ours, only(values, why), f"only {str(values[0]).lower()}")
             for name, ours, values, why in (
                 ("name", (), ("adam", "adamw", "Adam", "AdamW", None), "the optimizer is AdamW here"),
                 ("optimizer", (), ("adam", "adamw", "Adam", "AdamW", None), "the optimizer is AdamW here"),

@@ -148,13 +148,13 @@ ENGINE = (
             f"{ROLLOUT}.prompt_length",
             "data.max_prompt_length",
             _same_as("data.max_prompt_length"),
-            "only that of data",
+            "only data.max_prompt_length",
         ),
         becomes(
             f"{ROLLOUT}.response_length",
             "rollout.max_response_length",
             _same_as("data.max_response_length"),
-            "only that of data",
+            "only data.max_response_length",
         ),
         becomes(
             f"{ROLLOUT}.multi_turn.enable", "rollout.environment", _turns, "only false; else a class of yours"
@@ -175,7 +175,7 @@ ENGINE = (
                 key,
                 "moe.routing_replay",
                 _replay,
-                "disabled: off, R2: old_policy, R3: engine; one of the three is set there",
+                "disabled: off, R2: old_policy, R3: engine; set one of the three",
             )
             for key in REPLAY_MODES
         ),
@@ -199,7 +199,7 @@ ENGINE = (
     ),
     dropped(
         f"{ROLLOUT}.multi_turn.*",
-        "what a turn is, an environment says: rollout.environment, rollout.max_turns",
+        "see rollout.environment and rollout.max_turns",
     ),
     dropped(f"{ROLLOUT}.calculate_log_probs", "the engine's log-probs are always recorded here"),
     same(f"{ROLLOUT}.enable_prefix_caching", "rollout.engine.prefix_cache"),

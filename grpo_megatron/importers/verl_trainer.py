@@ -96,23 +96,23 @@ _ADAPTER = (
     "adapters are not carried over: give megatron.lora.* by hand, or the run is "
     "full fine-tuning of every weight"
 )
-_BY_HAND = "other than 0: give it and megatron.lora.alpha and targets by hand"
+_BY_HAND = "only 0; else give megatron.lora.* by hand"
+_GPUS = "GPUs per node and nodes -> data-parallel replicas and engines"
 
 TRAINER = (
     becomes(
         "trainer.nnodes",
         ("megatron.data_parallel", "rollout.engine.num_engines", "cluster.placement"),
         _gpus,
-        "the number of GPUs is derived there from nodes; here DP and engines are named",
         default=1,
-        unit="nodes -> data-parallel replicas and engines",
+        unit=_GPUS,
     ),
     becomes(
         "trainer.n_gpus_per_node",
         ("megatron.data_parallel", "rollout.engine.num_engines", "cluster.placement"),
         _gpus,
         default=8,
-        unit="GPUs per node -> data-parallel replicas and engines",
+        unit=_GPUS,
     ),
     *trains(
         becomes("trainer.total_training_steps", "run.total_steps", total_steps),
@@ -120,10 +120,10 @@ TRAINER = (
             "trainer.total_epochs",
             "run.total_steps",
             epochs("trainer.total_training_steps"),
-            "with total_training_steps, verl stops at whichever comes first; here the steps decide",
+            "with both, verl stops at whichever comes first; here the steps decide",
             default=30,
         ),
-        becomes("trainer.resume_from_path", "run.resume", _resume),
+        becomes("trainer.resume_from_path", "run.resume", _resume, "only null"),
         becomes(f"{MODEL}.lora_rank", "megatron.lora.rank", only((0, None), _ADAPTER), _BY_HAND),
         becomes(f"{MODEL}.lora.rank", "megatron.lora.rank", only((0, None), _ADAPTER), _BY_HAND),
         becomes(
@@ -160,7 +160,7 @@ TRAINER = (
         same(
             f"{OVERRIDE}.moe_aux_loss_coeff",
             "moe.aux_loss_coeff",
-            "verl switches load balancing off for some models; the coefficient has no effect there then",
+            "for some models, verl switches load balancing off, and the coefficient has no effect",
         ),
         same(f"{OVERRIDE}.moe_z_loss_coeff", "moe.z_loss_coeff"),
         becomes("actor_rollout_ref.ref.model.path", "ref.path", unless_null("ref.path")),
@@ -264,7 +264,7 @@ TRAINER = (
             f"{MEGATRON}.override_ddp_config.{name}",
             "megatron.overlap",
             flag,
-            "one switch for both of them here",
+            "one switch for both",
         )
         for name in ("overlap_grad_reduce", "overlap_param_gather")
     ),
