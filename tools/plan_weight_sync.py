@@ -5,8 +5,8 @@
 
 The figures are computed, so that the machines need not exist. MODEL is a folder with a config.json; no
 weights are read. The trainer's data-parallel size follows from the number of nodes. Without --colocated, half
-of the nodes belong to the trainer and half to the engines. --table prints the table of docs/weight-sync.md,
-for the models in configs/models.
+of the nodes belong to the trainer and half to the engines. --table plans for the models in configs/models;
+with --nodes 16 it prints the table of docs/weight-sync.md.
 """
 
 import argparse
