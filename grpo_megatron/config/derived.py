@@ -1,7 +1,10 @@
 """Values that follow from several settings of the configuration."""
 
+from dataclasses import replace
+
+from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.reward import MODEL, functions_of
-from grpo_megatron.config.schema import Config
+from grpo_megatron.config.schema import Config, Precision, Recompute
 
 
 def scores_on_ranks(config: Config) -> bool:
@@ -10,6 +13,17 @@ def scores_on_ranks(config: Config) -> bool:
     A run that replays recorded samples (rollout.replay) needs none, because these have been scored already.
     """
     return MODEL in functions_of(config.reward) and not config.rollout.replay
+
+
+def scorer_config(config: Config) -> Config:
+    """Return the configuration with which the ranks build the frozen reward model beside the policy.
+
+    It is the policy's, without adapters, recomputation and FP8. All pipeline stages have as many layers.
+    """
+    megatron = config.megatron
+    precision = Precision.bf16 if megatron.precision == Precision.fp8 else megatron.precision
+    own = {"precision": precision, "recompute": Recompute.none, "pipeline_layers": [], "lora": LoraConfig()}
+    return replace(config, megatron=replace(megatron, **own))
 
 
 def lr_decay_steps(config: Config, command: str) -> int:
