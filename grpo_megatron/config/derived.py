@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.reward import MODEL, functions_of
+from grpo_megatron.config.rollout import RolloutConfig, Strategy
 from grpo_megatron.config.schema import Config, Precision, Recompute
 
 
@@ -44,3 +45,20 @@ def lr_decay_steps(config: Config, command: str) -> int:
 def pack_limit(config: Config) -> int:
     """Return the most tokens that a micro-batch may have, over all CP ranks."""
     return config.train.max_tokens_per_micro_batch * config.megatron.context_parallel
+
+
+def evaluation_rollout(config: Config) -> RolloutConfig:
+    """Return how the evaluation samples: like the training, except for what the section eval sets.
+
+    Also without beam search and top-k sampling.
+    """
+    rollout, own = config.rollout, config.eval
+    return replace(
+        rollout,
+        n=own.n,
+        strategy=Strategy.sampling,
+        temperature=own.temperature,
+        top_p=own.top_p,
+        top_k=-1,
+        max_response_length=own.max_response_length or rollout.max_response_length,
+    )
