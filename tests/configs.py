@@ -54,4 +54,5 @@ def with_megatron(config: Config, **settings) -> Config:
 
 
 def sizes_of(config: Config) -> ParallelSizes:
+    """Return the parallel sizes of the trainer."""
     return ParallelSizes.from_config(config.megatron)

@@ -19,12 +19,14 @@ def scores_on_ranks(config: Config) -> bool:
 def scorer_config(config: Config) -> Config:
     """Return the configuration with which the ranks build the frozen reward model beside the policy.
 
-    It is the policy's, without adapters, recomputation and FP8. All pipeline stages have as many layers.
+    It is the policy's, without adapters, recomputation and FP8, and with equally many layers in each stage.
     """
     megatron = config.megatron
     precision = Precision.bf16 if megatron.precision == Precision.fp8 else megatron.precision
-    own = {"precision": precision, "recompute": Recompute.none, "pipeline_layers": [], "lora": LoraConfig()}
-    return replace(config, megatron=replace(megatron, **own))
+    own = replace(
+        megatron, precision=precision, recompute=Recompute.none, pipeline_layers=[], lora=LoraConfig()
+    )
+    return replace(config, megatron=own)
 
 
 def lr_decay_steps(config: Config, command: str) -> int:
@@ -50,7 +52,7 @@ def pack_limit(config: Config) -> int:
 def evaluation_rollout(config: Config) -> RolloutConfig:
     """Return how the evaluation samples: like the training, except for what the section eval sets.
 
-    Also without beam search and top-k sampling.
+    It uses neither beam search nor top-k sampling.
     """
     rollout, own = config.rollout, config.eval
     return replace(

@@ -28,6 +28,7 @@ class RewardModel:
     def __init__(self, config: Config, tick: Callable[[], None]):
         """Build the reward model, load it, and move its weights to host memory.
 
+        config: configuration of the run, which is the policy's.
         tick: heartbeat, called for every micro-batch and model chunk.
         Raises UserError if reward.model.path cannot be read as a reward model.
         """
