@@ -35,11 +35,11 @@ from make_tiny_model import make
 
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.train_batch import TrainBatch
-from grpo_megatron.config.schema import OptimizerConfig, Precision
+from grpo_megatron.config.algorithm import AlgorithmConfig
+from grpo_megatron.config.schema import Config, MegatronConfig, ModelConfig, TransformerImpl
 from grpo_megatron.megatron import process_groups
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.memory.host import host_memory
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 MINI_BATCHES = 4
@@ -117,10 +117,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make(Path(folder, "model"), hidden=1024, layers=24, heads=8, ffn=3072)
         process_groups.initialize(ParallelSizes(), 0, f"file://{folder}/store", seed=0)
-        spec = ActorSpec(
-            f"{folder}/model", ParallelSizes(), OptimizerConfig(), Precision.bf16, with_reference=True
+        config = Config(
+            model=ModelConfig(path=f"{folder}/model"),
+            megatron=MegatronConfig(transformer_impl=TransformerImpl.local),
+            algorithm=AlgorithmConfig(use_kl_loss=True),
         )
-        actor = Actor(spec)
+        actor = Actor(config)
         results = measure(actor, options.repeats)
         results["exchanges_per_step"] = exchanges_of_a_step(actor)
         process_groups.destroy()

@@ -19,7 +19,6 @@ from grpo_megatron.config.command import Command
 from grpo_megatron.config.schema import Config, Placement, RoutingReplay
 from grpo_megatron.errors import ProcessLost
 from grpo_megatron.files import json_text, replace_text
-from grpo_megatron.megatron.spec import actor_spec
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.monitoring.listener import Listener
 from grpo_megatron.monitoring.monitor import Monitor
@@ -284,21 +283,6 @@ def _throughput(context: RunContext) -> Throughput:
     )
 
 
-def _start_ranks(context: RunContext) -> PolicyTrainer:
-    """Start the trainer's ranks, which build the model for the command. Return them as one object."""
-    config = context.config
-    return PolicyTrainer(
-        context.cluster,
-        actor_spec(config, context.command),
-        config.megatron,
-        config.run.seed,
-        context.logs,
-        config.cluster.call_timeout,
-        context.hang_detector,
-        context.takes_turns,
-    )
-
-
 @contextmanager
 def assemble(context: RunContext, checkpoint: Checkpoint | None) -> Iterator[Run]:
     """Start the trainer's ranks, wait for the engines, and yield the Run for one attempt.
@@ -322,7 +306,9 @@ def assemble(context: RunContext, checkpoint: Checkpoint | None) -> Iterator[Run
             engines.wait_until_ready()
             sharing = DeviceSharing(engines, monitor)
             sharing.release()
-        trainer = _start_ranks(context)
+        trainer = PolicyTrainer(
+            context.cluster, config, context.command, context.logs, context.hang_detector, context.takes_turns
+        )
         cleanup.callback(trainer.close)
         if sharing:
             sharing.started(trainer.ranks)

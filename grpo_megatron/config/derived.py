@@ -1,7 +1,11 @@
 """Values that follow from several settings of the configuration."""
 
+from dataclasses import replace
+
+from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.reward import MODEL, functions_of
-from grpo_megatron.config.schema import Config
+from grpo_megatron.config.rollout import RolloutConfig, Strategy
+from grpo_megatron.config.schema import Config, Precision, Recompute
 
 
 def scores_on_ranks(config: Config) -> bool:
@@ -11,6 +15,19 @@ def scores_on_ranks(config: Config) -> bool:
     scored already.
     """
     return MODEL in functions_of(config.reward) and not config.rollout.replay
+
+
+def scorer_config(config: Config) -> Config:
+    """Return the configuration with which the ranks build the frozen reward model beside the policy.
+
+    It is the policy's, without adapters, recomputation and FP8, and with equally many layers in each stage.
+    """
+    megatron = config.megatron
+    precision = Precision.bf16 if megatron.precision == Precision.fp8 else megatron.precision
+    own = replace(
+        megatron, precision=precision, recompute=Recompute.none, pipeline_layers=[], lora=LoraConfig()
+    )
+    return replace(config, megatron=own)
 
 
 def lr_decay_steps(config: Config, command: str) -> int:
@@ -32,3 +49,20 @@ def lr_decay_steps(config: Config, command: str) -> int:
 def pack_limit(config: Config) -> int:
     """Return the maximum number of tokens of a micro-batch, summed over all context-parallel ranks."""
     return config.train.max_tokens_per_micro_batch * config.megatron.context_parallel
+
+
+def evaluation_rollout(config: Config) -> RolloutConfig:
+    """Return how the evaluation samples: like the training, except for what the section eval sets.
+
+    It uses neither beam search nor top-k sampling.
+    """
+    rollout, own = config.rollout, config.eval
+    return replace(
+        rollout,
+        n=own.n,
+        strategy=Strategy.sampling,
+        temperature=own.temperature,
+        top_p=own.top_p,
+        top_k=-1,
+        max_response_length=own.max_response_length or rollout.max_response_length,
+    )

@@ -9,10 +9,12 @@ data-parallel replica.
 from collections.abc import Callable
 
 from grpo_megatron.cluster.heartbeat import Heartbeat
+from grpo_megatron.config.command import Command
+from grpo_megatron.config.derived import scores_on_ranks
+from grpo_megatron.config.schema import Config
 from grpo_megatron.megatron.memory.rank import RankMemory
 from grpo_megatron.megatron.passes import Passes
 from grpo_megatron.megatron.reward_model import RewardModel
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.megatron.state.checkpoint import RankCheckpoints
 from grpo_megatron.megatron.state.weights import RankWeights
 from grpo_megatron.megatron.trained_model import TrainedModel
@@ -30,20 +32,24 @@ class Actor:
 
     def __init__(
         self,
-        spec: ActorSpec,
+        config: Config,
+        command: Command = Command.train,
         heartbeat: Heartbeat | None = None,
-        build: Callable[[ActorSpec, Heartbeat], TrainedModel] = TrainedModel,
+        build: Callable[[Config, Command, Heartbeat], TrainedModel] = TrainedModel,
     ):
         """Build the model, load its weights and set up the optimizer.
 
+        command: decides whether a policy or a reward model is trained, whether a reference and a frozen
+            reward model are held beside it, and how long the learning-rate schedule is.
         heartbeat: reports this process's progress to the driver's hang detector. None: report no progress.
         build: builds the model. Benchmarks build a model with random weights.
         """
         heartbeat = heartbeat or Heartbeat()
-        reward_model = RewardModel(spec, heartbeat.tick) if spec.reward_model else None
-        self.model = build(spec, heartbeat)
+        scores = command == Command.train and scores_on_ranks(config)
+        reward_model = RewardModel(config, heartbeat.tick) if scores else None
+        self.model = build(config, command, heartbeat)
         self.passes = Passes(self.model, reward_model)
         self.checkpoints = RankCheckpoints(self.model)
         self.weights = RankWeights(self.model)
         self.memory = RankMemory(self.model, self.passes.mini_batches)
-        self.spec, self.rank = spec, self.model.rank
+        self.config, self.rank = config, self.model.rank

@@ -1,6 +1,6 @@
 """Micro-batches as inputs of the model on one rank, and a store that keeps them from one pass to the next."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -8,9 +8,11 @@ from megatron.core import parallel_state as mpu
 
 from grpo_megatron.algorithm.losses import LossInputs
 from grpo_megatron.algorithm.preferences import PairInputs
-from grpo_megatron.batch.layout import Layout, Pack, on_device
+from grpo_megatron.batch.layout import Layout, Pack, on_device, padded_to
 from grpo_megatron.batch.train_batch import TrainBatch
-from grpo_megatron.config.schema import RoutingReplay
+from grpo_megatron.config.derived import pack_limit
+from grpo_megatron.config.fp8 import FP8Recipe
+from grpo_megatron.config.schema import Config, MegatronConfig, Precision, RoutingReplay
 from grpo_megatron.megatron.layers.attention import PackedSequences, describe_pack
 from grpo_megatron.megatron.layers.router import Routing
 from grpo_megatron.megatron.memory.host import HostArena
@@ -64,6 +66,30 @@ class MicroBatch:
                 "the exact KL needs logprobs(reference=True, keep_hidden=True) before train_step"
             )
         return self.reference_hidden.to(self.target.device, non_blocking=True)
+
+
+def rank_layout(config: Config, cp_rank: int) -> Layout:
+    """Return how packs of sequences are padded and split on a rank with this CP rank."""
+    megatron = config.megatron
+    layout = Layout(
+        megatron.tensor_parallel,
+        megatron.context_parallel,
+        cp_rank,
+        megatron.sequence_parallel,
+        _fp8_alignment(megatron),
+    )
+    tokens = pack_limit(config) if config.train.constant_length_packs else 0
+    return replace(layout, pack_tokens=padded_to(tokens, layout.pack_multiple))
+
+
+def _fp8_alignment(megatron: MegatronConfig) -> int:
+    """Return the multiple to which the tokens of a pack, and each rank's part of it, must be padded for FP8.
+
+    Without FP8 it is 1.
+    """
+    if megatron.precision != Precision.fp8:
+        return 1
+    return {FP8Recipe.blockwise: 128, FP8Recipe.mxfp8: 32}.get(megatron.fp8.recipe, 16)
 
 
 def lay_out(batch: TrainBatch, layout: Layout, device: torch.device, own_attention: bool) -> MicroBatch:

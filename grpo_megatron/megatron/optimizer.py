@@ -17,8 +17,7 @@ from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from megatron.core.transformer.module import Float16Module
 
-from grpo_megatron.config.schema import LrSchedule, OptimizerConfig
-from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.config.schema import Config, LrSchedule, OptimizerConfig
 
 # Megatron's names of the schedules.
 _DECAY_STYLES = {
@@ -44,17 +43,15 @@ class StepOutcome:
     dropped: bool
 
 
-def lr_scheduler(optimizer, config: OptimizerConfig) -> OptimizerParamScheduler:
+def lr_scheduler(optimizer, config: OptimizerConfig, decay_steps: int) -> OptimizerParamScheduler:
     """Return Megatron's scheduler that sets the learning rate of optimizer steps 1, 2, ...
 
     On return, the rate of step 1 is set already.
     optimizer: Megatron's optimizer, whose param_groups get the rates.
-    config: optimizer settings. ValueError is raised if the schedule is not constant and lr_decay_steps is
-        None.
+    decay_steps: length of the whole schedule, see config.derived.lr_decay_steps.
 
-    Step k of a warm-up of n steps runs at lr * k / n. After the warm-up, the constant schedule runs at lr.
-    The other schedules run at lr_min + (lr - lr_min) * c until step D = lr_decay_steps, and at lr_min after
-    step D. With r = (k - n) / (D - n), c is
+    Step k of a warm-up of n steps runs at lr * k / n. Later steps run at lr_min + (lr - lr_min) * c. With
+    D = decay_steps and r = (k - n) / (D - n), c is
 
     cosine: (1 + cos(pi r)) / 2 (arXiv:1608.03983 eq. 5, one period);
     linear: 1 - r;
@@ -62,8 +59,6 @@ def lr_scheduler(optimizer, config: OptimizerConfig) -> OptimizerParamScheduler:
         names (arXiv:2404.06395 section 4.2).
     """
     decays = config.lr_schedule != LrSchedule.constant
-    if decays and config.lr_decay_steps is None:
-        raise ValueError(f"optimizer.lr_schedule={config.lr_schedule.value} needs optimizer.lr_decay_steps")
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -72,7 +67,7 @@ def lr_scheduler(optimizer, config: OptimizerConfig) -> OptimizerParamScheduler:
         lr_warmup_steps=config.lr_warmup_steps,
         # Megatron requires the end to lie after the warm-up. If they coincide, lr_min follows the peak
         # anyway.
-        lr_decay_steps=max(config.lr_decay_steps if decays else 0, config.lr_warmup_steps + 1),
+        lr_decay_steps=max(decay_steps if decays else 0, config.lr_warmup_steps + 1),
         lr_decay_style=_DECAY_STYLES[config.lr_schedule],
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,
@@ -137,12 +132,13 @@ class Optimizer:
     A step is dropped if its gradient norm is not finite, or more than optimizer.max_grad_norm_to_step.
     """
 
-    def __init__(self, chunks: list, config: OptimizerConfig, params_dtype: torch.dtype):
+    def __init__(self, chunks: list, config: OptimizerConfig, decay_steps: int, params_dtype: torch.dtype):
         """Build optimizer and scheduler over this rank's parameters.
 
         chunks: DDP-wrapped model chunks. Their ddp_config says whether data-parallel replicas divide the
             optimizer's states among them.
         config: this project's OptimizerConfig, not Megatron's class of the same name.
+        decay_steps: see `lr_scheduler`.
         params_dtype: dtype of the parameters.
         """
         self._config = config
@@ -164,7 +160,7 @@ class Optimizer:
         )
         overrides = _weight_decay_overrides(megatron_config, config)
         self.inner = get_megatron_optimizer(megatron_config, chunks, overrides, use_gloo_process_groups=False)
-        self.scheduler = lr_scheduler(self.inner, config)
+        self.scheduler = lr_scheduler(self.inner, config, decay_steps)
 
     def parts(self) -> list:
         """Return Megatron's inner optimizers: separate optimizers for dense and for experts' parameters."""
@@ -217,31 +213,31 @@ class Optimizer:
 
 
 def wrap_for_training(
-    chunks: list[torch.nn.Module], spec: ActorSpec, dtype: torch.dtype
+    chunks: list[torch.nn.Module], config: Config, decay_steps: int
 ) -> tuple[list[DistributedDataParallel], Optimizer]:
     """Wrap each model chunk in Megatron's DDP, and build the optimizer over all chunks.
 
     The chunks' config also gets the callbacks of DDP and optimizer, which Megatron's pipeline schedules call.
-    dtype: dtype of the parameters.
-    Returns (wrapped chunks, optimizer).
+    decay_steps: see `lr_scheduler`.
     """
-    config = chunks[0].config
+    megatron, megatron_config = config.megatron, chunks[0].config
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        use_distributed_optimizer=spec.distributed_optimizer,
-        overlap_grad_reduce=spec.overlap,
-        overlap_param_gather=spec.overlap and spec.distributed_optimizer,
+        use_distributed_optimizer=megatron.distributed_optimizer,
+        overlap_grad_reduce=megatron.overlap,
+        overlap_param_gather=megatron.overlap and megatron.distributed_optimizer,
     )
-    modules = [Float16Module(config, chunk) if dtype == torch.bfloat16 else chunk for chunk in chunks]
+    bf16 = megatron_config.bf16
+    modules = [Float16Module(megatron_config, chunk) if bf16 else chunk for chunk in chunks]
     wrapped = [
         # Buckets pay off only in the chunk whose backward pass runs last.
-        DistributedDataParallel(config, ddp_config, module, disable_bucketing=i > 0)
+        DistributedDataParallel(megatron_config, ddp_config, module, disable_bucketing=i > 0)
         for i, module in enumerate(modules)
     ]
-    if spec.overlap:
+    if megatron.overlap:
         no_sync = [ddp.no_sync for ddp in wrapped]
-        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-    optimizer = Optimizer(wrapped, spec.optimizer, dtype)
-    config.finalize_model_grads_func = finalize_model_grads
-    config.grad_scale_func = optimizer.inner.scale_loss
+        megatron_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    optimizer = Optimizer(wrapped, config.optimizer, decay_steps, megatron_config.params_dtype)
+    megatron_config.finalize_model_grads_func = finalize_model_grads
+    megatron_config.grad_scale_func = optimizer.inner.scale_loss
     return wrapped, optimizer

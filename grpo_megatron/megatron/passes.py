@@ -22,10 +22,10 @@ from grpo_megatron.megatron.head.objectives import make_head, make_objective
 from grpo_megatron.megatron.layers.build import output_weight
 from grpo_megatron.megatron.layers.rounding import rounding_noise
 from grpo_megatron.megatron.layers.router import Routing
-from grpo_megatron.megatron.micro_batch import MicroBatch, MiniBatchStore, choose_routing
+from grpo_megatron.megatron.micro_batch import MicroBatch, MiniBatchStore, choose_routing, rank_layout
 from grpo_megatron.megatron.reward_model import RewardModel
-from grpo_megatron.megatron.spec import TrainResult
 from grpo_megatron.megatron.step_metrics import beyond_limits, merge_over_context, router_metrics
+from grpo_megatron.megatron.train_result import TrainResult
 from grpo_megatron.megatron.trained_model import TrainedModel
 from grpo_megatron.metrics import Metrics, concrete, merge
 
@@ -42,12 +42,12 @@ class Passes:
 
     def __init__(self, model: TrainedModel, reward_model: RewardModel | None):
         self._model, self._reward_model = model, reward_model
-        self._spec, self._reports = model.spec, model.rank.reports
-        self._head = make_head(model.chunks, model.arch, model.spec)
+        self._config, self._reports = model.config, model.rank.reports
+        self._head = make_head(model.chunks, model.arch, model.config)
         self.mini_batches = MiniBatchStore(
-            model.spec.layout(model.rank.cp_rank),
+            rank_layout(model.config, model.rank.cp_rank),
             model.device,
-            own_attention=not model.model_spec.transformer_engine,
+            own_attention=not model.transformer_engine,
         )
 
     def begin_reference(self) -> None:
@@ -88,7 +88,8 @@ class Passes:
             raise RuntimeError("call begin_reference before logprobs(reference=True)")
         prepared = self.mini_batches.get(key, micro_batches)
         routing = Routing.own if reference else self._route(prepared, micro_batches, recording=True)
-        keep = partial(self.mini_batches.keep_hidden, device_limit=self._spec.reference_hidden_bytes)
+        device_limit = int(self._config.ref.hidden_gib * 2**30)
+        keep = partial(self.mini_batches.keep_hidden, device_limit=device_limit)
         with nullcontext() if reference else model.settled_weights():
             parts = forward_logprobs(model.ddp, prepared, self._head, routing, keep if keep_hidden else None)
         return torch.cat(parts).cpu().numpy() if self._reports else None
@@ -121,7 +122,7 @@ class Passes:
         prepared = self.mini_batches.get(None, micro_batches)
         # No earlier pass recorded a routing of these sequences. Only the engine's samples may bring one.
         replays = (
-            self._spec.moe.routing_replay == RoutingReplay.engine and micro_batches[0].routing is not None
+            self._config.moe.routing_replay == RoutingReplay.engine and micro_batches[0].routing is not None
         )
         routing = self._route(prepared, micro_batches, recording=True) if replays else Routing.own
         with model.settled_weights(), rounding_noise(model.chunks, rounding) if rounding else nullcontext():
@@ -129,7 +130,7 @@ class Passes:
         return torch.cat(parts, dim=1).cpu().numpy() if self._reports else None
 
     def _route(self, prepared: list[MicroBatch], micro_batches: MicroBatches, recording: bool) -> Routing:
-        replay, moe = self._spec.moe.routing_replay, self._model.arch.moe
+        replay, moe = self._config.moe.routing_replay, self._model.arch.moe
         return choose_routing(replay, moe, prepared, micro_batches, recording)
 
     def train_step(
@@ -190,7 +191,7 @@ class Passes:
         routers: Metrics = {}
         if model.arch.moe is not None:
             tokens = sum(batch.num_tokens for batch in micro_batches)
-            routers = router_metrics(model.chunks, model.arch.moe, self._spec.moe, tokens, model.device)
+            routers = router_metrics(model.chunks, model.arch.moe, self._config.moe, tokens, model.device)
         *parts, routers = concrete([*parts, routers])
         metrics = merge_over_context(merge(parts)) if model.rank.last_stage else {}
         return metrics | routers if self._reports else {}

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from megatron.core.transformer.module import Float16Module
 
-from grpo_megatron.config.lora import LoraConfig
-from grpo_megatron.config.schema import Precision, Recompute
+from grpo_megatron.config.derived import scorer_config
+from grpo_megatron.config.schema import Config
 from grpo_megatron.megatron.forward_backward import forward_scores
 from grpo_megatron.megatron.head.objectives import make_head
 from grpo_megatron.megatron.head.score import load_reward_model
@@ -16,7 +15,6 @@ from grpo_megatron.megatron.layers.build import build_model, uses_transformer_en
 from grpo_megatron.megatron.memory.host import host_memory
 from grpo_megatron.megatron.memory.training import unique_storages
 from grpo_megatron.megatron.micro_batch import MicroBatch
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.families import read_architecture, weight_map
 
 
@@ -27,33 +25,24 @@ class RewardModel:
     pipeline stages have the same number of layers.
     """
 
-    def __init__(self, spec: ActorSpec, tick: Callable[[], None]):
+    def __init__(self, config: Config, tick: Callable[[], None]):
         """Build the reward model, load its weights, and move them to host memory.
 
-        spec: ActorSpec of the policy. spec.reward_model is the folder of the reward model's checkpoint.
+        config: configuration of the run, which is the policy's.
         tick: called before each forward pass of a model chunk, to report progress to the hang detector.
-        Raises UserError if spec.reward_model cannot be read as a reward model.
+        Raises UserError if reward.model.path cannot be read as a reward model.
         """
-        precision = Precision.bf16 if spec.precision == Precision.fp8 else spec.precision
-        spec = replace(
-            spec,
-            sizes=replace(spec.sizes, pipeline_layers=None),
-            precision=precision,
-            recompute=Recompute.none,
-            lora=LoraConfig(),
-        )
-        with_engine = uses_transformer_engine(spec.transformer_impl, precision, spec.emulate_kernels)
-        arch, model_spec = (
-            read_architecture(spec.reward_model, reward_model=True),
-            spec.model_spec(with_engine),
-        )
-        chunks = build_model(arch, model_spec)
-        load_reward_model(chunks, spec.reward_model, weight_map(arch, with_engine), spec.seed)
+        path, own = config.reward.model.path, scorer_config(config)
+        # The policy's kind of layers, for which micro-batches are prepared.
+        with_engine = uses_transformer_engine(config.megatron)
+        arch = read_architecture(path, reward_model=True)
+        chunks = build_model(arch, own, with_engine)
+        load_reward_model(chunks, path, weight_map(arch, with_engine), config.run.seed)
         for chunk in chunks:
             chunk.register_forward_pre_hook(lambda *_: tick())
-        bf16 = model_spec.params_dtype == torch.bfloat16
+        bf16 = chunks[0].config.bf16
         self._modules = [(Float16Module(chunk.config, chunk) if bf16 else chunk).eval() for chunk in chunks]
-        self._head = make_head(chunks, arch, spec)
+        self._head = make_head(chunks, arch, own)
         weights = unique_storages(parameter.data for chunk in chunks for parameter in chunk.parameters())
         self._held = [_Held(storage) for storage in weights.values()]
 

@@ -4,6 +4,7 @@ The rules in preflight.layout decide which sizes are legal.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from grpo_megatron.config.schema import MegatronConfig
 
@@ -44,6 +45,20 @@ class ParallelSizes:
             etp=megatron.expert_tensor_parallel,
             pipeline_layers=tuple(megatron.pipeline_layers) if megatron.pipeline_layers else None,
         )
+
+    def settings(self) -> dict[str, Any]:
+        """Return {key: value} of the section megatron, from which `from_config` makes these sizes."""
+        return {
+            "tensor_parallel": self.tp,
+            "pipeline_parallel": self.pp,
+            "data_parallel": self.dp,
+            "context_parallel": self.cp,
+            "sequence_parallel": self.sequence_parallel,
+            "virtual_pipeline": self.vpp,
+            "expert_parallel": self.ep,
+            "expert_tensor_parallel": self.etp,
+            "pipeline_layers": list(self.pipeline_layers or ()),
+        }
 
     @property
     def world_size(self) -> int:

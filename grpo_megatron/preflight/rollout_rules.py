@@ -112,6 +112,17 @@ def there_are_prompts(config: Config) -> Iterator[str]:
         yield shown(config, "data.train")
 
 
+# SGLang decodes greedily below 1e-6.
+@ROLLOUT.rule(
+    "rollout.temperature must be at least 0.01 and at most 100: training divides the logits by it, and bf16 "
+    "logits divided by a small number lose all precision.",
+    "rollout.temperature",
+)
+def training_can_divide_by_the_temperature(config: Config) -> Iterator[str]:
+    if not 0.01 <= config.rollout.temperature <= 100:
+        yield shown(config, "rollout.temperature")
+
+
 @ROLLOUT.rule(
     "rollout.top_p must be 1.0 and rollout.top_k must be -1: samples must come from the full distribution, "
     "which the log-probs are of.",

@@ -9,7 +9,9 @@ import numpy as np
 
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample
+from grpo_megatron.config.derived import evaluation_rollout
 from grpo_megatron.config.reward import OnFailure
+from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text, not_written, replace_text
@@ -17,7 +19,6 @@ from grpo_megatron.logs import Rarely
 from grpo_megatron.monitoring.samples import chosen, group_text
 from grpo_megatron.rewards.answers import answer_finder
 from grpo_megatron.rollout.manager import RolloutManager
-from grpo_megatron.rollout.source import training_sampling
 from grpo_megatron.rollout.statistics import majority_reward, pass_rates
 
 logger = logging.getLogger(__name__)
@@ -65,13 +66,8 @@ class Evaluation:
         self._find_answer = answer_finder(config.reward)
         self._counts_failures = config.reward.on_failure != OnFailure.error
         self._directory, self._warn = Path(directory) / "eval", Rarely(logger, once=True)
-        training = training_sampling(config.rollout)
-        length = config.eval.max_response_length or training.max_response_length
-        common = replace(training, max_response_length=length, same_states=True, beam=None)
-        self._sampled = replace(
-            common, n=config.eval.n, temperature=config.eval.temperature, top_p=config.eval.top_p
-        )
-        self._greedy = replace(common, n=1, temperature=0.0)
+        self._sampled = evaluation_rollout(config)
+        self._greedy = replace(self._sampled, n=1, temperature=0.0, top_p=1.0)
 
     def run(self, step: int) -> dict[str, float]:
         """Evaluate the current weights, and return {"eval/METRIC": score} for the logs, see `scalars`.
@@ -142,8 +138,12 @@ class Evaluation:
         With reward.on_failure=leave_out, groups whose samples all failed are removed. Raises UserError if no
         group is left.
         """
-        every = self._manager.generate(prompts, self._sampled)
-        greedy = self._manager.generate(prompts, self._greedy) if self._config.greedy else []
+
+        def generated(rollout: RolloutConfig) -> list[Group]:
+            return self._manager.generate(prompts, rollout, same_states=True)
+
+        every = generated(self._sampled)
+        greedy = generated(self._greedy) if self._config.greedy else []
         failed = sum(group.failed for group in [*every, *greedy])
         failed += sum(
             sequences[0].reward_failed for group in [*every, *greedy] for sequences in group.trajectories

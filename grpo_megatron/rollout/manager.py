@@ -8,47 +8,26 @@ from functools import partial
 from itertools import chain
 
 from grpo_megatron.batch.prompt import Prompt
-from grpo_megatron.batch.sample import Group, Sample
-from grpo_megatron.config.rollout import BeamConfig
+from grpo_megatron.batch.sample import Group
+from grpo_megatron.config.rollout import RolloutConfig, Strategy
 from grpo_megatron.errors import UserError
 from grpo_megatron.rollout.beam import BeamSearch, run_search
-from grpo_megatron.rollout.episodes import MultiTurn, Respond, SingleTurn
+from grpo_megatron.rollout.episodes import MultiTurn, SingleTurn
 from grpo_megatron.rollout.trajectory import Episode
 from grpo_megatron.sglang.client import EngineClient
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.sglang.request import Completion, Request
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling parameters of a rollout."""
-
-    n: int
-    """Number of responses per prompt."""
-    temperature: float
-    """Sampling temperature. 0 means greedy decoding."""
-    max_response_length: int
-    """Maximum number of tokens of a response, or of all that follows the prompt in an episode."""
-    stop: tuple[str, ...] = ()
-    """Strings that end a response, or a turn of an episode."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end a response, or a turn of an episode."""
-    top_p: float = 1.0
-    """Threshold of nucleus sampling. It is below 1 only in evaluations, which are not trained on."""
-    same_states: bool = False
-    """If True, an environment's initial state depends only on the prompt, so that evaluations are alike."""
-    beam: BeamConfig | None = None
-    """If set, a beam search finds the n responses of a prompt instead of sampling."""
-
-    def parameters(self) -> dict:
-        """Return SGLang's sampling parameters by name, except max_new_tokens, which each turn sets."""
-        return {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": -1,
-            "stop": list(self.stop),
-            "stop_token_ids": list(self.stop_token_ids),
-        }
+def sampling_parameters(rollout: RolloutConfig) -> dict:
+    """Return SGLang's sampling parameters by name, except max_new_tokens, which each turn sets."""
+    return {
+        "temperature": rollout.temperature,
+        "top_p": rollout.top_p,
+        "top_k": rollout.top_k,
+        "stop": rollout.stop,
+        "stop_token_ids": rollout.stop_token_ids,
+    }
 
 
 @dataclass(frozen=True)
@@ -93,30 +72,36 @@ class RolloutManager:
         self._engines, self._episodes, self._turn_ends = engines, episodes, frozenset(turn_ends)
         self._next_group = 0
 
-    def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Group]:
-        """Return `sampling.n` scored samples for each prompt, as groups in the order of the prompts.
+    def generate(
+        self, prompts: list[Prompt], rollout: RolloutConfig, same_states: bool = False
+    ) -> list[Group]:
+        """Return `rollout.n` scored samples for each prompt, as groups in the order of the prompts.
 
-        With reward.on_failure=leave_out, samples whose reward or environment failed are left out of their
-        group, which may become empty.
+        same_states: if True, an environment's initial state depends only on the prompt, so that evaluations
+            are alike.
+
+        With reward.on_failure=leave_out, failed samples are left out of their group, which may become empty.
 
         Raises UserError if an engine dies, or finishes no request for rollout.engine.request_timeout seconds.
         Raises the errors of rewards and environments.
         """
-        groups = asyncio.run(self._generate(prompts, sampling))
+        groups = asyncio.run(self._generate(prompts, rollout, same_states))
         self._next_group += len(prompts)
         return groups
 
-    async def _generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Group]:
+    async def _generate(
+        self, prompts: list[Prompt], rollout: RolloutConfig, same_states: bool
+    ) -> list[Group]:
         clients = self._engines.clients()
         return await asyncio.gather(
-            *(self._group(prompt, p, sampling, clients) for p, prompt in enumerate(prompts))
+            *(self._group(prompt, p, rollout, clients, same_states) for p, prompt in enumerate(prompts))
         )
 
     def fill(
         self,
         draw: Callable[[int], list[Prompt]],
         keep: Callable[[Group], bool],
-        sampling: Sampling,
+        rollout: RolloutConfig,
         goal: Goal,
     ) -> Filled:
         """Generate groups until `keep` has accepted `goal.groups` of them, or `goal.most` prompts are used.
@@ -129,16 +114,16 @@ class RolloutManager:
 
         Raises UserError if an engine dies, or finishes no request for rollout.engine.request_timeout seconds.
         """
-        return asyncio.run(self._fill(draw, keep, sampling, goal))
+        return asyncio.run(self._fill(draw, keep, rollout, goal))
 
-    async def _fill(self, draw, keep, sampling: Sampling, goal: Goal) -> Filled:
+    async def _fill(self, draw, keep, rollout: RolloutConfig, goal: Goal) -> Filled:
         clients, filled, asked = self._engines.clients(), Filled(), 0
         running: dict[asyncio.Task[Group], Prompt] = {}
         try:
             while len(filled.groups) < goal.groups:
                 wanted = math.ceil((goal.groups - len(filled.groups)) * goal.in_flight) - len(running)
                 for prompt in draw(min(max(wanted, 0), goal.most - asked)):
-                    running[asyncio.create_task(self._group(prompt, asked, sampling, clients))] = prompt
+                    running[asyncio.create_task(self._group(prompt, asked, rollout, clients))] = prompt
                     asked += 1
                 if not running:
                     break
@@ -164,7 +149,12 @@ class RolloutManager:
         return filled
 
     async def _group(
-        self, prompt: Prompt, index: int, sampling: Sampling, clients: list[EngineClient]
+        self,
+        prompt: Prompt,
+        index: int,
+        rollout: RolloutConfig,
+        clients: list[EngineClient],
+        same_states: bool = False,
     ) -> Group:
         """Generate and score the samples of one prompt, and return them as a group.
 
@@ -173,8 +163,8 @@ class RolloutManager:
         """
         # All samples of a group go to one engine, whose prefix cache then holds the prompt.
         client = clients[index % len(clients)]
-        stops = self._turn_ends.union(sampling.stop_token_ids)
-        parameters = sampling.parameters() | {"stop_token_ids": sorted(stops)}
+        stops = self._turn_ends.union(rollout.stop_token_ids)
+        parameters = sampling_parameters(rollout) | {"stop_token_ids": sorted(stops)}
 
         async def ask(member: int, ids: list[int], most: int, routed: int = 0, top: int = 0) -> Completion:
             request = Request(
@@ -184,33 +174,24 @@ class RolloutManager:
             self._check(completion, prompt)
             return completion
 
-        if sampling.beam:
+        if rollout.strategy == Strategy.beam:
             ends = client.end_ids | stops
-            search = BeamSearch(sampling.n, ends, sampling.max_response_length, sampling.beam)
+            search = BeamSearch(rollout.n, ends, rollout.max_response_length, rollout.beam)
             asked = prompt.ids.tolist()
             await run_search(search, lambda beam, ids, top: ask(beam, asked + ids, 1, top=top))
             responds = [partial(_found, completion) for completion in search.completions(index)]
         else:
-            responds = [partial(ask, member) for member in range(sampling.n)]
-        played = (
-            self._play(prompt, (index, member), sampling, respond) for member, respond in enumerate(responds)
+            responds = [partial(ask, member) for member in range(rollout.n)]
+        group_id = self._next_group + index
+        state = (1, prompt.uid) if same_states else (0, group_id)
+        episodes = (
+            Episode(prompt, group_id, group_id * rollout.n + member, rollout.max_response_length, state)
+            for member in range(len(responds))
         )
+        played = map(self._episodes.play, episodes, responds)
         samples = await self._episodes.complete(prompt, tuple(chain(*await asyncio.gather(*played))))
-        group = Group(self._next_group + index, prompt, samples)
-        return replace(group, failed=sampling.n - len(group.trajectories))
-
-    async def _play(
-        self, prompt: Prompt, key: tuple[int, int], sampling: Sampling, respond: Respond
-    ) -> tuple[Sample, ...]:
-        group = self._next_group + key[0]
-        episode = Episode(
-            prompt=prompt,
-            group_id=group,
-            trajectory_id=group * sampling.n + key[1],
-            limit=sampling.max_response_length,
-            state=(1, prompt.uid) if sampling.same_states else (0, group),
-        )
-        return await self._episodes.play(episode, respond)
+        group = Group(group_id, prompt, samples)
+        return replace(group, failed=rollout.n - len(group.trajectories))
 
     def _check(self, completion: Completion, prompt: Prompt) -> None:
         """Raise UserError if the engine aborted the request.

@@ -5,26 +5,14 @@ from dataclasses import dataclass, field
 from grpo_megatron.algorithm.advantages import smallest_group
 from grpo_megatron.algorithm.filters import filtered
 from grpo_megatron.batch.sample import Group
-from grpo_megatron.config.rollout import RolloutConfig, Shortage, Strategy
+from grpo_megatron.config.rollout import Shortage
 from grpo_megatron.config.schema import Config
 from grpo_megatron.data import PromptSource
 from grpo_megatron.errors import UserError
 from grpo_megatron.monitoring.phases import Phases
 from grpo_megatron.rewards.shaping import shape_overlong
-from grpo_megatron.rollout.manager import Filled, Goal, RolloutManager, Sampling
+from grpo_megatron.rollout.manager import Filled, Goal, RolloutManager
 from grpo_megatron.rollout.record import Recorder, Replay
-
-
-def training_sampling(config: RolloutConfig) -> Sampling:
-    """Return the sampling parameters of training, from the section `rollout` of the configuration."""
-    return Sampling(
-        n=config.n,
-        temperature=config.temperature,
-        max_response_length=config.max_response_length,
-        stop=tuple(config.stop),
-        stop_token_ids=tuple(config.stop_token_ids),
-        beam=config.beam if config.strategy == Strategy.beam else None,
-    )
 
 
 @dataclass(frozen=True)
@@ -53,7 +41,6 @@ class EngineRollouts:
         """
         self._manager, self._config = manager, config
         self._batch_size = config.data.train_batch_size
-        self._sampling = training_sampling(config.rollout)
         self._recorder = Recorder(config.rollout.record, resumed) if config.rollout.record else None
 
     def sample(self, step: int, prompts: PromptSource) -> Rollout:
@@ -71,7 +58,7 @@ class EngineRollouts:
         if self._config.rollout.dynamic_sampling.enabled:
             filled = self._fill(step, prompts, failed)
         else:
-            filled = Filled(self._manager.generate(prompts.next(self._batch_size), self._sampling))
+            filled = Filled(self._manager.generate(prompts.next(self._batch_size), self._config.rollout))
             failed += [group for group in filled.groups if self._is_too_small(group)]
             filled.dropped += [group.prompt for group in failed]
             filled.groups = [group for group in filled.groups if not self._is_too_small(group)]
@@ -101,7 +88,8 @@ class EngineRollouts:
         step: index of the step, for messages.
         failed: a list, to which this method appends groups with too few samples (`_is_too_small`).
         """
-        options = self._config.rollout.dynamic_sampling
+        rollout = self._config.rollout
+        options = rollout.dynamic_sampling
         most = int(options.max_batches * self._batch_size)
 
         def keep(group: Group) -> bool:
@@ -111,7 +99,7 @@ class EngineRollouts:
             return self._passes_filters(group)
 
         filled = self._manager.fill(
-            prompts.next, keep, self._sampling, Goal(self._batch_size, options.over_sampling, most)
+            prompts.next, keep, rollout, Goal(self._batch_size, options.over_sampling, most)
         )
         short = self._batch_size - len(filled.groups)
         if short and (options.shortage == Shortage.error or not filled.groups):

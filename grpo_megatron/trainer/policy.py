@@ -14,10 +14,11 @@ from grpo_megatron.batch.schedule import Schedule
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.placement import Cluster
-from grpo_megatron.config.schema import MegatronConfig
-from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.config.command import Command
+from grpo_megatron.config.schema import Config
 from grpo_megatron.metrics import Max, Mean, Metrics, Sum, merge
 from grpo_megatron.model.families import read_architecture
+from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.trainer.checkpoints import TrainerCheckpoints
 from grpo_megatron.trainer.dropped_steps import DroppedSteps
 from grpo_megatron.trainer.ranks import RankGroup
@@ -49,31 +50,27 @@ class PolicyTrainer:
     def __init__(
         self,
         cluster: Cluster,
-        spec: ActorSpec,
-        config: MegatronConfig,
-        seed: int,
+        config: Config,
+        command: Command,
         log_dir: str,
-        timeout: float,
         hang_detector: HangDetector,
         takes_turns: bool = False,
     ):
         """Start one process per rank and wait until all have built their model.
 
-        cluster: nodes and devices of the ranks.
-        spec: model, optimizer and parallel layout, which every rank builds.
-        config: the section `megatron` of the configuration.
-        seed: seed of the ranks' random number generators.
+        command: decides what the ranks build from the configuration, see megatron.actor.Actor.
         log_dir: folder of the ranks' log files.
-        timeout: maximum number of seconds that one call to the ranks may take.
         hang_detector: observes the heartbeats of all ranks.
         takes_turns: True if rollout engines use the ranks' GPUs while the ranks sleep. A call to sleeping
             ranks then raises RuntimeError. If False, a call wakes sleeping ranks.
         """
-        self.sizes = spec.sizes
+        self.sizes = ParallelSizes.from_config(config.megatron)
         self.nodes = tuple(slot.node for slot in cluster.rank_slots)
-        self.cost_model = read_architecture(spec.model_path, reward_model=spec.scalar_head).cost_model
-        self._dropped_steps = DroppedSteps(spec.optimizer)
-        self.ranks = RankGroup(cluster, spec, config, seed, log_dir, timeout, hang_detector, takes_turns)
+        self.cost_model = read_architecture(
+            config.model.path, reward_model=command == Command.reward_model
+        ).cost_model
+        self._dropped_steps = DroppedSteps(config.optimizer)
+        self.ranks = RankGroup(cluster, config, command, log_dir, hang_detector, takes_turns)
         self.weights = TrainerWeights(self.ranks)
         self.checkpoints = TrainerCheckpoints(self.ranks, self.weights)
 

@@ -9,8 +9,8 @@ from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.placement import Cluster, Slot
 from grpo_megatron.cluster.processes import Process
 from grpo_megatron.cluster.worker_group import WorkerGroup
-from grpo_megatron.config.schema import MegatronConfig
-from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.config.command import Command
+from grpo_megatron.config.schema import Config
 from grpo_megatron.megatron.start import start_actor
 
 
@@ -46,11 +46,9 @@ class RankGroup:
     def __init__(
         self,
         cluster: Cluster,
-        spec: ActorSpec,
-        config: MegatronConfig,
-        seed: int,
+        config: Config,
+        command: Command,
         log_dir: str,
-        timeout: float,
         hang_detector: HangDetector,
         takes_turns: bool,
     ):
@@ -58,7 +56,7 @@ class RankGroup:
 
         The arguments are the same as those of PolicyTrainer.
         """
-        self._replicas = spec.sizes.dp
+        self._replicas = config.megatron.data_parallel
         self.group = WorkerGroup(
             "trainer rank",
             [
@@ -66,11 +64,11 @@ class RankGroup:
                 for slot in cluster.rank_slots
             ],
             log_dir,
-            partial(start_actor, spec, seed, config.collective_timeout),
-            timeout,
+            partial(start_actor, config, command),
+            config.cluster.call_timeout,
             hang_detector,
         )
-        self._parks, self._takes_turns = config.sleep, takes_turns
+        self._parks, self._takes_turns = config.megatron.sleep, takes_turns
         self._asleep = False
 
     @property

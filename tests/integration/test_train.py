@@ -22,7 +22,6 @@ from grpo_megatron.cluster.placement import allocate
 from grpo_megatron.cluster.processes import ProcessDied
 from grpo_megatron.config.command import Command
 from grpo_megatron.data import PromptTokenizer, load_prompts
-from grpo_megatron.megatron.spec import actor_spec
 from grpo_megatron.monitoring.charts import OTHERS, charts_of
 from grpo_megatron.preflight.check import load_config
 from grpo_megatron.rollout.record import Replay
@@ -291,13 +290,13 @@ def test_a_rank_that_dies_is_named(recorded, arithmetic, root, tmp_path):
     The group can be started anew.
     """
     config = load_config(None, arguments(arithmetic, root, "megatron.tensor_parallel=2"))
+    config.cluster.call_timeout = 60.0
     batch = TrainBatch.from_samples(
         [s for group in Replay(f"{root}/rollouts.jsonl").read(1) for s in group.samples]
     )
     cluster = allocate(config, num_ranks=2, num_engines=0)
-    actor = PolicyTrainer(
-        cluster, actor_spec(config), config.megatron, 0, str(tmp_path), 60, HangDetector(str(tmp_path), 600)
-    )
+    detector = HangDetector(str(tmp_path), 600)
+    actor = PolicyTrainer(cluster, config, Command.train, str(tmp_path), detector)
 
     before = actor.logprobs(batch, schedule(batch.lengths, 128))
     saver = Checkpoints(str(tmp_path / "checkpoints"), config.checkpoint, actor.checkpoints)

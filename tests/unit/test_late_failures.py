@@ -54,7 +54,7 @@ def violations(tmp_path, *changes, command=Command.train):
         ),
         (
             ["rollout.temperature=1e-300"],
-            "rollout.temperature must be at least 0.01, is 1e-300",
+            "rollout.temperature must be at least 0.01 and at most 100: training divides the logits by it",
         ),
         (
             ["rollout.record=/proc/nope/x"],
@@ -75,8 +75,9 @@ def violations(tmp_path, *changes, command=Command.train):
             ["rollout.engine.max_total_tokens=40", "eval.max_response_length=30", "data.eval=/nowhere.jsonl"],
             "data.max_prompt_length=16, eval.max_response_length=30; at least 48 are needed",
         ),
-        (["rollout.temperature=1e-5"], "rollout.temperature must be at least 0.01"),
-        (["rollout.temperature=1e38"], "rollout.temperature must be at most 100"),
+        (["rollout.temperature=1e-5"], "(rollout.temperature=1.0e-05)"),
+        (["rollout.temperature=1e38"], "(rollout.temperature=1.0e+38)"),
+        (["rollout.temperature=-1"], "rollout.temperature must be at least 0, is -1"),
         (["megatron.offload_folder=/proc/nope"], "megatron.offload_folder=/proc/nope cannot be written to: "),
         (
             ["weight_sync.transport=disk", "weight_sync.folder=README.md"],

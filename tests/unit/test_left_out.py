@@ -11,6 +11,7 @@ from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.load import read_config
 from grpo_megatron.config.reward import OnFailure, RewardConfig
+from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.errors import UserError
 from grpo_megatron.preflight.check import check
 from grpo_megatron.preflight.rules import violations
@@ -18,7 +19,7 @@ from grpo_megatron.rewards import group_reward
 from grpo_megatron.rollout.environments import EnvironmentFailed
 from grpo_megatron.rollout.episodes import MultiTurn, SingleTurn
 from grpo_megatron.rollout.evaluation import Evaluation
-from grpo_megatron.rollout.manager import RolloutManager, Sampling
+from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.record import Replay
 from grpo_megatron.rollout.source import EngineRollouts, Rollout
 from grpo_megatron.rollout.statistics import group_statistics, pass_rates, step_statistics
@@ -69,9 +70,7 @@ def prompts(*texts):
 
 def generated(episodes, *texts, n=3):
     asked = prompts(*texts)
-    return RolloutManager(Engine(asked), episodes).generate(
-        asked, Sampling(n=n, temperature=1.0, max_response_length=9)
-    )
+    return RolloutManager(Engine(asked), episodes).generate(asked, RolloutConfig(n=n, max_response_length=9))
 
 
 def single_turns(function="score", **options):

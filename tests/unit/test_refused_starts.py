@@ -127,7 +127,6 @@ def place(monkeypatch):
     checkpoints = SimpleNamespace(load_checkpoint=lambda *given: ranks.load(*given))
     trainer = SimpleNamespace(checkpoints=checkpoints, close=lambda: None)
     monkeypatch.setattr(assemble, "PolicyTrainer", lambda *_: trainer)
-    monkeypatch.setattr(assemble, "actor_spec", lambda *_: None)
     monkeypatch.setattr(assemble, "_throughput", lambda _: None)
 
     def make(tmp_path, resume, load) -> assemble.RunContext:

@@ -13,11 +13,11 @@ from megatron.core import parallel_state as mpu
 from grpo_megatron.algorithm.losses import TokenLoss
 from grpo_megatron.algorithm.preferences import PreferenceLoss
 from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.config.schema import Config
 from grpo_megatron.megatron.head.logprobs import HeadOutput, token_logprobs
 from grpo_megatron.megatron.head.score import ScoreHead
 from grpo_megatron.megatron.layers.build import output_weight
 from grpo_megatron.megatron.micro_batch import MicroBatch, set_loss_inputs, set_pair_inputs
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.metrics import Metrics, Sum
 from grpo_megatron.model.architecture import Architecture
 
@@ -85,16 +85,17 @@ def _spread(values: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
     return values.new_zeros(len(micro_batch.target)).index_copy(0, micro_batch.trained, values)
 
 
-def make_head(chunks: list, arch: Architecture, spec: ActorSpec) -> Head | ScoreHead:
+def make_head(chunks: list, arch: Architecture, config: Config) -> Head | ScoreHead:
     """Return the head of the trained model: Head for a language model, ScoreHead for a reward model.
 
     chunks: this rank's model chunks. The head reads the last chunk's output weight at each call, because the
         reference's weight may have taken its place.
     """
-    weight, sequence_parallel = (lambda: output_weight(chunks[-1])), spec.sizes.sequence_parallel
+    weight, sequence_parallel = (lambda: output_weight(chunks[-1])), config.megatron.sequence_parallel
     if arch.scalar_head:
         return ScoreHead(weight, sequence_parallel)
-    return Head(weight, arch.vocab_size, sequence_parallel, spec.temperature, spec.fp32_head)
+    temperature, exact = config.rollout.temperature, config.model.fp32_head
+    return Head(weight, arch.vocab_size, sequence_parallel, temperature, exact)
 
 
 def make_objective(

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from grpo_megatron.capabilities import Capabilities
 from grpo_megatron.config.lora import LoraConfig
-from grpo_megatron.config.schema import Precision, TransformerImpl
+from grpo_megatron.config.schema import Config, MegatronConfig, Precision, TransformerImpl
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.head.logprobs import hand_out_hidden_states
 from grpo_megatron.megatron.head.score import put_scalar_head
@@ -26,30 +26,28 @@ from grpo_megatron.megatron.layers.lora import AdaptedColumns, AdaptedGateUp, Ad
 from grpo_megatron.megatron.layers.modules import RMSNorm, SwiGLU
 from grpo_megatron.megatron.layers.router import Router
 from grpo_megatron.megatron.layers.transformer_config import transformer_config
-from grpo_megatron.megatron.spec import ModelSpec
 from grpo_megatron.model.architecture import Architecture
 
 
-def uses_transformer_engine(
-    impl: TransformerImpl, precision: Precision, emulate_kernels: bool = False
-) -> bool:
+def uses_transformer_engine(megatron: MegatronConfig) -> bool:
     """Return True to build the model from TransformerEngine's layers, False for Megatron's local layers.
 
-    impl=auto chooses TransformerEngine if this machine can run it, but not in fp32, where TransformerEngine
-    has no fused attention and its matrix products round their operands to TF32.
-
-    emulate_kernels: if True, TransformerEngine's kernels are emulated, so this machine can run it.
+    `auto` chooses TransformerEngine if this machine can run it, but not in fp32: there it has no fused
+    attention, and its matrix products round their operands to TF32. Adapters need the local layers.
 
     Raises UserError if the configuration needs TransformerEngine or FP8 and this machine cannot run it. The
     check before the run misses this if cluster.gpu describes another machine. Raises UserError also for
     TransformerEngine's layers with precision fp32.
     """
-    here = Capabilities.of_this_machine().emulating(emulate_kernels)
+    impl, precision = megatron.transformer_impl, megatron.precision
+    here = Capabilities.of_this_machine().emulating(megatron.emulate_kernels)
     if precision == Precision.fp8 and here.fp8_problem:
         raise UserError(
             "megatron.precision=fp8 is not possible on the machine of this rank: "
             f"{here.fp8_problem}; use bf16"
         )
+    if megatron.lora.rank:
+        return False
     if impl == TransformerImpl.transformer_engine and here.transformer_engine_problem:
         raise UserError(
             "megatron.transformer_impl=transformer_engine is not possible on the machine of this rank: "
@@ -80,30 +78,30 @@ def _add_adapters(attention, mlp, lora: LoraConfig) -> None:
             setattr(submodules, layer, ModuleSpec(module=adapted, params={"lora": lora}))
 
 
-def _layer_spec(arch: Architecture, config: TransformerConfig, spec: ModelSpec, num_experts: int | None):
+def _layer_spec(arch: Architecture, lora: LoraConfig, transformer_engine: bool, num_experts: int | None):
     """Return Megatron's spec of one transformer layer.
 
     The layer consists of TransformerEngine's modules, or of Megatron's local modules with this project's
     norm, attention and activation, which support packed sequences on a CPU too.
     num_experts: number of the layer's experts. None for a dense layer.
     """
-    if spec.transformer_engine:
+    if transformer_engine:
         layer_spec = get_gpt_layer_with_transformer_engine_spec(
             num_experts=num_experts,
             moe_grouped_gemm=True,
-            qk_layernorm=config.qk_layernorm,
+            qk_layernorm=arch.qk_norm,
             multi_latent_attention=arch.latent is not None,
         )
     else:
         layer_spec = get_gpt_layer_local_spec(
-            num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+            num_experts=num_experts, qk_layernorm=arch.qk_norm, normalization="RMSNorm"
         )
         layer = layer_spec.submodules
         layer.input_layernorm = RMSNorm
         layer.pre_mlp_layernorm = RMSNorm
         attention = layer.self_attention.submodules
         attention.core_attention = partial(PackedAttention, rope_frequencies=arch.rope_frequencies())
-        if config.qk_layernorm:
+        if arch.qk_norm:
             attention.q_layernorm = RMSNorm
             attention.k_layernorm = RMSNorm
         # The activation belongs to a dense layer's MLP, or to the MLPs of experts and shared experts.
@@ -112,10 +110,10 @@ def _layer_spec(arch: Architecture, config: TransformerConfig, spec: ModelSpec, 
             (mlp.experts.submodules, mlp.shared_experts.submodules) if num_experts else (mlp,)
         ):
             with_activation.activation_func = SwiGLU
-        if spec.lora.rank:
-            _add_adapters(attention, None if num_experts else mlp, spec.lora)
+        if lora.rank:
+            _add_adapters(attention, None if num_experts else mlp, lora)
     if arch.latent is not None:
-        layer_spec.submodules.self_attention = _latent_attention(arch, spec.transformer_engine)
+        layer_spec.submodules.self_attention = _latent_attention(arch, transformer_engine)
     if num_experts:
         layer_spec.submodules.mlp.submodules.router = partial(
             Router, correction_bias=arch.moe.correction_bias
@@ -136,40 +134,52 @@ def _latent_attention(arch: Architecture, transformer_engine: bool) -> ModuleSpe
 
 
 def _block_spec(
-    arch: Architecture, config: TransformerConfig, spec: ModelSpec, vp_stage: int | None
+    arch: Architecture,
+    megatron_config: TransformerConfig,
+    lora: LoraConfig,
+    transformer_engine: bool,
+    vp_stage: int | None,
 ) -> TransformerBlockSubmodules:
     """Return Megatron's specs of the transformer layers in one model chunk, and of the final norm.
 
     vp_stage: index of the virtual pipeline stage. None: the rank has only one chunk.
     """
-    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    first = get_transformer_layer_offset(megatron_config, vp_stage=vp_stage)
     has_experts = arch.moe.layers if arch.moe else (False,) * arch.num_layers
-    layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    layers = range(first, first + get_num_layers_to_build(megatron_config, vp_stage=vp_stage))
     specs = [
-        _layer_spec(arch, config, spec, arch.moe.num_experts if has_experts[i] else None) for i in layers
+        _layer_spec(arch, lora, transformer_engine, arch.moe.num_experts if has_experts[i] else None)
+        for i in layers
     ]
-    if spec.transformer_engine:
+    if transformer_engine:
         from megatron.core.extensions.transformer_engine import TENorm
 
         return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 
-def build_model(arch: Architecture, spec: ModelSpec) -> list[GPTModel]:
+def build_model(
+    arch: Architecture, config: Config, transformer_engine: bool = False, without_memory: bool = False
+) -> list[GPTModel]:
     """Return this rank's model chunks in forward order: one chunk, or several with a virtual pipeline.
 
     Their parameters are uninitialised; `load_hf` fills them. The last stage returns hidden states instead of
     logits, because the head computes log-probs without storing all logits.
+    transformer_engine: result of `uses_transformer_engine`. False: Megatron's local layers.
+    without_memory: True: build on torch's meta device, to read names and shapes only.
     """
-    config = transformer_config(arch, spec)
-    rotated_by_megatron = spec.transformer_engine and arch.latent is None
+    megatron = config.megatron
+    megatron_config = transformer_config(arch, config, transformer_engine, without_memory)
+    rotated_by_megatron = transformer_engine and arch.latent is None
     chunks = []
-    for index in range(spec.sizes.vpp):
-        vp_stage = index if spec.sizes.vpp > 1 else None
+    for index in range(megatron.virtual_pipeline):
+        vp_stage = index if megatron.virtual_pipeline > 1 else None
         chunk = GPTModel(
-            config=config,
-            transformer_layer_spec=_block_spec(arch, config, spec, vp_stage),
-            vocab_size=arch.padded_vocab_size(spec.sizes.tp),
+            config=megatron_config,
+            transformer_layer_spec=_block_spec(
+                arch, megatron_config, megatron.lora, transformer_engine, vp_stage
+            ),
+            vocab_size=arch.padded_vocab_size(megatron.tensor_parallel),
             max_sequence_length=arch.max_positions,
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -186,9 +196,11 @@ def build_model(arch: Architecture, spec: ModelSpec) -> list[GPTModel]:
             chunk.rotary_pos_emb.inv_freq = arch.rope_frequencies().to(chunk.rotary_pos_emb.inv_freq.device)
         if chunk.post_process:
             (put_scalar_head if arch.scalar_head else hand_out_hidden_states)(chunk)
-        if spec.transformer_engine:
+        if transformer_engine:
             _fuse_weight_gradients(chunk)
-        chunks.append(chunk if config.use_cpu_initialization else chunk.cuda(torch.cuda.current_device()))
+        chunks.append(
+            chunk if megatron_config.use_cpu_initialization else chunk.cuda(torch.cuda.current_device())
+        )
     return chunks
 
 

@@ -44,7 +44,7 @@ class RankCheckpoints:
             raise RuntimeError("the previous checkpoint is not finished: call finish first")
         with model.settled_weights(), model.memory.optimizer_at_hand():
             model.writer = save(folder, *self._content())
-            if model.spec.optimizer.offload:
+            if model.config.optimizer.offload:
                 model.until_saved()
 
     def written(self) -> bool:

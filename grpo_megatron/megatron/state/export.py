@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from grpo_megatron.config.schema import Config
 from grpo_megatron.data.conversations import pad_token
 from grpo_megatron.megatron.layers.lora import MergedWeights
 from grpo_megatron.megatron.process_groups import rank_info
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.megatron.state.hf_weights import iterate_hf, local_parameters
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.entries import Entry
@@ -21,7 +21,7 @@ from grpo_megatron.weights import hf_checkpoint, peft_checkpoint
 def save_hf(
     chunks,
     entries: dict[str, Entry],
-    spec: ActorSpec,
+    config: Config,
     arch: Architecture,
     folder: str,
     dtype: torch.dtype,
@@ -32,12 +32,12 @@ def save_hf(
     The files are written to `folder`.partial, which then replaces `folder`, so a crash leaves the old folder.
     chunks: model chunks of this rank.
     entries: weight map of the model, {Megatron name: entry}.
-    spec: ActorSpec of the model. Configuration and tokenizer are copied from spec.model_path.
+    config: names the original model, whose configuration and tokenizer are copied.
     dtype: dtype of the written tensors.
     adapters: {Megatron name: weight map entry} of the LoRA adapters. They are merged into the weights, and
         also written separately to `folder`/adapter.
     """
-    rank, partial, model_path = rank_info(), f"{folder}.partial", spec.model_path
+    rank, partial, model_path = rank_info(), f"{folder}.partial", config.model.path
     if rank.rank == 0:
         hf_checkpoint.start(partial, folder, model_path)
     dist.barrier()
@@ -47,7 +47,8 @@ def save_hf(
         parts = _write(f"{partial}/adapter", iterate_hf(chunks, adapters, dtype, own))
     if rank.rank == 0:
         if adapters:
-            peft_checkpoint.finish(f"{partial}/adapter", [name for name, _ in parts], spec.lora, model_path)
+            names, lora = [name for name, _ in parts], config.megatron.lora
+            peft_checkpoint.finish(f"{partial}/adapter", names, lora, model_path)
         hf_checkpoint.copy_companions(
             model_path, partial, dtype, _of_reward_model(arch, model_path) if arch.scalar_head else {}
         )

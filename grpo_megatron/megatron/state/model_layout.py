@@ -13,19 +13,19 @@ from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 
+from grpo_megatron.config.schema import Config, MegatronConfig, Precision
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron import process_groups
 from grpo_megatron.megatron.layers.build import build_model
-from grpo_megatron.megatron.spec import ModelSpec
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.families import weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.model.pieces import Piece
 from grpo_megatron.weights.checkpoint_layout import SavedModel, SavedPart, clipped
 
-# Dtype of the parameters of the model built here. It must not be float32, the dtype of the buffers, because
-# `_part` tells the two apart by it.
-_PARAMETERS = torch.bfloat16
+# Precision and dtype of the parameters of the model built here. The dtype must not be float32, the dtype of
+# the buffers, because `_part` tells the two apart by it.
+_PRECISION, _PARAMETERS = Precision.bf16, torch.bfloat16
 
 
 def saved_model(arch: Architecture) -> SavedModel:
@@ -38,7 +38,8 @@ def saved_model(arch: Architecture) -> SavedModel:
         process_groups.initialize(ParallelSizes(), 0, f"file://{folder}/store", seed=0)
         try:
             with torch.device("meta"):
-                (model,) = build_model(arch, ModelSpec(ParallelSizes(), _PARAMETERS, without_memory=True))
+                config = Config(megatron=MegatronConfig(precision=_PRECISION))
+                (model,) = build_model(arch, config, without_memory=True)
             group = mpu.get_data_parallel_group(with_context_parallel=True)
             state = model.sharded_state_dict(metadata={"dp_cp_group": group, "singleton_local_shards": False})
             return _read(model, state, weight_map(arch))

@@ -25,7 +25,7 @@ class RankWeights:
         """
         model = self._model
         with model.settled_weights(), torch.no_grad():
-            with_te = model.model_spec.transformer_engine
+            with_te = model.transformer_engine
             self._sender = sender_for(command.setup, self._sender, model.rank.rank, model.device, with_te)
             return self._sender.send(command, MergedWeights(model.chunks), model.heartbeat.tick)
 
@@ -37,8 +37,10 @@ class RankWeights:
         """
         model = self._model
         with writing(folder), model.settled_weights():
-            dtype = dtype or model.model_spec.params_dtype
-            export.save_hf(model.chunks, model.entries, model.spec, model.arch, folder, dtype, model.adapters)
+            dtype = dtype or model.params_dtype
+            export.save_hf(
+                model.chunks, model.entries, model.config, model.arch, folder, dtype, model.adapters
+            )
 
     def reset_reference(self) -> None:
         """Copy the policy's current weights into the reference weights. All ranks must call this."""
