@@ -24,7 +24,8 @@ from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.pieces import Piece, Shape
 from grpo_megatron.weights import hf_checkpoint
 from grpo_megatron.weights.checkpoint_layout import SavedModel, clipped, rows_within
-from grpo_megatron.weights.torch_dist import StoredChunk, StoredTensor, append_tensor, write_metadata
+from grpo_megatron.weights.torch_dist import StoredChunk, StoredTensor
+from grpo_megatron.weights.torch_dist_writer import append_tensor, write_metadata
 
 # Records what the checkpoint was converted from. A checkpoint without this file was saved by a trainer.
 _NOTE = "converted.json"

@@ -1,15 +1,14 @@
-"""Reader and writer of Megatron's distributed checkpoints (torch_dist).
+"""Reader of Megatron's distributed checkpoints (torch_dist).
 
 Such a checkpoint has one tensor for each key, divided into chunks. A file holds a sequence of chunks, each in
 the format of torch.save. `.metadata` lists the file and offset of every chunk. Megatron and torch load whole
-checkpoints into memory. This module reads any rectangle of a tensor without the rest, and writes chunks one
-by one.
+checkpoints into memory. This module reads any rectangle of a tensor without the rest. torch_dist_writer.py
+writes chunks one by one.
 """
 
 import io
 import os
 import pickle
-import uuid
 import zipfile
 from dataclasses import dataclass
 from math import prod
@@ -17,25 +16,20 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
 
 from grpo_megatron.errors import UserError, shortened
-from grpo_megatron.files import fill_buffer, json_text, new_file, read_object, replace_text, write_buffer
+from grpo_megatron.files import fill_buffer, read_object
 from grpo_megatron.model.pieces import Shape, box
 from grpo_megatron.paths import file_problem, folder_problem, is_absent
 from grpo_megatron.weights.safetensors_file import bytes_of
 
-_METADATA = ".metadata"
-_SETTINGS = "metadata.json"
+METADATA = ".metadata"
+SETTINGS = "metadata.json"
 # The only names that the metadata of an intact checkpoint refers to. The metadata file is a pickle, and a
 # malicious pickle could name any function to be called.
 _ALLOWED_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
@@ -100,12 +94,12 @@ def read_metadata(folder: str | Path) -> dict[str, StoredTensor]:
     """
     root = Path(folder)
     problem = folder_problem(root) or (
-        file_problem(root / _METADATA) and f"has no {_METADATA}: the checkpoint is incomplete"
+        file_problem(root / METADATA) and f"has no {METADATA}: the checkpoint is incomplete"
     )
     if problem:
         raise UserError(f"{root} {problem}")
     backend = (
-        "torch_dist" if is_absent(root / _SETTINGS) else read_object(root / _SETTINGS).get("sharded_backend")
+        "torch_dist" if is_absent(root / SETTINGS) else read_object(root / SETTINGS).get("sharded_backend")
     )
     if backend != "torch_dist":
         raise UserError(
@@ -130,7 +124,7 @@ def load_metadata(folder: str | Path) -> Metadata:
     Raises UserError if it cannot be read.
     """
     try:
-        with open(Path(folder, _METADATA), "rb") as file:
+        with open(Path(folder, METADATA), "rb") as file:
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise TypeError(f"it contains no metadata, but an object of type {type(metadata).__name__}")
@@ -140,9 +134,7 @@ def load_metadata(folder: str | Path) -> Metadata:
 
 
 def _damaged(root: Path, error: Exception) -> UserError:
-    return UserError(
-        f"{root / _METADATA} cannot be read ({shortened(error, 200)}); the checkpoint is damaged"
-    )
+    return UserError(f"{root / METADATA} cannot be read ({shortened(error, 200)}); the checkpoint is damaged")
 
 
 def _stored(key: str, value: TensorStorageMetadata, where: dict) -> StoredTensor:
@@ -334,80 +326,3 @@ class _Section(io.RawIOBase):
         got = self.file.readinto(memoryview(buffer)[: max(self.length - self.at, 0)])
         self.at += got
         return got
-
-
-class _Remembering:
-    """An output stream for torch.save that stores a write error instead of raising it.
-
-    torch.save ends the process if a write fails while it runs. The caller raises `error` after torch.save
-    returns.
-    """
-
-    def __init__(self, file):
-        self.file, self.error = file, None
-
-    def write(self, data) -> int:
-        try:
-            if self.error is None:
-                write_buffer(self.file, data)
-        except OSError as error:
-            self.error = error
-        return len(data)
-
-    def flush(self) -> None:
-        """Do nothing: torch.save needs this method, and the owner of the file flushes it."""
-
-
-def append_tensor(file, tensor: torch.Tensor) -> tuple[int, int]:
-    """Append a tensor to an open file as one chunk of a checkpoint. Returns (offset, length) in bytes.
-
-    The tensor must cover its whole storage, because torch.save writes the storage. Raises OSError, where
-    torch.save would end the process.
-    """
-    offset, stream = file.tell(), _Remembering(file)
-    checksums = torch.serialization.get_crc32_options()
-    # torch never checks these checksums, and computes them at only a third of a disk's speed.
-    torch.serialization.set_crc32_options(False)
-    try:
-        torch.save(tensor, stream)
-    finally:
-        torch.serialization.set_crc32_options(checksums)
-    if stream.error:
-        raise stream.error
-    return offset, file.tell() - offset
-
-
-def write_metadata(
-    folder: str | Path, tensors: dict[str, StoredTensor], objects: dict[str, tuple[str, int, int]]
-) -> list[str]:
-    """Write `.metadata` and `metadata.json`, which turn the files of a folder into a torch_dist checkpoint.
-
-    Return the names of the two files.
-
-    tensors: {key: its dtype, shape and chunks in the files}.
-    objects: {key: (file name, offset, length)} of the objects that are not tensors, in bytes.
-    """
-    root = Path(folder)
-    state: dict = {key: BytesStorageMetadata() for key in objects}
-    where = {MetadataIndex(key): _StorageInfo(*place) for key, place in objects.items()}
-    for key, stored in tensors.items():
-        chunks = [ChunkStorageMetadata(torch.Size(c.at), torch.Size(c.shape)) for c in stored.chunks]
-        state[key] = TensorStorageMetadata(TensorProperties(stored.dtype), torch.Size(stored.shape), chunks)
-        for index, chunk in enumerate(stored.chunks):
-            where[MetadataIndex(key, chunk.at, index)] = _StorageInfo(chunk.file, chunk.offset, chunk.length)
-    metadata = Metadata(
-        state,
-        storage_data=where,
-        storage_meta=StorageMeta(save_id=str(uuid.uuid4())),
-        version=CURRENT_DCP_VERSION,
-    )
-    with new_file(root / _METADATA) as file:
-        pickle.dump(metadata, file)
-    settings = {
-        "sharded_backend": "torch_dist",
-        "sharded_backend_version": 1,
-        "common_backend": "torch",
-        "common_backend_version": 1,
-    }
-    replace_text(root / _SETTINGS, json_text(settings))
-    return [_METADATA, _SETTINGS]

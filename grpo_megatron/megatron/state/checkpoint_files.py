@@ -31,13 +31,8 @@ from grpo_megatron.megatron.state.shards import Rectangle
 from grpo_megatron.progress import moved
 from grpo_megatron.run.checkpoints import NotWritten, SaveReport
 from grpo_megatron.run.manifest import DigestedFile, FileRecord, must_be_sound, problems, record_of
-from grpo_megatron.weights.torch_dist import (
-    StoredChunk,
-    StoredTensor,
-    append_tensor,
-    load_metadata,
-    write_metadata,
-)
+from grpo_megatron.weights.torch_dist import StoredChunk, StoredTensor, load_metadata
+from grpo_megatron.weights.torch_dist_writer import append_tensor, write_metadata
 
 # File for everything that is not a tensor. Megatron's own loader asks for this name.
 _COMMON = "common.pt"
