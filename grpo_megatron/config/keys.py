@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import json
+import re
 from enum import Enum
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -190,8 +191,14 @@ def value_text(value: Any) -> str:
 
 
 def _item_text(value: Any) -> str:
-    # Quoted, because a comma or a bracket would end the item of the list.
-    return json.dumps(value) if isinstance(value, str) and set(value) & set(",[]{}") else value_text(value)
+    # Quoted, because in a list YAML reads more characters as its own: a comma or a bracket ends an item, and
+    # ? begins a mapping.
+    is_special = isinstance(value, str) and not _PLAIN_ITEM.fullmatch(value)
+    return json.dumps(value) if is_special else value_text(value)
+
+
+# Texts that need no quotes as items of a list, such as module:function and hf:openai/gsm8k.
+_PLAIN_ITEM = re.compile(r"[\w./+@]([\w./+@:-]*[\w./+@-])?")
 
 
 def _number(value: float) -> str:

@@ -115,6 +115,14 @@ def test_show_without_a_file_names_what_has_no_value(capsys):
         "x" * 300,
         "1e-6",
         "[a]",
+        "?</search>",
+        "<|im_end|>",
+        "-",
+        "a:",
+        "*x",
+        "&x",
+        "!x",
+        "# x",
     ],
 )
 def test_text_of_every_kind_survives_show(text, capsys, tmp_path):
