@@ -1,4 +1,4 @@
-"""Protocols of the two sides of a transport, which every transport implements by one class each."""
+"""Protocols of the two sides of a transport. Every transport implements each side by one class."""
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -14,44 +14,54 @@ PayloadBytes = Callable[[Parcel], int]
 
 
 class ParcelSender(Protocol):
-    """The sending side of a transport, in the process of a trainer rank.
+    """The sending side of a transport for packed weights, in the process of a trainer rank.
 
-    For each parcel the caller calls `buffer` and then `send`, in the order of parcels.parcels_in_order.
+    For each parcel (a message of packed weights) the caller first calls `buffer`, packs the parcel into the
+    buffer, and then calls `send`. Parcels are sent in the order of parcels.parcels_in_order.
     """
 
     def begin(self, sync_id: int) -> None:
-        """Begin a weight sync. sync_id: that of its SyncCommand, which no other sync of the run has."""
+        """Begin a weight sync.
+
+        sync_id: id of the sync's SyncCommand, which no other sync of the run has.
+        """
 
     def buffer(self, size: int) -> torch.Tensor:
-        """Return a buffer, uint8 [size], to fill with the next parcel. Wait until a buffer is free.
+        """Wait until a buffer is free, and return it: uint8 [size], to be filled with the next parcel.
 
         Raises TimeoutError if no buffer becomes free in time, because receivers have not read older parcels.
         """
 
     def send(self, parcel: Parcel, payload: torch.Tensor) -> None:
-        """Send the payload (the bytes to transfer) of a parcel.
+        """Send a parcel's payload, which is the packed weights, a delta, or only the digests.
 
-        payload: the buffer that `buffer` returned last, a part of it, or another tensor of at most its size.
+        payload: the tensor that `buffer` returned last, a part of it, or another tensor of at most its size.
             The caller must not write to it afterwards.
         """
 
     def finish(self) -> None:
-        """Wait until no parcel of this sync is in flight. Files are complete when `send` returns already."""
+        """Wait until all parcels of this sync have left their buffers.
+
+        The transport through files returns at once, because a file is complete when `send` returns.
+        """
 
     def close(self) -> None: ...
 
 
 class ParcelReceiver(Protocol):
-    """The receiving side of a transport, in the process of one tensor-parallel rank of an engine."""
+    """The receiving side of a transport for packed weights, in the process of an engine rank."""
 
     def receive(
         self, sync_id: int, parcels: list[Parcel], payload_bytes: PayloadBytes
     ) -> Iterator[tuple[Parcel, torch.Tensor]]:
-        """Yield (parcel, payload) for each of the parcels, in the order given. A payload is uint8 [bytes].
+        """Yield (parcel, payload) for each of the parcels, in the order given.
 
-        sync_id: that of the SyncCommand, as for ParcelSender.begin.
+        A payload is uint8 [bytes]: the packed weights, a delta, or only the digests. It is valid until the
+        next one is requested, because its buffer is then used again.
 
-        A payload is valid until the next one is requested, because its buffer is then used again.
+        sync_id: id of the sync's SyncCommand, as for ParcelSender.begin.
+        payload_bytes: function that returns the maximum bytes of a parcel's payload.
+
         Raises TimeoutError if the next parcel does not arrive in time. The timeout is per parcel, so a whole
         sync may take longer.
         """
@@ -60,9 +70,12 @@ class ParcelReceiver(Protocol):
 
 
 def parcel_key(sync_id: int, parcel: Parcel, state: str) -> str:
-    """Return the key under which sender and receiver store a state of a parcel in the key-value store.
+    """Return the key that announces, in the key-value store, that a parcel has reached a state.
 
-    state: such as "sent" or "taken".
+    The sender or a receiver sets the key, and the other side waits for it.
+
+    parcel: layout of a message of packed weights.
+    state: name of the state, such as "sent" or "taken".
     """
     return f"{sync_id}/{parcel.link.name}/{parcel.index}/{state}"
 
