@@ -78,7 +78,8 @@ class Coefficients:
     """The numbers that multiply each token's loss in one optimizer step."""
 
     weight: np.ndarray
-    """float32 [T]. The token's share in the mean over the step. Multiplies its whole loss."""
+    """float32 [T]. The token's share in the mean over the optimizer step. It multiplies the token's whole
+    loss."""
     policy_factor: np.ndarray | None
     """float32 [T] or None (1 everywhere). Multiplies only the policy term, not KL and entropy."""
     loss_mask: np.ndarray

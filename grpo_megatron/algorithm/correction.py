@@ -123,9 +123,9 @@ class Correction:
     """
 
     weighting: Weighting | None = None
-    """Factor of the policy term. None: the factor of a kept token is 1."""
+    """Gives the factor that multiplies the policy term of a kept token. None: the factor is 1."""
     rejection: Rejection | None = None
-    """Criterion by which tokens or sequences are masked. None: no rejection."""
+    """Chooses tokens or sequences to mask. None: no rejection."""
     max_difference: float | None = None
     """Tokens whose engine and trainer log-probs differ by more than this, in nats, are masked too. None:
     no limit."""

@@ -9,12 +9,12 @@ import torch
 
 from grpo_megatron.config.algorithm import KLControl, KLControlConfig
 
-# Names of the estimators in other stacks -> ours.
+# {name of an estimator in this and other projects: its name here}
 _ESTIMATORS = {"k1": "k1", "kl": "k1", "abs": "abs", "k2": "k2", "mse": "k2", "k3": "k3", "low_var_kl": "k3"}
 
 # All types that `kl_penalty` knows: the estimators, and each with +, which combines its value with the
 # gradient of k2.
-KL_TYPES = {f"{name}{plus}": f"{ours}{plus}" for plus in ("", "+") for name, ours in _ESTIMATORS.items()}
+KL_TYPES = {f"{name}{plus}": f"{own}{plus}" for plus in ("", "+") for name, own in _ESTIMATORS.items()}
 
 # Types whose expectation under the policy, weighted by the policy's ratio, has the gradient of the KL.
 UNBIASED_TYPES = ("k1", "kl", "k3", "low_var_kl")

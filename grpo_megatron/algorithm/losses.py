@@ -109,8 +109,8 @@ class PolicyLoss:
     def __call__(self, logp, entropy, inputs, full_kl=None):
         mask = inputs.mask
         count = mask.sum()
-        # Outside the mask, the other side is 0 by convention, which may be far from logp. exp() of that
-        # difference overflows, and inf * weight 0 is NaN.
+        # Outside the mask old_logp is 0, which may be far from logp. exp() of the difference could overflow,
+        # and infinity times a weight of 0 is NaN.
         old_logp = (
             logp.detach() if inputs.old_logp is None else torch.where(mask, inputs.old_logp, logp.detach())
         )

@@ -25,7 +25,8 @@ class PolicyTerms:
     logp: torch.Tensor
     """float32, differentiable. Log-prob of the token under the current policy."""
     log_ratio: torch.Tensor
-    """float32, differentiable. Log of current over old policy, per token or per sequence (RATIO_LEVELS)."""
+    """float32, differentiable. Log of the current over the old policy's probability, of the token or of
+    its sequence (RATIO_LEVELS)."""
     advantage: torch.Tensor
     """float32. Advantage of the token."""
     mask: torch.Tensor

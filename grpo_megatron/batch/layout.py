@@ -84,9 +84,11 @@ class Layout:
         return Pack(self, lengths, padded)
 
     def tensor_parallel_share(self, tensor: torch.Tensor, tp_rank: int) -> torch.Tensor:
-        """Return the rows of `tensor` [t, ...] whose activations a TP rank has between the matrix products.
+        """Return the rows of a per-token tensor whose activations a TP rank holds between matrix products.
 
-        Under sequence parallelism the result is [t / tp, ...], else all rows [t, ...].
+        These are [t / tp, ...] of the rows [t, ...] under sequence parallelism, else all rows.
+
+        tensor: [t, ...], one row for each token of the CP rank.
         """
         return tensor.chunk(self.tp)[tp_rank] if self.sequence_parallel else tensor
 
@@ -179,7 +181,7 @@ class Pack:
 
     @cached_property
     def index(self) -> np.ndarray:
-        """Index of each of this rank's t tokens in the micro-batch's stream, int64 [t]; -1 for padding."""
+        """Index of each of this rank's t tokens in the whole micro-batch, int64 [t]; -1 for padding."""
         sequence, position = self.sequence_id, self.position_ids
         return np.where(position < self.lengths[sequence], self.cu_seqlens[sequence] + position, -1)
 
@@ -217,9 +219,10 @@ class Pack:
 
     @cached_property
     def place(self) -> np.ndarray:
-        """Index of each of this rank's t tokens in the micro-batch's stream, int64 [t]; T for padding.
+        """Index of each of this rank's t tokens in the whole micro-batch, int64 [t]; T for padding.
 
-        T is the number of tokens of the stream. This index beyond its end lets `gather` drop padding.
+        T is the number of the micro-batch's tokens, so it is beyond the last index. It lets `gather` drop
+        padding.
         """
         return np.where(self.index < 0, self.num_tokens, self.index)
 

@@ -59,8 +59,8 @@ def engine_arguments(
         "skip_server_warmup": True,
         "log_level": "warning",
         "weight_version": "0",
-        # With fusion, a layer's shared experts are appended to the stack of routed ones. The weight map has
-        # them apart.
+        # With fusion, a layer's shared experts are appended to the stack of routed experts. The weight map
+        # has them as separate parameters.
         "disable_shared_experts_fusion": True,
         # Only stop strings need text. Without them token ids are enough, and the detokenizer stays idle.
         "skip_tokenizer_init": not needs_tokenizer,

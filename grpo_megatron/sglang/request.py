@@ -80,7 +80,8 @@ def completion_of(request: Request, answer: dict, routed_layers: tuple[bool, ...
 def _top_tokens(positions: list[list[tuple[float, int, str | None]]]) -> dict[str, np.ndarray]:
     """Return Completion.top_ids and Completion.top_logprobs, as keyword arguments of Completion.
 
-    positions: for each token of the response, SGLang's (log-prob, id, text) of the likely tokens, best first.
+    positions: for each token of the response, SGLang's (log-prob, id, text) of the most likely tokens, best
+        first.
     """
     return {
         "top_ids": np.array([[token for _, token, _ in position] for position in positions], dtype=np.int32),

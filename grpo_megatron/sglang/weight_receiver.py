@@ -100,7 +100,7 @@ def reset_kv_scales(model: torch.nn.Module) -> None:
 
 
 def _receiver(command: SyncCommand, me: EngineRank, model: torch.nn.Module) -> WeightReceiver:
-    """Return this rank's WeightReceiver. The model object keeps it until the setup of syncs changes."""
+    """Return this rank's WeightReceiver. The model object keeps it while `command.setup` is the same."""
     kept: WeightReceiver | None = model.__dict__.get(_RECEIVER)
     if kept is None or kept.setup != command.setup:
         if kept is not None:

@@ -31,7 +31,7 @@ class Stored:
 
 
 def read_stored(folder: Path) -> Stored:
-    """Read from config.json how the tensors in `folder` are stored. Without config.json, return the defaults.
+    """Return how the tensors in `folder` are stored, as config.json says; without config.json, unquantised.
 
     Raises UserError if config.json is damaged. Raises UserError also if the weights are quantised in another
     way than FP8 with one scale per block.

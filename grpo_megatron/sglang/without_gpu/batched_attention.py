@@ -32,9 +32,9 @@ class Block:
 
     rows: torch.Tensor
     """int64 [n, E]: index in the batch of each new token's query. A sequence with fewer than E new tokens
-    repeats its last index."""
+    is padded by repeating its last index."""
     real: torch.Tensor
-    """int64 [new tokens]: positions in `rows.flatten()` of the real entries, without the repetitions."""
+    """int64 [new tokens]: positions in `rows.flatten()` that are not padding."""
     slots: torch.Tensor
     """int64 [n, L]: slots in SGLang's pool of each token's keys and values. Shorter sequences are padded
     with slot 0, which SGLang never uses."""

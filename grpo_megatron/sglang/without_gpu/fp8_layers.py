@@ -24,7 +24,10 @@ from grpo_megatron.weights.fp8_blocks import quantise
 
 
 def register() -> None:
-    """Replace SGLang's FP8 functions that need Triton, for layers created from now on in this process."""
+    """Make SGLang use the FP8 linear layers and experts of this module, in this process.
+
+    They replace functions that need Triton. Only layers that are created from now on use them.
+    """
     fp8_utils.triton_w8a8_block_fp8_linear = linear
     fused_moe.fused_experts = experts
 

@@ -59,7 +59,7 @@ class HostMemorySaver(_TorchMemorySaverAdapterNoop):
 
     @contextmanager
     def region(self, tag: str, enable_cpu_backup: bool = False) -> Iterator[None]:
-        """Return a context in which new tensors belong to the region with this tag."""
+        """Return a context. `pause` and `resume` with this tag act on the tensors that are created inside."""
         if enable_cpu_backup:
             raise NotImplementedError("the memory saver of CPU engines does not support enable_cpu_backup")
         storages = self._regions[tag]
@@ -78,12 +78,12 @@ class HostMemorySaver(_TorchMemorySaverAdapterNoop):
             _system("mprotect", start, size, _PROT_READ_WRITE)
 
     def _pages(self, tag: str) -> Iterator[tuple[int, int]]:
-        """Yield (address, bytes) of the memory pages that lie completely within a tensor storage of a region.
+        """Yield (address, bytes) of the memory pages that lie completely within a tensor's storage.
 
         Only these pages are released, because the first and last page of a storage may also contain other
         data.
 
-        tag: tag of the region.
+        tag: select the tensors that were created in a `region` with this tag.
         """
         page = mmap.PAGESIZE
         for address, reference in self._regions[tag].items():

@@ -20,7 +20,10 @@ _LEVEL = 1
 
 
 def max_payload(parcel: Parcel) -> int:
-    """Return the largest number of bytes that may be sent for a parcel: the whole parcel and a footer."""
+    """Return the largest number of bytes that may be sent for a parcel: the whole parcel and a footer.
+
+    A parcel is one message of packed weights.
+    """
     return parcel.total_bytes + _FOOTER.size
 
 
@@ -64,8 +67,9 @@ class Encoder:
     def encode(self, parcel: Parcel, buffer: torch.Tensor) -> torch.Tensor:
         """Return the payload to send for a parcel, uint8 [bytes]. `decode` restores the parcel from it.
 
-        The payload holds the elements that changed since the last sync, compressed. If the last sync is
-        unknown, or if the payload would not be smaller, it holds the whole parcel.
+        A parcel is one message of packed weights. The payload holds the elements that changed since the last
+        sync, compressed. If the last sync is unknown, or if the payload would not be smaller, it holds the
+        whole parcel.
 
         buffer: uint8, the packed parcel with its digests, followed by room for the footer (`max_payload`
             bytes in all). A payload with the whole parcel is a view of this buffer.
@@ -89,7 +93,7 @@ class Encoder:
     ) -> torch.Tensor | None:
         """Return a payload with only the changed elements; None if it would not be smaller than the parcel.
 
-        buffer: uint8, the packed parcel with its digests.
+        buffer: uint8, the packed parcel with its digests (checksums).
         elements: the parcel's data as unsigned integers, from `_elements`.
         changed: bool, one per element: True if the element changed since the last sync.
         """
@@ -109,7 +113,7 @@ def decode(parcel: Parcel, payload: torch.Tensor, parameters: dict[str, torch.Te
     """Restore a packed parcel with its digests from an `Encoder.encode` payload. Return uint8 [total_bytes].
 
     parameters: {name of an engine's parameter: this rank's part of it}, with the values of the last sync. A
-        delta payload changes a copy of these values.
+        delta payload contains only the elements that differ from these values.
     """
     kind, size = _FOOTER.unpack(payload[-_FOOTER.size :].cpu().numpy().tobytes())
     if kind == _FULL:

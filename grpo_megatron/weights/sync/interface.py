@@ -58,7 +58,7 @@ class Probe(Protocol):
         """Compute outputs with the trainer, and keep them as the values that `ask_engines` expects."""
 
     def ask_engines(self) -> dict[str, float]:
-        """Compute the same outputs with the engines and compare the two. Return {metric: value}.
+        """Compute the outputs of `ask_trainer` with the engines, and compare them. Return {metric: value}.
 
         Raises RuntimeError if the outputs differ too much.
         """

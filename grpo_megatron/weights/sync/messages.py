@@ -39,7 +39,7 @@ class SyncSetup:
     bucket_bytes: int
     """Maximum bytes of data in a parcel, which is one message of packed weights."""
     timeout: float
-    """Maximum seconds that one parcel may take."""
+    """Maximum seconds that one message of packed weights may take."""
     dtypes: tuple[tuple[str, torch.dtype], ...] = ()
     """(name of an engine's parameter, its dtype) for every parameter. Empty until the engines have
     reported them."""
@@ -51,7 +51,7 @@ class SyncSetup:
     def payload_bytes(self, parcel: Parcel, kind: SyncKind = SyncKind.transfer) -> int:
         """Return the maximum number of bytes that are sent for a parcel in a sync of this kind.
 
-        SyncKind.verify sends only the digests of a parcel, 8 bytes each.
+        A parcel is one message of packed weights. SyncKind.verify sends only its digests, 8 bytes each.
         """
         if kind == SyncKind.verify:
             return 8 * len(parcel.tensor_spans)
@@ -86,9 +86,9 @@ class SyncReport:
     """The report of a trainer rank or an engine rank after it has carried out a SyncCommand."""
 
     link_checksums: dict[str, int] = field(default_factory=dict)
-    """{name of a link: checksum of all data that the rank sent or received over the link}. A link connects
-    a trainer rank with the engine ranks that get the same bytes from it. Its checksum is the sum of its
-    digests modulo 2^64. The driver compares the checksums of sender and receivers."""
+    """{name of a link: checksum of all data that the rank sent or received over the link}. A link is a
+    trainer rank with the engine ranks that get the same bytes from it. Its checksum is the sum of the
+    digests of these bytes modulo 2^64. The driver compares the checksums of sender and receivers."""
     seconds: dict[str, float] = field(default_factory=dict)
     """{activity, such as "pack", or "all" for the whole sync: seconds that it took}."""
     bytes: int = 0
@@ -96,14 +96,14 @@ class SyncReport:
     parameters: dict[str, tuple[tuple[int, ...], torch.dtype]] | None = None
     """{name of an engine's parameter: (shape, dtype)} in a report on SyncKind.describe, else None."""
     wrong: tuple[str, ...] = ()
-    """Names of the HF tensors whose digest on this engine rank differs from the sender's digest."""
+    """Names of the HF tensors whose digest (checksum) on this engine rank differs from the sender's."""
     error: str = ""
     """Traceback if the command failed, else empty."""
 
     def add_digests(self, link: str, digests: list[int]) -> None:
-        """Add the digests of one parcel to the checksum of its link in `link_checksums`.
+        """Add the digests of one message to the checksum of its link in `link_checksums`.
 
-        link: name of the link.
+        link: name of the link, which is a sender with its receivers.
         """
         self.link_checksums[link] = (self.link_checksums.get(link, 0) + sum(digests)) % DIGEST_MODULUS
 

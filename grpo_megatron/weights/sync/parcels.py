@@ -25,7 +25,7 @@ _ALIGNMENT = 16
 
 
 class TensorSpan(NamedTuple):
-    """A range of a parcel's buffer whose contents belong to one HF tensor.
+    """A range of a parcel's buffer (packed weights) whose contents belong to one HF tensor.
 
     hf: name of the HF tensor.
     start: index of the range's first 8-byte word in the buffer.
@@ -46,11 +46,11 @@ class Parcel:
     """
 
     link: Link
-    """The sender and the receivers of the parcel."""
+    """The sender and the receivers of the message."""
     index: int
-    """Index among the parcels of the same link, from 0."""
+    """Index of the message among the messages of the same link, from 0."""
     parts: tuple[Part, ...]
-    """The rectangles that the parcel contains, in the order of the buffer."""
+    """The rectangles that the message contains, in the order of the buffer."""
     dtypes: tuple[torch.dtype, ...]
     """Dtype of each rectangle of `parts` in the buffer, which is the dtype of the engine's parameter."""
     offsets: tuple[int, ...]
@@ -60,7 +60,7 @@ class Parcel:
 
     @cached_property
     def tensor_spans(self) -> list[TensorSpan]:
-        """Ranges of the buffer with one digest each: one range for each run of parts of one HF tensor."""
+        """Ranges of the buffer that have one digest (checksum) each. A range belongs to one HF tensor."""
         ends = (*self.offsets[1:], self.data_bytes)
         found: list[TensorSpan] = []
         for part, start, end in zip(self.parts, self.offsets, ends, strict=True):
@@ -79,9 +79,9 @@ class Parcel:
             yield part, buffer[offset : offset + size].view(dtype).view(part.move.shape)
 
     def pack(self, parameters: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> None:
-        """Copy the parcel's rectangles from the sender's parameters into a buffer, in the engine's dtypes.
+        """Copy this message's rectangles from the sender's parameters into a buffer, in the engine's dtypes.
 
-        The digests at the end of the buffer are not written.
+        The digests (checksums) at the end of the buffer are not written.
 
         parameters: {Megatron name: this trainer rank's shard}.
         buffer: uint8 [total_bytes or more].
@@ -91,10 +91,10 @@ class Parcel:
             view.copy_(part.move.source(parameters[part.megatron]))
 
     def pack_again(self, parameters: dict[str, torch.Tensor], buffer: torch.Tensor) -> None:
-        """Copy the parcel's rectangles from the receiver's parameters back into a buffer.
+        """Copy this message's rectangles from the receiver's parameters back into a buffer.
 
-        Used to compute the digests of what the engine really holds, and as the basis of a delta. The digests
-        at the end of the buffer are not written.
+        Used to compute the digests (checksums) of what the engine really holds, and to decode deltas. The
+        digests at the end of the buffer are not written.
 
         parameters: {name of an engine's parameter: this rank's part of it}.
         buffer: uint8 [total_bytes or more].
@@ -104,16 +104,16 @@ class Parcel:
             view.copy_(part.move.target(parameters[part.engine]))
 
     def unpack(self, buffer: torch.Tensor, parameters: dict[str, torch.Tensor]) -> None:
-        """Copy the parcel's rectangles from a buffer into the receiver's parameters.
+        """Copy this message's rectangles from a buffer into the receiver's parameters.
 
-        buffer: uint8 [total_bytes or more], the packed parcel.
+        buffer: uint8 [total_bytes or more], the packed message.
         parameters: {name of an engine's parameter: this rank's part of it}, written in place.
         """
         for part, view in self._views(buffer):
             part.move.target(parameters[part.engine]).copy_(view)
 
     def _clear_gaps(self, buffer: torch.Tensor) -> None:
-        """Set the bytes of the buffer between the parcel's rectangles to 0, because digests include them."""
+        """Set the bytes between the message's rectangles in the buffer to 0, because digests include them."""
         ends = (*self.offsets[1:], self.data_bytes)
         for part, dtype, start, end in zip(self.parts, self.dtypes, self.offsets, ends, strict=True):
             used = start + part.move.numel * dtype.itemsize
@@ -121,14 +121,14 @@ class Parcel:
                 buffer[used:end] = 0
 
     def digests(self, buffer: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """Return the digest (checksum) of each of the parcel's `tensor_spans`, int64 [spans].
+        """Return the digest (checksum) of each of this message's `tensor_spans`, int64 [tensor_spans].
 
         The buffer is read as int64 words. The digest is the sum of (2k + 1) * word k modulo 2^64 over the
         words of the span, where k is the word's index in the buffer. An odd factor is invertible modulo 2^64,
         so a change of one word always changes the digest. The factors of any two words differ, so swapped
         words are detected too.
 
-        buffer: uint8 [total_bytes or more], the packed parcel.
+        buffer: uint8 [total_bytes or more], the packed message.
         factors: the numbers 2k + 1, from `odd_factors`.
         """
         words = buffer[: self.data_bytes].view(torch.int64)
@@ -140,14 +140,14 @@ class Parcel:
         return torch.stack([products[start:end].sum() for _, start, end in self.tensor_spans])
 
     def sent_digests(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the part of `buffer` that holds the sender's digests, as a view, int64 [tensor spans]."""
+        """Return the part of `buffer` that holds the sender's digests, as a view, int64 [tensor_spans]."""
         return buffer[self.data_bytes : self.total_bytes].view(torch.int64)
 
 
 def odd_factors(parcels: list[Parcel], device: torch.device) -> torch.Tensor:
     """Return the factors 1, 3, 5, ... for Parcel.digests, as many as the largest of these parcels needs.
 
-    The result is int64 [8-byte words of that parcel]. It is computed once and used for all parcels.
+    The result is int64 [8-byte words of the largest parcel]. It is computed once and used for all parcels.
     """
     words = max((parcel.data_bytes for parcel in parcels), default=0) // 8
     return torch.arange(1, 2 * words, 2, dtype=torch.int64, device=device)

@@ -51,7 +51,7 @@ class Link(NamedTuple):
 
     @property
     def name(self) -> str:
-        """An identifier of the link that is the same in every process, for use in keys and file names."""
+        """Identifier of sender and receivers, the same in every process, for use in keys and file names."""
         first = self.receivers[0]
         others = f"+{zlib.crc32(repr(self.receivers).encode()):08x}" if len(self.receivers) > 1 else ""
         return f"{self.sender}-{first.engine}.{first.rank}{others}"
@@ -139,16 +139,25 @@ class ReshardPlan:
         return engine_shapes(self.entries, self.layouts.engine)
 
     def outgoing(self, rank: int) -> dict[Link, list[Part]]:
-        """Return what a trainer rank sends from its own shards: {link: rectangles that are sent over it}."""
+        """Return what a trainer rank sends from its own shards, as {link: rectangles that are sent over it}.
+
+        A link is a trainer rank with the engine ranks that receive the same bytes from it.
+        """
         return self._collected(self._links(sender=rank))
 
     def relayed(self, rank: int) -> dict[Link, list[Part]]:
-        """Return what a trainer rank gets from other nodes and relays to its own node: {link: rectangles}."""
+        """Return what a trainer rank gets from other nodes and relays to its own node, as {link: rectangles}.
+
+        A link is the sending trainer rank with the engine ranks that receive the same bytes from it.
+        """
         links = self._collected(self._links(relay_rank=rank)) if self.has_relays else {}
         return {link: parts for link, parts in links.items() if link.sender != rank}
 
     def incoming(self, receiver: EngineRank) -> dict[Link, list[Part]]:
-        """Return what an engine rank receives: {link: rectangles that it receives over the link}."""
+        """Return what an engine rank receives, as {link: rectangles that it receives over the link}.
+
+        A link is a trainer rank with the engine ranks that receive the same bytes from it.
+        """
         return self._collected(self._links(receiver=receiver))
 
     def quantised(self, rank: int) -> dict[str, list[Move]]:
@@ -170,7 +179,8 @@ class ReshardPlan:
     def volumes(self, itemsize: int) -> dict[Link, int]:
         """Return {link: bytes sent over it} for the whole plan, for the cost model and for checks.
 
-        This is much cheaper than listing every rectangle, so it also works for thousands of ranks.
+        A link is a trainer rank with the engine ranks that receive the same bytes from it. This is much
+        cheaper than listing every rectangle, so it also works for thousands of ranks.
 
         itemsize: bytes of an element of the engines' dtype.
         """
@@ -199,7 +209,8 @@ class ReshardPlan:
     ) -> Iterator[tuple[Link, Part]]:
         """Yield (link, rectangle sent over it) for the whole plan, or for the selected links only.
 
-        Each argument selects the links with this sender, receiver or relay rank. None selects all.
+        A link is a trainer rank with the engine ranks that receive the same bytes from it. Each argument
+        selects the links with this sender, receiver or relay rank. None selects all.
         """
         for index, entry in enumerate(self.entries):
             for shard in range(self._ranks.shards(entry)):
@@ -264,7 +275,7 @@ class ReshardPlan:
 
     @property
     def has_relays(self) -> bool:
-        """True if some parcels may reach their receivers through another trainer rank than their sender."""
+        """True if some weights may reach their receivers through another trainer rank than their sender."""
         return self.layouts.within_nodes and len(set(self.layouts.rank_nodes)) > 1
 
     @cached_property
@@ -339,8 +350,8 @@ class ReshardPlan:
         """Return which trainer ranks of `holders` may send a shard to a group of engine ranks.
 
         If the group is on one node and some holders are on that node too, these holders are returned.
-        Otherwise every n-th holder is returned, for n groups, so that different groups have different
-        senders.
+        Otherwise the holders are divided among the n groups (every n-th holder), so that different groups
+        have different senders.
 
         holders: the trainer ranks that hold the shard.
         group: index of the group in `_receiver_groups`.

@@ -195,9 +195,11 @@ def parameter_differences(
 
 
 def _compare_digests(received: dict[EngineRank, SyncReport]) -> None:
-    """Raise RuntimeError if some tensors on engine ranks have other digests than on their senders.
+    """Raise RuntimeError if the digests (checksums) of some tensors differ between engines and trainer.
 
-    The message names these tensors. received: the report of each engine rank.
+    The message names these tensors.
+
+    received: the report of each engine rank.
     """
     wrong = [f"{name} at {me}" for me, report in received.items() for name in report.wrong]
     if wrong:
@@ -222,7 +224,7 @@ def _by_rank(reports) -> dict[EngineRank, SyncReport]:
 
 
 def _metrics(sent: list[SyncReport], received: list[SyncReport]) -> dict[str, float]:
-    """Return the metrics of a sync as {name: value}.
+    """Return the metrics of a sync as {name: value}, with names such as "sent_gb" and "engine_load_seconds".
 
     The metrics are the GB that the trainer sent, the GB that the engines received, and for each activity the
     seconds of the slowest trainer rank and of the slowest engine rank.

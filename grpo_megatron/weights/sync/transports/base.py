@@ -16,8 +16,8 @@ PayloadBytes = Callable[[Parcel], int]
 class ParcelSender(Protocol):
     """The sending side of a transport for packed weights, in the process of a trainer rank.
 
-    For each parcel (a message of packed weights) the caller first calls `buffer`, packs the parcel into the
-    buffer, and then calls `send`. Parcels are sent in the order of parcels.parcels_in_order.
+    For each message (a parcel) the caller first calls `buffer`, packs weights into the buffer, and then calls
+    `send`. Messages are sent in the order of parcels.parcels_in_order.
     """
 
     def begin(self, sync_id: int) -> None:
@@ -27,20 +27,21 @@ class ParcelSender(Protocol):
         """
 
     def buffer(self, size: int) -> torch.Tensor:
-        """Wait until a buffer is free, and return it: uint8 [size], to be filled with the next parcel.
+        """Wait until a buffer is free, and return it: uint8 [size], to be filled with the next message.
 
-        Raises TimeoutError if no buffer becomes free in time, because receivers have not read older parcels.
+        Raises TimeoutError if no buffer becomes free in time, because receivers have not read older messages.
         """
 
     def send(self, parcel: Parcel, payload: torch.Tensor) -> None:
-        """Send a parcel's payload, which is the packed weights, a delta, or only the digests.
+        """Send the bytes of a message: packed weights, a delta, or only digests (checksums).
 
-        payload: the tensor that `buffer` returned last, a part of it, or another tensor of at most its size.
-            The caller must not write to it afterwards.
+        parcel: layout of the message.
+        payload: the bytes, in the tensor that `buffer` returned last, in a part of it, or in another tensor
+            of at most its size. The caller must not write to this tensor afterwards.
         """
 
     def finish(self) -> None:
-        """Wait until all parcels of this sync have left their buffers.
+        """Wait until all messages of this sync have left their buffers.
 
         The transport through files returns at once, because a file is complete when `send` returns.
         """
@@ -54,27 +55,28 @@ class ParcelReceiver(Protocol):
     def receive(
         self, sync_id: int, parcels: list[Parcel], payload_bytes: PayloadBytes
     ) -> Iterator[tuple[Parcel, torch.Tensor]]:
-        """Yield (parcel, payload) for each of the parcels, in the order given.
+        """Yield (parcel, payload) for each of the messages `parcels`, in the order given.
 
-        A payload is uint8 [bytes]: the packed weights, a delta, or only the digests. It is valid until the
-        next one is requested, because its buffer is then used again.
+        payload: uint8 [bytes]: packed weights, a delta, or only digests (checksums). It is valid until the
+            next message is requested, because its buffer is then used again.
 
         sync_id: id of the sync's SyncCommand, as for ParcelSender.begin.
-        payload_bytes: function that returns the maximum bytes of a parcel's payload.
+        parcels: layouts of the messages.
+        payload_bytes: function that returns the maximum bytes of a message.
 
-        Raises TimeoutError if the next parcel does not arrive in time. The timeout is per parcel, so a whole
-        sync may take longer.
+        Raises TimeoutError if the next message does not arrive in time. The timeout is per message, so a
+        whole sync may take longer.
         """
 
     def close(self) -> None: ...
 
 
 def parcel_key(sync_id: int, parcel: Parcel, state: str) -> str:
-    """Return the key that announces, in the key-value store, that a parcel has reached a state.
+    """Return the key that announces, in the key-value store, that a message has reached a state.
 
     The sender or a receiver sets the key, and the other side waits for it.
 
-    parcel: layout of a message of packed weights.
+    parcel: layout of the message.
     state: name of the state, such as "sent" or "taken".
     """
     return f"{sync_id}/{parcel.link.name}/{parcel.index}/{state}"

@@ -31,13 +31,13 @@ def _name(parcel: Parcel) -> str:
 
 
 class DiskSender:
-    """The sending side of the transport through files (a base.ParcelSender). It writes each parcel to a file.
+    """The sending side of the transport through files (a base.ParcelSender), with one file per message.
 
     The files of a sync are deleted when the next sync begins.
 
     store: the driver's key-value store, in which complete files are announced.
     folder: this run's subfolder of weight_sync.folder.
-    device: the device of the buffers in which parcels are packed.
+    device: the device of the buffers in which weights are packed.
     """
 
     def __init__(self, store: dist.Store, folder: str, device: torch.device):

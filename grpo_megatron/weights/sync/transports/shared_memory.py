@@ -71,12 +71,12 @@ def _settle(memory: torch.Tensor) -> None:
 class SharedMemorySender:
     """The sending side of the transport through shared memory (a base.ParcelSender).
 
-    It packs parcels into slots: a few buffers in shared memory on its own device, which are used in turn.
+    Weights are packed into slots: a few buffers in shared memory on the sender's device, used in turn.
 
     store: the driver's key-value store. The sender puts the handle of its memory, and the address of its own
         store, there.
     rank: this trainer rank.
-    slot_bytes: bytes of the largest payload.
+    slot_bytes: bytes of the largest message.
     device: device of the shared memory.
     timeout: maximum seconds to wait until receivers have read a slot.
     """
@@ -125,7 +125,7 @@ class SharedMemorySender:
 
 
 class _RankMemory(NamedTuple):
-    """The shared memory and the key-value store of a trainer rank from which a receiver gets parcels."""
+    """The shared memory and the key-value store of a trainer rank from which a receiver reads weights."""
 
     memory: torch.Tensor
     store: dist.Store
@@ -134,11 +134,11 @@ class _RankMemory(NamedTuple):
 class SharedMemoryReceiver:
     """The receiving side of the transport through shared memory (a base.ParcelReceiver).
 
-    It reads parcels from the shared memory of the trainer ranks on its node.
+    It reads weights from the shared memory of the trainer ranks on its node.
 
     store: the driver's key-value store, in which senders put the handles of their memory.
     device: the device of the engine's parameters.
-    timeout: maximum seconds to wait for one parcel.
+    timeout: maximum seconds to wait for one message.
     """
 
     def __init__(self, store: dist.Store, device: torch.device, timeout: float):
