@@ -118,10 +118,10 @@ def _padded(lengths, max_tokens: int, sequence_multiple: int) -> np.ndarray:
     padded = padded_to(lengths, sequence_multiple)
     longest = int(padded.argmax())
     if padded[longest] > max_tokens:
-        padding = f" ({padded[longest]} with the padding of context parallelism)" * (sequence_multiple > 1)
+        padding = f" ({padded[longest]} with the padding of context parallelism)"
         raise UserError(
-            f"sequence {longest} has {lengths[longest]} tokens{padding}, but a micro-batch may hold "
-            f"{max_tokens}; raise train.max_tokens_per_micro_batch"
+            f"sequence {longest} has {lengths[longest]} tokens{padding if sequence_multiple > 1 else ''}, "
+            f"but a micro-batch may hold {max_tokens}; raise train.max_tokens_per_micro_batch"
         )
     return padded
 
