@@ -123,9 +123,10 @@ class Correction:
     """
 
     weighting: Weighting | None = None
-    """Gives the factor that multiplies the policy term of a kept token. None: the factor is 1."""
+    """The importance weighting, which computes the factor of a kept token's policy term. None: the factor
+    is 1."""
     rejection: Rejection | None = None
-    """Chooses tokens or sequences to mask. None: no rejection."""
+    """The rejection, which chooses tokens or sequences to mask. None: no rejection."""
     max_difference: float | None = None
     """Tokens whose engine and trainer log-probs differ by more than this, in nats, are masked too. None:
     no limit."""

@@ -221,7 +221,7 @@ class Pack:
     def place(self) -> np.ndarray:
         """Index of each of this rank's t tokens in the whole micro-batch, int64 [t]; T for padding.
 
-        T is the number of the micro-batch's tokens, so it is beyond the last index. It lets `gather` drop
+        T is the number of the micro-batch's tokens. This index beyond the last token lets `gather` drop
         padding.
         """
         return np.where(self.index < 0, self.num_tokens, self.index)

@@ -157,11 +157,11 @@ class Resharding:
         return found
 
     def close(self) -> None:
-        """Delete the files of Transport.disk, because trainer ranks that died have not deleted theirs."""
+        """Delete the files of the transport `disk` that dead trainer ranks could not delete."""
         self._clear_folder()
 
     def _clear_folder(self) -> None:
-        """Delete the files of all syncs (only for Transport.disk), and then the folder if it is empty.
+        """Delete the files that the transport `disk` has written, and then their folder if it is empty.
 
         Other files in the folder are kept, because the user chose the folder.
         """
