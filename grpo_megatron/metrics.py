@@ -150,20 +150,21 @@ def _edges(device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RatioQuantiles:
-    """The quantiles 1%, 50% and 99% of probability ratios, from a histogram of their logarithms.
+    """The 1 %, 50 % and 99 % quantiles of probability ratios, estimated from a histogram of log-ratios.
 
-    A histogram can be merged over ranks, which exact quantiles cannot. The logarithm of a quantile is exact
-    within 8% of its absolute value, or within 1e-6. NaN counts as infinitely large.
-    counts: int [number of bins], the number of log-ratios in each bin. `_EDGES` has the limits of the bins.
+    Unlike exact quantiles, histograms of several ranks can be merged. The logarithm of an estimate is within
+    8 % of the exact logarithm, or within 1e-6 for tiny ones. A NaN counts as an infinitely large ratio.
+
+    counts: int [number of bins], the number of log-ratios in each bin of _EDGES.
     """
 
     counts: Any
 
     @classmethod
     def of(cls, log_ratio: torch.Tensor, mask: torch.Tensor) -> "RatioQuantiles":
-        """Return the metric of the ratios whose logarithms are given.
+        """Count the log-ratios whose mask is True in a new histogram, and return it as a metric.
 
-        log_ratio: [n], natural logarithms.
+        log_ratio: [n], natural logarithms of probability ratios.
         mask: bool [n], True for the values that count.
         """
         bins = torch.bucketize(log_ratio.double(), _edges(log_ratio.device))

@@ -29,14 +29,14 @@ GROUP_RELATIVE = ("grpo", "rloo", "reinforce_plus_plus_baseline", "gpg")
 def smallest_group(estimator: str) -> int:
     """Return how many trajectories a group needs for this estimator: 2 if it compares them, else 1.
 
-    The rollout drops groups that failed rewards made smaller than this.
+    The rollout drops a group if failed rewards leave fewer trajectories than this.
     """
     return 2 if estimator in GROUP_RELATIVE else 1
 
 
 @dataclass(frozen=True)
 class Trajectories:
-    """The N trajectories of a batch that have a trained token, in the order of their ids."""
+    """The N trajectories of a batch of T tokens that have a trained token, in the order of their ids."""
 
     reward: np.ndarray
     """float64 [N]. Reward of the whole trajectory, without `token_reward`."""
@@ -48,7 +48,7 @@ class Trajectories:
     """int64 [T]. Index of each token's trajectory, -1 for untrained tokens."""
 
     def to_tokens(self, values: np.ndarray) -> np.ndarray:
-        """Return float64 [T]: the value of each trained token's trajectory, 0 for other tokens.
+        """Give each trained token the value of its trajectory. Return float64 [T], 0 for other tokens.
 
         values: float [N], one per trajectory.
         """
@@ -77,7 +77,7 @@ class AdvantageInputs:
 
     @cached_property
     def trajectories(self) -> Trajectories:
-        """The trajectories that have a trained token.
+        """The trajectories of the batch that have a trained token.
 
         Raises ValueError if a reward is not finite. Raises ValueError also if the sequences of one trajectory
         have different rewards.
@@ -106,7 +106,8 @@ class AdvantageInputs:
 def centred_in_groups(values: np.ndarray, group: np.ndarray) -> np.ndarray:
     """Return each value minus the mean of its group, float64 [N]. Exactly zero in groups of equal values.
 
-    values, group: [N], one value and one group index per trajectory.
+    values: float [N], one value per trajectory.
+    group: int [N], the index of each trajectory's group.
     """
     count = np.bincount(group)
     mean = np.bincount(group, values) / np.maximum(count, 1)
@@ -114,7 +115,11 @@ def centred_in_groups(values: np.ndarray, group: np.ndarray) -> np.ndarray:
 
 
 def _constant_groups(values: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """Return bool [number of groups]: True for groups in which all values are equal."""
+    """Return bool [number of groups]: True for groups in which all values are equal.
+
+    values: float [N], one value per trajectory.
+    group: int [N], the index of each trajectory's group.
+    """
     num_groups = group.max(initial=-1) + 1
     low, high = np.full(num_groups, np.inf), np.full(num_groups, -np.inf)
     np.minimum.at(low, group, values)
@@ -128,7 +133,8 @@ def whitened(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
     A trained token gets (value - mean) / sqrt(variance + 1e-8), where the variance divides by n - 1. Other
     tokens get 0. If all trained tokens have the same value, the result is exactly zero.
 
-    values, mask: [T]. `mask` is True for trained tokens.
+    values: float [T], one per token.
+    mask: bool [T], True for trained tokens.
     """
     chosen = values[mask]
     out = np.zeros(len(values))
@@ -138,9 +144,10 @@ def whitened(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 
 def returns_to_go(inputs: AdvantageInputs) -> np.ndarray:
-    """Return the undiscounted sum of rewards from each trained token to the end of its trajectory.
+    """Return each token's undiscounted sum of rewards up to the end of its trajectory, float64 [T].
 
-    The result is float64 [T]. The trajectory's own reward counts as earned at its last token.
+    The sum consists of `token_reward` of the token and of later trained tokens, plus the reward of the whole
+    trajectory, which counts as earned at its end. Untrained tokens get 0.
     """
     found = inputs.trajectories
     returns = found.to_tokens(found.reward)
@@ -160,8 +167,8 @@ def returns_to_go(inputs: AdvantageInputs) -> np.ndarray:
 def grpo(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
     """Return GRPO's advantages: (score - group mean) / (group std + 1e-6) (arXiv:2402.03300 section 4.1.2).
 
-    The standard deviation divides by n - 1. With algorithm.norm_adv_by_std_in_grpo=false, the score is not
-    divided by it (Dr.GRPO, arXiv:2503.20783 section 3.2).
+    The standard deviation divides by n - 1. With algorithm.norm_adv_by_std_in_grpo=false, the advantage is
+    only score - group mean (Dr.GRPO, arXiv:2503.20783 section 3.2).
     """
     found = inputs.trajectories
     centred = centred_in_groups(found.score, found.group)
@@ -174,9 +181,9 @@ def grpo(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
 
 @advantage_estimator("rloo")
 def rloo(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
-    """Return REINFORCE leave-one-out: score - mean score of the group's other trajectories.
+    """Return REINFORCE leave-one-out advantages: score - mean score of the group's other trajectories.
 
-    See arXiv:2402.14740 section 2.2.
+    See arXiv:2402.14740 section 2.2. The result is float64 [T].
     """
     found = inputs.trajectories
     count = np.bincount(found.group)
@@ -192,10 +199,11 @@ def reinforce_plus_plus(inputs: AdvantageInputs, options: AlgorithmConfig) -> np
 
 @advantage_estimator("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
-    """Return REINFORCE++-baseline: score - group mean, whitened over all trained tokens (arXiv:2501.03262).
+    """Return REINFORCE++-baseline advantages: score - group mean, whitened over all trained tokens.
 
-    The whitening subtracts the mean over tokens, which is not zero if responses differ in length. So a group
-    whose rewards are all equal gets a small nonzero advantage. Only if every group is like that is it zero.
+    See arXiv:2501.03262. The whitening subtracts the mean over tokens, which is not zero if responses differ
+    in length. So a group whose rewards are all equal gets a small nonzero advantage, unless the rewards are
+    equal in every group.
     """
     found = inputs.trajectories
     return whitened(found.to_tokens(centred_in_groups(found.score, found.group)), inputs.mask)
@@ -205,8 +213,8 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, options: AlgorithmConf
 def gpg(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
     """Return GPG's advantages: alpha (score - group mean) (arXiv:2504.02546).
 
-    alpha = number of trajectories / number of trajectories in groups whose scores differ. It compensates for
-    groups of equal scores: their gradient is zero, but they count in the mean of the loss.
+    alpha = number of trajectories / number of trajectories in groups whose scores differ. This factor
+    compensates for groups of equal scores: their gradient is zero, but they count in the mean of the loss.
     """
     found = inputs.trajectories
     with_signal = ~_constant_groups(found.score, found.group)[found.group]
@@ -215,10 +223,11 @@ def gpg(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
 
 
 def advantages(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
-    """Return the advantages of algorithm.adv_estimator, after algorithm.adv_whiten and algorithm.adv_clip.
+    """Return the advantage of each token, float32 [T], 0 for untrained tokens.
 
-    The result is float32 [T], 0 for untrained tokens. Raises ValueError if the estimator returns a wrong
-    shape. Raises ValueError also if it returns a value that is not finite.
+    The estimator is algorithm.adv_estimator. Its result is whitened if algorithm.adv_whiten is set, and
+    clipped to ±algorithm.adv_clip if that is set. Raises ValueError if the estimator returns a wrong shape,
+    or a value that is not finite.
     """
     values = np.asarray(advantage_estimator.get(options.adv_estimator)(inputs, options), dtype=np.float64)
     if values.shape != inputs.mask.shape:

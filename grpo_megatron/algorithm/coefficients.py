@@ -26,11 +26,13 @@ from grpo_megatron.metrics import Mean, Metrics
 def step_advantages(
     batches: list[TrainBatch], options: AlgorithmConfig, kl_controller: KLController
 ) -> tuple[list[np.ndarray], Metrics]:
-    """Return (advantages, metrics): one float32 [T] array per mini-batch of a step, and scalars for the logs.
+    """Return (advantages, metrics) of a step: one float32 [T] array per mini-batch, and scalars for the logs.
 
     The advantages are computed over all mini-batches together. With algorithm.use_kl_in_reward, the KL to the
     reference policy is subtracted from the rewards, and the coefficient in `kl_controller` is updated
     afterwards.
+
+    batches: the mini-batches of the step.
     """
     metrics: Metrics = {}
     whole = TrainBatch.concatenate(batches)
@@ -61,7 +63,7 @@ def mean_over_trajectories(values: np.ndarray, batch: TrainBatch) -> tuple[float
       trajectory.
     - count: number of these trajectories.
 
-    values: float [T], one per token.
+    values: float [T], one per token of the batch.
     """
     sequence = batch.sequence_id[batch.loss_mask]
     _, trajectory, counts = np.unique(batch.trajectory_id[sequence], return_inverse=True, return_counts=True)
@@ -76,7 +78,8 @@ class Coefficients:
     """The numbers that multiply each token's loss in one optimizer step."""
 
     weight: np.ndarray
-    """float32 [T]. The token's share in the mean over the step. Multiplies its whole loss."""
+    """float32 [T]. The token's share in the mean over the optimizer step. It multiplies the token's whole
+    loss."""
     policy_factor: np.ndarray | None
     """float32 [T] or None (1 everywhere). Multiplies only the policy term, not KL and entropy."""
     loss_mask: np.ndarray
@@ -88,8 +91,9 @@ def step_coefficients(
 ) -> tuple[Coefficients, Metrics]:
     """Return (coefficients, metrics) of one optimizer step. The metrics describe the mismatch correction.
 
-    correction: what to do about differences between the engine's and the trainer's log-probs. None if they
-        become known only in the training forward pass, or if no correction is configured.
+    batch: the mini-batch of the optimizer step.
+    correction: what to do about differences between the engine's and the trainer's log-probs. None if the
+        differences become known only in the training forward pass, or if no correction is configured.
 
     A token that the correction masks loses its policy term. It keeps KL and entropy, unless
     algorithm.mask_applies_to is "all". By default it still counts in the denominator of the mean. With

@@ -36,7 +36,7 @@ def mismatch_metrics(
 
     rollout_logp, logp: float [t], log-probs of the engine and of the trainer.
     mask: bool [t], True for trained tokens.
-    index_in_step: int64 [t], index of each token in the batch of the step.
+    index_in_step: int64 [t], the index of each token in the step, by which it can be found again.
     """
     logp = logp.detach()
     delta = torch.where(mask, logp - rollout_logp, 0)
@@ -60,7 +60,7 @@ def mismatch_metrics(
 def measure_mismatch(batch: TrainBatch) -> Metrics:
     """Return `mismatch_metrics` of a batch, with its old_logp as the trainer's log-probs.
 
-    They must have been computed with the same weights that the engine sampled with.
+    old_logp must have been computed with the same weights that the engine sampled with.
     """
     arrays = (batch.rollout_logp, batch.old_logp, batch.loss_mask, batch.index_in_step)
     return mismatch_metrics(*map(torch.from_numpy, arrays))
@@ -68,12 +68,12 @@ def measure_mismatch(batch: TrainBatch) -> Metrics:
 
 @dataclass(frozen=True)
 class MismatchReport:
-    """Message to the user about the mismatch of a step, made by `mismatch_report`."""
+    """The result of `mismatch_report`: a message about a step's mismatch, and whether the run must stop."""
 
     worst: str
-    """The tokens with the largest mismatch in their context, one per line."""
+    """One line of text for each of the tokens with the largest mismatch, with the token in its context."""
     text: str
-    """Message to the user. Empty if the mismatch is below mismatch.threshold or need not be reported."""
+    """Message to the user. Empty if the mismatch is within mismatch.threshold or need not be reported."""
     stop: bool
     """True if the run must stop."""
 
@@ -81,10 +81,13 @@ class MismatchReport:
 def mismatch_report(
     metrics: Metrics, batches: list[TrainBatch], config: MismatchConfig, decode: Decode | None
 ) -> MismatchReport:
-    """Return what to tell the user about the mismatch of a step, and whether the run must stop.
+    """Return the report on a step's mismatch: the message to the user, and whether the run must stop.
+
+    The mismatch is the difference between the engine's and the trainer's log-probs of the same tokens.
 
     metrics: `mismatch_metrics` of the step's batches.
-    decode: function from token ids to text, for showing the worst tokens. If None, their ids are shown.
+    batches: the mini-batches of the step.
+    decode: function from token ids to text, for showing the worst tokens. If None, token ids are shown.
     """
     whole = TrainBatch.concatenate(batches)
     decode = decode or (lambda ids: " ".join(map(str, ids)))
@@ -105,9 +108,10 @@ def describe_worst(
     """Return one line per row of `worst`: both log-probs, and the >>marked<< token in its context.
 
     worst: rows (|delta|, index_in_step, engine's log-prob, trainer's log-prob) of the metric mismatch/worst.
-        `index_in_step` is an index into `tokens`. The log-probs are those of the token after it.
+        `index_in_step` is an index into `tokens`. The log-probs are those of the token after this index.
     tokens: int [T], the token ids of the whole step.
-    cu_seqlens: int [S+1], start of each of the step's sequences in `tokens`.
+    cu_seqlens: int [S+1], start of each of the step's S sequences in `tokens`, and the end of the last one.
+    decode: function from token ids to text.
     context: how many tokens to show before the marked one. Half as many are shown after it.
     """
     lines = []

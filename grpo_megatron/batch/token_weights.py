@@ -65,11 +65,12 @@ def token_weights(batch: TrainBatch, mode: str, max_response_length: int) -> np.
 def weights_after_rejection(
     batch: TrainBatch, kept: np.ndarray, mode: str, max_response_length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (weight, policy_factor), both float32 [T], if rejected tokens lose only their policy term.
+    """Return (weight, policy_factor) for a batch whose rejected tokens lose only the policy term of the loss.
 
-    - weight: `token_weights` over all trained tokens. KL and entropy are averaged with it.
-    - policy_factor: multiplies the policy term, so that it is averaged over the kept tokens only:
-      weight · policy_factor = `token_weights` over the kept trained tokens.
+    - weight: float32 [T], `token_weights` over all trained tokens. The means of KL and entropy use this
+      weight.
+    - policy_factor: float32 [T], multiplies the policy term, so that its mean is taken over the kept tokens
+      only: weight · policy_factor = `token_weights` over the kept trained tokens.
 
     kept: bool [T], False for tokens that the mismatch correction rejected.
     """

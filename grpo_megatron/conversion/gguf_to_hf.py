@@ -36,10 +36,10 @@ _KNOWN_SPLITS = (
 def gguf_to_hf(source: str, target: str, dtype: torch.dtype, tokenizer: str | None = None) -> int:
     """Convert a GGUF file, the format of llama.cpp, to an HF checkpoint. Return the number of parameters.
 
-    source: the GGUF file.
+    source: path of the GGUF file.
     target: folder of the HF checkpoint. It must be empty or absent.
     dtype: dtype of the written tensors.
-    tokenizer: folder with an HF tokenizer to use instead of the one in the file.
+    tokenizer: folder with an HF tokenizer to use instead of the tokenizer in the file.
 
     Raises UserError if the file is damaged, or if its model or tokenizer cannot be converted. Raises
     UserError also if `target` is not empty.
@@ -83,7 +83,11 @@ def _write_tensors(
 
 
 def _write_companions(file: GGUFFile, folder: str, dtype: torch.dtype, tokenizer: str | None) -> None:
-    """Write config.json, generation_config.json and the tokenizer's files into `folder`."""
+    """Write config.json, generation_config.json and the tokenizer's files into `folder`.
+
+    dtype: dtype of the written weights, for config.json.
+    tokenizer: folder with an HF tokenizer to use instead of the tokenizer in the file.
+    """
     config = file.config() | {"dtype": str(dtype).removeprefix("torch.")}
     Path(folder, "config.json").write_text(json_text(config, indent=2), encoding="utf-8")
     if tokens := file.special_tokens():
@@ -137,8 +141,10 @@ def _make_tokenizer(file: GGUFFile):
 def _as_the_file_says(file: GGUFFile, tokenizer):
     """Return the tokenizer, corrected where transformers 5.19 reads it differently from what the file says.
 
-    Added tokens beyond the vocabulary are removed. SmolLM's splitting of numbers into digits is added. A BOS
-    token is put before each text if the file asks for it.
+    Added tokens with ids beyond the vocabulary are removed. SmolLM's splitting of numbers into digits is
+    added. A BOS token is put before each text if the file asks for it.
+
+    tokenizer: the tokenizer that transformers has read from the file.
     """
     from tokenizers import Tokenizer, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast

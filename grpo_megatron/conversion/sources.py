@@ -1,4 +1,4 @@
-"""Readers of the HF tensors in a checkpoint of HF's or Megatron's format.
+"""Readers of the tensors in a checkpoint of HF's or Megatron's format.
 
 They read any rectangle of a tensor, so that no tensor has to be in memory as a whole.
 """
@@ -28,7 +28,10 @@ _HEAD, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
 class Tensors(Protocol):
-    """Interface of a reader of a checkpoint's tensors. It is sent to a worker process and opened there."""
+    """Interface of a reader of a checkpoint's tensors.
+
+    A reader is sent to a worker process and opened there.
+    """
 
     def open(self) -> None: ...
 
@@ -61,7 +64,7 @@ class MegatronTensors:
     """Reader of HF tensors that a Megatron checkpoint contains as parts of Megatron's tensors.
 
     folder: folder with the checkpoint's weight files.
-    places: HF name -> [(key of a Megatron tensor, rectangle of the HF tensor that is in it)].
+    places: {HF name: [(key of a Megatron tensor, rectangle of the HF tensor in that Megatron tensor)]}.
     """
 
     folder: Path
@@ -113,7 +116,7 @@ class MegatronTensors:
 
 @dataclass
 class KeyTensors:
-    """Reader of a Megatron checkpoint's tensors under Megatron's own keys, for a model that is not known.
+    """Reader of a Megatron checkpoint's tensors under Megatron's keys, for a model that is not known.
 
     folder: folder with the checkpoint's weight files.
     """
@@ -136,7 +139,7 @@ def weights_folder(source: str) -> Path:
     """Return the folder with the weight files of a Megatron checkpoint: `source`/actor or `source` itself.
 
     The checkpoint may come from hf_to_megatron, from a training run, or from Megatron-LM. Raises UserError if
-    there is none.
+    neither folder has weight files.
     """
     root = Path(source)
     if advice := gguf_advice(root):
@@ -158,11 +161,11 @@ def megatron_tensors(folder: Path, saved: SavedModel) -> MegatronTensors:
     """Return a reader of the model's HF tensors in a Megatron checkpoint.
 
     folder: folder with the checkpoint's weight files.
-    saved: location of each HF tensor in a checkpoint of this model.
+    saved: the place of each parameter in a Megatron checkpoint of this model.
 
-    Raises UserError unless the checkpoint has all tensors that this model saves, in their shapes. Raises
-    UserError also if weights would be lost: those of adapters, or an output layer that config.json calls
-    tied.
+    Raises UserError unless the checkpoint has all tensors that this model saves, in the right shapes. Raises
+    UserError also if the reader would ignore weights: those of adapters, or of an output layer that differs
+    from the embedding although config.json says that the two are tied.
     """
     stored = read_metadata(folder)
     if any(is_adapter(key) for key in stored):
@@ -219,9 +222,9 @@ class Buffer:
         self._raw = np.empty(0, np.uint8)
 
     def tensor(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised tensor in this memory. The next call reuses the memory, also its values.
+        """Return an uninitialised tensor in this memory, which the next call uses again.
 
-        The tensor's storage has exactly its size.
+        The tensor covers its whole storage, as append_tensor requires.
         """
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         if self._raw.nbytes < size:
@@ -240,10 +243,12 @@ def buckets(
 ):
     """Yield a tensor's rows from first to last, in parts of at most `limit` bytes.
 
-    Each part is valid until the next one is read, because all parts use the same buffer.
+    All parts use the same memory, so a part is valid only until the next one is requested.
 
-    multiple: all parts but the last have a number of rows that is divisible by it. A part has at least so
-    many rows, even beyond `limit`.
+    tensors: reader of the checkpoint.
+    buffer: the memory for the parts.
+    multiple: the number of rows of every part except the last is divisible by this. A part has at least this
+        many rows, even if they exceed `limit`.
     """
     for start, size in rows_within(shape, dtype.itemsize, limit, multiple):
         out = buffer.tensor(size, dtype)

@@ -42,7 +42,7 @@ class Piece:
         return prod(self.shape)
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the part of `local` that this piece covers, as a view."""
+        """Return the part of the local tensor `local` that this piece covers, as a view."""
         return _view(local, self.at, self.shape)
 
 

@@ -40,7 +40,7 @@ def _free_address() -> str:
 class EnginePool:
     """The engines of a run, which all serve the same weights.
 
-    weight_version: version of the last synced weights; 0 before the first sync.
+    weight_version: version of the weights of the last sync; 0 before the first sync.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class EnginePool:
         seed: random seed of engine 0; engine i gets seed + i.
         log_dir: folder of the engines' log files.
         hang_detector: the hang detector, which monitors all engines.
-        routing: return the experts of each token in completions, if the model has experts.
+        routing: True to return the experts of each token in completions, if the model has experts.
         pause: what a weight update does to running requests.
-        shared: the engines share their devices with the trainer, so they must be able to release their memory
-            while the trainer computes (rollout.sharing).
+        shared: True if the engines share their devices with the trainer, so that they must be able to release
+            their memory while the trainer computes (rollout.sharing).
         """
         self._config, self._pause = config, pause
         self.weight_version = 0
@@ -104,7 +104,7 @@ class EnginePool:
     def _start(self, indices: Iterable[int]) -> None:
         """Start the engines with these indices, each with its processes on all its nodes.
 
-        Raises ProcessLost if a node does not name a free port for an engine's rendezvous.
+        Raises ProcessLost if a node does not report a free port for an engine's rendezvous.
         """
         addresses = self._addresses(indices)
         for index in indices:
@@ -127,10 +127,12 @@ class EnginePool:
             self._hang_detector.add(self.processes[index], self._engines[index])
 
     def _addresses(self, indices: Iterable[int]) -> dict[int, str]:
-        """Return {engine index: host:port where its processes rendezvous}.
+        """Return {engine index: host:port at which the engine's processes rendezvous}.
 
-        Only engines on several nodes or with data-parallel attention need one. The first node of each is
-        asked for a free port, all nodes at the same time.
+        Only engines on several nodes, or with data-parallel attention, need an address. The first node of
+        each such engine is asked for a free port, all nodes at the same time.
+
+        indices: indices of the engines.
         """
         asked = {}
         for index in indices:
@@ -159,15 +161,15 @@ class EnginePool:
         Engines that are dead, or have both old and new weights, are restarted. The others drop their
         requests. The caller must call `wait_until_ready` next, and then sync the weights.
 
-        anew: restart all engines. It is needed if they share devices with the trainer, because it is unknown
-            which memory they have released.
+        anew: True to restart all engines. This is needed if they share devices with the trainer, because it
+            is unknown which memory they have released.
         """
         resets = [engine.reset.remote(self._batch) for engine in self._engines]
         ray.wait(resets, num_returns=len(resets), timeout=_RESET_SECONDS)
         lost = [index for index, reset in enumerate(resets) if anew or not _answered_yes(reset)]
         self._close(lost)
         for index in lost:
-            # With the old seed it would repeat the random numbers of its first steps.
+            # With the old seed, a restarted engine would repeat the random numbers of its first steps.
             self._settings[index][0]["random_seed"] += _NEXT_SEED
         self._start(lost)
 
@@ -197,16 +199,17 @@ class EnginePool:
         ]
 
     def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
-        """Return the first engine's log-probs of given token sequences.
+        """Return the first engine's log-probs of given token sequences at temperature 1.
 
-        The result for a sequence of n tokens is float32 [n - 1], at temperature 1, without its first token.
+        The result for a sequence of n tokens is float32 [n - 1], because its first token has no log-prob.
         """
         return fetch(self._engines[0].score.remote(sequences), self.processes[0], "score")
 
     def score_on_all(self, sequences: list[list[int]]) -> list[list[np.ndarray]]:
         """Return every engine's log-probs of the same token sequences, to compare them with the trainer's.
 
-        The result is indexed by engine and sequence, and its arrays are those of `score`.
+        result[i][j] belongs to engine i and sequence j. It is float32 [n - 1] for n tokens, at temperature 1,
+        because the first token has no log-prob.
         """
         return list(self._on_all("score", sequences).values())
 
@@ -218,13 +221,13 @@ class EnginePool:
         self._on_all("admit")
 
     def begin_update(self) -> None:
-        """Pause every engine and open its update session. No engine serves until `end_update`."""
+        """Pause every engine and prepare it for new weights. No engine serves requests until `end_update`."""
         self._on_all("begin_update", self._pause)
 
     def receive_weights(self, command: SyncCommand) -> list[ray.ObjectRef]:
         """Make every engine carry out a weight-sync command, between `begin_update` and `end_update`.
 
-        Return one reference per engine, to the list of its ranks' SyncReports.
+        Return one Ray reference per engine, to the list of SyncReports of the engine's ranks.
         """
         return [
             engine.receive_weights.remote(command.to_engine(index))
@@ -232,7 +235,7 @@ class EnginePool:
         ]
 
     def end_update(self, version: int) -> None:
-        """Close the update session and resume serving. Completions report `version` from now on."""
+        """End the weight update and resume serving. Completions then report weight version `version`."""
         self._on_all("end_update", version, self._pause == PauseMode.in_place)
         self.weight_version = version
 
@@ -245,17 +248,17 @@ class EnginePool:
         self._on_all("release_memory")
 
     def resume_weights(self) -> None:
-        """Allocate the memory of the weights again. A sync must fill it."""
+        """Allocate the memory of the engines' weights again. A weight sync must then fill in the weights."""
         self._on_all("resume_memory", MemoryPart.weights)
 
     def resume_kv_cache(self) -> None:
-        """Allocate the memory of the KV caches again. They are empty."""
+        """Allocate the memory of the engines' KV caches again. The caches are empty afterwards."""
         self._on_all("resume_memory", MemoryPart.kv_cache)
 
     def occupied(self) -> int:
-        """Return the bytes in use by the engine that uses most.
+        """Return the bytes of memory in use by the engine that uses the most.
 
-        These are the bytes in use on an engine's fullest GPU, or by its processes if it has no GPU.
+        An engine's value is the memory in use on its fullest GPU, or by its processes if it has no GPU.
         """
         return max(self._on_all("occupied").values())
 

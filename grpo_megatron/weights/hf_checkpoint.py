@@ -46,9 +46,10 @@ _TORCH_TYPES = {name: dtype for dtype, name in TYPES.items()}
 
 
 class HFCheckpoint:
-    """Reads the tensors of an HF checkpoint folder (safetensors) one at a time, onto the CPU.
+    """A reader that reads the tensors of an HF checkpoint folder (safetensors) one at a time, onto the CPU.
 
-    raw: return block-scaled FP8 tensors as they are stored. By default they are dequantised to float32.
+    raw: True to return block-scaled FP8 tensors as they are stored. By default they are dequantised to
+        float32.
 
     The constructor raises UserError if the index or a file is missing, or if a file is not a safetensors
     file. It also raises UserError if a tensor that the index lists is in no file.
@@ -74,11 +75,11 @@ class HFCheckpoint:
         return set(self._where)
 
     def unread(self, entries: dict[str, Entry]) -> list[str]:
-        """Return the sorted names of stored tensors that the weight map does not use, to report them.
+        """Return the sorted names of checkpoint tensors that the weight map does not use, to report them.
 
-        Not included are the tensors of `left_out`, the scales of FP8 tensors, and two redundant tensors that
-        some tools write: the output layer of a model with a tied embedding, and the inverse frequencies of
-        RoPE.
+        The list leaves out the tensors of multi-token prediction layers, the scales of FP8 tensors, and two
+        redundant tensors that some tools write: the output layer of a model with a tied embedding, and RoPE's
+        inverse frequencies.
 
         entries: the weight map, from model.families.weight_map.
         """
@@ -89,12 +90,12 @@ class HFCheckpoint:
 
     @property
     def left_out(self) -> list[str]:
-        """The sorted names of tensors of multi-token prediction layers, which are not trained or exported."""
+        """Sorted names of the tensors of multi-token prediction layers, which are not trained or exported."""
         return sorted(name for name in self.names if name.startswith(self._stored.left_out))
 
     @property
     def notes(self) -> list[str]:
-        """Messages for the user, one line for each group of files or tensors that loading leaves out."""
+        """Messages for the user, one for each group of files or tensors that are not loaded."""
         beside = weights_beside(self.folder, self._where)
         found = [beside] if beside else []
         if self.left_out:
@@ -106,9 +107,9 @@ class HFCheckpoint:
         return found
 
     def violations(self, entries: dict[str, Entry]) -> list[str]:
-        """Compare the tensors' names, shapes and dtypes with the weight map, to find errors before loading.
+        """Compare the checkpoint's tensor names, shapes and dtypes with the weight map, before loading.
 
-        Return sentences about what is wrong; each names the folder. An empty list means that all is right.
+        Return one sentence for each error. The list is empty if everything is right.
 
         Only the headers of the files are read, with one exception: if the output layer is tied to the
         embedding but the files contain an output layer, the values of the two are compared.
@@ -163,8 +164,8 @@ class HFCheckpoint:
     def _has_other_head(self) -> bool:
         """Return whether the files contain an output layer whose values differ from the embedding's.
 
-        Values are compared in the less precise of the two tensors' dtypes, because some tools write one of
-        the two tied tensors in float32.
+        The values are compared in the less precise of the two tensors' dtypes, because some tools write only
+        one of the two tied tensors in float32.
         """
         if not {_HEAD, _EMBEDDING} <= self.names:
             return False
@@ -179,9 +180,12 @@ class HFCheckpoint:
         return False
 
     def _scales_problem(self, name: str, shape: Shape) -> str | None:
-        """Return a sentence if the scales of this FP8 tensor are missing or have a wrong shape or dtype.
+        """Return a phrase for an error message if an FP8 tensor's scales are missing or wrong, else None.
 
-        shape: the shape of the FP8 tensor. Return None if the scales are right.
+        Scales are wrong if their shape or dtype does not fit the tensor.
+
+        name: name of the FP8 tensor.
+        shape: shape of the FP8 tensor.
         """
         if len(shape) != 2:
             return f"{name} of type {FP8}, which only matrices can have"
@@ -196,7 +200,7 @@ class HFCheckpoint:
         return None
 
     def _slice(self, name: str) -> Any:
-        """Return safetensors' handle of a tensor, which reads its shape, its dtype or a slice on demand.
+        """Return safetensors' handle of a tensor. The handle reads shape, dtype and elements on demand.
 
         Raises UserError if the checkpoint does not have the tensor.
         """
@@ -208,7 +212,8 @@ class HFCheckpoint:
     def header(self, name: str) -> tuple[Shape, torch.dtype]:
         """Return the (shape, dtype) of the tensor that `read` would return, without reading its elements.
 
-        Raises UserError if the checkpoint does not have the tensor, or has it in a dtype that torch lacks.
+        Raises UserError if the checkpoint lacks the tensor, or has it in a dtype that this project does not
+        read.
         """
         described = self._slice(name)
         if described.get_dtype() not in _TORCH_TYPES:
@@ -239,9 +244,9 @@ class HFCheckpoint:
     def read_into(self, name: str, start: Shape, out: torch.Tensor) -> None:
         """Fill `out` with tensor[start : start + out.shape], cast to the dtype of `out`.
 
-        It is faster than `read_slice` for whole rows that need no cast. These are read directly from the
-        file, where the safetensors library would map the file into memory and read the disk page by page.
-        Raises UserError if the file ends too early.
+        Whole rows that need no cast are read faster than by `read_slice`: directly from the file, where the
+        safetensors library would map the file into memory and read the disk page by page.
+        Raises UserError if the checkpoint does not have the tensor, or if the file ends too early.
         """
         shape, dtype = self.header(name)
         whole_rows = out.is_contiguous() and tuple(out.shape[1:]) == shape[1:]
@@ -262,10 +267,13 @@ class HFCheckpoint:
 
 
 class HFWriter:
-    """Writes tensors into the files (shards) of a new HF checkpoint, each of at most `max_shard_bytes` bytes.
+    """A writer that writes tensors into the files (shards) of a new HF checkpoint.
 
-    Several writers with different `tag`s may write to one folder, for example one per pipeline stage.
-    Afterwards the function `finish` gives all their shards the final names and writes the index.
+    Several writers with different tags may write to one folder, for example one per pipeline stage.
+    Afterwards the function `finish` of this module gives all shards their final names and writes the index.
+
+    tag: part of the names of this writer's files.
+    max_shard_bytes: maximum bytes of a shard. A larger tensor gets a shard of its own.
     """
 
     def __init__(self, folder: str, tag: str, max_shard_bytes: int = 5 * 2**30):
@@ -295,20 +303,21 @@ class HFWriter:
         self._pending, self._bytes = {}, 0
 
     def close(self) -> list[tuple[str, dict[str, int]]]:
-        """Write the remaining tensors. Return (file name, {tensor: bytes}) of this writer's shards.
+        """Write the remaining tensors. Return [(file name, {tensor: bytes})] for all shards of this writer.
 
-        The function `finish` needs the shards of all writers.
+        The function `finish` of this module needs the shards of all writers.
         """
         self._flush()
         return self.shards
 
 
 def start(partial: str, final: str, source: str) -> None:
-    """Begin an export: create the empty folder `partial`, in which it is written.
+    """Begin an export: create the empty folder `partial`, which the exported files are written to.
 
-    final: the folder that `finish` renames it to, so that an incomplete export never has this name.
+    final: the name that `finish` gives the folder at the end, so that an incomplete export never has this
+        name.
     source: folder of the model that was loaded.
-    Raises UserError if `final` is `source`, because the model would be overwritten.
+    Raises UserError if `final` is `source`, because the export would overwrite the model.
     """
     if Path(final).absolute() == Path(source).absolute():
         raise UserError(f"{final} is the model that was loaded; export to another folder")
@@ -320,10 +329,10 @@ def start(partial: str, final: str, source: str) -> None:
 def finish(partial: str, shards: list[tuple[str, dict[str, int]]], final: str) -> None:
     """Complete an export: rename all shards to HF names, write the index, and rename `partial` to `final`.
 
-    The folder is renamed only after everything is on the disk. An existing folder `final` is removed as a
-    whole before, because loaders could pick up an old index or old shards beside the new files.
+    The folder is renamed only after everything is on the disk. An existing folder `final` is deleted first,
+    because loaders could pick up an old index or old shards beside the new files.
 
-    shards: the results of HFWriter.close of all writers, concatenated.
+    shards: [(file name, {tensor: bytes})], the results of HFWriter.close of all writers, concatenated.
     """
     root = Path(partial)
     where = {}
@@ -341,7 +350,7 @@ def finish(partial: str, shards: list[tuple[str, dict[str, int]]], final: str) -
 
 
 def shard_name(index: int, count: int) -> str:
-    """Return the file name by which HF's loaders find a shard.
+    """Return the file name by which HF's loaders find a shard, such as "model-00001-of-00003.safetensors".
 
     index: index of the shard, from 0.
     count: number of shards.
@@ -350,7 +359,7 @@ def shard_name(index: int, count: int) -> str:
 
 
 def write_index(folder: Path, where: dict[str, str], total_bytes: int) -> None:
-    """Write the index, which tells HF's loaders the file of each tensor, unless there is a single file.
+    """Write the index file, which tells HF's loaders the file of each tensor, unless there is only one file.
 
     where: {tensor: file name}.
     total_bytes: bytes of all tensors.
@@ -363,12 +372,14 @@ def write_index(folder: Path, where: dict[str, str], total_bytes: int) -> None:
 def copy_companions(
     source: str, target: str, dtype: torch.dtype, changes: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """Copy the files that an HF checkpoint needs beside its weights: configs, tokenizer, chat template.
+    """Copy the files that an HF checkpoint needs besides its weights: configs, tokenizer, chat template.
 
     config.json is adapted to the exported weights: its dtype becomes `dtype`, and quantisation and
     multi-token prediction layers are removed.
 
-    changes: {key: value} to be set in config.json besides.
+    source: HF folder of the model that was loaded.
+    target: folder of the export.
+    changes: {key: value} of further changes to config.json.
     """
     root = Path(target)
     root.mkdir(parents=True, exist_ok=True)

@@ -30,11 +30,11 @@ _NAMES = {
 
 
 def fp8_block(folder: Path, config: Fields) -> tuple[int, int] | None:
-    """Return how many (rows, columns) share a scale in an FP8 checkpoint; None if it is not quantised.
+    """Return how many (rows, columns) share a scale in an FP8 checkpoint, or None if it is not quantised.
 
     config: the contents of the checkpoint's config.json.
-    Raises UserError if the checkpoint is quantised in any other way, because it cannot be trained then. The
-    message names the method and says what to do instead.
+    Raises UserError if the checkpoint is quantised in another way, because it cannot be trained then. The
+    message names the quantisation method and says what to do instead.
     """
     settings = config.object("quantization_config") or config.object("compression_config")
     if settings is None:
@@ -56,7 +56,11 @@ def fp8_block(folder: Path, config: Fields) -> tuple[int, int] | None:
 
 
 def _method(name: str, settings: Fields) -> str:
-    """Return the usual name of a quantisation method, with its variant if the settings name one."""
+    """Return the usual name of a quantisation method, with its variant if the settings name one.
+
+    name: `quant_method` of config.json.
+    settings: `quantization_config` of config.json.
+    """
     variant = settings.text("quant_algo", None) or settings.text("format", None)
     return _NAMES.get(name, shortened(name)) + (f" ({shortened(variant)})" if variant else "")
 

@@ -46,23 +46,23 @@ _ALLOWED = {
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """The location of one chunk of a stored tensor: the rectangle [at : at + shape] of the tensor."""
+    """The location of one chunk of a stored tensor: the rectangle tensor[at : at + shape]."""
 
     at: Shape
-    """Start of the chunk within the whole tensor."""
+    """Index of the chunk's first element in the whole tensor, one number per dimension."""
     shape: Shape
     """Shape of the chunk."""
     file: str
-    """File name, relative to the checkpoint folder."""
+    """Name of the file that contains the chunk, relative to the checkpoint folder."""
     offset: int
-    """Byte offset of the chunk's torch.save archive in the file."""
+    """Byte offset in the file at which the chunk's archive, written by torch.save, begins."""
     length: int
-    """Bytes of the archive."""
+    """Size of the archive in bytes."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The dtype, the whole shape and the chunks of one tensor of a checkpoint."""
+    """The dtype, the shape and the chunks of one tensor in a checkpoint."""
 
     dtype: torch.dtype
     shape: Shape
@@ -87,10 +87,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: str | Path) -> dict[str, StoredTensor]:
-    """Return {key: its StoredTensor} for every tensor of a checkpoint, optimizer states included.
+    """Return {key: dtype, shape and chunks} of every tensor of a checkpoint, including optimizer states.
 
-    No tensor is read. Every file is checked to be long enough for its chunks. Raises UserError if the
-    checkpoint is damaged or incomplete, or not in the format torch_dist.
+    No tensor is read, but every file is checked to be long enough for its chunks. Raises UserError if the
+    checkpoint is damaged, incomplete or not in the format torch_dist.
     """
     root = Path(folder)
     problem = folder_problem(root) or (
@@ -119,9 +119,9 @@ def read_metadata(folder: str | Path) -> dict[str, StoredTensor]:
 
 
 def load_metadata(folder: str | Path) -> Metadata:
-    """Load a checkpoint's `.metadata` without running code from its pickle, unlike torch's own reader.
+    """Load a checkpoint's `.metadata` file without running code from its pickle, unlike torch's own reader.
 
-    Raises UserError if it cannot be read.
+    Raises UserError if the file cannot be read.
     """
     try:
         with open(Path(folder, METADATA), "rb") as file:
@@ -165,10 +165,10 @@ def _check_files(root: Path, tensors: dict[str, StoredTensor]) -> None:
 
 
 class TorchDistReader:
-    """Reads any rectangle of the tensors of a torch_dist checkpoint, to convert it with little memory.
+    """A reader of any rectangle of the tensors of a torch_dist checkpoint, to convert it with little memory.
 
-    Its only large memory is a scratch buffer. The buffer is needed where a rectangle is not contiguous in the
-    file or must be cast.
+    The only large memory is a scratch buffer, which is needed where a rectangle is not contiguous in the file
+    or must be cast.
     """
 
     def __init__(self, folder: str | Path):
@@ -183,9 +183,10 @@ class TorchDistReader:
         self._scratch = np.empty(0, np.uint8)
 
     def read(self, key: str, start: Shape, out: torch.Tensor) -> None:
-        """Fill `out` with [start : start + out.shape] of the tensor under `key`, cast to the dtype of `out`.
+        """Fill `out` with tensor[start : start + out.shape], cast to the dtype of `out`.
 
-        out: has as many dimensions as the stored tensor.
+        key: key of the tensor in the checkpoint.
+        out: a tensor with as many dimensions as the stored tensor.
         Raises UserError if the checkpoint lacks the tensor or some of its elements, or if a file is damaged.
         """
         if key not in self.tensors:
@@ -234,12 +235,13 @@ class TorchDistReader:
         return found if rows == end[split] else None
 
     def _read_chunk(self, key: str, index: int, at: Shape, out: torch.Tensor) -> None:
-        """Fill `out` with [at : at + out.shape] of one chunk.
+        """Fill `out` with chunk[at : at + out.shape], where `chunk` is one chunk of a stored tensor.
 
-        A rectangle that is contiguous in the file and in `out` is read without an intermediate buffer, if it
-        needs no cast.
+        If the rectangle is contiguous in the file and in `out` and needs no cast, it is read without an
+        intermediate buffer.
 
-        index: index of the chunk among those of the tensor.
+        key: key of the tensor in the checkpoint.
+        index: index of the chunk in StoredTensor.chunks.
         """
         stored, chunk = self.tensors[key], self.tensors[key].chunks[index]
         strides = [prod(chunk.shape[axis + 1 :]) for axis in range(out.ndim)]
@@ -279,8 +281,10 @@ class TorchDistReader:
     def _find_data(self, chunk: StoredChunk, dtype: torch.dtype) -> int:
         """Return the byte offset in the file at which a chunk's elements begin.
 
-        A chunk is a ZIP archive made by torch.save with one tensor. Raises an error of any type if the file
-        is damaged.
+        A chunk is a ZIP archive that torch.save wrote, with one tensor. Raises an error of any type if the
+        file is damaged.
+
+        dtype: the dtype that the metadata promise for the tensor.
         """
         with open(self.folder / chunk.file, "rb") as file:
             section = _Section(file, chunk.offset, chunk.length)
@@ -306,7 +310,10 @@ class TorchDistReader:
 
 
 class _Section(io.RawIOBase):
-    """A read-only file object for `length` bytes of another file, so that torch.load can read one chunk."""
+    """A read-only file object for `length` bytes of another file, so that torch.load can read one chunk.
+
+    offset: position in the other file at which the bytes begin.
+    """
 
     def __init__(self, file, offset: int, length: int):
         self.file, self.offset, self.length, self.at = file, offset, length, 0

@@ -17,13 +17,16 @@ _NAMED = 5  # maximum number of files or tensors that a message names
 
 
 def some(names: list[str], separator: str = ", ") -> str:
-    """Return at most five names as text for a message, followed by the number of names left out."""
+    """Return up to five names as text for a message, followed by the number of names that are left out."""
     more = f" (and {len(names) - _NAMED} more)" if len(names) > _NAMED else ""
     return separator.join(shortened(name, 150) for name in names[:_NAMED]) + more
 
 
 def open_safetensors(path: Path) -> Any:
-    """Open a safetensors file. Raises UserError if it is truncated or of another format."""
+    """Open a safetensors file for reading and return safetensors' handle of it.
+
+    Raises UserError if the file is truncated or has another format.
+    """
     if problem := file_problem(path):
         raise UserError(f"{path} {problem}")
     try:
@@ -37,9 +40,9 @@ def open_safetensors(path: Path) -> Any:
 def files_of_tensors(folder: Path) -> dict[str, Path]:
     """Return {tensor: its file} of an HF folder, read from its index or from its single weight file.
 
-    Raises UserError if there are no weights, or if a file is missing or damaged. Raises UserError also if
-    there are two sets of weights. Of two sets, transformers would load model.safetensors and SGLang the files
-    of the index, so trainer and engine would have different models.
+    Raises UserError if there are no weights, or if a file is missing or damaged. Raises UserError also if the
+    folder has two sets of weights, such as model.safetensors beside the files of an index. transformers and
+    SGLang could then load different sets, so trainer and engine would have different models.
     """
     if is_absent(folder / INDEX):
         if is_absent(folder / SINGLE):
@@ -76,7 +79,7 @@ def files_of_tensors(folder: Path) -> dict[str, Path]:
 
 
 def weights_beside(folder: Path, found: dict[str, Path]) -> str | None:
-    """Return a sentence that tells the user which weight files of a folder are not read; None if all are.
+    """Return a message that names the weight files of a folder that are not read; None if all are read.
 
     found: {tensor: its file}, the result of `files_of_tensors`.
     """
@@ -92,7 +95,7 @@ def weights_beside(folder: Path, found: dict[str, Path]) -> str | None:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Return {tensor: file name} from the index. Raises UserError if it has another form."""
+    """Return {tensor: file name} from an index file. Raises UserError if the contents are not an index."""
     promised = read_object(index).get("weight_map")
     if not isinstance(promised, dict):
         raise UserError(f"{index}: weight_map must be an object that maps tensors to file names")
@@ -105,10 +108,12 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _refuse_second_set(folder: Path, found: dict[str, Path]) -> None:
-    """Raise UserError if another safetensors file has tensors of `found`, in a folder without an index.
+    """Raise UserError if another safetensors file of the folder also has tensors of `found`.
 
-    SGLang reads all safetensors files of such a folder. If several have the same tensor, the last one read
-    wins.
+    Called for a folder without an index. SGLang reads all safetensors files of such a folder. If several
+    files have the same tensor, the last one that SGLang reads wins.
+
+    found: {tensor: its file} of model.safetensors.
     """
     for path in sorted(folder.glob("*.safetensors")):
         if path.name != SINGLE and not found.keys().isdisjoint(open_safetensors(path).keys()):

@@ -31,11 +31,13 @@ def _name(parcel: Parcel) -> str:
 
 
 class DiskSender:
-    """A sender that writes each parcel to a file. The files of a sync are deleted when the next sync begins.
+    """The sending side of the transport through files (a base.ParcelSender), with one file per message.
+
+    The files of a sync are deleted when the next sync begins.
 
     store: the driver's key-value store, in which complete files are announced.
-    folder: the folder of this run below weight_sync.folder.
-    device: the device of the buffers in which parcels are packed.
+    folder: this run's subfolder of weight_sync.folder.
+    device: the device of the buffers in which weights are packed.
     """
 
     def __init__(self, store: dist.Store, folder: str, device: torch.device):
@@ -77,10 +79,10 @@ class DiskSender:
 
 
 class DiskReceiver:
-    """A receiver that reads each parcel from its file.
+    """The receiving side of the transport through files (a base.ParcelReceiver).
 
     store: the driver's key-value store, in which the senders announce complete files.
-    folder: the folder of this run below weight_sync.folder.
+    folder: this run's subfolder of weight_sync.folder.
     device: the device to which the contents are copied.
     timeout: maximum seconds to wait for one file.
     """
@@ -99,8 +101,8 @@ class DiskReceiver:
     def _read(self, path: Path) -> np.ndarray:
         """Return the contents, uint8 [bytes], of a file that its sender has announced.
 
-        If another node wrote it, the file may become visible here only after a delay. Raises TimeoutError if
-        it does not.
+        A file that another node wrote may become visible on this node only after a delay. Raises TimeoutError
+        if the file does not become visible in time.
         """
         deadline = time.monotonic() + self._timeout
         while True:
