@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 # Bytes per write() call. With larger calls a file system allocates memory in blocks of megabytes. On a
 # virtual machine that returns free blocks to its host, these allocations made writing seven times slower.
 _WRITE_BYTES = 512 * 2**10
-_COPY_BYTES = 64 * 2**20
 
 
 def json_text(value: Any, **layout: Any) -> str:
@@ -141,23 +140,6 @@ def write_buffer(file, data) -> int:
     for first in range(0, len(data), _WRITE_BYTES):
         file.write(data[first : first + _WRITE_BYTES])
     return len(data)
-
-
-def copy_range(file, path: str | Path, offset: int, length: int, advance: Callable[[int], None]) -> None:
-    """Write `length` bytes from byte `offset` of another file to a file that is open for writing.
-
-    The kernel copies them, so they need no buffer in this process.
-    advance: called with the number of bytes of each part that has been copied.
-    Raises OSError if the disk is full, for example. Raises UserError if the other file ends too early.
-    """
-    file.flush()
-    with open(path, "rb", buffering=0) as source:
-        while length:
-            count = os.sendfile(file.fileno(), source.fileno(), offset, min(length, _COPY_BYTES))
-            if not count:
-                raise UserError(f"{path} is truncated; copy the checkpoint again")
-            offset, length = offset + count, length - count
-            advance(count)
 
 
 def fill_buffer(buffer, path: str | Path, offset: int) -> bool:

@@ -20,7 +20,7 @@ from grpo_megatron.paths import folder_problem, is_absent
 from grpo_megatron.weights.checkpoint_layout import SavedModel, rows_within
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 from grpo_megatron.weights.pickled import pickled_weights
-from grpo_megatron.weights.torch_dist import FileRun, TorchDistReader, read_metadata
+from grpo_megatron.weights.torch_dist import TorchDistReader, read_metadata
 
 WEIGHTS = "actor"  # subfolder with the weights, in a converted checkpoint and in a trainer's
 COMPANIONS = "hf"  # subfolder with configuration and tokenizer, in a converted checkpoint
@@ -87,25 +87,6 @@ class MegatronTensors:
             filled += part.numel()
         if filled != out.numel():
             raise RuntimeError(f"the weight map does not cover {name}")
-
-    def runs(self, name: str, dtype: torch.dtype) -> list[FileRun] | None:
-        """Return where the files hold the bytes of a whole HF tensor, in their order.
-
-        Return None if the files hold it in another order, with gaps, or in another dtype than `dtype`.
-        """
-        found: list[FileRun] = []
-        rows, shape = 0, self.shape(name)
-        for key, piece in sorted(self.places[name], key=lambda place: place[1].start):
-            lead = len(piece.at) - len(piece.shape)
-            whole_rows = piece.start[0] == rows and piece.shape[1:] == shape[1:]
-            if not whole_rows or self.reader.tensors[key].dtype != dtype:
-                return None
-            part = self.reader.runs(key, piece.at, (*[1] * lead, *piece.shape))
-            if part is None:
-                return None
-            found += part
-            rows += piece.shape[0]
-        return found
 
     def shape(self, name: str) -> Shape:
         """Return the shape of the whole HF tensor."""

@@ -69,15 +69,6 @@ class StoredTensor:
     chunks: tuple[StoredChunk, ...]
 
 
-@dataclass(frozen=True)
-class FileRun:
-    """A contiguous run of bytes in a file."""
-
-    path: Path
-    offset: int
-    length: int
-
-
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module, name):
         harmless = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -204,35 +195,6 @@ class TorchDistReader:
             raise UserError(
                 f"{self.folder}: {key} is incomplete: elements of {list(start)} to {end.tolist()} are missing"
             )
-
-    def runs(self, key: str, start: Shape, shape: Shape) -> list[FileRun] | None:
-        """Return where the files hold the bytes of [start : start + shape] of a tensor, in their order.
-
-        Return None unless the files hold the rectangle in contiguous runs in this order. They do so if each
-        chunk has whole rows of it. Raises UserError if a file is damaged.
-        """
-        stored, corners = self.tensors[key], self._corners[key]
-        end = np.add(start, shape)
-        lows, highs = np.maximum(corners[:, 0], start), np.minimum(corners[:, 1], end)
-        split = next((axis for axis, size in enumerate(shape) if size > 1), 0)  # the axis of the rows
-        found, rows = [], start[split]
-        inside = np.nonzero((lows < highs).all(axis=1))[0]
-        for number in inside[np.argsort(lows[inside, split])]:
-            chunk, part = stored.chunks[number], highs[number] - lows[number]
-            strides = [prod(chunk.shape[axis + 1 :]) for axis in range(len(shape))]
-            count = int(part.prod())
-            if (
-                lows[number, split] != rows
-                or tuple(part[split + 1 :]) != tuple(shape[split + 1 :])
-                or int(np.dot(part - 1, strides)) + 1 != count
-            ):
-                return None
-            first = int(np.dot(lows[number] - chunk.at, strides))
-            size = stored.dtype.itemsize
-            offset = self._start_of_data(key, chunk) + first * size
-            found.append(FileRun(self.folder / chunk.file, offset, count * size))
-            rows = highs[number, split]
-        return found if rows == end[split] else None
 
     def _read_chunk(self, key: str, index: int, at: Shape, out: torch.Tensor) -> None:
         """Fill `out` with chunk[at : at + out.shape], where `chunk` is one chunk of a stored tensor.

@@ -46,6 +46,7 @@ def small_files(monkeypatch):
     monkeypatch.setattr(units, "_LEAST", 100_000)
     for module in ("hf_to_megatron", "megatron_to_hf", "listing", "verify"):
         monkeypatch.setattr(f"grpo_megatron.conversion.{module}.BUCKET_BYTES", 5_000)
+    monkeypatch.setattr("grpo_megatron.conversion.megatron_to_hf._COPY_BYTES", 5_000)
 
 
 @pytest.mark.slow_when(
