@@ -61,7 +61,7 @@ def _messages(response: Any, where: str) -> str | list[dict[str, Any]]:
     if not messages or {messages[0]["role"], messages[-1]["role"]} != {"assistant"}:
         raise UserError(
             f"{where} must be a string, or a list of messages with role and content whose first and last "
-            f"message are the assistant's; it is {shown(response)}"
+            f"message are the assistant's, but is {shown(response)}"
         )
     return messages
 
