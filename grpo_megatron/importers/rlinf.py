@@ -55,7 +55,9 @@ def _engine_experts(value: Any, source: Source) -> dict[str, Any]:
 def _resume(value: Any, source: Source) -> dict[str, Any]:
     if value is None:
         return {}
-    raise CannotCarry("their checkpoints are not ours: start from the model's HF form (model.path)")
+    raise CannotCarry(
+        "RLinf's checkpoints cannot be resumed here; set model.path to the model in Hugging Face format"
+    )
 
 
 def _response_length(value: Any, source: Source) -> int:
@@ -64,7 +66,7 @@ def _response_length(value: Any, source: Source) -> int:
 
 def _dynamic_tokens(value: Any, source: Source) -> dict[str, Any]:
     if not truth(source["runner.enable_dynamic_batch_size"]):
-        raise CannotCarry("means nothing to RLinf without runner.enable_dynamic_batch_size")
+        raise CannotCarry("RLinf ignores this without runner.enable_dynamic_batch_size")
     return {"train.max_tokens_per_micro_batch": max(int(value), int(source.number("runner.seq_length")))}
 
 

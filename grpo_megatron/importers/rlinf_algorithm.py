@@ -70,8 +70,8 @@ def _entropy(value: Any, source: Source) -> float:
 def _token_scale(value: Any, source: Source) -> dict[str, Any]:
     if truth(value) and source["algorithm.loss_agg_func"] != "token-mean":
         raise CannotCarry(
-            "a weight of micro-batches by their tokens; only with token-mean is "
-            "that a mean over the whole step"
+            "this weights micro-batches by their tokens, which equals a mean over the whole step only with "
+            "token-mean"
         )
     return {}
 
@@ -100,14 +100,14 @@ def _correction(value: Any, source: Source) -> dict[str, Any]:
 
 def _micro_batch(value: Any, source: Source) -> dict[str, Any]:
     if truth(source["runner.enable_dynamic_batch_size"]):
-        raise CannotCarry("means nothing to RLinf with runner.enable_dynamic_batch_size")
+        raise CannotCarry("RLinf ignores this with runner.enable_dynamic_batch_size")
     return {"train.max_tokens_per_micro_batch": int(value) * source.number("runner.seq_length")}
 
 
 def _scale(value: Any, source: Source) -> dict[str, Any]:
     if value not in (None, 1) and source["algorithm.adv_type"] not in ("grpo", "math_grpo"):
         raise CannotCarry(
-            "only where advantages are divided by the group's standard deviation does a scale change nothing"
+            "a scale has no effect only where advantages are divided by the group's standard deviation"
         )
     return {}
 

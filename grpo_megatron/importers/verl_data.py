@@ -72,7 +72,7 @@ def _overlong_end(buffer: str) -> Convert:
 def _drawn(value: Any, source: Source) -> dict[str, Any]:
     if value not in (None, source["data.train_batch_size"]):
         raise CannotCarry(
-            "give rollout.dynamic_sampling.over_sampling, or data.train_batch_size if no groups are filtered"
+            "set rollout.dynamic_sampling.over_sampling, or data.train_batch_size if no groups are filtered"
         )
     return {}
 

@@ -49,7 +49,8 @@ def _turns(value: Any, source: Source) -> dict[str, Any]:
     if value in (None, False) or (switch in source and not truth(source[switch])):
         return {}
     raise CannotCarry(
-        "several turns and tools are a Python class of yours here: write one and set rollout.environment"
+        "here several turns and tools require a Python class of your own; write one and set "
+        "rollout.environment"
     )
 
 
@@ -72,7 +73,7 @@ def _same_as(length: str) -> Convert:
     def convert(value: Any, source: Source) -> dict[str, Any]:
         if value is not None and value != source.number(length):
             raise CannotCarry(
-                f"{length}={source.number(length)} is another limit, and one holds for both here"
+                f"{length}={source.number(length)} is a different limit, but one limit applies to both here"
             )
         return {}
 
@@ -82,7 +83,8 @@ def _same_as(length: str) -> Convert:
 def _experts(value: Any, source: Source) -> int:
     if source.count(f"{ROLLOUT}.tensor_model_parallel_size") % int(value):
         raise CannotCarry(
-            "an engine has TP ranks here, and TP * DP there: give tensor_parallel and expert_parallel by hand"
+            "an engine has TP ranks here, but TP * DP in verl; set rollout.engine.tensor_parallel and "
+            "rollout.engine.expert_parallel by hand"
         )
     return value
 
@@ -234,8 +236,8 @@ ENGINE = (
         ),
         only(
             (1, None),
-            "an engine of TP * DP ranks there: give tensor_parallel as their "
-            "product, and the number of engines",
+            "an engine has TP * DP ranks in verl; set rollout.engine.tensor_parallel to this product, and "
+            "rollout.engine.num_engines",
         ),
         "only 1",
     ),
@@ -250,7 +252,7 @@ ENGINE = (
         ("cluster.placement", "rollout.engine.num_engines"),
         only(
             (0, None),
-            "engines on nodes of their own: give cluster.placement=separate and how many engines there are",
+            "the engines have their own nodes; set cluster.placement=separate and rollout.engine.num_engines",
         ),
         "only 0",
     ),

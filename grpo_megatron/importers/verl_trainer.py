@@ -37,7 +37,7 @@ def _gpus(value: Any, source: Source) -> dict[str, Any]:
     engine = source.count(f"{ROLLOUT}.tensor_model_parallel_size")
     if gpus % share or gpus % engine:
         raise CannotCarry(
-            f"{gpus} GPUs are no multiple of TP * PP * CP = {share} and of the engine's TP = {engine}"
+            f"{gpus} GPUs are not a multiple of both TP * PP * CP = {share} and the engine's TP = {engine}"
         )
     return {
         "megatron.data_parallel": gpus // share,
@@ -73,7 +73,7 @@ def _resume(value: Any, source: Source) -> dict[str, Any]:
     if value is None:
         return {}
     raise CannotCarry(
-        "their checkpoints are not ours: convert the model, or start from its HF form (model.path)"
+        "verl's checkpoints cannot be resumed here; set model.path to the model in Hugging Face format"
     )
 
 
@@ -92,10 +92,7 @@ _HOW = (
     "use_fused_kernels",
     "use_remove_padding",
 )
-_ADAPTER = (
-    "adapters are not carried over: give megatron.lora.* by hand, or the run is "
-    "full fine-tuning of every weight"
-)
+_ADAPTER = "adapters are not carried over; set megatron.lora.* by hand, or the run is full fine-tuning"
 _BY_HAND = "only 0; else give megatron.lora.* by hand"
 _GPUS = "GPUs per node and nodes -> data-parallel replicas and engines"
 
@@ -129,7 +126,7 @@ TRAINER = (
         becomes(
             f"{MODEL}.lora_adapter_path",
             (),
-            only((None,), f"no run begins with an adapter; {_ADAPTER}"),
+            only((None,), f"a run cannot start from an adapter; {_ADAPTER}"),
             "only null",
         ),
         becomes(
