@@ -88,7 +88,7 @@ def value_problem(key: str, field: FieldInfo, error: dict[str, Any]) -> str:
         must = must.replace("greater than or equal to", "at least").replace(
             "less than or equal to", "at most"
         )
-        return f"{subject} {must}, is {value}"
+        return f"{subject} {must}, but is {value}"
     return f"{key}: expected {type_name(field)}, got {value}"
 
 
