@@ -78,7 +78,9 @@ def transformer_engine_can_run(config: Config, capabilities: Capabilities) -> It
 
 
 @CLUSTER.rule(
-    "megatron.emulate_kernels=true is for machines without a GPU.", "megatron.emulate_kernels", "cluster.gpu"
+    "megatron.emulate_kernels=true works only on machines without a GPU.",
+    "megatron.emulate_kernels",
+    "cluster.gpu",
 )
 def emulation_is_possible(config: Config, capabilities: Capabilities) -> Iterator[str]:
     if config.megatron.emulate_kernels and capabilities.transformer_engine_problem:
@@ -86,7 +88,8 @@ def emulation_is_possible(config: Config, capabilities: Capabilities) -> Iterato
 
 
 @CLUSTER.rule(
-    "megatron.fp8.recipe=mxfp8 needs GPUs of compute capability 10.0 (Blackwell); use blockwise.",
+    "megatron.fp8.recipe=mxfp8 needs GPUs of compute capability 10.0 (Blackwell); otherwise set "
+    "megatron.fp8.recipe=blockwise.",
     "megatron.fp8.recipe",
     "megatron.precision",
     "cluster.gpu",
@@ -100,7 +103,7 @@ def mxfp8_has_its_gpu(config: Config, capabilities: Capabilities) -> Iterator[st
 
 @CLUSTER.rule(
     "megatron.recompute_modules=[moe_act] needs TransformerEngine's layers, which have all experts in one "
-    "module; with the local layers, recompute moe instead.",
+    "module; with the local layers, set megatron.recompute_modules=[moe].",
     "megatron.recompute_modules",
     "megatron.recompute",
     "megatron.transformer_impl",
@@ -123,7 +126,7 @@ def experts_activations_have_their_layers(config: Config, capabilities: Capabili
 
 @CLUSTER.rule(
     "Each trainer rank (megatron.*_parallel) and each rank of an engine needs a GPU; with "
-    "cluster.placement=colocated they share.",
+    "cluster.placement=colocated they share GPUs.",
     *_RANKS,
     *_ENGINES,
     *_FACTS,
@@ -137,8 +140,8 @@ def ranks_and_engines_fit(config: Config, capabilities: Capabilities) -> Iterato
     if have is not None and needed > have:
         yield (
             f"{shown(config, 'cluster.placement')} of {ranks} trainer ranks and {engines} engines of "
-            f"{shown(config, 'rollout.engine.tensor_parallel')} needs {needed} GPUs; {capabilities.where} "
-            f"there are {have}"
+            f"{shown(config, 'rollout.engine.tensor_parallel')} needs {needed} GPUs, but there are only "
+            f"{have} {capabilities.where}"
         )
 
 
@@ -151,7 +154,7 @@ def ranks_and_engines_fit(config: Config, capabilities: Capabilities) -> Iterato
 def ranks_fit(config: Config, capabilities: Capabilities) -> Iterator[str]:
     ranks, have = _num_ranks(config), capabilities.num_gpus
     if have is not None and ranks > have:
-        yield f"{ranks} ranks; {capabilities.where} there are {have} GPUs"
+        yield f"{ranks} ranks, but only {have} GPUs {capabilities.where}"
 
 
 @CLUSTER.rule(
@@ -167,11 +170,11 @@ def engines_alone_fit(config: Config, capabilities: Capabilities) -> Iterator[st
     per_node, have = capabilities.gpus_per_node or tp, capabilities.num_gpus
     if tp > per_node and tp % per_node:
         yield (
-            f"{shown(config, 'rollout.engine.tensor_parallel')}; {capabilities.where} each node has "
-            f"{per_node} GPUs"
+            f"{shown(config, 'rollout.engine.tensor_parallel')}, but each node has {per_node} GPUs "
+            f"{capabilities.where}"
         )
     if have is not None and engines * tp > have:
-        yield f"{engines * tp} GPUs are needed; {capabilities.where} there are {have}"
+        yield f"{engines * tp} GPUs are needed, but there are only {have} {capabilities.where}"
 
 
 @CLUSTER.rule(
@@ -183,7 +186,10 @@ def engines_alone_fit(config: Config, capabilities: Capabilities) -> Iterator[st
 def tensor_parallel_is_within_a_node(config: Config, capabilities: Capabilities) -> Iterator[str]:
     tp, per_node = config.megatron.tensor_parallel, capabilities.gpus_per_node
     if per_node and _crosses_a_node(0, _num_ranks(config), tp, per_node):
-        yield f"groups of {tp} ranks; {capabilities.where} each node has {per_node} GPUs"
+        yield (
+            f"groups of {tp} ranks, but each node has {per_node} GPUs {capabilities.where}; set it to a "
+            f"divisor of {per_node}"
+        )
 
 
 @CLUSTER.rule(
@@ -229,8 +235,9 @@ def data_parallel_attention_has_gpus(config: Config, capabilities: Capabilities)
 
 
 @CLUSTER.rule(
-    "rollout.engine.quantization=fp8 needs GPUs of compute capability 8.9 (Ada) or 9.0 (Hopper): on others "
-    "SGLang rearranges the weights as it starts, and never again; use none.",
+    "rollout.engine.quantization=fp8 needs GPUs of compute capability 8.9 (Ada) or 9.0 (Hopper), because "
+    "on other GPUs SGLang rearranges the weights only once, when it starts; otherwise set "
+    "rollout.engine.quantization=none.",
     "rollout.engine.quantization",
     "cluster.gpu",
     commands=("train",),
@@ -244,7 +251,7 @@ def engines_compute_in_fp8(config: Config, capabilities: Capabilities) -> Iterat
 
 def _compute_capability(capabilities: Capabilities) -> str:
     major, minor = capabilities.gpu.compute_capability
-    return f"{capabilities.where} it is {major}.{minor}"
+    return f"the GPUs {capabilities.where} have {major}.{minor}"
 
 
 def _num_ranks(config: Config) -> int:

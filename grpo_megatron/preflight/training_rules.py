@@ -51,7 +51,7 @@ _SHARING = (
 
 _EACH_GETS_ONE = (
     "every one of the megatron.data_parallel replicas must get at least one micro-batch, and with "
-    "interleaved pipeline stages one for each stage; with train.packing=false all must get equally many."
+    "interleaved pipeline stages one for each stage; with train.packing=false all must get the same number."
 )
 
 
@@ -109,8 +109,8 @@ def longest_sequence_fits(config: Config) -> Iterator[str]:
 
 
 @TRAINING.rule(
-    "train.max_tokens_per_micro_batch, on each of the megatron.context_parallel ranks, must hold two of the "
-    "longest sequences, a pair: data.max_prompt_length + rollout.max_response_length each, with padding.",
+    "train.max_tokens_per_micro_batch, on each of the megatron.context_parallel ranks, must hold a pair of "
+    "the longest sequences: data.max_prompt_length + rollout.max_response_length each, with padding.",
     *_LENGTHS,
     commands=("reward-model",),
 )
@@ -169,8 +169,8 @@ def _schedule_fits(config: Config, steps: int) -> Iterator[str]:
 
 
 @TRAINING.rule(
-    "cluster.hang_timeout must be less than megatron.collective_timeout and weight_sync.timeout: the "
-    "processes that wait for a hung one would give up first, and their errors would not name it.",
+    "cluster.hang_timeout must be less than megatron.collective_timeout and weight_sync.timeout: otherwise "
+    "the processes that wait for a hung one would give up first, and their errors would not name it.",
     "cluster.hang_timeout",
     "megatron.collective_timeout",
     "weight_sync.timeout",
