@@ -121,7 +121,7 @@ def _padded(lengths, max_tokens: int, sequence_multiple: int) -> np.ndarray:
             f" ({padded[longest]} with the padding of context parallelism)" if sequence_multiple > 1 else ""
         )
         raise UserError(
-            f"sequence {longest} has {lengths[longest]} tokens{padding}, but a micro-batch may hold "
+            f"sequence {longest} has {lengths[longest]} tokens{padding}, but a micro-batch holds at most "
             f"{max_tokens}; raise train.max_tokens_per_micro_batch"
         )
     return padded
@@ -139,8 +139,8 @@ def _cannot_share(count: int, dp: int, multiple_of: int, packing: bool) -> str:
         advice = f"make the number of sequences a multiple of {step}, or use train.packing=true"
     multiple = f", a multiple of {multiple_of} for the virtual pipeline" if multiple_of > 1 else ""
     return (
-        f"{count} sequences{'' if packing else ', one per micro-batch,'} cannot be shared by {dp} "
-        f"data-parallel ranks with equally many micro-batches each{multiple}; {advice}"
+        f"{count} sequences{'' if packing else ', one per micro-batch,'} cannot be divided among {dp} "
+        f"data-parallel ranks so that each gets the same number of micro-batches{multiple}; {advice}"
     )
 
 
