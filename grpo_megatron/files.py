@@ -86,7 +86,9 @@ def parse_object(raw: bytes, where: str) -> dict[str, Any]:
         # The bytes are not JSON or not UTF-8, have an integer of thousands of digits, or are nested too deep.
         raise UserError(f"{where} is not valid JSON: {shortened(error, 200)}") from error
     if not isinstance(value, dict):
-        raise UserError(f"{where}: expected a JSON object, got {type(value).__name__}")
+        raise UserError(
+            f"{where} must contain a JSON object, but contains a value of type {type(value).__name__}"
+        )
     return value
 
 
@@ -231,7 +233,9 @@ class WaitingRows:
                 file.append("".join(self._waiting))
         except OSError as error:
             if len(self._waiting) == 1:
-                logger.warning(not_written(self._path, error, "its rows wait until they can be"))
+                logger.warning(
+                    not_written(self._path, error, "the rows are kept in memory and written later")
+                )
         else:
             self._waiting.clear()
 
@@ -267,7 +271,7 @@ def writing(path: str | Path) -> Iterator[None]:
             raise
         reason = os.strerror(errno.ENOSPC) if full else getattr(error, "strerror", None) or error
         what = (
-            "make room and run the same command again, which continues"
+            "free some space, then run the same command again to continue"
             if full
             else "check that the disk works and is writable"
         )

@@ -43,7 +43,7 @@ def test_a_cluster_without_gpus_that_was_described_with_some():
     assert probe(0, "cluster.gpu=h200", "cluster.nodes=2", "megatron.precision=fp8") == [
         "found in the Ray cluster False 1 None TransformerEngine needs CUDA, which is not available",
         "allowed",
-        "error the cluster does not allow this configuration:",
+        "error this configuration does not fit the cluster; change it to meet these requirements:",
         "  - cluster.gpu=h200, but in the Ray cluster there are none",
         "  - cluster.nodes=2, but in the Ray cluster there are 1",
         "  - megatron.precision=fp8 needs TransformerEngine and GPUs with FP8 matrix products (in the Ray "

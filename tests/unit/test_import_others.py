@@ -88,7 +88,7 @@ def test_a_file_of_which_most_keys_are_unknown_is_none_of_theirs():
     """A file of an unknown system used to be taken for RLinf's, because it has a section `data` too."""
     settings = read_settings("generation: {temperature: 1, top_p: 1, n: 4}\ndata: {shuffle: true}\n")
     with pytest.raises(
-        UserError, match="only 1 of 4 keys are RLinf's: this is a part of a configuration, or"
+        UserError, match="only 1 of 4 keys are RLinf keys; give a complete RLinf configuration"
     ):
         import_settings(RLINF, settings)
 

@@ -206,7 +206,7 @@ def test_what_cannot_be_read_or_written_is_one_error(tmp_path):
     listed.write_text("- 1\n")
     for arguments, message in (
         (["/nowhere.sh"], "cannot be read"),
-        ([tmp_path], "a folder without .hydra/overrides.yaml"),
+        ([tmp_path], "contains no .hydra/overrides.yaml"),
         ([binary], "cannot be read"),
         ([listed], "expected YAML sections"),
         (["-", "reward.funktion=x"], "unknown key"),

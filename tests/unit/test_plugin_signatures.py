@@ -76,7 +76,7 @@ def test_a_function_of_another_stack_is_recognised_and_the_advice_works(function
     (sentence,) = violations(f"reward.function={HERE}:{function}")
     assert "the reward is called with (prompt=..., response=..., answer=..., record=..." in sentence
     assert (
-        f"It has the parameters of a reward function for {stack}; name a function that calls it instead: "
+        f"It has the parameters of a reward function for {stack}; use a function that calls it instead: "
         in sentence
     )
     names = dict(globals())
@@ -196,7 +196,8 @@ REFUSED = [
     ),
     (
         "algorithm.adv_estimator=HERE:waits",
-        "the advantage estimator is async, but must be a normal function, because its result is not awaited",
+        "the advantage estimator must be a normal function, not an async one, because its result is not "
+        "awaited",
     ),
     (
         "algorithm.surrogate=os:getcwd",
@@ -226,7 +227,7 @@ REFUSED = [
     ),
     (
         "reward.function=HERE:Judge",
-        "is a class, but a reward must be a function; name a function, or a callable object of the class",
+        "is a class, but a reward must be a function; specify a function, or a callable object of the class",
     ),
     ("reward.function=HERE:judge", "got an unexpected keyword argument 'record'"),
     (
@@ -242,8 +243,8 @@ REFUSED = [
     ),
     ("rollout.environment=HERE:OfNothing", r"the environment is called with \(prompt\)"),
     ("rollout.tools=[HERE:twice]", "rollout.tools=HERE:twice: the tool is called with "),
-    ("rollout.tools=[HERE:searches]", "rollout.tools=HERE:searches: the tool is async"),
-    ("rollout.tools=[HERE:half]", "rollout.tools=HERE:half: a tool must be a function with a name"),
+    ("rollout.tools=[HERE:searches]", "rollout.tools=HERE:searches: the tool must be a normal function"),
+    ("rollout.tools=[HERE:half]", "rollout.tools=HERE:half: .* has no name by which the model could call it"),
 ]  # fmt: skip
 
 
