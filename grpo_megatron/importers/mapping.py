@@ -67,7 +67,7 @@ class Source:
         """
         value = self._values.get(key, self._defaults.get(key))
         if isinstance(value, str) and "$" in value:
-            raise NotKnown(f"the value of {key}={value} is unknown")
+            raise NotKnown(f"the value of {key}={value} is not known here")
         return plain(value)
 
     def below(self, section: str) -> dict[str, Any]:
@@ -345,7 +345,7 @@ def run_name(value: Any, source: Source) -> str:
     """
     name = str(value).strip().replace("/", "-")
     if "$" in name or value is None or name in ("", ".", "..", "???"):
-        raise CannotCarry("the name is unknown; set run.name=NAME")
+        raise CannotCarry("the name is not known here; set run.name=NAME")
     return name
 
 
@@ -367,8 +367,8 @@ def epochs(steps: str) -> Convert:
         if isinstance(given, int) and given > 0:
             return {}
         raise CannotCarry(
-            "the number of steps is unknown, because the number of prompts is; set run.total_steps=(this "
-            "many epochs * prompts / data.train_batch_size)"
+            "the number of steps is not known here, because the number of prompts is not; set "
+            "run.total_steps=(this many epochs * prompts / data.train_batch_size)"
         )
 
     return convert

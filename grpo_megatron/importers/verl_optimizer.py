@@ -30,7 +30,9 @@ def _warmup_ratio(value: Any, source: Source) -> dict[str, Any]:
         return {}
     steps = source["trainer.total_training_steps"] or source[f"{ACTOR}.optim.total_training_steps"]
     if not isinstance(steps, int) or steps <= 0:
-        raise CannotCarry("the number of steps is unknown; set optimizer.lr_warmup_steps to this share of it")
+        raise CannotCarry(
+            "the number of steps is not known here; set optimizer.lr_warmup_steps to this share of it"
+        )
     return {"optimizer.lr_warmup_steps": int(value * steps)}
 
 

@@ -56,7 +56,6 @@ def contradictions(config: Config, found: Capabilities) -> list[str]:
         fact, have = getattr(said, name), getattr(found, name)
         if fact is not None and have is not None and have < fact:
             wrong.append(
-                f"cluster.{name}={fact}, but there are only {have} {found.where}; correct or remove the "
-                "setting"
+                f"cluster.{name}={fact}, but only {have} found {found.where}; correct or remove the setting"
             )
     return wrong

@@ -57,7 +57,8 @@ CLUSTER = RuleBook(
 
 
 @CLUSTER.rule(
-    "megatron.precision=fp8 needs TransformerEngine and GPUs with FP8 matrix products.",
+    "megatron.precision=fp8 needs TransformerEngine and GPUs that support FP8; otherwise set "
+    "megatron.precision=bf16.",
     "megatron.precision",
     "cluster.gpu",
 )
@@ -67,7 +68,8 @@ def fp8_can_run(config: Config, capabilities: Capabilities) -> Iterator[str]:
 
 
 @CLUSTER.rule(
-    "megatron.transformer_impl=transformer_engine needs TransformerEngine and GPUs.",
+    "megatron.transformer_impl=transformer_engine needs TransformerEngine and GPUs; otherwise set "
+    "megatron.transformer_impl=auto.",
     "megatron.transformer_impl",
     "cluster.gpu",
 )
@@ -125,7 +127,7 @@ def experts_activations_have_their_layers(config: Config, capabilities: Capabili
 
 
 @CLUSTER.rule(
-    "Each trainer rank (megatron.*_parallel) and each rank of an engine needs a GPU; with "
+    "Each trainer rank (megatron.*_parallel) and each engine rank needs a GPU; with "
     "cluster.placement=colocated they share GPUs.",
     *_RANKS,
     *_ENGINES,
@@ -139,14 +141,14 @@ def ranks_and_engines_fit(config: Config, capabilities: Capabilities) -> Iterato
     needed = max(ranks, engine_gpus) if colocated else ranks + engine_gpus
     if have is not None and needed > have:
         yield (
-            f"{shown(config, 'cluster.placement')} of {ranks} trainer ranks and {engines} engines of "
-            f"{shown(config, 'rollout.engine.tensor_parallel')} needs {needed} GPUs, but there are only "
-            f"{have} {capabilities.where}"
+            f"{ranks} trainer ranks and {engines} engines with "
+            f"{shown(config, 'rollout.engine.tensor_parallel')} need {needed} GPUs with "
+            f"{shown(config, 'cluster.placement')}, but there are only {have} {capabilities.where}"
         )
 
 
 @CLUSTER.rule(
-    f"Each trainer rank needs a GPU; their number is the product of {', '.join(_RANKS)}.",
+    f"Each trainer rank needs a GPU; the number of ranks is the product of {', '.join(_RANKS)}.",
     *_RANKS,
     *_FACTS,
     commands=("sft", "reward-model"),
@@ -187,8 +189,8 @@ def tensor_parallel_is_within_a_node(config: Config, capabilities: Capabilities)
     tp, per_node = config.megatron.tensor_parallel, capabilities.gpus_per_node
     if per_node and _crosses_a_node(0, _num_ranks(config), tp, per_node):
         yield (
-            f"groups of {tp} ranks, but each node has {per_node} GPUs {capabilities.where}; set it to a "
-            f"divisor of {per_node}"
+            f"groups of {tp} ranks, but each node has {per_node} GPUs {capabilities.where}; set "
+            f"megatron.tensor_parallel to a divisor of {per_node}"
         )
 
 
@@ -212,7 +214,8 @@ def engines_fit_nodes(config: Config, capabilities: Capabilities) -> Iterator[st
 
 
 @CLUSTER.rule(
-    "rollout.engine.kv_cache_dtype must be auto without GPUs: SGLang writes an FP8 cache with GPU kernels.",
+    "rollout.engine.kv_cache_dtype must be auto on machines without GPUs, because SGLang writes an FP8 "
+    "cache with GPU kernels.",
     "rollout.engine.kv_cache_dtype",
     "cluster.gpu",
     commands=ENGINE_COMMANDS,
@@ -223,8 +226,8 @@ def kv_cache_in_fp8_has_gpus(config: Config, capabilities: Capabilities) -> Iter
 
 
 @CLUSTER.rule(
-    "rollout.engine.data_parallel_attention must be 1 without GPUs: SGLang gathers the groups' tokens with "
-    "pinned memory and Triton kernels.",
+    "rollout.engine.data_parallel_attention must be 1 on machines without GPUs, because SGLang gathers the "
+    "groups' tokens with pinned memory and Triton kernels.",
     "rollout.engine.data_parallel_attention",
     "cluster.gpu",
     commands=ENGINE_COMMANDS,

@@ -75,6 +75,7 @@ def _cut(entry: Entry, sizes: ParallelSizes, layout: EngineLayout) -> Iterator[s
                 f"[{first}, {first + size})" for first, size in zip(piece.start, piece.shape, strict=True)
             )
             yield (
-                f"{_KEY}: with {where} rank {rank} has {spans} of {piece.hf}, which cuts blocks of {BLOCK} "
-                f"x {BLOCK}; {'use fewer ranks, or ' if several else ''}set rollout.engine.quantization=none"
+                f"{_KEY}: with {where} rank {rank} has {spans} of {piece.hf}, which splits blocks of "
+                f"{BLOCK} x {BLOCK}; {'use fewer ranks, or ' if several else ''}set "
+                "rollout.engine.quantization=none"
             )

@@ -153,18 +153,19 @@ def _engine(config: Config, arch: Architecture) -> list[str]:
     path, found = config.model.path, _engine_layout(config, arch)
     if arch.family == "mixtral" and arch.head_dim * arch.num_heads != arch.hidden_size:
         found.append(
-            f"{path} has a head_dim of {arch.head_dim}, which SGLang's Mixtral ignores; it uses hidden_size "
-            f"/ num_attention_heads = {arch.hidden_size // arch.num_heads}"
+            f"{path} cannot be used, because it has a head_dim of {arch.head_dim}, which SGLang's Mixtral "
+            f"ignores; it uses hidden_size / num_attention_heads = {arch.hidden_size // arch.num_heads}"
         )
     if arch.moe is not None and arch.tied_embeddings:
         found.append(
-            f"{path} has tied embeddings (tie_word_embeddings), which SGLang's models with experts ignore, "
-            "so they would generate with an uninitialized output layer"
+            f"{path} cannot be used, because it has tied embeddings (tie_word_embeddings), which SGLang's "
+            "models with experts ignore, so they would generate with an uninitialized output layer"
         )
     if arch.family == "qwen3_moe" and not all(arch.moe.layers):
         found.append(
-            f"{path} has layers without experts (mlp_only_layers, decoder_sparse_step), which SGLang's "
-            "Qwen3-MoE ignores, so it would generate with uninitialized weights"
+            f"{path} cannot be used, because it has layers without experts (mlp_only_layers, "
+            "decoder_sparse_step), which SGLang's Qwen3-MoE ignores, so it would generate with "
+            "uninitialized weights"
         )
     found += _stop_tokens(config, arch)
     return found + (_latent_engine(path, arch) if arch.latent else []) + _quantised_engine(path)
@@ -239,8 +240,9 @@ def _latent_engine(path: str, arch: Architecture) -> list[str]:
         )
     if arch.norm_eps != LATENT_NORM_EPS:
         found.append(
-            f"{path} has rms_norm_eps={arch.norm_eps:g}, which SGLang also uses for the norms of latents, "
-            f"where the model's own code uses {LATENT_NORM_EPS:g}, so log-probs would differ"
+            f"{path} cannot be used, because it has rms_norm_eps={arch.norm_eps:g}, which SGLang also uses "
+            f"for the norms of latents, where the model's own code uses {LATENT_NORM_EPS:g}, so log-probs "
+            "would differ"
         )
     return found
 
@@ -277,7 +279,7 @@ def _weights(path: str, arch: Architecture) -> list[str]:
     least = arch.num_layers if arch.moe is None else sum(arch.moe.layers) * arch.moe.num_experts
     if least > len(checkpoint.names):  # checked first, because the weight map may be far too large
         return [
-            f"{path}: the checkpoint is incomplete: config.json requires at least {least} tensors, but it "
-            f"has {len(checkpoint.names)}; copy the model again"
+            f"{path}: the checkpoint is incomplete, because config.json requires at least {least} tensors, "
+            f"but it has {len(checkpoint.names)}; copy the model again"
         ]
     return checkpoint.violations(weight_map(arch))

@@ -217,8 +217,8 @@ def dynamic_sampling_has_its_rewards(config: Config) -> Iterator[str]:
 
 
 @REWARD.rule(
-    "The reward function model cannot be combined with rollout.record, which writes samples before it "
-    "scores them.",
+    "The reward function model cannot be combined with rollout.record, which writes samples before they "
+    "are scored.",
     *_FUNCTIONS,
     "rollout.record",
     commands=_TRAIN,

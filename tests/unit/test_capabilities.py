@@ -57,16 +57,14 @@ def test_fp8_depends_on_the_gpu_that_was_named():
     for gpu in GPUS:
         assert bool(broken(FP8, f"cluster.gpu={gpu}")) == gpu.startswith("a100")
     (sentence,) = broken(FP8, "cluster.gpu=a100-80g")
-    assert sentence.startswith(
-        "megatron.precision=fp8 needs TransformerEngine and GPUs with FP8 matrix products"
-    )
+    assert sentence.startswith("megatron.precision=fp8 needs TransformerEngine and GPUs that support FP8")
     assert "(with cluster.gpu=a100-80g: FP8 needs compute capability 8.9" in sentence
     assert "TransformerEngine needs CUDA" in broken(FP8, "cluster.gpu=none")[0]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 def test_without_facts_this_machine_decides_unless_a_cluster_is_to_be_joined():
-    assert "FP8 matrix products (here" in broken(FP8)[0]
+    assert "megatron.precision=bf16 (here" in broken(FP8)[0]
     assert broken(FP8, "cluster.ray_address=10.0.0.1:6379") == []
     assert broken(FP8, "cluster.nodes=2") == []
 
@@ -146,14 +144,15 @@ def test_a_cluster_that_is_not_as_described_is_refused():
     assert contradictions(said, found) == []
     assert contradictions(said, replace(found, nodes=4)) == []
     assert contradictions(said, replace(found, nodes=1, gpus_per_node=4)) == [
-        "cluster.nodes=2, but in the Ray cluster there are 1",
-        "cluster.gpus_per_node=8, but in the Ray cluster there are 4",
+        "cluster.nodes=2, but only 1 found in the Ray cluster; correct or remove the setting",
+        "cluster.gpus_per_node=8, but only 4 found in the Ray cluster; correct or remove the setting",
     ]
     assert contradictions(said, replace(found, gpu=GPUS["a100-80g"])) == [
-        "cluster.gpu=h200, but the GPUs in the Ray cluster have compute capability 8.0"
+        "cluster.gpu=h200, but the GPUs in the Ray cluster have compute capability 8.0; correct or "
+        "remove the setting"
     ]
     without = Capabilities.of_facts("none", 2, None)
-    assert "there are none" in contradictions(said, without)[0]
+    assert "there are no GPUs" in contradictions(said, without)[0]
     assert "there are GPUs" in contradictions(config("cluster.gpu=none"), found)[0]
     assert contradictions(config(), found) == contradictions(config(), without) == []
 

@@ -246,7 +246,7 @@ def test_arguments_of_a_template_with_tags_that_transformers_adds(folders, tmp_p
         PromptTokenizer(folders["chatml"], DataConfig(**data, chat_template_args=args)).text([ASKED, ASKED])
         == "1+1?!"
     )
-    assert "does not read loop, so" in refused(folders["chatml"], **data, chat_template_args={"loop": 1})
+    assert "does not use loop; remove" in refused(folders["chatml"], **data, chat_template_args={"loop": 1})
 
 
 def test_a_system_prompt_that_the_template_drops_is_refused(folders):

@@ -220,7 +220,7 @@ FILES = [
     ("run: {name: !ours a}\n", "could not determine a constructor for the tag '!ours'"),
     ("a: 1\n---\nb: 2\n", "another document"),
     ("%YAML 9.9\n---\nrun: {}\n", "not valid YAML"),
-    (b"\xff\xfe", "c.yaml is not valid YAML: invalid start byte at byte 0"),
+    (b"\xff\xfe", "c.yaml is not UTF-8 text (invalid start byte at byte 0)"),
     (bytes(range(128)), "not valid YAML"),
 ]
 

@@ -247,7 +247,7 @@ def test_a_recording_reads_back_exactly(tmp_path):
 
 def test_recordings_that_cannot_be_used(tmp_path):
     path, _ = recorded(tmp_path)
-    with pytest.raises(UserError, match="holds 2 steps, but not step 3"):
+    with pytest.raises(UserError, match="contains 2 steps, but not step 3"):
         Replay(path).read(3)
     with pytest.raises(UserError, match="not a recording"):
         Replay(write(tmp_path / "x.jsonl", '{"prompt": 1}'))

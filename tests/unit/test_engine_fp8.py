@@ -81,7 +81,7 @@ def test_parts_of_experts_are_those_of_their_own_ranks(found):
         gate, down = sentences
         assert (
             f"with {where} rank 0 has [0, 64) x [0, 256) of "
-            "model.layers.1.mlp.experts.3.gate_proj.weight, which cuts" in gate
+            "model.layers.1.mlp.experts.3.gate_proj.weight, which splits" in gate
         )
         assert "[0, 256) x [0, 64) of model.layers.1.mlp.experts.3.down_proj.weight" in down
         assert gate.endswith("use fewer ranks, or set rollout.engine.quantization=none")
@@ -98,7 +98,7 @@ def test_ranks_with_parts_of_blocks_are_named_once_for_each_kind_of_layer(found,
     keys, gate, down = sentences
     assert (
         f"with {key}=2 rank 0 has [0, 64) x [0, 256) of "
-        "model.layers.1.self_attn.k_proj.weight, which cuts blocks" in keys
+        "model.layers.1.self_attn.k_proj.weight, which splits blocks" in keys
     )
     assert "[0, 192) x [0, 256) of model.layers.1.mlp.gate_proj.weight" in gate
     assert down.endswith("use fewer ranks, or set rollout.engine.quantization=none")

@@ -225,7 +225,9 @@ def test_a_folder_without_a_tokenizer(tmp_path):
     model = tiny_qwen3(tmp_path / "m")
     for template in ("tokenizer", "none"):
         assert "has no tokenizer" in refused(str(model), DataConfig(chat_template=template))
-    assert "is not a folder with a tokenizer" in refused(str(tmp_path / "nothing"), None)
+    assert "is not a folder; it must be a model folder with a tokenizer" in refused(
+        str(tmp_path / "nothing"), None
+    )
     (tmp_path / "m" / "tokenizer.json").write_text("{")
     assert "the tokenizer cannot be loaded" in refused(str(model), None)
 
@@ -278,7 +280,7 @@ def test_examples_use_the_same_prompts_and_end_their_responses(base, tmp_path):
     assert left_out == 0
     (tmp_path / "b.jsonl").write_text('{"prompt": "1", "response": ["2"]}\n')
     with pytest.raises(
-        UserError, match=r"b.jsonl:1: field 'response' must be a string, or a list .*; it is \['2'\]"
+        UserError, match=r"b.jsonl:1: field 'response' must be a string, or a list .*, but is \['2'\]"
     ):
         load_examples(config, tokenizer)
 

@@ -122,7 +122,10 @@ def test_one_function_with_options():
             {"right": {"function": "exactly"}},
             r"reward.function=exactly is unknown; choose one of exact_match, math",
         ),
-        ({"a": {"function": f"{HERE}:score", "x": 1}}, r"reward.terms.a: .*:score has no parameter `args`"),
+        (
+            {"a": {"function": f"{HERE}:score", "x": 1}},
+            r"reward.terms.a: .*:score does not accept the options x, because it has no parameter `args`",
+        ),
         ({"a": {"function": "cosine_length"}}, r"reward.terms.a: cosine_length requires the options right"),
         (
             {"a": {"function": "cosine_length", "right": "b", "longest": 9}},
@@ -178,7 +181,7 @@ def test_from_the_command_line():
 def test_options_of_one_function_need_a_parameter():
     with pytest.raises(
         UserError,
-        match=r"reward.args: .*:score does not accept the options factor, because it has no parameter `args`",
+        match=r"reward.args: .*:score does not accept the options factor, because it has no parameter",
     ):
         resolve_rewards(RewardConfig(function=f"{HERE}:score", args={"factor": 1}))
 

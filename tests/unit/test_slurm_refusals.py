@@ -127,7 +127,10 @@ def test_nothing_is_queued_where_the_logs_cannot_be_written(capsys, root, why):
         (["--requeue"], "an evaluation cannot be continued"),
         (["--dependency-chain", 2], "an evaluation cannot be continued"),
         (["--stop-before", 90], "an evaluation cannot be continued"),
-        (["rollout.engine.num_engines=9"], "9 GPUs are needed; with cluster.gpu=h100-80g there are 8"),
+        (
+            ["rollout.engine.num_engines=9"],
+            "9 GPUs are needed, but there are only 8 with cluster.gpu=h100-80g",
+        ),
         (
             ["rollout.engine.num_engines=1", "rollout.engine.tensor_parallel=12", "--nodes", 2],
             "on one node or on several whole nodes",
