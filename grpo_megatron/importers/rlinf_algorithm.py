@@ -27,7 +27,7 @@ LOSSES = dict.fromkeys(("actor", "grpo", "ppo", "math_ppo_actor"), CLIPPED) | {
 }
 AGGREGATION = {name: name for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
 MODEL = "actor.model"
-_ADAPTER = "adapters are not carried over: give megatron.lora.* by hand, or all weights are trained"
+_ADAPTER = "adapters are not carried over; set megatron.lora.* by hand, or all weights are trained"
 
 
 def _estimator(value: Any, source: Source) -> str:
@@ -267,14 +267,14 @@ PENALTIES = trains(
     dropped("algorithm.*_length", "see reward.overlong_buffer"),
     dropped(
         "algorithm.max_resample",
-        "give rollout.dynamic_sampling by hand: new prompts for the groups that algorithm.filters drop",
+        "set rollout.dynamic_sampling by hand: new prompts for the groups that algorithm.filters drop",
     ),
     becomes(
         "algorithm.max_num_gen_batches",
         "rollout.dynamic_sampling.max_batches",
         only(
             (1, None),
-            "give rollout.dynamic_sampling by hand: new prompts for the groups that algorithm.filters drop",
+            "set rollout.dynamic_sampling by hand: new prompts for the groups that algorithm.filters drop",
         ),
         "only 1",
     ),
@@ -330,12 +330,12 @@ PENALTIES = trains(
         f"{MODEL}.is_lora",
         "megatron.lora.rank",
         only((False, None), _ADAPTER),
-        "only false; else give megatron.lora.* by hand",
+        "only false; else set megatron.lora.* by hand",
     ),
     becomes(
         "actor.model.lora_rank",
         "megatron.lora.rank",
         only((0, None), _ADAPTER),
-        "only 0; else give megatron.lora.* by hand",
+        "only 0; else set megatron.lora.* by hand",
     ),
 )

@@ -206,7 +206,7 @@ def _reward_entries(old: bool) -> tuple[KeyMapping, ...]:
                 ("reward.function", "reward.model.path"),
                 only(
                     (False, None),
-                    "give reward.function=model with reward.model.path, or a function that asks a server",
+                    "set reward.function=model with reward.model.path, or a function that asks a server",
                 ),
                 "only false",
             ),

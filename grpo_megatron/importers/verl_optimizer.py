@@ -141,7 +141,7 @@ OPTIMIZER = (
                 ("optimizer_impl", (), ("torch.optim", None), "the optimizer is AdamW here"),
                 ("lr_warmup_init", (), (0, None), "a warm-up begins at 0 here"),
                 ("lr_start", (), (0, None), "a warm-up begins at 0 here"),
-                ("lr_decay_ratio", (), (1, None), "give optimizer.lr_decay_steps"),
+                ("lr_decay_ratio", (), (1, None), "set optimizer.lr_decay_steps"),
                 ("num_cycles", (), (0.5, None), "a cosine schedule has half a period here"),
                 ("weight_decay_incr_style", (), ("constant", None), "weight decay is constant here"),
                 (

@@ -93,7 +93,7 @@ _HOW = (
     "use_remove_padding",
 )
 _ADAPTER = "adapters are not carried over; set megatron.lora.* by hand, or the run is full fine-tuning"
-_BY_HAND = "only 0; else give megatron.lora.* by hand"
+_BY_HAND = "only 0; else set megatron.lora.* by hand"
 _GPUS = "GPUs per node and nodes -> data-parallel replicas and engines"
 
 TRAINER = (
@@ -282,7 +282,7 @@ TRAINER = (
         same(f"{OVERRIDE}.num_layers_at_end_in_bf16", "megatron.fp8.bf16_last_layers"),
     ),
     *(
-        dropped(f"{OVERRIDE}.{name}", "give megatron.pipeline_layers by hand: the layers of each stage")
+        dropped(f"{OVERRIDE}.{name}", "set megatron.pipeline_layers by hand: the layers of each stage")
         for name in ("num_layers_in_*", "account_for_*", "pipeline_model_parallel_layout")
     ),
     dropped(f"{MEGATRON}.seed", "one seed for all: run.seed"),
@@ -299,7 +299,7 @@ TRAINER = (
         becomes(
             f"{ACTOR}.fsdp_config.dtype",
             "megatron.precision",
-            only(("bfloat16", None), "give megatron.precision by hand: bf16 or fp32"),
+            only(("bfloat16", None), "set megatron.precision by hand: bf16 or fp32"),
             "only bfloat16",
         ),
     ),
@@ -309,7 +309,7 @@ TRAINER = (
     becomes(f"{ACTOR}.veomni.optimizer_offload", "optimizer.offload", flag),
     dropped(
         f"{ACTOR}.veomni.expert_parallel_size",
-        "the trainer is Megatron: give megatron.expert_parallel by hand",
+        "the trainer is Megatron: set megatron.expert_parallel by hand",
     ),
     *(
         dropped(f"{ACTOR}.{engine}.*", "the trainer is Megatron: see the megatron section")
@@ -346,7 +346,7 @@ TRAINER = (
     becomes(
         "skip.*.enable",
         ("rollout.record", "rollout.replay"),
-        only((False,), "give rollout.record or rollout.replay"),
+        only((False,), "set rollout.record or rollout.replay"),
         "only false",
     ),
     dropped("skip.*", "belongs to skip.*.enable; see rollout.record and rollout.replay"),

@@ -78,7 +78,10 @@ def test_the_large_configuration_is_legal_on_this_machine(capsys):
     assert status == 2
     assert "2 violations" in text
     assert "compute capability 8.9" in text
-    assert "needs 128 GPUs; with cluster.gpu=a100-80g there are 64" in text
+    assert (
+        "need 128 GPUs with cluster.placement=separate, but there are only 64 with cluster.gpu=a100-80g"
+        in text
+    )
 
 
 def test_check_says_when_it_does_not_know_the_cluster(capsys):
@@ -95,10 +98,13 @@ TWO_NODES = ["cluster.gpu=h200", "cluster.nodes=2", "cluster.gpus_per_node=8"]
     ("overrides", "says"),
     [
         ([*NODE_OF_8, "megatron.data_parallel=7"], None),
-        ([*NODE_OF_8, "megatron.data_parallel=8"], "needs 9 GPUs; with cluster.gpu=h200 there are 8"),
+        (
+            [*NODE_OF_8, "megatron.data_parallel=8"],
+            "need 9 GPUs with cluster.placement=separate, but there are only 8",
+        ),
         ([*NODE_OF_8, "megatron.data_parallel=8", "cluster.placement=colocated"], None),
         ([*NODE_OF_8, "megatron.data_parallel=8", "rollout.replay=r.jsonl"], None),
-        ([*NODE_OF_8, "rollout.engine.num_engines=9", "cluster.placement=colocated"], "needs 9 GPUs"),
+        ([*NODE_OF_8, "rollout.engine.num_engines=9", "cluster.placement=colocated"], "need 9 GPUs"),
         ([*NODE_OF_8, "megatron.tensor_parallel=3"], None),
         ([*TWO_NODES, "megatron.tensor_parallel=3", "megatron.data_parallel=2"], None),
         (
@@ -135,7 +141,7 @@ def test_fine_tuning_has_no_engines():
     assert broken(*NODE_OF_8, "megatron.data_parallel=8", command=Command.sft) == []
     (sentence,) = broken(*NODE_OF_8, "megatron.data_parallel=16", command=Command.sft)
     assert "16 ranks" in sentence
-    assert "there are 8" in sentence
+    assert "but only 8 GPUs" in sentence
 
 
 def test_a_cluster_that_is_not_as_described_is_refused():

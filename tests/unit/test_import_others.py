@@ -64,7 +64,10 @@ def test_a_file_of_another_system_is_named(name, text):
     with pytest.raises(UserError) as error:
         read_settings(text)
     assert f"this is a file of {name} (" in str(error.value)
-    assert "only launch files of verl and RLinf can be imported. docs/config.md has" in str(error.value)
+    assert (
+        "only launch files of verl and RLinf can be imported; start from a configuration in docs/recipes.md"
+        in str(error.value)
+    )
 
 
 def test_each_system_that_is_named_has_a_file_here():

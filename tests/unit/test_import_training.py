@@ -149,7 +149,7 @@ def test_another_trainer_and_another_base_configuration_must_be_accepted():
         GIVEN,
     )
     assert shipped.changes_training == []
-    with pytest.raises(UserError, match="no reinforcement learning"):
+    with pytest.raises(UserError, match="not a reinforcement learning program"):
         verl(program="verl.trainer.fsdp_sft_trainer")
 
 

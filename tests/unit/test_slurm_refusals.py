@@ -58,7 +58,7 @@ def test_what_is_no_array_is_refused(spec):
         ),
         (
             ["--config", "configs/llama3_70b_16node.yaml", "--nodes", 8, ABSENT],
-            "needs 128 GPUs; with cluster.gpu=h100-80g there are 64",
+            "but there are only 64 with cluster.gpu=h100-80g",
         ),
         (
             ["--config", "configs/llama3_70b_16node.yaml", "--gpus-per-node", 4, ABSENT],
