@@ -52,7 +52,9 @@ class ParquetRecords(_ArrowRecords, FileRecords):
             metadata = self._parquet.metadata
             rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         except Exception as error:  # damaged files raise many kinds of errors
-            raise UserError(f"{path} cannot be read: {_line(error)}") from error
+            raise UserError(
+                f"{path} cannot be read: {_line(error)}; check that it is an intact Parquet file"
+            ) from error
         if len(set(names)) < len(names):
             twin = next(name for name in names if names.count(name) > 1)
             raise UserError(f"{path} has several columns named {shown(twin)}; rename all but one")

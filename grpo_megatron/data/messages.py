@@ -45,7 +45,7 @@ def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
     message = _without_nulls(given)
     role = message.get("role")
     if not isinstance(role, str) or not role.strip():
-        raise UserError(f"{where} has no role; its keys are {shown(list(message))}")
+        raise UserError(f"{where} has no role (its keys are {shown(list(message))}); add one")
     if not message.get("tool_calls"):
         message.pop("tool_calls", None)  # some templates take an empty list for calls
     else:

@@ -123,8 +123,8 @@ class PromptTokenizer:
         messages = chat_messages(given, where)
         if not self.template:
             raise UserError(
-                f"{where}: the prompt is a list of chat messages, but data.chat_template=none; give a string "
-                "or token ids, or set data.chat_template to tokenizer or a file with a Jinja template"
+                f"{where}: the prompt is a list of chat messages, but data.chat_template=none; give a "
+                "string or token ids, or set data.chat_template=tokenizer or data.chat_template=FILE"
             )
         if self._system is not None and messages[0]["role"] not in ("system", "developer"):
             messages.insert(0, {"role": "system", "content": self._system})
@@ -377,7 +377,7 @@ def _template_text(model_path: str, tokenizer, data: DataConfig) -> str | None:
             ("chat_template_args", data.chat_template_args or None),
         ):
             if value is not None:
-                raise UserError(f"data.{key} needs a chat template, but data.chat_template=none")
+                raise UserError(f"data.{key} needs a chat template, but data.chat_template=none; remove it")
         return None
     if name == FROM_TOKENIZER:
         if not tokenizer.chat_template:

@@ -114,7 +114,7 @@ def _plain_parts(
         if beside := written_beside_content(message):
             raise UserError(
                 f"{where} has a message with {beside[0]}, which only a chat template can show, but the "
-                "prompt is not a chat"
+                "prompt is not a chat; give the prompt as a list of messages"
             )
         text = message["content"]
         if message["role"] == "assistant":

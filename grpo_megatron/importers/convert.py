@@ -217,10 +217,10 @@ def _converted(key: str, value: Any, entry: KeyMapping, source: Source) -> dict[
             converted = entry.convert(plain(value), source)
         except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
             # A converter assumes a value of the right type, and raises such an error for other types.
-            raise CannotCarry(f"{value!r} is not a valid value of this key") from error
+            raise CannotCarry(f"{value!r} is not a valid value for this key") from error
     carried = converted if isinstance(converted, dict) else {entry.ours[0]: converted}
     if not carried.keys() <= known_keys().keys():
-        raise CannotCarry(f"{value!r} is not a valid value of this key")
+        raise CannotCarry(f"{value!r} is not a valid value for this key")
     return {name: typed(name, ours) for name, ours in carried.items()}
 
 

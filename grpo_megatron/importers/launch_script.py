@@ -201,7 +201,7 @@ def _check(outcome: Outcome) -> None:
     elif outcome.status == -signal.SIGXFSZ:
         reason = "files"
     if reason != Ended.itself.value:
-        raise ScriptEnded(f"the script was ended because of its use of {reason} in the sandbox. {_INSTEAD}")
+        raise ScriptEnded(f"the script exceeded a limit of the sandbox ({reason}). {_INSTEAD}")
     if outcome.status == 2 and (error := _SYNTAX_ERROR.search(outcome.stderr)):
         raise UserError(f"{NEITHER}; as a script: line {error[1]}")
     if outcome.stderr.startswith("Traceback"):

@@ -68,7 +68,7 @@ SAMPLING = trains(
     becomes(
         "algorithm.sampling_params.repetition_penalty",
         (),
-        only((1, 1.0), "would be another distribution"),
+        only((1, 1.0), "this would change the distribution that is sampled from"),
         "only 1",
     ),
     becomes(

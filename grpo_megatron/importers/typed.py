@@ -19,7 +19,7 @@ def typed(key: str, value: Any) -> Any:
     try:
         return _as(field.annotation, value)
     except CannotCarry as error:
-        raise CannotCarry(f"{key} must be {type_name(field)}, but {error}") from None
+        raise CannotCarry(f"{key}: expected {type_name(field)}, but {error}") from None
 
 
 def takes_text(key: str) -> bool:

@@ -45,7 +45,7 @@ def _thresholds(key: str, value: Any) -> tuple[float | None, float]:
     key: verl's key of the threshold, for the message.
     """
     if value is None:
-        raise CannotCarry(f"verl also requires {key}")
+        raise CannotCarry(f"verl also requires {key}; set it")
     lower, separator, upper = str(value).rpartition("_")
     return (_number(key, lower) if separator else None), _number(key, upper)
 

@@ -63,7 +63,7 @@ def _overlong_end(buffer: str) -> Convert:
             and truth(source[f"{buffer}.enable"])
             and value != source["data.max_response_length"]
         ):
-            raise CannotCarry("reward.overlong_buffer ends at rollout.max_response_length")
+            raise CannotCarry("reward.overlong_buffer always ends at rollout.max_response_length here")
         return {}
 
     return convert

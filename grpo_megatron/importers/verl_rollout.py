@@ -103,7 +103,7 @@ ENGINE = (
         becomes(
             f"{ROLLOUT}.top_p",
             "rollout.top_p",
-            _off_is(1, "log-probs would be of another distribution than the one sampled from"),
+            _off_is(1, "log-probs would not be those of the distribution that is sampled from"),
             "only 1: see rollout.top_k",
             default=1.0,
         ),
@@ -111,7 +111,7 @@ ENGINE = (
             f"{ROLLOUT}.top_k",
             "rollout.top_k",
             lambda value, source: _off_is(
-                -1, "log-probs would be of another distribution than the one sampled from"
+                -1, "log-probs would not be those of the distribution that is sampled from"
             )(value if value is not None and 0 < value < 500_000 else -1, source),
             "only -1 (off), as are 0 and numbers above any vocabulary",
             default=-1,
@@ -126,7 +126,10 @@ ENGINE = (
             "only false",
         ),
         becomes(
-            f"{ROLLOUT}.repetition_penalty", (), only((1, None), "would be another distribution"), "only 1"
+            f"{ROLLOUT}.repetition_penalty",
+            (),
+            only((1, None), "this would change the distribution that is sampled from"),
+            "only 1",
         ),
         becomes(
             f"{ROLLOUT}.over_sample_rate",

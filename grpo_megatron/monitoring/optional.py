@@ -138,7 +138,10 @@ class WeightsAndBiases:
             )
         except Exception as error:
             # Errors of wandb, its server and its helper process have no common class.
-            raise UserError(f"Weights & Biases (monitor.listeners) cannot start: {error}") from error
+            raise UserError(
+                f"Weights & Biases cannot start: {error}; correct this, or remove wandb from "
+                "monitor.listeners"
+            ) from error
         # wandb's own step may only grow, but a resumed run goes back some steps.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

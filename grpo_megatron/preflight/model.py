@@ -206,7 +206,10 @@ def _engine_layout(config: Config, arch: Architecture) -> list[str]:
                 f"this for {arch.family}, only for {', '.join(ATTENTION_GROUPS)}; set it to 1"
             )
     if arch.num_heads % engine.attention_tp:
-        found.append(f"{ranks} does not divide the {arch.num_heads} attention heads of {path}")
+        found.append(
+            f"{ranks} does not divide the {arch.num_heads} attention heads of {path}; set it to a divisor "
+            f"of {arch.num_heads}"
+        )
     if engine.ep > 1 and arch.moe is None:
         found.append(
             f"rollout.engine.expert_parallel={engine.ep} needs a model with experts, but {path} is dense; "
@@ -215,12 +218,12 @@ def _engine_layout(config: Config, arch: Architecture) -> list[str]:
     elif arch.moe and arch.moe.num_experts % engine.ep:
         found.append(
             f"rollout.engine.expert_parallel={engine.ep} does not divide the {arch.moe.num_experts} experts "
-            f"of {path}"
+            f"of {path}; set it to a divisor of {arch.moe.num_experts}"
         )
     elif arch.moe and arch.moe.ffn_hidden_size % engine.moe_tp:
         found.append(
             f"rollout.engine.tensor_parallel={engine.tp} / expert_parallel={engine.ep} does not divide the "
-            f"experts' intermediate size {arch.moe.ffn_hidden_size} of {path}"
+            f"experts' intermediate size {arch.moe.ffn_hidden_size} of {path}; use fewer ranks"
         )
     return found
 

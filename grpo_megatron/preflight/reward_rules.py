@@ -144,7 +144,8 @@ def programs_end_before_the_reward(config: Config) -> Iterator[str]:
 
 
 @REWARD.rule(
-    f"{', '.join(_REWARDS)} have no effect with a rollout.environment that rewards the model itself.",
+    f"{', '.join(_REWARDS)} have no effect with a rollout.environment that rewards the model itself; remove "
+    "them.",
     "rollout.environment",
     *_REWARDS,
     commands=ENGINE_COMMANDS,

@@ -34,8 +34,10 @@ ROLLOUT = RuleBook(
         "it replaces the groups that filters such as nonzero_variance remove",
         _TRAIN,
     ),
-    excludes("rollout.replay", "data.eval", "a replayed run starts no engine", _TRAIN),
-    excludes("rollout.replay", "rollout.record", "there is nothing new to record", _TRAIN),
+    excludes("rollout.replay", "data.eval", "a replayed run starts no engine; set data.eval=null", _TRAIN),
+    excludes(
+        "rollout.replay", "rollout.record", "there is nothing new to record; set rollout.record=null", _TRAIN
+    ),
     only_with("rollout.max_turns", "rollout.environment", commands=ENGINE_COMMANDS),
     only_with("rollout.tools", "rollout.environment=tools", commands=ENGINE_COMMANDS),
     only_with("rollout.gymnasium", "rollout.environment=gymnasium", commands=ENGINE_COMMANDS),

@@ -198,7 +198,7 @@ def test_parts_of_a_message_that_are_text_are_joined(chat):
         (["1", "2"], "the prompt must be a string"),
         ([1, 2.5], "the prompt must be a string"),
         ([True, False], "the prompt must be a string"),
-        ([{"content": "1"}], "message 0 of the prompt has no role; its keys are ['content']"),
+        ([{"content": "1"}], "message 0 of the prompt has no role (its keys are ['content']); add one"),
         ([{"role": None, "content": "1"}], "message 0 of the prompt has no role"),
         ([{"role": "user"}], "message 0 of the prompt has no content"),
         (message(7), "message 0 of the prompt has the content 7, which is not text"),
