@@ -86,9 +86,7 @@ def parse_object(raw: bytes, where: str) -> dict[str, Any]:
         # The bytes are not JSON or not UTF-8, have an integer of thousands of digits, or are nested too deep.
         raise UserError(f"{where} is not valid JSON: {shortened(error, 200)}") from error
     if not isinstance(value, dict):
-        raise UserError(
-            f"{where} must contain a JSON object, but contains a value of type {type(value).__name__}"
-        )
+        raise UserError(f"{where}: expected a JSON object, got {type(value).__name__}")
     return value
 
 

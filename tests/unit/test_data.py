@@ -277,7 +277,7 @@ def test_half_a_row_of_a_killed_run_is_taken_back(tmp_path, left, resumed, kept)
     path, _ = recorded(tmp_path)
     whole = Path(path).read_text()
     Path(path).write_text(whole + left)
-    with pytest.raises(UserError, match="holds 2 steps"):
+    with pytest.raises(UserError, match="contains 2 steps"):
         Replay(path).read(3)
     Recorder(path, resumed).close()
     assert Path(path).read_text() == "".join(whole.splitlines(keepends=True)[: 1 + kept])
@@ -300,7 +300,7 @@ def test_half_a_header_is_written_again(tmp_path, found):
     path = tmp_path / "r.jsonl"
     path.write_text(found)
     Recorder(str(path), resumed=3).close()
-    with pytest.raises(UserError, match="holds 0 steps"):
+    with pytest.raises(UserError, match="contains 0 steps"):
         Replay(str(path)).read(1)
 
 

@@ -66,6 +66,6 @@ def test_layers_in_bf16_are_there(models):
     assert broken(models["qwen3"], "megatron.fp8.bf16_first_layers=4") == []
     assert broken(models["qwen3"], "megatron.fp8.bf16_first_layers=2", *pipeline) == []
     assert (
-        "bf16_last_layers=3, but a pipeline stage has 2"
+        "bf16_last_layers=3, but a pipeline stage has only 2"
         in broken(models["qwen3"], "megatron.fp8.bf16_last_layers=3", *pipeline)[0]
     )

@@ -96,7 +96,7 @@ def test_observations_and_actions_of_any_discrete_task():
     ("settings", "says"),
     [
         ({**LAKE, "actions": ["L", "R"]}, "actions has 2 words, but FrozenLake-v1 has 4 actions"),
-        ({**LAKE, "record_args": ["map"]}, "the record has no field map"),
+        ({**LAKE, "record_args": ["map"]}, "the record has no field 'map'"),
         ({"id": "phys2d/CartPole-v99"}, "rollout.gymnasium.id=phys2d/CartPole-v99"),
         ({"id": "Lake-v1"}, "rollout.gymnasium.id=Lake-v1: .*Lake"),
         ({"id": "no_such_module:Lake-v1"}, "rollout.gymnasium.id=no_such_module:Lake-v1 cannot be imported"),

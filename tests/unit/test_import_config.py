@@ -305,5 +305,5 @@ def test_the_tool_reads_standard_input_and_says_what_is_illegal():
     )
     out, report = tool("-", "--accept", stdin=command, status=2)
     assert yaml.safe_load(out)["model"] == {"path": "/m"}
-    assert "always gets the advantage 0 (rollout.n=1" in report
+    assert "always gets the advantage 0; raise rollout.n (rollout.n=1" in report
     assert "data.train must be set to the training prompts" in report

@@ -222,7 +222,7 @@ def test_in_bypass_mode_only_the_policy_term_loses_tokens(tmp_path):
             "rollout_rs",
             "one criterion",
         ),
-        ({"rollout_rs": "token_k1"}, "rollout_rs", "needs"),
+        ({"rollout_rs": "token_k1"}, "rollout_rs", "requires"),
         (
             {"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 2.0},
             "rollout_rs",
@@ -230,7 +230,11 @@ def test_in_bypass_mode_only_the_policy_term_loses_tokens(tmp_path):
         ),
         ({"rollout_rs": "token_k3", "rollout_rs_threshold": "0.1_0.2"}, "rollout_rs", "only an upper bound"),
         ({"rollout_rs": "token_k3", "rollout_rs_threshold": "much"}, "rollout_rs", "not a number"),
-        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "-1_2.0"}, "rollout_rs", "not positive"),
+        (
+            {"rollout_rs": "token_k1", "rollout_rs_threshold": "-1_2.0"},
+            "rollout_rs",
+            "must be greater than 0",
+        ),
         ({"rollout_is": "geometric"}, "rollout_is", "this weight does not exist"),
         ({"rollout_is": "token", "bypass_mode": "true"}, "rollout_is", "ppo_clip"),
         (

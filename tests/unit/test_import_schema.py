@@ -145,7 +145,7 @@ def test_a_key_of_rlinf_that_has_a_counterpart_is_carried_over(theirs, ours):
     ("system", "key", "value", "says"),
     [
         (VERL, f"{ROLLOUT}.data_parallel_size", 4, "set rollout.engine.tensor_parallel to this product"),
-        (VERL, f"{ROLLOUT}.expert_parallel_size", 64, "TP * DP there"),
+        (VERL, f"{ROLLOUT}.expert_parallel_size", 64, "TP * DP in verl"),
         (VERL, f"{ROLLOUT}.pipeline_model_parallel_size", 2, "no pipeline stages"),
         (VERL, f"{ROLLOUT}.nnodes", 2, "cluster.placement=separate"),
         (VERL, f"{ROLLOUT}.agent.num_workers", 4, "reward.workers"),

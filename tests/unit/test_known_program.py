@@ -52,7 +52,7 @@ def test_a_limit_that_would_fail_every_program_is_refused(preamble, limit):
     (sentence,) = violations(
         "reward.function=code", f"reward.code.preamble={json.dumps(preamble)}", f"reward.code.limits.{limit}"
     )
-    assert sentence.endswith(f"it exceeds reward.code.limits.{limit}")
+    assert sentence.endswith(f"it exceeds reward.code.limits.{limit}; raise this limit")
     assert ("reward.code.preamble makes" in sentence) == bool(preamble)
 
 

@@ -233,7 +233,7 @@ def test_dynamic_sampling_replaces_groups_that_are_too_small():
     assert found.dropped == 1
     with pytest.raises(
         UserError,
-        match=r"left 1 of the 2 groups .*, and failed rewards left too few samples of 3 groups; choose",
+        match=r"left only 1 of the 2 groups .*, and failed rewards left too few samples of 3 groups; use",
     ):
         sampled(
             configured(*given, "rollout.dynamic_sampling.max_batches=2"), "x x x", "1 2 x", "x x x", "x x x"

@@ -158,7 +158,7 @@ def test_a_reward_model_with_another_tokenizer_needs_a_template(folders, tmp_pat
     for template in ("tokenizer", f"{tmp_path}/t.jinja"):
         data = DataConfig(chat_template=template)
         with pytest.raises(
-            UserError, match=r"^reward\.model\.path: .*bare: .* no chat template; put .*chat_template\.jinja"
+            UserError, match=r"^reward\.model\.path: .*bare: .* no chat template, .* put .*template\.jinja"
         ):
             conversations_of(str(folder), folders["policy"], data)
     conversations_of(str(folder), folders["policy"], DataConfig(chat_template="none"))

@@ -203,10 +203,10 @@ REFUSED = [
         "algorithm.surrogate=os:getcwd",
         r"the surrogate is called with \(terms, options\), but its signature \(\)",
     ),
-    ("algorithm.surrogate=HERE:waits", "the surrogate is async"),
+    ("algorithm.surrogate=HERE:waits", "the surrogate must be a normal function"),
     ("algorithm.filters=[os:getcwd]", r"algorithm.filters=os:getcwd: the filter is called with \(groups\)"),
     ("algorithm.filters=[nonzero_variance,HERE:of_two]", "missing a required argument: 'answer'"),
-    ("algorithm.filters=[HERE:waits_for_groups]", "the filter is async"),
+    ("algorithm.filters=[HERE:waits_for_groups]", "the filter must be a normal function"),
     (
         "reward.function=os:getcwd",
         "but its signature .* does not accept these arguments: got an unexpected keyword argument 'prompt'",

@@ -182,7 +182,7 @@ def test_parquet_files_that_cannot_be_read(tmp_path):
     bad = pyarrow.Array.from_buffers(pyarrow.string(), 1, pyarrow.array([b"\xff"]).buffers())
     assert "p.parquet: record 0 cannot be read" in refused(write_table(path, [bad], ["prompt"]))
     write_table(path, pyarrow.table([[1], [2]], names=["prompt", "prompt"]).columns, ["prompt", "prompt"])
-    assert "several columns 'prompt'" in refused(path)
+    assert "several columns named 'prompt'" in refused(path)
     assert "contains no records" in refused(
         write_table(path, {"prompt": pyarrow.array([], pyarrow.string())})
     )
