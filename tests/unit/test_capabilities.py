@@ -79,7 +79,7 @@ def test_the_large_configuration_is_legal_on_this_machine(capsys):
     assert "2 violations" in text
     assert "compute capability 8.9" in text
     assert (
-        "need 128 GPUs with cluster.placement=separate, but there are only 64 with cluster.gpu=a100-80g"
+        "need 128 GPUs with cluster.placement=colocated, but there are only 64 with cluster.gpu=a100-80g"
         in text
     )
 

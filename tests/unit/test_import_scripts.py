@@ -213,5 +213,5 @@ def test_without_bash_or_a_sandbox_hydras_own_output_is_named(monkeypatch):
     with pytest.raises(UserError, match=r"\.hydra/overrides\.yaml .* --cfg job.*no namespaces"):
         read(f"{HEAD} a.b=1")
     monkeypatch.setattr(launch_script.shutil, "which", lambda name: None)
-    with pytest.raises(UserError, match=r"bash, which is not here.*\.hydra/overrides\.yaml"):
+    with pytest.raises(UserError, match=r"bash, which is not installed.*\.hydra/overrides\.yaml"):
         read(f"{HEAD} a.b=1")
