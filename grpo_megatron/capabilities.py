@@ -177,7 +177,7 @@ class Capabilities:
         if not emulate_kernels:
             return self
         problem = (
-            "the emulation is only for machines without a GPU"
+            "kernels are emulated only on machines without a GPU; set megatron.emulate_kernels=false"
             if self.gpus
             else emulated_transformer_engine()[1]
         )
@@ -211,8 +211,8 @@ def emulated_transformer_engine() -> tuple[Path, str | None]:
     if not (_UNPACKED / "transformer_engine").is_dir():
         return (
             _UNPACKED,
-            f"the wheel of transformer_engine {_EMULATED_RELEASE} is not unpacked in {_UNPACKED} (run make "
-            "install)",
+            f"the wheel of transformer_engine {_EMULATED_RELEASE} is not unpacked in {_UNPACKED}; run "
+            "`make install`",
         )
     return _UNPACKED, None
 

@@ -68,7 +68,11 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         if is_run or not disk_is_full(error):
             raise
-        print(f"error: no space left on the disk of {error.filename}; make room", file=sys.stderr)
+        print(
+            f"error: no space left on the disk of {error.filename}; free some space and run the command "
+            "again",
+            file=sys.stderr,
+        )
         return UserError.exit_status
 
 

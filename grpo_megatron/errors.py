@@ -3,7 +3,7 @@
 from unicodedata import category
 
 # Advice for messages: a run's checkpoint does not fit the present configuration.
-ANOTHER_RUN = "run.resume=none starts anew, another run.name starts a separate run"
+ANOTHER_RUN = "set run.resume=none to start over, or set a different run.name to start a separate run"
 
 
 class UserError(Exception):

@@ -213,7 +213,9 @@ class WaitingRows:
                 file.append("".join(self._waiting))
         except OSError as error:
             if len(self._waiting) == 1:
-                logger.warning(not_written(self._path, error, "its rows wait until they can be"))
+                logger.warning(
+                    not_written(self._path, error, "the rows are kept in memory and written later")
+                )
         else:
             self._waiting.clear()
 
@@ -249,7 +251,7 @@ def writing(path: str | Path) -> Iterator[None]:
             raise
         reason = os.strerror(errno.ENOSPC) if full else getattr(error, "strerror", None) or error
         what = (
-            "make room and run the same command again, which continues"
+            "free some space, then run the same command again to continue"
             if full
             else "check that the disk works and is writable"
         )

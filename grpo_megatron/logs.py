@@ -38,5 +38,5 @@ class Rarely:
     def __call__(self, text: str) -> None:
         self._count += 1
         if self._count == 1 or (not self._once and self._count & (self._count - 1) == 0):
-            often = f" (the {self._count}th time; those between are not shown)" if self._count > 1 else ""
+            often = f" ({self._count} times so far; most repeats are not shown)" if self._count > 1 else ""
             self._logger.warning(text + often)

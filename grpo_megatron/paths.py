@@ -71,7 +71,7 @@ def output_folder_problem(path: str | Path) -> str | None:
     """
     there = nearest_folder(path)
     if problem := folder_problem(there):
-        return problem if there == Path(path).absolute() else f"cannot be made: {there} {problem}"
+        return problem if there == Path(path).absolute() else f"cannot be created: {there} {problem}"
     try:
         with tempfile.TemporaryDirectory(prefix=".grpo-megatron-", dir=there):
             return None
@@ -113,10 +113,10 @@ def _mode(path: str | Path) -> int | str:
     try:
         return os.stat(path).st_mode
     except FileNotFoundError:
-        return "is a link that leads nowhere" if os.path.islink(path) else _ABSENT
+        return "is a broken symbolic link" if os.path.islink(path) else _ABSENT
     except NotADirectoryError:
-        return "cannot exist, because a part of the path is a file, not a folder"
+        return "cannot exist, because part of the path is a file, not a folder"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     except ValueError as error:  # not a valid path, as with a zero byte or a lone surrogate
-        return f"is not a path: {error}"
+        return f"is not a valid path: {error}"

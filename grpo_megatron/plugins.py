@@ -30,7 +30,7 @@ class Call:
         that could be checked, and are accepted.
         """
         if not self.may_be_async and is_async(function):
-            return "is async, but must be a normal function, because its result is not awaited"
+            return "must be a normal function, not an async one, because its result is not awaited"
         try:
             signature = inspect.signature(function)
         except (TypeError, ValueError):
@@ -80,7 +80,8 @@ class Registry:
                 function.__qualname__,
             ):
                 raise ValueError(
-                    f"{self.kind} {name!r} is registered twice: {known.__module__} and {function.__module__}"
+                    f"{self.kind} {name!r} is registered twice, by {known.__module__} and by "
+                    f"{function.__module__}; rename one of them"
                 )
             self._known[name] = function
             return function
@@ -110,7 +111,7 @@ class Registry:
         function = getattr(module, attribute, None) or self._known.get(attribute)
         if not callable(function):
             raise UserError(
-                f"{self.key}={name}: {module_name} has no function {attribute}, and registers no function of "
+                f"{self.key}={name}: {module_name} has no function {attribute} and registers none under "
                 "that name"
             )
         problem = self._call and self._call.problem(function)
@@ -140,7 +141,7 @@ def import_module(name: str, setting: str):
     Raises UserError if the import fails, whatever exception the module's code raises.
     """
     if not all(part.isidentifier() for part in name.split(".")):
-        raise UserError(f"{setting} cannot be imported: {shortened(repr(name))} is not the name of a module")
+        raise UserError(f"{setting} cannot be imported: {shortened(repr(name))} is not a module name")
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:

@@ -158,7 +158,7 @@ def outcome(
         try:
             load_config(str(path), [])
         except UserError as error:
-            return "refused", str(error).replace("the configuration is not legal:\n  - ", "").replace(
+            return "refused", str(error).replace("the configuration is invalid:\n  - ", "").replace(
                 str(path), "result"
             )
     if imported.needs_acceptance:

@@ -91,7 +91,7 @@ class AdvantageInputs:
             raise ValueError(f"rewards must be finite numbers, got {rewards[~np.isfinite(rewards)][0]}")
         reward = rewards[first]
         if (rewards != reward[trajectory]).any():
-            raise ValueError("the sequences of a trajectory must carry the same reward")
+            raise ValueError("all sequences of a trajectory must have the same reward")
         of_token = np.full(len(self.mask), -1)
         of_token[self.mask] = trajectory[sequence_of]
         score = reward
@@ -232,10 +232,13 @@ def advantages(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
     values = np.asarray(advantage_estimator.get(options.adv_estimator)(inputs, options), dtype=np.float64)
     if values.shape != inputs.mask.shape:
         raise ValueError(
-            f"{options.adv_estimator} returned the shape {values.shape} for {len(inputs.mask)} tokens"
+            f"algorithm.adv_estimator={options.adv_estimator} returned an array of shape {values.shape}, "
+            f"but must return one value for each of the {len(inputs.mask)} tokens"
         )
     if not np.isfinite(values[inputs.mask]).all():
-        raise ValueError(f"{options.adv_estimator} returned an advantage that is not finite")
+        raise ValueError(
+            f"algorithm.adv_estimator={options.adv_estimator} returned an advantage that is not finite"
+        )
     if options.adv_whiten:
         values = whitened(values, inputs.mask)
     if options.adv_clip is not None:

@@ -47,8 +47,8 @@ def apply_filters(groups: list[Group], options: AlgorithmConfig) -> list[Group]:
     kept = filtered(groups, options.filters)
     if not kept:
         raise UserError(
-            f"algorithm.filters={list(options.filters)} leave none of the step's {len(groups)} groups; set "
-            "rollout.dynamic_sampling.enabled=true to sample further groups until enough are left"
+            f"algorithm.filters={list(options.filters)} removed all {len(groups)} groups of the step; set "
+            "rollout.dynamic_sampling.enabled=true to sample more groups until enough are left"
         )
     return mask_truncated(kept) if options.overlong_filter else kept
 

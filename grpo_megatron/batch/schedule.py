@@ -120,8 +120,8 @@ def _padded(lengths, max_tokens: int, sequence_multiple: int) -> np.ndarray:
     if padded[longest] > max_tokens:
         padding = f" ({padded[longest]} with the padding of context parallelism)"
         raise UserError(
-            f"sequence {longest} has {lengths[longest]} tokens{padding if sequence_multiple > 1 else ''}, "
-            f"but a micro-batch may hold {max_tokens}; raise train.max_tokens_per_micro_batch"
+            f"sequence {longest} has {lengths[longest]} tokens{padding if sequence_multiple > 1 else ''}, but a "
+            f"micro-batch holds at most {max_tokens}; raise train.max_tokens_per_micro_batch"
         )
     return padded
 
@@ -137,8 +137,8 @@ def _cannot_share(count: int, dp: int, multiple_of: int, packing: bool) -> str:
         advice = f"{fitting}, or use train.packing=true"
     multiple = f", a multiple of {multiple_of} for the virtual pipeline" if multiple_of > 1 else ""
     return (
-        f"{count} sequences{'' if packing else ', one per micro-batch,'} cannot be shared by {dp} "
-        f"data-parallel ranks with equally many micro-batches each{multiple}; {advice}"
+        f"{count} sequences{'' if packing else ', one per micro-batch,'} cannot be divided among {dp} "
+        f"data-parallel ranks so that each gets the same number of micro-batches{multiple}; {advice}"
     )
 
 

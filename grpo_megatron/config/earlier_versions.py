@@ -12,9 +12,12 @@ REMOVED_KEYS = {
 # {(key, value): what to use instead}. A value may also be an item of a list.
 REMOVED_VALUES = {
     ("mismatch.correction", "rejection"): "use mismatch.rejection=seq_geometric_ratio",
-    ("rollout.tools", "calculator"): "use examples.calculator:calculator",
-    ("weight_sync.transport", "object_store"): "use auto, which sends each engine rank its own slices and "
-    "compares their digests",
+    ("rollout.tools", "calculator"): "replace it with examples.calculator:calculator",
+    (
+        "weight_sync.transport",
+        "object_store",
+    ): "use weight_sync.transport=auto, which sends each engine rank its own slices and compares their "
+    "digests",
 }
 
 

@@ -88,7 +88,7 @@ def value_problem(key: str, field: FieldInfo, error: dict[str, Any]) -> str:
         must = must.replace("greater than or equal to", "at least").replace(
             "less than or equal to", "at most"
         )
-        return f"{subject} {must}, is {value}"
+        return f"{subject} {must}, but is {value}"
     return f"{key}: expected {type_name(field)}, got {value}"
 
 
@@ -122,7 +122,9 @@ def unknown_key_problem(key: str, name: str = "", value: Any = None) -> str:
         nested = shortened(name.replace(".", ": {", 1))
         return f"{shown} is written with dots; in a file, nest it: {nested}: ...}}"
     nearest = nearest_key(key) or _buried_key(key, value)
-    return f"unknown key {shown}" + (f"; did you mean {nearest!r}?" if nearest else "")
+    return f"unknown key {shown}; " + (
+        f"did you mean {nearest!r}?" if nearest else "docs/config.md lists all keys"
+    )
 
 
 def _buried_key(key: str, value: Any) -> str | None:

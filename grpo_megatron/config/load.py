@@ -96,7 +96,7 @@ def must_be_legal(problems: list[str]) -> None:
     """Raise UserError with all problems of a configuration. Does nothing if there are none."""
     if problems:
         listed = "".join(f"\n  - {problem}" for problem in problems)
-        raise UserError(problems[0] if len(problems) == 1 else f"the configuration is not legal:{listed}")
+        raise UserError(problems[0] if len(problems) == 1 else f"the configuration is invalid:{listed}")
 
 
 def resolve(path: str | None, overrides: list[str]) -> ResolvedConfig:
@@ -223,7 +223,7 @@ def _misread(values: dict[str, Any], parents: tuple[str, ...] = ()) -> dict[tupl
             first = next(iter(known_keys(field.annotation)))
             problems[names] = f"{key} is a section; set its keys, such as {key}.{first}"
         elif value == MISSING and default_of(field) != MISSING:
-            problems[names] = f"{key} has no value; ??? stands for one that is yet to come"
+            problems[names] = f"{key} has no value yet (??? is a placeholder); set it"
         elif problem := removed_value_problem(key, value):
             problems[names] = problem
         elif value is False and "off" in choices_of(field.annotation):
@@ -317,7 +317,7 @@ def _read_file(path: str | None) -> list[Layer]:
         raise UserError(f"--config {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{path} is not valid YAML: {error.reason} at byte {error.start}, this is not UTF-8 text"
+            f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8"
         ) from error
     found = read_yaml(text, path)
     if found.value is None:
@@ -331,7 +331,7 @@ def _read_override(text: str) -> Layer:
     key, separator, value = text.partition("=")
     shown = shortened(repr(text))
     if not separator or not key:
-        raise UserError(f"argument {shown} is not of the form key=value")
+        raise UserError(f"argument {shown} must have the form key=value")
     values: Any = read_yaml(value, f"argument {shown}").value
     for name in reversed(key.split(".")):
         values = {name: values}

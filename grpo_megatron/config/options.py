@@ -78,7 +78,7 @@ def _is_threads(value: str) -> bool:
 
 
 FilledText = _text("must not be empty", lambda value: value != "")
-PathText = _text("must be a path, with no ~ for the home folder", _is_path)
-FolderName = _text("must be the name of one folder, without a slash", _is_folder_name)
+PathText = _text("must be a path without ~ for the home folder", _is_path)
+FolderName = _text("must be a folder name without a slash", _is_folder_name)
 Pattern = _text("must be a regular expression", _is_pattern)
 Threads = _text("must be auto, or a whole number from 1 to 1024", _is_threads)

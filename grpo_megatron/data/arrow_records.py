@@ -43,19 +43,25 @@ class ParquetRecords(_ArrowRecords, FileRecords):
         try:
             from pyarrow import parquet
         except ImportError as error:
-            raise UserError(f"{path}: reading Parquet needs pyarrow; pip install pyarrow") from error
+            raise UserError(
+                f"{path}: reading Parquet files requires pyarrow; run `pip install pyarrow`"
+            ) from error
         try:
             self._parquet = parquet.ParquetFile(self._file, page_checksum_verification=True)
             names = self._parquet.schema_arrow.names
             metadata = self._parquet.metadata
             rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         except Exception as error:  # damaged files raise many kinds of errors
-            raise UserError(f"{path} cannot be read: {_line(error)}") from error
+            raise UserError(
+                f"{path} cannot be read: {_line(error)}; check that it is an intact Parquet file"
+            ) from error
         if len(set(names)) < len(names):
             twin = next(name for name in names if names.count(name) > 1)
-            raise UserError(f"{path} has several columns {shown(twin)}; rename all but one")
+            raise UserError(f"{path} has several columns named {shown(twin)}; rename all but one")
         if any(count < 0 for count in rows):
-            raise UserError(f"{path} cannot be read: a row group has a negative number of rows")
+            raise UserError(
+                f"{path} is corrupt: a row group has a negative number of rows; create the file again"
+            )
         self._starts = [0, *accumulate(rows)]
         self._tables: OrderedDict[int, Any] = OrderedDict()
 
@@ -76,8 +82,8 @@ class ParquetRecords(_ArrowRecords, FileRecords):
                 raise UserError(f"{where} cannot be read: {_line(error)}") from error
             if table.num_rows != self._starts[group + 1] - self._starts[group]:
                 raise UserError(
-                    f"{where} cannot be read: it has {table.num_rows} rows, but the file's metadata state "
-                    "another number"
+                    f"{where} is corrupt: it has {table.num_rows} rows, but the file's metadata says "
+                    "otherwise; create the file again"
                 )
             self._tables[group] = table
             while (
@@ -103,7 +109,8 @@ class HubRecords(_ArrowRecords):
             from datasets import load_dataset
         except ImportError as error:
             raise UserError(
-                f"{source}: HF datasets need the datasets package; pip install datasets"
+                f"{source}: reading a Hugging Face dataset requires the datasets package; run `pip install "
+                "datasets`"
             ) from error
         folder = hub_folder(source)
         if folder and is_absent(folder):
@@ -118,7 +125,7 @@ class HubRecords(_ArrowRecords):
         except UserError:
             raise
         except Exception as error:  # the library raises many kinds of errors
-            hint = "" if folder else "; is the hub reachable?"
+            hint = "" if folder else "; check the name, and that the hub can be reached"
             raise UserError(f"{source} cannot be loaded ({_reasons(error)}){hint}") from error
 
     def __len__(self) -> int:
@@ -153,14 +160,14 @@ def _saved(source: str, folder: str, config: str, split: str):
     if isinstance(data, Dataset):
         if split:
             raise UserError(
-                f"{source}: the folder holds a single data set written by save_to_disk, so it has no splits; "
-                f"use hf:{folder}"
+                f"{source}: the folder contains a single dataset written by save_to_disk, so it has no "
+                f"splits; use hf:{folder}"
             )
         return data
     if (split or "train") not in data:
         raise UserError(
             f"{source}: the folder has no split {split or 'train'!r}; its splits are "
-            f"{', '.join(sorted(data))}. Choose one with hf:{folder}::SPLIT"
+            f"{', '.join(sorted(data))}; choose one with hf:{folder}::SPLIT"
         )
     return data[split or "train"]
 

@@ -68,8 +68,8 @@ class ChatTemplate:
         unread = sorted(set(arguments) - self._names)
         if unread:
             raise UserError(
-                f"data.chat_template_args: the chat template does not read {', '.join(unread)}, so setting "
-                f"it would have no effect. The template reads {', '.join(sorted(self._names))}"
+                f"data.chat_template_args: the chat template does not use {', '.join(unread)}; remove this "
+                f"setting (the template uses {', '.join(sorted(self._names))})"
             )
         added = [str(token) for token in tokenizer.added_tokens_decoder.values()]
         self.added_tokens = sorted(
@@ -115,7 +115,10 @@ class ChatTemplate:
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
         except Exception as error:  # a template is a program and can fail in any way
-            raise UserError(f"{where}: the chat template fails: {type(error).__name__}: {error}") from error
+            raise UserError(
+                f"{where}: the chat template failed: {type(error).__name__}: {error}; correct the record or "
+                "change data.chat_template"
+            ) from error
 
     def _apply(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], generation: bool) -> str:
         arguments = {"add_generation_prompt": True, **self._arguments}
@@ -146,7 +149,7 @@ class ChatTemplate:
             )
         if not earlier:
             raise UserError(
-                f"{where}: the prompt consists of an assistant message only; put the message that it answers "
+                f"{where}: the prompt contains only an assistant message; add the message that it answers "
                 "before it"
             )
         before = self.render(earlier, where, tools)
@@ -215,14 +218,14 @@ class ChatTemplate:
                 raise UserError(f"{where}: an assistant message has {key}, {_LEFT_OUT}")
         if not whole.startswith(before):
             raise UserError(
-                f"{where}: the chat template shows the prompt in another form once the assistant's message "
-                f"follows. The prompt alone ends with {before[-40:]!r}. So the part that the model writes "
-                "cannot be found; give the response as a string, or change data.chat_template or "
+                f"{where}: the model's part of the text cannot be found, because the chat template renders "
+                "the prompt differently when the assistant's message follows (without it, the prompt ends "
+                f"with {before[-40:]!r}); give the response as a string, or change data.chat_template or "
                 "data.chat_template_args"
             )
         if _squeezed(last["content"] or "") not in _squeezed(begun + whole[len(before) :]):
             raise UserError(
-                f"{where}: the chat template cuts off a part of an assistant message's content, such as the "
+                f"{where}: the chat template drops part of an assistant message's content, such as the "
                 "thinking before </think>; give the response as a string, or change data.chat_template"
             )
         return self._closed(before, whole[len(before) :], where)
@@ -256,9 +259,9 @@ class ChatTemplate:
         closing = next((token for token in self.added_tokens if text.endswith(token)), None)
         if closing is None:
             raise UserError(
-                f"{where}: the chat template usually ends the assistant's turn with {shape.tail!r}, but it "
-                f"ends this turn with {text[-40:]!r}, which is not a special token. So the place where the "
-                "model stops cannot be found; change data.chat_template"
+                f"{where}: the end of the model's turn cannot be found, because the chat template usually "
+                f"ends it with {shape.tail!r}, but ends this turn with {text[-40:]!r}, which is not a "
+                "special token; change data.chat_template"
             )
         return Turn(before, text.removesuffix(closing), closing, True)
 
@@ -351,7 +354,7 @@ def _arguments(given: Any, kind: type) -> Any:
         value = None
     if not isinstance(value, dict):
         raise UserError(
-            f"the arguments of a tool call are {shown(given)}; they must be an object, or its JSON text"
+            f"the arguments of a tool call are {shown(given)}; they must be a JSON object or the text of one"
         )
     return value
 
@@ -373,7 +376,8 @@ def _names_read(template: str | dict[str, str]) -> set[str]:
             environment = _compile_jinja_template(text).environment
         except TemplateError as error:
             raise UserError(
-                f"the chat template cannot be read: {type(error).__name__}: {error}; see data.chat_template"
+                f"the chat template is not valid Jinja: {type(error).__name__}: {error}; correct it or "
+                "change data.chat_template"
             ) from error
         names |= meta.find_undeclared_variables(environment.parse(text))
     return names

@@ -68,9 +68,9 @@ def conversations_of(reward_model: str, policy: str, data: DataConfig) -> Conver
         if data.chat_template != NO_TEMPLATE and not same_tokenizer(reward_model, policy):
             if not load_tokenizer(reward_model).chat_template:
                 raise UserError(
-                    f"{reward_model}: the reward model's tokenizer is not the policy's, so "
-                    "data.chat_template does not apply, and the folder has no chat template; put the "
-                    "template that the reward model was trained with into the folder, as chat_template.jinja"
+                    f"{reward_model}: the folder has no chat template, and data.chat_template does not "
+                    "apply to it because its tokenizer differs from the policy's; put the template that "
+                    "the reward model was trained with into the folder as chat_template.jinja"
                 )
             data = replace(data, chat_template=FROM_TOKENIZER, chat_template_args={})
         # The policy's prompts already contain the system prompt and the suffix.

@@ -44,7 +44,7 @@ def load_examples(config: Config, tokenizer: PromptTokenizer) -> tuple[Sequence[
         kept = array("q", (index for index in range(len(records)) if make.fits(index)))
         if not kept:
             raise UserError(
-                f"{source}: no example is left, all {len(records)} are too long; raise "
+                f"{source}: no examples are left because all {len(records)} are too long; raise "
                 "data.max_prompt_length or rollout.max_response_length"
             )
         parts.append(LazySequence(kept, make, {source: records.digest()}))

@@ -101,7 +101,8 @@ class JsonRecords(FileRecords):
                 block *= 2  # a string is longer than the buffer; doubling keeps the work linear
             base, buffer = base + done, buffer[done:]
         raise UserError(
-            f"{self.source}: record {index}: the file ends within the array; it may have been cut off"
+            f"{self.source}: record {index}: the file ends in the middle of the array; it is probably "
+            "truncated, so copy or create it again"
         )
 
     def _is_blank(self, start: int, end: int) -> bool:
@@ -114,8 +115,8 @@ class JsonRecords(FileRecords):
         while chunk := self._file.read(_BLOCK):
             if chunk.strip():
                 raise UserError(
-                    f"{self.source}: there is more after the end of the array; name the file .jsonl if each "
-                    "line is a record"
+                    f"{self.source}: there is more text after the end of the array; if each line is a "
+                    "record, give the file the extension .jsonl"
                 )
 
 
@@ -131,11 +132,11 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not valid JSON ({error.msg} at column {error.colno})") from error
     except RecursionError as error:
-        raise UserError(f"{where}: nested too deeply") from error
+        raise UserError(f"{where}: the record is nested too deeply") from error
     except ValueError as error:  # raised by _without_twins, or by a number with thousands of digits
         raise UserError(f"{where}: {error}") from error
     if not isinstance(record, dict):
-        raise UserError(f"{where}: expected an object, got {type(record).__name__}")
+        raise UserError(f"{where}: expected a JSON object, got {type(record).__name__}")
     return record
 
 
@@ -148,5 +149,5 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(record) < len(pairs):
         seen: set[str] = set()
         twin = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"key {shown(twin)} occurs twice in one object")
+        raise ValueError(f"key {shown(twin)} occurs twice in the same object; remove one of them")
     return record

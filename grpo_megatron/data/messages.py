@@ -28,10 +28,10 @@ def chat_messages(prompt: Any, where: str, name: str = "prompt") -> list[dict[st
     if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
         raise UserError(
             f"{where}: the {name} must be a string, a list of messages with role and content, or a list of "
-            f"token ids; it is {shown(prompt)}"
+            f"token ids, but it is {shown(prompt)}"
         )
     if not prompt:
-        raise UserError(f"{where}: the {name} is empty, a list without messages")
+        raise UserError(f"{where}: the {name} is an empty list; it must contain at least one message")
     return [
         _message(message, f"{where}: message {index} of the {name}") for index, message in enumerate(prompt)
     ]
@@ -45,7 +45,7 @@ def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
     message = _without_nulls(given)
     role = message.get("role")
     if not isinstance(role, str) or not role.strip():
-        raise UserError(f"{where} has no role; its keys are {shown(list(message))}")
+        raise UserError(f"{where} has no role (its keys are {shown(list(message))}); add one")
     if not message.get("tool_calls"):
         message.pop("tool_calls", None)  # some templates take an empty list for calls
     else:
@@ -93,7 +93,7 @@ def _content(message: dict[str, Any], where: str) -> str | None:
         raise UserError(
             f"{where} has no content"
             if content is None
-            else f"{where} has the content {shown(content)}, not text"
+            else f"{where} has the content {shown(content)}, which is not text"
         )
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else part
@@ -128,8 +128,8 @@ def chat_in_text(text: str, where: str) -> list[dict[str, Any]] | None:
         return None
     if _is_chat(value):
         raise UserError(
-            f"{where}: the text is a list of messages as Python prints it, {shown(text)}; write it as JSON "
-            "(json.dumps), or as a list"
+            f"{where}: the text is a list of messages in Python syntax, not JSON: {shown(text)}; write it "
+            "with json.dumps, or store the list itself"
         )
     return None
 
@@ -159,7 +159,7 @@ def offered_tools(given: Any, where: str) -> list[dict[str, Any]]:
     tools = _json_value(given) if isinstance(given, str) else given
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise UserError(
-            f"{where} must be a list of JSON schemas, one for each tool, or the JSON text of such a list; it "
-            f"is {shown(given)}. Set data.tools_key=null if this field is something else"
+            f"{where} must be a list of JSON schemas, one for each tool, or the JSON text of such a list, "
+            f"but is {shown(given)}; set data.tools_key=null if the field contains something else"
         )
     return tools

@@ -68,23 +68,24 @@ class EpochOrder:
         saved = (state["size"], state["seed"], state["shuffle"])
         if saved != (self.size, self.seed, self.shuffle):
             raise UserError(
-                "the checkpoint's data had {} records, seed {} and shuffle={}, but this run's data have {} "
-                "records, seed {} and shuffle={}, so the rest of the epoch would come in another order; "
-                "{}".format(*saved, self.size, self.seed, self.shuffle, ANOTHER_RUN)
+                "the epoch cannot be continued in the checkpoint's order, because the data has changed "
+                "from {} records, seed {} and shuffle={} to {} records, seed {} and shuffle={}; {}".format(
+                    *saved, self.size, self.seed, self.shuffle, ANOTHER_RUN
+                )
             )
         contents = state.get("contents")
         if contents is None:
             return (
-                "the checkpoint was written by an earlier version, which stored no checksum of the data: an "
-                "edit of the data since then is not detected"
+                "the checkpoint was written by an earlier version that stored no checksum of the data, so "
+                "changes to the data since then are not detected"
             )
         # Compare by position and not by name, because the files may have been moved.
         if list(contents.values()) != list(self.contents.values()):
             changed = [source for source, digest in self.contents.items() if digest not in contents.values()]
             raise UserError(
                 f"data.train: the records of {', '.join(changed or self.contents)} have changed since the "
-                "checkpoint was written, although their number has not; the rest of the epoch would mix old "
-                f"and new data. Restore the old file to continue; {ANOTHER_RUN}"
+                "checkpoint was written, so the rest of the epoch would mix old and new data; restore the "
+                f"old files, {ANOTHER_RUN}"
             )
         return ""
 
@@ -176,8 +177,8 @@ class PromptSource:
         """
         if len(state["orders"]) != len(self._orders):
             raise UserError(
-                f"the checkpoint's data had {len(state['orders'])} sources, but data.train now has "
-                f"{len(self._orders)}; {ANOTHER_RUN}"
+                f"data.train has {len(self._orders)} sources, but had {len(state['orders'])} when the "
+                f"checkpoint was written; {ANOTHER_RUN}"
             )
         notes = [order.must_fit(saved) for order, saved in zip(self._orders, state["orders"], strict=True)]
         return next(filter(None, notes), "")

@@ -92,8 +92,8 @@ class PairMaker:
         messages = chat_messages(value, f"{where}: field {key!r}")
         if messages[-1]["role"] != "assistant":
             raise UserError(
-                f"{where}: field {key!r} ends with a message of {shown(messages[-1]['role'])}, not of the "
-                "assistant"
+                f"{where}: the last message of field {key!r} must have the role assistant, but has "
+                f"{shown(messages[-1]['role'])}"
             )
         *earlier, last = self._conversation(messages, record, where)
         _, prompt_ids = tokenizer.chat_prompt(earlier, where, tools)
@@ -134,7 +134,7 @@ def _margin(record: dict[str, Any], key: str, where: str) -> float:
     value = required(record, key, where)
     if type(value) not in (int, float) or not 0 <= value < np.inf:
         raise UserError(
-            f"{where}: field {key!r} must be a finite number that is at least 0, is {shown(value)}"
+            f"{where}: field {key!r} must be a finite number of at least 0, but is {shown(value)}"
         )
     return float(value)
 
@@ -174,7 +174,8 @@ def load_pairs(
                 kept.append(index)
         if not kept:
             raise UserError(
-                f"{source}: no pair is left, all {len(records)} are too long or have two identical responses"
+                f"{source}: no pairs are left because all {len(records)} are too long or have two identical "
+                "responses; raise data.max_prompt_length or rollout.max_response_length, or use other data"
             )
         parts.append(LazySequence(kept, make, {source: records.digest()}))
         first += len(records)

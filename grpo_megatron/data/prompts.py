@@ -40,7 +40,7 @@ def reference_answer(value: Any, where: str) -> str | list[str]:
     """
     if isinstance(value, list):
         if not value:
-            raise UserError(f"{where} is an empty list; give the accepted answers in it")
+            raise UserError(f"{where} is an empty list; it must contain at least one accepted answer")
         return [_answer_text(item, f"{where}, item {index}") for index, item in enumerate(value)]
     return _answer_text(value, where)
 
@@ -59,8 +59,9 @@ def _answer_text(value: Any, where: str) -> str:
     if isinstance(value, int):
         return str(value)
     raise UserError(
-        f"{where} is {shown(value)}; a reference answer must be a string, a number, true or false, or a list "
-        "of accepted answers of these types. To name a field of an object, write data.answer_key=outer.inner"
+        f"{where} is {shown(value)}; a reference answer must be a string, a number, true or false, or a "
+        "list of accepted answers of these types; to use a field inside an object, set "
+        "data.answer_key=outer.inner"
     )
 
 
@@ -154,7 +155,7 @@ def load_prompts(
                 raise UserError(
                     f"{records.where(index)}: the prompt has {length} tokens, more than "
                     f"data.max_prompt_length={config.max_prompt_length}; raise the limit, or set "
-                    "data.overlong_prompts to skip or truncate_left"
+                    "data.overlong_prompts=skip or data.overlong_prompts=truncate_left"
                 )
             if config.overlong_prompts == OverlongPrompts.skip:
                 counts["skipped"] += 1
@@ -165,6 +166,7 @@ def load_prompts(
         kept.append(index)
     if not kept:
         raise UserError(
-            f"{source}: no prompt is left, all {counts['skipped']} are longer than data.max_prompt_length"
+            f"{source}: no prompts are left because all {counts['skipped']} are longer than "
+            f"data.max_prompt_length={config.max_prompt_length}; raise it"
         )
     return LazySequence(kept, make, {source: records.digest()}), counts

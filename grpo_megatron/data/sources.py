@@ -25,7 +25,9 @@ def training_prompts(
         prompts, counts = load_prompts(source, tokenizer, config.data, uid, check)
         uid += len(prompts) + counts["skipped"]
         sources.append(prompts)
-        changed = ", ".join(f"{count} {what} for their length" for what, count in counts.items() if count)
+        changed = ", ".join(
+            f"{count} {what} because of their length" for what, count in counts.items() if count
+        )
         logger.info(f"{source}: {len(prompts)} prompts" + (f" ({changed})" if changed else ""))
     return PromptSource(sources, config.run.seed, config.data.shuffle, config.data.train_weights)
 
@@ -45,7 +47,8 @@ def held_out_prompts(
         prompts, counts = load_prompts(source, tokenizer, config.data, check=check)
         if any(counts.values()):
             logger.info(
-                f"{source}: {counts['skipped']} skipped and {counts['truncated']} truncated for their length"
+                f"{source}: {counts['skipped']} prompts skipped and {counts['truncated']} truncated because "
+                "of their length"
             )
         loaded.append((prompts[0].source, list(prompts)))
     datasets: dict[str, list[Prompt]] = {}

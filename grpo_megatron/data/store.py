@@ -83,6 +83,7 @@ class FileRecords(Records):
     def __getitem__(self, index: int) -> dict[str, Any]:
         if self._now() != self._stamp:
             raise UserError(
-                f"{self.source} has been changed since it was opened; write changes to a new file instead"
+                f"{self.source} has changed since it was opened; restart the command, and write changes to "
+                "a new file while it runs"
             )
         return super().__getitem__(index)

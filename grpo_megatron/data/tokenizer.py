@@ -86,7 +86,7 @@ class PromptTokenizer:
         if tools:
             raise UserError(
                 f"{where}: the record offers tools (data.tools_key), which need a chat template, but "
-                "data.chat_template=none"
+                "data.chat_template=none; set data.tools_key=null, or use a template"
             )
         text = f"{prompt}{self._suffix}"
         return text, self._some(self._encode_with_beginning(text), text, where)
@@ -123,8 +123,8 @@ class PromptTokenizer:
         messages = chat_messages(given, where)
         if not self.template:
             raise UserError(
-                f"{where}: the prompt is a list of chat messages, but data.chat_template=none; give a string "
-                "or token ids, or set data.chat_template to tokenizer or a file with a Jinja template"
+                f"{where}: the prompt is a list of chat messages, but data.chat_template=none; give a "
+                "string or token ids, or set data.chat_template=tokenizer or data.chat_template=FILE"
             )
         if self._system is not None and messages[0]["role"] not in ("system", "developer"):
             messages.insert(0, {"role": "system", "content": self._system})
@@ -134,7 +134,8 @@ class PromptTokenizer:
         asked = [index for index, message in enumerate(messages) if message["role"] == "user"]
         if not asked:
             raise UserError(
-                f"{where}: the prompt has no user message to which data.prompt_suffix could be appended"
+                f"{where}: the prompt has no user message to which data.prompt_suffix could be appended; "
+                "add one, or remove data.prompt_suffix"
             )
         last = messages[asked[-1]]
         messages[asked[-1]] = {**last, "content": f"{last['content']}{self._suffix}"}
@@ -153,8 +154,8 @@ class PromptTokenizer:
         _, found, behind = self.chat(chat, "an observation", tools).partition(_STAND_IN)
         if not found:
             raise UserError(
-                "the chat template does not show a turn of the model as it was written, so nothing can be "
-                "appended to the turn; use rollout.history=template"
+                "the chat template changes the model's turns, so nothing can be appended to them; set "
+                "rollout.history=template"
             )
         return self.encode(behind)
 
@@ -192,7 +193,7 @@ class PromptTokenizer:
         if end is None:
             raise UserError(
                 f"{where}: every response must end with an end token, but neither the chat template nor the "
-                "tokenizer has one"
+                "tokenizer has one; set eos_token in the model's tokenizer_config.json"
             )
         return np.append(self.encode(text), np.int32(end))
 
@@ -236,17 +237,16 @@ class PromptTokenizer:
         asked = next((message["content"] for message in messages if message["role"] == "user"), None)
         if first and asked and asked.lstrip().startswith(first):
             raise UserError(
-                f"{where}: the prompt begins with {first!r}, as a text from the chat template does, so a "
-                "template was already applied to it; set data.chat_template=none, or give prompts without a "
-                "template"
+                f"{where}: a chat template has already been applied to the prompt, because it begins with "
+                f"{first!r}; set data.chat_template=none, or give prompts without a template"
             )
 
     def _given_ids(self, ids: list[int], where: str, tools: Tools) -> tuple[str, np.ndarray]:
         wrong = [token_id for token_id in ids if not 0 <= token_id < self.vocab_size]
         if wrong:
             raise UserError(
-                f"{where}: token id {shown(wrong[0])} of the prompt is not in the model's vocabulary, 0 to "
-                f"{self.vocab_size - 1}"
+                f"{where}: token id {shown(wrong[0])} of the prompt is outside the model's vocabulary (0 to "
+                f"{self.vocab_size - 1})"
             )
         for key, value in (
             ("system_prompt", self._system),
@@ -255,7 +255,7 @@ class PromptTokenizer:
         ):
             if value is not None:
                 raise UserError(
-                    f"{where}: the prompt is a list of token ids, so data.{key} cannot be applied to it"
+                    f"{where}: data.{key} cannot be applied to token ids; remove it, or give text or messages"
                 )
         array = np.array(ids, dtype=np.int32)
         return self.decode_all(array), array
@@ -269,7 +269,7 @@ class PromptTokenizer:
             return  # reported with the first record, for which the template may work
         if with_it == without:
             raise UserError(
-                "data.system_prompt has no effect: the chat template leaves out messages with the role system"
+                "data.system_prompt has no effect, because the chat template drops system messages; remove it"
             )
 
     def _ends_of_template(self) -> tuple[int, ...]:
@@ -306,13 +306,14 @@ def load_tokenizer(model_path: str):
     from transformers import AutoTokenizer
 
     if not Path(model_path).is_dir():
-        raise UserError(f"{model_path} is not a folder with a tokenizer")
+        raise UserError(f"{model_path} is not a folder; it must be a model folder with a tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path)
     except Exception as error:  # the library raises many kinds of errors
         reason = (str(error).strip().splitlines() or [""])[0]
         raise UserError(
-            f"{model_path}: the tokenizer cannot be loaded ({type(error).__name__}: {reason})"
+            f"{model_path}: the tokenizer cannot be loaded ({type(error).__name__}: {reason}); copy the "
+            "model's tokenizer files into this folder again"
         ) from error
     # If a folder has no tokenizer files, the library creates an empty tokenizer of the model's type.
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
@@ -337,7 +338,7 @@ def _vocab_size(model_path: str, tokenizer) -> int:
         names = ", ".join(repr(token) for _, token in beyond[:5]) + (", ..." if len(beyond) > 5 else "")
         raise UserError(
             f"{model_path}: the tokenizer has {needed} tokens, but the model has only {size} (vocab_size of "
-            f"its config.json), so it cannot embed {names}; take the tokenizer that belongs to the model, or "
+            f"its config.json), so it cannot embed {names}; use the tokenizer that belongs to the model, or "
             "enlarge the model's embedding with resize_token_embeddings"
         )
     return size
@@ -367,8 +368,8 @@ def _template_text(model_path: str, tokenizer, data: DataConfig) -> str | None:
     ours = sorted(set(_OURS) & set(data.chat_template_args))
     if ours:
         raise UserError(
-            f"data.chat_template_args: {', '.join(ours)} cannot be set; set only variables that the template "
-            "itself reads"
+            f"data.chat_template_args cannot contain {', '.join(ours)}, because the program passes these to "
+            "the template itself; remove them"
         )
     if name == NO_TEMPLATE:
         for key, value in (
@@ -376,7 +377,7 @@ def _template_text(model_path: str, tokenizer, data: DataConfig) -> str | None:
             ("chat_template_args", data.chat_template_args or None),
         ):
             if value is not None:
-                raise UserError(f"data.{key} needs a chat template, but data.chat_template=none")
+                raise UserError(f"data.{key} needs a chat template, but data.chat_template=none; remove it")
         return None
     if name == FROM_TOKENIZER:
         if not tokenizer.chat_template:
@@ -387,7 +388,8 @@ def _template_text(model_path: str, tokenizer, data: DataConfig) -> str | None:
         return None
     if not Path(name).is_file():
         raise UserError(
-            f"data.chat_template={name}: there is no such file; the other values are tokenizer and none"
+            f"data.chat_template={name}: there is no such file; give the path of a template file, or set "
+            "data.chat_template=tokenizer or data.chat_template=none"
         )
     try:
         template = Path(name).read_text(encoding="utf-8")

@@ -61,7 +61,7 @@ def _messages(response: Any, where: str) -> str | list[dict[str, Any]]:
     if not messages or {messages[0]["role"], messages[-1]["role"]} != {"assistant"}:
         raise UserError(
             f"{where} must be a string, or a list of messages with role and content whose first and last "
-            f"message are the assistant's; it is {shown(response)}"
+            f"message are the assistant's, but is {shown(response)}"
         )
     return messages
 
@@ -114,7 +114,7 @@ def _plain_parts(
         if beside := written_beside_content(message):
             raise UserError(
                 f"{where} has a message with {beside[0]}, which only a chat template can show, but the "
-                "prompt is not a chat"
+                "prompt is not a chat; give the prompt as a list of messages"
             )
         text = message["content"]
         if message["role"] == "assistant":

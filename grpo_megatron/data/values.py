@@ -51,7 +51,7 @@ def plain(value: Any, depth: int = 0) -> Any:
         return format(value, "f")
     if isinstance(value, uuid.UUID):
         return str(value)
-    raise ValueError(f"has a value of type {type(value).__name__}, which cannot be used here")
+    raise ValueError(f"has a value of type {type(value).__name__}, which is not supported")
 
 
 def plain_record(record: dict[str, Any], where: str) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def _text(text: str) -> str:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"has half of a surrogate pair ({text[error.start]!r}), which is not a character"
+                f"contains half of a surrogate pair ({text[error.start]!r}), which is not valid text"
             ) from error
     return text
 
@@ -117,7 +117,7 @@ def required(record: dict[str, Any], key: str, where: str) -> Any:
         )
         fault = "null" if key in record else "missing"
         raise UserError(
-            f"{where}: field {key!r} is {fault}; the record has {has}. Set the keys data.*_key to the names "
+            f"{where}: field {key!r} is {fault}; the record has {has}; set the keys data.*_key to the names "
             "of your fields"
         )
     return value

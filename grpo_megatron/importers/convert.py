@@ -98,10 +98,10 @@ def import_settings(system: System, settings: Settings, given: dict[str, Any] | 
     source = Source(settings.values, system.entries)
     known = sum(system.entry_for(key) is not None for key in settings.values)
     if not known:
-        raise UserError(f"none of these keys is one of {system.name}'s")
+        raise UserError(f"none of these keys is a {system.name} key; check that this is the right file")
     if known < len(settings.values) / 2:
-        counted = f"only {known} of {len(settings.values)} keys are {system.name}'s"
-        raise UserError(f"{counted}: this is a part of a configuration, or a file of something else")
+        counted = f"only {known} of {len(settings.values)} keys are {system.name} keys"
+        raise UserError(f"{counted}; give a complete {system.name} configuration")
     if refusal := system.refusal(source, settings):
         raise UserError(refusal)
     for entry in system.entries:
@@ -209,7 +209,7 @@ def _converted(key: str, value: Any, entry: KeyMapping, source: Source) -> dict[
     if "$" in str(value) and not all(map(takes_text, entry.ours)):
         raise NotKnown(f"not known here; set it by hand ({', '.join(entry.ours)})")
     if isinstance(value, dict):
-        raise CannotCarry("a section, where one value is expected")
+        raise CannotCarry("this is a section, but a single value is expected")
     if entry.convert is None:
         converted = value
     else:
@@ -217,10 +217,10 @@ def _converted(key: str, value: Any, entry: KeyMapping, source: Source) -> dict[
             converted = entry.convert(plain(value), source)
         except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
             # A converter assumes a value of the right type, and raises such an error for other types.
-            raise CannotCarry(f"{value!r} is nothing this key takes") from error
+            raise CannotCarry(f"{value!r} is not a valid value for this key") from error
     carried = converted if isinstance(converted, dict) else {entry.ours[0]: converted}
     if not carried.keys() <= known_keys().keys():
-        raise CannotCarry(f"{value!r} is nothing this key takes")
+        raise CannotCarry(f"{value!r} is not a valid value for this key")
     return {name: typed(name, ours) for name, ours in carried.items()}
 
 

@@ -129,7 +129,10 @@ def chosen(found: list[Launch], wanted: int | None) -> int:
     """
     if wanted is not None:
         if not 1 <= wanted <= len(found):
-            raise UserError(f"--launch {wanted}: the script has {len(found)} launch commands")
+            raise UserError(
+                f"--launch {wanted} does not exist; the script has {len(found)} launch commands, numbered "
+                "from 1"
+            )
         return wanted - 1
     if any(launch.words_of_settings != found[0].words_of_settings for launch in found):
         listed = "; ".join(

@@ -19,7 +19,7 @@ from grpo_megatron.config.sandbox import SandboxLimits
 from grpo_megatron.errors import UserError
 from grpo_megatron.sandbox.run import Ended, Outcome, Program, Sandbox
 
-NEITHER = "found neither YAML sections nor key=value arguments of a launch command"
+NEITHER = "this is neither YAML with sections nor a launch command with key=value arguments"
 _PRELUDE = (Path(__file__).parent / "launch_prelude.sh").read_text(encoding="utf-8")
 _LIMITS = SandboxLimits(
     seconds=10.0, cpu_seconds=2, memory_mib=192, threads=4, files_mib=4, files=200, output_kib=1024
@@ -27,8 +27,8 @@ _LIMITS = SandboxLimits(
 _PROCESSES = 32
 _MOST_CALLS = 300
 _INSTEAD = (
-    "Give what Hydra itself wrote instead: the file .hydra/overrides.yaml in the output folder of a run, or "
-    "the text that the launch command prints with --cfg job"
+    "Import what Hydra itself wrote instead: the file .hydra/overrides.yaml in the output folder of a run, "
+    "or the text that the launch command prints with --cfg job"
 )
 # Variables that are always set, with values that are not known here.
 ALWAYS_SET = ("HOME", "USER", "LOGNAME", "HOSTNAME", "SHELL", "PATH", "PWD", "0")
@@ -122,12 +122,13 @@ class ScriptRecorder:
         self._environment = environment
         self._bash = shutil.which("bash")
         if self._bash is None:
-            raise UserError(f"a launch script is read by bash, which is not here. {_INSTEAD}")
+            raise UserError(f"reading a launch script requires bash, which is not installed. {_INSTEAD}")
         try:
             self._sandbox = Sandbox(_LIMITS)
         except UserError as error:
             raise UserError(
-                f"a launch script is run in a sandbox, which is not possible here. {_INSTEAD}. {error}"
+                "a launch script must be run in a sandbox, which is not possible on this machine. "
+                f"{_INSTEAD}. {error}"
             ) from error
         digits = "".join([script, *environment.values()])
         self._prefixes = [prefix for prefix in map(str, range(71828, 99999)) if prefix not in digits][:2]
@@ -200,11 +201,13 @@ def _check(outcome: Outcome) -> None:
     elif outcome.status == -signal.SIGXFSZ:
         reason = "files"
     if reason != Ended.itself.value:
-        raise ScriptEnded(f"the script was ended because of its use of {reason} in the sandbox. {_INSTEAD}")
+        raise ScriptEnded(f"the script exceeded a limit of the sandbox ({reason}). {_INSTEAD}")
     if outcome.status == 2 and (error := _SYNTAX_ERROR.search(outcome.stderr)):
         raise UserError(f"{NEITHER}; as a script: line {error[1]}")
     if outcome.stderr.startswith("Traceback"):
-        raise UserError(f"bash does not start in the sandbox: {outcome.stderr.splitlines()[-1]}. {_INSTEAD}")
+        raise UserError(
+            f"bash cannot be started in the sandbox: {outcome.stderr.splitlines()[-1]}. {_INSTEAD}"
+        )
 
 
 def _trace(outcome: Outcome, placeholders: dict[str, str], prefix: str, prints: str) -> Trace:

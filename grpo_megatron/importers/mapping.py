@@ -67,7 +67,7 @@ class Source:
         """
         value = self._values.get(key, self._defaults.get(key))
         if isinstance(value, str) and "$" in value:
-            raise NotKnown(f"{key}={value} is not known here")
+            raise NotKnown(f"the value of {key}={value} is not known here")
         return plain(value)
 
     def below(self, section: str) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Source:
         """Return the value of a key as a whole number of at least 1. Raises CannotCarry for anything else."""
         value = self.number(key)
         if not isinstance(value, int) or value < 1:
-            raise CannotCarry(f"{key}={value} is no number of at least 1")
+            raise CannotCarry(f"{key} must be a whole number of at least 1, but is {value}")
         return value
 
 
@@ -345,7 +345,7 @@ def run_name(value: Any, source: Source) -> str:
     """
     name = str(value).strip().replace("/", "-")
     if "$" in name or value is None or name in ("", ".", "..", "???"):
-        raise CannotCarry("no name that is known here; give run.name=NAME")
+        raise CannotCarry("the name is not known here; set run.name=NAME")
     return name
 
 
@@ -367,7 +367,7 @@ def epochs(steps: str) -> Convert:
         if isinstance(given, int) and given > 0:
             return {}
         raise CannotCarry(
-            "a run is measured in steps, and how many prompts the data has is not known here: give "
+            "the number of steps is not known here, because the number of prompts is not; set "
             "run.total_steps=(this many epochs * prompts / data.train_batch_size)"
         )
 

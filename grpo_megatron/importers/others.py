@@ -155,7 +155,7 @@ def refusal(text: str) -> str | None:
     if len(found[name]) < _ENOUGH:
         return None
     return (
-        f"this is a file of {name} ({', '.join(found[name][:3])}), and only launch files of verl and RLinf "
-        "can be imported. docs/config.md has every key with its meaning, and docs/recipes.md whole "
-        "configurations to start from"
+        f"this is a file of {name} ({', '.join(found[name][:3])}), but only launch files of verl and RLinf "
+        "can be imported; start from a configuration in docs/recipes.md, and see docs/config.md for all "
+        "keys"
     )

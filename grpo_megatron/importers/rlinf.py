@@ -55,7 +55,9 @@ def _engine_experts(value: Any, source: Source) -> dict[str, Any]:
 def _resume(value: Any, source: Source) -> dict[str, Any]:
     if value is None:
         return {}
-    raise CannotCarry("their checkpoints are not ours: start from the model's HF form (model.path)")
+    raise CannotCarry(
+        "RLinf's checkpoints cannot be resumed here; set model.path to the model in Hugging Face format"
+    )
 
 
 def _response_length(value: Any, source: Source) -> int:
@@ -64,7 +66,7 @@ def _response_length(value: Any, source: Source) -> int:
 
 def _dynamic_tokens(value: Any, source: Source) -> dict[str, Any]:
     if not truth(source["runner.enable_dynamic_batch_size"]):
-        raise CannotCarry("means nothing to RLinf without runner.enable_dynamic_batch_size")
+        raise CannotCarry("RLinf ignores this without runner.enable_dynamic_batch_size")
     return {"train.max_tokens_per_micro_batch": max(int(value), int(source.number("runner.seq_length")))}
 
 
@@ -130,7 +132,7 @@ RUN = (
         becomes(
             "rollout.custom_chat_template",
             "data.chat_template",
-            only((None,), "write it to a file and give data.chat_template=FILE"),
+            only((None,), "write it to a file and set data.chat_template=FILE"),
             "only null",
         ),
     ),
@@ -191,8 +193,8 @@ def _refusal(source: Source, settings: Settings) -> str | None:
     if task in (None, "reasoning", "math"):
         return None
     return (
-        f"runner.task_type={task}: only RLinf's reasoning tasks are imported, runs that train a "
-        "language model on text with RL"
+        f"runner.task_type={task}: only RLinf's reasoning tasks can be imported (reinforcement learning of "
+        "a language model on text)"
     )
 
 
@@ -205,7 +207,7 @@ def _findings(source: Source, settings: Settings) -> list[Finding]:
     for key in ("rollout.model.model_type", f"{MODEL}.model_type"):
         value = settings.values.get(key)
         if isinstance(value, str) and re.search(r"(?i)(?<![a-z])(vl|vla|vlm|omni)(?![a-z])", value):
-            found.append(Finding(f"{key}={value}: a model for images; only text is trained here"))
+            found.append(Finding(f"{key}={value}: this is a model for images, but only text is trained here"))
     bases = settings.values.get("defaults")
     for base in bases if isinstance(bases, list) else []:
         name = str(base)
@@ -216,15 +218,17 @@ def _findings(source: Source, settings: Settings) -> list[Finding]:
         if not re.match(r"override hydra/|_self_|.*(hybrid_engines|training_backend)/", name):
             found.append(
                 Finding(
-                    f"defaults: {name}: a base configuration that was not read; put its settings into the "
-                    "file"
+                    f"defaults: {name}: this base configuration was not read; put its settings into the file"
                 )
             )
     if "reward.reward_type" not in settings.values:
-        found.append(Finding("reward: none is named; give reward.function", ("reward.function",)))
+        found.append(Finding("reward: none is given; set reward.function", ("reward.function",)))
     if not {"runner.max_epochs", "runner.max_steps"} & settings.values.keys():
         found.append(
-            Finding("run.total_steps: how long the run is, is not said; give it", ("run.total_steps",))
+            Finding(
+                "run.total_steps: the file does not say how long the run is; set run.total_steps",
+                ("run.total_steps",),
+            )
         )
     return found
 

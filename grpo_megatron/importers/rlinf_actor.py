@@ -39,7 +39,7 @@ def _model_of_the_actor(value: Any, source: Source) -> dict[str, Any]:
     """
     named = source["rollout.model.model_path"] or source["rollout.model_dir"]
     if named not in (None, value):
-        raise CannotCarry(f"the rollout has another one ({named}), and one model serves both here")
+        raise CannotCarry(f"the rollout uses a different model ({named}), but here both use the same one")
     return {"model.path": value} if value is not None else {}
 
 
@@ -59,7 +59,7 @@ def _global_batch(value: Any, source: Source) -> int:
     group = source.number("algorithm.group_size")
     if int(value) % group:
         raise CannotCarry(
-            f"is no multiple of algorithm.group_size={group}, and a mini-batch holds whole groups here"
+            f"is not a multiple of algorithm.group_size={group}, but a mini-batch contains whole groups here"
         )
     return int(value) // group
 
@@ -77,7 +77,7 @@ def _unless_constant(ours: str) -> Convert:
 def _warmup_fraction(value: Any, source: Source) -> dict[str, Any]:
     if value in (None, 0):
         return {}
-    raise CannotCarry("a share of a schedule's length: give optimizer.lr_warmup_steps")
+    raise CannotCarry("this is a share of the schedule's length; set optimizer.lr_warmup_steps")
 
 
 ACTOR = (

@@ -27,7 +27,7 @@ LOSSES = dict.fromkeys(("actor", "grpo", "ppo", "math_ppo_actor"), CLIPPED) | {
 }
 AGGREGATION = {name: name for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
 MODEL = "actor.model"
-_ADAPTER = "adapters are not carried over: give megatron.lora.* by hand, or all weights are trained"
+_ADAPTER = "adapters are not carried over; set megatron.lora.* by hand, or all weights are trained"
 
 
 def _estimator(value: Any, source: Source) -> str:
@@ -70,8 +70,8 @@ def _entropy(value: Any, source: Source) -> float:
 def _token_scale(value: Any, source: Source) -> dict[str, Any]:
     if truth(value) and source["algorithm.loss_agg_func"] != "token-mean":
         raise CannotCarry(
-            "a weight of micro-batches by their tokens; only with token-mean is "
-            "that a mean over the whole step"
+            "this weights micro-batches by their tokens, which equals a mean over the whole step only with "
+            "token-mean"
         )
     return {}
 
@@ -100,14 +100,14 @@ def _correction(value: Any, source: Source) -> dict[str, Any]:
 
 def _micro_batch(value: Any, source: Source) -> dict[str, Any]:
     if truth(source["runner.enable_dynamic_batch_size"]):
-        raise CannotCarry("means nothing to RLinf with runner.enable_dynamic_batch_size")
+        raise CannotCarry("RLinf ignores this with runner.enable_dynamic_batch_size")
     return {"train.max_tokens_per_micro_batch": int(value) * source.number("runner.seq_length")}
 
 
 def _scale(value: Any, source: Source) -> dict[str, Any]:
     if value not in (None, 1) and source["algorithm.adv_type"] not in ("grpo", "math_grpo"):
         raise CannotCarry(
-            "only where advantages are divided by the group's standard deviation does a scale change nothing"
+            "a scale has no effect only where advantages are divided by the group's standard deviation"
         )
     return {}
 
@@ -267,14 +267,14 @@ PENALTIES = trains(
     dropped("algorithm.*_length", "see reward.overlong_buffer"),
     dropped(
         "algorithm.max_resample",
-        "give rollout.dynamic_sampling by hand: new prompts for the groups that algorithm.filters drop",
+        "set rollout.dynamic_sampling by hand: new prompts for the groups that algorithm.filters drop",
     ),
     becomes(
         "algorithm.max_num_gen_batches",
         "rollout.dynamic_sampling.max_batches",
         only(
             (1, None),
-            "give rollout.dynamic_sampling by hand: new prompts for the groups that algorithm.filters drop",
+            "set rollout.dynamic_sampling by hand: new prompts for the groups that algorithm.filters drop",
         ),
         "only 1",
     ),
@@ -330,12 +330,12 @@ PENALTIES = trains(
         f"{MODEL}.is_lora",
         "megatron.lora.rank",
         only((False, None), _ADAPTER),
-        "only false; else give megatron.lora.* by hand",
+        "only false; else set megatron.lora.* by hand",
     ),
     becomes(
         "actor.model.lora_rank",
         "megatron.lora.rank",
         only((0, None), _ADAPTER),
-        "only 0; else give megatron.lora.* by hand",
+        "only 0; else set megatron.lora.* by hand",
     ),
 )

@@ -35,7 +35,7 @@ def _off_is(neutral: Any) -> Convert:
     def convert(value: Any, source: Source) -> Any:
         if value is not None and value != neutral:
             raise CannotCarry(
-                f"{value}: log-probs would be of another distribution than the one sampled from"
+                f"{value}: log-probs would not be those of the distribution that is sampled from"
             )
         return neutral
 
@@ -68,7 +68,7 @@ SAMPLING = trains(
     becomes(
         "algorithm.sampling_params.repetition_penalty",
         (),
-        only((1, 1.0), "would be another distribution"),
+        only((1, 1.0), "this would change the distribution that is sampled from"),
         "only 1",
     ),
     becomes(

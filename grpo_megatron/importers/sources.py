@@ -43,7 +43,7 @@ def read_settings(
     except (yaml.YAMLError, RecursionError) as error:
         if is_yaml:
             raise UserError(
-                f"this is no valid YAML: {' '.join(str(error).split()) or 'nested too deeply'}"
+                f"this is not valid YAML: {' '.join(str(error).split()) or 'nested too deeply'}"
             ) from error
         tree = None
     if isinstance(tree, list) and tree and all(map(is_argument, tree)):
@@ -63,7 +63,7 @@ def read_hydra_folder(folder: Path) -> Settings:
     """
     found = next((one for one in (folder, folder / ".hydra") if (one / "overrides.yaml").is_file()), None)
     if found is None:
-        raise UserError("it cannot be read: a folder without .hydra/overrides.yaml")
+        raise UserError("the folder contains no .hydra/overrides.yaml; give the output folder of a Hydra run")
     settings = read_settings((found / "overrides.yaml").read_text(encoding="utf-8"), is_yaml=True)
     if (found / "hydra.yaml").is_file():
         run = read_settings((found / "hydra.yaml").read_text(encoding="utf-8"), is_yaml=True).values

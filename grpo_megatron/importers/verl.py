@@ -59,7 +59,7 @@ def _longest(source: Source) -> int:
 
 def _dynamic_tokens(value: Any, source: Source) -> dict[str, Any]:
     if not truth(source[f"{ACTOR}.use_dynamic_bsz"]):
-        raise CannotCarry(f"means nothing to verl without {ACTOR}.use_dynamic_bsz")
+        raise CannotCarry(f"verl ignores this without {ACTOR}.use_dynamic_bsz")
     # With CP, verl's limit may be shorter than a sequence, because it spreads the sequence over the ranks.
     return {"train.max_tokens_per_micro_batch": max(int(value), _longest(source))}
 
@@ -68,7 +68,7 @@ def _micro_batch(value: Any, source: Source) -> dict[str, Any]:
     if value is None:
         return {}
     if truth(source[f"{ACTOR}.use_dynamic_bsz"]):
-        raise CannotCarry(f"means nothing to verl with {ACTOR}.use_dynamic_bsz")
+        raise CannotCarry(f"verl ignores this with {ACTOR}.use_dynamic_bsz")
     return {"train.max_tokens_per_micro_batch": int(value) * _longest(source)}
 
 
@@ -100,13 +100,13 @@ def _filter_groups(value: Any, source: Source) -> dict[str, Any]:
 
 def _group_metric(value: Any, source: Source) -> dict[str, Any]:
     if value is not None and truth(source["algorithm.filter_groups.enable"]):
-        raise CannotCarry("the reward that is trained with is what a group is judged by here")
+        raise CannotCarry("here groups are always filtered by the reward that is trained with")
     return {}
 
 
 def _of_other_losses(value: Any, source: Source) -> dict[str, Any]:
     if _loss_mode(source) not in LOSS_MODES:
-        raise CannotCarry("belongs to a policy loss that is not here")
+        raise CannotCarry("this belongs to a policy loss that does not exist here")
     return {}
 
 
@@ -141,7 +141,8 @@ def _aggregation(value: Any, source: Source) -> Any:
         return ours
     if truth(source[f"{ACTOR}.use_kl_loss"]) or source.number(f"{ACTOR}.entropy_coeff"):
         raise CannotCarry(
-            "verl's gspo takes seq-mean-token-mean and this one for KL and entropy; here one serves all three"
+            "verl's gspo uses seq-mean-token-mean, and this mode only for KL and entropy; here one mode "
+            "applies to all three"
         )
     return {}
 
@@ -151,8 +152,8 @@ def _scale_factor(value: Any, source: Source) -> dict[str, Any]:
         return {}
     if source.number(f"{ACTOR}.loss_scale_factor") != source.number("data.max_response_length"):
         raise CannotCarry(
-            "seq-mean-token-sum-norm divides by rollout.max_response_length here; the "
-            "whole gradient has another scale"
+            "seq-mean-token-sum-norm divides by rollout.max_response_length here; the whole gradient has a "
+            "different scale"
         )
     return {}
 

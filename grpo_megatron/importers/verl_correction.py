@@ -34,7 +34,7 @@ def _number(key: str, text: Any) -> float | int:
     except (TypeError, ValueError):
         raise CannotCarry(f"{key}={text!r} is not a number") from None
     if not value > 0:
-        raise CannotCarry(f"{key}={text} is not positive, which verl refuses too")
+        raise CannotCarry(f"{key} must be greater than 0, also in verl, but is {text}")
     return int(value) if value.is_integer() else value
 
 
@@ -45,7 +45,7 @@ def _thresholds(key: str, value: Any) -> tuple[float | None, float]:
     key: verl's key of the threshold, for the message.
     """
     if value is None:
-        raise CannotCarry(f"verl needs {key} with it")
+        raise CannotCarry(f"verl also requires {key}; set it")
     lower, separator, upper = str(value).rpartition("_")
     return (_number(key, lower) if separator else None), _number(key, upper)
 
@@ -54,11 +54,13 @@ def _rollout_is(value: Any, source: Source) -> dict[str, Any]:
     if value is None:
         return {}
     if value not in ("token", "sequence"):
-        raise CannotCarry("there is no such weight here; token and sequence are tis and seq_tis")
+        raise CannotCarry(
+            "this weight does not exist here; verl's token and sequence are tis and seq_tis here"
+        )
     if bypasses(source) and source[f"{CORRECTION}.loss_type"] != "reinforce":
         raise CannotCarry(
-            "verl does not apply it in bypass_mode with loss_type=ppo_clip, whose "
-            "ratio is to the engine already"
+            "verl does not apply it in bypass_mode with loss_type=ppo_clip, whose ratio is already "
+            "relative to the engine"
         )
     lower, upper = _thresholds(
         f"{CORRECTION}.rollout_is_threshold", source[f"{CORRECTION}.rollout_is_threshold"]
@@ -79,7 +81,7 @@ def _rollout_rs(value: Any, source: Source) -> dict[str, Any]:
         return {}
     criteria = list(dict.fromkeys(part.strip() for part in str(value).split(",")))
     if len(criteria) > 1:
-        raise CannotCarry("one criterion at a time here: mismatch.rejection")
+        raise CannotCarry("only one criterion at a time is supported; set mismatch.rejection")
     return {**_rejection(criteria[0], source), **_what_a_mask_takes(source)}
 
 
@@ -96,9 +98,11 @@ def _rejection(name: str, source: Source) -> dict[str, Any]:
     if name in INVERSE:
         return _kept(INVERSE[name], 1 / upper, 1 / (lower or 1 / upper))
     if name not in KL:
-        raise CannotCarry(f"there is no such criterion here; known are {', '.join((*DIRECT, *INVERSE, *KL))}")
+        raise CannotCarry(
+            f"this criterion does not exist here; choose one of {', '.join((*DIRECT, *INVERSE, *KL))}"
+        )
     if lower is not None:
-        raise CannotCarry(f"{name} has an upper bound only, in verl too")
+        raise CannotCarry(f"{name} has only an upper bound, also in verl")
     return {"mismatch.rejection": name, "mismatch.rejection_high": upper}
 
 

@@ -63,7 +63,7 @@ def _overlong_end(buffer: str) -> Convert:
             and truth(source[f"{buffer}.enable"])
             and value != source["data.max_response_length"]
         ):
-            raise CannotCarry("reward.overlong_buffer ends at rollout.max_response_length")
+            raise CannotCarry("reward.overlong_buffer always ends at rollout.max_response_length here")
         return {}
 
     return convert
@@ -72,7 +72,7 @@ def _overlong_end(buffer: str) -> Convert:
 def _drawn(value: Any, source: Source) -> dict[str, Any]:
     if value not in (None, source["data.train_batch_size"]):
         raise CannotCarry(
-            "give rollout.dynamic_sampling.over_sampling, or data.train_batch_size if no groups are filtered"
+            "set rollout.dynamic_sampling.over_sampling, or data.train_batch_size if no groups are filtered"
         )
     return {}
 
@@ -206,7 +206,7 @@ def _reward_entries(old: bool) -> tuple[KeyMapping, ...]:
                 ("reward.function", "reward.model.path"),
                 only(
                     (False, None),
-                    "give reward.function=model with reward.model.path, or a function that asks a server",
+                    "set reward.function=model with reward.model.path, or a function that asks a server",
                 ),
                 "only false",
             ),

@@ -31,14 +31,14 @@ def _warmup_ratio(value: Any, source: Source) -> dict[str, Any]:
     steps = source["trainer.total_training_steps"] or source[f"{ACTOR}.optim.total_training_steps"]
     if not isinstance(steps, int) or steps <= 0:
         raise CannotCarry(
-            "the number of steps is not known here: set optimizer.lr_warmup_steps to this share of it"
+            "the number of steps is not known here; set optimizer.lr_warmup_steps to this share of it"
         )
     return {"optimizer.lr_warmup_steps": int(value * steps)}
 
 
 def _betas(value: Any, source: Source) -> dict[str, Any]:
     if not isinstance(value, list) or len(value) != 2:
-        raise CannotCarry("expected two numbers")
+        raise CannotCarry("this must be a list of two numbers")
     return {"optimizer.beta1": value[0], "optimizer.beta2": value[1]}
 
 
@@ -141,7 +141,7 @@ OPTIMIZER = (
                 ("optimizer_impl", (), ("torch.optim", None), "the optimizer is AdamW here"),
                 ("lr_warmup_init", (), (0, None), "a warm-up begins at 0 here"),
                 ("lr_start", (), (0, None), "a warm-up begins at 0 here"),
-                ("lr_decay_ratio", (), (1, None), "give optimizer.lr_decay_steps"),
+                ("lr_decay_ratio", (), (1, None), "set optimizer.lr_decay_steps"),
                 ("num_cycles", (), (0.5, None), "a cosine schedule has half a period here"),
                 ("weight_decay_incr_style", (), ("constant", None), "weight decay is constant here"),
                 (

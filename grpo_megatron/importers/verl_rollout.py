@@ -49,7 +49,8 @@ def _turns(value: Any, source: Source) -> dict[str, Any]:
     if value in (None, False) or (switch in source and not truth(source[switch])):
         return {}
     raise CannotCarry(
-        "several turns and tools are a Python class of yours here: write one and set rollout.environment"
+        "here several turns and tools require a Python class of your own; write one and set "
+        "rollout.environment"
     )
 
 
@@ -72,7 +73,7 @@ def _same_as(length: str) -> Convert:
     def convert(value: Any, source: Source) -> dict[str, Any]:
         if value is not None and value != source.number(length):
             raise CannotCarry(
-                f"{length}={source.number(length)} is another limit, and one holds for both here"
+                f"{length}={source.number(length)} is a different limit, but one limit applies to both here"
             )
         return {}
 
@@ -82,7 +83,8 @@ def _same_as(length: str) -> Convert:
 def _experts(value: Any, source: Source) -> int:
     if source.count(f"{ROLLOUT}.tensor_model_parallel_size") % int(value):
         raise CannotCarry(
-            "an engine has TP ranks here, and TP * DP there: give tensor_parallel and expert_parallel by hand"
+            "an engine has TP ranks here, but TP * DP in verl; set rollout.engine.tensor_parallel and "
+            "rollout.engine.expert_parallel by hand"
         )
     return value
 
@@ -101,7 +103,7 @@ ENGINE = (
         becomes(
             f"{ROLLOUT}.top_p",
             "rollout.top_p",
-            _off_is(1, "log-probs would be of another distribution than the one sampled from"),
+            _off_is(1, "log-probs would not be those of the distribution that is sampled from"),
             "only 1: see rollout.top_k",
             default=1.0,
         ),
@@ -109,7 +111,7 @@ ENGINE = (
             f"{ROLLOUT}.top_k",
             "rollout.top_k",
             lambda value, source: _off_is(
-                -1, "log-probs would be of another distribution than the one sampled from"
+                -1, "log-probs would not be those of the distribution that is sampled from"
             )(value if value is not None and 0 < value < 500_000 else -1, source),
             "only -1 (off), as are 0 and numbers above any vocabulary",
             default=-1,
@@ -124,7 +126,10 @@ ENGINE = (
             "only false",
         ),
         becomes(
-            f"{ROLLOUT}.repetition_penalty", (), only((1, None), "would be another distribution"), "only 1"
+            f"{ROLLOUT}.repetition_penalty",
+            (),
+            only((1, None), "this would change the distribution that is sampled from"),
+            "only 1",
         ),
         becomes(
             f"{ROLLOUT}.over_sample_rate",
@@ -234,8 +239,8 @@ ENGINE = (
         ),
         only(
             (1, None),
-            "an engine of TP * DP ranks there: give tensor_parallel as their "
-            "product, and the number of engines",
+            "an engine has TP * DP ranks in verl; set rollout.engine.tensor_parallel to this product, and "
+            "rollout.engine.num_engines",
         ),
         "only 1",
     ),
@@ -250,7 +255,7 @@ ENGINE = (
         ("cluster.placement", "rollout.engine.num_engines"),
         only(
             (0, None),
-            "engines on nodes of their own: give cluster.placement=separate and how many engines there are",
+            "the engines have their own nodes; set cluster.placement=separate and rollout.engine.num_engines",
         ),
         "only 0",
     ),

@@ -191,7 +191,8 @@ class Monitor:
             if name not in self._failed:
                 self._failed.add(name)
                 logger.warning(
-                    f"{name} has lost some data of this run: {type(error).__name__}: {error}; the run goes on"
+                    f"{name} has lost some data of this run: {type(error).__name__}: {error}; the run "
+                    "continues"
                 )
 
 

@@ -31,8 +31,8 @@ def check_listeners(config: Config) -> None:
     for name in config.monitor.listeners:
         if find_spec(_PACKAGES[name]) is None:
             raise UserError(
-                f"monitor.listeners has {name}, but the package {_PACKAGES[name]} is not installed: "
-                f"run `pip install {_PACKAGES[name]}`, or take {name} out of monitor.listeners"
+                f"monitor.listeners has {name}, but the package {_PACKAGES[name]} is not installed; run "
+                f"`pip install {_PACKAGES[name]}`, or remove {name} from monitor.listeners"
             )
 
 
@@ -55,7 +55,7 @@ def listening(config: Config, directory: str, resumed: bool) -> Iterator[list[Li
             except UserError as error:
                 if not resumed:
                     raise
-                logger.warning(f"{error}; the run goes on without it")
+                logger.warning(f"{error}; the run continues without it")
         yield listeners
     finally:
         for listener in listeners:
@@ -138,7 +138,10 @@ class WeightsAndBiases:
             )
         except Exception as error:
             # Errors of wandb, its server and its helper process have no common class.
-            raise UserError(f"Weights & Biases (monitor.listeners) cannot start: {error}") from error
+            raise UserError(
+                f"Weights & Biases cannot start: {error}; correct this, or remove wandb from "
+                "monitor.listeners"
+            ) from error
         # wandb's own step may only grow, but a resumed run goes back some steps.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

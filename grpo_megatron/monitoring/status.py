@@ -166,13 +166,13 @@ def read_status(folder: str) -> dict[str, Any]:
         raise UserError(f"{folder} {problem}; it must be the folder of a run")
     path = Path(folder, STATUS)
     if is_absent(path):
-        raise UserError(f"{folder} has no {STATUS}: no run has been in this folder")
+        raise UserError(f"{folder} contains no {STATUS}, so it is not the folder of a run; check the path")
     found = read_object(path)
     wrong = [name for name, kind in _NEEDED.items() if not isinstance(found.get(name), kind)]
     if wrong or found["state"] not in State.__members__:
         raise UserError(
-            f"{path} is damaged: {', '.join(wrong) or 'state'} is missing or invalid; if the run still "
-            "goes on, it rewrites the file"
+            f"{path} is damaged (missing or invalid: {', '.join(wrong) or 'state'}); if the run is still "
+            "running, it will rewrite the file"
         )
     if found["state"] == State.running and not _writes(found):
         found["state"] = State.gone.value

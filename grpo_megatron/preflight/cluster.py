@@ -24,7 +24,8 @@ def check_cluster(config: Config, command: Command) -> None:
     broken = contradictions(config, found) + CLUSTER.violations(config, found, command=command)
     if broken:
         raise UserError(
-            "the cluster does not allow this configuration:\n" + "\n".join(f"  - {rule}" for rule in broken)
+            "this configuration does not fit the cluster; change it to meet these requirements:\n"
+            + "\n".join(f"  - {rule}" for rule in broken)
         )
 
 
@@ -41,16 +42,20 @@ def contradictions(config: Config, found: Capabilities) -> list[str]:
     wrong = []
     if said.gpus is not None and said.gpus != found.gpus:
         wrong.append(
-            f"cluster.gpu={cluster.gpu}, but {found.where} there are {'GPUs' if found.gpus else 'none'}"
+            f"cluster.gpu={cluster.gpu}, but there are {'GPUs' if found.gpus else 'no GPUs'} {found.where}; "
+            "correct or remove the setting"
         )
     elif said.gpu and found.gpu and said.gpu.compute_capability != found.gpu.compute_capability:
         major, minor = found.gpu.compute_capability
         wrong.append(
-            f"cluster.gpu={cluster.gpu}, but the GPUs {found.where} have compute capability {major}.{minor}"
+            f"cluster.gpu={cluster.gpu}, but the GPUs {found.where} have compute capability "
+            f"{major}.{minor}; correct or remove the setting"
         )
     # More nodes or GPUs than stated do no harm.
     for name in ("nodes", "gpus_per_node"):
         fact, have = getattr(said, name), getattr(found, name)
         if fact is not None and have is not None and have < fact:
-            wrong.append(f"cluster.{name}={fact}, but {found.where} there are {have}")
+            wrong.append(
+                f"cluster.{name}={fact}, but only {have} found {found.where}; correct or remove the setting"
+            )
     return wrong

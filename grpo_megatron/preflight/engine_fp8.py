@@ -25,13 +25,13 @@ def engine_fp8_violations(config: Config, arch: Architecture) -> Iterator[str]:
     path, dtype = config.model.path, engine_dtype(config.rollout.engine, config.model.path)
     if dtype != "bfloat16":
         yield (
-            f"{_KEY} needs engines that compute in bfloat16, which is {dtype} here: set "
+            f"{_KEY} needs engines that compute in bfloat16, but they compute in {dtype}; set "
             "rollout.engine.dtype=bfloat16"
         )
     if arch.latent:
         yield (
-            f"{_KEY} is not for latent attention, which {path} has: SGLang absorbs kv_b_proj into other "
-            "products after loading, where it is in FP8 no longer; set it to none"
+            f"{_KEY} does not support latent attention, which {path} has, because SGLang merges kv_b_proj "
+            "into other products after loading; set rollout.engine.quantization=none"
         )
         return
     yield from cut_matrices(
@@ -75,6 +75,7 @@ def _cut(entry: Entry, sizes: ParallelSizes, layout: EngineLayout) -> Iterator[s
                 f"[{first}, {first + size})" for first, size in zip(piece.start, piece.shape, strict=True)
             )
             yield (
-                f"{_KEY}: with {where} rank {rank} has {spans} of {piece.hf}, which cuts blocks of "
-                f"{BLOCK} x {BLOCK}; {'divide it over fewer ranks, or ' if several else ''}set it to none"
+                f"{_KEY}: with {where} rank {rank} has {spans} of {piece.hf}, which splits blocks of "
+                f"{BLOCK} x {BLOCK}; {'use fewer ranks, or ' if several else ''}set "
+                "rollout.engine.quantization=none"
             )

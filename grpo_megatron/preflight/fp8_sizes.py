@@ -49,8 +49,8 @@ def _matrices(arch: Architecture, sizes: ParallelSizes, recipe: FP8Recipe) -> It
         needed = multiple if size % multiple else of_gathered
         yield (
             f"megatron.precision=fp8 with megatron.fp8.recipe={recipe.value}: a side of {name} is {size} on "
-            f"each rank ({layout}), which is no multiple of {needed}; use fewer ranks, another recipe, or "
-            "bf16"
+            f"each rank ({layout}), which is not a multiple of {needed}; use fewer ranks, a different "
+            "recipe, or megatron.precision=bf16"
         )
 
 
@@ -72,6 +72,6 @@ def _layers_in_bf16(config: Config, arch: Architecture, sizes: ParallelSizes) ->
         count = getattr(config.megatron.fp8, key)
         if count > stage:
             yield (
-                f"megatron.fp8.{key}={count}, but a pipeline stage has {stage} layers of the model's "
-                f"{arch.num_layers}"
+                f"megatron.fp8.{key}={count}, but a pipeline stage has only {stage} of the model's "
+                f"{arch.num_layers} layers; lower it"
             )

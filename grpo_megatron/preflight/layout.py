@@ -104,7 +104,7 @@ def experts_divide_a_stage(sizes: ParallelSizes) -> Iterator[str]:
         yield f"{sizes.ep * sizes.etp} does not divide {stage}"
 
 
-@SIZES_OF_MODEL.rule(f"One of {_TP} and the model's KV heads must divide the other.", _TP)
+@SIZES_OF_MODEL.rule(f"{_TP} must divide the model's number of KV heads, or be a multiple of it.", _TP)
 def kv_heads_divide(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
     if arch.num_kv_heads % sizes.tp and sizes.tp % arch.num_kv_heads:
         yield f"{_TP}={sizes.tp}, KV heads: {arch.num_kv_heads}"
@@ -117,8 +117,8 @@ def hidden_size_divides(sizes: ParallelSizes, arch: Architecture) -> Iterator[st
 
 
 @SIZES_OF_MODEL.rule(
-    f"The model chunks must hold all layers: {_LAYERS} must add up to the model's layers, or without it "
-    f"{_PP} * {_VPP} must divide them.",
+    f"The model chunks must hold all layers: {_LAYERS} must add up to the model's number of layers, or, if "
+    f"it is not set, {_PP} * {_VPP} must divide this number.",
     _LAYERS,
     _PP,
     _VPP,
@@ -134,7 +134,7 @@ def chunks_hold_all_layers(sizes: ParallelSizes, arch: Architecture) -> Iterator
 @SIZES_OF_MODEL.rule(f"{_EP} > 1 and {_ETP} > 1 need a model with experts.", _EP, _ETP)
 def there_are_experts(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
     if arch.moe is None and max(sizes.ep, sizes.etp) > 1:
-        yield f"{_EP}={sizes.ep}, {_ETP}={sizes.etp}, and the model is dense"
+        yield f"{_EP}={sizes.ep}, {_ETP}={sizes.etp}, but the model is dense"
 
 
 @SIZES_OF_MODEL.rule(f"A model with experts and {_TP} > 1 needs {_SP}=true.", _TP, _SP)

@@ -78,12 +78,14 @@ def reward_model_violations(config: Config, weights: bool = False) -> list[str]:
         return [f"reward.model.path: {error}"]
     if not arch.scalar_head:
         return [
-            f"reward.model.path: {path} is a language model; a reward model of it is made by `grpo-megatron "
-            "reward-model`"
+            f"reward.model.path: {path} is a language model, not a reward model; train a reward model from "
+            "it with `grpo-megatron reward-model`"
         ]
     sizes = replace(ParallelSizes.from_config(config.megatron), pipeline_layers=None)
     unfit = layout_violations_of_model(sizes, arch)
-    found = [f"reward.model.path={path} cannot be divided as megatron.* says: {rule}" for rule in unfit]
+    found = [
+        f"reward.model.path={path} does not fit the parallel sizes in megatron.*: {rule}" for rule in unfit
+    ]
     return found + _weights(path, arch) if weights else found
 
 
@@ -97,8 +99,8 @@ def architecture_violations(
     found = []
     if arch.scalar_head and command != Command.reward_model:
         found.append(
-            f"{config.model.path} is a reward model, which has no output projection: it cannot be the model "
-            f"of `{command}`"
+            f"{config.model.path} is a reward model, which has no output projection, so `{command}` cannot "
+            "use it; set model.path to a language model"
         )
     if command == Command.eval:
         return found + _engine(config, arch) + _longest(config, arch, command)
@@ -122,8 +124,8 @@ def _longest(config: Config, arch: Architecture, command: Command) -> list[str]:
     elif config.eval.max_response_length and command == Command.train and config.data.eval:
         lengths |= evaluated
     return [
-        f"data.max_prompt_length + {key} = {config.data.max_prompt_length + length}, but {config.model.path} "
-        f"is made for {arch.max_positions} positions"
+        f"data.max_prompt_length + {key} = {config.data.max_prompt_length + length}, but "
+        f"{config.model.path} supports only {arch.max_positions} positions; lower one of the two"
         for key, length in lengths.items()
         if config.data.max_prompt_length + length > arch.max_positions
     ]
@@ -141,8 +143,8 @@ def _beams(config: Config, arch: Architecture) -> list[str]:
         return []
     return [
         f"rollout.strategy=beam compares the {(1 + ends) * rollout.n} likeliest tokens for "
-        f"rollout.n={rollout.n} beams with {ends} kinds of end, and {config.model.path} has "
-        f"{arch.vocab_size} in all: lower rollout.n"
+        f"rollout.n={rollout.n} beams with {ends} kinds of end, but {config.model.path} has only "
+        f"{arch.vocab_size}; lower rollout.n"
     ]
 
 
@@ -151,18 +153,19 @@ def _engine(config: Config, arch: Architecture) -> list[str]:
     path, found = config.model.path, _engine_layout(config, arch)
     if arch.family == "mixtral" and arch.head_dim * arch.num_heads != arch.hidden_size:
         found.append(
-            f"{path} has a head_dim of {arch.head_dim}, which SGLang's Mixtral ignores: it takes hidden_size "
-            f"/ num_attention_heads = {arch.hidden_size // arch.num_heads}"
+            f"{path} cannot be used, because it has a head_dim of {arch.head_dim}, which SGLang's Mixtral "
+            f"ignores; it uses hidden_size / num_attention_heads = {arch.hidden_size // arch.num_heads}"
         )
     if arch.moe is not None and arch.tied_embeddings:
         found.append(
-            f"{path} has tied embeddings (tie_word_embeddings), which SGLang's models with experts ignore: "
-            "they would generate with an uninitialised output layer"
+            f"{path} cannot be used, because it has tied embeddings (tie_word_embeddings), which SGLang's "
+            "models with experts ignore, so they would generate with an uninitialized output layer"
         )
     if arch.family == "qwen3_moe" and not all(arch.moe.layers):
         found.append(
-            f"{path} has layers without experts (mlp_only_layers, decoder_sparse_step), which SGLang's "
-            "Qwen3-MoE ignores: it would generate with uninitialised weights"
+            f"{path} cannot be used, because it has layers without experts (mlp_only_layers, "
+            "decoder_sparse_step), which SGLang's Qwen3-MoE ignores, so it would generate with "
+            "uninitialized weights"
         )
     found += _stop_tokens(config, arch)
     return found + (_latent_engine(path, arch) if arch.latent else []) + _quantised_engine(path)
@@ -177,8 +180,8 @@ def _stop_tokens(config: Config, arch: Architecture) -> list[str]:
     if not absent:
         return []
     return [
-        f"rollout.stop_token_ids={absent}: {config.model.path} has {arch.vocab_size} tokens, 0 to "
-        f"{arch.vocab_size - 1}, so these never end a response"
+        f"rollout.stop_token_ids={absent}: {config.model.path} has only the tokens 0 to "
+        f"{arch.vocab_size - 1}; remove these ids"
     ]
 
 
@@ -199,24 +202,28 @@ def _engine_layout(config: Config, arch: Architecture) -> list[str]:
         ranks += f" / data_parallel_attention={engine.attention_dp}"
         if arch.family not in ATTENTION_GROUPS:
             found.append(
-                f"rollout.engine.data_parallel_attention={engine.attention_dp}: SGLang's {arch.family} does "
-                f"not divide attention so; those that do: {', '.join(ATTENTION_GROUPS)}"
+                f"rollout.engine.data_parallel_attention={engine.attention_dp}: SGLang does not support "
+                f"this for {arch.family}, only for {', '.join(ATTENTION_GROUPS)}; set it to 1"
             )
     if arch.num_heads % engine.attention_tp:
-        found.append(f"{ranks} does not divide the {arch.num_heads} attention heads of {path}")
+        found.append(
+            f"{ranks} does not divide the {arch.num_heads} attention heads of {path}; set it to a divisor "
+            f"of {arch.num_heads}"
+        )
     if engine.ep > 1 and arch.moe is None:
         found.append(
-            f"rollout.engine.expert_parallel={engine.ep} needs a model with experts, {path} is dense"
+            f"rollout.engine.expert_parallel={engine.ep} needs a model with experts, but {path} is dense; "
+            "set it to 1"
         )
     elif arch.moe and arch.moe.num_experts % engine.ep:
         found.append(
             f"rollout.engine.expert_parallel={engine.ep} does not divide the {arch.moe.num_experts} experts "
-            f"of {path}"
+            f"of {path}; set it to a divisor of {arch.moe.num_experts}"
         )
     elif arch.moe and arch.moe.ffn_hidden_size % engine.moe_tp:
         found.append(
             f"rollout.engine.tensor_parallel={engine.tp} / expert_parallel={engine.ep} does not divide the "
-            f"experts' intermediate size {arch.moe.ffn_hidden_size} of {path}"
+            f"experts' intermediate size {arch.moe.ffn_hidden_size} of {path}; use fewer ranks"
         )
     return found
 
@@ -231,13 +238,14 @@ def _latent_engine(path: str, arch: Architecture) -> list[str]:
     missing = [f'"{key}": {json_text(value)}' for key, value in needed.items() if key not in config]
     if missing:
         found.append(
-            f"{path}/config.json lacks what SGLang reads from it and transformers does not write; add "
+            f"{path}/config.json lacks entries that SGLang needs and transformers does not write; add "
             f"{', '.join(missing)}"
         )
     if arch.norm_eps != LATENT_NORM_EPS:
         found.append(
-            f"{path} has rms_norm_eps={arch.norm_eps:g}, which SGLang takes for the norms of latents too, "
-            f"where the model's own code takes {LATENT_NORM_EPS:g}: log-probs would differ"
+            f"{path} cannot be used, because it has rms_norm_eps={arch.norm_eps:g}, which SGLang also uses "
+            f"for the norms of latents, where the model's own code uses {LATENT_NORM_EPS:g}, so log-probs "
+            "would differ"
         )
     return found
 
@@ -253,8 +261,8 @@ def _quantised_engine(path: str) -> list[str]:
     except UserError:
         return []  # reported by the check of the weights
     return [
-        f"{path} has FP8 weights (quantization_config), which SGLang would keep in FP8, and weight syncs "
-        "bring others; make a copy without by tools/convert_hf_to_megatron.py and "
+        f"{path} has FP8 weights (quantization_config), which SGLang would keep in FP8, although weight "
+        "syncs bring others; make a copy without FP8 with tools/convert_hf_to_megatron.py and "
         "tools/convert_megatron_to_hf.py"
     ]
 
@@ -274,7 +282,7 @@ def _weights(path: str, arch: Architecture) -> list[str]:
     least = arch.num_layers if arch.moe is None else sum(arch.moe.layers) * arch.moe.num_experts
     if least > len(checkpoint.names):  # checked first, because the weight map may be far too large
         return [
-            f"{path}: config.json promises at least {least} tensors, the checkpoint has "
-            f"{len(checkpoint.names)}"
+            f"{path}: the checkpoint is incomplete, because config.json requires at least {least} tensors, "
+            f"but it has {len(checkpoint.names)}; copy the model again"
         ]
     return checkpoint.violations(weight_map(arch))

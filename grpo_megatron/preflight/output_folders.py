@@ -24,7 +24,7 @@ def output_folders(config: Config, command: Command) -> dict[str, str]:
 def must_be_writable(key: str, folder: str) -> None:
     """Raise UserError, which names the key, if this machine cannot make the folder or write to it."""
     if problem := output_folder_problem(folder):
-        raise UserError(f"{key}={folder} {problem}; it must be a folder that the run can make and write to")
+        raise UserError(f"{key}={folder} {problem}; it must be a folder that the run can create and write to")
 
 
 def is_of_another_machine(folder: str) -> bool:

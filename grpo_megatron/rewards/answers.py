@@ -187,7 +187,7 @@ def answer_finder(config: RewardConfig) -> Callable[[str], str | None] | None:
             pattern = re.compile(config.extract)
         except re.error as error:
             raise UserError(
-                f"reward.extract={config.extract!r} is not a regular expression: {error}"
+                f"reward.extract={config.extract!r} is not a valid regular expression: {error}"
             ) from error
         return lambda response: _last_match(pattern, response)
     if not config.response_from:

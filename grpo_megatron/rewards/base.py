@@ -106,8 +106,8 @@ def resolve_rewards(config: RewardConfig, secrets: Mapping[str, str] | None = No
             if name not in computed:
                 before = ", ".join(computed) or "none"
                 raise UserError(
-                    f"{reward.term.key} reads the term {name!r}, which must be computed before it; the terms "
-                    f"before it are: {before}"
+                    f"{reward.term.key} uses the term {name!r}, which must be computed before it (terms "
+                    f"computed before it: {before}); add or reorder the terms in reward.terms"
                 )
         computed.append(reward.term.name)
     return found
@@ -133,8 +133,8 @@ def check_record(rewards: Sequence[Reward], prompt: Prompt, where: str) -> None:
         except Exception as error:
             raise UserError(
                 f"{where}: reward {reward.name} cannot score this record: {type(error).__name__}: {error}; "
-                "correct or remove the record, or set reward.on_failure to value (its samples get "
-                "reward.failure_value) or leave_out (its samples are not used)"
+                "correct or remove the record, or set reward.on_failure=value (its samples get "
+                "reward.failure_value) or reward.on_failure=leave_out (its samples are not used)"
             ) from error
 
 
@@ -148,12 +148,15 @@ def read_secrets(rewards: Sequence[Reward]) -> dict[str, str]:
     for name in (name for reward in rewards for name in getattr(reward.function, "secrets", ())):
         value = os.environ.get(name, "").strip()
         if not value:
-            raise UserError(f"the environment variable {name}, which a reward of this run needs, is not set")
+            raise UserError(
+                f"the environment variable {name}, which a reward of this run needs, is not set; set it "
+                "before you start the run"
+            )
         if not (value.isascii() and value.isprintable()):
             raise UserError(
-                f"the environment variable {name}, which a reward of this run needs, has a line break or "
-                "another character that is not printable ASCII, so it cannot be sent in an HTTP header; set "
-                "the variable to the token alone"
+                f"the environment variable {name}, which a reward of this run needs, contains a line break "
+                "or another character that is not printable ASCII, so it cannot be sent in an HTTP header; "
+                "set the variable to the token alone"
             )
         found[name] = value
     return found
@@ -172,8 +175,8 @@ def _resolve(setup: Setup) -> Reward:
     wants = frozenset(option for option in _OPTIONAL if everything or option in parameters)
     if setup.term.args and not make and "args" not in wants:
         raise UserError(
-            f"{setup.term.key}: {name} has no parameter `args`, so it cannot take "
-            f"{', '.join(setup.term.args)}"
+            f"{setup.term.key}: {name} does not accept the options {', '.join(setup.term.args)}, because it "
+            "has no parameter `args`; remove the options, or add the parameter"
         )
     return Reward(setup.term, function, of_group, wants)
 
@@ -194,7 +197,7 @@ def _check_call(term: Term, function: Callable, of_group: bool) -> None:
     """
     if inspect.isclass(function):
         raise UserError(
-            f"{_named(term)} is a class, but a reward must be a function; name a function, or a callable "
+            f"{_named(term)} is a class, but a reward must be a function; specify a function, or a callable "
             "object of the class"
         )
     known = _parameters(function)

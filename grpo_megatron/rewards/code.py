@@ -172,9 +172,9 @@ def read_tests(answer: str | list[str], record: dict) -> list[Test]:
         # pass it.
         if tree.body and not any(isinstance(node, _CAN_FAIL) for node in ast.walk(tree)):
             asserts = f"the test asserts nothing: {test.statements[:80]!r}"
-            raise ValueError(f"{asserts}; inputs and outputs, and lists of tests, must be written as JSON")
+            raise ValueError(f"{asserts}; write inputs and outputs, and lists of tests, as JSON")
     if not any(test.statements.strip() for test in tests):
-        raise ValueError("the reference answer has no tests")
+        raise ValueError("the reference answer contains no tests")
     return tests
 
 

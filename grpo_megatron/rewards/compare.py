@@ -69,7 +69,9 @@ def choice(setup: Setup) -> Compare:
     def golds(answer: str | list[str], record: dict) -> list[str]:
         found = [find_letter(gold, letters) for gold in _references(answer, config)]
         if None in found:
-            raise ValueError(f"the reference answer {str(answer)[-80:]!r} has none of the letters {letters}")
+            raise ValueError(
+                f"the reference answer {str(answer)[-80:]!r} contains none of the letters {letters}"
+            )
         return found
 
     def reward(prompt: str, response: str, answer: str | list[str], record: dict) -> float:

@@ -41,7 +41,7 @@ def tags(setup: Setup) -> Callable[..., float]:
     """
     options = setup.options(_Tags)
     if not options.tags:
-        raise UserError(f"{setup.term.key}.tags is empty; name at least one tag")
+        raise UserError(f"{setup.term.key}.tags is empty; it must contain at least one tag")
     # Empty contents are checked afterwards. As part of the pattern, the check took quadratic time if there
     # was text between the tags.
     parts = [rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>" for tag in options.tags]
@@ -72,7 +72,9 @@ def linear_length(setup: Setup) -> Callable[..., float]:
     """
     options = setup.options(_LinearLength)
     if options.target is None or options.width is None:
-        raise UserError(f"{setup.term.key}: linear_length needs the options target and width, in tokens")
+        raise UserError(
+            f"{setup.term.key}: linear_length requires the options target and width (both in tokens)"
+        )
 
     def reward(prompt: str, response: str, answer: str | list[str], record: dict, tokens: int) -> float:
         beyond = tokens - options.target
@@ -109,8 +111,8 @@ class CosineLength:
         options = setup.options(_CosineLength)
         if options.right is None or options.longest is None:
             raise UserError(
-                f"{setup.term.key}: cosine_length needs the options right (name of a term) and longest (in "
-                "tokens)"
+                f"{setup.term.key}: cosine_length requires the options right (name of a term) and longest "
+                "(in tokens)"
             )
         return cls(options)
 

@@ -82,7 +82,7 @@ class GroupLength:
     def make(cls, setup: Setup) -> "GroupLength":
         options = setup.options(_GroupLength)
         if options.right is None:
-            raise UserError(f"{setup.term.key}: group_length needs the option right (name of a term)")
+            raise UserError(f"{setup.term.key}: group_length requires the option right (name of a term)")
         return cls(options)
 
     def __call__(

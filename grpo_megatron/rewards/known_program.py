@@ -69,7 +69,7 @@ def _why(outcome: Outcome, limits: SandboxLimits) -> str:
         keys = " or ".join(
             f"reward.code.limits.{name}={getattr(limits, name):g}" for name in _KEYS[outcome.ended]
         )
-        return f"it needs more than {keys}"
+        return f"it exceeds {keys}; raise this limit"
     lines = outcome.stderr.strip().splitlines()
     if outcome.succeeded:
         return f"it printed {shortened(repr(outcome.stdout))} instead of {_PRINTS!r}"

@@ -65,7 +65,7 @@ def hint(function: str, parameters: Iterable[str]) -> str:
             result = stack.result.format(f=function)
             definition = "async def" if result.startswith("await") else "def"
             return (
-                f". It has the parameters of a reward function for {stack.name}; name a function that calls "
+                f". It has the parameters of a reward function for {stack.name}; use a function that calls "
                 f"it instead: {definition} reward(prompt, response, answer, record): return {result}"
             )
     return ""

@@ -62,8 +62,8 @@ class Http:
         key, shown = f"{setup.term.key}.url", shortened(options.url.partition("?")[0])
         if _USER.match(options.url):  # checked first, because the other message shows the URL
             raise UserError(
-                f"{key} must not have a user or a password, because config.yaml would show them; set "
-                "token_env to an environment variable that holds a token"
+                f"{key} must not contain a user name or password, because config.yaml would show them; set "
+                "token_env to the name of an environment variable that contains a token"
             )
         try:
             parts = urlsplit(options.url)
@@ -71,7 +71,7 @@ class Http:
         except ValueError:  # the port is not a number or too large, or brackets contain no address
             legal = False
         if not legal:
-            raise UserError(f"{key} must be of the form http://HOST:PORT/PATH, is {shown!r}")
+            raise UserError(f"{key} must have the form http://HOST:PORT/PATH, but is {shown!r}")
         return cls(options, setup.secrets.get(options.token_env) if options.token_env else None)
 
     async def __call__(
@@ -133,11 +133,13 @@ class Http:
                 rewards = answer.get("rewards") if isinstance(answer, dict) else None
                 if not isinstance(rewards, list) or len(rewards) != count:
                     raise RewardServerError(
-                        f'{self._shown} must answer {{"rewards": [...]}} with {count} rewards, but did not'
+                        f'{self._shown} must answer {{"rewards": [...]}} with {count} rewards, but sent '
+                        "something else"
                     )
                 return rewards
         raise RewardServerError(
-            f"{self._shown} gave no rewards in {options.attempts} attempts; the last attempt: {problem}"
+            f"{self._shown} returned no rewards in {options.attempts} attempts (last problem: {problem}); "
+            "check that the server is running"
         )
 
     async def _ask(self, body: dict[str, list]) -> tuple[Any, str | None]:
@@ -167,12 +169,14 @@ class Http:
                         self._redirected(response.status, response.headers.get("Location", ""))
                     )
                 if response.status != 200:
-                    raise RewardServerError(f"{self._shown} answered with status {response.status}")
+                    raise RewardServerError(
+                        f"{self._shown} answered with HTTP status {response.status}; see the server's log"
+                    )
                 encoding = response.headers.get("Content-Encoding", "identity")
                 if encoding.lower() != "identity":
                     raise RewardServerError(
-                        f"{self._shown} sent a compressed answer ({encoding[:20]!r}), which the request does "
-                        "not allow"
+                        f"{self._shown} sent a compressed answer ({encoding[:20]!r}); turn off compression "
+                        "on the server"
                     )
                 return json.loads(await self._read(response)), None
         except asyncio.TimeoutError:
@@ -180,7 +184,7 @@ class Http:
         except aiohttp.ClientError as error:
             return None, type(error).__name__
         except (ValueError, RecursionError) as error:
-            raise RewardServerError(f"{self._shown} sent an answer that is not JSON") from error
+            raise RewardServerError(f"{self._shown} sent an answer that is not valid JSON") from error
 
     def _redirected(self, status: int, location: str) -> str:
         """Return the error message for an answer that redirects to `location`."""
@@ -189,8 +193,8 @@ class Http:
         except ValueError:
             target = "an invalid URL"
         return (
-            f"{self._shown} redirects to {target} (status {status}). Redirects are not followed, because "
-            "they would send the responses to another address; set url to the address that answers"
+            f"{self._shown} redirects to {target} (status {status}), but redirects are not followed, "
+            "because they would send the responses to another address; set url to the final address"
         )
 
     async def _read(self, response) -> bytes:
@@ -199,7 +203,10 @@ class Http:
         async for data in response.content.iter_chunked(_READ_AT_ONCE):
             found += data
             if len(found) > MAX_ANSWER:
-                raise RewardServerError(f"{self._shown} answered with more than {MAX_ANSWER >> 20} MiB")
+                raise RewardServerError(
+                    f"{self._shown} sent an answer of more than {MAX_ANSWER >> 20} MiB; answer with the "
+                    "rewards only"
+                )
         return bytes(found)
 
 

@@ -211,7 +211,7 @@ class Scorer:
                 until, reward.function, given | {name: options[name] for name in reward.wants}
             )
         except _TooLong:
-            raise _Failure(f"{failed}: took longer than reward.timeout={self._timeout} s") from None
+            raise _Failure(f"{failed}: it took longer than reward.timeout={self._timeout} s") from None
         except (Exception, SystemExit) as error:
             raise _Failure(f"{failed}: {described(error)}") from error
 

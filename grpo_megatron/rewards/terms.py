@@ -77,7 +77,7 @@ def _term(name: str, entry: Any) -> Term:
             f"{', '.join(_TAKEN)}"
         )
     if not isinstance(entry, dict) or not isinstance(entry.get("function"), str):
-        raise UserError(f"{key} must name its function, such as {{function: math, weight: 1.0}}")
+        raise UserError(f"{key} must specify a function, such as {{function: math, weight: 1.0}}")
     own = {option: entry[option] for option in ("function", "weight") if option in entry}
     read = read_options(_Entry, own, key)
     return Term(

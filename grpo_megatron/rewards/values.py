@@ -48,11 +48,14 @@ def read_components(value: dict, from_json: bool = False) -> dict[str, float]:
     from_json: If True, true and false are not accepted as numbers.
     """
     if len(value) > MAX_COMPONENTS:
-        raise NoReward(f"it must return at most {MAX_COMPONENTS} numbers beside the reward, not {len(value)}")
+        raise NoReward(
+            f"it must return at most {MAX_COMPONENTS} numbers in addition to the reward, not {len(value)}"
+        )
     for name in value:
         if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= MAX_NAME_LENGTH:
             raise NoReward(
-                f"the name of a number must be 1 to {MAX_NAME_LENGTH} printable characters, is {shown(name)}"
+                f"the name of a number must be 1 to {MAX_NAME_LENGTH} printable characters, but is "
+                f"{shown(name)}"
             )
     return {str(name): _number(number, shown(name), from_json) for name, number in value.items()}
 
@@ -100,7 +103,9 @@ def _number(value: Any, name: str, from_json: bool) -> float:
     except OverflowError:
         number = math.inf
     except Exception:  # an object of a user's class may raise anything
-        raise NoReward(f"{name} must be a number, is {shown(value)} of type {type(value).__name__}") from None
+        raise NoReward(
+            f"{name} must be a number, but is {shown(value)} of type {type(value).__name__}"
+        ) from None
     if not abs(number) <= LARGEST:
         raise NoReward(f"{name} must be finite, and at most {LARGEST:g} in absolute value")
     return number

@@ -191,7 +191,7 @@ class Environments:
 
         problem: why it could not be closed.
         """
-        self._warn(f"{problem}; the run goes on, and does not report further episodes that cannot be closed")
+        self._warn(f"{problem}; the run continues and does not report further episodes that cannot be closed")
 
     def close(self) -> None:
         for pool in self._pools:
@@ -315,7 +315,7 @@ class _Host:
             # The process's death may have been noticed by a call whose result is ignored, such as `close` of
             # another episode.
             raise WorkerDied(
-                f"environment {self._name}: the process of an episode has died between two turns, so the "
+                f"environment {self._name}: the process of an episode died between two turns, so the "
                 "episode is lost"
             )
         instance, uid = self._alive[episode]

@@ -161,8 +161,8 @@ class MultiTurn:
         if not trajectory.read(first):
             raise UserError(
                 f"record {episode.prompt.uid}: the environment's first observation has {len(first) - asked} "
-                f"tokens, so none of the {episode.limit} tokens of rollout.max_response_length is left for "
-                "the model; raise the limit, or move the text to the prompt"
+                f"tokens, which leaves none of the {episode.limit} tokens of rollout.max_response_length "
+                "for the model; raise this limit, or move the text to the prompt"
             )
         reward, components, finish_reason = 0.0, {}, None
         while finish_reason is None:

@@ -151,9 +151,9 @@ class Evaluation:
         sampled = [group for group in every if group.samples]
         if not sampled:
             raise UserError(
-                f"the evaluation of {name} has no samples: rewards or environments failed for all samples of "
-                f"its {len(prompts)} prompts, and reward.on_failure=leave_out removes such samples; the "
-                "messages above say what failed"
+                f"the evaluation of {name} has no samples left, because rewards or environments failed for "
+                f"all samples of its {len(prompts)} prompts and reward.on_failure=leave_out removes them; "
+                "see the messages above for the cause"
             )
         return _Drawn(sampled, [group for group in greedy if group.samples], failed)
 
@@ -191,7 +191,7 @@ class Evaluation:
             self._directory.mkdir(parents=True, exist_ok=True)
             replace_text(path, "".join(_line(group) for group in groups))
         except OSError as error:
-            self._warn(not_written(path, error, "samples of evaluations are left out, and the run goes on"))
+            self._warn(not_written(path, error, "evaluation samples are not saved, and the run continues"))
 
 
 def _mean_reward(groups: list[Group]) -> float:

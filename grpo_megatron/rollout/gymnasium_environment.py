@@ -28,22 +28,23 @@ class GymnasiumEnvironment:
         missing = [name for name in options.record_args if name not in prompt.fields]
         if missing:
             raise UserError(
-                f"the record has no field {missing[0]}, which rollout.gymnasium.record_args names"
+                f"the record has no field {missing[0]!r}, which rollout.gymnasium.record_args lists; add it "
+                "to the data, or remove it from the setting"
             )
         arguments = options.args | {name: prompt.fields[name] for name in options.record_args}
         self._task = gymnasium.make(options.id, disable_env_checker=True, **arguments)
         space = self._task.action_space
         if not isinstance(space, gymnasium.spaces.Discrete):
             raise UserError(
-                f"rollout.gymnasium.id={options.id} has the action space {space}; only Discrete ones are "
-                "supported"
+                f"rollout.gymnasium.id={options.id} has the action space {space}, but only Discrete action "
+                "spaces are supported; choose another environment"
             )
         actions = range(int(space.start), int(space.start + space.n))
         words = options.actions or [str(action) for action in actions]
         if len(words) != len(actions):
             raise UserError(
-                f"rollout.gymnasium.actions has {len(words)} words for the {len(actions)} actions of "
-                f"{options.id}"
+                f"rollout.gymnasium.actions has {len(words)} words, but {options.id} has {len(actions)} "
+                "actions; give one word for each action"
             )
         self._actions = dict(zip(words, actions, strict=True))
         self._seen = ""
@@ -97,7 +98,7 @@ def gymnasium_environment(options: GymnasiumConfig) -> Callable[[Prompt], Gymnas
         import gymnasium
     except ImportError as error:
         raise UserError(
-            "rollout.environment=gymnasium needs a package that is not installed: pip install gymnasium"
+            "rollout.environment=gymnasium requires the gymnasium package; run `pip install gymnasium`"
         ) from error
     text = observation_text.get(options.text) if options.text else _plain
     setting = f"rollout.gymnasium.id={options.id}"

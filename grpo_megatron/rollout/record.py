@@ -61,7 +61,9 @@ class Recorder:
         except OSError as error:
             logger.warning(
                 not_written(
-                    self._file.path, error, f"step {step} is missing in the recording, and the run goes on"
+                    self._file.path,
+                    error,
+                    f"step {step} is missing from the recording, and the run continues",
                 )
             )
 
@@ -89,16 +91,25 @@ class Replay:
         with open(path, "rb") as file:
             header = file.readline(_LONGEST)
             if not _is_header(header):
-                raise UserError(f"rollout.replay: {path} is not a recording of version {_FORMAT['version']}")
+                raise UserError(
+                    f"rollout.replay: {path} is not a recording that this version can read; record the "
+                    "samples again with rollout.record"
+                )
             place = len(header)
             for line, row in enumerate(file, start=2):
                 if not row.endswith(b"\n"):
                     break
                 step = _step_of(row)
                 if step is None or not _END.search(row[-_LONGEST:]):
-                    raise UserError(f"rollout.replay: {path}:{line} is damaged")
+                    raise UserError(
+                        f"rollout.replay: {path}:{line} is damaged; copy the recording again, or record the "
+                        "samples again"
+                    )
                 if step in self._places:
-                    raise UserError(f"rollout.replay: {path}:{line} is damaged (step {step} occurs twice)")
+                    raise UserError(
+                        f"rollout.replay: {path}:{line}: step {step} occurs a second time; remove the "
+                        "duplicate, or record the samples again"
+                    )
                 self._places[step] = place, len(row)
                 place += len(row)
 
@@ -106,8 +117,8 @@ class Replay:
         """Return the groups of a step (from 1). Raises UserError if the step is missing or damaged."""
         if step not in self._places:
             raise UserError(
-                f"rollout.replay: {self._path} holds {len(self._places)} steps, but not step {step}; lower "
-                "run.total_steps"
+                f"rollout.replay: {self._path} contains {len(self._places)} steps, but not step {step}; "
+                "lower run.total_steps"
             )
         place, length = self._places[step]
         with open(self._path, "rb") as file:
@@ -117,7 +128,8 @@ class Replay:
             return [_group_from_json(group) for group in json.loads(row)["groups"]]
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise UserError(
-                f"rollout.replay: {self._path}: step {step} is damaged ({type(error).__name__}: {error})"
+                f"rollout.replay: {self._path}: step {step} is damaged ({type(error).__name__}: {error}); "
+                "record the samples again"
             ) from error
 
 
@@ -135,8 +147,8 @@ def must_be_free(path: str) -> None:
         found = file.read(len(_HEADER))
     if found != _HEADER.encode()[: len(found)]:
         raise UserError(
-            f"rollout.record: {path} is not a recording, and would be overwritten; move the file away, or "
-            "choose another path"
+            f"rollout.record: {path} is not a recording, and the run would overwrite it; move the file "
+            "away, or choose another path"
         )
 
 

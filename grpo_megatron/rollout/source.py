@@ -64,9 +64,9 @@ class EngineRollouts:
             filled.groups = [group for group in filled.groups if not self._is_too_small(group)]
             if not filled.groups:
                 raise UserError(
-                    f"step {step}: reward.on_failure=leave_out leaves none of the {len(failed)} groups, "
-                    "because rewards or environments failed for nearly all of their samples; the messages "
-                    "above and the workers' logs say what failed"
+                    f"step {step}: none of the {len(failed)} groups is left, because rewards or "
+                    "environments failed for nearly all samples and reward.on_failure=leave_out removes "
+                    "them; see the messages above and the workers' logs for the cause"
                 )
         prompts.settle(filled.aborted)
         if self._recorder:
@@ -105,10 +105,11 @@ class EngineRollouts:
         if short and (options.shortage == Shortage.error or not filled.groups):
             because = f", and failed rewards left too few samples of {len(failed)} groups" if failed else ""
             raise UserError(
-                f"step {step}: algorithm.filters left {len(filled.groups)} of the {self._batch_size} groups "
-                f"that data.train_batch_size needs, after sampling the {most} prompts that "
-                f"rollout.dynamic_sampling.max_batches allows{because}; choose easier or harder prompts, "
-                "raise max_batches or rollout.n, or set rollout.dynamic_sampling.shortage=smaller"
+                f"step {step}: algorithm.filters left only {len(filled.groups)} of the {self._batch_size} "
+                f"groups that data.train_batch_size needs, after sampling the {most} prompts that "
+                f"rollout.dynamic_sampling.max_batches allows{because}; use easier or harder prompts, raise "
+                "rollout.dynamic_sampling.max_batches or rollout.n, or set "
+                "rollout.dynamic_sampling.shortage=smaller"
             )
         return filled
 

@@ -133,7 +133,7 @@ class ToolEnvironment:
             return [get_json_schema(function) for function in self._tools.values()]
         except Exception as error:  # the library raises its own kinds of errors
             raise UserError(
-                "rollout.tools: a tool needs type hints, and a docstring that describes its arguments: "
+                "rollout.tools: a tool must have type hints and a docstring that describes its arguments: "
                 f"{error}"
             ) from error
 
@@ -148,8 +148,8 @@ def _check_tool(setting: str, function: Callable) -> None:
     """
     if not hasattr(function, "__name__"):
         raise UserError(
-            f"{setting}: a tool must be a function with a name, by which the model calls it, but "
-            f"{shortened(repr(function))} has no name"
+            f"{setting}: {shortened(repr(function))} has no name by which the model could call it; a tool "
+            "must be a named function"
         )
     try:
         arguments = tuple(inspect.signature(function).parameters)

@@ -312,10 +312,10 @@ def required_containment(isolation: Isolation) -> str:
         if problems[containment] is None:
             return containment
     raise UserError(
-        "this machine cannot keep model-written programs away from its files and network. "
+        "this machine cannot keep model-written programs away from its files and network: "
         + "; ".join(f"{name}: {problem}" for name, problem in problems.items())
-        + ". Allow users to create namespaces (sysctl user.max_user_namespaces above 0, "
-        "kernel.apparmor_restrict_unprivileged_userns=0, or a container that allows unshare), or use a "
-        "kernel from 5.13 on with landlock in lsm=. reward.code.isolation=no_network needs neither, but does "
-        "not protect files"
+        + "; allow users to create namespaces (sysctl user.max_user_namespaces above 0, "
+        "kernel.apparmor_restrict_unprivileged_userns=0, or a container that allows unshare), or use "
+        "Linux 5.13 or later with landlock in lsm=, or set reward.code.isolation=no_network, which "
+        "does not protect files"
     )

@@ -43,11 +43,11 @@ def test_a_cluster_without_gpus_that_was_described_with_some():
     assert probe(0, "cluster.gpu=h200", "cluster.nodes=2", "megatron.precision=fp8") == [
         "found in the Ray cluster False 1 None TransformerEngine needs CUDA, which is not available",
         "allowed",
-        "error the cluster does not allow this configuration:",
-        "  - cluster.gpu=h200, but in the Ray cluster there are none",
-        "  - cluster.nodes=2, but in the Ray cluster there are 1",
-        "  - megatron.precision=fp8 needs TransformerEngine and GPUs with FP8 matrix products (in the Ray "
-        "cluster: TransformerEngine needs CUDA, which is not available)",
+        "error this configuration does not fit the cluster; change it to meet these requirements:",
+        "  - cluster.gpu=h200, but there are no GPUs in the Ray cluster; correct or remove the setting",
+        "  - cluster.nodes=2, but only 1 found in the Ray cluster; correct or remove the setting",
+        "  - megatron.precision=fp8 needs TransformerEngine and GPUs that support FP8; otherwise set "
+        "megatron.precision=bf16 (in the Ray cluster: TransformerEngine needs CUDA, which is not available)",
     ]
 
 

@@ -79,7 +79,7 @@ def test_a_malformed_line(capsys, arithmetic, tmp_path):
 def test_an_empty_dataset(capsys, arithmetic, tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_text("\n")
-    assert f"{path} has no records" in refusal(capsys, arithmetic, f"data.train={path}")
+    assert f"{path} contains no records" in refusal(capsys, arithmetic, f"data.train={path}")
 
 
 def test_a_prompt_that_is_too_long(capsys, arithmetic, tmp_path):
@@ -109,7 +109,7 @@ def test_a_model_for_shorter_sequences(capsys, arithmetic):
         capsys, arithmetic, "rollout.max_response_length=4000", "train.max_tokens_per_micro_batch=8192"
     )
     assert "= 4064, but" in message
-    assert "is made for 2048 positions" in message
+    assert "supports only 2048 positions" in message
 
 
 def test_a_reward_that_does_not_exist(capsys, arithmetic):

@@ -338,7 +338,7 @@ def test_what_was_trained_is_noted(saver, capsys):
         saver.note_trained(2, [7])
         saver.note_trained(3, [8])
     assert path.read_text() == '{"step": 1, "prompts": [4, 2]}\n'
-    assert capsys.readouterr().out.count("could not be written (File too large); its rows wait") == 1
+    assert capsys.readouterr().out.count("could not be written (File too large); the rows are kept") == 1
     saver.note_trained(4, [9])
     rows = [json.loads(row) for row in path.read_text().splitlines()]
     assert [(row["step"], row["prompts"]) for row in rows] == [(1, [4, 2]), (2, [7]), (3, [8]), (4, [9])]

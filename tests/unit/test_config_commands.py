@@ -214,7 +214,7 @@ def test_limits_and_choices_come_from_the_schema():
     assert limits("optimizer.clip_grad") == "must be at least 0"
     assert limits("optimizer.beta1") == "must be at least 0 and less than 1"
     assert limits("data.train_weights") == "each must be greater than 0"
-    assert limits("run.name") == "must be the name of one folder, without a slash"
+    assert limits("run.name") == "must be a folder name without a slash"
     assert limits("algorithm.entropy_coeff") == ""
     assert choices("rollout.engine.dtype") == ["auto", "float32", "bfloat16", "float16"]
     assert choices("train.old_logprobs") == ["recompute", "rollout", "current"]

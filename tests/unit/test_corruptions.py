@@ -144,7 +144,7 @@ CONFIG = [
         for bad in ("x", 0, float("nan"), float("inf"))
     ),
     ({"num_hidden_layers": 10**9}, "num_hidden_layers must be an integer from 1 to"),
-    ({"num_hidden_layers": 9000, "layer_types": None}, "promises at least 9000 tensors"),
+    ({"num_hidden_layers": 9000, "layer_types": None}, "requires at least 9000 tensors"),
     ({"num_hidden_layers": 3, "layer_types": None}, "model.layers.2.input_layernorm.weight"),
     ({"num_hidden_layers": 1, "layer_types": None}, "the model of config.json has no tensor model.layers.1."),
     ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide num_attention_heads=4"),
@@ -232,7 +232,7 @@ def test_a_wrong_index(capsys, files, model):
         ({**right, names[0]: "gone.safetensors"}, "shard gone.safetensors is missing"),
         ({**right, names[0]: "text.safetensors"}, "text.safetensors cannot be read"),
         ({**right, names[0]: "folder"}, "folder is a folder, not a file"),
-        ({**right, names[0]: "a\0b"}, "is not a path"),
+        ({**right, names[0]: "a\0b"}, "is not a valid path"),
         ({**right, "extra.weight": "model.safetensors"}, "tensor extra.weight is missing, although"),
         ({}, "tensor"),
     ):
@@ -254,7 +254,7 @@ Q = "model.layers.0.self_attn.q_proj.weight"
 DOWN = "model.layers.1.mlp.down_proj.weight"
 TENSORS = [
     (lambda t: t.pop(Q), f"tensor {Q} is missing, but config.json requires it"),
-    (lambda t: t.clear(), "promises at least 2 tensors, the checkpoint has 0"),
+    (lambda t: t.clear(), "requires at least 2 tensors, but it has 0"),
     (lambda t: t.update(extra=torch.zeros(1)), "the model of config.json has no tensor extra"),
     (lambda t: t.update({DOWN: t[DOWN].T}), f"{DOWN} of shape (128, 64), config.json requires (64, 128)"),
     (lambda t: t.update({Q: t[Q].flatten()}), f"{Q} of shape (4096,), config.json requires (64, 64)"),
@@ -308,7 +308,7 @@ def test_things_of_a_wrong_kind_in_place_of_a_file(capsys, files, model):
         assert f"{model / name} is a folder, not a file" in check(capsys, files, model)[1]
         (model / name).rmdir()
         (model / name).symlink_to("nowhere")
-        assert f"{model / name} is a link that leads nowhere" in check(capsys, files, model)[1]
+        assert f"{model / name} is a broken symbolic link" in check(capsys, files, model)[1]
         (model / name).unlink()
         os.mkfifo(model / name)
         assert f"{model / name} is not a regular file" in check(capsys, files, model)[1]

@@ -47,7 +47,7 @@ def test_an_environment_is_legal():
                 "rollout.environment=tools",
                 "reward.terms={right: {function: math}, best: {function: rank, by: right}}",
             ],
-            "reward rank of reward.terms.best compares the answers to a prompt",
+            "reward rank of reward.terms.best compares the responses to a prompt",
         ),
         (["rollout.history=template"], "rollout.history has an effect only with rollout.environment"),
         (
@@ -56,7 +56,7 @@ def test_an_environment_is_legal():
         ),
         (
             [WORLD, "rollout.history=template", "data.overlong_prompts=truncate_left"],
-            "cannot be cut; use skip or error",
+            "cannot be cut; set data.overlong_prompts=skip",
         ),
     ],
 )

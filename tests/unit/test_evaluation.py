@@ -246,7 +246,7 @@ def test_responses_are_no_longer_than_the_model_can_be(tmp_path, command, data, 
     found = [
         sentence
         for sentence in architecture_violations(config, arch, command)
-        if "is made for 256 positions" in sentence
+        if "supports only 256 positions" in sentence
     ]
     assert [sentence.split()[2] for sentence in found] == [f"{section}.max_response_length" for section in of]
 

@@ -152,7 +152,7 @@ def test_a_script_of_another_is_not_the_program_itself():
         f"bash run_common.sh {' '.join(('algorithm.adv_estimator=grpo', 'actor_rollout_ref.rollout.n=8'))}"
     )
     assert any(
-        "run_common.sh: another program than verl's main_ppo" in line for line in result.changes_training
+        "run_common.sh: a different program from verl's main_ppo" in line for line in result.changes_training
     )
 
 

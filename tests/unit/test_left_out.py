@@ -209,7 +209,7 @@ def test_a_group_with_too_few_for_the_estimator_is_left_out(estimator, tmp_path)
 
 
 def test_a_step_without_any_group_is_an_error():
-    with pytest.raises(UserError, match=r"step 1: reward.on_failure=leave_out leaves none of the 2 groups"):
+    with pytest.raises(UserError, match=r"step 1: none of the 2 groups is left"):
         sampled(configured("data.train_batch_size=2"), "x x x", "1 x x")
 
 
@@ -233,7 +233,7 @@ def test_dynamic_sampling_replaces_groups_that_are_too_small():
     assert found.dropped == 1
     with pytest.raises(
         UserError,
-        match=r"left 1 of the 2 groups .*, and failed rewards left too few samples of 3 groups; choose",
+        match=r"left only 1 of the 2 groups .*, and failed rewards left too few samples of 3 groups; use",
     ):
         sampled(
             configured(*given, "rollout.dynamic_sampling.max_batches=2"), "x x x", "1 2 x", "x x x", "x x x"
@@ -283,7 +283,7 @@ def test_an_evaluation_counts_what_is_left(tmp_path):
 def test_an_evaluation_of_nothing_is_an_error(tmp_path):
     with pytest.raises(
         UserError,
-        match=r"the evaluation of held_out has no samples: .* failed for all samples of its 1 prompts",
+        match=r"the evaluation of held_out has no samples left, .* failed for all samples of its 1 prompts",
     ):
         evaluated(tmp_path, "x x x")
 

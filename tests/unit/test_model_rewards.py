@@ -158,7 +158,7 @@ def test_a_reward_model_with_another_tokenizer_needs_a_template(folders, tmp_pat
     for template in ("tokenizer", f"{tmp_path}/t.jinja"):
         data = DataConfig(chat_template=template)
         with pytest.raises(
-            UserError, match=r"^reward\.model\.path: .*bare: .* no chat template; put .*chat_template\.jinja"
+            UserError, match=r"^reward\.model\.path: .*bare: .* no chat template, .* put .*template\.jinja"
         ):
             conversations_of(str(folder), folders["policy"], data)
     conversations_of(str(folder), folders["policy"], DataConfig(chat_template="none"))
@@ -227,7 +227,7 @@ def violations(folders, path: str, *overrides: str, command: Command = Command.t
 
 def test_a_language_model_is_no_reward_model(folders):
     (sentence,) = violations(folders, folders["policy"])
-    assert "is a language model; a reward model of it is made by" in sentence
+    assert "is a language model, not a reward model; train a reward model from it with" in sentence
 
 
 def test_a_reward_model_that_does_not_divide(folders, tmp_path):
@@ -237,7 +237,8 @@ def test_a_reward_model_that_does_not_divide(folders, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = violations(folders, str(tmp_path), "megatron.pipeline_parallel=2", "data.train_batch_size=32")
     assert any(
-        "cannot be divided as megatron.* says" in sentence and "layers" in sentence for sentence in found
+        "does not fit the parallel sizes in megatron.*" in sentence and "layers" in sentence
+        for sentence in found
     )
     assert any("score.weight is missing" in sentence for sentence in found)  # of a language model's weights
 
@@ -259,7 +260,7 @@ def test_a_reward_model_writes_nothing(folders):
     config = read_config(None, [f"model.path={folders['same']}", "data.train=d.jsonl"])
     for command in (Command.train, Command.sft, Command.eval):
         found = model_violations(config, read_architecture(folders["same"]), command)
-        assert any(f"cannot be the model of `{command}`" in sentence for sentence in found)
+        assert any(f"`{command}` cannot use it" in sentence for sentence in found)
 
 
 def test_its_tokenizer_is_looked_at_where_the_policy_is_here(folders):

@@ -142,7 +142,7 @@ BROKEN = {
     ),
     "negative lr_min": (
         ["optimizer.lr_min=-1"],
-        "optimizer.lr_min must be at least 0, is -1",
+        "optimizer.lr_min must be at least 0, but is -1",
     ),
     "warm-up": (
         [COSINE, "optimizer.lr_warmup_steps=9", "optimizer.lr_decay_steps=8"],
@@ -152,14 +152,17 @@ BROKEN = {
         [COSINE, "optimizer.lr_warmup_steps=9", "run.total_steps=8"],
         "optimizer.lr_warmup_steps=9, optimizer.wsd_decay_steps=null; the schedule has 8 steps",
     ),
-    "no length": (["optimizer.lr_decay_steps=0"], "optimizer.lr_decay_steps must be greater than 0, is 0"),
+    "no length": (
+        ["optimizer.lr_decay_steps=0"],
+        "optimizer.lr_decay_steps must be greater than 0, but is 0",
+    ),
     "wsd without a decay": (
         ["optimizer.lr_schedule=wsd"],
         "optimizer.lr_schedule=wsd needs optimizer.wsd_decay_steps",
     ),
     "wsd decay of nothing": (
         ["optimizer.wsd_decay_steps=0"],
-        "optimizer.wsd_decay_steps must be greater than 0, is 0",
+        "optimizer.wsd_decay_steps must be greater than 0, but is 0",
     ),
     "wsd decay too long": (
         ["optimizer.lr_schedule=wsd", "optimizer.wsd_decay_steps=101"],
@@ -171,11 +174,11 @@ BROKEN = {
     ),
     "never a step": (
         ["optimizer.max_grad_norm_to_step=0"],
-        "optimizer.max_grad_norm_to_step must be greater than 0, is 0",
+        "optimizer.max_grad_norm_to_step must be greater than 0, but is 0",
     ),
     "no dropped step": (
         ["optimizer.max_dropped_steps=0"],
-        "optimizer.max_dropped_steps must be greater than 0, is 0",
+        "optimizer.max_dropped_steps must be greater than 0, but is 0",
     ),
     "unknown schedule": (["optimizer.lr_schedule=polynomial"], "lr_schedule"),
     "unknown decay": (["optimizer.wsd_decay_style=polynomial"], "wsd_decay_style"),

@@ -58,7 +58,7 @@ def test_what_is_no_array_is_refused(spec):
         ),
         (
             ["--config", "configs/llama3_70b_16node.yaml", "--nodes", 8, ABSENT],
-            "needs 128 GPUs; with cluster.gpu=h100-80g there are 64",
+            "but there are only 64 with cluster.gpu=h100-80g",
         ),
         (
             ["--config", "configs/llama3_70b_16node.yaml", "--gpus-per-node", 4, ABSENT],
@@ -127,7 +127,10 @@ def test_nothing_is_queued_where_the_logs_cannot_be_written(capsys, root, why):
         (["--requeue"], "an evaluation cannot be continued"),
         (["--dependency-chain", 2], "an evaluation cannot be continued"),
         (["--stop-before", 90], "an evaluation cannot be continued"),
-        (["rollout.engine.num_engines=9"], "9 GPUs are needed; with cluster.gpu=h100-80g there are 8"),
+        (
+            ["rollout.engine.num_engines=9"],
+            "9 GPUs are needed, but there are only 8 with cluster.gpu=h100-80g",
+        ),
         (
             ["rollout.engine.num_engines=1", "rollout.engine.tensor_parallel=12", "--nodes", 2],
             "on one node or on several whole nodes",
@@ -136,7 +139,7 @@ def test_nothing_is_queued_where_the_logs_cannot_be_written(capsys, root, why):
             ["rollout.engine.tensor_parallel=3", "rollout.engine.num_engines=2", "--cpus-per-node", 5],
             "needs 6 on a node",
         ),
-        (["reward.function=model", "reward.model.path=r"], "cannot name the function model in eval"),
+        (["reward.function=model", "reward.model.path=r"], "cannot use the function model in eval"),
     ],
 )
 def test_an_evaluation_that_cannot_be_is_refused(capsys, arguments, says):

@@ -52,7 +52,7 @@ def read_run(folder: str) -> RecordedRun:
         raise UserError(f"{folder} {problem}; it must be the folder of a run")
     path = Path(folder)
     if is_absent(path / METRICS):
-        raise UserError(f"{folder} has no {METRICS}: no run has been in this folder")
+        raise UserError(f"{folder} contains no {METRICS}, so it is not the folder of a run; check the path")
     if file_problem(path / METRICS):
         raise UserError(f"{path / METRICS} {file_problem(path / METRICS)}")
     config = path / CONFIG
@@ -75,11 +75,15 @@ def _curves(path: Path) -> dict[str, Curve]:
         row = parse_object(raw, f"{path}:{line}")
         step = row.pop("step", None)
         if type(step) is not int:
-            raise UserError(f"{path}:{line}: step must be the number of a step, is {shortened(repr(step))}")
+            raise UserError(
+                f"{path}:{line}: step must be the number of a step, but is {shortened(repr(step))}; correct "
+                "or remove the line"
+            )
         for name, value in row.items():
             if type(value) not in (int, float) and value is not None:
                 raise UserError(
-                    f"{path}:{line}: {shortened(name)} must be a number, is {shortened(repr(value))}"
+                    f"{path}:{line}: {shortened(name)} must be a number, but is {shortened(repr(value))}; "
+                    "correct or remove the line"
                 )
             found.setdefault(name, {})[step] = float(float_or_nan(value))
     return {name: sorted(points.items()) for name, points in found.items()}
