@@ -23,7 +23,7 @@ def read_scalar(folder: str | Path, scalar: str) -> tuple[list[int], list[float]
 
     files = sorted(Path(folder).rglob("events.out.tfevents.*"))
     if not files:
-        raise ValueError(f"{folder} holds no TensorBoard logs")
+        raise ValueError(f"{folder} contains no TensorBoard logs; give the folder of a run")
     found: dict[int, float] = {}
     known: set[str] = set()
     for file in files:

@@ -91,7 +91,7 @@ def conflicts(environ: Mapping[str, str]) -> list[str]:
     if home and not Path(home, "bin", "nvcc").exists():
         found.append(
             f"the CUDA toolkit {home} has no bin/nvcc on this machine, and engines need it to build their "
-            "kernels: set CUDA_HOME"
+            "kernels; set CUDA_HOME to a complete toolkit"
         )
     return found
 

@@ -217,7 +217,7 @@ def test_a_run_goes_on_beside_a_full_disk(ranks, models, batches, small_disk):
         "checkpoint step_00000000",
         "checkpoint step_00000002",
     ]
-    assert "training goes on, but" in said[1]
+    assert "training continues, but" in said[1]
     assert "No space left on device" in said[1]
     assert "the newest checkpoint is step_00000000" in said[1]
     assert [path.name for path in (small_disk / "checkpoints").iterdir()] == ["step_00000002"]

@@ -327,7 +327,7 @@ def test_every_configuration_is_planned_or_refused_in_one_message(path, capsys, 
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["--gpu", "none"], "the planner does not cover machines without a GPU"),
+        (["--gpu", "none"], "the planner needs a cluster with GPUs"),
         (["--nodes", "0"], "cluster.nodes"),
         (
             ["--gpu", "H100"],

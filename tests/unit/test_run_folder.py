@@ -73,7 +73,7 @@ def test_one_that_was_set_aside_stays_when_the_run_begins_from_it(tmp_path, caps
     quarantine_later_checkpoints(
         str(folder), open_checkpoint(checkpoints / "step_00000004.aside", Command.train)
     )
-    assert capsys.readouterr().out.startswith(f"set aside: {first} was renamed to step_00000004.aside.2")
+    assert capsys.readouterr().out.startswith(f"{first} was renamed to step_00000004.aside.2")
     assert (checkpoints / "step_00000004.aside" / "course").read_text() == "1"
     assert (checkpoints / "step_00000004.aside.1" / "course").read_text() == "2"
     assert beginning(config_of(tmp_path), Command.train).step == 2
@@ -321,5 +321,5 @@ def test_without_locks_the_owner_is_asked_for(owner, job, refused, tmp_path, mon
         return
     with open_run_folder(config_of(tmp_path), Command.train):
         assert json.loads((folder / "owner.json").read_text())["pid"] == os.getpid()
-    assert "this file system has no locks" in capsys.readouterr().out
+    assert "this file system does not support locks" in capsys.readouterr().out
     assert not (folder / "owner.json").exists()

@@ -92,7 +92,7 @@ def test_slurm_reads_each_value_as_it_is_or_it_is_refused():
     assert directive("--job-name=plain-1") == "--job-name=plain-1"
     assert directive("--requeue") == "--requeue"
     assert directive('--comment=a "b" \\ #1') == '--comment="a \\"b\\" \\\\ #1"'
-    with pytest.raises(UserError, match="characters that sbatch cannot be given"):
+    with pytest.raises(UserError, match="characters that cannot be passed to sbatch"):
         directive("--comment=a\n#SBATCH --nodes=999")
     output = next(
         line for line in header(render(replace(JOB, folder="/runs/100%j"))) if line.startswith("--output=")

@@ -164,11 +164,11 @@ def no_index(folder) -> None:
 CONFLICTS = {
     "index and shards beside one file": (
         with_index_beside,
-        "holds two sets of weights, model.safetensors and the 2 files",
+        "contains two sets of weights: model.safetensors and the 2 files",
     ),
     "index without its shards": (
         stale_index,
-        "of the index is missing, so the index seems to be left from another export",
+        "the index lists files that are missing",
     ),
     "a shard of an earlier export": (
         lambda f: copy_aside(f, "model-00001-of-00003.safetensors"),
