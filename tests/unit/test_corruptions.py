@@ -234,8 +234,8 @@ def test_a_wrong_index(capsys, files, model):
     for promised, said in (
         (None, "weight_map must be an object"),
         ([1], "weight_map must be an object"),
-        ({**right, names[0]: 5}, f"weight_map.{names[0]} must be a file name, is 5"),
-        ({**right, names[0]: "gone.safetensors"}, "shard gone.safetensors is missing"),
+        ({**right, names[0]: 5}, f"weight_map.{names[0]} must be a file name, but is 5"),
+        ({**right, names[0]: "gone.safetensors"}, "lists files that are missing (gone.safetensors)"),
         ({**right, names[0]: "text.safetensors"}, "text.safetensors cannot be read"),
         ({**right, names[0]: "folder"}, "folder is a folder, not a file"),
         ({**right, names[0]: "a\0b"}, "is not a path"),
@@ -340,7 +340,7 @@ def test_what_some_tools_add_is_tolerated(capsys, files, model):
 def test_the_reference_is_checked_too(capsys, files, model):
     change_tensors(model, lambda t: t.pop(Q))
     status, text = check(capsys, files, files / "model", f"ref.path={model}", "algorithm.use_kl_loss=true")
-    assert (status, f"{model}: tensor {Q} is missing" in text) == (2, True)
+    assert (status, f"{model}: config.json requires tensors that are missing: {Q}" in text) == (2, True)
     text = check(capsys, files, files / "model", f"ref.path={model}/config.json")[1]
     assert f"ref.path: {model}/config.json is a file, not a folder" in text
 

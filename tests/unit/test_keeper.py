@@ -248,7 +248,7 @@ def test_a_second_interrupt_leaves_at_once(kept):
             "long step", [signal.SIGINT] * 2, "interrupted", "interrupted; ", marks=pytest.mark.slow
         ),
         pytest.param(
-            "needs its port", [], "failed", "cannot continue, because Ray's GCS", marks=pytest.mark.slow
+            "needs its port", [], "failed", "the run cannot continue, because", marks=pytest.mark.slow
         ),
     ],
 )
