@@ -38,7 +38,7 @@ def check_run(options: argparse.Namespace, overrides: list[str], task: str) -> l
             )
         elif several_jobs(options) and config.run.resume != "auto":
             report.violations.append(
-                "each of a run's jobs (--requeue, --dependency-chain) would start over; set run.resume=auto"
+                "with --requeue or --dependency-chain, each job would start over; set run.resume=auto"
             )
         if options.cpus_per_node and options.cpus_per_node < (needed := cpu_slots(config, options.command)):
             report.violations.append(

@@ -174,13 +174,13 @@ def megatron_tensors(folder: Path, saved: SavedModel) -> MegatronTensors:
     for part in saved.parts:
         if part.key not in stored:
             raise UserError(
-                f"{folder} has no tensor {part.key}, which config.json requires; the checkpoint is of a "
-                "different model"
+                f"{folder} has no tensor {part.key}, which config.json requires; use the config.json of the "
+                "model that this checkpoint is for"
             )
         if stored[part.key].shape != part.full and not part.padded:
             raise UserError(
                 f"{folder} has {part.key} of shape {stored[part.key].shape}, but config.json requires "
-                f"{part.full}; the checkpoint is of a different model"
+                f"{part.full}; use the config.json of the model that this checkpoint is for"
             )
         for piece in part.pieces:
             places[piece.hf].append((part.key, piece))

@@ -193,7 +193,7 @@ class TorchDistReader:
         Raises UserError if the checkpoint lacks the tensor or some of its elements, or if a file is damaged.
         """
         if key not in self.tensors:
-            raise UserError(f"{self.folder} has no tensor {key}; it is a checkpoint of a different model")
+            raise UserError(f"{self.folder} has no tensor {key}; it is a checkpoint for a different model")
         end = np.add(start, out.shape)
         lows, highs = self._corners[key][:, 0], self._corners[key][:, 1]
         filled = 0

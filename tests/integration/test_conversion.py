@@ -101,7 +101,7 @@ def test_a_difference_is_named(model, tmp_path):
     assert "model.layers.2.mlp.up_proj.weight: 1 of 6144 elements differ, by up to 0.5" in said
     assert "beyond the bound" in said
     said, _ = tool("inspect_checkpoint", tmp_path / "other", tmp_path / "megatron", status=1)
-    assert said == "model.layers.2.mlp.up_proj.weight: other values\n"
+    assert said == "model.layers.2.mlp.up_proj.weight: different values\n"
 
 
 @pytest.mark.slow

@@ -236,7 +236,7 @@ def test_a_checkpoint_that_does_not_fit_is_one_message(ranks, models, tmp_path):
     configs = [actor_config(models[name], ParallelSizes(), OPTIMIZER) for name in ("dense", "tied")]
     (said,) = ranks.run(checkpoints.refusals, ParallelSizes(), *configs, str(tmp_path))
     expected = (
-        "the checkpoint is of another model",
+        "so it is for a different model",
         "has only weights",
         ".metadata cannot be read",
     )

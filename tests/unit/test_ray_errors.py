@@ -164,7 +164,7 @@ def of_a_task(
             "trainer rank 1 of 2 was lost in `train_step`",
         ),
         (given.OutOfMemoryError(OOM), ProcessDied, "out of memory: 61.44 of 62.54 GB"),
-        (given.OutOfDiskError("full"), UserError, "make room"),
+        (given.OutOfDiskError("full"), UserError, "free some space"),
         (
             ValueError("no such layer\nmore"),
             RuntimeError,

@@ -256,7 +256,7 @@ def owner(tmp_path):
 def test_a_second_run_of_a_name_is_refused_and_changes_nothing(owner, tmp_path, resume):
     folder = run_with(tmp_path, 2, metrics=rows(1, 2, 3))
     owned = (folder / "owner.json").read_bytes()
-    refusal = pytest.raises(UserError, match=f"another run writes to {folder} .*pid {owner.pid}")
+    refusal = pytest.raises(UserError, match=f"another run is writing to {folder} .*pid {owner.pid}")
     with refusal, open_run_folder(config_of(tmp_path, resume), Command.train):
         pass
     assert (folder / METRICS).read_text() == rows(1, 2, 3)
@@ -276,7 +276,7 @@ def test_a_folder_that_is_moved_aside_stays_locked(tmp_path):
     with open_run_folder(config_of(tmp_path, "none"), Command.train):
         assert (tmp_path / f"{NAME}.1" / METRICS).exists()
         assert not (tmp_path / f"{NAME}.1" / "owner.json").exists()
-        with pytest.raises(UserError, match=f"another run writes to {folder} .*pid {os.getpid()}"):
+        with pytest.raises(UserError, match=f"another run is writing to {folder} .*pid {os.getpid()}"):
             Ownership(folder)
 
 
@@ -315,7 +315,7 @@ def test_without_locks_the_owner_is_asked_for(owner, job, refused, tmp_path, mon
     (folder / "owner.json").write_text(json.dumps(owner) if owner else '{"half')
     if refused:
         with pytest.raises(
-            UserError, match=r"another run writes .*; if that run has ended, delete .*owner\.json"
+            UserError, match=r"another run is writing .*; if that run has ended, delete .*owner\.json"
         ):
             Ownership(folder)
         return

@@ -66,7 +66,7 @@ def test_what_is_no_array_is_refused(spec):
         ),
         (
             ["--config", "configs/quickstart.yaml", "--nodes", 1, "--requeue", "run.resume=here"],
-            "--dependency-chain) would start over; set run.resume=auto",
+            "each job would start over; set run.resume=auto",
         ),
         (
             ["--config", "configs/quickstart.yaml", "--nodes", 1, "--cpus-per-node", 2],
@@ -163,6 +163,6 @@ def test_without_the_reward_model_the_memory_is_not_known(capsys):
     )
     assert main(["--config", "configs/qwen3_8b_1node.yaml", "--dry-run", *model]) == 0
     assert (
-        "not checked: memory: the reward model /nowhere, which takes its share of it, is not"
+        "not checked: memory: the folder of the reward model, /nowhere, does not exist here"
         in capsys.readouterr().err
     )

@@ -98,7 +98,7 @@ def test_slurm_reads_each_value_as_it_is_or_it_is_refused():
         line for line in header(render(replace(JOB, folder="/runs/100%j"))) if line.startswith("--output=")
     )
     assert output == "--output=/runs/100%%j/slurm/%j.log"
-    with pytest.raises(UserError, match="has a backslash"):
+    with pytest.raises(UserError, match="contains a backslash"):
         render(replace(JOB, folder="/runs/a\\b"))
 
 

@@ -137,7 +137,7 @@ class Resharding:
             if different:
                 raise RuntimeError(
                     f"{me} did not load the weights that the trainer sent: the checksums of these links "
-                    f"differ: {', '.join(different[:_SHOWN])}"
+                    f"differ: {', '.join(different[:_SHOWN])}; try another weight_sync.transport"
                 )
 
     @cached_property
@@ -192,7 +192,7 @@ def _compare_digests(received: dict[EngineRank, SyncReport]) -> None:
         more = f" (and {len(wrong) - _SHOWN} more)" if len(wrong) > _SHOWN else ""
         raise RuntimeError(
             "after the weight sync, the engines do not have the trainer's weights: the digests differ for "
-            f"{', '.join(wrong[:_SHOWN])}{more}"
+            f"{', '.join(wrong[:_SHOWN])}{more}; try another weight_sync.transport"
         )
 
 
