@@ -9,7 +9,7 @@ _LEGACY_MEGATRON = "mp_rank_[0-9]*"
 def pickled_weights(folder: str | Path) -> str | None:
     """Return the end of an error message about pickled weights in a folder, or None if it has none.
 
-    The text begins with a verb ("holds ..."), so the caller puts the folder before it. It says how to convert
+    The text begins with a verb ("contains ..."), so the caller puts the folder before it. It says how to convert
     the weights safely.
     """
     root = Path(folder)
