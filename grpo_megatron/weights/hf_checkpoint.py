@@ -157,9 +157,7 @@ class HFCheckpoint:
                 elif header.get_dtype() == FP8 and (problem := self._scales_problem(name, shape)):
                     wrong.append(problem)
         if wrong:
-            found.append(
-                f"{self.folder} has {some(wrong, '; ')}; check that config.json belongs to these weights"
-            )
+            found.append(f"{self.folder} has {some(wrong, '; ')}; check that config.json fits the weights")
         if types:
             found.append(
                 f"{self.folder} has {some(types)}; only {', '.join(_LOADABLE)} can be loaded, and {FP8} "

@@ -9,8 +9,8 @@ _LEGACY_MEGATRON = "mp_rank_[0-9]*"
 def pickled_weights(folder: str | Path) -> str | None:
     """Return the end of an error message about pickled weights in a folder, or None if it has none.
 
-    The text begins with a verb ("contains ..."), so the caller puts the folder before it. It says how to convert
-    the weights safely.
+    The text begins with a verb ("contains ..."), so the caller puts the folder before it. It says how to
+    convert the weights safely.
     """
     root = Path(folder)
     legacy = sorted(

@@ -233,7 +233,7 @@ REFUSED = {
     "another architecture": (
         {"general.architecture": "gemma2"},
         {},
-        "of the architecture gemma2 cannot be converted",
+        "for the architecture gemma2 cannot be converted",
     ),
     "a tensor of another model": (
         {},

@@ -288,8 +288,8 @@ def test_what_is_configured_otherwise_is_said(tmp_path):
     assert differences(start, config) == []
     config.optimizer.lr, config.data.train, config.run.resume = 0.5, ["a", "b"], "none"
     assert differences(start, config) == [
-        f"data.train is ['a', 'b'], was None in {tmp_path}/c",
-        f"optimizer.lr is 0.5, was {config_of(tmp_path).optimizer.lr} in {tmp_path}/c",
+        f"data.train is ['a', 'b'], but was None in {tmp_path}/c",
+        f"optimizer.lr is 0.5, but was {config_of(tmp_path).optimizer.lr} in {tmp_path}/c",
     ]
 
 

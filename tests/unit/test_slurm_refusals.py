@@ -134,7 +134,7 @@ def test_nothing_is_queued_where_the_logs_cannot_be_written(capsys, root, why):
         ),
         (
             ["rollout.engine.tensor_parallel=3", "rollout.engine.num_engines=2", "--cpus-per-node", 5],
-            "needs 6 on a node",
+            "needs at least 6",
         ),
         (["reward.function=model", "reward.model.path=r"], "cannot name the function model in eval"),
     ],

@@ -89,7 +89,7 @@ def test_fp8_is_read_as_its_values(original, tmp_path):
         (
             lambda t: t.pop(NAME + "_scale_inv"),
             FP8,
-            f"{NAME} of type F8_E4M3 but not its scales {NAME}_scale_inv",
+            f"{NAME} of type F8_E4M3, but not its scales {NAME}_scale_inv",
         ),
         (lambda t: t.update({NAME + "_scale_inv": torch.ones(2, 2)}), FP8, "but F32 and"),
         (
