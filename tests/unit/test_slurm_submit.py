@@ -192,7 +192,7 @@ def test_every_process_of_a_run_on_cpus_has_a_cpu():
 def test_a_layout_without_room_names_the_reason():
     changes = ["megatron.tensor_parallel=16", "cluster.gpu=h100-80g", "cluster.gpus_per_node=8"]
     config = read_config("configs/quickstart.yaml", ["cluster.nodes=2", *changes])
-    with pytest.raises(UserError, match=r"megatron\.tensor_parallel=16: .* exceeds the 8 devices of a node"):
+    with pytest.raises(UserError, match=r"megatron\.tensor_parallel=16 exceeds the 8 devices of a node"):
         cpu_slots(config, Command.train)
 
 
