@@ -127,5 +127,5 @@ def _add_several(group: argparse._ArgumentGroup) -> None:
 
 def _positive(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
     return int(text)

@@ -54,7 +54,8 @@ def layouts_of(case: Case, nodes: int, gpus_per_node: int) -> Layouts:
     found = layout_violations(sizes) + layout_violations_of_model(sizes, arch)
     if sizes.world_size != for_trainer:
         found.append(
-            f"the trainer's {for_trainer} GPUs are not a multiple of the {replica} GPUs of a replica"
+            f"the trainer's {for_trainer} GPUs are not a multiple of the {replica} GPUs of a replica; change "
+            "--nodes, --gpus-per-node or --trainer"
         )
     if found:
         raise UserError("; ".join(found))
@@ -145,7 +146,8 @@ def parsed(text: str, allowed: tuple[str, ...]) -> dict[str, int]:
         name, _, value = part.partition("=")
         if name not in allowed or not value.isdigit() or int(value) < 1:
             raise UserError(
-                f"{part!r} must be NAME=NUMBER with a positive number; names are {', '.join(allowed)}"
+                f"{part!r} must have the form NAME=NUMBER with a positive number, where NAME is one of "
+                f"{', '.join(allowed)}"
             )
         found[name] = int(value)
     return found

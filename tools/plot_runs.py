@@ -23,7 +23,7 @@ def read_scalar(folder: str | Path, scalar: str) -> tuple[list[int], list[float]
 
     files = sorted(Path(folder).rglob("events.out.tfevents.*"))
     if not files:
-        raise ValueError(f"{folder} holds no TensorBoard logs")
+        raise ValueError(f"{folder} contains no TensorBoard logs; give the folder of a run")
     found: dict[int, float] = {}
     known: set[str] = set()
     for file in files:
@@ -33,7 +33,9 @@ def read_scalar(folder: str | Path, scalar: str) -> tuple[list[int], list[float]
         if scalar in events.Tags()["scalars"]:
             found |= {event.step: event.value for event in events.Scalars(scalar)}
     if not found:
-        raise ValueError(f"{folder} has no scalar {scalar}; it has {', '.join(sorted(known)) or 'none'}")
+        raise ValueError(
+            f"{folder} has no scalar {scalar}; set --scalar to one of {', '.join(sorted(known)) or '(none)'}"
+        )
     steps = sorted(found)
     return steps, [found[step] for step in steps]
 

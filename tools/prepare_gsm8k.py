@@ -30,7 +30,10 @@ def prepare(source: str, out: Path, instruction: str) -> int:
     for index, record in enumerate(read_records(source, ["question", "answer"])):
         answer = hashes(record["answer"])
         if answer is None:
-            raise UserError(f"{source}: record {index} has no line '#### number' in its answer")
+            raise UserError(
+                f"{source}: record {index} has no line '#### number' in its answer; use the original GSM8K "
+                "file"
+            )
         prompt = f"{record['question']} {instruction}".strip()
         lines.append(
             json_text({"prompt": prompt, "answer": normalise_answer(answer), "solution": record["answer"]})

@@ -118,10 +118,12 @@ def _padded(lengths, max_tokens: int, sequence_multiple: int) -> np.ndarray:
     padded = padded_to(lengths, sequence_multiple)
     longest = int(padded.argmax())
     if padded[longest] > max_tokens:
-        padding = f" ({padded[longest]} with the padding of context parallelism)"
+        padding = (
+            f" ({padded[longest]} with the padding of context parallelism)" if sequence_multiple > 1 else ""
+        )
         raise UserError(
-            f"sequence {longest} has {lengths[longest]} tokens{padding if sequence_multiple > 1 else ''}, but a "
-            f"micro-batch holds at most {max_tokens}; raise train.max_tokens_per_micro_batch"
+            f"sequence {longest} has {lengths[longest]} tokens{padding}, but a micro-batch holds at most "
+            f"{max_tokens}; raise train.max_tokens_per_micro_batch"
         )
     return padded
 

@@ -27,7 +27,7 @@ def of_interface(name: str) -> str:
     others = ", ".join(f"{interface} ({addresses[0]})" for interface, addresses in found.items() if addresses)
     problem = "has no IPv4 address" if name in found else "does not exist"
     raise UserError(
-        f"network interface {name} {problem} on node {socket.gethostname()}; the node has {others}"
+        f"network interface {name} {problem} on node {socket.gethostname()}; choose one that it has: {others}"
     )
 
 
@@ -63,7 +63,9 @@ def of_host(name: str) -> str:
     try:
         addresses = [found[4][0] for found in socket.getaddrinfo(name, None, socket.AF_INET)]
     except OSError as error:
-        raise UserError(f"node {socket.gethostname()} cannot resolve {name}: {error}") from error
+        raise UserError(
+            f"node {socket.gethostname()} cannot resolve {name}: {error}; check the name"
+        ) from error
     return min(addresses, key=lambda address: ip_address(address).is_loopback)
 
 

@@ -40,13 +40,13 @@ def bundles(
     """
     if group > per_node and num_ranks:
         raise UserError(
-            f"megatron.tensor_parallel={group}: the group's ranks exchange activations in every layer and "
-            f"must be on one node, which has {per_node} devices"
+            f"megatron.tensor_parallel={group} exceeds the {per_node} devices of a node; a group's ranks "
+            f"exchange activations in every layer and must be on one node, so set it to at most {per_node}"
         )
     if engine_tp > per_node and engine_tp % per_node:
         raise UserError(
-            f"rollout.engine.tensor_parallel={engine_tp}: an engine over several nodes takes all {per_node} "
-            f"devices of each, so it must be a multiple of {per_node}"
+            f"rollout.engine.tensor_parallel={engine_tp} must be a multiple of {per_node}, because an engine "
+            f"on several nodes uses all {per_node} devices of each"
         )
     part = min(engine_tp, per_node)
     if not colocated or not (num_ranks and num_engines):
@@ -54,9 +54,9 @@ def bundles(
     both = lcm(group, part)
     if both > per_node:
         raise UserError(
-            f"cluster.placement=colocated: groups of megatron.tensor_parallel={group} ranks and engines of "
-            f"rollout.engine.tensor_parallel={engine_tp} on the same {per_node} devices of a node would "
-            "cross nodes; make one a multiple of the other"
+            f"cluster.placement=colocated: with megatron.tensor_parallel={group} and "
+            f"rollout.engine.tensor_parallel={engine_tp} on the same {per_node} devices of a node, groups of "
+            "ranks would cross nodes; make one a multiple of the other"
         )
     return Bundles(_cut(max(num_ranks, num_engines * engine_tp), both), (), part)
 

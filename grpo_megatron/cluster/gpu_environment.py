@@ -78,20 +78,20 @@ def conflicts(environ: Mapping[str, str]) -> list[str]:
     nccl, found = gpu_environment(environ), []
     if nccl["NCCL_NVLS_ENABLE"] != "0" and nccl["NCCL_CUMEM_ENABLE"] == "0":
         found.append(
-            f"NCCL_NVLS_ENABLE={nccl['NCCL_NVLS_ENABLE']} has no effect, because NVLink SHARP needs "
-            "NCCL_CUMEM_ENABLE=1, which is 0 here"
+            f"NCCL_NVLS_ENABLE={nccl['NCCL_NVLS_ENABLE']} has no effect, because NCCL_CUMEM_ENABLE is 0; set "
+            "NCCL_CUMEM_ENABLE=1, which NVLink SHARP needs, or unset NCCL_NVLS_ENABLE"
         )
     connections = environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if connections != "1":
         found.append(
-            f"CUDA_DEVICE_MAX_CONNECTIONS={connections} has no effect: trainer ranks always use 1, so "
-            "that communication starts before compute, and SGLang sets 8 in engines"
+            f"CUDA_DEVICE_MAX_CONNECTIONS={connections} has no effect, because trainer ranks always use 1 "
+            "and SGLang sets 8 in engines; unset it"
         )
     home = cuda_home(environ)
     if home and not Path(home, "bin", "nvcc").exists():
         found.append(
             f"the CUDA toolkit {home} has no bin/nvcc on this machine, and engines need it to build their "
-            "kernels: set CUDA_HOME"
+            "kernels; set CUDA_HOME to a complete toolkit"
         )
     return found
 

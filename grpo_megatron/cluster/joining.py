@@ -34,20 +34,20 @@ def refusals_said(address: str | None) -> Iterator[None]:
     except (RayError, OSError) as error:
         if address and (isinstance(error, RayError) or "InvalidAuthToken" in str(error.__cause__)):
             raise UserError(
-                f"the Ray cluster at cluster.ray_address={address} asks for a token, and this process has "
-                "none or a wrong one: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN as for the cluster's "
-                "`ray start`"
+                f"the Ray cluster at cluster.ray_address={address} requires a token, but this process has "
+                "none or a wrong one; set RAY_AUTH_MODE=token and the RAY_AUTH_TOKEN that the cluster's "
+                "`ray start` had"
             ) from error
         if address and isinstance(error, ConnectionError):
             raise UserError(
                 f"cannot join the Ray cluster at cluster.ray_address={address}: "
-                f"{shortened(str(error).partition('. ')[0])}; the cluster must be running, with the same "
-                "version of Ray; null starts a new one on this machine"
+                f"{shortened(str(error).partition('. ')[0])}; check that it is running the same version of "
+                "Ray, or set cluster.ray_address=null to start Ray on this machine"
             ) from error
         if "AF_UNIX path length" in str(error):
             raise UserError(
-                f"the name of Ray's socket {str(error).rpartition(': ')[2]} is too long for the system; set "
-                f"{_folder()[0]} to a folder with a shorter name, such as /tmp"
+                f"the path of Ray's socket {str(error).rpartition(': ')[2]} is too long for the system; set "
+                f"{_folder()[0]} to a folder with a shorter path, such as /tmp"
             ) from error
         raise
 
@@ -64,8 +64,8 @@ def own_folder() -> Path:
         return Path(tempfile.mkdtemp(prefix="ray-", dir=base))
     except OSError as error:
         raise UserError(
-            f"Ray's files cannot be written to {base}: {error.strerror or error}; set {variable} to a folder "
-            "that can be written to"
+            f"Ray's files cannot be written to {base}: {error.strerror or error}; set {variable} to a "
+            "writable folder"
         ) from error
 
 
@@ -85,8 +85,8 @@ def _must_answer(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 2**16:
         raise UserError(
-            f"cluster.ray_address={address} must be HOST:PORT, as `ray start --head` shows it, or null to "
-            "start Ray on this machine"
+            f"cluster.ray_address={address} must have the form HOST:PORT, as `ray start --head` prints it, "
+            "or be null to start Ray on this machine"
         )
     deadline = time.monotonic() + ANSWER_SECONDS
     while True:

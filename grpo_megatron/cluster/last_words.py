@@ -125,7 +125,7 @@ def _how(error: RayError | None, crash: str) -> str:
             else f" ({shortened(text.splitlines()[0], 200)})"
         )
     # Its connection broke before it could say anything. Ray does not tell the signal.
-    return " (probably by SIGKILL, sent by hand or by the kernel for lack of memory)"
+    return " (probably killed by SIGKILL, sent manually or by the kernel for lack of memory)"
 
 
 def killed_by_ray(error: Exception | None) -> str:
@@ -151,7 +151,7 @@ def _needed_memory(report: str) -> list[str]:
     said = ", ".join(
         f"{shortened(command, 60)} (process {pid}) with {size} GB" for pid, size, command in users
     )
-    lines = [f"the processes with most memory on that node: {said}"] if said else []
+    lines = [f"the processes that used the most memory on that node: {said}"] if said else []
     return [
         *lines,
         "give the job more memory on each node, or lower rollout.engine.max_total_tokens (the KV cache of "

@@ -143,7 +143,7 @@ class Cluster:
         used = set(self.nodes)
         if used - alive:
             raise ProcessLost(
-                f"{len(used - alive)} of the {len(used)} nodes of this run have left the Ray cluster; start "
+                f"the Ray cluster has lost {len(used - alive)} of the {len(used)} nodes of this run; start "
                 "the run again on working nodes"
             )
 
@@ -248,9 +248,9 @@ def _wait_until_reserved(group: PlacementGroup, total: int, sizes: list[int], ti
     if not group.wait(timeout):
         have = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
         raise UserError(
-            f"this run needs {total} devices, in groups of {', '.join(map(str, sorted(set(sizes))))} "
-            f"that are each on one node; the Ray cluster has {have} in total, and too few were free within "
-            f"{timeout:.0f} s. Wait for other runs to end, add nodes, or choose smaller parallel sizes"
+            f"too few devices were free within {timeout:.0f} s: this run needs {total}, in groups of "
+            f"{', '.join(map(str, sorted(set(sizes))))} that are each on one node, and the Ray cluster has "
+            f"{have} in total. Wait for other runs to end, add nodes, or choose smaller parallel sizes"
         )
 
 
@@ -281,7 +281,8 @@ def _slots(group: PlacementGroup, gpus: bool) -> list[list[Slot]]:
             raise error.cause if isinstance(error.cause, UserError) else error from None
         except LOST as error:
             raise ProcessLost(
-                f"a node did not report which GPUs it has: {shortened(plain(error), 300)}"
+                "a node did not report which GPUs it has; check that it is up: "
+                f"{shortened(plain(error), 300)}"
             ) from error
     return [[Slot(i, nodes[i], device) for device in own] for i, own in enumerate(devices)]
 
@@ -346,8 +347,8 @@ def _visible_devices() -> list[int]:
     devices = ray.get_gpu_ids()
     if not all(str(device).isdecimal() for device in devices):
         raise UserError(
-            f"CUDA_VISIBLE_DEVICES on node {socket.gethostname()} names GPUs as "
-            f"{', '.join(map(str, devices))}; they must be numbers: ask the scheduler for whole GPUs, or set "
-            "CUDA_VISIBLE_DEVICES to their numbers before Ray starts"
+            f"CUDA_VISIBLE_DEVICES on node {socket.gethostname()} must contain GPU numbers, but is "
+            f"{','.join(map(str, devices))}; ask the scheduler for whole GPUs, or set CUDA_VISIBLE_DEVICES "
+            "to their numbers before Ray starts"
         )
     return sorted(map(int, devices))

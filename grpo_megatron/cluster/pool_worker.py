@@ -276,8 +276,8 @@ class Worker:
         log = f"its log is {self._place.process.log}"
         if hung:
             return (
-                f"{self._what} did not return within reward.timeout={self._bounds.seconds} s, and cannot be "
-                f"interrupted; its process ({self._place.process.name}) was ended, {log}"
+                f"{self._what} did not return within reward.timeout={self._bounds.seconds} s and cannot be "
+                f"interrupted, so its process ({self._place.process.name}) was killed; {log}"
             )
         how = killed_by_ray(error) or " (out of memory, killed, or it called exit)"
         return f"{self._what}: its process ({self._place.process.name}) died{how}; {log}"

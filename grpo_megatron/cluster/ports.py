@@ -40,7 +40,7 @@ def free_ports(count: int, first: int = 0) -> int:
                 return found
             except (OSError, OverflowError):  # taken, or beyond the last port
                 first = first + count if first else 0
-    raise OSError(f"no {count} consecutive ports are free on this node")
+    raise OSError(f"this node does not have {count} consecutive free ports")
 
 
 def _hold(held: ExitStack, port: int) -> int:

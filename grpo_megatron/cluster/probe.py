@@ -37,12 +37,13 @@ def capabilities_of_ray(timeout: float = 120.0) -> Capabilities:
         found = ray.get(probe, timeout=timeout)
     except ray.exceptions.GetTimeoutError as error:
         raise UserError(
-            f"node {address} of the Ray cluster did not report its hardware within {timeout:.0f} s"
+            f"node {address} of the Ray cluster did not report its hardware within {timeout:.0f} s; "
+            "check that the node is up"
         ) from error
     if not found.gpus:
         raise UserError(
-            f"Ray counts GPUs on node {address}, but torch finds none there: check the node's driver and its "
-            "build of torch"
+            f"Ray counts GPUs on node {address}, but torch finds none there; check the node's driver and "
+            "torch build"
         )
     per_node = {int(node["Resources"]["GPU"]) for node in with_gpus}
     return replace(

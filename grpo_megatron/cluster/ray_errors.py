@@ -40,20 +40,20 @@ ENDED = (
 # The machine lacks something. The text says what to do.
 LACKING: dict[type[RayError], str] = {
     ray_errors.ObjectStoreFullError: (
-        "Ray's object store is full; give it more memory: a larger /dev/shm on the node, or a larger "
-        "--object-store-memory of `ray start`"
+        "Ray's object store is full; enlarge /dev/shm on the node, or start Ray with a larger "
+        "--object-store-memory"
     ),
     ray_errors.OutOfDiskError: (
-        "the disk with Ray's temporary folder is full; make room, or set RAY_TMPDIR to a folder on another "
-        "disk"
+        "the disk with Ray's temporary folder is full; free some space, or set RAY_TMPDIR to a folder on "
+        "another disk"
     ),
     ray_errors.RuntimeEnvSetupError: (
-        "Ray could not set up the process's environment; its runtime_env_agent.log on the node has the "
-        "reason, often a full disk"
+        "Ray could not set up the process's environment; see Ray's runtime_env_agent.log on the node for the "
+        "reason, which is often a full disk"
     ),
     ray_errors.AuthenticationError: (
-        "the Ray cluster refused this process's token; set RAY_AUTH_MODE and RAY_AUTH_TOKEN as for the "
-        "cluster's `ray start`"
+        "the Ray cluster rejected this process's token; set the RAY_AUTH_MODE and RAY_AUTH_TOKEN that the "
+        "cluster's `ray start` had"
     ),
 }
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")

@@ -67,8 +67,8 @@ def main() -> int:
             return 0
         time.sleep(0.5)
     print(
-        f"error: Ray at {options.address} has {alive} of {options.nodes} nodes after {options.timeout:.0f} s"
-        "; docs/slurm.md lists causes",
+        f"error: Ray at {options.address} has only {alive} of {options.nodes} nodes after "
+        f"{options.timeout:.0f} s; docs/slurm.md lists possible causes",
         file=sys.stderr,
     )
     return 1

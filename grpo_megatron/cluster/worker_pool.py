@@ -189,7 +189,7 @@ class WorkerPool:
             for job in jobs:
                 job.fail((WorkerHangs if lost.hung else WorkerDied)(str(lost)))
             return
-        self._warn(f"{lost}; the calls that it was working on are tried once more")
+        self._warn(f"{lost}; the calls that it was working on are retried once")
         for job in jobs:
             job.alone = True
         self._waiting.extendleft(reversed(jobs))

@@ -362,7 +362,7 @@ def run_with_restarts(
             if checkpoint is context.checkpoint and context.config.run.resume != AUTO:
                 raise
             context.damaged.add(checkpoint.folder)
-            logger.warning(f"this checkpoint is skipped: {error}")
+            logger.warning(f"skipped a checkpoint: {error}")
             checkpoint = context.last_checkpoint()
             logger.info(f"the run continues from {checkpoint}")
             context.recover()

@@ -47,7 +47,7 @@ def _python() -> Diagnosis:
     current = sys.version_info[:2]
     text = f"{platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} cores"
     if not (3, 11) <= current <= (3, 13):
-        return Diagnosis(PROBLEM, "Python", f"{text}; 3.11 to 3.13 is supported")
+        return Diagnosis(PROBLEM, "Python", f"{text}; install Python 3.11, 3.12 or 3.13")
     return Diagnosis(OK, "Python", text)
 
 
@@ -65,7 +65,9 @@ def _driver() -> Diagnosis | None:
     if not found:
         return None
     if release(found[1]) < LEAST_DRIVER:
-        return Diagnosis(PROBLEM, "driver", f"{found[1]}; CUDA 13 needs {LEAST_DRIVER[0]} or newer")
+        return Diagnosis(
+            PROBLEM, "driver", f"{found[1]}; CUDA 13 needs {LEAST_DRIVER[0]} or newer, so update the driver"
+        )
     return Diagnosis(OK, "driver", found[1])
 
 
@@ -99,7 +101,11 @@ def _devices() -> list[Diagnosis]:
             )
         )
     if not torch.distributed.is_gloo_available():
-        found.append(Diagnosis(PROBLEM, "gloo", "torch was built without gloo, which CPU ranks need"))
+        found.append(
+            Diagnosis(
+                PROBLEM, "gloo", "torch was built without gloo, which CPU ranks need; install another build"
+            )
+        )
     return found
 
 

@@ -120,7 +120,7 @@ class DriverGuard(Guard):
         """
         path = getattr(error, "filename", None) or self._folder
         return (
-            f"error: no space left on the disk of {path}, or of a temporary folder; make room; "
+            f"error: no space left on the disk of {path}, or of a temporary folder; free some space; "
             f"{outlook(self._folder)}"
         )
 
@@ -170,7 +170,7 @@ class DriverGuard(Guard):
                 pid, name = self._needed[descriptor]
                 self.leave(
                     LOST,
-                    f"error: the run cannot go on, because {name} (process {pid}) "
+                    f"error: the run cannot continue, because {name} (process {pid}) "
                     f"{_how_it_ended(descriptor)}; {outlook(self._folder)}",
                 )
             if self._port and not _is_open(self._port):
@@ -178,7 +178,7 @@ class DriverGuard(Guard):
                 # without a message.
                 self.leave(
                     LOST,
-                    f"error: the run cannot go on, because Ray's GCS closed its port {self._port}; "
+                    f"error: the run cannot continue, because Ray's GCS closed its port {self._port}; "
                     f"{outlook(self._folder)}",
                 )
 

@@ -39,9 +39,9 @@ def evaluation_config(config: Config) -> Config:
     path = config.model.path
     if Path(path, ACTOR).is_dir():
         raise UserError(
-            f"model.path={path} is a checkpoint of a run, but engines load HF folders. Convert it: python "
-            f"tools/convert_megatron_to_hf.py {path} OUT_DIR --hf HF_DIR (HF_DIR is the model that the run "
-            "began with). If the run is finished, the folder hf/ of the run already has the converted model"
+            f"model.path={path} is a checkpoint of a run, but engines need an HF folder; convert it with "
+            f"`python tools/convert_megatron_to_hf.py {path} OUT_DIR --hf HF_DIR` (HF_DIR is the model that "
+            "the run started from), or use the folder hf/ of the run if the run is finished"
         )
     return replace(
         config,

@@ -78,7 +78,9 @@ class _Keeper:
         left = kill_descendants()
         self._hear()
         if left:
-            say_last(f"error: these processes of the run could not be ended: {', '.join(left)}")
+            say_last(
+                f"error: these processes of the run could not be ended; end them manually: {', '.join(left)}"
+            )
         if wait_status is None:
             say_last(f"interrupted; {outlook(self._folder)}")
             return INTERRUPTED
@@ -151,8 +153,8 @@ class _Keeper:
         if signum != signal.SIGKILL:
             return name
         if killed_for_memory() > self._killed_for_memory:
-            return f"{name}, probably by the kernel, which has killed processes for lack of memory"
-        return f"{name}, probably by hand or by a scheduler"
+            return f"{name}, probably by the kernel, which killed processes for lack of memory"
+        return f"{name}, probably manually or by a scheduler"
 
 
 def say_last(text: str) -> None:

@@ -42,7 +42,7 @@ def attempt(probe: Callable[..., str], *arguments: str, timeout: float = 180.0) 
     environment = filled_in(gpu_environment(os.environ), os.environ)
     said = _output_of(["-W", "ignore", "-c", _CHILD, probe.__name__, *arguments], timeout, environment)
     if not said.strip():
-        raise ProbeError("it ended its process with exit status 0 and without a result")
+        raise ProbeError("its process ended with exit status 0 but without a result")
     return said.splitlines()[-1]
 
 
@@ -58,7 +58,7 @@ def _output_of(arguments: list[str], timeout: float, environment: dict[str, str]
             command, capture_output=True, text=True, errors="replace", timeout=timeout, env=environment
         )
     except subprocess.TimeoutExpired as error:
-        raise ProbeError(f"it did not end within {timeout:.0f} s") from error
+        raise ProbeError(f"it did not finish within {timeout:.0f} s") from error
     last = ([line.strip() for line in done.stderr.splitlines() if line.strip()] or ["it printed no message"])[
         -1
     ]

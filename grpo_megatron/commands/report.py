@@ -25,7 +25,9 @@ def report(folder: str, against: str | None, out: str | None) -> int:
     try:
         path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        raise UserError(f"the report cannot be written to {path}: {error}") from error
+        raise UserError(
+            f"the report cannot be written to {path}: {error}; choose another file with --out"
+        ) from error
     print(path)
     return 0
 

@@ -36,7 +36,8 @@ def selftest_config(config: Config, steps: int) -> Config:
     """
     if config.rollout.replay:
         raise UserError(
-            "selftest compares engine and trainer, but rollout.replay leaves no engine to compare with"
+            "selftest compares an engine with the trainer, but rollout.replay runs no engine; leave "
+            "rollout.replay out"
         )
     engine = replace(config.rollout.engine, load_format=LoadFormat.dummy)
     optimizer = replace(config.optimizer, lr_min=0.0, lr_schedule=LrSchedule.constant, lr_warmup_steps=0)

@@ -104,15 +104,15 @@ class Investigation:
             return [self._explain(self.steps[-1])]
         return [
             f"weight version: the mismatch of step {bad[-1] + 1} is gone in the next step, although the "
-            "weights are the same; the engine got them too late"
+            "weights are the same; the engine received them too late"
         ]
 
     def _drift(self, verdict: Verdict) -> list[str]:
         if len(verdict.beyond_limit) < len(verdict.mean) or max(verdict.mean) <= FLAT * min(verdict.mean):
             return []
         return [
-            "drift: the mismatch changes from step to step although the learning rate is 0; the weight sync "
-            "changes weights"
+            "drift: the mismatch changes from step to step although the learning rate is 0, so the weight "
+            "sync changes the weights"
         ]
 
     # -- measurements -------------------------------------------------------------------------
@@ -193,11 +193,10 @@ class Investigation:
             if found:
                 return found
         return (
-            f"unknown: mean |delta| is {tokens.mismatch:.3g} (limit {self.limit:.3g}), and neither a new "
-            "weight sync nor another temperature, top-p, other token ids or the engine's precision explains "
-            "it; some weights may not arrive as they are (the map of the architecture in "
-            "grpo_megatron/model/families), or a layer computes something else. The worst tokens are in "
-            "TensorBoard under mismatch/worst"
+            f"unknown: mean |delta| is {tokens.mismatch:.3g} (limit {self.limit:.3g}), and neither weight "
+            "version, temperature, top-p, token ids nor the engine's precision explains it; check the weight "
+            "map of the architecture in grpo_megatron/model/families, and the layers of both sides. The "
+            "worst tokens are in TensorBoard under mismatch/worst"
         )
 
     def _weight_version(self, tokens: Tokens) -> str | None:
@@ -222,8 +221,8 @@ class Investigation:
         if engine > LEFT * trainer:
             return None
         return (
-            "weight version: other weights were synced, which moved the trainer's log-probs by "
-            f"{trainer:.3g} in the mean and the engine's by {engine:.3g}; the engine generates with older "
+            "weight version: a sync of different weights moved the trainer's log-probs by "
+            f"{trainer:.3g} on average and the engine's by {engine:.3g}; the engine generates with older "
             "weights than it was sent"
         )
 
@@ -247,9 +246,9 @@ class Investigation:
         if np.mean(tokens.trainer - tokens.engine > self.limit) > 1e-3:
             return None
         return (
-            f"top-p: the engine's log-probs are above the trainer's, by {tokens.mismatch:.3g} in the mean, "
-            "and never below; they are of a distribution cut to its likeliest tokens (top_p, top_k or "
-            "min_p) and normalised again"
+            f"top-p: the engine's log-probs are above the trainer's by {tokens.mismatch:.3g} on average, and "
+            "never below; they belong to a distribution that was cut to its likeliest tokens (top_p, top_k "
+            "or min_p) and normalised again"
         )
 
     def _tokenizer(self, tokens: Tokens, enough: float) -> str | None:
@@ -267,8 +266,8 @@ class Investigation:
         return (
             "tokenizer: when the engine scores the ids that are trained on, its log-probs differ from the "
             f"trainer's by {left:.3g}; when it sampled, they differed by {tokens.mismatch:.3g} (at "
-            f"{changed.mean():.1%} of the tokens). The ids were changed in between: text was tokenized "
-            "again, or log-probs belong to other tokens"
+            f"{changed.mean():.1%} of the tokens). The ids changed in between: text was tokenized again, or "
+            "log-probs belong to different tokens"
         )
 
     def _engine_precision(self, tokens: Tokens, enough: float) -> str | None:

@@ -33,7 +33,8 @@ def status(folder: str, as_json: bool) -> int:
             rows = _rows(found, newest, time.time())
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(
-                f"{folder}/{STATUS} is damaged: {error!r}; if the run still goes on, it rewrites the file"
+                f"{folder}/{STATUS} is damaged: {error!r}; if the run is still running, it will rewrite the "
+                "file"
             ) from error
         width = max(len(name) for name, _ in rows)
         print(printable("\n".join(f"{name:<{width}}  {text}" for name, text in rows)))

@@ -72,12 +72,14 @@ def _write_tensors(
         values = file.read(name, arch)
         if values.shape != shape:
             raise UserError(
-                f"{file.path}: {name} has shape {tuple(values.shape)}, but the metadata require {shape}"
+                f"{file.path}: {name} has shape {tuple(values.shape)}, but the metadata require {shape}; use "
+                "the model's HF checkpoint"
             )
         writer.add(name, values.to(dtype))
     if file.unread:
         raise UserError(
-            f"{file.path} has tensors that a {arch.family} does not have: {', '.join(file.unread[:5])}"
+            f"{file.path} contains tensors that do not belong to a {arch.family} model "
+            f"({', '.join(file.unread[:5])}); use the model's HF checkpoint"
         )
     return writer.close()
 
@@ -106,7 +108,9 @@ def _write_companions(file: GGUFFile, folder: str, dtype: torch.dtype, tokenizer
         if path.name not in ("config.json", "generation_config.json") and "index" not in path.name
     ]
     if not any(path.name.startswith(("tokenizer", "vocab")) for path in copied):
-        raise UserError(f"{tokenizer} holds no tokenizer; --tokenizer must be a folder with an HF tokenizer")
+        raise UserError(
+            f"{tokenizer} contains no tokenizer; --tokenizer must be a folder with an HF tokenizer"
+        )
     for path in copied:
         shutil.copy2(path, folder)
 
@@ -122,16 +126,16 @@ def _make_tokenizer(file: GGUFFile):
     split = file.value("tokenizer.ggml.pre") or "default"
     if split not in _KNOWN_SPLITS:
         raise UserError(
-            f"{file.path}: its tokenizer's rule to split text into words ({shortened(split)}) is not "
-            "supported; give a folder with the model's HF tokenizer as --tokenizer"
+            f"{file.path}: the tokenizer's pre-tokenizer {shortened(split)} is not supported; give the "
+            "folder of the model's HF tokenizer with --tokenizer"
         )
     path = Path(file.path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
     except Exception as error:  # transformers raises whatever the file's metadata leads to
         raise UserError(
-            f"{file.path}: transformers cannot read its tokenizer ({shortened(error, 200)}); give a folder "
-            "with the model's HF tokenizer as --tokenizer"
+            f"{file.path}: transformers cannot read the tokenizer ({shortened(error, 200)}); give the folder "
+            "of the model's HF tokenizer with --tokenizer"
         ) from error
     if template := file.value("tokenizer.chat_template"):
         tokenizer.chat_template = template

@@ -169,5 +169,5 @@ def differences(first: Listing, second: Listing) -> list[str]:
         elif a[name].dtype != b[name].dtype:
             found.append(f"{name}: {a[name].type} and {b[name].type}")
         elif a[name].digest != b[name].digest:
-            found.append(f"{name}: other values")
+            found.append(f"{name}: different values")
     return found

@@ -126,7 +126,8 @@ class _Converter:
                 values, scale = fp8_blocks.quantise(rows)
             except ValueError as error:
                 raise UserError(
-                    f"{self.source.folder}: {tensor.name} cannot be written as FP8: {error}"
+                    f"{self.source.folder}: {tensor.name} cannot be converted to FP8, because {error}; use "
+                    "an earlier checkpoint"
                 ) from error
             scales.append(scale)
             write_buffer(file, bytes_of(values))
@@ -145,7 +146,7 @@ def companions_of(source: str, hf: str | None) -> str:
     """
     folder = hf or f"{source}/{COMPANIONS}"
     if not Path(folder, "config.json").is_file():
-        raise UserError(f"{folder} has no config.json; give the HF folder of the checkpoint's model as --hf")
+        raise UserError(f"{folder} has no config.json; give the model's HF folder with --hf")
     return folder
 
 

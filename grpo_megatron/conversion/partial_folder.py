@@ -42,7 +42,7 @@ class PartialFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"{self.root} is being written by another process; wait for that process, or end it"
+                f"another process is writing to {self.root}; wait until it is done, or stop it"
             ) from None
         with writing(self.root):
             self._continue_or_begin(json.loads(json_text(plan)))
@@ -53,8 +53,8 @@ class PartialFolder:
             different = sorted(key for key in plan.keys() | before.keys() if plan.get(key) != before.get(key))
             if different:
                 raise UserError(
-                    f"{self.root} was begun with other settings or from other files "
-                    f"({', '.join(different)}); delete it to begin anew, or choose another target"
+                    f"{self.root} was created with different settings or source files "
+                    f"({', '.join(different)}); delete it to start over, or choose another target"
                 )
             return
         for leftover in (self.result, self._notes):
@@ -88,8 +88,8 @@ class PartialFolder:
         free = shutil.disk_usage(self.root).free
         if free < needed:
             raise UserError(
-                f"{self.root} needs {needed / 1e9:.2f} GB more, {free / 1e9:.2f} GB are free; make "
-                "room, or choose another disk"
+                f"{self.root} needs {needed / 1e9:.2f} GB more, but only {free / 1e9:.2f} GB are free; free "
+                "some disk space, or choose a target on another disk"
             )
 
     def finish(self) -> None:
@@ -106,7 +106,7 @@ def refuse_existing(target: str) -> None:
     """Raise UserError unless the target is absent or an empty folder, so that nothing is overwritten."""
     path = Path(target)
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise UserError(f"{target} is not empty; choose another folder, or delete it")
+        raise UserError(f"{target} exists and is not an empty folder; delete it, or choose another target")
 
 
 def files_of(folder: str | Path, suffixes: tuple[str, ...]) -> list[list]:

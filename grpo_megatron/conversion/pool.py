@@ -133,7 +133,7 @@ def _lost(workers: set) -> UserError:
     code = dead.exitcode or 0
     how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
     return UserError(
-        f"a process of the conversion (pid {dead.pid}) {how}; if the machine ran out of memory, use fewer "
+        f"a conversion process (pid {dead.pid}) {how}; if the machine ran out of memory, use fewer "
         "processes (--processes)"
     )
 

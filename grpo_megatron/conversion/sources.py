@@ -133,7 +133,7 @@ def weights_folder(source: str) -> Path:
             return folder
     reason = (
         pickled_weights(root)
-        or f"holds no {WEIGHTS}/ folder with weights in Megatron's distributed format (a file .metadata)"
+        or f"has no {WEIGHTS}/ folder with weights in Megatron's distributed format (a file .metadata)"
     )
     raise UserError(f"{source} {reason}")
 
@@ -151,20 +151,20 @@ def megatron_tensors(folder: Path, saved: SavedModel) -> MegatronTensors:
     stored = read_metadata(folder)
     if any(is_adapter(key) for key in stored):
         raise UserError(
-            f"{folder} was saved with adapters (megatron.lora), which would be lost; use the training run's "
-            "export instead: hf/ has the merged model, hf/adapter the adapters"
+            f"{folder} was saved with adapters (megatron.lora), which would be lost; use the HF folder that "
+            "the training run exported: hf/ is the merged model, hf/adapter are the adapters"
         )
     places = defaultdict(list)
     for part in saved.parts:
         if part.key not in stored:
             raise UserError(
-                f"{folder} holds no tensor {part.key}, which config.json requires; the "
-                "checkpoint is of another model"
+                f"{folder} has no tensor {part.key}, which config.json requires; use the config.json of the "
+                "model that this checkpoint is for"
             )
         if stored[part.key].shape != part.full and not part.padded:
             raise UserError(
-                f"{folder} has {part.key} of shape {stored[part.key].shape}, config.json requires "
-                f"{part.full}; the checkpoint is of another model"
+                f"{folder} has {part.key} of shape {stored[part.key].shape}, but config.json requires "
+                f"{part.full}; use the config.json of the model that this checkpoint is for"
             )
         for piece in part.pieces:
             places[piece.hf].append((part.key, piece))
@@ -174,9 +174,8 @@ def megatron_tensors(folder: Path, saved: SavedModel) -> MegatronTensors:
         and _differ(folder, _HEAD, _EMBEDDING)
     ):
         raise UserError(
-            f"{folder} has an output layer ({_HEAD}) with other values than the embedding ({_EMBEDDING}), "
-            "which would be lost, because config.json says that they are tied; set tie_word_embeddings: "
-            "false in config.json"
+            f"{folder} has an output layer ({_HEAD}) that differs from the embedding ({_EMBEDDING}) and "
+            "would be lost, because config.json ties the two; set tie_word_embeddings: false in config.json"
         )
     return MegatronTensors(folder, dict(places))
 

@@ -171,11 +171,13 @@ def set_routing_from(micro_batch: MicroBatch, batch: TrainBatch, layers: tuple[b
     given = batch.routing
     if given is None:
         raise ValueError(
-            "moe.routing_replay=engine needs the engine's routing of every sample, but the samples carry none"
+            "moe.routing_replay=engine needs the engine's routing of every sample, but the samples have "
+            "none; set moe.routing_replay=old_policy or moe.routing_replay=off"
         )
     if given.shape[1] != sum(layers):
         raise ValueError(
-            f"the samples carry routing for {given.shape[1]} layers, the model has {sum(layers)} with experts"
+            f"the samples have routing for {given.shape[1]} layers, but {sum(layers)} layers of the model "
+            "have experts"
         )
     # Padding needs k different experts too. Their results are not used.
     anything = np.arange(given.shape[2], dtype=given.dtype)
@@ -225,7 +227,9 @@ class MiniBatchStore:
             for k, b in zip(kept, batches, strict=True)
         )
         if not same:
-            raise ValueError(f"mini-batch {key} is divided into other micro-batches than in its first pass")
+            raise ValueError(
+                f"mini-batch {key} is divided into different micro-batches than in its first pass"
+            )
         return kept
 
     def keep_hidden(self, micro_batch: MicroBatch, hidden: torch.Tensor, device_limit: int) -> None:

@@ -61,7 +61,7 @@ def beyond_limits(limits: dict[str, float], metrics: Metrics) -> tuple[str, ...]
     dist.all_gather_object(parts, {name: metrics[name] for name in limits if name in metrics})
     found = {name: metric.result() for name, metric in merge(parts).items()}
     return tuple(
-        f"{name}={value:.4g} is more than {limits[name]}"
+        f"{name}={value:.4g} exceeds its limit {limits[name]}"
         for name, value in found.items()
         if not value <= limits[name]
     )

@@ -67,23 +67,26 @@ def without_adapter(arch: Architecture, config: LoraConfig) -> list[str]:
     if arch.latent is not None:
         return [
             "megatron.lora.rank: this model uses multi-head latent attention (MLA), whose layers cannot have "
-            "adapters"
+            "adapters; leave megatron.lora.rank out"
         ]
     entries = weight_map(arch).values()
     there = {target: [e for e in entries if _is_target(e, [target])] for target in config.targets}
     found = []
     for target, layers in there.items():
         if not layers:
-            found.append(f"megatron.lora.targets: this model has no layer {target} outside experts")
+            found.append(
+                f"megatron.lora.targets: this model has no layer {target} outside its experts; remove "
+                f"{target}"
+            )
         elif any(entry.expert for entry in layers):
             found.append(
-                f"megatron.lora.targets: {target} is a layer of experts in this model, and experts cannot "
-                "have adapters"
+                f"megatron.lora.targets: {target} belongs to the experts of this model, which cannot have "
+                "adapters; remove it"
             )
         elif any(_layer(entry) not in _ADAPTABLE for entry in layers):
             found.append(
                 f"megatron.lora.targets: {target} of this model is {layers[0].megatron}, which cannot have "
-                "an adapter"
+                "an adapter; remove it"
             )
     return found
 

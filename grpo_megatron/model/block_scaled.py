@@ -102,7 +102,7 @@ def cut_blocks(pieces: Iterable[Piece]) -> list[Piece]:
 
 def _in_blocks(sizes: Shape, hf: str) -> Shape:
     if any(size % BLOCK for size in sizes):
-        raise ValueError(f"{hf}: {sizes} cuts an FP8 block of {BLOCK} x {BLOCK}")
+        raise ValueError(f"{hf}: the shape {sizes} is not divisible by the FP8 block size {BLOCK}")
     return tuple(size // BLOCK for size in sizes)
 
 

@@ -34,14 +34,14 @@ class Fields:
         value = self._values.get(key)
         if value is None:
             if default is _REQUIRED:
-                raise UserError(f"key {self._within}{key} is missing")
+                raise UserError(f"the key {self._within}{key} is missing; add it")
             return default
         if type(value) not in kinds:
             raise self._refusal(key, what)
         return value
 
     def _refusal(self, key: str, what: str) -> UserError:
-        return UserError(f"{self._within}{key} must be {what}, is {shortened(repr(self._values[key]))}")
+        return UserError(f"{self._within}{key} must be {what}, but is {shortened(repr(self._values[key]))}")
 
     def integer(self, key: str, default: Any = _REQUIRED, most: int = _MOST, least: int = 1) -> Any:
         """Return the integer under `key`, from `least` to `most` inclusive, or `default` without the key."""
@@ -92,5 +92,5 @@ def torch_dtype(config: Fields) -> torch.dtype:
     """Return the dtype of the weights according to config.json, or float32 if it names no dtype."""
     name = config.text("dtype", None) or config.text("torch_dtype", "float32")
     if name not in _DTYPES:
-        raise UserError(f"dtype {shortened(name)!r} is not supported; supported: {', '.join(_DTYPES)}")
+        raise UserError(f"dtype {shortened(name)!r} is not supported; only {', '.join(_DTYPES)} can be used")
     return _DTYPES[name]

@@ -25,9 +25,9 @@ def gguf_advice(path: str | Path) -> str | None:
     what = (
         "is a GGUF file"
         if files[0] == root
-        else f"holds GGUF files only ({', '.join(file.name for file in files[:5])})"
+        else f"contains only GGUF files ({', '.join(file.name for file in files[:5])})"
     )
     return (
-        f"{what}; convert it to an HF checkpoint by `python tools/convert_gguf_to_hf.py {files[0]} OUT_DIR`, "
-        "and name OUT_DIR instead"
+        f"{what}; convert it to an HF checkpoint with `python tools/convert_gguf_to_hf.py {files[0]} "
+        "OUT_DIR`, and use OUT_DIR instead"
     )

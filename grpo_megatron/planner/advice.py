@@ -32,13 +32,13 @@ def planned_architecture(config: Config) -> Architecture:
         raise UserError(f"cluster.gpu={cluster.gpu} is unknown; choose one of {', '.join(GPUS)}")
     if cluster.gpu not in GPUS or cluster.nodes is None or cluster.gpus_per_node is None:
         raise UserError(
-            "the cluster is not known: set cluster.gpu (or --gpu), cluster.nodes (or --nodes) and "
-            "cluster.gpus_per_node; the planner does not cover machines without a GPU"
+            "the planner needs a cluster with GPUs: set cluster.gpu (or --gpu), cluster.nodes (or --nodes) "
+            "and cluster.gpus_per_node"
         )
     if config.megatron.lora.rank:
-        raise UserError("the planner does not cover LoRA: leave megatron.lora.rank out")
+        raise UserError("the planner does not support LoRA; leave megatron.lora.rank out")
     if config.rollout.replay:
-        raise UserError("the planner covers only runs with engines: leave rollout.replay out")
+        raise UserError("the planner supports only runs with engines; leave rollout.replay out")
     return read_architecture(config.model.path)
 
 

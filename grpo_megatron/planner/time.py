@@ -65,7 +65,7 @@ class Lengths:
             if mean is not None and not 0 < mean <= most[name]:
                 raise UserError(
                     f"the mean {name} length must be above 0 and at most the longest one ({most[name]} "
-                    f"tokens), got {mean:g}"
+                    f"tokens), but is {mean:g}"
                 )
         return cls(*(most[name] / 2 if mean is None else mean for name, mean in means.items()))
 

@@ -210,8 +210,10 @@ class Checkpoints:
         shutil.rmtree(final.with_name(f"{final.name}.partial"), ignore_errors=True)
         whole = folders(self.folder)
         kept = f"the newest checkpoint is {whole[-1].name}" if whole else "there is no checkpoint yet"
-        self._failure = NotWritten(f"{error}; {kept}. Correct the cause, so that the next one can be written")
-        logger.warning(f"training goes on, but {self._failure}")
+        self._failure = NotWritten(
+            f"{error}; {kept}. Fix the cause, such as a full disk, so that the next one can be written"
+        )
+        logger.warning(f"training continues, but {self._failure}")
 
     def _remove_old(self) -> None:
         for path in folders(self.folder)[: -self._config.keep]:
@@ -235,13 +237,13 @@ def discard(folder: Path) -> None:
                 next(folder.with_name(name) for name in names if not folder.with_name(name).exists())
             )
     except OSError as error:
-        logger.warning(f"{folder} could not be deleted: {error}; delete it by hand")
+        logger.warning(f"{folder} could not be deleted: {error}; delete it manually")
         return
     shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
         logger.warning(
-            f"{folder} could not be deleted completely, probably because a file in it is open elsewhere; the "
-            "next start of the run tries again"
+            f"{folder} could not be deleted completely, probably because another process has a file in it "
+            "open; the run tries again when it starts next"
         )
 
 

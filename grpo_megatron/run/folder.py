@@ -71,7 +71,7 @@ def open_run_folder(
             raise
     except OSError as error:
         raise UserError(
-            f"the run's folder {folder} cannot be created: {error}; choose another run.root or run.name"
+            f"the run folder {folder} cannot be created: {error}; choose another run.root or run.name"
         ) from error
     try:
         if checkpoint is None:
@@ -146,7 +146,7 @@ def quarantine_later_checkpoints(directory: str, checkpoint: Checkpoint | None) 
             left = path.with_name(f"{path.name}.aside")
             with writing(path):
                 left = path.rename(numbered(left) if left.exists() else left)
-            logger.info(f"set aside: {path} was renamed to {left.name}; no run deletes it")
+            logger.info(f"{path} was renamed to {left.name}, which no run deletes")
 
 
 def kept_rows(path: Path, step: int, quiet: bool = False) -> list[str] | None:
@@ -178,16 +178,16 @@ def kept_rows(path: Path, step: int, quiet: bool = False) -> list[str] | None:
                 raise damaged[0]
             kept.append(row.decode("utf-8"))
     if damaged and not quiet:
-        logger.warning(f"{damaged[0]}; the {len(damaged)} damaged rows of {path.name} are removed")
+        logger.warning(f"{damaged[0]}; all damaged rows of {path.name} are removed ({len(damaged)})")
     return kept
 
 
 def _step_of_row(row: bytes, where: str) -> int:
     step = parse_object(row, where).get("step")
     if not row.endswith(b"\n"):
-        raise UserError(f"{where}: the end of the row is missing")
+        raise UserError(f"{where}: the row is truncated")
     if type(step) is not int:
-        raise UserError(f"{where}: step must be the number of a step, is {shortened(repr(step))}")
+        raise UserError(f"{where}: step must be a step number, but is {shortened(repr(step))}")
     return step
 
 
@@ -210,4 +210,4 @@ def _move_aside(config: Config, folder: Path) -> None:
     if (moved / JOBS).exists():
         # One of these jobs may have started this run, and Slurm opens a file for each of its nodes by name.
         (moved / JOBS).rename(folder / JOBS)
-    logger.info(f"moved the earlier run of this name to {moved}")
+    logger.info(f"moved the earlier run with this name to {moved}")

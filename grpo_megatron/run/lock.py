@@ -68,8 +68,8 @@ class Ownership:
             if _may_live(owner):
                 self._refuse(owner, f"; if that run has ended, delete {self._folder / OWNER}")
             self.note = (
-                f"{self._folder}: this file system has no locks ({error.strerror}), so only the file {OWNER} "
-                "keeps a second run out"
+                f"{self._folder}: this file system does not support locks ({error.strerror}), so only the "
+                f"file {OWNER} prevents a second run from using the folder"
             )
         else:
             # Some file systems have separate locks for each node. An owner on this node is gone, because the
@@ -127,8 +127,8 @@ class Ownership:
     def _refuse(self, owner: dict[str, Any], advice: str = "") -> None:
         known = _named(owner) or "it is just starting"
         raise UserError(
-            f"another run writes to {self._folder} ({known}): wait for its end, or choose another run.name"
-            f"{advice}"
+            f"another run is writing to {self._folder} ({known}); wait until it ends, or choose another "
+            f"run.name{advice}"
         )
 
 

@@ -15,6 +15,7 @@ from grpo_megatron.paths import is_absent
 from grpo_megatron.progress import moved
 
 MANIFEST = "manifest.json"
+_DAMAGED = "the checkpoint is damaged, but an earlier one may be intact"
 _READ_BYTES = 4 * 2**20
 # Most bytes of one write. A tensor of gigabytes takes a slow disk minutes, during which the rank must be seen
 # to make progress.
@@ -92,27 +93,26 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     path = folder / MANIFEST
     if is_absent(path):
         raise DamagedCheckpoint(
-            f"{folder} is not a complete checkpoint: it has no {MANIFEST}. Early versions did not write one"
+            f"{folder} is not a complete checkpoint, because it has no {MANIFEST}; an earlier one may be "
+            "complete"
         )
     with reading(path):
         raw = path.read_bytes()
     try:
         content = parse_object(raw, str(path))
     except UserError as error:
-        raise DamagedCheckpoint(f"{error}; the checkpoint is damaged") from error
+        raise DamagedCheckpoint(f"{error}; {_DAMAGED}") from error
     if set(content) != {"files", "digest"} or _digest_of(content["files"]) != content["digest"]:
-        raise DamagedCheckpoint(f"{path} does not match its own digest; the checkpoint is damaged")
+        raise DamagedCheckpoint(f"{path} does not match its own digest; {_DAMAGED}")
     files = {name: FileRecord(*record) for name, record in content["files"].items()}
     for name, record in files.items():
         path = folder / name
         if is_absent(path):
-            raise DamagedCheckpoint(f"{path} does not exist; the checkpoint is damaged")
+            raise DamagedCheckpoint(f"{path} does not exist; {_DAMAGED}")
         with reading(path):
             size = path.stat().st_size
         if size != record.size:
-            raise DamagedCheckpoint(
-                f"{path} has {size} bytes, but {record.size} were written; the checkpoint is damaged"
-            )
+            raise DamagedCheckpoint(f"{path} has {size} bytes, but {record.size} were written; {_DAMAGED}")
     return files
 
 
@@ -135,9 +135,7 @@ def problems(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]
             found.append(error)
             continue
         if not right:
-            found.append(
-                DamagedCheckpoint(f"{folder / name} does not match its digest; the checkpoint is damaged")
-            )
+            found.append(DamagedCheckpoint(f"{folder / name} does not match its digest; {_DAMAGED}"))
     return found
 
 

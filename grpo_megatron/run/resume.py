@@ -73,11 +73,11 @@ def open_checkpoint(folder: str | Path, command: Command) -> Checkpoint:
     """
     root = Path(folder)
     if folder_problem(root):
-        raise UserError(f"run.resume={folder} {folder_problem(root)}; it must be a checkpoint's folder")
+        raise UserError(f"run.resume={folder} {folder_problem(root)}; it must be a checkpoint folder")
     if is_absent(root / MANIFEST) or root.name.endswith(".partial"):
         raise DamagedCheckpoint(
-            f"run.resume={folder} is not a complete checkpoint: it has no {MANIFEST}, or its name ends in "
-            f".partial. Early versions did not write a {MANIFEST}"
+            f"run.resume={folder} is not a complete checkpoint, because it has no {MANIFEST} or its name "
+            "ends in .partial; an earlier checkpoint may be complete"
         )
     files = read_manifest(root)
     actor = {
@@ -87,8 +87,8 @@ def open_checkpoint(folder: str | Path, command: Command) -> Checkpoint:
     }
     if not actor or STATE not in files:
         raise UserError(
-            f"run.resume={folder} is not the checkpoint of a run: its {MANIFEST} does not list {STATE} and "
-            f"files in {ACTOR}/"
+            f"run.resume={folder} is not a run's checkpoint, because its {MANIFEST} does not list {STATE} "
+            f"and files in {ACTOR}/; choose another checkpoint"
         )
     must_be_sound(problems(root, files, [STATE]))
     return Checkpoint(str(folder), _read_state(root / STATE, command), actor)
@@ -99,14 +99,14 @@ def _read_state(path: Path, command: Command) -> dict[str, Any]:
     absent = [key for key in _STATE[command] if key not in values]
     if absent:
         raise UserError(
-            f"{path} has no {', '.join(absent)}: another command than `{command}` or another version has "
-            f"written this checkpoint; {ANOTHER_RUN}"
+            f"{path} has no {', '.join(absent)}, because a command other than `{command}` or a different "
+            f"version wrote this checkpoint; {ANOTHER_RUN}"
         )
     step = values["step"]
     if type(step) is not int or step < 0:
         raise UserError(
-            f"{path}: step must be the number of a step, is {shortened(repr(step))}; the checkpoint is "
-            "damaged"
+            f"{path}: step must be a step number, but is {shortened(repr(step))}; the checkpoint is damaged, "
+            "but an earlier one may be intact"
         )
     return values
 
@@ -139,12 +139,12 @@ def newest_checkpoint(
             try:
                 return open_checkpoint(folder, command)
             except DamagedCheckpoint as error:
-                logger.warning(f"this checkpoint is skipped: {error}")
+                logger.warning(f"skipped a checkpoint: {error}")
         damaged += 1
     if damaged and instead is None:
         raise DamagedCheckpoint(
-            f"all {damaged} checkpoints in {root} are damaged; run.resume=none starts from the beginning and "
-            "keeps them"
+            f"{root} contains only damaged checkpoints ({damaged}); set run.resume=none to start from the "
+            "beginning and keep them"
         )
     return instead
 
@@ -167,11 +167,11 @@ def finished_result(config: Config, command: Command) -> dict[str, Any] | None:
     by = result.get("command", command)  # earlier versions did not write it
     if by != command:
         raise UserError(
-            f"{path.parent} is a finished run of `{by}`, not of `{command}`: choose another run.name, or set "
+            f"{path.parent} is a finished run of `{by}`, not of `{command}`; choose another run.name, or set "
             "run.resume=none, which renames the finished run"
         )
     logger.info(
-        f"the run in {path.parent} is finished: it has made {step} steps of {wanted}. Raise run.total_steps "
+        f"the run in {path.parent} is finished: it made {step} of {wanted} steps. Raise run.total_steps "
         "to continue it, or set run.resume=none to start a new one"
     )
     return result
@@ -192,4 +192,6 @@ def differences(checkpoint: Checkpoint, config: Config) -> list[str]:
         for values in (checkpoint.state["config"], as_saved(config))
     )
     changed = [key for key in now if key != "run.resume" and key in saved and saved[key] != now[key]]
-    return [f"{key} is {shortened(now[key])}, was {shortened(saved[key])} in {checkpoint}" for key in changed]
+    return [
+        f"{key} is {shortened(now[key])}, but was {shortened(saved[key])} in {checkpoint}" for key in changed
+    ]

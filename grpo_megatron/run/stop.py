@@ -80,6 +80,6 @@ class StopRequest:
         """
         if self.is_made:
             raise Stopped(
-                f"stopped on request ({self.signal.name}) in step {self.step}, in which a process of the run "
-                f"has ended too; {outlook(folder)}"
+                f"stopped on request ({self.signal.name}) in step {self.step}, during which a process of the "
+                f"run also ended; {outlook(folder)}"
             )

@@ -107,6 +107,6 @@ class EngineClient:
                 last_progress = clock()
             elif clock() - last_progress > self._timeout:
                 raise UserError(
-                    f"{self._process.name} finished no sample for {self._timeout:.0f} s with "
-                    f"{len(self._answers)} samples in progress; its log is {self._process.log}"
+                    f"{self._process.name} finished none of its {len(self._answers)} samples in progress for "
+                    f"rollout.engine.request_timeout={self._timeout:.0f} s; its log is {self._process.log}"
                 )

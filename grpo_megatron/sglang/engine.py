@@ -160,7 +160,8 @@ class SGLangEngine:
         # update failed is no longer admitted.
         if not self._admitted:
             raise RuntimeError(
-                f"{self._process.name} may not serve: its weights have not been compared with the trainer's"
+                f"{self._process.name} cannot serve, because its weights have not been compared with the "
+                "trainer's"
             )
         self._memory.must_have(*MemoryPart)
 
@@ -223,7 +224,7 @@ class SGLangEngine:
             if len(entries) != len(ids) or any(
                 token not in (given, 0) for (_, token, _), given in zip(entries, ids, strict=True)
             ):
-                raise RuntimeError("the engine scored other tokens than it was given")
+                raise RuntimeError("the engine scored different tokens from those that it was given")
         return [np.array([logprob for logprob, _, _ in entries[1:]], dtype=np.float32) for entries in scored]
 
     @_phase
@@ -238,7 +239,7 @@ class SGLangEngine:
             if pause != PauseMode.abort and not self._control.knows_spans:
                 raise UserError(
                     f"{self._process.name} has requests in flight, and this SGLang release does not report "
-                    "which tokens were generated with the old weights: set weight_sync.pause=abort, or "
+                    "which tokens were generated with the old weights; set weight_sync.pause=abort, or "
                     "install SGLang 0.5.20 or later"
                 )
             await self._while_alive("pause_generation", self._control.pause(pause))
@@ -314,7 +315,7 @@ class SGLangEngine:
         RuntimeError while requests run.
         """
         if self._tasks:
-            raise RuntimeError(f"{self._process.name} still generates, so its memory cannot be released")
+            raise RuntimeError(f"{self._process.name} is still generating, so its memory cannot be released")
         self._admitted = False
         await self._memory.release()
 
@@ -333,7 +334,9 @@ class SGLangEngine:
         """
         success, message = await self._while_alive(call, awaitable)
         if not success:
-            raise UserError(f"the engine refused {call}: {message}")
+            raise UserError(
+                f"{self._process.name} rejected {call}: {message}; its log is {self._process.log}"
+            )
 
     async def shutdown(self) -> None:
         self._control.shutdown()

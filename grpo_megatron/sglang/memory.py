@@ -71,7 +71,7 @@ class EngineMemory:
             if (await self._waited_for("flush_cache", self._control.flush_cache()))[0]:
                 return
             await asyncio.sleep(_IDLE_POLL_SECONDS)
-        raise RuntimeError(f"{self._name} still generates, so its memory cannot be released")
+        raise RuntimeError(f"{self._name} is still generating, so its memory cannot be released")
 
     async def resume(self, part: MemoryPart) -> None:
         """Allocate the memory of a released part again. Its contents are undefined.

@@ -150,7 +150,8 @@ class EnginePool:
         except ray.exceptions.GetTimeoutError as error:
             limit = f"rollout.engine.start_timeout={self._config.engine.start_timeout:.0f} s"
             raise ProcessLost(
-                f"the first nodes of the engines {sorted(asked)} did not report a free port within {limit}"
+                f"the first nodes of the engines {sorted(asked)} did not report a free port within {limit}; "
+                "raise it if the nodes start slowly"
             ) from error
         except ray.exceptions.RayError as error:
             raise process_error(error, self.processes[min(asked)], "free_address") from error

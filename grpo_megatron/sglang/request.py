@@ -65,7 +65,7 @@ def completion_of(request: Request, answer: dict, routed_layers: tuple[bool, ...
     logprobs = meta["output_token_logprobs"]
     ids = np.array([token for _, token, _ in logprobs], dtype=np.int32)
     if not np.array_equal(ids, answer["output_ids"]):
-        raise RuntimeError(f"engine answer {key}: the log-probs belong to other tokens than the output")
+        raise RuntimeError(f"engine answer {key}: the log-probs do not belong to the output tokens")
     return Completion(
         key=key,
         response_ids=ids,

@@ -57,7 +57,7 @@ class DroppedSteps:
         elif any(math.isfinite(norm) for norm, _ in self._in_a_row):
             limit = self._config.max_grad_norm_to_step
             reasons.append(
-                f"A finite norm was more than optimizer.max_grad_norm_to_step={limit}: either the limit is "
+                f"A finite norm exceeded optimizer.max_grad_norm_to_step={limit}: either the limit is "
                 "too low, or training diverges; compare actor/grad_norm of good steps in metrics.jsonl."
             )
         raise UserError(

@@ -87,7 +87,7 @@ def make_mini_batches(groups: list[Group], config: Config, cost: CostModel, step
     parts = [batch.select(np.flatnonzero(mini_of == index)) for index in range(mini_of[-1] + 1)]
     if config.train.old_logprobs == OldLogprobs.current and len(parts) * config.train.ppo_epochs > 1:
         raise UserError(
-            f"train.old_logprobs=current needs one optimizer step per batch, but {len(groups)} prompts make "
+            f"train.old_logprobs=current needs one optimizer step per batch, but {len(groups)} prompts need "
             "several; raise train.ppo_mini_batch_size and set train.ppo_epochs=1, or choose another "
             "train.old_logprobs"
         )

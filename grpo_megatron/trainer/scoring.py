@@ -71,8 +71,8 @@ class ModelRewards:
             where = f"record {prompt.uid}"
             if prompt.messages is None and self._config.data.chat_template != NO_TEMPLATE:
                 raise UserError(
-                    f"{where}: the prompt is token ids, which a reward model with another tokenizer cannot "
-                    "read; give the prompt as text or messages"
+                    f"{where}: the prompt consists of token ids, which a reward model with a different "
+                    "tokenizer cannot read; give the prompt as text or messages"
                 )
             tokenizer = self._conversations.tokenizer
             tools = prompt.tools if tokenizer.template and tokenizer.template.shows_tools else None
@@ -103,8 +103,8 @@ class ModelRewards:
         bad = np.count_nonzero(~np.isfinite(scores))
         if bad:
             raise UserError(
-                f"the reward model {self._config.reward.model.path} gave {bad} of {len(samples)} samples a "
-                "score that is not finite; check the weights of the reward model, and megatron.precision"
+                f"the reward model {self._config.reward.model.path} scored {bad} of {len(samples)} samples "
+                "as NaN or infinity; check the weights of the reward model, and megatron.precision"
             )
         return scores
 

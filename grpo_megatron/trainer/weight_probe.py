@@ -94,10 +94,10 @@ class WeightProbe:
         if not found[worst] <= limit:
             raise RuntimeError(
                 f"after the weight sync, engine {worst} gives the probe prompts log-probs that differ from "
-                f"the trainer's by {found[worst]:.3g} in the mean (limit {limit:.3g}, {self._tolerance} "
+                f"the trainer's by {found[worst]:.3g} on average (limit {limit:.3g}, {self._tolerance} "
                 "times the effect of the trainer's own rounding), although the checksums of all weights "
-                "agree. Either a layer of the engine computes something else, or the weight map is wrong; "
-                "`grpo-megatron selftest` looks for the cause"
+                "agree. Either a layer of the engine computes something different, or the weight map is "
+                "wrong; run `grpo-megatron selftest` to find the cause"
             )
         return {"probe_mean": found[worst], "probe_limit": limit}
 

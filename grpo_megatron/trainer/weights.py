@@ -33,9 +33,9 @@ class TrainerWeights:
                 else f"since the optimizer step of step {self.last_step}"
             )
             raise UserError(
-                f"{len(broken)} parameters hold NaN or infinity {since}, such as {broken[0][1]} on "
+                f"{len(broken)} parameters contain NaN or infinity {since}, such as {broken[0][1]} on "
                 f"{broken[0][0]}; continue from an earlier checkpoint with a lower optimizer.lr or "
-                "optimizer.clip_grad, or begin with an undamaged model"
+                "optimizer.clip_grad, or start from an intact model"
             )
 
     def scale(self, factor: float, share: float = 1.0) -> None:

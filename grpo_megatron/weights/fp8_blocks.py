@@ -28,7 +28,7 @@ def quantise(matrix: torch.Tensor, rows: int = BLOCK) -> tuple[torch.Tensor, tor
     blocks = padded.view(padded.shape[0] // rows, rows, padded.shape[1] // BLOCK, BLOCK)
     largest = blocks.abs().amax(dim=(1, 3))
     if not torch.isfinite(largest).all():
-        raise ValueError("it has NaN or infinite elements")
+        raise ValueError("it contains NaN or infinity")
     # largest = fraction * 2**exponent and 448 = 0.875 * 2**9. A logarithm could be rounded past a power of
     # two.
     fraction, exponent = torch.frexp(largest)

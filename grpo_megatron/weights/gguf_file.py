@@ -85,20 +85,21 @@ class GGUFFile:
             }
         except Exception as error:  # the library raises any type of error for a damaged file
             raise UserError(
-                f"{path} cannot be read ({shortened(error, 200)}); it is truncated or not a GGUF file"
+                f"{path} cannot be read ({shortened(error, 200)}); it is truncated or not a GGUF file; "
+                "download or copy it again"
             ) from error
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         parts = self._values.get("split.count", 1)
         if parts > 1:
             raise UserError(
-                f"{path} is one of {parts} parts; join them first by "
+                f"{path} is one of {parts} parts; merge them first with "
                 "`llama-gguf-split --merge FIRST_PART OUT.gguf`"
             )
         self.architecture = str(self._values.get("general.architecture"))
         if self.architecture not in _KINDS:
             raise UserError(
-                f"{path}: GGUF files of the architecture {shortened(self.architecture)} cannot be converted, "
-                f"only of {', '.join(_KINDS)}; use the model's HF checkpoint"
+                f"{path}: GGUF files for the architecture {shortened(self.architecture)} cannot be converted "
+                f"(only for {', '.join(_KINDS)}); use the model's HF checkpoint"
             )
         self._kind = _KINDS[self.architecture]
         self._architecture_id = next(
@@ -130,13 +131,14 @@ class GGUFFile:
             )
         if missing := sorted(needed.keys() - own.keys()):
             raise UserError(
-                f"{self.path}: the metadata key {prefix}{missing[0]} is missing; the file is damaged, or of "
-                "another kind of model"
+                f"{self.path}: the metadata key {prefix}{missing[0]} is missing; the file is damaged or for "
+                "a different kind of model, so download it again or use the model's HF checkpoint"
             )
         for key in names.keys() & own.keys():
             if not isinstance(own[key], int | float):
                 raise UserError(
-                    f"{self.path}: {prefix}{key} must be one number, is {shortened(repr(own[key]))}"
+                    f"{self.path}: {prefix}{key} must be one number, but is {shortened(repr(own[key]))}; use "
+                    "the model's HF checkpoint"
                 )
         config = {
             "architectures": [self._kind.architecture],
@@ -165,7 +167,8 @@ class GGUFFile:
         for key in ("rope.dimension_count", "attention.value_length"):
             if own.get(key, head_dim) != head_dim:
                 raise UserError(
-                    f"{self.path}: {key}={own[key]} is not supported, it must equal the head size {head_dim}"
+                    f"{self.path}: {key}={own[key]} is not supported; only the head size {head_dim} can be "
+                    "used. Use the model's HF checkpoint"
                 )
         return {"head_dim": head_dim}
 
@@ -194,7 +197,8 @@ class GGUFFile:
         share = ((turns - low) / (high - low)).clamp(0, 1)
         if not torch.allclose(1 / ((1 - share) / factor + share), stored, rtol=1e-3):
             raise UserError(
-                f"{self.path}: {_ROPE_FREQUENCIES} is not Llama 3's RoPE scaling, the only supported one"
+                f"{self.path}: {_ROPE_FREQUENCIES} is not Llama 3's RoPE scaling, which is the only one "
+                "supported; use the model's HF checkpoint"
             )
         return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
 
@@ -211,7 +215,8 @@ class GGUFFile:
         if expert:  # the file stacks all experts of a layer in one tensor
             if len(values) != arch.moe.num_experts:
                 raise UserError(
-                    f"{self.path}: {stored} has {len(values)} experts, expected {arch.moe.num_experts}"
+                    f"{self.path}: {stored} has {len(values)} experts, but the metadata specify "
+                    f"{arch.moe.num_experts}; download the file again"
                 )
             values = values[int(expert[1])]
         for projection, heads in ((".q_proj.", arch.num_heads), (".k_proj.", arch.num_kv_heads)):
@@ -221,7 +226,7 @@ class GGUFFile:
 
     def _shape(self, name: str) -> Shape:
         if name not in self._tensors:
-            raise UserError(f"{self.path}: tensor {name} is missing")
+            raise UserError(f"{self.path}: tensor {name} is missing; download the file again")
         return tuple(int(size) for size in reversed(self._tensors[name].shape))
 
     def _values_of(self, name: str) -> torch.Tensor:
@@ -231,7 +236,8 @@ class GGUFFile:
             values = gguf.dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError as error:
             raise UserError(
-                f"{self.path}: {name} has the type {tensor.tensor_type.name}, which is not supported"
+                f"{self.path}: {name} has the type {tensor.tensor_type.name}, which is not supported; use "
+                "the model's HF checkpoint"
             ) from error
         return torch.from_numpy(np.array(values, dtype=np.float32)).view(shape)
 

@@ -123,29 +123,34 @@ class HFCheckpoint:
             hint = (
                 "; if the embedding is also the output layer, set tie_word_embeddings: true in config.json"
                 if _HEAD in missing
-                else ""
+                else "; check that config.json belongs to these weights"
             )
             found.append(
-                f"{self.folder}: tensor {some(missing)} is missing, but config.json requires it{hint}"
+                f"{self.folder}: config.json requires tensors that are missing: {some(missing)}{hint}"
             )
         unread = self.unread(entries)
         if unread:
-            found.append(f"{self.folder}: the model of config.json has no tensor {some(unread)}")
+            found.append(
+                f"{self.folder}: config.json describes a model without these tensors: {some(unread)}; check "
+                "that it belongs to these weights"
+            )
         if (
             any(entry.hf == (_EMBEDDING,) and not entry.exported for entry in entries.values())
             and self._has_other_head()
         ):
             found.append(
-                f"{self.folder}: {_HEAD} differs from {_EMBEDDING}, although config.json says that they are "
-                f"tied; set tie_word_embeddings: false in config.json to use both, or remove {_HEAD} to use "
-                f"{_EMBEDDING} for both"
+                f"{self.folder}: {_HEAD} differs from {_EMBEDDING}, although config.json ties them; set "
+                f"tie_word_embeddings: false in config.json to use both, or remove {_HEAD} to use only "
+                f"{_EMBEDDING}"
             )
         wrong, types = [], []
         for name, shape in promised.items():
             if name in self._where:
                 header = self._open(self._where[name]).get_slice(name)
                 if tuple(header.get_shape()) != shape:
-                    wrong.append(f"{name} of shape {tuple(header.get_shape())}, config.json requires {shape}")
+                    wrong.append(
+                        f"{name} of shape {tuple(header.get_shape())}, but config.json requires {shape}"
+                    )
                 if header.get_dtype() not in _LOADABLE and not (
                     header.get_dtype() == FP8 and self._stored.block
                 ):
@@ -153,7 +158,7 @@ class HFCheckpoint:
                 elif header.get_dtype() == FP8 and (problem := self._scales_problem(name, shape)):
                     wrong.append(problem)
         if wrong:
-            found.append(f"{self.folder} has {some(wrong, '; ')}")
+            found.append(f"{self.folder} has {some(wrong, '; ')}; check that config.json fits the weights")
         if types:
             found.append(
                 f"{self.folder} has {some(types)}; only {', '.join(_LOADABLE)} can be loaded, and {FP8} "
@@ -190,12 +195,12 @@ class HFCheckpoint:
         if len(shape) != 2:
             return f"{name} of type {FP8}, which only matrices can have"
         if name + SCALES not in self._where:
-            return f"{name} of type {FP8} without {name + SCALES}"
+            return f"{name} of type {FP8}, but not its scales {name + SCALES}"
         header, expected = self._slice(name + SCALES), scales_shape(shape, self._stored.block)
         if tuple(header.get_shape()) != expected or header.get_dtype() not in ("F32", "BF16"):
             return (
                 f"{name + SCALES} of type {header.get_dtype()} and shape {tuple(header.get_shape())}, "
-                f"not F32 and {expected}"
+                f"but F32 and {expected} are required"
             )
         return None
 
@@ -218,7 +223,8 @@ class HFCheckpoint:
         described = self._slice(name)
         if described.get_dtype() not in _TORCH_TYPES:
             raise UserError(
-                f"{self.folder}: {name} has the type {described.get_dtype()}, which cannot be read"
+                f"{self.folder}: {name} has the type {described.get_dtype()}, which is not supported; "
+                "convert it to one of the types " + ", ".join(_TORCH_TYPES)
             )
         dtype = torch.float32 if self._is_fp8(name) else _TORCH_TYPES[described.get_dtype()]
         return tuple(described.get_shape()), dtype
@@ -262,7 +268,7 @@ class HFCheckpoint:
 
     def _file_of(self, name: str) -> Any:
         if name not in self._where:
-            raise UserError(f"{self.folder}: tensor {name} is missing from the checkpoint")
+            raise UserError(f"{self.folder}: tensor {name} is missing; copy or download the checkpoint again")
         return self._open(self._where[name])
 
 
@@ -320,7 +326,9 @@ def start(partial: str, final: str, source: str) -> None:
     Raises UserError if `final` is `source`, because the export would overwrite the model.
     """
     if Path(final).absolute() == Path(source).absolute():
-        raise UserError(f"{final} is the model that was loaded; export to another folder")
+        raise UserError(
+            f"cannot overwrite {final}, from which the model was loaded; export to another folder"
+        )
     if Path(partial).exists():
         shutil.rmtree(partial)
     Path(partial).mkdir(parents=True)

@@ -49,7 +49,7 @@ def fp8_block(folder: Path, config: Fields) -> tuple[int, int] | None:
     if method in ("fp8", None) and block:
         if len(block) != 2 or min(block) < 1:
             raise UserError(
-                f"quantization_config.weight_block_size must be two positive integers, is {block}"
+                f"quantization_config.weight_block_size must be two positive integers, but is {block}"
             )
         return block[0], block[1]
     raise _refusal(_method(method or "an unnamed method", settings))
@@ -73,7 +73,7 @@ def _refusal(method: str) -> UserError:
             "AutoModelForCausalLM.from_pretrained(FOLDER).dequantize().save_pretrained(OUT)"
         )
     return UserError(
-        f"the weights are quantised by {method}, which cannot be trained; {way}. The only quantised "
+        f"the weights are quantised with {method} and cannot be trained; {way}. The only quantised "
         "checkpoints that can be loaded are FP8 with block scales (quant_method fp8 with weight_block_size, "
         "as in DeepSeek-V3)"
     )

@@ -74,7 +74,7 @@ class _Unpickler(pickle.Unpickler):
         harmless = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if harmless or (module, name) in _ALLOWED or (module in _ALLOWED_MODULES and "." not in name):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint's metadata needs")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which checkpoint metadata never needs")
 
 
 def read_metadata(folder: str | Path) -> dict[str, StoredTensor]:
@@ -85,7 +85,7 @@ def read_metadata(folder: str | Path) -> dict[str, StoredTensor]:
     """
     root = Path(folder)
     problem = folder_problem(root) or (
-        file_problem(root / METADATA) and f"has no {METADATA}: the checkpoint is incomplete"
+        file_problem(root / METADATA) and f"has no {METADATA}, so the checkpoint is incomplete; copy it again"
     )
     if problem:
         raise UserError(f"{root} {problem}")
@@ -94,7 +94,8 @@ def read_metadata(folder: str | Path) -> dict[str, StoredTensor]:
     )
     if backend != "torch_dist":
         raise UserError(
-            f"{root} is a checkpoint of the format {shortened(repr(backend))}; only torch_dist can be read"
+            f"{root} is a checkpoint in the format {shortened(repr(backend))}, but only torch_dist can be "
+            "read; save it again in this format"
         )
     metadata = load_metadata(root)
     try:
@@ -118,14 +119,17 @@ def load_metadata(folder: str | Path) -> Metadata:
         with open(Path(folder, METADATA), "rb") as file:
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata):
-            raise TypeError(f"it contains no metadata, but an object of type {type(metadata).__name__}")
+            raise TypeError(f"it contains a {type(metadata).__name__} instead of metadata")
         return metadata
     except Exception as error:  # unpickling arbitrary bytes can raise any error
         raise _damaged(Path(folder), error) from error
 
 
 def _damaged(root: Path, error: Exception) -> UserError:
-    return UserError(f"{root / METADATA} cannot be read ({shortened(error, 200)}); the checkpoint is damaged")
+    return UserError(
+        f"{root / METADATA} cannot be read ({shortened(error, 200)}); the checkpoint is damaged, copy it "
+        "again"
+    )
 
 
 def _stored(key: str, value: TensorStorageMetadata, where: dict) -> StoredTensor:
@@ -150,7 +154,7 @@ def _check_files(root: Path, tensors: dict[str, StoredTensor]) -> None:
     for name, end in ends.items():
         problem = file_problem(root / name)
         if problem is None and (size := os.path.getsize(root / name)) < end:
-            problem = f"is truncated: it has {size} bytes, the checkpoint's metadata requires {end}"
+            problem = f"is truncated: it has {size} bytes, but the checkpoint's metadata require {end}"
         if problem:
             raise UserError(f"{root / name} {problem}; copy the checkpoint again")
 
@@ -181,7 +185,7 @@ class TorchDistReader:
         Raises UserError if the checkpoint lacks the tensor or some of its elements, or if a file is damaged.
         """
         if key not in self.tensors:
-            raise UserError(f"{self.folder} holds no tensor {key}; it is a checkpoint of another model")
+            raise UserError(f"{self.folder} has no tensor {key}; it is a checkpoint for a different model")
         end = np.add(start, out.shape)
         lows, highs = self._corners[key][:, 0], self._corners[key][:, 1]
         filled = 0
@@ -193,7 +197,8 @@ class TorchDistReader:
             filled += part.numel()
         if filled < out.numel():
             raise UserError(
-                f"{self.folder}: {key} is incomplete: elements of {list(start)} to {end.tolist()} are missing"
+                f"{self.folder}: {key} is incomplete: elements between {list(start)} and {end.tolist()} are "
+                "missing; copy the checkpoint again"
             )
 
     def _read_chunk(self, key: str, index: int, at: Shape, out: torch.Tensor) -> None:
@@ -253,7 +258,7 @@ class TorchDistReader:
             tensor = torch.load(section, map_location="meta", weights_only=True)
             if tensor.dtype != dtype or tuple(tensor.shape) != chunk.shape or not tensor.is_contiguous():
                 raise ValueError(
-                    f"it has {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(chunk.shape)}"
+                    f"it is {tensor.dtype} {list(tensor.shape)} instead of {dtype} {list(chunk.shape)}"
                 )
             with zipfile.ZipFile(section) as archive:
                 record = next(info for info in archive.infolist() if info.filename.endswith("/data/0"))
@@ -262,7 +267,7 @@ class TorchDistReader:
                 or record.file_size != tensor.nbytes
                 or tensor.storage_offset()
             ):
-                raise ValueError("its archive does not hold exactly the tensor's elements")
+                raise ValueError("its archive does not contain exactly the tensor's elements")
             file.seek(chunk.offset + record.header_offset)
             # The fixed part of a ZIP file header. Its last four bytes are the lengths of the name and the
             # extra field.

@@ -33,7 +33,8 @@ def open_safetensors(path: Path) -> Any:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise UserError(
-            f"{path} cannot be read ({shortened(error, 200)}); it is truncated or not a safetensors file"
+            f"{path} cannot be read ({shortened(error, 200)}); it is truncated or not a safetensors "
+            "file; copy or download it again"
         ) from error
 
 
@@ -54,26 +55,28 @@ def files_of_tensors(folder: Path) -> dict[str, Path]:
     missing = sorted({name for name in promised.values() if is_absent(folder / name)})
     if SINGLE not in promised.values() and not is_absent(folder / SINGLE):
         stale = (
-            f"; {some(missing)} of the index is missing, so the index seems to be left from another export"
+            f"; the index lists files that are missing ({some(missing)}), so it is probably from another "
+            "export"
             if missing
             else ""
         )
         raise UserError(
-            f"{folder} holds two sets of weights, {SINGLE} and the {len(set(promised.values()))} files that "
-            f"{INDEX} names{stale}. "
+            f"{folder} contains two sets of weights: {SINGLE} and the {len(set(promised.values()))} files "
+            f"that {INDEX} lists{stale}. "
             f"Move one set out of the folder: {SINGLE}, or {INDEX} and its files"
         )
     if missing:
         raise UserError(
-            f"{folder}: shard {some(missing)} is missing (named in {INDEX}); the checkpoint is "
-            "incomplete, copy or download it again"
+            f"{folder} is incomplete: {INDEX} lists files that are missing ({some(missing)}); copy or "
+            "download the checkpoint again"
         )
     found = {tensor: folder / name for tensor, name in promised.items()}
     present = {path: set(open_safetensors(path).keys()) for path in sorted(set(found.values()))}
     for tensor, path in found.items():
         if tensor not in present[path]:
             raise UserError(
-                f"{path}: tensor {shortened(tensor)} is missing, although {INDEX} says it is there"
+                f"{path}: tensor {shortened(tensor)} is missing, although {INDEX} lists it; copy or download "
+                "the checkpoint again"
             )
     return found
 
@@ -90,8 +93,8 @@ def weights_beside(folder: Path, found: dict[str, Path]) -> str | None:
     others = [name for name in others if name not in read]
     if not others:
         return None
-    what = SINGLE if read == {SINGLE} else f"the {len(read)} files that {INDEX} names"
-    return f"{folder}: the weights are read from {what}, not from {some(others)} beside it"
+    what = SINGLE if read == {SINGLE} else f"the {len(read)} files that {INDEX} lists"
+    return f"{folder}: the weights are read from {what}, not from {some(others)} in the same folder"
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -102,7 +105,7 @@ def _read_index(index: Path) -> dict[str, str]:
     for tensor, name in promised.items():
         if not isinstance(name, str):
             raise UserError(
-                f"{index}: weight_map.{shortened(tensor)} must be a file name, is {shortened(repr(name))}"
+                f"{index}: weight_map.{shortened(tensor)} must be a file name, but is {shortened(repr(name))}"
             )
     return promised
 
@@ -118,15 +121,12 @@ def _refuse_second_set(folder: Path, found: dict[str, Path]) -> None:
     for path in sorted(folder.glob("*.safetensors")):
         if path.name != SINGLE and not found.keys().isdisjoint(open_safetensors(path).keys()):
             raise UserError(
-                f"{folder} holds two sets of weights: {SINGLE} and {path.name} have the same tensors, and no "
-                f"{INDEX} says which to "
-                "read. Move one of them out of the folder"
+                f"{folder} contains two sets of weights: {SINGLE} and {path.name} have the same tensors, and "
+                f"there is no {INDEX} that says which to read. Move one of them out of the folder"
             )
 
 
 def _without_weights(folder: Path) -> str:
     if shards := sorted(path.name for path in folder.glob("model-*-of-*.safetensors")):
-        return (
-            f"holds {some(shards)} but not {INDEX}, which lists their tensors; copy or download {INDEX} again"
-        )
-    return pickled_weights(folder) or gguf_advice(folder) or f"holds neither {INDEX} nor {SINGLE}"
+        return f"contains {some(shards)} but not {INDEX}, which lists their tensors; copy or download {INDEX}"
+    return pickled_weights(folder) or gguf_advice(folder) or f"contains neither {INDEX} nor {SINGLE}"

@@ -57,7 +57,7 @@ def test_gpus_that_ray_counts_and_torch_does_not_find():
     """The task runs on the node that declares GPUs, and its report counts."""
     (text,) = probe(1)
     assert text.startswith("error Ray counts GPUs on node ")
-    assert text.endswith("but torch finds none there: check the node's driver and its build of torch")
+    assert text.endswith("but torch finds none there; check the node's driver and torch build")
 
 
 # A run starts Ray, and another user of the machine, who has a home of his own, tries to join it.
@@ -112,4 +112,4 @@ def test_another_user_of_the_machine_cannot_join_the_ray_of_a_run(tmp_path):
     ran, written, refused, again = filter(None, done.stdout.splitlines())
     assert (ran, written, again) == ("ran 64", "written [] False", "ran again 3")
     assert refused.startswith("refused the Ray cluster at cluster.ray_address=127.0.0.1:")
-    assert "asks for a token" in refused
+    assert "requires a token" in refused

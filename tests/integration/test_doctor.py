@@ -68,7 +68,7 @@ def test_a_transformer_engine_that_ends_its_process_is_a_problem_and_no_more(pla
     ("text", "says"),
     [
         ("raise RuntimeError('cuDNN 9 is not there')", "^RuntimeError: cuDNN 9 is not there$"),
-        ("import os; os._exit(0)", "^it ended its process with exit status 0 and without a result$"),
+        ("import os; os._exit(0)", "^its process ended with exit status 0 but without a result$"),
         ("import os; os._exit(3)", "^it printed no message$"),
     ],
 )
@@ -81,7 +81,7 @@ def test_how_an_import_failed_is_said(planted, text, says):
 @pytest.mark.slow
 def test_a_library_that_hangs_is_given_up(planted):
     planted("hangs.py", "import time; time.sleep(60)")
-    with pytest.raises(probes.ProbeError, match="did not end within 1 s"):
+    with pytest.raises(probes.ProbeError, match="did not finish within 1 s"):
         probes.attempt(probes.import_of, "hangs", timeout=1.0)
 
 

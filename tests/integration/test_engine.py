@@ -323,7 +323,7 @@ def test_an_engine_that_nobody_admitted_says_so_at_once(engines, tokenizer):
     engines.begin_update()
     batch = open_batch(engines)
     ray.get(engine.submit.remote(batch, [Request((0, 0), [1, 2], {"max_new_tokens": 2})]))
-    with pytest.raises(RuntimeError, match="engine 0 may not serve"):
+    with pytest.raises(RuntimeError, match="engine 0 cannot serve"):
         ray.get(engine.poll.remote(batch, 5.0))
     engines.end_update(engines.weight_version + 1)
     assert len(engines.score([[1, 2, 3]])[0]) == 2
@@ -332,7 +332,7 @@ def test_an_engine_that_nobody_admitted_says_so_at_once(engines, tokenizer):
 def test_an_update_the_engine_refuses_is_an_error(engines):
     command = SyncCommand(SyncKind.describe, 1, setup=None)
     with pytest.raises(
-        UserError, match=r"the engine refused update_weights_from_tensor: .*begin_weight_update"
+        UserError, match=r"engine 0 rejected update_weights_from_tensor: .*begin_weight_update"
     ):
         ray.get(engines.receive_weights(command))  # outside a session
 
@@ -344,7 +344,7 @@ def test_an_engine_that_is_not_in_fp8_as_planned_is_refused(engines, tmp_path):
     layouts = Layouts(read_architecture(str(tmp_path)), ParallelSizes(), EngineLayout(1, fp8=True), 1)
     resharding = Resharding(layouts, WeightSyncConfig(), folder="", call_timeout=60.0)
     engines.begin_update()
-    with pytest.raises(UserError, match=r"parameters are not those of the weight map .*No weights were sent"):
+    with pytest.raises(UserError, match=r"parameters do not match the weight map .*so no weights were sent"):
         resharding.transfer(None, engines, 1)
     engines.end_update(engines.weight_version + 1)
     resharding.close()

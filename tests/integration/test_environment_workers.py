@@ -230,7 +230,7 @@ def test_one_that_cannot_be_interrupted(places):
     environments = of("Obedient", places(1), timeout=1.0)
     try:
         with pytest.raises(
-            UserError, match=r"did not return within reward.timeout=1.0 s, and cannot be interrupted"
+            UserError, match=r"did not return within reward.timeout=1.0 s and cannot be interrupted"
         ):
             play(environments, Script("deaf"))
     finally:

@@ -60,7 +60,9 @@ def test_a_missing_shard(capsys, arithmetic, sharded, tmp_path):
     shutil.copytree(sharded, tmp_path / "m")
     gone = sorted((tmp_path / "m").glob("*.safetensors"))[1]
     gone.unlink()
-    assert f"shard {gone.name} is missing" in refusal(capsys, arithmetic, f"model.path={tmp_path}/m")
+    assert f"lists files that are missing ({gone.name})" in refusal(
+        capsys, arithmetic, f"model.path={tmp_path}/m"
+    )
 
 
 def test_a_truncated_shard(capsys, arithmetic, sharded, tmp_path):
@@ -125,7 +127,7 @@ def test_a_model_that_is_not_there_or_not_known(capsys, arithmetic, tmp_path):
     config["architectures"] = ["MambaForCausalLM"]
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
     assert (
-        "there is no weight map for the architecture MambaForCausalLM; supported: "
+        "the architecture MambaForCausalLM is not supported; supported are "
         "LlamaForCausalLM, MistralForCausalLM" in refusal(capsys, arithmetic, f"model.path={tmp_path}/m")
     )
 

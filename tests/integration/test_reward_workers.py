@@ -62,7 +62,7 @@ FAULTS = {
         r"its process \(reward worker 0\) died \(out of memory, killed, or it called exit\); its "
         r"log is .*reward_worker0.log"
     ),
-    "deaf": "did not return within reward.timeout=2.0 s, and cannot be interrupted",
+    "deaf": "did not return within reward.timeout=2.0 s and cannot be interrupted",
     "eat": "MemoryError",
     "write": "File too large",
 }
@@ -178,7 +178,7 @@ def test_a_worker_that_is_killed_is_replaced(places, capsys):
         pids = {one.reward for one in run(workers, *["pid"] * 50)}
         assert len(pids) == 1
         assert pids != {first.reward}
-        assert "the calls that it was working on are tried once more" in capsys.readouterr().out
+        assert "the calls that it was working on are retried once" in capsys.readouterr().out
     finally:
         workers.close()
 

@@ -180,7 +180,7 @@ def test_an_engine_one_version_behind(controller, verdict, monkeypatch):
     monkeypatch.setattr(weights, "scale", counted)
     with intercepted(controller, monkeypatch, send_those_before):
         (found,) = verdict().explanations
-    assert found.startswith("weight version: other weights were synced")
+    assert found.startswith("weight version: a sync of different weights")
 
 
 def test_weights_that_came_late(controller, verdict, monkeypatch):
@@ -260,4 +260,4 @@ def test_what_was_not_measured_is_null():
 
 def test_a_replay_has_no_engine(arguments, capsys):
     assert main(["selftest", *arguments, "run.name=replay", "rollout.replay=x.jsonl"]) == 2
-    assert "rollout.replay leaves no engine" in capsys.readouterr().err
+    assert "rollout.replay runs no engine" in capsys.readouterr().err

@@ -247,7 +247,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_finished_run_ends_at_once(
     capsys.readouterr()
     assert_same(replay(arithmetic, root, "bits", "run.resume=auto"), whole, rtol=0)
     said = capsys.readouterr().out
-    assert f"this checkpoint is skipped: {shard} does not match its digest" in said
+    assert f"skipped a checkpoint: {shard} does not match its digest" in said
     assert f"continues from {folder}/checkpoints/step_00000002" in said
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert names == ["step_00000002", "step_00000003", "step_00000003.aside"]
@@ -255,7 +255,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_finished_run_ends_at_once(
     replay(arithmetic, root, "bits", "run.resume=auto")
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 2
-    assert "is finished: it has made 3 steps of 3" in said[0]
+    assert "is finished: it made 3 of 3 steps" in said[0]
     assert json.loads(said[1]) == json.loads(last_line)
 
 
@@ -339,7 +339,7 @@ def test_weights_that_are_not_numbers_end_the_run(recorded, arithmetic, root, tm
     assert main(["train", *arguments(arithmetic, root, *changes)]) == 2
     said = capsys.readouterr().err
     assert re.search(
-        r"1 parameters hold NaN or infinity since they were loaded, such as "
+        r"1 parameters contain NaN or infinity since they were loaded, such as "
         r"\S*norm\S* on trainer rank 0 of 1",
         said,
     )

@@ -217,7 +217,7 @@ def test_a_run_goes_on_beside_a_full_disk(ranks, models, batches, small_disk):
         "checkpoint step_00000000",
         "checkpoint step_00000002",
     ]
-    assert "training goes on, but" in said[1]
+    assert "training continues, but" in said[1]
     assert "No space left on device" in said[1]
     assert "the newest checkpoint is step_00000000" in said[1]
     assert [path.name for path in (small_disk / "checkpoints").iterdir()] == ["step_00000002"]
@@ -236,7 +236,7 @@ def test_a_checkpoint_that_does_not_fit_is_one_message(ranks, models, tmp_path):
     configs = [actor_config(models[name], ParallelSizes(), OPTIMIZER) for name in ("dense", "tied")]
     (said,) = ranks.run(checkpoints.refusals, ParallelSizes(), *configs, str(tmp_path))
     expected = (
-        "the checkpoint is of another model",
+        "so it is for a different model",
         "has only weights",
         ".metadata cannot be read",
     )

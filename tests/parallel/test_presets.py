@@ -165,7 +165,7 @@ def test_extreme_ratios_drop_the_step(ranks, folders, sizes):
         assert set(step.moved.values()) == {0.0}
         for result in filter(None, step.results):
             assert result.dropped
-            assert result.beyond == ("actor/ratio=7.389 is more than 7.0",)
+            assert result.beyond == ("actor/ratio=7.389 exceeds its limit 7.0",)
     config.algorithm.early_stop_imp_ratio = 8.0
     found, _ = run(ranks, folders, config, sizes, scored_batch(), old_shift=-2.0)
     assert all(max(step.moved.values()) > 0 for step in found)

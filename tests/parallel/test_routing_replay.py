@@ -107,7 +107,7 @@ def test_without_a_recorded_pass_there_is_nothing_to_follow(ranks, model):
 
 
 def test_samples_without_routing_are_refused(ranks, model):
-    with pytest.raises(AssertionError, match="the samples carry none"):
+    with pytest.raises(AssertionError, match="the samples have none"):
         ranks.run(
             routings.flip_train,
             ParallelSizes(),

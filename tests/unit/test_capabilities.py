@@ -116,7 +116,7 @@ TWO_NODES = ["cluster.gpu=h200", "cluster.nodes=2", "cluster.gpus_per_node=8"]
             "groups of 16 ranks",
         ),
         ([*TWO_NODES, "rollout.engine.tensor_parallel=8"], None),
-        ([*TWO_NODES, "rollout.engine.tensor_parallel=12"], "it must be a multiple of 8"),
+        ([*TWO_NODES, "rollout.engine.tensor_parallel=12"], "must be a multiple of 8"),
         ([*TWO_NODES, "rollout.engine.tensor_parallel=16", "cluster.placement=colocated"], None),
         (
             [

@@ -245,7 +245,7 @@ def test_after_one_that_failed_training_goes_on_and_the_next_one_is_tried(saver,
     run_step(saver, trainer, 4)
     run_step(saver, trainer, 6)  # completes that of step 4
     assert (
-        "training goes on, but no space left; the newest checkpoint is step_00000002"
+        "training continues, but no space left; the newest checkpoint is step_00000002"
         in capsys.readouterr().out
     )
     assert contents(saver) == {"step_00000002": "2"}

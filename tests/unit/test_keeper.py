@@ -175,7 +175,7 @@ def test_a_full_disk_is_one_message_wherever_it_is_met(kept, tmp_path):
     status, errors = kept("full").end()
     assert status == 2
     assert errors == (
-        f"error: no space left on the disk of {tmp_path}, or of a temporary folder; make room; "
+        f"error: no space left on the disk of {tmp_path}, or of a temporary folder; free some space; "
         f"{NOTHING_YET}\n"
     )
 
@@ -248,7 +248,7 @@ def test_a_second_interrupt_leaves_at_once(kept):
             "long step", [signal.SIGINT] * 2, "interrupted", "interrupted; ", marks=pytest.mark.slow
         ),
         pytest.param(
-            "needs its port", [], "failed", "the run cannot go on, because Ray's GCS", marks=pytest.mark.slow
+            "needs its port", [], "failed", "the run cannot continue, because", marks=pytest.mark.slow
         ),
     ],
 )
@@ -356,7 +356,7 @@ def test_the_end_of_a_process_that_the_run_needs_is_told(kept, what):
     status, errors = run.end()
     assert status == 3
     assert re.fullmatch(
-        rf"error: the run cannot go on, because sh \(process {needed.pid}\) was killed by SIGKILL; "
+        rf"error: the run cannot continue, because sh \(process {needed.pid}\) was killed by SIGKILL; "
         rf"{NOTHING_YET}\n",
         errors,
     )
@@ -371,7 +371,7 @@ def test_a_port_that_the_run_needs_is_missed(kept):
     status, errors = kept("needs its port").end()
     assert status == 3
     assert re.fullmatch(
-        rf"error: the run cannot go on, because Ray's GCS closed its port \d+; {NOTHING_YET}\n", errors
+        rf"error: the run cannot continue, because Ray's GCS closed its port \d+; {NOTHING_YET}\n", errors
     )
 
 

@@ -194,7 +194,8 @@ def test_a_folder_of_the_nodes_is_for_the_ranks_to_say(tmp_path):
         Parking("README.md")
     assert (
         str(raised.value)
-        == f"megatron.offload_folder=README.md is a file, not a folder (on {socket.gethostname()})"
+        == f"megatron.offload_folder=README.md is a file, not a folder (on {socket.gethostname()}); "
+        "choose another folder"
     )
 
 

@@ -246,5 +246,5 @@ def test_norms_over_the_limit_are_explained():
     watch = DroppedSteps(OptimizerConfig(max_dropped_steps=1, max_grad_norm_to_step=10.0))
     with pytest.raises(UserError, match=re.escape("gradient norms 1234, losses 0.5")) as caught:
         watch.note(True, 1234.0, 0.5, None)
-    assert "more than optimizer.max_grad_norm_to_step=10.0" in str(caught.value)
+    assert "exceeded optimizer.max_grad_norm_to_step=10.0" in str(caught.value)
     assert "NaN" not in str(caught.value)

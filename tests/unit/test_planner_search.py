@@ -291,7 +291,7 @@ def test_nodes_gpu_and_lengths_of_the_command_line(capsys):
     assert (status, out) == (2, "")
     assert err == (
         "error: the mean response length must be above 0 and at most the longest one (7168 tokens), "
-        "got 1e+06\n"
+        "but is 1e+06\n"
     )
 
 
@@ -327,7 +327,7 @@ def test_every_configuration_is_planned_or_refused_in_one_message(path, capsys, 
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["--gpu", "none"], "the planner does not cover machines without a GPU"),
+        (["--gpu", "none"], "the planner needs a cluster with GPUs"),
         (["--nodes", "0"], "cluster.nodes"),
         (
             ["--gpu", "H100"],

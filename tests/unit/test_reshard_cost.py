@@ -93,7 +93,7 @@ def test_a_sync_planned_on_paper(capsys):
         in run_tool("plan_weight_sync", *arguments[:-1], "tp=8,pp=3", status=2)[1]
     )
     assert (
-        "must be NAME=NUMBER with a positive number; names are tp, pp"
+        "must have the form NAME=NUMBER with a positive number, where NAME is one of tp, pp"
         in run_tool("plan_weight_sync", *arguments[:-1], "tp=8,xp=3", status=2)[1]
     )
 

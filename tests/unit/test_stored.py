@@ -86,8 +86,12 @@ def test_fp8_is_read_as_its_values(original, tmp_path):
 @pytest.mark.parametrize(
     ("change", "settings", "says"),
     [
-        (lambda t: t.pop(NAME + "_scale_inv"), FP8, f"{NAME} of type F8_E4M3 without {NAME}_scale_inv"),
-        (lambda t: t.update({NAME + "_scale_inv": torch.ones(2, 2)}), FP8, "not F32 and"),
+        (
+            lambda t: t.pop(NAME + "_scale_inv"),
+            FP8,
+            f"{NAME} of type F8_E4M3, but not its scales {NAME}_scale_inv",
+        ),
+        (lambda t: t.update({NAME + "_scale_inv": torch.ones(2, 2)}), FP8, "but F32 and"),
         (
             lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)}),
             FP8,
@@ -97,7 +101,7 @@ def test_fp8_is_read_as_its_values(original, tmp_path):
         (
             lambda t: t.update({"model.norm.weight_scale_inv": torch.ones(1)}),
             FP8,
-            "the model of config.json has no tensor model.norm.weight_scale_inv",
+            "describes a model without these tensors: model.norm.weight_scale_inv",
         ),
     ],
 )
@@ -125,7 +129,7 @@ def test_layers_that_predict_further_tokens_are_left_out_and_named(original, tmp
     )
     assert HFCheckpoint(original).notes == []
     _, violations = changed(original, tmp_path, further, num_nextn_predict_layers=0)
-    assert "the model of config.json has no tensor model.layers.4.eh_proj.weight" in violations[0]
+    assert "describes a model without these tensors: model.layers.4.eh_proj.weight" in violations[0]
 
 
 def test_an_export_can_be_read_by_whom_other_files_can(tmp_path):

@@ -106,7 +106,7 @@ DAMAGE = {
     ),
     "the metadata runs code": (
         lambda path: replace_metadata(path, pickle.dumps(_Harmful())),
-        "names posix.mkdir",
+        "refers to posix.mkdir",
     ),
     "the metadata is gone": (lambda path: (path / ".metadata").unlink(), "the checkpoint is incomplete"),
     "another format": (

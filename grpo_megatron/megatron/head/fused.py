@@ -52,7 +52,7 @@ class Tiling:
             chunk_vocab = max(1, tile_bytes // (4 * min(chunk_tokens, max(1, tokens))))
         if chunk_tokens < 1 or chunk_vocab < 1:
             raise ValueError(
-                f"chunk_tokens and chunk_vocab must be at least 1, are {chunk_tokens} and {chunk_vocab}"
+                f"chunk_tokens and chunk_vocab must be at least 1, but are {chunk_tokens} and {chunk_vocab}"
             )
         return cls(start, words, tokens, min(chunk_tokens, tokens), min(chunk_vocab, words))
 

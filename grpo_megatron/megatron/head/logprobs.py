@@ -83,7 +83,7 @@ def token_logprobs(
     is missing.
     """
     if temperature <= 0:
-        raise ValueError(f"temperature must be above 0, is {temperature}")
+        raise ValueError(f"temperature must be above 0, but is {temperature}")
     if accumulate_into_main_grad and not hasattr(weight, "main_grad"):
         raise ValueError("accumulate_into_main_grad: the weight has no main_grad")
     hidden = _all_tokens(hidden, sequence_parallel, tp_group).to(weight.dtype)

@@ -44,18 +44,20 @@ def uses_transformer_engine(megatron: MegatronConfig) -> bool:
     if precision == Precision.fp8 and here.fp8_problem:
         raise UserError(
             "megatron.precision=fp8 is not possible on the machine of this rank: "
-            f"{here.fp8_problem}; use bf16"
+            f"{here.fp8_problem}; set megatron.precision=bf16"
         )
     if megatron.lora.rank:
         return False
     if impl == TransformerImpl.transformer_engine and here.transformer_engine_problem:
         raise UserError(
             "megatron.transformer_impl=transformer_engine is not possible on the machine of this rank: "
-            f"{here.transformer_engine_problem}; use local or auto"
+            f"{here.transformer_engine_problem}; set megatron.transformer_impl=local or "
+            "megatron.transformer_impl=auto"
         )
     if impl == TransformerImpl.transformer_engine and precision == Precision.fp32:
         raise UserError(
-            "megatron.precision=fp32 needs the local layers: megatron.transformer_impl=local or auto"
+            "megatron.precision=fp32 is not possible with megatron.transformer_impl=transformer_engine; set "
+            "megatron.transformer_impl=local or megatron.transformer_impl=auto"
         )
     if impl == TransformerImpl.auto:
         return precision != Precision.fp32 and here.transformer_engine_problem is None

@@ -224,7 +224,7 @@ def check_checkpoint(folder: str, saved: dict | None, chunks) -> None:
     ours = description(chunks)
     if saved != ours:
         raise UserError(
-            f"{folder} was saved with {_in_words(saved)}, but this run has {_in_words(ours)}: "
+            f"{folder} was saved with {_in_words(saved)}, but this run has {_in_words(ours)}; "
             "set megatron.lora as in the run that saved the checkpoint "
             "(to start from the weights alone, use that run's hf/ as model.path)"
         )

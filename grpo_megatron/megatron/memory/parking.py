@@ -33,7 +33,10 @@ class Parking:
         self._folder, self._in_files = folder, folder is not None or not torch.cuda.is_available()
         if folder is not None:
             if problem := output_folder_problem(folder):  # checked on this node; the driver may be on another
-                raise UserError(f"megatron.offload_folder={folder} {problem} (on {socket.gethostname()})")
+                raise UserError(
+                    f"megatron.offload_folder={folder} {problem} (on {socket.gethostname()}); choose another "
+                    "folder"
+                )
             Path(folder).mkdir(parents=True, exist_ok=True)
         # {name: (file with the contents or None, [(storage, size in bytes, copy in host memory or None)])}
         self._parked: dict[

@@ -132,7 +132,8 @@ def load(folder: str, chunks, optimizer, reference: ReferenceWeights | None = No
         common = read_common(folder)
         if "optimizer_steps" not in common:
             raise UserError(
-                f"{folder} has only weights, or is from an older version: a run cannot continue from it"
+                f"a run cannot continue from {folder}, which has only weights or is from an older version; "
+                "choose another checkpoint"
             )
         lora.check_checkpoint(folder, common.get("lora"), chunks)
         _fill_optimizer_state(optimizer)

@@ -282,8 +282,8 @@ def read(
     for name in (*by_name, *objects):
         if name not in metadata.state_dict_metadata:
             raise UserError(
-                f"{folder} has no {name}: the checkpoint is of another model or megatron.precision, or "
-                f"has only weights; {ANOTHER_RUN}"
+                f"{folder} has no {name}, so it is for a different model or megatron.precision, or contains "
+                f"only weights; {ANOTHER_RUN}"
             )
     for name, parts in by_name.items():
         saved = metadata.state_dict_metadata[name]
@@ -301,7 +301,7 @@ def read(
     try:
         reader.read_data(LoadPlan(items), targets)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        raise UserError(f"{folder} is damaged or cannot be read: {error}") from error
+        raise UserError(f"{folder} is damaged or cannot be read: {error}; use another checkpoint") from error
     return targets.objects
 
 
@@ -318,4 +318,6 @@ def read_common(folder: str) -> dict:
     try:
         return torch.load(Path(folder, _COMMON), weights_only=True)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        raise UserError(f"{folder} is incomplete or damaged: {_COMMON} cannot be read ({error})") from error
+        raise UserError(
+            f"{folder} is incomplete or damaged: {_COMMON} cannot be read ({error}); use another checkpoint"
+        ) from error

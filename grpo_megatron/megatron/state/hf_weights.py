@@ -81,8 +81,8 @@ def _under_global_names(chunks, named: Callable) -> dict:
 def _entry_of(entries: dict[str, Entry], name: str) -> Entry:
     if name not in entries:
         raise UserError(
-            f"the weight map has no entry for Megatron's parameter {name}; "
-            "the map of this architecture is incomplete"
+            f"the weight map has no entry for Megatron's parameter {name}; add "
+            "it to the map of this architecture in grpo_megatron/model/families"
         )
     return entries[name]
 
@@ -128,8 +128,8 @@ def load_hf(
         if parameter.shape != entry.megatron_shape(group.size()):
             raise UserError(
                 f"{name} has shape {tuple(parameter.shape)} in Megatron, but "
-                f"{entry.megatron_shape(group.size())} in the weight map, which is wrong for this "
-                "architecture"
+                f"{entry.megatron_shape(group.size())} in the weight map; correct the map of this "
+                "architecture in grpo_megatron/model/families"
             )
         pieces = entry.megatron_pieces(group.size(), group.rank())
         if sum(piece.numel for piece in pieces) < parameter.numel():

@@ -58,8 +58,8 @@ def _read(model, state: dict, entries: dict) -> SavedModel:
             continue
         if name not in entries:
             raise UserError(
-                f"the weight map has no entry for Megatron's parameter {name}; "
-                "the map of this architecture is incomplete"
+                f"the weight map has no entry for Megatron's parameter {name}; add "
+                "it to the map of this architecture in grpo_megatron/model/families"
             )
         tensors = nested_values(value.build()) if isinstance(value, ShardedTensorFactory) else [value]
         pieces = entries[name].megatron_pieces(1, 0)

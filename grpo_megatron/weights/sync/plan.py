@@ -120,8 +120,8 @@ class ReshardPlan:
         alone = set(layouts.engine_nodes) - set(layouts.rank_nodes)
         if layouts.within_nodes and alone:
             raise ValueError(
-                "within_nodes needs a trainer rank on every engine's node, but there is none on "
-                f"{sorted(alone)}"
+                f"there is no trainer rank on the engine nodes {sorted(alone)}, but within_nodes needs one "
+                "on each"
             )
         entries = weight_map(layouts.arch, transformer_engine).values()
         self._exported = [entry for entry in entries if entry.exported]

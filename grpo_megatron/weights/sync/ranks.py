@@ -31,7 +31,9 @@ class TrainerRanks:
             if layer < layers:
                 return chunk % self.sizes.pp
             layer -= layers
-        raise ValueError(f"{entry.megatron} does not exist: the model has only {self.num_layers} layers")
+        raise ValueError(
+            f"{entry.megatron} does not exist, because the model has only {self.num_layers} layers"
+        )
 
     def shards(self, entry: Entry) -> int:
         """Return the number of shards that tensor parallelism divides a parameter into; 1: not divided.

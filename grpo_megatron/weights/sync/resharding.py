@@ -119,10 +119,9 @@ class Resharding:
         if different:
             more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
             raise UserError(
-                "the engines' parameters are not those of the weight map in grpo_megatron/model/families "
-                f"({len(different)} differ: {'; '.join(different[:_SHOWN])}{more}). No weights were sent. "
-                "Another release of SGLang may have changed them: install the one in requirements/, or "
-                "correct the map"
+                "the engines' parameters do not match the weight map in grpo_megatron/model/families "
+                f"({len(different)} differ: {'; '.join(different[:_SHOWN])}{more}), so no weights were sent. "
+                "Install the SGLang release from requirements/, or correct the map"
             )
         dtypes = {name: dtype for own in described.values() for name, (_, dtype) in own.items()}
         self._setup = replace(self._setup, dtypes=tuple(sorted(dtypes.items(), key=lambda item: item[0])))
@@ -143,8 +142,8 @@ class Resharding:
             )
             if different:
                 raise RuntimeError(
-                    f"the link checksums of {', '.join(different[:_SHOWN])} differ: {me} did not load what "
-                    "the trainer sent"
+                    f"{me} did not load the weights that the trainer sent: the checksums of these links "
+                    f"differ: {', '.join(different[:_SHOWN])}; try another weight_sync.transport"
                 )
 
     @cached_property
@@ -188,9 +187,9 @@ def parameter_differences(
             shape, dtype = own.get(name, ("none", None))
             planned = shapes.get(name, "none")
             if shape != planned:
-                found.setdefault(name, f"{me} has {name} of shape {shape}, expected {planned}")
+                found.setdefault(name, f"{me} has {name} of shape {shape} instead of {planned}")
             elif dtype != dtypes.get(name, dtype):
-                found.setdefault(name, f"{me} has {name} in {dtype}, expected {dtypes[name]}")
+                found.setdefault(name, f"{me} has {name} in {dtype} instead of {dtypes[name]}")
     return list(found.values())
 
 
@@ -205,9 +204,8 @@ def _compare_digests(received: dict[EngineRank, SyncReport]) -> None:
     if wrong:
         more = f" (and {len(wrong) - _SHOWN} more)" if len(wrong) > _SHOWN else ""
         raise RuntimeError(
-            "after the weight sync, the engines' digests differ from the trainer's for "
-            f"{', '.join(wrong[:_SHOWN])}{more}; the engines do not have the trainer's weights and may "
-            "not serve"
+            "after the weight sync, the engines do not have the trainer's weights: the digests differ for "
+            f"{', '.join(wrong[:_SHOWN])}{more}; try another weight_sync.transport"
         )
 
 
@@ -258,8 +256,9 @@ def choose_transport(config: WeightSyncConfig, layouts: Layouts) -> tuple[Transp
         transport = Transport.groups if remote else Transport.shared_memory
     if transport == Transport.shared_memory and remote:
         raise UserError(
-            "weight_sync.transport=shared_memory needs a trainer rank on every engine's node, but there is "
-            f"none on {', '.join(remote[:_SHOWN])}; use groups or auto"
+            "weight_sync.transport=shared_memory needs a trainer rank on every engine node, but there is "
+            f"none on {', '.join(remote[:_SHOWN])}; set weight_sync.transport=groups or "
+            "weight_sync.transport=auto"
         )
     multicast = transport != Transport.groups or broadcast_is_cheaper(layouts, config.bucket_bytes)
     within_nodes = transport == Transport.shared_memory

@@ -61,7 +61,8 @@ class DiskSender:
                 file.write(payload.cpu().numpy())
         except OSError as error:
             raise UserError(
-                f"weights cannot be written to {path}: {error}; weight_sync.folder needs room for the model"
+                f"weights cannot be written to {path}: {error}; set weight_sync.folder to a writable folder "
+                "with enough space for the model"
             ) from error
         key = parcel_key(self._sync_id, parcel, "written")
         self._written[key] = path
@@ -111,8 +112,8 @@ class DiskReceiver:
             except FileNotFoundError as error:
                 if time.monotonic() > deadline:
                     raise TimeoutError(
-                        f"{path} did not appear on this node within {self._timeout:.0f} s after it was "
-                        "written elsewhere; all nodes must share weight_sync.folder"
+                        f"{path} did not appear on this node within {self._timeout:.0f} s after another "
+                        "process wrote it; weight_sync.folder must be on a file system that all nodes share"
                     ) from error
                 time.sleep(_RETRY_SECONDS)
 

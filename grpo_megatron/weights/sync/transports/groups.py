@@ -125,7 +125,8 @@ class Groups:
             work.wait(self._timeout)
         except RuntimeError as error:
             raise TimeoutError(
-                f"{what} failed, or did not arrive within {self._timeout.total_seconds():.0f} s: {error}"
+                f"the transfer of {what} failed or took longer than {self._timeout.total_seconds():.0f} s: "
+                f"{error}"
             ) from error
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
