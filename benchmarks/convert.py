@@ -45,7 +45,7 @@ import torch
 
 from grpo_megatron.model.entries import hf_shapes
 from grpo_megatron.model.families import read_architecture, weight_map
-from grpo_megatron.weights.hf_checkpoint import HFWriter, finish
+from grpo_megatron.weights.hf_writer import HFWriter, finish
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
 CONFIG = {

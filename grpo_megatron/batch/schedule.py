@@ -110,17 +110,14 @@ def schedule(
 def _padded(lengths, max_tokens: int, sequence_multiple: int) -> np.ndarray:
     lengths = np.asarray(lengths, dtype=np.int64)
     if lengths.size == 0:
-        raise UserError(
-            "there are no sequences to train on; use a larger batch, or filters that remove fewer groups"
-        )
+        raise UserError("there are no sequences to train on; use a larger batch, or less strict filters")
     if lengths.min() < 1:
         raise ValueError(f"sequence {int(lengths.argmin())} has {lengths.min()} tokens")
     padded = padded_to(lengths, sequence_multiple)
     longest = int(padded.argmax())
     if padded[longest] > max_tokens:
-        padding = (
-            f" ({padded[longest]} with the padding of context parallelism)" if sequence_multiple > 1 else ""
-        )
+        with_padding = f" ({padded[longest]} with the padding of context parallelism)"
+        padding = with_padding if sequence_multiple > 1 else ""
         raise UserError(
             f"sequence {longest} has {lengths[longest]} tokens{padding}, but a micro-batch holds at most "
             f"{max_tokens}; raise train.max_tokens_per_micro_batch"

@@ -14,7 +14,7 @@ from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.entries import hf_shapes
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.paths import folder_problem
-from grpo_megatron.weights import hf_checkpoint
+from grpo_megatron.weights import hf_writer
 from grpo_megatron.weights.gguf_file import GGUFFile
 
 # tokenizer.ggml.pre names the rule that splits a text into words before merging. Listed are the rules that
@@ -48,11 +48,11 @@ def gguf_to_hf(source: str, target: str, dtype: torch.dtype, tokenizer: str | No
     file = GGUFFile(source)
     partial = f"{target}.partial"
     with writing(partial):
-        hf_checkpoint.start(partial, target, source)
+        hf_writer.start(partial, target, source)
         try:
             _write_companions(file, partial, dtype, tokenizer)
             arch = read_architecture(partial)
-            hf_checkpoint.finish(partial, _write_tensors(file, partial, arch, dtype), target)
+            hf_writer.finish(partial, _write_tensors(file, partial, arch, dtype), target)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -64,9 +64,9 @@ def _write_tensors(
 ) -> list[tuple[str, dict[str, int]]]:
     """Write all tensors of the model into `folder`, as shards of at most 1 GiB.
 
-    Returns [(file of the shard, {tensor name: bytes})], which `hf_checkpoint.finish` needs for the index.
+    Returns [(file of the shard, {tensor name: bytes})], which `hf_writer.finish` needs for the index.
     """
-    writer = hf_checkpoint.HFWriter(folder, "0", max_shard_bytes=2**30)
+    writer = hf_writer.HFWriter(folder, "0", max_shard_bytes=2**30)
     shapes = hf_shapes(weight_map(arch))
     for name, shape in tqdm(shapes.items(), desc=file.path, unit="tensor", disable=None):
         values = file.read(name, arch)

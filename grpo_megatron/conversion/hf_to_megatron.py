@@ -22,7 +22,7 @@ from grpo_megatron.files import json_text, new_file, writing
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.pieces import Piece, Shape
-from grpo_megatron.weights import hf_checkpoint
+from grpo_megatron.weights import hf_checkpoint, hf_writer
 from grpo_megatron.weights.checkpoint_layout import SavedModel, clipped, rows_within
 from grpo_megatron.weights.torch_dist import StoredChunk, StoredTensor
 from grpo_megatron.weights.torch_dist_writer import append_tensor, write_metadata
@@ -145,7 +145,7 @@ def hf_to_megatron(source: str, target: str, processes: int) -> Progress:
     )
     with writing(weights):
         _finish(folder, weights, saved, arch, units)
-        hf_checkpoint.copy_companions(source, str(folder.result / COMPANIONS), arch.dtype)
+        hf_writer.copy_companions(source, str(folder.result / COMPANIONS), arch.dtype)
         note = {"source": plan["source"], "dtype": str(arch.dtype).removeprefix("torch.")}
         (folder.result / _NOTE).write_text(json_text(note), encoding="utf-8")
     folder.finish()

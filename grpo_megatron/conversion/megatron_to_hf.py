@@ -27,7 +27,7 @@ from grpo_megatron.files import json_text, new_file, read_object, write_buffer, 
 from grpo_megatron.model.entries import hf_shapes
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.pieces import Shape
-from grpo_megatron.weights import fp8_blocks, hf_checkpoint
+from grpo_megatron.weights import fp8_blocks, hf_writer
 from grpo_megatron.weights.checkpoint_layout import SavedModel
 from grpo_megatron.weights.safetensors_file import Header, bytes_of
 
@@ -205,7 +205,7 @@ def megatron_to_hf(
         converter, missing, processes, target, total, lambda unit, _: folder.add_note(unit.name, True)
     )
     with writing(folder.result):
-        hf_checkpoint.copy_companions(companions, str(folder.result), dtype or arch.dtype)
+        hf_writer.copy_companions(companions, str(folder.result), dtype or arch.dtype)
         _describe(folder.result, tensors, fp8)
         _write_index(folder.result, units)
     folder.finish()
@@ -242,9 +242,7 @@ def hf_tensors(
 def _units(tensors: list[HFTensor]) -> list[_Unit]:
     sized = [(tensor, tensor.nbytes) for tensor in tensors]
     files = filled(sized, file_bytes(sum(size for _, size in sized)))
-    return [
-        _Unit(hf_checkpoint.shard_name(index, len(files)), inside) for index, (inside, _) in enumerate(files)
-    ]
+    return [_Unit(hf_writer.shard_name(index, len(files)), inside) for index, (inside, _) in enumerate(files)]
 
 
 def _describe(folder: Path, tensors: list[HFTensor], fp8: bool) -> None:
@@ -274,7 +272,7 @@ def _write_index(folder: Path, units: list[_Unit]) -> None:
         for tensor in unit.tensors
         for name, shape, dtype in tensor.stored
     ]
-    hf_checkpoint.write_index(
+    hf_writer.write_index(
         folder,
         {name: file for name, _, _, file in stored},
         sum(prod(shape) * dtype.itemsize for _, shape, dtype, _ in stored),

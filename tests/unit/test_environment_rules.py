@@ -26,11 +26,11 @@ def test_an_environment_is_legal():
         (["rollout.environment=frozen_lake"], "is unknown; choose one of"),
         ([WORLD, "rollout.max_turns=0"], "rollout.max_turns must be greater than 0"),
         (["rollout.max_turns=3"], "only with rollout.environment .rollout.max_turns=3"),
-        ([WORLD, "reward.function=math"], "rewards the model itself .reward.function=math"),
-        ([WORLD, "reward.extract=x"], "rewards the model itself .reward.extract=x"),
+        ([WORLD, "reward.function=math"], "rewards the model itself; remove them .reward.function=math"),
+        ([WORLD, "reward.extract=x"], "rewards the model itself; remove them .reward.extract=x"),
         (
             [WORLD, "reward.response_from=[boxed]"],
-            "rewards the model itself .reward.response_from=",
+            "rewards the model itself; remove them .reward.response_from=",
         ),
         (
             [WORLD, "rollout.tools=[python,x:y]"],

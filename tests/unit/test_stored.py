@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grpo_megatron.model.families import read_architecture, weight_map
-from grpo_megatron.weights import hf_checkpoint
+from grpo_megatron.weights import hf_writer
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 from grpo_megatron.weights.stored import dequantised, scales_box, scales_shape
 from tests.models import tiny_model
@@ -143,7 +143,7 @@ def test_an_export_can_be_read_by_whom_other_files_can(tmp_path):
         "d": torch.zeros(0, 3),
         "e": torch.randn(4, 2).T,
     }
-    writer = hf_checkpoint.HFWriter(str(tmp_path / "hf"), "0")
+    writer = hf_writer.HFWriter(str(tmp_path / "hf"), "0")
     for name, tensor in tensors.items():
         writer.add(name, tensor)
     ((name, _),) = writer.close()
@@ -168,8 +168,8 @@ def test_an_export_is_on_the_disk_before_it_is_in_place(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", noted)
     partial = str(final) + ".partial"
-    hf_checkpoint.start(partial, str(final), "elsewhere")
-    writer = hf_checkpoint.HFWriter(partial, "0", max_shard_bytes=8)
+    hf_writer.start(partial, str(final), "elsewhere")
+    writer = hf_writer.HFWriter(partial, "0", max_shard_bytes=8)
     for name in ("a", "b"):
         writer.add(name, torch.zeros(2))
     shards = writer.close()
@@ -177,7 +177,7 @@ def test_an_export_is_on_the_disk_before_it_is_in_place(tmp_path, monkeypatch):
     assert [name for name, _ in synced] == parts  # by the node that has written them
     Path(partial, "adapter").mkdir()
     Path(partial, "adapter", "adapter_config.json").write_text("{}")
-    hf_checkpoint.finish(partial, shards, str(final))
+    hf_writer.finish(partial, shards, str(final))
     written = {path.name for path in final.rglob("*")}
     assert len(parts) == 2
     assert written | {"hf.partial"} <= {name for name, in_place in synced if not in_place}

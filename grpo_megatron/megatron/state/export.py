@@ -15,7 +15,7 @@ from grpo_megatron.megatron.state.hf_weights import iterate_hf, local_parameters
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.entries import Entry
 from grpo_megatron.model.families import reward_architecture
-from grpo_megatron.weights import hf_checkpoint, peft_checkpoint
+from grpo_megatron.weights import hf_writer, peft_checkpoint
 
 
 def save_hf(
@@ -39,7 +39,7 @@ def save_hf(
     """
     rank, partial, model_path = rank_info(), f"{folder}.partial", config.model.path
     if rank.rank == 0:
-        hf_checkpoint.start(partial, folder, model_path)
+        hf_writer.start(partial, folder, model_path)
     dist.barrier()
     shards = _write(partial, iterate_hf(chunks, entries, dtype, MergedWeights(chunks)))
     if adapters:
@@ -49,10 +49,10 @@ def save_hf(
         if adapters:
             names, lora = [name for name, _ in parts], config.megatron.lora
             peft_checkpoint.finish(f"{partial}/adapter", names, lora, model_path)
-        hf_checkpoint.copy_companions(
+        hf_writer.copy_companions(
             model_path, partial, dtype, _of_reward_model(arch, model_path) if arch.scalar_head else {}
         )
-        hf_checkpoint.finish(partial, shards, folder)
+        hf_writer.finish(partial, shards, folder)
     dist.barrier()
 
 
@@ -73,7 +73,7 @@ def _write(folder: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tup
     Returns (file name, {tensor name: size in bytes}) for each file of all ranks, by pipeline stage.
     """
     rank = rank_info()
-    writer = hf_checkpoint.HFWriter(folder, f"{rank.rank:05d}")
+    writer = hf_writer.HFWriter(folder, f"{rank.rank:05d}")
     for name, tensor in tensors:
         writer.add(name, tensor)
     shards = writer.close()  # empty where nothing was gathered
