@@ -63,8 +63,7 @@ from memory import make_batch
 
 from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.batch.train_batch import TrainBatch
-from grpo_megatron.config.schema import OptimizerConfig, Precision
-from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.config.schema import Config, MegatronConfig, ModelConfig, OptimizerConfig, TransformerImpl
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 SIZES, OTHER = ParallelSizes(tp=2, dp=2), ParallelSizes(pp=2, dp=2)
@@ -116,9 +115,8 @@ def step(actor, batch: TrainBatch) -> float:
     """Compute log-probs and do an optimizer step. Return the seconds."""
     begun = time.perf_counter()
     actor.passes.logprobs([batch], key=(0, 0))
-    actor.passes.train_step(
-        [batch], PolicyLoss(), batch.num_tokens * actor.spec.sizes.dp, current_is_old=True, key=(0, 0)
-    )
+    tokens = batch.num_tokens * actor.config.megatron.data_parallel
+    actor.passes.train_step([batch], PolicyLoss(), tokens, current_is_old=True, key=(0, 0))
     return time.perf_counter() - begun
 
 
@@ -165,31 +163,30 @@ def digest(actor) -> str:
     return found.hexdigest()
 
 
-def new_actor(spec: ActorSpec, rank: int, folder: str, name: str):
+def new_actor(sizes: ParallelSizes, rank: int, folder: str, name: str):
     from grpo_megatron.megatron import process_groups
     from grpo_megatron.megatron.actor import Actor
 
     process_groups.destroy()
     gc.collect()
-    process_groups.initialize(
-        spec.sizes, rank, f"file://{folder}/{name}", seed=0, timeout_seconds=WAIT_SECONDS
+    process_groups.initialize(sizes, rank, f"file://{folder}/{name}", seed=0, timeout_seconds=WAIT_SECONDS)
+    megatron = MegatronConfig(
+        **sizes.settings(), transformer_impl=TransformerImpl.local, distributed_optimizer=True
     )
-    return Actor(spec)
+    model, optimizer = ModelConfig(path=f"{folder}/model"), OptimizerConfig(lr=1e-4)
+    return Actor(Config(model=model, megatron=megatron, optimizer=optimizer))
 
 
 def measure(rank: int, folder: str, options: argparse.Namespace, results) -> None:
     torch.set_num_threads(1)
-    spec = ActorSpec(
-        f"{folder}/model", SIZES, OptimizerConfig(lr=1e-4), Precision.bf16, distributed_optimizer=True
-    )
     batch = make_batch(options.tokens)
-    actor = new_actor(spec, rank, folder, "store")
+    actor = new_actor(SIZES, rank, folder, "store")
     step(actor, batch)
     found = {"saves": []}
-    for number in range(options.saves):
+    for index in range(options.saves):
         quiet = step(actor, batch)
         found["saves"].append(
-            timed_save(actor, batch, f"{folder}/timed{number}") | {"quiet_step_seconds": quiet}
+            timed_save(actor, batch, f"{folder}/timed{index}") | {"quiet_step_seconds": quiet}
         )
     state = sum(size for kind, size in actor.model.memory.resident().items() if kind != "gradients")
     with Extra() as extra:
@@ -199,21 +196,21 @@ def measure(rank: int, folder: str, options: argparse.Namespace, results) -> Non
             time.sleep(0.01)
         actor.checkpoints.finish()
     found["extra_over_state"] = extra.bytes / state
-    for number in range(2 if options.before else 0):  # the first save also starts Megatron's result process
+    for index in range(2 if options.before else 0):  # the first save also starts Megatron's result process
         with Extra() as extra:
             dist.barrier()
             begun = time.perf_counter()
-            save_gathering(actor, f"{folder}/gathered{number}")
+            save_gathering(actor, f"{folder}/gathered{index}")
             found["before_seconds"] = time.perf_counter() - begun
         found["before_extra_over_state"] = extra.bytes / state
     saved = digest(actor)
     actor.weights.save_hf(f"{folder}/hf")
     del actor
-    actor = new_actor(spec, rank, folder, "store of the resumed")
+    actor = new_actor(SIZES, rank, folder, "store of the resumed")
     actor.checkpoints.load(f"{folder}/kept")
     found["bit_identical"] = digest(actor) == saved
     del actor
-    actor = new_actor(ActorSpec(**{**vars(spec), "sizes": OTHER}), rank, folder, "store of the other")
+    actor = new_actor(OTHER, rank, folder, "store of the other")
     actor.checkpoints.load(f"{folder}/kept")
     actor.weights.save_hf(f"{folder}/other_hf")
     results.put(found)
@@ -284,7 +281,7 @@ def main() -> None:
     )
     parser.add_argument("--saves", type=int, default=3, help="number of timed saves")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens in each replica's batch")
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=16, help="layers of the model")
     parser.add_argument("--before", action="store_true", help="also measure the previous method")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -45,7 +45,7 @@ import torch
 
 from grpo_megatron.model.entries import hf_shapes
 from grpo_megatron.model.families import read_architecture, weight_map
-from grpo_megatron.weights.hf_checkpoint import HFWriter, finish
+from grpo_megatron.weights.hf_writer import HFWriter, finish
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
 CONFIG = {
@@ -211,9 +211,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--layers", type=int, default=28, help="layers of the model")
     parser.add_argument("--processes", type=int, help="number of processes; default: as the tools choose")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="timed conversions of each kind")
     parser.add_argument("--folder", help="parent of the temporary folder")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:

@@ -35,11 +35,11 @@ from make_tiny_model import make
 
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.train_batch import TrainBatch
-from grpo_megatron.config.schema import OptimizerConfig, Precision
+from grpo_megatron.config.algorithm import AlgorithmConfig
+from grpo_megatron.config.schema import Config, MegatronConfig, ModelConfig, TransformerImpl
 from grpo_megatron.megatron import process_groups
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.memory.host import host_memory
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 MINI_BATCHES = 4
@@ -96,12 +96,12 @@ def exchanges_of_a_step(actor: Actor) -> int:
     actor.model.reference._exchange = lambda: made.append(plain())
     rng = np.random.default_rng(0)
     actor.passes.begin_reference()
-    for number in range(MINI_BATCHES):
+    for index in range(MINI_BATCHES):
         ids = rng.integers(6, 29, 12).astype(np.int32)
         sample = Sample(
-            0, number, ids[:4], ids[4:], np.ones(8, np.bool_), np.full(8, -3.0, np.float32), "stop"
+            0, index, ids[:4], ids[4:], np.ones(8, np.bool_), np.full(8, -3.0, np.float32), "stop"
         )
-        actor.passes.logprobs([TrainBatch.from_samples([sample])], reference=True, key=(1, number))
+        actor.passes.logprobs([TrainBatch.from_samples([sample])], reference=True, key=(1, index))
     actor.passes.end_reference()
     actor.model.reference._exchange = plain
     return len(made)
@@ -111,16 +111,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=9, help="timed exchanges")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         make(Path(folder, "model"), hidden=1024, layers=24, heads=8, ffn=3072)
         process_groups.initialize(ParallelSizes(), 0, f"file://{folder}/store", seed=0)
-        spec = ActorSpec(
-            f"{folder}/model", ParallelSizes(), OptimizerConfig(), Precision.bf16, with_reference=True
+        config = Config(
+            model=ModelConfig(path=f"{folder}/model"),
+            megatron=MegatronConfig(transformer_impl=TransformerImpl.local),
+            algorithm=AlgorithmConfig(use_kl_loss=True),
         )
-        actor = Actor(spec)
+        actor = Actor(config)
         results = measure(actor, options.repeats)
         results["exchanges_per_step"] = exchanges_of_a_step(actor)
         process_groups.destroy()

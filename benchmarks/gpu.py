@@ -260,7 +260,7 @@ def main() -> int:
         choices=SECTIONS,
         help="run only these sections, and `peak`, with which the others are compared",
     )
-    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--minutes", type=float, default=9.0, help="time limit of all sections together")
     parser.add_argument("--trained", metavar="FOLDER", help="an HF model with trained weights, for fp8_error")
     parser.add_argument(
         "--dry-run", action="store_true", help="run on a CPU, with tiny sizes and emulated kernels"

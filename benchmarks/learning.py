@@ -41,11 +41,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--presets", nargs="+", default=["grpo", "dr_grpo", "dapo", "gspo"])
-    parser.add_argument("--plot", metavar="OUT.png")
-    parser.add_argument("--seed", type=int, default=1234)
-    parser.add_argument("--root", default="runs/learning")
-    parser.add_argument("--set", nargs="*", default=[], dest="overrides", metavar="key=value")
+    parser.add_argument(
+        "--presets", nargs="+", default=["grpo", "dr_grpo", "dapo", "gspo"], help="presets to compare"
+    )
+    parser.add_argument("--plot", metavar="OUT.png", help="also plot the accuracies over the steps")
+    parser.add_argument("--seed", type=int, default=1234, help="seed of task, model, warm start and training")
+    parser.add_argument("--root", default="runs/learning", help="folder for everything that is written")
+    parser.add_argument(
+        "--set",
+        nargs="*",
+        default=[],
+        dest="overrides",
+        metavar="key=value",
+        help="values that override the configuration's in every run",
+    )
     options = parser.parse_args()
     root, seed = options.root, str(options.seed)
     prepare(root, seed)

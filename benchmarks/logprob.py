@@ -196,13 +196,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens-memory", type=int, default=4096)
-    parser.add_argument("--tokens-time", type=int, default=1024)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--vocab", type=int, default=151_936)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tokens-memory", type=int, default=4096, help="tokens of the measurement of memory")
+    parser.add_argument("--tokens-time", type=int, default=1024, help="tokens of the measurement of time")
+    parser.add_argument("--hidden", type=int, default=1024, help="hidden size")
+    parser.add_argument("--vocab", type=int, default=151_936, help="size of the vocabulary")
+    parser.add_argument("--repeats", type=int, default=3, help="timed repetitions")
     parser.add_argument("--threads", type=int, default=1, help="number of CPU threads")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device to measure on")
     print(json.dumps(measure(parser.parse_args())))
 
 

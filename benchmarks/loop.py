@@ -287,7 +287,9 @@ def main() -> None:
         default="characters",
         help="tokenizer, which decides the lengths of responses",
     )
-    parser.add_argument("changes", nargs="*", metavar="key=value")
+    parser.add_argument(
+        "changes", nargs="*", metavar="key=value", help="values that override the configuration's"
+    )
     options = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as folder:
         parameters = make(Path(folder, "model"), options.tokenizer, hidden=256, layers=4, heads=8, ffn=512)

@@ -30,17 +30,26 @@ from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.sequence_weights import token_weights
 from grpo_megatron.batch.train_batch import TrainBatch
-from grpo_megatron.config.schema import OptimizerConfig, Precision, Recompute
+from grpo_megatron.config.schema import (
+    Config,
+    MegatronConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Recompute,
+    TransformerImpl,
+)
 from grpo_megatron.megatron import process_groups
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 
+SELECTIVE = {"recompute": Recompute.selective, "recompute_modules": ["core_attn", "mlp"]}
+FULL = {"recompute": Recompute.full}
+# case -> (settings of the section megatron, whether the optimizer is offloaded)
 CASES = {
-    "plain": {},
-    "selective recompute": {"recompute": Recompute.selective, "recompute_modules": ("core_attn", "mlp")},
-    "full recompute": {"recompute": Recompute.full},
-    "optimizer offloaded": {"optimizer": OptimizerConfig(offload=True)},
-    "full recompute, offloaded": {"recompute": Recompute.full, "optimizer": OptimizerConfig(offload=True)},
+    "plain": ({}, False),
+    "selective recompute": (SELECTIVE, False),
+    "full recompute": (FULL, False),
+    "optimizer offloaded": ({}, True),
+    "full recompute, offloaded": (FULL, True),
 }
 SEQUENCES = 8
 
@@ -97,8 +106,13 @@ def measure(case: str, model: str, tokens: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         process_groups.initialize(ParallelSizes(), 0, f"file://{folder}/store", seed=0)
         imports = occupied()
-        options = {"optimizer": OptimizerConfig(), **CASES[case]}
-        actor = Actor(ActorSpec(model, ParallelSizes(), precision=Precision.bf16, **options))
+        settings, offload = CASES[case]
+        config = Config(
+            model=ModelConfig(path=model),
+            megatron=MegatronConfig(transformer_impl=TransformerImpl.local, **settings),
+            optimizer=OptimizerConfig(offload=offload),
+        )
+        actor = Actor(config)
         actor.passes.train_step([batch], PolicyLoss(), batch.num_tokens, current_is_old=True)
         asleep = actor.memory.sleep()["asleep"]["occupied"]  # sleep() also returns freed memory to the system
         actor.memory.wake()

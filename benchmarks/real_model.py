@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="number of measured steps")
     parser.add_argument("--length", type=int, default=48, help="tokens in every response")
     parser.add_argument(
-        "--precision", choices=DTYPES, action="append", help="may be given twice; default: both"
+        "--precision", choices=DTYPES, action="append", help="precision to measure; repeatable; default: both"
     )
     parser.add_argument(
         "--threads",

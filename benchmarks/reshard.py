@@ -159,8 +159,8 @@ class _Holder:
         self._buckets = [torch.ones(size, dtype=torch.uint8) for size in sizes]
 
     @ray.method(tensor_transport="gloo")
-    def give(self, number: int) -> torch.Tensor:
-        return self._buckets[number]
+    def give(self, index: int) -> torch.Tensor:
+        return self._buckets[index]
 
     def take(self, bucket: torch.Tensor) -> int:
         return bucket.numel()
@@ -179,7 +179,7 @@ def ray_direct(size: int, bucket_bytes: int, repeat: int) -> float:
     seconds = []
     for _ in range(repeat + 1):
         started = time.perf_counter()
-        taken = ray.get([taker.take.remote(giver.give.remote(number)) for number in range(len(sizes))])
+        taken = ray.get([taker.take.remote(giver.give.remote(index)) for index in range(len(sizes))])
         seconds.append(time.perf_counter() - started)
         assert sum(taken) == size
     for actor in (giver, taker):
@@ -220,8 +220,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--engine-tp", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument(
+        "--engine-tp", type=int, nargs="+", default=[1, 2], help="tensor-parallel sizes of the engine"
+    )
+    parser.add_argument("--repeat", type=int, default=5, help="timed transfers of each transport")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

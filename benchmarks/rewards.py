@@ -123,8 +123,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--workers", type=int, default=2, help="processes of each side")
+    parser.add_argument("--repeats", type=int, default=7, help="timed repetitions")
     parser.add_argument("--samples", type=int, default=2048, help="samples to score in each repetition")
     options = parser.parse_args()
     sys.path.insert(0, "")

@@ -51,10 +51,10 @@ from grpo_megatron.batch.schedule import schedule
 from grpo_megatron.batch.sequence_weights import token_weights
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.algorithm import AlgorithmConfig
-from grpo_megatron.config.schema import OptimizerConfig
+from grpo_megatron.config.schema import Config, MegatronConfig, ModelConfig, OptimizerConfig, Precision
 from grpo_megatron.megatron import process_groups
 from grpo_megatron.megatron.actor import Actor
-from grpo_megatron.megatron.spec import ActorSpec, TrainResult
+from grpo_megatron.megatron.train_result import TrainResult
 from grpo_megatron.metrics import to_floats
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 
@@ -181,9 +181,14 @@ def make_sides(batch: TrainBatch, folder: str) -> list[Side]:
         "padded_per_micro_batch": (Rows(), in_order(lengths, None)),
         "unpacked": (Layout(), schedule(lengths, MAX_TOKENS, packing=False).micro_batches[0]),
     }
+    config = Config(
+        model=ModelConfig(path=folder),
+        megatron=MegatronConfig(precision=Precision.fp32),
+        optimizer=OptimizerConfig(lr=1e-4),
+    )
     sides = []
     for name, (layout, partition) in partitions.items():
-        actor = Actor(ActorSpec(folder, ParallelSizes(), OptimizerConfig(lr=1e-4)))
+        actor = Actor(config)
         actor.passes.mini_batches.layout = layout
         sides.append(Side(name, layout, [batch.select(part) for part in partition], actor))
     return sides
@@ -219,7 +224,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each side")
-    parser.add_argument("--sequences", type=int, default=128)
+    parser.add_argument("--sequences", type=int, default=128, help="sequences of a batch")
     options = parser.parse_args()
     torch.set_num_threads(1)
     sides = measure(options)

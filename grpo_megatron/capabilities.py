@@ -59,7 +59,7 @@ class GPU:
 
     compute_capability: CUDA's (major, minor)
     memory: size of the GPU's memory in bytes, as CUDA reports it
-    speed: None if it is not known
+    speed: peak speeds; None if they are not known
     """
 
     compute_capability: tuple[int, int]
@@ -70,9 +70,9 @@ class GPU:
 _GIB = 2**30
 
 # The keys are the names that configurations use.
-# Memory is the least that CUDA was found to report for such cards with ECC, in whole tenths of a GiB. The
-# data sheets say 80 GB for a card with 84.9 * 10**9 bytes, and with that number layouts that fit were
-# refused. What CUDA reports for GB300 is not known, so its memory is that of the data sheet.
+# Memory is the smallest value that CUDA was seen to report for such cards with ECC, in tenths of a GiB. The
+# data sheets say 80 GB for a card with 84.9 * 10**9 bytes. With that number, the planner refused layouts that
+# fit. What CUDA reports for GB300 is not known, so its memory is that of the data sheet.
 # Speeds are from the data sheets "A100 Tensor Core GPU", "L40S", "H100 Tensor Core GPU" and "H200 Tensor Core
 # GPU" (SXM; half of the figures with sparsity), "DGX B200" and "GB300 NVL72" (one GPU's share of the
 # machine). `fabric` and `host` are half of the figures for NVLink or PCIe, which are sums of both directions.
@@ -105,12 +105,12 @@ def peak_flops(gpu: str | None) -> float | None:
 
 
 def _name_in_gpus(device: str) -> str | None:
-    """Return the key of GPUS for a device; None if there is none.
+    """Return the key under which GPUS has this GPU model; None if it has no entry for it.
 
-    device: CUDA's name of it, such as `NVIDIA H100 80GB HBM3`.
+    device: name that CUDA reports for the GPU, such as `NVIDIA H100 80GB HBM3`.
 
-    PCIe and NVL variants are slower than the entries of GPUS, so the result for them is None. L40S exists
-    for PCIe only, and its name does not say so.
+    PCIe and NVL variants are slower than the entries of GPUS, so the result for them is None. L40S exists for
+    PCIe only, and its name does not say so.
     """
     if "PCIe" in device or "NVL" in device:
         return None
@@ -136,6 +136,7 @@ class Capabilities:
 
     @classmethod
     def of_this_machine(cls) -> "Capabilities":
+        """Examine this machine, and return its capabilities."""
         import torch
 
         gpus = torch.cuda.is_available()
@@ -151,14 +152,14 @@ class Capabilities:
 
     @classmethod
     def of_facts(cls, gpu: str | None, nodes: int | None, gpus_per_node: int | None) -> "Capabilities":
-        """Return the capabilities of a cluster that this process cannot examine.
+        """Return the capabilities of a cluster that this process cannot examine, from the configuration.
 
         gpu: value of cluster.gpu: `none`, a name in GPUS, or the name of another GPU; None: not known.
         nodes: value of cluster.nodes; None: not known.
         gpus_per_node: value of cluster.gpus_per_node; None: not known.
 
-        TransformerEngine is assumed to be installed where there are GPUs. A rank without it reports that when
-        it starts.
+        TransformerEngine is assumed to be installed where there are GPUs. If it is missing on a rank, that
+        rank reports it when it starts.
         """
         if gpu is None:
             return cls("in the cluster", nodes=nodes, gpus_per_node=gpus_per_node)
@@ -168,15 +169,15 @@ class Capabilities:
         return cls(where, True, GPUS.get(gpu), None, nodes, gpus_per_node)
 
     def emulating(self, emulate_kernels: bool) -> "Capabilities":
-        """Return the capabilities of a run with the setting megatron.emulate_kernels.
+        """Return the capabilities that a run has with this value of megatron.emulate_kernels.
 
-        If it is True, TransformerEngine's kernels are emulated on the CPU, for tests without a GPU. The
-        result then claims a Hopper GPU (H100). If it is False, the capabilities stay as they are.
+        emulate_kernels: If True, TransformerEngine's kernels are emulated on the CPU, for tests without a
+            GPU, and the result claims a Hopper GPU (H100). If False, the result is `self`.
         """
         if not emulate_kernels:
             return self
         problem = (
-            "the emulation is only for machines without a GPU"
+            "kernels are emulated only on machines without a GPU; set megatron.emulate_kernels=false"
             if self.gpus
             else emulated_transformer_engine()[1]
         )
@@ -204,14 +205,14 @@ _WITHOUT_CUDA = "TransformerEngine needs CUDA, which is not available"
 def emulated_transformer_engine() -> tuple[Path, str | None]:
     """Find TransformerEngine's Python code, which the emulation on a CPU uses without installing the package.
 
-    Returns (folder, problem): folder is where `make install` unpacks the wheel. problem is None, or says that
-    the wheel has not been unpacked.
+    Returns (folder, problem): the folder into which `make install` unpacks the wheel, and an error message if
+    the wheel has not been unpacked there, else None.
     """
     if not (_UNPACKED / "transformer_engine").is_dir():
         return (
             _UNPACKED,
-            f"the wheel of transformer_engine {_EMULATED_RELEASE} is not unpacked in {_UNPACKED} (run make "
-            "install)",
+            f"the wheel of transformer_engine {_EMULATED_RELEASE} is not unpacked in {_UNPACKED}; run "
+            "`make install`",
         )
     return _UNPACKED, None
 
@@ -219,7 +220,7 @@ def emulated_transformer_engine() -> tuple[Path, str | None]:
 def _transformer_engine_problem(installed: str | None, gpus: bool) -> str | None:
     """Return why TransformerEngine cannot be used; None if it can.
 
-    installed: its version; None: it is not installed.
+    installed: version of the installed package; None if it is not installed.
     gpus: whether CUDA is available.
     """
     if installed is None:

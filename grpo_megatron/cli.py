@@ -35,19 +35,19 @@ from grpo_megatron.logs import show_messages
 from grpo_megatron.run.guard import Guard
 
 _RUNS = {
-    "train": "GRPO training",
-    "sft": "supervised warm start",
-    "reward-model": "a reward model from preferences",
-    "eval": "a model on held-out prompts, without training",
-    "selftest": "do engine and trainer of a training run agree, and if not, why",
+    "train": "train a model with GRPO",
+    "sft": "train a model on examples (supervised warm start)",
+    "reward-model": "train a reward model on preferences",
+    "eval": "evaluate a model on held-out prompts, without training",
+    "selftest": "check whether engine and trainer of a training run agree, and find out why not",
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit status.
 
-    arguments: the words after `grpo-megatron`; None: those of this process. With None, a run also gets a
-        keeper (commands.keeper), a process that kills whatever the run leaves behind.
+    arguments: the words after `grpo-megatron`; None: the arguments of this process. With None, a run also
+        gets a keeper (commands.keeper), a process that kills whatever the run leaves behind.
     """
     show_messages()
     options = _parse(arguments)
@@ -68,7 +68,11 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         if is_run or not disk_is_full(error):
             raise
-        print(f"error: no space left on the disk of {error.filename}; make room", file=sys.stderr)
+        print(
+            f"error: no space left on the disk of {error.filename}; free some space and run the command "
+            "again",
+            file=sys.stderr,
+        )
         return UserError.exit_status
 
 
@@ -92,7 +96,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     _add_looks(commands)
     config_commands.add_parser(commands)
     plan_command.add_parser(commands)
-    commands.add_parser("doctor", help="what this machine has, whether it works, and what that allows")
+    commands.add_parser("doctor", help="say what this machine has, whether it works, and what that allows")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A file name may contain characters that the terminal cannot show.
@@ -103,8 +107,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 def _intermixed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
     """Parse arguments in which `key=value` words stand before, between and after options.
 
-    Replaces argparse's parse_intermixed_args, which does not support subcommands. argparse's parse_args takes
-    only one contiguous group of such words.
+    Replaces argparse's parse_intermixed_args, which does not support subcommands. argparse's parse_args
+    accepts only one contiguous group of `key=value` words. Exits with a usage message if an argument is not
+    known.
     """
     options, left = parser.parse_known_args(arguments)
     takes_more = hasattr(options, "overrides")
@@ -134,26 +139,26 @@ def _command(options: argparse.Namespace) -> Callable[[Guard], int]:
 
 
 def _add_looks(commands) -> None:
-    """Add `status` and `report`, which read a run's folder.
+    """Add the commands `status` and `report`, which read a run's folder, to the parser.
 
     commands: what ArgumentParser.add_subparsers returned.
     """
     status = commands.add_parser(
-        "status", help="what a run does now; exit status 1 if it failed, was interrupted or is gone"
+        "status", help="say what a run does now; exit status 1 if it failed, was interrupted or is gone"
     )
     status.add_argument(
         "--json",
         action="store_true",
-        help="for programs: all that is recorded, with every scalar of the last step",
+        help="print JSON, for programs: all that is recorded, with every scalar of the last step",
     )
     report = commands.add_parser(
-        "report", help="one HTML page about a run: curves, phases, samples, configuration"
+        "report", help="write an HTML page about a run: curves, phases, samples, configuration"
     )
     report.add_argument(
-        "--against", metavar="OTHER_RUN_DIR", help="a run to compare with, in curves and configuration"
+        "--against", metavar="OTHER_RUN_DIR", help="run to compare with, in curves and configuration"
     )
     report.add_argument(
-        "--out", metavar="FILE", help="where to write the page; report.html in RUN_DIR if not given"
+        "--out", metavar="FILE", help="file to write the page to; default: report.html in RUN_DIR"
     )
     for command in (status, report):
         command.add_argument("folder", metavar="RUN_DIR", help="folder of the run")

@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 class Controller:
     """The GRPO training loop. It decides what happens in which order; its collaborators do the work.
 
-    rollouts: takes the groups of a step from the engines, or from a recording
-    trainer: makes the ranks' passes over the mini-batches
-    algorithm: computes what each token is trained with
-    monitor: receives what the run reports about itself
+    rollouts: samples the groups of a step with the engines, or reads them from a recording
+    trainer: computes log-probs and makes the optimizer steps on the trainer ranks
+    algorithm: computes advantages and token weights, and chooses the loss
+    monitor: receives metrics, timings and texts, and passes them to logs and terminal
     loop: counts the steps, and evaluates, saves and stops between them
     """
 
@@ -41,7 +41,7 @@ class Controller:
         monitor: Monitor,
         loop: StepLoop,
     ):
-        """Connect the parts of a run, at step 0. `load_state_dict` continues from a checkpoint."""
+        """Connect the collaborators, for a run from step 0. `load_state_dict` continues from a checkpoint."""
         self.config = config
         self.rollouts, self.trainer, self.algorithm = rollouts, trainer, algorithm
         self.monitor, self.loop = monitor, loop
@@ -50,17 +50,21 @@ class Controller:
     def run(self) -> dict:
         """Train until step run.total_steps.
 
-        Returns a dict with the last step, the evaluations "before" and "after" training, and the totals of
-        tokens, seconds and the largest mismatch. Raises Stopped after a step if the run was asked to stop.
+        Returns a dict: "step" is the last step, "before" and "after" are the scores {name: value} of the
+        evaluations before and after training, "tokens" is the number of tokens of all batches, "seconds" the
+        duration of all steps, and "mismatch_max" the largest mismatch between engine and trainer. Raises
+        Stopped after a step if the run was asked to stop.
         """
         self.rollouts.start()
         self.loop.run(self)
         return {"step": self.loop.step, **self.loop.evaluations, **self.totals}
 
     def train_step(self, step: int) -> list[MiniBatch]:
-        """Make one step of GRPO, and return its mini-batches with all that was computed about their tokens.
+        """Make one step of GRPO: sample and score groups, train on them, and publish the new weights.
 
-        step: index of the step, which `loop.begin_step` returns.
+        step: number of the step, as `loop.begin_step` returns it; the first step of a run is 1.
+
+        Returns the step's mini-batches. Their batches have every token's log-probs, advantage and weight.
         """
         config, phases = self.config, self.monitor.phases
         rollout = self.rollouts.take(step)
@@ -89,10 +93,13 @@ class Controller:
         return mini_batches
 
     def act_on_mismatch(self, step: int, mismatch: Metrics, batches: list[TrainBatch]) -> None:
-        """Log the tokens that engine and trainer disagree about most, and apply mismatch.action.
+        """Log the tokens whose log-probs differ most between engine and trainer, and apply mismatch.action.
 
-        Depending on that setting, a mismatch beyond the limit shows a warning or raises UserError. Does
+        Depending on that setting, a mismatch beyond its limit shows a warning or raises UserError. Does
         nothing if `mismatch` is empty.
+
+        mismatch: metrics of the difference between the log-probs of engine and trainer.
+        batches: the step's batches, to find the tokens.
         """
         if not mismatch:
             return
@@ -104,7 +111,10 @@ class Controller:
             logger.warning(f"step {step}: {report.text}")
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Return the scores of the held-out prompts; empty if there are none. step: for the logs."""
+        """Sample the held-out prompts, and return {name: score}; empty if the run has no held-out prompts.
+
+        step: last step that was trained, under which the samples are logged.
+        """
         return self.rollouts.evaluate(step)
 
     def report(
@@ -117,7 +127,10 @@ class Controller:
     ) -> None:
         """Pass the results of a step to the monitor, and add them to the totals of the run.
 
-        sampled: statistics of the step's samples.
+        groups: the step's samples, some of which the monitor shows as text.
+        batches: the batches that the step trained on.
+        metrics: metrics of the training.
+        sampled: scalars about the step's samples.
         """
         scalars = to_floats(metrics) | sampled | self.rollouts.metrics
         scalars = self.monitor.finish_step(step, scalars, batches, groups, self.config.train.ppo_epochs)
@@ -135,7 +148,10 @@ class Controller:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from a checkpoint. The loop is continued separately. state: from state.json."""
+        """Continue from a checkpoint. The caller continues the loop with `loop.load_state_dict`.
+
+        state: the driver's state, read from the checkpoint's state.json.
+        """
         self.totals = {name: float_or_nan(value) for name, value in state["totals"].items()}
         self.rollouts.load_state_dict(state)
         self.algorithm.load_state_dict(state["algorithm"])

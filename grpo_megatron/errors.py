@@ -3,7 +3,7 @@
 from unicodedata import category
 
 # Advice for messages: a run's checkpoint does not fit the present configuration.
-ANOTHER_RUN = "run.resume=none starts anew, another run.name starts a separate run"
+ANOTHER_RUN = "set run.resume=none to start over, or set a different run.name to start a separate run"
 
 
 class UserError(Exception):
@@ -23,13 +23,13 @@ class ProcessLost(UserError):
 
 
 class Stopped(Exception):
-    """The run has stopped on request, and can be continued."""
+    """The run has stopped on request. The same command continues it."""
 
     exit_status = 75  # EX_TEMPFAIL: a scheduler should put the job into its queue again
 
 
 def last_message(error: UserError | Stopped) -> str:
-    """Return the line that the program ends with because of this error."""
+    """Return the last line that the program prints when it ends because of this error."""
     return str(error) if isinstance(error, Stopped) else f"error: {error}"
 
 
@@ -51,7 +51,7 @@ def printable(text: str) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Return type and text of an exception that a user's or a library's code raised, for an error message.
+    """Return `TYPE: TEXT` of an exception that a user's or a library's code raised, for an error message.
 
     The text is shortened and safe for a terminal.
     """

@@ -1,7 +1,7 @@
 """Files that this project writes and reads: JSON, files replaced as a whole, and files that grow by rows.
 
-A replaced file is the old or the new one, never half of one. A growing file contains whole rows. An error,
-such as that of a full disk, leaves either as it was.
+A replaced file is the old file or the new file, never half of one. A growing file contains whole rows. After
+an error, such as a full disk, either kind of file is as it was before.
 """
 
 import errno
@@ -26,12 +26,13 @@ _WRITE_BYTES = 512 * 2**10
 
 
 def json_text(value: Any, **layout: Any) -> str:
-    """Return `value` as JSON text. Replaces json.dumps in this project, because of NaN and infinity.
+    """Return `value` as JSON text, with null in place of NaN and infinity.
 
     layout: arguments of json.dumps such as indent.
 
     JSON has no NaN and no infinity. json.dumps would write them as bare words, which jq, pandas and browsers
-    refuse. Here they become null. pandas reads null as NaN, and so does `float_or_nan`.
+    refuse. pandas reads null as NaN, and so does `float_or_nan`. So this function replaces json.dumps in this
+    project.
     """
     try:
         return json.dumps(value, allow_nan=False, **layout)
@@ -57,8 +58,8 @@ def float_or_nan(value: float | None) -> float:
 def read_object(path: str | Path) -> dict[str, Any]:
     """Return the JSON object in a file.
 
-    Raises UserError if the file cannot be read; the error's __cause__ is then an OSError if the read itself
-    failed. Raises UserError also if the file contains anything but a JSON object. The message names the file.
+    Raises UserError, which names the file, if the file cannot be read or contains anything but a JSON object.
+    If the read itself failed, the error's __cause__ is the OSError.
     """
     problem = file_problem(path)
     if problem:
@@ -90,13 +91,13 @@ def parse_object(raw: bytes, where: str) -> dict[str, Any]:
 
 @contextmanager
 def new_file(path: Path, durable: bool = True) -> Iterator[IO[bytes]]:
-    """Open NAME.tmp for writing, and rename it to `path` when the `with` block is complete.
+    """Open NAME.tmp for writing bytes, and rename it to `path` when the `with` block is complete.
 
     If the process is killed, the old file or the whole new one is there. After an error, such as the OSError
     of a full disk, NAME.tmp is deleted, and the old file is unchanged.
 
-    durable: sync the file to disk before the renaming, so that this also holds if the node is lost. It takes
-        time, so leave it out for a file that is written again anyway.
+    durable: If True, sync the file to disk before the renaming, so that the same holds if the node crashes.
+        This takes time, so False is better for a file that is soon written again.
     """
     aside = path.with_name(f"{path.name}.tmp")
     try:
@@ -112,13 +113,16 @@ def new_file(path: Path, durable: bool = True) -> Iterator[IO[bytes]]:
 
 
 def replace_text(path: Path, text: str, durable: bool = True) -> None:
-    """Write a UTF-8 file with `new_file`. Raises OSError, after which the old file is unchanged."""
+    """Write `text` to the file `path` as UTF-8, with `new_file`.
+
+    Raises OSError if that fails. The old file is then unchanged.
+    """
     with new_file(path, durable) as file:
         file.write(text.encode("utf-8", "backslashreplace"))
 
 
 def sync_to_disk(path: Path) -> None:
-    """Call fsync on a file or a folder. For a folder, new names in it then survive a crash of the node."""
+    """Call fsync on a file or a folder. In a synced folder, new names survive a crash of the node."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -129,8 +133,8 @@ def sync_to_disk(path: Path) -> None:
 def write_buffer(file, data) -> int:
     """Write all bytes of a contiguous buffer to a file that is open for writing in binary mode.
 
-    It replaces file.write, which is slow for large buffers on some machines. Return the number of bytes.
-    Raises OSError if the disk is full, for example.
+    Returns the number of bytes written. Replaces file.write, which is slow for large buffers on some
+    machines. Raises OSError, for example if the disk is full.
     """
     data = memoryview(data).cast("B")
     for first in range(0, len(data), _WRITE_BYTES):
@@ -139,10 +143,10 @@ def write_buffer(file, data) -> int:
 
 
 def fill_buffer(buffer, path: str | Path, offset: int) -> bool:
-    """Fill a contiguous buffer from byte `offset` of a file. Return False if the file ends before it is full.
+    """Fill a contiguous buffer from byte `offset` of a file.
 
-    The file is opened for each call: a checkpoint may have thousands of files, more than a process may keep
-    open.
+    Returns True, or False if the file ends before the buffer is full. The file is opened for each call: a
+    checkpoint may have more files than a process may keep open.
     """
     rest = memoryview(buffer).cast("B")
     with open(path, "rb", buffering=0) as file:
@@ -168,7 +172,7 @@ class RowFile:
         return os.fstat(self._descriptor).st_size
 
     def append(self, text: str) -> None:
-        """Write all of the text or nothing.
+        """Append all of the text to the file, or nothing.
 
         Raises OSError if the disk is full. The file is then unchanged.
         """
@@ -181,7 +185,7 @@ class RowFile:
             raise
 
     def append_row(self, row: dict[str, Any]) -> None:
-        """Append a line with a JSON object, or nothing if the disk is full. Raises OSError then."""
+        """Append `row` as a line of JSON. Raises OSError if the disk is full, with the file unchanged."""
         self.append(json_text(row) + "\n")
 
     def close(self) -> None:
@@ -194,7 +198,8 @@ class RowFile:
 class WaitingRows:
     """A file of JSON rows of which none may be lost, such as trained.jsonl.
 
-    A row that cannot be written, such as to a full disk, is kept in memory and written with the next one.
+    A row that cannot be written, for example because the disk is full, is kept in memory and written together
+    with the next row.
     """
 
     def __init__(self, path: Path):
@@ -208,7 +213,9 @@ class WaitingRows:
                 file.append("".join(self._waiting))
         except OSError as error:
             if len(self._waiting) == 1:
-                logger.warning(not_written(self._path, error, "its rows wait until they can be"))
+                logger.warning(
+                    not_written(self._path, error, "the rows are kept in memory and written later")
+                )
         else:
             self._waiting.clear()
 
@@ -222,15 +229,19 @@ def numbered(path: Path) -> Path:
 
 
 def not_written(path: str | Path, error: OSError, consequence: str) -> str:
-    """Return the line for the user about a file that a run can do without, or write later."""
+    """Return a warning for the user that a file could not be written.
+
+    consequence: end of the sentence: what this means for the run, such as `its rows wait until they can be`.
+    """
     return f"{path} could not be written ({error.strerror}); {consequence}"
 
 
 @contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Convert errors of writing within the context into a UserError that names `path`.
+    """Convert errors of writing within the `with` block into a UserError that names `path`.
 
-    These are OSErrors, and other exceptions that report a full disk. All others pass through.
+    These errors are OSErrors, and other exceptions that report a full disk. Any other exception passes
+    through.
     """
     try:
         yield
@@ -240,7 +251,7 @@ def writing(path: str | Path) -> Iterator[None]:
             raise
         reason = os.strerror(errno.ENOSPC) if full else getattr(error, "strerror", None) or error
         what = (
-            "make room and run the same command again, which continues"
+            "free some space, then run the same command again to continue"
             if full
             else "check that the disk works and is writable"
         )
@@ -249,10 +260,10 @@ def writing(path: str | Path) -> Iterator[None]:
 
 @contextmanager
 def reading(path: str | Path) -> Iterator[None]:
-    """Convert an OSError within the context into a UserError that names this node and `path`.
+    """Convert an OSError within the `with` block into a UserError that names this node and `path`.
 
-    A file that cannot be read may be sound. With this error, callers do not treat it as damaged or absent,
-    which could make a run start anew.
+    Callers thus do not take a file that cannot be read for damaged or absent. Otherwise, a run could begin
+    from the start although its checkpoint is intact.
     """
     try:
         yield
@@ -272,8 +283,8 @@ def disk_is_full(error: BaseException | None) -> bool:
     The command line then asks the user to make room, rather than reporting an unexpected error.
     """
     while error is not None:
-        # safetensors (Rust) and torch.save (C++) report it in the text of their errors only. torch's text is
-        # about the incomplete file that it finds afterwards.
+        # safetensors (Rust) and torch.save (C++) report a full disk only in the text of their errors. torch's
+        # text is about the incomplete file that it finds afterwards.
         said = str(error)
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(
             text in said for text in _FULL

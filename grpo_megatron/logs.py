@@ -32,11 +32,11 @@ class Rarely:
     """Logs a repeated warning only the 1st, 2nd, 4th, 8th time and so on, to keep the output readable."""
 
     def __init__(self, logger: logging.Logger, once: bool = False):
-        """Prepare for the first warning. once: True to log no other."""
+        """Create an object that logs warnings to `logger`. once: If True, log only the first warning."""
         self._logger, self._once, self._count = logger, once, 0
 
     def __call__(self, text: str) -> None:
         self._count += 1
         if self._count == 1 or (not self._once and self._count & (self._count - 1) == 0):
-            often = f" (the {self._count}th time; those between are not shown)" if self._count > 1 else ""
+            often = f" ({self._count} times so far; most repeats are not shown)" if self._count > 1 else ""
             self._logger.warning(text + often)

@@ -19,7 +19,7 @@ import torch
 
 
 def nan_max(a: float, b: float) -> float:
-    """Return max(a, b), or NaN if either is NaN.
+    """Return the larger of two numbers, or NaN if either is NaN.
 
     Replaces Python's max(), which returns NaN or the other number depending on the order of the arguments.
     """
@@ -53,9 +53,9 @@ class Std:
 
     @classmethod
     def of(cls, values: torch.Tensor) -> "Std":
-        """Return the metric of values [n].
+        """Return the standard deviation of `values` as a metric.
 
-        Sums are in float64, so that the squares of nearly equal values keep their difference.
+        values: [n]. Sums are in float64, so that the squares of nearly equal values keep their difference.
         """
         values = values.detach().double()
         return cls(values.numel(), values.sum(), values.square().sum())
@@ -105,8 +105,9 @@ class Max:
 class Top:
     """The k rows with the largest first column, such as the tokens with the largest mismatch.
 
-    It is shown as text, and is not a scalar metric.
-    rows: tensor [n, columns] or list of tuples; a row whose first column is -inf does not count
+    `to_floats` leaves this metric out, because it is a table and not a scalar.
+    rows: tensor [n, columns] or list of tuples; rows whose first column is -inf are left out
+    k: largest number of rows in the result
     """
 
     rows: Any
@@ -114,7 +115,7 @@ class Top:
 
     @classmethod
     def of(cls, rows: torch.Tensor, mask: torch.Tensor, k: int = 5) -> "Top":
-        """Return the metric with the k top rows.
+        """Return the metric with the top k rows of a tensor.
 
         rows: [n, columns].
         mask: bool [n], True for the rows that count.
@@ -149,20 +150,21 @@ def _edges(device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RatioQuantiles:
-    """The quantiles 1%, 50% and 99% of probability ratios, from a histogram of their logarithms.
+    """The 1 %, 50 % and 99 % quantiles of probability ratios, estimated from a histogram of log-ratios.
 
-    A histogram can be merged over ranks, which exact quantiles cannot. The logarithm of a quantile is exact
-    within 8% of its absolute value, or within 1e-6. NaN counts as infinitely large.
-    counts: int [number of bins], how many log-ratios are in each bin of _EDGES
+    Unlike exact quantiles, histograms of several ranks can be merged. The logarithm of an estimate is within
+    8 % of the exact logarithm, or within 1e-6 for tiny ones. A NaN counts as an infinitely large ratio.
+
+    counts: int [number of bins], the number of log-ratios in each bin of _EDGES.
     """
 
     counts: Any
 
     @classmethod
     def of(cls, log_ratio: torch.Tensor, mask: torch.Tensor) -> "RatioQuantiles":
-        """Return the metric of some log-ratios.
+        """Count the log-ratios whose mask is True in a new histogram, and return it as a metric.
 
-        log_ratio: [n], natural logarithms.
+        log_ratio: [n], natural logarithms of probability ratios.
         mask: bool [n], True for the values that count.
         """
         bins = torch.bucketize(log_ratio.double(), _edges(log_ratio.device))
@@ -177,7 +179,7 @@ class RatioQuantiles:
         return self if isinstance(self.counts, list) else RatioQuantiles(self.counts.tolist())
 
     def result(self) -> dict[str, float]:
-        """Return {`p01`, `p50` or `p99`: ratio}. The ratios are NaN if nothing was counted."""
+        """Return {"p01", "p50" and "p99": ratio}. The ratios are NaN if nothing was counted."""
         sums = torch.tensor(self.concrete().counts).cumsum(0).tolist()
         if not sums[-1]:
             return dict.fromkeys(_QUANTILES, math.nan)
@@ -198,7 +200,7 @@ Metrics = dict[str, Metric]
 
 
 def concrete(parts: list[Metrics]) -> list[Metrics]:
-    """Return the same metrics with Python numbers in place of tensors, so that ranks can report them.
+    """Return the same metrics with Python numbers in place of tensors, so that ranks can send them.
 
     All tensors are copied to the host at once. Copying one by one would wait for the GPU each time.
     """
@@ -215,7 +217,7 @@ def concrete(parts: list[Metrics]) -> list[Metrics]:
 
 
 def _numbers(tensors: list[torch.Tensor]) -> list:
-    """Return each tensor as a number or nested lists of numbers, with one copy to the host for all."""
+    """Return each tensor as a Python number or as nested lists of them, with one copy to the host for all."""
     if not tensors:
         return []
     # In float64 every count is exact.
@@ -230,7 +232,10 @@ def _numbers(tensors: list[torch.Tensor]) -> list:
 
 
 def merge(parts: list[Metrics]) -> Metrics:
-    """Combine the metrics of several micro-batches, ranks or steps, each by its class's own `merge`."""
+    """Combine the metrics of several micro-batches, ranks or steps into one dict.
+
+    Metrics of the same name are combined by their `merge` methods.
+    """
     merged: Metrics = {}
     for part in parts:
         for name, metric in part.items():
@@ -241,7 +246,8 @@ def merge(parts: list[Metrics]) -> Metrics:
 def to_floats(metrics: Metrics) -> dict[str, float]:
     """Return the scalar metrics as {name: value}.
 
-    RatioQuantiles become one scalar each, such as NAME_p99. `Top` is left out, because it is not a scalar.
+    RatioQuantiles become three scalars: NAME_p01, NAME_p50 and NAME_p99. `Top` is left out, because it is not
+    a scalar.
     """
     floats = {}
     for name, metric in metrics.items():

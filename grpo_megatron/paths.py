@@ -13,10 +13,11 @@ T = TypeVar("T")
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """Return call() with a time limit. `call` runs in its own thread, which is abandoned after `seconds`.
+    """Return call(), or raise TimeoutError (an OSError) if it takes longer than `seconds`.
 
-    Used for calls to a file system or a service that may hang, because such a call cannot be interrupted.
-    Raises TimeoutError (an OSError) after the time limit. Errors that `call` raises are passed on.
+    `call` runs in its own thread, which is abandoned after the time limit. Used for calls to a file system or
+    a service that may hang, because such a call cannot be interrupted. Errors that `call` raises are passed
+    on.
     """
     answer: Future[T] = Future()
 
@@ -49,7 +50,10 @@ def file_problem(path: str | Path) -> str | None:
 
 
 def folder_problem(path: str | Path) -> str | None:
-    """Return why `path` cannot be read as a folder, as the end of a sentence; None if it can."""
+    """Return why `path` cannot be read as a folder; None if it can.
+
+    The text is the end of a sentence that begins with the path, as in `file_problem`.
+    """
     mode = _mode(path)
     if isinstance(mode, str):
         return mode
@@ -59,14 +63,15 @@ def folder_problem(path: str | Path) -> str | None:
 
 
 def output_folder_problem(path: str | Path) -> str | None:
-    """Return why no files can be written to the folder `path`, as the end of a sentence; None if they can.
+    """Return why no files can be written to the folder `path`; None if they can.
 
-    If the folder does not exist, the nearest existing folder above it is checked. The check creates a
-    temporary folder and deletes it, because permissions say nothing about /proc or a full disk.
+    The text is the end of a sentence that begins with the path. If the folder does not exist, the nearest
+    existing folder above it is checked. The check creates a temporary folder and deletes it, because
+    permissions say nothing about /proc or a full disk.
     """
     there = nearest_folder(path)
     if problem := folder_problem(there):
-        return problem if there == Path(path).absolute() else f"cannot be made: {there} {problem}"
+        return problem if there == Path(path).absolute() else f"cannot be created: {there} {problem}"
     try:
         with tempfile.TemporaryDirectory(prefix=".grpo-megatron-", dir=there):
             return None
@@ -81,9 +86,10 @@ def nearest_folder(path: str | Path) -> Path:
 
 
 def output_file_problem(path: str | Path) -> str | None:
-    """Return why the file `path` cannot be written, as the end of a sentence; None if it can.
+    """Return why the file `path` cannot be written; None if it can.
 
-    The file may exist already. If it does not, its folder is checked with `output_folder_problem`.
+    The text is the end of a sentence that begins with the path. The file may exist already. If it does not,
+    its folder is checked with `output_folder_problem`.
     """
     if is_absent(path):
         problem = output_folder_problem(parent := Path(path).absolute().parent)
@@ -107,10 +113,10 @@ def _mode(path: str | Path) -> int | str:
     try:
         return os.stat(path).st_mode
     except FileNotFoundError:
-        return "is a link that leads nowhere" if os.path.islink(path) else _ABSENT
+        return "is a broken symbolic link" if os.path.islink(path) else _ABSENT
     except NotADirectoryError:
-        return "cannot exist, because a part of the path is a file, not a folder"
+        return "cannot exist, because part of the path is a file, not a folder"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     except ValueError as error:  # not a valid path, as with a zero byte or a lone surrogate
-        return f"is not a path: {error}"
+        return f"is not a valid path: {error}"

@@ -12,9 +12,10 @@ from grpo_megatron.errors import UserError, described, shortened
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments that plugins of one kind, such as reward functions, are called with.
+    """The arguments with which this project calls the plugins of one kind, such as reward functions.
 
-    positional, keywords: names of the arguments that are passed by position and by keyword
+    positional: names of the arguments that are passed by position
+    keywords: names of the arguments that are passed by keyword
     may_be_async: True if the caller awaits the results of async functions
     """
 
@@ -26,10 +27,10 @@ class Call:
         """Return why `function` cannot be called with these arguments; None if it can.
 
         The text continues a sentence that names the function. Some functions written in C have no signature
-        to check. They are accepted.
+        that could be checked, and are accepted.
         """
         if not self.may_be_async and is_async(function):
-            return "is async, but must be a normal function, because its result is not awaited"
+            return "must be a normal function, not an async one, because its result is not awaited"
         try:
             signature = inspect.signature(function)
         except (TypeError, ValueError):
@@ -59,9 +60,10 @@ class Registry:
     """Plugin functions of one kind by name, such as all reward functions.
 
     The decorator `@registry("name")` adds a function and returns it unchanged.
-    kind: what the functions are, for error messages
-    key: the configuration key that chooses one, for error messages
-    built_in: other names that the key accepts, which the code that uses the registry handles; for messages
+    kind: word for such a function in error messages, such as `reward`
+    key: the configuration key that selects a function, for error messages
+    built_in: names that the key accepts although they are not registered here; they are listed in error
+        messages
     call: the arguments that the functions must accept; None: this is not checked
     """
 
@@ -78,7 +80,8 @@ class Registry:
                 function.__qualname__,
             ):
                 raise ValueError(
-                    f"{self.kind} {name!r} is registered twice: {known.__module__} and {function.__module__}"
+                    f"{self.kind} {name!r} is registered twice, by {known.__module__} and by "
+                    f"{function.__module__}; rename one of them"
                 )
             self._known[name] = function
             return function
@@ -92,11 +95,11 @@ class Registry:
     def get(self, name: str) -> Callable:
         """Return the function called `name`.
 
-        name: a registered name, or `module:name` for an attribute of the module or a function that it
+        name: a registered name, or `module:name` for an attribute of the module or a function that the module
             registers.
 
-        Modules are also found in the working directory. Raises UserError if there is no such function. Raises
-        UserError also if a function given as `module:name` does not accept the arguments `call`.
+        Modules are also found in the working directory. Raises UserError if there is no such function, or if
+        a function given as `module:name` does not accept the arguments that the Registry's `call` states.
         """
         module_name, separator, attribute = name.partition(":")
         if not separator:
@@ -108,7 +111,7 @@ class Registry:
         function = getattr(module, attribute, None) or self._known.get(attribute)
         if not callable(function):
             raise UserError(
-                f"{self.key}={name}: {module_name} has no function {attribute}, and registers no function of "
+                f"{self.key}={name}: {module_name} has no function {attribute} and registers none under "
                 "that name"
             )
         problem = self._call and self._call.problem(function)
@@ -119,9 +122,9 @@ class Registry:
         return function
 
     def problems(self, name: str) -> list[str]:
-        """Return the message of the error that `get` would raise, as a list; empty if there is none.
+        """Return the message of the error that `get` would raise, in a list; empty if it would raise none.
 
-        Used by checks of the configuration, which collect all messages before they raise.
+        Checks of the configuration use this, because they collect all messages before they raise.
         """
         try:
             self.get(name)
@@ -135,10 +138,10 @@ def import_module(name: str, setting: str):
 
     setting: the `key=value` of the configuration that asks for the module, for messages.
 
-    Raises UserError if the import fails, whatever the module's code raises.
+    Raises UserError if the import fails, whatever exception the module's code raises.
     """
     if not all(part.isidentifier() for part in name.split(".")):
-        raise UserError(f"{setting} cannot be imported: {shortened(repr(name))} is not the name of a module")
+        raise UserError(f"{setting} cannot be imported: {shortened(repr(name))} is not a module name")
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:

@@ -19,9 +19,8 @@ _STARTED = 19
 def start_mark(pid: object) -> str | None:
     """Return when process `pid` started, as `BOOT_ID:CLOCK_TICKS_SINCE_BOOT`; None if it does not exist.
 
-    Together with the pid it identifies a process, also after the pid was given to another one. It replaces
-    psutil's create_time, which changes when the clock is set, because psutil computes it from the present
-    clock.
+    Together with the pid this text identifies a process, even if the pid is later given to another process.
+    It replaces psutil's create_time, which changes when the clock is set.
     """
     if type(pid) is not int:
         return None
@@ -45,11 +44,11 @@ def _boot_id() -> str:
 def is_running(pid: object, started: object) -> bool:
     """Return True if the process that once had this pid and start time still runs on this machine.
 
-    started: what `start_mark` returned for it, or, from earlier versions, seconds since the epoch. Seconds
-        may be wrong if the clock was set in between.
+    started: what `start_mark` returned for the process, or, from earlier versions, seconds since the epoch.
+        Seconds may be wrong if the clock was set in between.
 
-    The values come from files. For invalid ones the result is False. The pid alone is not enough, because it
-    may have been given to another process.
+    The values come from files. For invalid values the result is False. The pid alone is not enough, because
+    it may have been given to another process.
     """
     if isinstance(started, str):
         return start_mark(pid) == started
@@ -72,7 +71,7 @@ def adopt_orphans() -> None:
 def end_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent ends, so that a helper process is never left behind.
 
-    parent: pid of the process that started this one. If it has already ended, this process exits.
+    parent: pid of the process that started this one. If the parent has already ended, this process exits.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

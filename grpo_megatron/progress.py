@@ -17,8 +17,5 @@ def moved() -> None:
 
 
 def moves() -> int:
-    """Return the progress counter for the heartbeat.
-
-    If it differs from an earlier value, the process has made progress since then.
-    """
+    """Return the progress counter for the heartbeat. If it has changed, the process has made progress."""
     return _moves

@@ -33,18 +33,17 @@ def check_run(options: argparse.Namespace, overrides: list[str], task: str) -> l
         config = of_command(options.command, read_config(options.config, overrides, options.command))
         if options.command == Command.eval and (several_jobs(options) or options.stop_before):
             report.violations.append(
-                "an evaluation cannot be continued, it would begin anew in every job: leave out --requeue, "
-                "--dependency-chain and --stop-before, and give it the time that it needs (--time)"
+                "an evaluation cannot be continued and would start over in every job; leave out --requeue, "
+                "--dependency-chain and --stop-before, and set --time to all the time that it needs"
             )
         elif several_jobs(options) and config.run.resume != "auto":
             report.violations.append(
-                "several jobs of a run (--requeue, --dependency-chain) need run.resume=auto, or each starts "
-                "anew"
+                "with --requeue or --dependency-chain, each job would start over; set run.resume=auto"
             )
         if options.cpus_per_node and options.cpus_per_node < (needed := cpu_slots(config, options.command)):
             report.violations.append(
-                f"--cpus-per-node {options.cpus_per_node}: a rank or engine takes a CPU, also with a GPU, "
-                f"and this run needs {needed} on a node"
+                f"--cpus-per-node {options.cpus_per_node} is too small; each rank and engine takes a CPU "
+                f"even if it has a GPU, so this run needs at least {needed}"
             )
         too_large, unknown = memory_problems(config, options.architecture, options.command)
         report.violations += too_large
@@ -96,18 +95,18 @@ def memory_problems(
             f"--architecture {architecture} {problem}; it must be a folder with the model's config.json"
         ], []
     if cluster.gpu not in GPUS or command != Command.train:
-        unused = "memory: --architecture is of no use without --command train on a known cluster.gpu"
+        unused = "memory: --architecture has no effect without --command train and a known cluster.gpu"
         return [], [unused] if architecture else []
     if config.megatron.lora.rank:
-        return [], ["memory: the arithmetic is of training the whole model, not of adapters"]
+        return [], ["memory: the planner does not support adapters (megatron.lora.rank)"]
     if is_absent(folder):
         return [], [
-            f"memory: {folder} is not a folder here; --architecture names one with the model's config.json"
+            f"memory: {folder} does not exist here; give a folder with the model's config.json as "
+            "--architecture"
         ]
     if scores_on_ranks(config) and is_absent(config.reward.model.path):
         return [], [
-            f"memory: the reward model {config.reward.model.path}, which takes its share of it, is not a "
-            "folder here"
+            f"memory: the folder of the reward model, {config.reward.model.path}, does not exist here"
         ]
     try:
         checked_plan(config, read_architecture(folder), Lengths.given(config), with_sync=False)
@@ -125,7 +124,7 @@ def cpu_slots(config: Config, command: Command) -> int:
     """
     engine, colocated = config.rollout.engine, config.cluster.placement == Placement.colocated
     ranks, engines = num_processes(config, command)
-    reason = f"more processes must share a node than cluster.nodes={config.cluster.nodes} have room for"
+    reason = f"cluster.nodes={config.cluster.nodes} is too small for the processes that must share a node"
     for cpus in range(1, ranks + engines * engine.tensor_parallel + 1):
         try:
             devices = config.cluster.gpus_per_node or cpus
@@ -141,7 +140,7 @@ def cpu_slots(config: Config, command: Command) -> int:
             free[0] -= size
         if min(free) >= 0:
             return cpus
-    raise UserError(f"this layout does not fit on any number of CPUs: {reason}")
+    raise UserError(f"this layout does not fit, however many CPUs a node has: {reason}")
 
 
 def several_jobs(options: argparse.Namespace) -> bool:

@@ -139,7 +139,7 @@ def _setup(command: str) -> str:
 
     The command runs in the script's own shell, so that the variables that it exports reach the run.
     """
-    failed = shlex.quote(f"error: --setup {command}: it failed with status")
+    failed = shlex.quote(f"error: --setup {command} failed with status")
     return f'eval {shlex.quote(command)} || {{ echo {failed} "$?" >&2; exit 2; }}'
 
 
@@ -181,7 +181,7 @@ def directive(argument: str) -> str:
     unprintable characters.
     """
     if not argument.isprintable():
-        raise UserError(f"{argument!r} has characters that sbatch cannot be given")
+        raise UserError(f"{argument!r} contains characters that cannot be passed to sbatch; remove them")
     name, equals, value = argument.partition("=")
     if all(character.isalnum() or character in "-_./:,@%+=" for character in value):
         return argument
@@ -196,7 +196,7 @@ def _pattern(path: str) -> str:
     """
     if "\\" in path:
         raise UserError(
-            f"the run's folder {path} has a backslash, with which Slurm writes no logs; choose another "
+            f"the run folder {path} contains a backslash, so Slurm would not write the logs; choose another "
             "run.root or run.name"
         )
     return path.replace("%", "%%")

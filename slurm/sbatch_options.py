@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 from render import Job
 
-_SUBMITS = "submit.py runs sbatch itself and reads its answer"
-_TASKS = "the job's script needs one task on each node"
+_SUBMITS = "leave it out, because submit.py runs sbatch itself and reads its output"
+_TASKS = "leave it out, because the job script needs one task per node"
 _GPUS = "use --gpus-per-node"
 _CPUS = "use --cpus-per-node"
-_LOGS = "the log is written to the run's folder, which run.root and run.name set"
-_WHOLE = "the job takes whole nodes; --cpus-per-node asks for a part of each"
+_LOGS = "set run.root and run.name instead, because the log is written to the run folder"
+_WHOLE = "the job takes whole nodes; use --cpus-per-node to request a part of each"
 
 # {long name: (short form or "", what the user should do instead)}
 _SET: dict[str, tuple[str, str]] = {
@@ -73,7 +73,7 @@ def conflicts(job: Job) -> list[str]:
 
 def _problems(argument: str, job: Job, known: dict[str, tuple[str, str]]) -> Iterator[str]:
     if not argument or not argument.startswith("-") or not argument.strip("-"):
-        yield "an option of sbatch begins with - and has a name"
+        yield "an sbatch option must start with - and have a name"
         return
     name, _, value = argument.removeprefix("--").partition("=")
     if not argument.startswith("--"):
@@ -82,8 +82,7 @@ def _problems(argument: str, job: Job, known: dict[str, tuple[str, str]]) -> Ite
         wanted = _gpus_in(value)
         if wanted not in (None, job.gpus_per_node):
             yield (
-                f"it asks for another number of GPUs on a node ({wanted}) than the job "
-                f"({job.gpus_per_node or 0}); {_GPUS}"
+                f"it requests {wanted} GPUs per node, but the job requests {job.gpus_per_node or 0}; {_GPUS}"
             )
     elif name in known:
         yield known[name][1]
@@ -91,7 +90,7 @@ def _problems(argument: str, job: Job, known: dict[str, tuple[str, str]]) -> Ite
         # sbatch accepts every unambiguous abbreviation of a name.
         longer = next((full for full in (*known, "gres") if full.startswith(name)), None)
         if longer:
-            yield f"write out the name; if it stands for --{longer}, {known.get(longer, ('', _GPUS))[1]}"
+            yield f"write the full name; if it stands for --{longer}, {known.get(longer, ('', _GPUS))[1]}"
 
 
 def _short_problems(letters: str, known: dict[str, tuple[str, str]]) -> Iterator[str]:

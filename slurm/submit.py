@@ -44,7 +44,7 @@ def prepare(options: argparse.Namespace) -> tuple[Job, list[str]]:
     if options.array:
         # Each task is a run of its own, with a folder next to those of the other tasks.
         if any(argument.startswith("run.root=") and TASK in argument for argument in given):
-            raise UserError(f"--array: {TASK} goes into run.name, not into run.root")
+            raise UserError(f"--array: put {TASK} into run.name, not into run.root")
         named = [argument.removeprefix("run.name=") for argument in given if argument.startswith("run.name=")]
         name = next((one for one in named[-1:] if TASK in one), f"{name}_{TASK}")
         given = [argument for argument in given if not argument.startswith("run.name=")] + [
@@ -81,7 +81,7 @@ def task_numbers(spec: str) -> list[int]:
         match = re.fullmatch(r"(\d+)(?:-(\d+)(?::([1-9]\d*))?)?", part, flags=re.ASCII)
         if not match or not re.fullmatch(r"[^%]+(%[1-9]\d*)?", spec, flags=re.ASCII):
             raise UserError(
-                f"--array {spec}: {part or 'nothing'} is no number or range, such as 3, 0-7, 0-6:2 or 0-7%2"
+                f"--array {spec}: {part or 'nothing'} is not a number or range such as 3, 0-7, 0-6:2 or 0-7%2"
             )
         first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
         found += range(first, last + 1, step)
@@ -100,7 +100,7 @@ def time_limit(text: str) -> float:
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text, flags=re.ASCII)
     if not match:
         raise UserError(
-            f"--time {text}: it must be MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS"
+            f"--time {text} must have the form MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS"
         )
     days, parts = match[1], [int(part) for part in match.groups()[1:] if part]
     # The first number counts hours if days precede it or two numbers follow it, otherwise minutes.
@@ -119,10 +119,10 @@ def with_facts(options: argparse.Namespace, config: Config) -> Config:
     cluster = config.cluster
     nodes, gpus = options.nodes or cluster.nodes, options.gpus_per_node or cluster.gpus_per_node
     if nodes is None:
-        raise UserError("how many nodes? Give --nodes, or cluster.nodes in the configuration")
+        raise UserError("the number of nodes is not set; give --nodes, or set cluster.nodes")
     if cluster.gpu in GPUS and gpus is None:
         raise UserError(
-            f"cluster.gpu={cluster.gpu}, but how many of a node? Give --gpus-per-node, or "
+            f"cluster.gpu={cluster.gpu} needs the number of GPUs per node; give --gpus-per-node, or set "
             "cluster.gpus_per_node"
         )
     gpu = cluster.gpu or (None if gpus else "none")
@@ -142,8 +142,8 @@ def _stop_before(options: argparse.Namespace) -> int | None:
     limit = time_limit(options.time) if options.time else float("inf")
     if seconds and limit <= seconds + 60:
         raise UserError(
-            f"--time {options.time} ends less than a minute after the run would be told to stop; "
-            f"--stop-before is {seconds} s"
+            f"--time {options.time} must be more than a minute longer than --stop-before ({seconds} s); "
+            "raise --time or lower --stop-before"
         )
     return seconds
 
@@ -203,7 +203,7 @@ def _variables(options: argparse.Namespace) -> dict[str, str]:
     for setting in options.env:
         name, equals, value = setting.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name, flags=re.ASCII):
-            raise UserError(f"--env {setting}: it must be NAME=VALUE")
+            raise UserError(f"--env {setting} must have the form NAME=VALUE")
         found[name] = value
     return found
 
@@ -227,8 +227,8 @@ def _mounts(wanted: list[str]) -> list[str]:
             or (rest and not rest[0].startswith("/"))
         ):
             raise UserError(
-                f"--mount {mount}: it must be FROM, FROM:TO or FROM:TO:OPTIONS. FROM and TO are absolute "
-                "folders without a comma or colon in their names"
+                f"--mount {mount} must have the form FROM, FROM:TO or FROM:TO:OPTIONS, where FROM and TO are "
+                "absolute paths without commas or colons"
             )
     return list(dict.fromkeys(wanted))
 
@@ -256,12 +256,12 @@ def submit(job: Job, script: str, tasks: list[str], chain: int) -> list[str]:
             done = subprocess.run(command, input=script, capture_output=True, text=True)
         except FileNotFoundError:
             raise UserError(
-                "there is no sbatch here; submit from a login node, or give --dry-run and submit what it "
-                "prints"
+                "sbatch is not installed here; submit from a login node, or use --dry-run and submit the "
+                "printed script"
             ) from None
         if done.returncode:
             before = f" (queued before it: {', '.join(queued)})" if queued else ""
-            raise UserError(f"Slurm refuses the job{before}: {done.stderr.strip()}")
+            raise UserError(f"Slurm rejected the job{before}: {done.stderr.strip()}")
         # On a site with several clusters sbatch prints NUMBER;CLUSTER.
         queued.append(done.stdout.strip().partition(";")[0])
     return queued

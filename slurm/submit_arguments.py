@@ -50,7 +50,7 @@ def _add_nodes(group: argparse._ArgumentGroup) -> None:
         help="CPUs per node; default: all of a node with GPUs, otherwise one per process",
     )
     for name in ("partition", "account", "qos"):
-        group.add_argument(f"--{name}", metavar="NAME")
+        group.add_argument(f"--{name}", metavar="NAME", help=f"Slurm's {name} for the job")
     group.add_argument("--time", metavar="LIMIT", help="time limit in sbatch's format, such as 24:00:00")
     group.add_argument(
         "--interface", metavar="NAME", help="network interface of Ray, NCCL and gloo, such as ib0"
@@ -127,5 +127,5 @@ def _add_several(group: argparse._ArgumentGroup) -> None:
 
 def _positive(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
     return int(text)

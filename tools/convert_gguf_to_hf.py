@@ -17,9 +17,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source", metavar="FILE.gguf")
-    parser.add_argument("target", metavar="OUT_DIR")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("source", metavar="FILE.gguf", help="file to convert")
+    parser.add_argument("target", metavar="OUT_DIR", help="folder to write the HF checkpoint to")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="dtype of the weights that are written (default: %(default)s)",
+    )
     parser.add_argument(
         "--tokenizer", metavar="HF_DIR", help="take the tokenizer of this folder, not the one in the file"
     )

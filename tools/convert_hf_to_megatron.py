@@ -15,8 +15,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source", metavar="HF_DIR")
-    parser.add_argument("target", metavar="OUT_DIR")
+    parser.add_argument("source", metavar="HF_DIR", help="folder of the HF checkpoint")
+    parser.add_argument("target", metavar="OUT_DIR", help="folder to write the Megatron checkpoint to")
     add_processes(parser)
     options = parser.parse_args()
 

@@ -25,13 +25,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source", metavar="CHECKPOINT_DIR")
-    parser.add_argument("target", metavar="OUT_DIR")
-    parser.add_argument("--hf", metavar="HF_DIR")
+    parser.add_argument("source", metavar="CHECKPOINT_DIR", help="folder of the Megatron checkpoint")
+    parser.add_argument("target", metavar="OUT_DIR", help="folder to write the HF checkpoint to")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: as in config.json"
+        "--hf",
+        metavar="HF_DIR",
+        help="model that the run started from, for a checkpoint that was not converted",
     )
-    parser.add_argument("--fp8", action="store_true")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="dtype of the weights that are written; default: as in config.json",
+    )
+    parser.add_argument(
+        "--fp8", action="store_true", help="write the matrices in FP8, with a scale per block of 128 x 128"
+    )
     add_processes(parser)
     options = parser.parse_args()
 

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,7 +52,7 @@ _TINY = {
 _FP8 = ("rollout.engine.quantization=fp8", "rollout.engine.kv_cache_dtype=fp8_e4m3")
 _IN_FP8 = ("qwen3_8b_1node", "qwen3_30b_a3b_4node")
 HEAD = (
-    "configuration",
+    "configurations",
     "attention",
     "decode graphs",
     "prefill graphs",
@@ -130,10 +131,9 @@ def resolved(given: dict[str, dict]) -> dict[str, dict]:
     return dict(zip(given, json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 
-def row(name: str, found: dict) -> tuple[str, ...]:
+def cells(found: dict) -> tuple[str, ...]:
     graphs = found["decode_graphs"]
     return (
-        name,
         found["attention"],
         graphs if graphs == "disabled" else f"{graphs}, up to {found['largest_decode_graph']}",
         found["prefill_graphs"],
@@ -147,20 +147,27 @@ def row(name: str, found: dict) -> tuple[str, ...]:
 def table(decisions: dict[str, dict]) -> str:
     """Return the table of docs/gpu.md as Markdown and, below it, the environment variables of the engines.
 
+    A row has all configurations with the same decisions.
+
     decisions: {configuration: SGLang's decisions for its engines}.
     """
-    rows = [HEAD, ("---",) * len(HEAD), *(row(name, found) for name, found in decisions.items())]
+    names = defaultdict(list)
+    for name, found in decisions.items():
+        names[cells(found)].append(name)
+    rows = [HEAD, ("---",) * len(HEAD), *((", ".join(of), *row) for row, of in names.items())]
     environments = {
         name: {key: value for key, value in found.items() if key.isupper() and value}
         for name, found in decisions.items()
     }
     common = dict(set.intersection(*(set(variables.items()) for variables in environments.values())))
     others = {name: sorted(variables.items() - common.items()) for name, variables in environments.items()}
-    lines = [f"| {' | '.join(cells)} |" for cells in rows]
+    lines = [f"| {' | '.join(row)} |" for row in rows]
     lines += ["", f"Environment of all engines: {_settings(sorted(common.items()))}."]
-    lines += [
-        f"Also in the environment of {name}: {_settings(more)}." for name, more in others.items() if more
-    ]
+    more = defaultdict(list)
+    for name, variables in others.items():
+        if variables:
+            more[_settings(variables)].append(name)
+    lines += [f"Also in the environment of {', '.join(of)}: {settings}." for settings, of in more.items()]
     return "\n".join(lines)
 
 
@@ -179,7 +186,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/gpu.md")
     options = parser.parse_args()
     with all_asked() as given:
         made = table(resolved(given))

@@ -50,9 +50,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("target", metavar="OUT_DIR")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("pip", nargs="*", metavar="pip's arguments")
+    parser.add_argument("target", metavar="OUT_DIR", help="folder to write the HF checkpoint to")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="dtype of the weights that are written (default: %(default)s)",
+    )
+    parser.add_argument("pip", nargs="*", metavar="pip's arguments", help="arguments for pip, after --")
     options = parser.parse_args()
 
     def work() -> None:

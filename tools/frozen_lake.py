@@ -39,10 +39,10 @@ from examples.frozen_lake import EDGE, MOVES, around, field_at
 TURNS = 10  # rollout.max_turns
 
 
-def some_maps(number: int, seed: int) -> list[list[str]]:
-    """Return `number` different random maps of 4x4 fields, each with a way to the goal."""
+def some_maps(count: int, seed: int) -> list[list[str]]:
+    """Return `count` different random maps of 4x4 fields, each with a way to the goal."""
     found: dict[tuple[str, ...], None] = {}
-    while len(found) < number:
+    while len(found) < count:
         found[tuple(generate_random_map(size=4, p=0.8, seed=seed))] = None
         seed += 1
     return [list(rows) for rows in found]
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument(
         "--lost", type=float, default=0.6, help="probability of a random move in the warm start"
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that override the file's")
     options = parser.parse_intermixed_args()
     start, root, seed = time.monotonic(), options.root, str(options.seed)
     data, model, file = (

@@ -69,7 +69,7 @@ def variables_given(settings: list[str]) -> dict[str, str]:
     """Parse NAME=VALUE texts, the values of --env. Raises UserError for any other form."""
     for setting in settings:
         if not re.match(r"[A-Za-z_]\w*=", setting, flags=re.ASCII):
-            raise UserError(f"--env {setting} must be NAME=VALUE")
+            raise UserError(f"--env {setting} must have the form NAME=VALUE")
     return dict(setting.split("=", 1) for setting in settings)
 
 
@@ -110,7 +110,7 @@ def write(text: str, out: Path | None) -> None:
     try:
         out.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--out {out} cannot be written: {error.strerror}") from error
+        raise UserError(f"--out {out} cannot be written: {error.strerror}; choose another file") from error
 
 
 def convert(options: argparse.Namespace) -> int:
@@ -124,8 +124,8 @@ def convert(options: argparse.Namespace) -> int:
     if imported.needs_acceptance and not options.accept:
         print(
             f"{imported.report()}\n\nerror: the result was not written, because it may train something "
-            "else (see above). Give our keys as key=value and the script's variables as --env NAME=VALUE, or "
-            "accept all of it with --accept.",
+            "different (see above). Give our keys as key=value and the script's variables as --env "
+            "NAME=VALUE, or accept all of it with --accept.",
             file=sys.stderr,
         )
         return 2
@@ -158,7 +158,7 @@ def outcome(
         try:
             load_config(str(path), [])
         except UserError as error:
-            return "refused", str(error).replace("the configuration is not legal:\n  - ", "").replace(
+            return "refused", str(error).replace("the configuration is invalid:\n  - ", "").replace(
                 str(path), "result"
             )
     if imported.needs_acceptance:
@@ -193,8 +193,13 @@ def main() -> int:
         help="launch script, YAML file, Hydra's output folder of a run, or - for standard input",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="our keys to set in the result")
-    parser.add_argument("--from", dest="system", choices=SYSTEMS, help="default: guessed from the keys")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write our YAML")
+    parser.add_argument(
+        "--from",
+        dest="system",
+        choices=SYSTEMS,
+        help="stack that the source is from; default: guessed from its keys",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write our YAML to")
     parser.add_argument(
         "--accept", action="store_true", help="write the result even if it trains something else"
     )

@@ -24,11 +24,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("paths", metavar="PATH", nargs="+")
-    parser.add_argument("--hf", metavar="HF_DIR")
-    parser.add_argument("--keys", action="store_true")
-    parser.add_argument("--no-digest", action="store_true")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("paths", metavar="PATH", nargs="+", help="checkpoint to list, or two to compare")
+    parser.add_argument("--hf", metavar="HF_DIR", help="model of a training run's checkpoint")
+    parser.add_argument("--keys", action="store_true", help="list Megatron's own keys")
+    parser.add_argument(
+        "--no-digest", action="store_true", help="leave out the digests, which need all weights to be read"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
     add_processes(parser)
     options = parser.parse_args()
     if len(options.paths) > 2:

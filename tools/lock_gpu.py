@@ -265,7 +265,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--python", required=True, help="CPython 3.12, by path or by name")
-    parser.add_argument("pip", nargs="*", metavar="pip's arguments")
+    parser.add_argument("pip", nargs="*", metavar="pip's arguments", help="arguments for pip, after --")
     given = parser.parse_args()
     lock, wanted = make(given.python, given.pip), roots(*RESOLVED, TRANSFORMER_ENGINE)
     lock.drop_foreign_extras(wanted)

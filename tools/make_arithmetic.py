@@ -114,8 +114,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("out", type=Path, help="folder to write the data to")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the problems and answers")
     parser.add_argument("--held-out", type=int, default=512, help="held-out pairs of operands")
     parser.add_argument(
         "--wrong", type=float, default=0.65, help="share of the teacher's answers that are wrong"

@@ -108,19 +108,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--tokenizer", choices=("characters", "bytes"), default="characters")
-    for name, default in (
-        ("seed", 0),
-        ("hidden", 128),
-        ("layers", 2),
-        ("heads", 4),
-        ("kv-heads", 2),
-        ("ffn", 384),
-        ("positions", 2048),
-        ("experts", 0),
+    parser.add_argument("out", type=Path, help="folder to write the HF checkpoint to")
+    parser.add_argument(
+        "--tokenizer", choices=("characters", "bytes"), default="characters", help="kind of tokenizer"
+    )
+    for name, default, meaning in (
+        ("seed", 0, "seed of the weights"),
+        ("hidden", 128, "hidden size"),
+        ("layers", 2, "number of layers"),
+        ("heads", 4, "number of attention heads"),
+        ("kv-heads", 2, "number of heads of keys and values"),
+        ("ffn", 384, "width of the MLP, or of each expert"),
+        ("positions", 2048, "longest sequence, in tokens"),
+        ("experts", 0, "number of experts; 0: a dense model"),
     ):
-        parser.add_argument(f"--{name}", type=int, default=default)
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (default: %(default)s)")
     options = vars(parser.parse_args())
     out = options.pop("out")
     print(f"{out}: {make(out, **options):,} parameters")

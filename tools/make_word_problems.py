@@ -166,8 +166,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("out", type=Path, help="folder to write the data to")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the problems")
     parser.add_argument("--train", type=number, default=1000, help="problems to train on")
     parser.add_argument("--held-out", type=number, default=128, help="held-out problems")
     options = parser.parse_args()

@@ -5,8 +5,8 @@
 
 The figures are computed, so that the machines need not exist. MODEL is a folder with a config.json; no
 weights are read. The trainer's data-parallel size follows from the number of nodes. Without --colocated, half
-of the nodes belong to the trainer and half to the engines. --table prints the table of docs/weight-sync.md,
-for the models in configs/models.
+of the nodes belong to the trainer and half to the engines. --table plans for the models in configs/models;
+with --nodes 16 it prints the table of docs/weight-sync.md.
 """
 
 import argparse
@@ -54,7 +54,8 @@ def layouts_of(case: Case, nodes: int, gpus_per_node: int) -> Layouts:
     found = layout_violations(sizes) + layout_violations_of_model(sizes, arch)
     if sizes.world_size != for_trainer:
         found.append(
-            f"the trainer's {for_trainer} GPUs are not a multiple of the {replica} GPUs of a replica"
+            f"the trainer's {for_trainer} GPUs are not a multiple of the {replica} GPUs of a replica; change "
+            "--nodes, --gpus-per-node or --trainer"
         )
     if found:
         raise UserError("; ".join(found))
@@ -145,7 +146,8 @@ def parsed(text: str, allowed: tuple[str, ...]) -> dict[str, int]:
         name, _, value = part.partition("=")
         if name not in allowed or not value.isdigit() or int(value) < 1:
             raise UserError(
-                f"{part!r} must be NAME=NUMBER with a positive number; names are {', '.join(allowed)}"
+                f"{part!r} must have the form NAME=NUMBER with a positive number, where NAME is one of "
+                f"{', '.join(allowed)}"
             )
         found[name] = int(value)
     return found
@@ -166,10 +168,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL")
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[16, 32, 64, 128])
-    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="folder with a config.json")
+    parser.add_argument("--table", action="store_true", help="print the table of docs/weight-sync.md")
+    parser.add_argument(
+        "--nodes", type=int, nargs="+", default=[16, 32, 64, 128], help="numbers of nodes, one row for each"
+    )
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs of a node; default 8")
     parser.add_argument("--trainer", default="tp=8", help="sizes tp, pp, cp, ep, etp, vpp; default tp=8")
     parser.add_argument("--engine", default="tp=8", help="sizes tp, ep; default tp=8")
     parser.add_argument("--colocated", action="store_true", help="engines on the trainer's GPUs")
@@ -182,7 +186,12 @@ def main() -> None:
     parser.add_argument(
         "--latency", type=float, default=30.0, help="latency of a message in microseconds; default 30"
     )
-    parser.add_argument("--bucket-bytes", type=int, default=64 * 2**20)
+    parser.add_argument(
+        "--bucket-bytes",
+        type=int,
+        default=64 * 2**20,
+        help="size of the buckets in which weights travel; default 64 MiB",
+    )
     parser.add_argument("--links", action="store_true", help="also print every link with its bytes")
     options = parser.parse_args()
     machine = Machine(options.network, options.fabric, options.latency / 1e6)

@@ -23,7 +23,7 @@ def read_scalar(folder: str | Path, scalar: str) -> tuple[list[int], list[float]
 
     files = sorted(Path(folder).rglob("events.out.tfevents.*"))
     if not files:
-        raise ValueError(f"{folder} holds no TensorBoard logs")
+        raise ValueError(f"{folder} contains no TensorBoard logs; give the folder of a run")
     found: dict[int, float] = {}
     known: set[str] = set()
     for file in files:
@@ -33,7 +33,9 @@ def read_scalar(folder: str | Path, scalar: str) -> tuple[list[int], list[float]
         if scalar in events.Tags()["scalars"]:
             found |= {event.step: event.value for event in events.Scalars(scalar)}
     if not found:
-        raise ValueError(f"{folder} has no scalar {scalar}; it has {', '.join(sorted(known)) or 'none'}")
+        raise ValueError(
+            f"{folder} has no scalar {scalar}; set --scalar to one of {', '.join(sorted(known)) or '(none)'}"
+        )
     steps = sorted(found)
     return steps, [found[step] for step in steps]
 
@@ -66,10 +68,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("out", metavar="OUT.png")
-    parser.add_argument("runs", nargs="+", metavar="[NAME=]RUN_FOLDER")
-    parser.add_argument("--scalar", default="eval/mean@4")
-    parser.add_argument("--title")
+    parser.add_argument("out", metavar="OUT.png", help="file to write the plot to")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="[NAME=]RUN_FOLDER",
+        help="folder of a run, with a label for its curve if NAME is given",
+    )
+    parser.add_argument("--scalar", default="eval/mean@4", help="scalar to plot (default: %(default)s)")
+    parser.add_argument("--title", help="title of the plot")
     options = parser.parse_args()
     runs: dict[str, str] = {}
     for text in options.runs:

@@ -27,10 +27,13 @@ def prepare(source: str, out: Path, instruction: str) -> int:
     Raises UserError for a record without a final answer.
     """
     lines = []
-    for number, record in enumerate(read_records(source, ["question", "answer"])):
+    for index, record in enumerate(read_records(source, ["question", "answer"])):
         answer = hashes(record["answer"])
         if answer is None:
-            raise UserError(f"{source}: record {number} has no line '#### number' in its answer")
+            raise UserError(
+                f"{source}: record {index} has no line '#### number' in its answer; use the original GSM8K "
+                "file"
+            )
         prompt = f"{record['question']} {instruction}".strip()
         lines.append(
             json_text({"prompt": prompt, "answer": normalise_answer(answer), "solution": record["answer"]})
@@ -45,9 +48,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--instruction", default=INSTRUCTION)
+    parser.add_argument("source", help="original GSM8K file")
+    parser.add_argument("out", type=Path, help="file to write the prompts to")
+    parser.add_argument("--instruction", default=INSTRUCTION, help="text that follows each question")
     options = parser.parse_args()
     try:
         print(f"{options.out}: {prepare(options.source, options.out, options.instruction)} prompts")

@@ -115,7 +115,7 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=1234, help="seed of task, model, warm start and training")
     parser.add_argument("--root", default="runs", help="folder for everything that is written")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that override the file's")
     options = parser.parse_intermixed_args()
     root, seed, file = options.root, str(options.seed), str(CONFIGS / f"{options.config}.yaml")
     arguments = with_overrides(parser, options.overrides, file, grpo_arguments(root, seed))

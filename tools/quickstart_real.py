@@ -96,7 +96,7 @@ def main() -> None:
         type=Path,
         help="folder of the model, default ROOT/quickstart_real_model; fetched if it does not exist",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that override the file's")
     own, pip_arguments = split_arguments(sys.argv[1:])
     options = parser.parse_args(own)
     root, seed, file = options.root, str(options.seed), str(CONFIGS / f"{NAME}.yaml")

@@ -62,9 +62,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("list", type=Path, metavar="LIST")
-    parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("pip", nargs="*", metavar="pip's arguments")
+    parser.add_argument("list", type=Path, metavar="LIST", help="file with lines NAME==VERSION")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to unpack the wheels to")
+    parser.add_argument("pip", nargs="*", metavar="pip's arguments", help="arguments for pip, after --")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     for line in options.list.read_text(encoding="utf-8").splitlines():

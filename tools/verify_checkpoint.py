@@ -17,9 +17,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("hf", metavar="HF_DIR")
-    parser.add_argument("megatron", metavar="MEGATRON_DIR")
-    parser.add_argument("--bits-only", action="store_true")
+    parser.add_argument("hf", metavar="HF_DIR", help="folder of the HF checkpoint")
+    parser.add_argument("megatron", metavar="MEGATRON_DIR", help="folder of the Megatron checkpoint")
+    parser.add_argument("--bits-only", action="store_true", help="compare the bits only, not the logits")
     add_processes(parser)
     options = parser.parse_args()
 

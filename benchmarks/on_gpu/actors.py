@@ -11,16 +11,15 @@ from train_step import batch_of, gsm8k_like_lengths
 from grpo_megatron.batch.schedule import schedule
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.fp8 import FP8Config, FP8Recipe
-from grpo_megatron.config.schema import OptimizerConfig, Precision, TransformerImpl
+from grpo_megatron.config.schema import Config, MegatronConfig, ModelConfig, OptimizerConfig, Precision
 from grpo_megatron.megatron import process_groups
 from grpo_megatron.megatron.actor import Actor
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.megatron.state.hf_weights import local_weights
 from grpo_megatron.megatron.trained_model import TrainedModel
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from on_gpu.bench import Bench, Sizes, random_weights
 
-# name -> fields of ActorSpec that differ
+# name -> settings of the section megatron
 PRECISIONS = {
     "bf16": {"precision": Precision.bf16},
     "fp8_tensorwise": {"precision": Precision.fp8, "fp8": FP8Config(recipe=FP8Recipe.tensorwise)},
@@ -37,8 +36,8 @@ class RandomModel(TrainedModel):
         random_weights(local_weights(self.chunks))
 
 
-def random_actor(spec: ActorSpec) -> Actor:
-    return Actor(spec, build=RandomModel)
+def random_actor(config: Config) -> Actor:
+    return Actor(config, build=RandomModel)
 
 
 @contextmanager
@@ -52,19 +51,10 @@ def one_rank() -> Iterator[None]:
             process_groups.destroy()
 
 
-def spec_of(bench: Bench, folder: str, precision: str = "bf16") -> ActorSpec:
-    """Return the actor's spec. TransformerEngine's layers are used if they are installed."""
-    own = PRECISIONS[precision]
-    optimizer = OptimizerConfig(lr=1e-6)
-    layers = TransformerImpl.auto
-    return ActorSpec(
-        folder,
-        ParallelSizes(),
-        optimizer,
-        transformer_impl=layers,
-        emulate_kernels=bench.options.dry_run,
-        **own,
-    )
+def config_of(bench: Bench, folder: str, precision: str = "bf16") -> Config:
+    """Return the actor's configuration. TransformerEngine's layers are used if they are installed."""
+    megatron = MegatronConfig(emulate_kernels=bench.options.dry_run, **PRECISIONS[precision])
+    return Config(model=ModelConfig(path=folder), megatron=megatron, optimizer=OptimizerConfig(lr=1e-6))
 
 
 def problem_of(bench: Bench, precision: str) -> str | None:

@@ -329,10 +329,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("call", choices=CALLS)
-    parser.add_argument("results", type=Path, metavar="RESULTS")
+    parser.add_argument("call", choices=CALLS, help="call to run")
+    parser.add_argument("results", type=Path, metavar="RESULTS", help="folder for logs and results")
     parser.add_argument(
-        "--home", type=Path, default=Path.home() / "grpo-pack", help="where parts are unpacked (%(default)s)"
+        "--home",
+        type=Path,
+        default=Path.home() / "grpo-pack",
+        help="folder to unpack parts to (default: %(default)s)",
     )
     parser.add_argument("--dry-run", action="store_true", help="run on a CPU, with the installed packages")
     given = parser.parse_args()

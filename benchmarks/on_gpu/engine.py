@@ -179,7 +179,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("results", type=Path, metavar="RESULTS.json")
+    parser.add_argument("results", type=Path, metavar="RESULTS.json", help="file to write the results to")
     parser.add_argument("--prefill-graph", action="store_true", help="let SGLang choose the prefill graphs")
     parser.add_argument("--dry-run", action="store_true", help="run on a CPU")
     given = parser.parse_args()

@@ -362,7 +362,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("out", type=Path, nargs="?", metavar="OUT")
+    parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="folder to write the pack to")
     parser.add_argument(
         "--dry-run", action="store_true", help="list the contents; with OUT, also run the steps on this CPU"
     )

@@ -44,7 +44,7 @@ def sections(image: bytes | bytearray) -> dict[str, tuple[int, int]]:
         raise ValueError("not a 64-bit ELF file")
     header = _ELF_HEADER.unpack_from(image)
     table, size, count, names = header[6], header[11], header[12], header[13]
-    rows = [_SECTION_HEADER.unpack_from(image, table + number * size) for number in range(count)]
+    rows = [_SECTION_HEADER.unpack_from(image, table + index * size) for index in range(count)]
     strings = rows[names][4]
     found = {}
     for row in rows:

@@ -11,7 +11,7 @@ from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.algorithm import AlgorithmConfig
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.state.hf_weights import iterate_hf
-from on_gpu.actors import PRECISIONS, batches, micro_batches, one_rank, problem_of, random_actor, spec_of
+from on_gpu.actors import PRECISIONS, batches, config_of, micro_batches, one_rank, problem_of, random_actor
 from on_gpu.bench import Bench, parameters
 from on_gpu.device import seconds, slowest_operations
 
@@ -35,11 +35,11 @@ def shape(bench: Bench, name: str) -> None:
             if problem := problem_of(bench, precision):
                 bench.report(**{precision: {"skipped": problem}})
                 continue
-            actor = random_actor(spec_of(bench, folder, precision))
+            actor = random_actor(config_of(bench, folder, precision))
             bench.report(
                 layers=layers,
                 parameters=parameters(actor.model.arch),
-                transformer_engine=actor.model.model_spec.transformer_engine,
+                transformer_engine=actor.model.transformer_engine,
             )
             _measure(bench, actor, precision, in_bf16)
             del actor
@@ -66,13 +66,13 @@ def _measure(bench: Bench, actor: Actor, precision: str, in_bf16: dict[str, np.n
         values = actor.passes.logprobs(parts)
         difference = np.abs(values - in_bf16.setdefault(name, values)).mean()
         found[f"mean_logp_difference_{name}"] = float(difference)
-    for number, (name, (batch, parts)) in enumerate(sides.items()):
-        found[name] = _rates(bench, actor, batch, parts, key=(0, number))
+    for index, (name, (batch, parts)) in enumerate(sides.items()):
+        found[name] = _rates(bench, actor, batch, parts, key=(0, index))
         bench.report(**{precision: found})
     if precision == "bf16":
         bench.report(
             slowest_operations=slowest_operations(
-                bench.device, lambda: _step(actor, batch, parts, key=(0, number))
+                bench.device, lambda: _step(actor, batch, parts, key=(0, index))
             )
         )
 
@@ -123,11 +123,11 @@ def repeat(bench: Bench) -> None:
 def _weights_after_steps(
     bench: Bench, folder: str, precision: str, steps: int = 3
 ) -> dict[str, torch.Tensor]:
-    actor = random_actor(spec_of(bench, folder, precision))
+    actor = random_actor(config_of(bench, folder, precision))
     batch = batches(bench.sizes, actor.model.arch.vocab_size)["gsm8k"]
     parts = micro_batches(batch, actor, bench.sizes.tokens)
-    for number in range(steps):
-        _step(actor, batch, parts, key=(0, number))
+    for step in range(steps):
+        _step(actor, batch, parts, key=(0, step))
     weights = {
         name: tensor.to("cpu", copy=True)
         for name, tensor in iterate_hf(actor.model.chunks, actor.model.entries)
@@ -153,7 +153,7 @@ def fp8_error(bench: Bench) -> None:
     values = {}
     with one_rank():
         for precision in PRECISIONS:
-            actor = Actor(spec_of(bench, folder, precision))
+            actor = Actor(config_of(bench, folder, precision))
             parts = micro_batches(batch, actor, bench.sizes.tokens)
             values[precision] = actor.passes.logprobs(parts)
             del actor

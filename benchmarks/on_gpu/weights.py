@@ -28,10 +28,10 @@ _WAIT_SECONDS = 120
 def export(bench: Bench) -> None:
     """Measure the export of all weights as HF tensors within the device's memory, beside a plain copy."""
     from grpo_megatron.megatron.state.hf_weights import iterate_hf
-    from on_gpu.actors import one_rank, random_actor, spec_of
+    from on_gpu.actors import config_of, one_rank, random_actor
 
     with one_rank(), bench.model(_MODEL, bench.sizes.layers) as folder:
-        actor = random_actor(spec_of(bench, folder))
+        actor = random_actor(config_of(bench, folder))
         sizes = [tensor.nbytes for _, tensor in iterate_hf(actor.model.chunks, actor.model.entries)]
 
         def exhaust(tensors) -> None:
@@ -77,7 +77,7 @@ def handover(bench: Bench) -> None:
         }
         random_weights(own)
     sender = WeightSender(setup, 0, bench.device.device)
-    sent = [sender.send(SyncCommand(SyncKind.transfer, number, setup), own) for number in range(_TRANSFERS)]
+    sent = [sender.send(SyncCommand(SyncKind.transfer, index, setup), own) for index in range(_TRANSFERS)]
     received = [reports.get(timeout=_WAIT_SECONDS) for _ in range(_TRANSFERS)]
     sender.close()
     other.join(timeout=_WAIT_SECONDS)
@@ -100,8 +100,8 @@ def _receive(setup: SyncSetup, device: torch.device, reports) -> None:
     receiver = WeightReceiver(setup, EngineRank(0, 0), device)
     shapes = ReshardPlan(setup.layouts).engine_shapes
     own = {name: torch.empty(shape, dtype=torch.bfloat16, device=device) for name, shape in shapes.items()}
-    for number in range(_TRANSFERS):
-        reports.put(receiver.receive(SyncCommand(SyncKind.transfer, number, setup), own))
+    for index in range(_TRANSFERS):
+        reports.put(receiver.receive(SyncCommand(SyncKind.transfer, index, setup), own))
     receiver.close()
 
 
@@ -110,12 +110,12 @@ def sleep(bench: Bench) -> None:
 
     Log-probs must be the same after each cycle.
     """
-    from on_gpu.actors import batches, micro_batches, one_rank, random_actor, spec_of
+    from on_gpu.actors import batches, config_of, micro_batches, one_rank, random_actor
     from on_gpu.training import LOSS
 
     before = bench.device.occupied()
     with one_rank(), bench.model(_MODEL, bench.sizes.layers) as folder:
-        actor = random_actor(spec_of(bench, folder))
+        actor = random_actor(config_of(bench, folder))
         batch = batches(bench.sizes, actor.model.arch.vocab_size)["long"]
         parts = micro_batches(batch, actor, bench.sizes.tokens)[:1]
         actor.passes.train_step(parts, LOSS, batch.num_tokens, current_is_old=True)

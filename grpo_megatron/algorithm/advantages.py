@@ -82,7 +82,7 @@ class AdvantageInputs:
             raise ValueError(f"rewards must be finite numbers, got {rewards[~np.isfinite(rewards)][0]}")
         reward = rewards[first]
         if (rewards != reward[trajectory]).any():
-            raise ValueError("the sequences of a trajectory must carry the same reward")
+            raise ValueError("all sequences of a trajectory must have the same reward")
         of_sequence = np.full(len(self.sums.trained), -1)
         of_sequence[rows] = trajectory
         count = len(reward)

@@ -14,15 +14,17 @@ from grpo_megatron.metrics import Metrics
 
 
 class Algorithm:
-    """Computes from a step's batches what they are trained with: each token's coefficients, and the loss.
+    """The configured RL algorithm: sets each token's coefficients in the loss, and provides the loss.
 
-    It keeps the coefficient of the KL in the reward, and the policy's entropy in the last step.
+    The object keeps two values that change from step to step: the coefficient of the KL in the reward, and
+    the policy's entropy in the last step.
     """
 
     def __init__(self, config: Config, decode: Decode | None = None):
-        """Prepare the algorithm for step 0. `load_state_dict` continues from a checkpoint.
+        """Prepare the algorithm for the first step. `load_state_dict` continues from a checkpoint.
 
-        decode: converts token ids to text, to show the tokens that engine and trainer disagree about most.
+        decode: converts token ids to text, to show the tokens that engine and trainer disagree about most. If
+            None, token ids are shown.
         """
         recomputed = config.train.old_logprobs == OldLogprobs.recompute
         self._config, self._decode = config, decode
@@ -33,9 +35,9 @@ class Algorithm:
 
     @property
     def loss(self) -> PolicyLoss:
-        """The loss of the next step.
+        """The loss function of the next step.
 
-        Its entropy bonus is off while the last step's entropy is at or above algorithm.entropy_floor.
+        It has no entropy bonus while the last step's entropy is at or above algorithm.entropy_floor.
         """
         floor = self._config.algorithm.entropy_floor
         enough = floor is not None and (self._entropy is None or self._entropy >= floor)
@@ -44,18 +46,29 @@ class Algorithm:
         return replace(self._loss, algorithm=replace(self._loss.algorithm, entropy_coeff=0.0))
 
     def mismatch_report(self, mismatch: Metrics, batches: list[TrainBatch]) -> MismatchReport:
-        """Return what to tell the user about the mismatch of a step, and whether the run must stop."""
+        """Return the report on a step's mismatch: the message to the user, and whether the run must stop.
+
+        The mismatch is the difference between the engine's and the trainer's log-probs of the same tokens.
+
+        mismatch: the step's metrics from `mismatch_metrics`.
+        batches: the mini-batches of the step.
+        """
         return mismatch_report(mismatch, batches, self._config.mismatch, self._decode)
 
     def set_coefficients(self, batches: list[TrainBatch]) -> Metrics:
-        """Set the coefficients of every token in the loss, such as advantage and weight.
+        """Write each token's coefficients in the loss, such as advantage and weight, into the batches.
 
-        Returns metrics about them.
+        Return metrics about the coefficients.
+
+        batches: the mini-batches of a step.
         """
         return set_coefficients(batches, self._config, self._correction, self._kl_controller)
 
     def note_trained(self, metrics: Metrics) -> None:
-        """Receive the metrics of a step's optimizer steps, whose entropy decides about the next bonus."""
+        """Store the entropy of a trained step. It decides whether the next loss has an entropy bonus.
+
+        metrics: the metrics of all optimizer steps of the step.
+        """
         entropy = metrics["actor/entropy"].result()
         self._entropy = self._entropy if isnan(entropy) else entropy
 

@@ -46,7 +46,10 @@ MASKING = (MismatchCorrection.icepop, MismatchCorrection.mis)
 
 @dataclass(frozen=True)
 class Weighting:
-    """Importance weighting: multiplies the policy term by a ratio of trainer to engine. Its kinds are:
+    """Importance weighting: multiplies the policy term by a ratio of trainer to engine.
+
+    rho is a token's probability under the trainer divided by that under the engine. rho_y is the product of
+    rho over a sequence's trained tokens. The kinds are:
 
     - tis: min(rho, high) (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
       Training").
@@ -60,9 +63,12 @@ class Weighting:
     high: float
 
     def __call__(self, delta: torch.Tensor, sequence_sum: SequenceSum) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (factor, kept): float [t] for the policy term, and bool [t], False for masked tokens.
+        """Return (factor, kept) for t tokens.
 
-        delta: float [t], 0 for untrained tokens.
+        - factor: float [t], to multiply the policy term by.
+        - kept: bool [t], False for masked tokens.
+
+        delta: float [t], the trainer's minus the engine's log-prob; 0 for untrained tokens.
         """
         ratio = _exp(sequence_sum(delta) if self.kind in OF_SEQUENCES else delta)
         if self.kind in MASKING:
@@ -74,11 +80,11 @@ class Weighting:
 class Rejection:
     """Rejection: masks tokens, or whole sequences, whose measure of the mismatch is outside [low, high].
 
-    The measures are:
+    delta is the trainer's minus the engine's log-prob of a token, and rho = exp(delta). The measures are:
 
     - token_ratio: rho.
-    - seq_ratio: rho_y.
-    - seq_geometric_ratio: the geometric mean of a sequence's rho (Liu et al. 2025).
+    - seq_ratio: the product of rho over a sequence's trained tokens.
+    - seq_geometric_ratio: the geometric mean of rho over a sequence's trained tokens (Liu et al. 2025).
     - *_k2 and *_k3: delta²/2 and rho - 1 - delta, estimates of KL(engine || trainer) in nats: of the token,
       or their sum, mean or maximum over the sequence.
     """
@@ -90,7 +96,7 @@ class Rejection:
     def __call__(self, delta: torch.Tensor, mask: torch.Tensor, sequence_sum: SequenceSum) -> torch.Tensor:
         """Return bool [t]: True for tokens that are kept.
 
-        delta: float [t], 0 for untrained tokens.
+        delta: float [t], the trainer's minus the engine's log-prob; 0 for untrained tokens.
         mask: bool [t], True for trained tokens.
         """
         level, _, measure = self.kind.value.rpartition("_")
@@ -111,14 +117,19 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Correction:
-    """The configured corrections of the mismatch, applied together. A token is kept if none masks it."""
+    """The configured corrections of the mismatch between engine and trainer, applied together.
+
+    A token is kept if no correction masks it.
+    """
 
     weighting: Weighting | None = None
-    """None: the factor of a kept token is 1."""
+    """The importance weighting, which computes the factor of a kept token's policy term. None: the factor
+    is 1."""
     rejection: Rejection | None = None
-    """None: no rejection."""
+    """The rejection, which chooses tokens or sequences to mask. None: no rejection."""
     max_difference: float | None = None
-    """Tokens with a larger |delta|, in nats, are masked too. None: no limit."""
+    """Tokens whose engine and trainer log-probs differ by more than this, in nats, are masked too. None:
+    no limit."""
 
     @classmethod
     def from_config(cls, config: MismatchConfig) -> "Correction | None":
@@ -141,11 +152,12 @@ class Correction:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (factor, kept), both detached.
 
-        - factor: float [t], multiplies the policy term. 0 for masked tokens, 1 for untrained ones.
-        - kept: bool [t]. False for masked tokens, True for untrained ones.
+        - factor: float [t], multiplies the policy term. 0 for masked tokens, 1 for untrained tokens.
+        - kept: bool [t]. False for masked tokens, True for untrained tokens.
 
         rollout_logp, logp: float [t], the engine's and the trainer's log-probs.
         mask: bool [t], True for trained tokens.
+        sequence_sum: function that gives each token the sum over all tokens of its sequence.
         """
         delta = torch.where(mask, logp.detach() - rollout_logp, 0)
         factor, kept = torch.ones_like(delta), torch.ones_like(mask)
@@ -164,5 +176,5 @@ def _exp(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def _bounds(published: tuple[float, float], low: float | None, high: float | None) -> tuple[float, float]:
-    """Return (low, high), with the published value for each bound that the user did not configure."""
+    """Return (low, high): the user's bounds, with the published value for each bound that is None."""
     return published[0] if low is None else low, published[1] if high is None else high

@@ -42,13 +42,13 @@ def mask_truncated(groups: list[Group]) -> list[Group]:
 def apply_filters(groups: list[Group], options: AlgorithmConfig) -> list[Group]:
     """Return the groups to train on: apply algorithm.filters in order, then algorithm.overlong_filter.
 
-    Raises UserError if algorithm.filters leave no group.
+    Raises UserError if algorithm.filters leaves no group.
     """
     kept = filtered(groups, options.filters)
     if not kept:
         raise UserError(
-            f"algorithm.filters={list(options.filters)} leave none of the step's {len(groups)} groups; set "
-            "rollout.dynamic_sampling.enabled=true to sample further groups until enough are left"
+            f"algorithm.filters={list(options.filters)} removed all {len(groups)} groups of the step; set "
+            "rollout.dynamic_sampling.enabled=true to sample more groups until enough are left"
         )
     return mask_truncated(kept) if options.overlong_filter else kept
 
@@ -56,7 +56,7 @@ def apply_filters(groups: list[Group], options: AlgorithmConfig) -> list[Group]:
 def filtered(groups: list[Group], names: list[str]) -> list[Group]:
     """Return the groups that remain after the filters with these names, applied in order.
 
-    Dynamic sampling calls this for each single group, to find out whether it counts.
+    Dynamic sampling calls this with one group at a time, to find out whether the group would be trained on.
     """
     for name in names:
         groups = group_filter.get(name)(groups) if groups else []

@@ -9,12 +9,12 @@ import torch
 
 from grpo_megatron.config.algorithm import KLControl, KLControlConfig
 
-# Names of the estimators in other stacks -> ours.
+# {name of an estimator in this and other projects: its name here}
 _ESTIMATORS = {"k1": "k1", "kl": "k1", "abs": "abs", "k2": "k2", "mse": "k2", "k3": "k3", "low_var_kl": "k3"}
 
 # All types that `kl_penalty` knows: the estimators, and each with +, which combines its value with the
 # gradient of k2.
-KL_TYPES = {f"{name}{plus}": f"{ours}{plus}" for plus in ("", "+") for name, ours in _ESTIMATORS.items()}
+KL_TYPES = {f"{name}{plus}": f"{own}{plus}" for plus in ("", "+") for name, own in _ESTIMATORS.items()}
 
 # Types whose expectation under the policy, weighted by the policy's ratio, has the gradient of the KL.
 UNBIASED_TYPES = ("k1", "kl", "k3", "low_var_kl")
@@ -64,8 +64,13 @@ def unbiased_kl(kl: torch.Tensor, log_ratio: torch.Tensor) -> torch.Tensor:
 class KLController:
     """The coefficient of the KL in the reward, either fixed or adapted so that the KL approaches a target.
 
-    An adaptive coefficient changes after n trajectories of mean KL k to (Ziegler et al. 2019,
+    After a step of n trajectories with mean KL k, an adaptive coefficient is updated (Ziegler et al. 2019,
     arXiv:1909.08593 section 2.2): coef *= 1 + clip(k / target - 1, -0.2, 0.2) · n / horizon
+
+    coef: the current coefficient.
+    adaptive: False if the coefficient is fixed.
+    target: the KL, in nats, that an adaptive coefficient steers to.
+    horizon: number of trajectories; the larger it is, the more slowly an adaptive coefficient changes.
     """
 
     coef: float
@@ -80,7 +85,8 @@ class KLController:
     def update(self, kl: float, trajectories: int) -> None:
         """Adapt the coefficient to the KL of a step. A fixed coefficient does not change.
 
-        kl: in nats, averaged over each trajectory's tokens and then over the trajectories.
+        kl: KL to the reference policy in nats, averaged over each trajectory's tokens, then over
+            trajectories.
         trajectories: number of trajectories of the step.
         """
         if self.adaptive:

@@ -21,7 +21,7 @@ from grpo_megatron.metrics import Mean, Metrics
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Data of t positions that are known before the training forward. All tensors are [t]."""
+    """Data of t tokens that are known before the training forward pass. All tensors are [t]."""
 
     mask: torch.Tensor
     """bool. True for trained tokens."""
@@ -32,22 +32,23 @@ class LossInputs:
     ref_logp: torch.Tensor
     """float32. Log-prob under the reference policy."""
     old_logp: torch.Tensor | None
-    """float32. Log-prob under the policy before the step. None: the current one, detached (ratio 1)."""
+    """float32. Log-prob under the policy before the step. None: the current log-prob, detached (ratio 1)."""
     sequence_sum: Callable[[torch.Tensor], torch.Tensor]
-    """[t] -> [t]. Gives each token the detached sum over all tokens of its sequence, over all CP ranks."""
+    """Function [t] -> [t] that gives each token the detached sum over all tokens of its sequence, over all
+    CP ranks."""
     policy_factor: torch.Tensor | None = None
     """float32. Multiplies only the policy term. None: 1."""
-    number: torch.Tensor | None = None
-    """int64. Id of each token in the metric mismatch/worst. None: that metric is not computed."""
+    index_in_step: torch.Tensor | None = None
+    """int64. Index of each token in the metric mismatch/worst. None: that metric is not computed."""
 
 
 class TokenLoss(Protocol):
-    """A loss with one value per token."""
+    """Interface of a loss that returns one value per token."""
 
     needs_full_kl: bool
     """True if the loss needs the argument full_kl, the exact KL over the vocabulary."""
     limits: dict[str, float]
-    """{metric: largest value}. An optimizer step whose metric is larger does not change the weights."""
+    """{metric: largest allowed value}. An optimizer step with a larger value does not change the weights."""
 
     def __call__(
         self,
@@ -58,10 +59,11 @@ class TokenLoss(Protocol):
     ) -> tuple[torch.Tensor, Metrics]:
         """Return (loss, metrics). The loss is float32 [t], zero for untrained tokens.
 
-        logp, entropy: float32 [t], of the current policy.
-        full_kl: float32 [t], the exact KL to the reference policy, given if needs_full_kl.
+        logp: float32 [t], log-probs of the tokens under the current policy.
+        entropy: float32 [t], entropy of the current policy at each token.
+        full_kl: float32 [t], the exact KL to the reference policy, given if needs_full_kl is True.
 
-        All three are computed only for trained tokens, and are zero for the others.
+        All three are computed only for trained tokens, and are zero for other tokens.
         """
 
 
@@ -73,17 +75,19 @@ class PolicyLoss:
     """
 
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    """Settings of the loss; those of the advantages are not read."""
+    """Settings of the loss. The settings of the advantages are not read."""
     correction: Correction | None = None
-    """Correction of the mismatch, if known only in the training forward. None: none, or done before."""
+    """Correction of the mismatch between engine and trainer, if the mismatch becomes known only in the
+    training forward pass. None: no correction, or one that was made before."""
     mismatch_limit: float | None = None
-    """Largest |log-prob difference| of engine and trainer. A step above it does not change the weights."""
+    """Largest allowed |log-prob difference| of engine and trainer. An optimizer step with a larger one
+    does not change the weights. None: no limit."""
 
     @classmethod
     def from_config(
         cls, algorithm: AlgorithmConfig, mismatch: MismatchConfig, known_before: bool
     ) -> "PolicyLoss":
-        """Return the configured loss.
+        """Return the configured policy loss.
 
         known_before: True if the trainer's log-probs of the sampled tokens are computed before training. The
             mismatch with the engine is then corrected in step_coefficients, and not in this loss.
@@ -105,8 +109,8 @@ class PolicyLoss:
     def __call__(self, logp, entropy, inputs, full_kl=None):
         mask = inputs.mask
         count = mask.sum()
-        # Outside the mask, the other side is 0 by convention, which may be far from logp. exp() of that
-        # difference overflows, and inf * weight 0 is NaN.
+        # Outside the mask old_logp is 0, which may be far from logp. exp() of the difference could overflow,
+        # and infinity times a weight of 0 is NaN.
         old_logp = (
             logp.detach() if inputs.old_logp is None else torch.where(mask, inputs.old_logp, logp.detach())
         )
@@ -124,7 +128,7 @@ class PolicyLoss:
             "actor/ratio": Mean(_masked_sum(terms.ratio, mask), count),
             "actor/ppo_kl": Mean(_masked_sum(-log_ratio, mask), count),
             "actor/entropy": Mean(_masked_sum(entropy, mask), count),
-            **mismatch_metrics(inputs.rollout_logp, logp, mask, inputs.number),
+            **mismatch_metrics(inputs.rollout_logp, logp, mask, inputs.index_in_step),
         }
         if self.correction:
             metrics["mismatch/masked"] = Mean(_masked_sum(~kept, mask), count)
@@ -139,7 +143,11 @@ class PolicyLoss:
         return torch.where(trained, loss, 0.0), metrics
 
     def _factor(self, logp: torch.Tensor, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (factor, kept): float [t] for the policy term, and bool [t], False for masked tokens."""
+        """Return (factor, kept) for t tokens.
+
+        - factor: float [t], to multiply the policy term by.
+        - kept: bool [t], False for tokens that the correction masks.
+        """
         factor, kept = torch.ones_like(logp), torch.ones_like(inputs.mask)
         if self.correction:
             factor, kept = self.correction(inputs.rollout_logp, logp, inputs.mask, inputs.sequence_sum)
@@ -173,5 +181,5 @@ class CrossEntropyLoss:
 
 
 def _masked_sum(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the detached float32 sum over trained tokens, for a metric."""
+    """Return the sum of `values` over trained tokens for a metric, float32 and detached."""
     return torch.where(mask, values.detach().float(), 0.0).sum()

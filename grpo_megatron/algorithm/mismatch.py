@@ -19,7 +19,10 @@ Decode = Callable[[np.ndarray], str]
 
 
 def mismatch_metrics(
-    rollout_logp: torch.Tensor, logp: torch.Tensor, mask: torch.Tensor, number: torch.Tensor | None = None
+    rollout_logp: torch.Tensor,
+    logp: torch.Tensor,
+    mask: torch.Tensor,
+    index_in_step: torch.Tensor | None = None,
 ) -> Metrics:
     """Return metrics of how far the engine's log-probs are from the trainer's.
 
@@ -28,12 +31,12 @@ def mismatch_metrics(
     - mismatch/max and mismatch/mean: of |delta|, in nats.
     - mismatch/k3: mean of ratio - 1 - delta, an estimate of KL(engine || trainer).
     - mismatch/ratio: quantiles of the ratio.
-    - mismatch/worst: the tokens with the largest |delta|, as rows (|delta|, number, engine's log-prob,
-      trainer's log-prob). Only if `number` is given.
+    - mismatch/worst: the tokens with the largest |delta|, as rows (|delta|, index_in_step, engine's
+      log-prob, trainer's log-prob). Only if `index_in_step` is given.
 
     rollout_logp, logp: float [t], log-probs of the engine and of the trainer.
     mask: bool [t], True for trained tokens.
-    number: int64 [t], an id of each token, by which it can be found in the batch.
+    index_in_step: int64 [t], the index of each token in the step, by which it can be found again.
     """
     logp = logp.detach()
     delta = torch.where(mask, logp - rollout_logp, 0)
@@ -46,9 +49,10 @@ def mismatch_metrics(
         "mismatch/k3": Mean((clamped.expm1() - clamped).sum(), count),
         "mismatch/ratio": RatioQuantiles.of(delta, mask),
     }
-    if number is not None:
-        # float64 represents the number of every token exactly.
-        rows = torch.stack([column.double() for column in (difference, number, rollout_logp, logp)], dim=1)
+    if index_in_step is not None:
+        # float64 represents every index exactly.
+        columns = (difference, index_in_step, rollout_logp, logp)
+        rows = torch.stack([column.double() for column in columns], dim=1)
         metrics["mismatch/worst"] = Top.of(rows, mask)
     return metrics
 
@@ -56,20 +60,20 @@ def mismatch_metrics(
 def measure_mismatch(batch: TrainBatch) -> Metrics:
     """Return `mismatch_metrics` of a batch, with its old_logp as the trainer's log-probs.
 
-    They must have been computed with the same weights that the engine sampled with.
+    old_logp must have been computed with the same weights that the engine sampled with.
     """
-    arrays = (batch.rollout_logp, batch.old_logp, batch.loss_mask, batch.number)
+    arrays = (batch.rollout_logp, batch.old_logp, batch.loss_mask, batch.index_in_step)
     return mismatch_metrics(*map(torch.from_numpy, arrays))
 
 
 @dataclass(frozen=True)
 class MismatchReport:
-    """Message to the user about the mismatch of a step, made by `mismatch_report`."""
+    """The result of `mismatch_report`: a message about a step's mismatch, and whether the run must stop."""
 
     worst: str
-    """The tokens with the largest mismatch in their context, one per line."""
+    """One line of text for each of the tokens with the largest mismatch, with the token in its context."""
     text: str
-    """Message to the user. Empty if the mismatch is below mismatch.threshold or need not be reported."""
+    """Message to the user. Empty if the mismatch is within mismatch.threshold or need not be reported."""
     stop: bool
     """True if the run must stop."""
 
@@ -77,10 +81,13 @@ class MismatchReport:
 def mismatch_report(
     metrics: Metrics, batches: list[TrainBatch], config: MismatchConfig, decode: Decode | None
 ) -> MismatchReport:
-    """Return what to tell the user about the mismatch of a step, and whether the run must stop.
+    """Return the report on a step's mismatch: the message to the user, and whether the run must stop.
+
+    The mismatch is the difference between the engine's and the trainer's log-probs of the same tokens.
 
     metrics: `mismatch_metrics` of the step's batches.
-    decode: function from token ids to text, for showing the worst tokens. If None, their ids are shown.
+    batches: the mini-batches of the step.
+    decode: function from token ids to text, for showing the worst tokens. If None, token ids are shown.
     """
     whole = TrainBatch.concatenate(batches)
     decode = decode or (lambda ids: " ".join(map(str, ids)))
@@ -100,16 +107,17 @@ def describe_worst(
 ) -> str:
     """Return one line per row of `worst`: both log-probs, and the >>marked<< token in its context.
 
-    worst: rows (|delta|, number, engine's log-prob, trainer's log-prob) of the metric mismatch/worst.
-        `number` is an index into `tokens`. The log-probs are those of the token after it.
+    worst: rows (|delta|, index_in_step, engine's log-prob, trainer's log-prob) of the metric mismatch/worst.
+        `index_in_step` is an index into `tokens`. The log-probs are those of the token after this index.
     tokens: int [T], the token ids of the whole step.
-    cu_seqlens: int [S+1], start of each of the step's sequences in `tokens`.
+    cu_seqlens: int [S+1], start of each of the step's S sequences in `tokens`, and the end of the last one.
+    decode: function from token ids to text.
     context: how many tokens to show before the marked one. Half as many are shown after it.
     """
     lines = []
-    for difference, number, engine, trainer in worst:
-        target = int(number) + 1
-        sequence = int(np.searchsorted(cu_seqlens, int(number), side="right")) - 1
+    for difference, index, engine, trainer in worst:
+        target = int(index) + 1
+        sequence = int(np.searchsorted(cu_seqlens, int(index), side="right")) - 1
         start, end = int(cu_seqlens[sequence]), int(cu_seqlens[sequence + 1])
         before = decode(tokens[max(start, target - context) : target])
         after = decode(tokens[target + 1 : min(end, target + 1 + context // 2)])

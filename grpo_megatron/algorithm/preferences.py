@@ -14,7 +14,7 @@ from grpo_megatron.metrics import Mean, Metrics, Std
 
 @dataclass(frozen=True)
 class PairInputs:
-    """Data of the P pairs of a micro-batch."""
+    """Data of the P preference pairs of a micro-batch."""
 
     weight: torch.Tensor
     """float32 [P]. Weight of each pair's loss, fixed over the whole optimizer step."""
@@ -26,7 +26,8 @@ class PairInputs:
 class PreferenceLoss:
     """Bradley-Terry loss: -log sigmoid(chosen - rejected) (Ouyang et al. 2022, arXiv:2203.02155 eq. 1).
 
-    With a margin, -log sigmoid(chosen - rejected - margin) (Touvron et al. 2023, arXiv:2307.09288 eq. 2).
+    chosen and rejected are the scores of a pair's two sequences. With a margin (Touvron et al. 2023,
+    arXiv:2307.09288 eq. 2), the loss is -log sigmoid(chosen - rejected - margin).
     """
 
     needs_full_kl = False
@@ -36,9 +37,10 @@ class PreferenceLoss:
         return {}
 
     def __call__(self, scores: torch.Tensor, inputs: PairInputs) -> tuple[torch.Tensor, Metrics]:
-        """Return (loss, metrics). The loss is float32 [P], one value per pair.
+        """Return (loss, metrics) of P pairs. The loss is float32 [P], one value per pair.
 
-        scores: float32 [2P]. Score 2i is that of the chosen sequence of pair i, 2i + 1 of the rejected one.
+        scores: float32 [2P]. Score 2i is that of the chosen sequence of pair i, 2i + 1 of the rejected
+            sequence.
         """
         chosen, rejected = scores.view(-1, 2).unbind(1)
         ahead = chosen - rejected

@@ -20,12 +20,13 @@ LossAndClipped = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class PolicyTerms:
-    """Inputs of a surrogate for t tokens. All tensors are [t]."""
+    """Inputs of a surrogate (the form of the policy term) for t tokens. All tensors are [t]."""
 
     logp: torch.Tensor
     """float32, differentiable. Log-prob of the token under the current policy."""
     log_ratio: torch.Tensor
-    """float32, differentiable. Log of current over old policy, per token or per sequence (RATIO_LEVELS)."""
+    """float32, differentiable. Log of the current over the old policy's probability, of the token or of
+    its sequence (RATIO_LEVELS)."""
     advantage: torch.Tensor
     """float32. Advantage of the token."""
     mask: torch.Tensor
@@ -40,7 +41,7 @@ class PolicyTerms:
 
 
 def token_ratio(log_ratio: torch.Tensor, mask: torch.Tensor, sequence_sum: Callable) -> torch.Tensor:
-    """Return each token's own log ratio (PPO, GRPO)."""
+    """Return the log ratio of each token unchanged, [t] (PPO, GRPO)."""
     return log_ratio
 
 
@@ -57,7 +58,7 @@ def sequence_ratio(log_ratio: torch.Tensor, mask: torch.Tensor, sequence_sum: Ca
 
 
 def sequence_sum_ratio(log_ratio: torch.Tensor, mask: torch.Tensor, sequence_sum: Callable) -> torch.Tensor:
-    """Return [t]: each token gets the summed log ratio of its whole sequence, log pi(y) - log pi_old(y).
+    """Return the summed log ratio of each token's sequence, log pi(y) - log pi_old(y), as [t].
 
     The gradient at a token is that of its own log-prob, multiplied by n, the number of trained tokens of its
     sequence. With loss weights proportional to 1/n (modes group-sum and seq-mean-token-mean), the sum over
@@ -76,11 +77,11 @@ RATIO_LEVELS = {"token": token_ratio, "sequence": sequence_ratio, "sequence_sum"
 
 @surrogate("clip")
 def clip(terms: PolicyTerms, options: AlgorithmConfig) -> LossAndClipped:
-    """Return PPO's clipped objective as a loss, with DAPO's separate limits and an optional dual clip.
+    """Return (loss, clipped) of PPO's objective, with DAPO's separate limits and an optional dual clip.
 
-    With ratio r and advantage A: -min(r A, clip(r, 1 - low, 1 + high) A) (arXiv:1707.06347 eq. 7,
-    arXiv:2503.14476 eq. 8). If A < 0 and clip_ratio_c = c is set, the loss is at most -c A
-    (arXiv:1912.09729 eq. 5).
+    With ratio r and advantage A, the loss is -min(r A, clip(r, 1 - low, 1 + high) A) (arXiv:1707.06347 eq. 7,
+    arXiv:2503.14476 eq. 8). If A < 0 and clip_ratio_c = c is set, the loss is at most -c A (arXiv:1912.09729
+    eq. 5). `clipped` is True for tokens whose loss a limit changes.
     """
     ratio, advantage = terms.ratio, terms.advantage
     unclipped = -advantage * ratio
@@ -95,11 +96,12 @@ def clip(terms: PolicyTerms, options: AlgorithmConfig) -> LossAndClipped:
 
 @surrogate("cispo")
 def cispo(terms: PolicyTerms, options: AlgorithmConfig) -> LossAndClipped:
-    """Return CISPO's loss: REINFORCE weighted with the clipped ratio, so that no token loses its gradient.
+    """Return (loss, clipped) of CISPO: REINFORCE weighted with the clipped ratio.
 
-    With ratio r and advantage A: -sg(clip(r, 1 - low, 1 + high)) A logp (MiniMax-M1, arXiv:2506.13585 eq. 4,
-    5). sg (stop gradient): the ratio itself gets no gradient. clip_ratio_low of 1 or more means no lower
-    limit, as in the paper.
+    With ratio r and advantage A, the loss is -sg(clip(r, 1 - low, 1 + high)) A logp, as in MiniMax-M1,
+    arXiv:2506.13585 eq. 4, 5. sg (stop gradient): the ratio itself gets no gradient, so no token loses its
+    gradient. clip_ratio_low of 1 or more means no lower limit, as in the paper. `clipped` is True for tokens
+    whose ratio was clipped.
     """
     ratio = terms.ratio.detach()
     limited = ratio.clamp(1 - options.clip_ratio_low, 1 + options.clip_ratio_high)
@@ -108,9 +110,9 @@ def cispo(terms: PolicyTerms, options: AlgorithmConfig) -> LossAndClipped:
 
 @surrogate("reinforce")
 def reinforce(terms: PolicyTerms, options: AlgorithmConfig) -> LossAndClipped:
-    """Return the REINFORCE loss, -advantage · logp (Williams 1992).
+    """Return (loss, clipped) of REINFORCE: the loss is -advantage · logp, and no token is clipped.
 
-    It does not correct for samples of an older policy, so it is exact only for the first optimizer step on a
-    batch.
+    See Williams 1992. The loss does not correct for samples of an older policy, so it is exact only for the
+    first optimizer step on a batch.
     """
     return -terms.advantage * terms.logp, torch.zeros_like(terms.mask)

@@ -1,7 +1,7 @@
 """The layout of token streams: all index arithmetic between a flat token stream and what a rank computes.
 
 A micro-batch is a stream of T tokens, with its sequences one after the other (``cu_seqlens``). A rank sees
-that stream with padding inserted and, under context parallelism (CP), only its share of it. ``Layout.pack``
+this stream with padding inserted and, under context parallelism (CP), only its share of it. ``Layout.pack``
 computes the mapping once. Model input, log-probs, loss and metrics all go through the resulting ``Pack``. No
 other code multiplies a chunk size by a rank.
 """
@@ -15,7 +15,7 @@ import torch
 
 
 def padded_to(lengths, multiple: int):
-    """Round each length, an integer or an array of integers, up to the next multiple."""
+    """Return each length, an integer or an array of integers, rounded up to a multiple of `multiple`."""
     return -(-lengths // multiple) * multiple
 
 
@@ -40,20 +40,25 @@ class Layout:
     cp_rank: int = 0
     """This rank's index in its CP group."""
     sequence_parallel: bool = False
-    """True if activations are split over TP between matrix products. A pack must then be divisible by tp."""
+    """True if activations are split over the TP ranks between matrix products. The size of a padded
+    micro-batch must then be divisible by tp."""
     alignment: int = 1
     """Multiple that the FP8 kernels require of every GEMM dimension. 1 means no requirement."""
     pack_tokens: int = 0
-    """Size of every pack in tokens over all CP ranks, if pipeline stages need equal sizes. 0: any size."""
+    """Size of every padded micro-batch in tokens over all CP ranks, if pipeline stages need equal sizes.
+    0: any size."""
 
     @property
     def sequence_multiple(self) -> int:
-        """Divisor of each padded sequence: 2 · cp, since each CP rank takes two chunks (zig-zag); else 1."""
+        """Number that the padded length of every sequence must be divisible by.
+
+        It is 2 · cp under context parallelism, because each CP rank takes two chunks (zig-zag), else 1.
+        """
         return 2 * self.cp if self.cp > 1 else 1
 
     @property
     def pack_multiple(self) -> int:
-        """Divisor of the size of a whole padded pack, counted over all CP ranks."""
+        """Number that the size of a padded micro-batch, over all CP ranks, must be divisible by."""
         split = self.cp * (self.tp if self.sequence_parallel else 1)
         return math.lcm(self.sequence_multiple, split, split * self.alignment)
 
@@ -79,17 +84,19 @@ class Layout:
         return Pack(self, lengths, padded)
 
     def tensor_parallel_share(self, tensor: torch.Tensor, tp_rank: int) -> torch.Tensor:
-        """Return the rows of `tensor` [t, ...] whose activations a TP rank has between the matrix products.
+        """Return the rows of a per-token tensor whose activations a TP rank holds between matrix products.
 
-        Under sequence parallelism the result is [t / tp, ...], else all rows [t, ...].
+        These are [t / tp, ...] of the rows [t, ...] under sequence parallelism, else all rows.
+
+        tensor: [t, ...], one row for each token of the CP rank.
         """
         return tensor.chunk(self.tp)[tp_rank] if self.sequence_parallel else tensor
 
     def _empty_sequences(self, padded: np.ndarray) -> np.ndarray:
-        """Return the lengths of sequences of pure padding that fill a pack up to pack_tokens, int64.
+        """Return the lengths of padding-only sequences that fill a micro-batch up to pack_tokens, int64.
 
-        padded: int64 [S], padded lengths of the real sequences. No empty sequence is longer than the longest
-            of them, because attention over one long stretch of padding would cost the most.
+        padded: int64 [S], padded lengths of the S real sequences. No padding-only sequence is longer than the
+            longest real one, because attention over one long stretch of padding would cost the most.
         """
         rest = self.pack_tokens - int(padded.sum())
         if rest < 0 or self.pack_tokens % self.pack_multiple:
@@ -108,10 +115,10 @@ def _cumulative(lengths: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Pack:
-    """The index mapping of one micro-batch: T = sum(lengths) tokens in S sequences, t of them on this rank.
+    """The mapping between the token stream of a micro-batch and one rank's padded share of it.
 
-    t counts the padding on this rank too. With Layout.pack_tokens, sequences at the end may consist only of
-    padding (length 0).
+    The stream has T = sum(lengths) tokens in S sequences. The rank's share has t tokens, including padding.
+    With Layout.pack_tokens, sequences at the end may consist only of padding (length 0).
     """
 
     layout: Layout
@@ -120,22 +127,23 @@ class Pack:
 
     @cached_property
     def cu_seqlens(self) -> np.ndarray:
-        """Start of each sequence in the stream without padding, and the stream's end, int32 [S+1]."""
+        """Start of each of the S sequences in the stream without padding, and its end, int32 [S+1]."""
         return _cumulative(self.lengths)
 
     @cached_property
     def cu_seqlens_padded(self) -> np.ndarray:
-        """Start of each sequence in the padded stream of all CP ranks, and the stream's end, int32 [S+1]."""
+        """Start of each of the S sequences in the padded stream of all CP ranks, and its end, int32 [S+1]."""
         return _cumulative(self.padded_lengths)
 
     def pieces(self, cp_rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (first, length) of each contiguous piece of a sequence on a CP rank, both int64 [S, p].
+        """Return (first, length) of each contiguous piece of a sequence on a CP rank.
 
-        - first: position of the piece's first token within its padded sequence.
-        - length: number of tokens of the piece.
+        - first: int64 [S, p], position of the piece's first token within its padded sequence.
+        - length: int64 [S, p], number of tokens of the piece.
 
-        Without CP, a sequence is one piece (p = 1). With CP, it is cut into 2·cp chunks, and rank r gets the
-        chunks r and 2·cp-1-r (p = 2, zig-zag), so that causal attention costs the same on all ranks.
+        Each of the S sequences has p pieces on a CP rank. Without CP, a sequence is one piece (p = 1). With
+        CP, the sequence is cut into 2·cp chunks, and rank r gets the chunks r and 2·cp-1-r (p = 2, zig-zag),
+        so that causal attention costs the same on all ranks.
         """
         cp = self.layout.cp
         if cp == 1:
@@ -144,21 +152,21 @@ class Pack:
         return chunk * np.array([[cp_rank, 2 * cp - 1 - cp_rank]]), np.repeat(chunk, 2, axis=1)
 
     def _positions(self, cp_rank: int) -> np.ndarray:
-        """Return the position of each token of a CP rank within its padded sequence, int64 [t]."""
+        """Return the position of each of a CP rank's t tokens within its padded sequence, int64 [t]."""
         first, length = (x.ravel() for x in self.pieces(cp_rank))
         ends = np.cumsum(length)
         return np.arange(ends[-1]) + np.repeat(first - (ends - length), length)
 
     @cached_property
     def position_ids(self) -> np.ndarray:
-        """Position of each local token in its own sequence, int64 [t]. Padding continues the count."""
+        """Position of each of this rank's t tokens in its sequence, int64 [t]; padding continues counting."""
         return self._positions(self.layout.cp_rank)
 
     @cached_property
     def gathered_index(self) -> np.ndarray:
-        """Row of each position of the padded stream in an all-gather of the CP ranks' parts, int64 [t · cp].
+        """Index that brings the all-gathered parts of the CP ranks into stream order, int64 [t · cp].
 
-        Attention uses it to bring gathered keys and values into stream order.
+        Attention applies the index to gathered keys and values.
         """
         starts = self.cu_seqlens_padded[:-1].astype(np.int64)[self.sequence_id]
         rows = np.concatenate([starts + self._positions(rank) for rank in range(self.layout.cp)])
@@ -168,12 +176,12 @@ class Pack:
 
     @cached_property
     def sequence_id(self) -> np.ndarray:
-        """Index of the sequence that each local token, or its padding, belongs to, int64 [t]."""
+        """Index of the sequence that each of this rank's t tokens (or padding) belongs to, int64 [t]."""
         return np.repeat(np.arange(len(self.lengths)), self.padded_lengths // self.layout.cp)
 
     @cached_property
     def index(self) -> np.ndarray:
-        """Index of each local token in the stream of T tokens, int64 [t]; -1 for padding."""
+        """Index of each of this rank's t tokens in the whole micro-batch, int64 [t]; -1 for padding."""
         sequence, position = self.sequence_id, self.position_ids
         return np.where(position < self.lengths[sequence], self.cu_seqlens[sequence] + position, -1)
 
@@ -185,10 +193,10 @@ class Pack:
     def last_tokens(self, tp_rank: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (row, sequence) for each sequence whose last token is on this rank, both int64 [n].
 
-        A reward model's score head reads the hidden state of these tokens.
+        A reward model's score head reads the hidden states of these n tokens.
 
         - row: row of the token in this rank's activations.
-        - sequence: index of its sequence.
+        - sequence: index of the token's sequence.
 
         tp_rank: index in the TP group. It matters only under sequence parallelism, where each TP rank has
             only a part of the rows.
@@ -201,17 +209,29 @@ class Pack:
         return rows, share[rows]
 
     def sum_over_context(self, values: torch.Tensor, cp_group=None) -> torch.Tensor:
-        """Return the sum over the CP ranks of one value per sequence, [S]. The result is detached."""
+        """Sum one value per sequence over the CP ranks, and return the sums [S], detached.
+
+        All CP ranks must call this.
+
+        values: [S], this rank's value for each of the S sequences.
+        """
         return _sum_over(values.detach().clone(), cp_group, self.layout.cp)
 
     @cached_property
     def place(self) -> np.ndarray:
-        """Same as `index`, but T instead of -1 for padding, so that `gather` can drop it. int64 [t]."""
+        """Index of each of this rank's t tokens in the whole micro-batch, int64 [t]; T for padding.
+
+        T is the number of the micro-batch's tokens. This index beyond the last token lets `gather` drop
+        padding.
+        """
         return np.where(self.index < 0, self.num_tokens, self.index)
 
     @cached_property
     def sequence_or_none(self) -> np.ndarray:
-        """Same as `sequence_id`, but with S for padding, so that sums can leave it out. int64 [t]."""
+        """Index of the sequence that each of this rank's t tokens belongs to, int64 [t]; S for padding.
+
+        S is the number of sequences, so it is no sequence's index. It lets `sequence_sum` leave padding out.
+        """
         return np.where(self.index < 0, len(self.lengths), self.sequence_id)
 
     @cached_property
@@ -226,11 +246,16 @@ class Pack:
 
     @property
     def num_tokens(self) -> int:
-        """Number T of tokens of the micro-batch, without padding, over all CP ranks."""
+        """Number of tokens of the whole micro-batch, without padding."""
         return int(self.cu_seqlens[-1])
 
     def _local(self, stream: np.ndarray, fill) -> np.ndarray:
-        """Return this rank's part [t, ...] of the stream [T, ...]. Padding gets the value `fill`."""
+        """Return this rank's part of a per-token array, with the value `fill` for padding.
+
+        stream: [T, ...], one entry for each of the micro-batch's T tokens.
+
+        The result is [t, ...] for this rank's t tokens, including padding.
+        """
         if len(stream) != self.num_tokens:
             raise ValueError(f"the stream has {len(stream)} tokens, but the pack has {self.num_tokens}")
         local = np.asarray(stream)[self.index]  # T >= 1, so index -1 reads a valid element
@@ -238,23 +263,29 @@ class Pack:
         return local
 
     def scatter(self, stream: np.ndarray, fill=0) -> torch.Tensor:
-        """Return this rank's part [t, ...] of the stream [T, ...] as a CPU tensor of the same dtype.
+        """Return this rank's part of a per-token array as a CPU tensor of the same dtype.
 
-        Padding gets the value `fill`.
+        stream: [T, ...], one entry for each of the micro-batch's T tokens.
+        fill: value for padding.
+
+        The result is [t, ...] for this rank's t tokens, including padding.
         """
         return torch.from_numpy(self._local(stream, fill))
 
     def local_positions(self, mask: np.ndarray) -> torch.Tensor:
-        """Return the rows, within this rank's part [t], of tokens whose mask is True: int64 [n], on the CPU.
+        """Return the indices, among this rank's tokens, of tokens whose mask is True: int64 [n], on the CPU.
 
-        mask: bool [T], over the whole stream.
+        mask: bool [T], one entry for each of the micro-batch's T tokens.
         """
         return torch.from_numpy(np.flatnonzero(self._local(mask, False)))
 
     def gather(self, local: torch.Tensor, cp_group=None) -> torch.Tensor:
-        """Return the stream [T] from the local parts [t] of all CP ranks, the same on each rank.
+        """Return the values [T] of all tokens of the micro-batch, collected from the parts of all CP ranks.
 
-        Inverse of `scatter`.
+        Inverse of `scatter`. All CP ranks must call this, and all get the same result.
+
+        local: [t], the values of this rank's t tokens. Values at padding are dropped.
+        cp_group: the CP process group, needed if there are several CP ranks.
         """
         # Padding is written after the end of the stream. To remove it with a mask, the host would have to
         # wait until the device has counted.
@@ -262,10 +293,14 @@ class Pack:
         return _sum_over(stream[:-1], cp_group, self.layout.cp)
 
     def sequence_sum(self, local: torch.Tensor, cp_group=None) -> torch.Tensor:
-        """Return the sum of `local` [t] over each sequence, without padding and over all CP ranks: [S].
+        """Return the sum of `local` over each sequence, without padding and over all CP ranks: [S], detached.
 
-        The result is detached, so that no gradient has to pass through a collective. Sequence-level losses
-        multiply it by exp(logp - logp.detach()), which has the value 1 and the exact gradient of each token.
+        All CP ranks must call this. The result is detached, so that no gradient has to pass through a
+        collective. Sequence-level losses multiply it by exp(logp - logp.detach()), which has the value 1 and
+        the exact gradient of each token.
+
+        local: [t], one value for each of this rank's t tokens.
+        cp_group: the CP process group, needed if there are several CP ranks.
         """
         sums = local.new_zeros(len(self.lengths) + 1)
         sums.index_add_(0, self.tensor("sequence_or_none", local.device), local.detach())

@@ -13,10 +13,10 @@ def schedule_pairs(
 ) -> Schedule:
     """Distribute pairs of sequences over micro-batches and data-parallel ranks, with the rules of `schedule`.
 
-    The two sequences of a pair stay adjacent in one micro-batch, because the loss of a reward model couples
-    them.
+    Sequences 2i and 2i + 1 are pair i. They stay adjacent in one micro-batch, because the loss of a reward
+    model couples them.
 
-    lengths: int [2P], number of tokens of each sequence.
+    lengths: int [2P], number of tokens of each sequence of the P pairs.
     options: further arguments of `schedule`.
     """
     padded = padded_to(np.asarray(lengths, dtype=np.int64), sequence_multiple)

@@ -26,6 +26,6 @@ class Prompt:
     source: str = ""
     """Name of the file or data set that the record is from."""
     messages: list[dict[str, Any]] | None = None
-    """The chat that the text renders, or None if the prompt is not a chat."""
+    """The chat messages that were rendered to `text`, or None if the prompt is not a chat."""
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of the tools that the record offers to the model, or None if it offers none."""

@@ -10,7 +10,10 @@ from grpo_megatron.batch.prompt import Prompt
 
 @dataclass(frozen=True)
 class WeightSpan:
-    """A span of response tokens [start, end) that were generated with the weights of version `version`."""
+    """A span of response tokens [start, end) that were generated with one version of the weights.
+
+    version: version of the weights; 0 before the first weight sync.
+    """
 
     version: int
     start: int
@@ -24,7 +27,8 @@ class Sample:
     A trajectory is one response, or one episode with an environment. With rollout.history=template, the input
     of a turn may not start with the tokens that the model read and wrote before. A new sequence then begins,
     whose prompt_ids are everything that the model read for that turn. All sequences of a trajectory have the
-    trajectory's reward, components and finish_reason. In means over trajectories they count as one.
+    trajectory's reward, components and finish_reason. In means over trajectories, the sequences of a
+    trajectory count as one.
 
     A sample is immutable. `scored` returns a copy with a reward.
     """
@@ -38,7 +42,7 @@ class Sample:
     response_ids: np.ndarray
     """int32 [R], R > 0. Tokens after the prompt, written by the model or by the environment."""
     loss_mask: np.ndarray
-    """bool [R]. False for text that the model did not write."""
+    """bool [R]. False for tokens that are not trained on, such as text that the model did not write."""
     rollout_logprobs: np.ndarray
     """float32 [R]. Natural log of the probability with which each token was sampled, after temperature."""
     finish_reason: str
@@ -50,15 +54,16 @@ class Sample:
     reward: float | None = None
     """Reward of the trajectory. None if it is not computed yet, or if it failed and is left out."""
     reward_components: dict[str, float] = field(default_factory=dict)
-    """Further numbers of the reward for the logs, by name."""
+    """{name: number} of further numbers that were computed with the reward, for the logs."""
     routing: np.ndarray | None = None
-    """int16 [P + R, L, k] or None. The k experts that the engine chose per token in each of L MoE layers."""
+    """int16 [P + R, L, k] or None. The k experts that the engine chose for each token in each of L MoE
+    layers."""
     turns: int = 1
     """Number of turns that the model wrote in this sequence."""
     reward_failed: bool = False
     """True if computing the reward failed. `reward` is then reward.failure_value, or None (left out)."""
     scored_text: str | None = None
-    """Part of response_text that reward.function scored (an episode's last turn). None means all of it."""
+    """Part of response_text that reward.function scored (an episode's last turn). None: the whole text."""
 
     def __post_init__(self):
         length = len(self.response_ids)
@@ -95,18 +100,18 @@ class Sample:
 
 @dataclass(frozen=True)
 class Group:
-    """All trajectories of one prompt. GRPO compares them with each other."""
+    """All trajectories of one prompt. GRPO compares their rewards with each other."""
 
     group_id: int
     prompt: Prompt
     samples: tuple[Sample, ...]
-    """The sequences. Those of one trajectory follow each other."""
+    """All sequences of all trajectories. The sequences of a trajectory are adjacent."""
     failed: int = 0
     """Number of trajectories that were left out because their reward or environment failed."""
 
     @property
     def trajectories(self) -> list[tuple[Sample, ...]]:
-        """The sequences of each trajectory, in the order in which they were played."""
+        """The trajectories, each as a tuple of its sequences in the order in which they were generated."""
         return [
             tuple(sequences)
             for _, sequences in groupby(self.samples, key=lambda sample: sample.trajectory_id)
@@ -114,5 +119,5 @@ class Group:
 
     @property
     def rewards(self) -> list[float]:
-        """One reward per trajectory."""
+        """The reward of each trajectory, in the order of `trajectories`."""
         return [sequences[0].reward for sequences in self.trajectories]

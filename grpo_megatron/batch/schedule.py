@@ -4,9 +4,9 @@ Sequences are packed into micro-batches over the whole optimizer step, which are
 each rank packed its own share, their numbers of micro-batches would differ, and the pipeline would wait.
 
 The micro-batches are sorted by cost and dealt in rounds of one per rank, so that the ranks' simultaneous work
-costs nearly the same. Expert parallelism needs this: its ranks meet in an all-to-all in every MoE layer. In
-each round, the costliest micro-batch goes to the least loaded rank, so that the totals are nearly equal.
-Exchanges of sequences, first within rounds and then between ranks, remove most of the remaining difference.
+costs nearly the same (for the all-to-alls of expert parallelism). In each round, the costliest micro-batch
+goes to the least loaded rank, so that the totals are nearly equal. Exchanges of sequences, first within
+rounds and then between ranks, remove most of the remaining difference.
 """
 
 import heapq
@@ -29,25 +29,26 @@ _EXCHANGE_BUDGET = 30_000
 class CostModel:
     """An estimate of the relative FLOPs of a training or log-prob pass over one sequence.
 
-    A sequence of L tokens costs per_token · L + per_pair · L (L + 1) / 2: per_token for the linear layers of
-    one token, per_pair for one (query, key) pair of causal attention. Only the ratio of the two matters. The
-    default is about the ratio of a dense 7B model.
+    A sequence of L tokens costs per_token · L + per_pair · L (L + 1) / 2: per_token for the linear layers,
+    per_pair for each (query, key) pair of causal attention. Only the ratio of the two matters. The default is
+    about the ratio of a dense 7B model.
     """
 
     per_token: float = 1.0
     per_pair: float = 2.8e-5
 
     def flops(self, lengths) -> np.ndarray:
-        """Return the cost of each sequence, float64 [S], for lengths [S] in tokens."""
+        """Return the estimated cost of each of S sequences, float64 [S]. lengths: int [S], in tokens."""
         lengths = np.asarray(lengths, dtype=np.float64)
         return self.per_token * lengths + self.per_pair * lengths * (lengths + 1) / 2
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Sequence indices per micro-batch: micro_batches[dp_rank][i]. All ranks compute their i-th together."""
+    """The assignment of sequences to micro-batches and data-parallel ranks."""
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
+    """micro_batches[dp_rank][i]: sequence indices. All ranks compute their micro-batch i at the same time."""
 
     @property
     def num_micro_batches(self) -> int:
@@ -55,7 +56,7 @@ class Schedule:
         return len(self.micro_batches[0])
 
     def sequences(self, dp_rank: int) -> list[int]:
-        """Return the indices of all sequences of a rank, micro-batch by micro-batch."""
+        """Return the indices of all sequences that a rank computes, micro-batch by micro-batch."""
         return [i for micro_batch in self.micro_batches[dp_rank] for i in micro_batch]
 
 
@@ -72,10 +73,10 @@ def schedule(
     """Partition S sequences into micro-batches for `dp` data-parallel ranks. The result is deterministic.
 
     lengths: int [S], number of tokens of each sequence.
-    max_tokens: token limit of a micro-batch over all CP ranks, padding to `sequence_multiple` (see Layout)
-        included.
+    max_tokens: token limit of a micro-batch over all CP ranks, including the padding to `sequence_multiple`.
     cost: cost estimate that is used to balance the ranks.
     packing: if False, every sequence is a micro-batch of its own.
+    sequence_multiple: number that padded sequence lengths are divisible by (Layout.sequence_multiple).
     multiple_of: divisor of the micro-batches per rank (the pipeline size under a virtual pipeline, else 1).
     lockstep: True if ranks wait for each other in every micro-batch (expert parallelism), not once a step.
 
@@ -85,8 +86,8 @@ def schedule(
     micro-batches, except with lockstep, where the other ranks would only wait more often. Cheap micro-batches
     come first and last, where a pipeline fills and drains.
 
-    Raises UserError if a sequence exceeds max_tokens. Raises UserError also if the sequences cannot be split
-    into equally many micro-batches per rank. Raises ValueError for lengths below 1.
+    Raises UserError if a sequence exceeds max_tokens, or if the sequences cannot be split into equally many
+    micro-batches per rank. Raises ValueError for lengths below 1.
     """
     padded = _padded(lengths, max_tokens, sequence_multiple)
     order = np.argsort(padded, kind="stable")
@@ -97,31 +98,28 @@ def schedule(
     rounds = _rounds([sequences.micro_batch(chosen) for chosen in packed], dp)
     if packing:
         _level_rounds(rounds, sequences)
-    ranks = _deal(rounds)
+    per_rank = _deal(rounds)
     if packing and not lockstep:
-        _level_ranks(ranks, sequences)
+        _level_ranks(per_rank, sequences)
     index = [-1, *order.tolist()]
     return Schedule(
-        tuple(tuple(tuple(sorted([index[s] for s in mb.members])) for mb in rank) for rank in ranks)
+        tuple(tuple(tuple(sorted([index[s] for s in mb.members])) for mb in own) for own in per_rank)
     )
 
 
 def _padded(lengths, max_tokens: int, sequence_multiple: int) -> np.ndarray:
     lengths = np.asarray(lengths, dtype=np.int64)
     if lengths.size == 0:
-        raise UserError(
-            "there are no sequences to train on; use a larger batch, or filters that remove fewer groups"
-        )
+        raise UserError("there are no sequences to train on; use a larger batch, or less strict filters")
     if lengths.min() < 1:
         raise ValueError(f"sequence {int(lengths.argmin())} has {lengths.min()} tokens")
     padded = padded_to(lengths, sequence_multiple)
     longest = int(padded.argmax())
     if padded[longest] > max_tokens:
-        padding = (
-            f" ({padded[longest]} with the padding of context parallelism)" if sequence_multiple > 1 else ""
-        )
+        with_padding = f" ({padded[longest]} with the padding of context parallelism)"
+        padding = with_padding if sequence_multiple > 1 else ""
         raise UserError(
-            f"sequence {longest} has {lengths[longest]} tokens{padding}, but a micro-batch may hold "
+            f"sequence {longest} has {lengths[longest]} tokens{padding}, but a micro-batch holds at most "
             f"{max_tokens}; raise train.max_tokens_per_micro_batch"
         )
     return padded
@@ -129,29 +127,28 @@ def _padded(lengths, max_tokens: int, sequence_multiple: int) -> np.ndarray:
 
 def _cannot_share(count: int, dp: int, multiple_of: int, packing: bool) -> str:
     step = dp * multiple_of
+    fitting = f"make the number of sequences a multiple of {step}"
     if count < step:
         advice = f"at least {step} are needed: use a larger batch or fewer data-parallel ranks"
     elif packing:
-        advice = (
-            f"raise train.max_tokens_per_micro_batch, or make the number of sequences a multiple of {step}"
-        )
+        advice = f"raise train.max_tokens_per_micro_batch, or {fitting}"
     else:
-        advice = f"make the number of sequences a multiple of {step}, or use train.packing=true"
+        advice = f"{fitting}, or use train.packing=true"
     multiple = f", a multiple of {multiple_of} for the virtual pipeline" if multiple_of > 1 else ""
     return (
-        f"{count} sequences{'' if packing else ', one per micro-batch,'} cannot be shared by {dp} "
-        f"data-parallel ranks with equally many micro-batches each{multiple}; {advice}"
+        f"{count} sequences{'' if packing else ', one per micro-batch,'} cannot be divided among {dp} "
+        f"data-parallel ranks so that each gets the same number of micro-batches{multiple}; {advice}"
     )
 
 
 @dataclass(slots=True)
 class _MicroBatch:
-    members: list[int]  # ascending
+    members: list[int]  # ids of the sequences (see _Sequences), ascending
     tokens: int
     cost: float
 
     def replace(self, old: int, new: int, sequences: "_Sequences") -> None:
-        """Replace the sequence `old` by `new`. 0 stands for no sequence."""
+        """Remove sequence `old` and add sequence `new`, in place. Both are ids; 0 stands for no sequence."""
         if old:
             self.members.remove(old)
         if new:
@@ -161,7 +158,7 @@ class _MicroBatch:
 
 
 class _Sequences:
-    """Lengths and costs of the sequences, numbered 1..S from shortest to longest. 0 means no sequence."""
+    """Lengths and costs of S sequences with the ids 1..S, from shortest to longest. Id 0: no sequence."""
 
     def __init__(self, length: np.ndarray, cost: np.ndarray, max_tokens: int):
         # Lists, because single elements are read, which is several times faster than in arrays.
@@ -174,17 +171,16 @@ class _Sequences:
 
     def micro_batch(self, members: list[int]) -> _MicroBatch:
         members.sort()
-        return _MicroBatch(
-            members, sum([self.length[s] for s in members]), sum([self.cost[s] for s in members])
-        )
+        tokens, cost = sum([self.length[s] for s in members]), sum([self.cost[s] for s in members])
+        return _MicroBatch(members, tokens, cost)
 
 
 def _pack(sequences: _Sequences, step: int) -> list[list[int]]:
-    """Pack sequences evenly into micro-batches whose count is a multiple of `step`, if possible.
+    """Pack sequences evenly into a multiple of `step` micro-batches, if possible. Return their sequence ids.
 
-    Dealing each sequence, longest first, to the emptiest micro-batch is the most even way. It fails if there
-    is little room to spare. Then first-fit-decreasing is used, and its last micro-batches, which contain the
-    shortest sequences, are dealt again evenly: all of them, or the last quarter, or the last 16th ...
+    Dealing each sequence, longest first, to the emptiest micro-batch is the most even way. If it fails for
+    lack of room, first-fit-decreasing is used. Then its last micro-batches, with the shortest sequences, are
+    dealt again evenly: all of them, or the last quarter, or the last 16th ...
     """
     everything = range(len(sequences), 0, -1)
     fewest = padded_to(-(-sum(sequences.length) // sequences.max_tokens), step)
@@ -204,7 +200,10 @@ def _pack(sequences: _Sequences, step: int) -> list[list[int]]:
 
 
 def _emptiest_first(chosen: Sequence[int], count: int, sequences: _Sequences) -> list[list[int]] | None:
-    """Deal `chosen`, longest first, to the emptiest of `count` micro-batches. None if one overflows."""
+    """Deal sequences, longest first, to the emptiest of `count` micro-batches.
+
+    Return the sequence ids of each micro-batch, or None if one would exceed the token limit.
+    """
     if count > len(chosen):
         return None
     length, limit = sequences.length, sequences.max_tokens
@@ -221,46 +220,45 @@ def _emptiest_first(chosen: Sequence[int], count: int, sequences: _Sequences) ->
 
 
 def _first_fit(sequences: _Sequences, pairs: bool) -> list[list[int]]:
-    """Pack by first-fit-decreasing: fill one micro-batch at a time with the longest sequence it has room for.
+    """Return the sequence ids of each micro-batch, filled one by one with the longest sequence that fits.
 
-    pairs: True to replace the last sequence of a micro-batch by two that fill it better, if there are such.
-        This saves a few of thousands of micro-batches, but may cost one if all sequences are long.
+    pairs: True to end a micro-batch with two sequences instead of one, if the two fill it better. This saves
+        a few of thousands of micro-batches, but may cost one if all sequences are long.
     """
-    length, left = sequences.length, _Left(sequences.length)
+    length, remaining = sequences.length, _Remaining(sequences.length)
     little = sequences.max_tokens // 4096
     packed = []
-    while s := left.longest(sequences.max_tokens):
+    while s := remaining.longest(sequences.max_tokens):
         members: list[int] = []
         room = sequences.max_tokens
         while s:
             rest = room - length[s]
-            look = pairs and members and little < rest < left.shortest()
-            pair = left.pair(room, more_than=length[s]) if look else None
+            look = pairs and members and little < rest < remaining.shortest()
+            pair = remaining.pair(room, more_than=length[s]) if look else None
             for chosen in pair or (s,):
-                left.take(chosen)
+                remaining.take(chosen)
                 members.append(chosen)
                 room -= length[chosen]
-            s = left.longest(room)
+            s = remaining.longest(room)
         packed.append(members)
     return packed
 
 
-class _Left:
-    """The sequences that first-fit-decreasing still has to place."""
+class _Remaining:
+    """The sequences that first-fit-decreasing has not put into a micro-batch yet."""
 
     def __init__(self, length: list[int]):
         self._length = length
-        # A remaining sequence points to itself. A placed one points to a shorter one, with no remaining one
-        # in between (union-find). 0 stands for none.
+        # Union-find: a remaining sequence points to itself. A placed one points to a shorter one, or to 0.
         self._next = list(range(len(length)))
         self._low = 1
 
     def longest(self, room: int) -> int:
-        """Return the longest remaining sequence of at most `room` tokens, or 0 if there is none."""
+        """Return the id of the longest remaining sequence with at most `room` tokens; 0 if there is none."""
         return self._find(bisect_right(self._length, room) - 1)
 
     def shortest(self) -> int:
-        """Return the number of tokens of the shortest remaining sequence. At least one must remain."""
+        """Return the length in tokens of the shortest remaining sequence. At least one must remain."""
         while self._next[self._low] != self._low:
             self._low += 1
         return self._length[self._low]
@@ -269,9 +267,9 @@ class _Left:
         self._next[s] = s - 1
 
     def pair(self, room: int, more_than: int) -> tuple[int, int] | None:
-        """Return two sequences with more than `more_than` and at most `room` tokens in total, or None.
+        """Return the ids of two sequences that have more than `more_than` and at most `room` tokens together.
 
-        Of 16 tries, the pair with the largest total is returned.
+        Up to 16 pairs are tried, and the pair with the most tokens is returned; None if no pair fits.
         """
         best = None
         a = self.longest(room - self.shortest())
@@ -294,7 +292,7 @@ class _Left:
 
 
 def _split(packed: list[list[int]], count: int) -> list[list[int]]:
-    """Halve the micro-batches with the most sequences until there are `count`. The last resort: uneven."""
+    """Halve the micro-batches with the most sequences until there are `count`. Return all micro-batches."""
     heap = [(-len(members), members) for members in packed]
     heapq.heapify(heap)
     while len(heap) < count and heap[0][0] < -1:
@@ -312,9 +310,11 @@ def _rounds(micro_batches: list[_MicroBatch], dp: int) -> list[list[_MicroBatch]
 def _exchange(
     heavy: _MicroBatch, light: _MicroBatch, gap: float, sequences: _Sequences
 ) -> tuple[float, int, int]:
-    """Return (left, a, b): swapping a of `heavy` for the shorter b of `light` best reduces the gap in cost.
+    """Find the swap of two sequences that best reduces a gap in cost. Return (gap after the swap, a, b).
 
-    left: the gap after the swap. b = 0: a moves without a swap. (gap, 0, 0): no swap helps.
+    a: id of the sequence that moves from `heavy` to `light`; 0 if no swap helps.
+    b: id of the shorter sequence that moves back; 0 if nothing moves back.
+    gap: the difference in cost to reduce.
     """
     length, cost, members = sequences.length, sequences.cost, light.members
     room = sequences.max_tokens - light.tokens
@@ -336,7 +336,7 @@ def _exchange(
 
 
 def _level_rounds(rounds: list[list[_MicroBatch]], sequences: _Sequences) -> None:
-    """Exchange sequences within rounds, in place, to make each round's costliest micro-batch cheaper."""
+    """Exchange sequences between micro-batches of a round, in place, to make the costliest one cheaper."""
     dp = len(rounds[0])
     mean = [sum(mb.cost for mb in members) / dp for members in rounds]
     heap = [(mean[i] - max(mb.cost for mb in members), i) for i, members in enumerate(rounds)]
@@ -360,7 +360,7 @@ def _level_rounds(rounds: list[list[_MicroBatch]], sequences: _Sequences) -> Non
 
 
 def _deal(rounds: list[list[_MicroBatch]]) -> list[list[_MicroBatch]]:
-    """Return ranks[dp_rank][i]. In each round, the costliest micro-batch goes to the least loaded rank."""
+    """Return the micro-batches of each rank. In each round, the costliest goes to the least loaded rank."""
     dp = len(rounds[0])
     costs = [[mb.cost for mb in members] for members in rounds]
     load = np.zeros(dp)
@@ -373,21 +373,20 @@ def _deal(rounds: list[list[_MicroBatch]]) -> list[list[_MicroBatch]]:
         place[busiest_first] = cheapest_first
         load += np.asarray(costs[i])[place]
         dealt[i] = [rounds[i][p] for p in place]
-    # Put cheap rounds at both ends: a pipeline idles for about a micro-batch per stage while it fills and
-    # drains.
+    # Cheap rounds go to both ends: a pipeline idles for about one micro-batch per stage at its start and end.
     dealt = dealt[::2] + dealt[1::2][::-1]
     return [[members[rank] for members in dealt] for rank in range(dp)]
 
 
-def _level_ranks(ranks: list[list[_MicroBatch]], sequences: _Sequences) -> None:
-    """Exchange sequences between the most and the least loaded rank, in place."""
-    load = [sum(mb.cost for mb in rank) for rank in ranks]
+def _level_ranks(per_rank: list[list[_MicroBatch]], sequences: _Sequences) -> None:
+    """Exchange sequences between the most and the least loaded rank, in place, to even out total costs."""
+    load = [sum(mb.cost for mb in own) for own in per_rank]
     mean = sum(load) / len(load)
     budget = _EXCHANGE_BUDGET
     while budget > 0 and max(load) > mean * (1 + _TOLERANCE):
         heavy, light = load.index(max(load)), load.index(min(load))
         gap = load[heavy] - load[light]
-        pairs = list(zip(ranks[heavy], ranks[light], strict=True))
+        pairs = list(zip(per_rank[heavy], per_rank[light], strict=True))
         budget -= sum(len(mb.members) for mb, _ in pairs)
         (left, a, b), i = min((_exchange(*pair, gap, sequences), i) for i, pair in enumerate(pairs))
         if left >= gap * (1 - _TOLERANCE):

@@ -27,23 +27,24 @@ _TOKEN_ARRAYS = {
 
 @dataclass
 class TrainBatch:
-    """T tokens in S sequences, as NumPy arrays on the CPU until a rank takes its slice.
+    """A batch of T tokens in S sequences, as NumPy arrays on the CPU until a rank takes its slice.
 
-    Log-probs are natural logs, and zero where unknown.
+    Log-probs are natural logs, and zero where unknown. Per-token arrays are stored at the position that
+    predicts the token: position t predicts tokens[t + 1].
     """
 
     cu_seqlens: np.ndarray
     """int32 [S+1]. Start of each sequence in the token stream, and the end of the last one."""
     group_id: np.ndarray
-    """int64 [S]. Group of each sequence."""
+    """int64 [S]. Id of each sequence's group, which is all trajectories of one prompt."""
     trajectory_id: np.ndarray
-    """int64 [S]. Trajectory of each sequence."""
+    """int64 [S]. Id of the trajectory that each sequence belongs to."""
     reward: np.ndarray
     """float32 [S]. Reward of each sequence's trajectory."""
     tokens: np.ndarray
     """int32 [T]. Token ids."""
     target: np.ndarray
-    """int32 [T]. The next token, which this position predicts."""
+    """int32 [T]. Token id that each position predicts: the id at the next position."""
     loss_mask: np.ndarray
     """bool [T]. True for trained tokens."""
     weight: np.ndarray
@@ -51,17 +52,17 @@ class TrainBatch:
     advantage: np.ndarray
     """float32 [T]. Advantage of each token. Zero for untrained tokens."""
     rollout_logp: np.ndarray
-    """float32 [T]. Log-prob under the engine's policy, when the token was sampled."""
+    """float32 [T]. Log-prob of `target` under the engine's policy, when the token was sampled."""
     old_logp: np.ndarray
-    """float32 [T]. Log-prob under the trainer's policy before the step."""
+    """float32 [T]. Log-prob of `target` under the trainer's policy before the step."""
     ref_logp: np.ndarray
-    """float32 [T]. Log-prob under the reference policy."""
+    """float32 [T]. Log-prob of `target` under the reference policy."""
     routing: np.ndarray | None = None
-    """int [T, L, k] or None. The k experts that the engine chose per token in each of L MoE layers."""
+    """int [T, L, k] or None. The k experts that the engine chose for each token in each of L MoE layers."""
     policy_factor: np.ndarray | None = None
     """float32 [T] or None (1 everywhere). Multiplies the policy term of the loss, not KL and entropy."""
-    number: np.ndarray | None = None
-    """int64 [T] or None. Index of each token in the step. The metric mismatch/worst refers to it."""
+    index_in_step: np.ndarray | None = None
+    """int64 [T] or None. Index of each token in the whole step, by which mismatch/worst identifies tokens."""
 
     def __post_init__(self):
         for name in ("group_id", "trajectory_id", "reward"):
@@ -109,7 +110,7 @@ class TrainBatch:
 
     @classmethod
     def concatenate(cls, parts: list["TrainBatch"]) -> "TrainBatch":
-        """Return one batch with the sequences of all parts, in order. Its arrays are copies."""
+        """Return one batch with the sequences of all batches in `parts`, in order. Its arrays are copies."""
         arrays = {
             "cu_seqlens": np.concatenate([[0], np.cumsum(np.concatenate([p.lengths for p in parts]))]).astype(
                 np.int32
@@ -122,7 +123,7 @@ class TrainBatch:
         return cls(**arrays)
 
     def set(self, **arrays: np.ndarray | None) -> None:
-        """Replace per-token arrays of the batch. Each must have shape [T, ...] or be None."""
+        """Replace per-token arrays of the batch, which are given by name. Each must be [T, ...] or None."""
         for name, array in arrays.items():
             if array is not None and array.shape[:1] != self.tokens.shape:
                 raise ValueError(f"{name} has {len(array)} entries for {self.num_tokens} tokens")
@@ -143,20 +144,23 @@ class TrainBatch:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Number of tokens of each sequence, int64 [S]."""
+        """Number of tokens of each of the S sequences, int64 [S]."""
         return np.diff(self.cu_seqlens).astype(np.int64)
 
     @property
     def sequence_id(self) -> np.ndarray:
-        """Index of the sequence that each token belongs to, int64 [T]."""
+        """Index of the sequence that each of the T tokens belongs to, int64 [T]."""
         return np.repeat(np.arange(self.num_sequences), self.lengths)
 
     def token_index(self, sequences) -> np.ndarray:
-        """Return the indices, in the token stream, of all tokens of the given sequences (indices), int64."""
+        """Return the indices of all tokens of some sequences in the batch's token stream, int64.
+
+        sequences: indices of the sequences.
+        """
         return np.concatenate([np.arange(self.cu_seqlens[i], self.cu_seqlens[i + 1]) for i in sequences])
 
     def select(self, sequences) -> "TrainBatch":
-        """Return a batch with only the given sequences (indices), in that order."""
+        """Return a batch with only the given sequences (indices), in the order given."""
         sequences = np.asarray(sequences, dtype=np.int64)
         index = self.token_index(sequences)
         per_sequence = {"group_id", "trajectory_id", "reward"}

@@ -18,7 +18,8 @@ from grpo_megatron.errors import UserError
 def of_interface(name: str) -> str:
     """Return the IPv4 address of a network interface of this node.
 
-    Raises UserError if the interface does not exist or has no IPv4 address. The message lists the others.
+    Raises UserError if the interface does not exist or has no IPv4 address. The message lists the node's
+    other interfaces.
     """
     found = _by_interface()
     if found.get(name):
@@ -26,14 +27,15 @@ def of_interface(name: str) -> str:
     others = ", ".join(f"{interface} ({addresses[0]})" for interface, addresses in found.items() if addresses)
     problem = "has no IPv4 address" if name in found else "does not exist"
     raise UserError(
-        f"network interface {name} {problem} on node {socket.gethostname()}; the node has {others}"
+        f"network interface {name} {problem} on node {socket.gethostname()}; choose one that it has: {others}"
     )
 
 
 def loopback_interface() -> str:
     """Return the name of this node's loopback interface, to restrict gloo and NCCL to it.
 
-    It is found by its address (127.0.0.1 or the like). Raises UserError if there is none.
+    The interface is found by its address (127.0.0.1 or another loopback address). Raises UserError if the
+    node has no loopback interface.
     """
     for interface, addresses in _by_interface().items():
         if any(ip_address(address).is_loopback for address in addresses):
@@ -45,7 +47,7 @@ def loopback_interface() -> str:
 
 
 def _by_interface() -> dict[str, list[str]]:
-    """Return {name of an interface: its IPv4 addresses}."""
+    """Return {name of a network interface of this node: its IPv4 addresses}."""
     return {
         interface: [address.address for address in addresses if address.family == socket.AF_INET]
         for interface, addresses in psutil.net_if_addrs().items()
@@ -53,14 +55,17 @@ def _by_interface() -> dict[str, list[str]]:
 
 
 def of_host(name: str) -> str:
-    """Return the IPv4 address that this node resolves a host name to. Raises UserError if there is none.
+    """Return the IPv4 address that this node resolves a host name to.
 
-    If the name has several addresses, one that is not a loopback address is preferred.
+    If the name has several addresses, an address other than a loopback address is preferred. Raises UserError
+    if the name cannot be resolved.
     """
     try:
         addresses = [found[4][0] for found in socket.getaddrinfo(name, None, socket.AF_INET)]
     except OSError as error:
-        raise UserError(f"node {socket.gethostname()} cannot resolve {name}: {error}") from error
+        raise UserError(
+            f"node {socket.gethostname()} cannot resolve {name}: {error}; check the name"
+        ) from error
     return min(addresses, key=lambda address: ip_address(address).is_loopback)
 
 
@@ -69,8 +74,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--interface")
-    which.add_argument("--host")
+    which.add_argument("--interface", help="print the address of this interface, such as ib0")
+    which.add_argument("--host", help="print the address that this host name resolves to")
     options = parser.parse_args()
     try:
         print(of_interface(options.interface) if options.interface else of_host(options.host))

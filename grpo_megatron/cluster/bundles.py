@@ -11,11 +11,12 @@ from grpo_megatron.errors import UserError
 
 @dataclass(frozen=True)
 class Bundles:
-    """Numbers of devices of the bundles that a run reserves. Each bundle is on one node.
+    """Sizes of a run's bundles in devices. A bundle is devices that Ray reserves together on one node.
 
-    ranks: sizes of the bundles for trainer ranks
-    engines: sizes of the bundles for engines; empty if the engines share the devices of the ranks
-    part: number of an engine's devices on one node: all of them, unless the engine is larger than a node
+    ranks: size of each bundle for trainer ranks
+    engines: size of each bundle for engines; empty if the engines share the devices of the ranks
+    part: number of devices that an engine has on each of its nodes. This is the engine's tensor-parallel
+        size, or the size of a node if the engine is larger than a node.
     """
 
     ranks: tuple[int, ...]
@@ -26,25 +27,26 @@ class Bundles:
 def bundles(
     num_ranks: int, group: int, num_engines: int, engine_tp: int, per_node: int, colocated: bool
 ) -> Bundles:
-    """Return the sizes of the bundles of devices that a run needs from Ray.
+    """Return the sizes of the bundles of devices that a run must reserve from Ray.
 
+    num_ranks: number of trainer ranks
     group: tensor-parallel size of the trainer
     engine_tp: tensor-parallel size of an engine
     per_node: number of devices of the largest node
-    colocated: whether engines and ranks share devices
+    colocated: True if engines and ranks share devices
 
-    Raises UserError if a tensor-parallel group of ranks would cross nodes. Raises UserError also if an engine
-    would take several nodes without filling each.
+    Raises UserError if a tensor-parallel group of ranks would cross nodes, or if an engine would take several
+    nodes without using all devices of each.
     """
     if group > per_node and num_ranks:
         raise UserError(
-            f"megatron.tensor_parallel={group}: the group's ranks exchange activations in every layer and "
-            f"must be on one node, which has {per_node} devices"
+            f"megatron.tensor_parallel={group} exceeds the {per_node} devices of a node; a group's ranks "
+            f"exchange activations in every layer and must be on one node, so set it to at most {per_node}"
         )
     if engine_tp > per_node and engine_tp % per_node:
         raise UserError(
-            f"rollout.engine.tensor_parallel={engine_tp}: an engine over several nodes takes all {per_node} "
-            f"devices of each, so it must be a multiple of {per_node}"
+            f"rollout.engine.tensor_parallel={engine_tp} must be a multiple of {per_node}, because an engine "
+            f"on several nodes uses all {per_node} devices of each"
         )
     part = min(engine_tp, per_node)
     if not colocated or not (num_ranks and num_engines):
@@ -52,13 +54,16 @@ def bundles(
     both = lcm(group, part)
     if both > per_node:
         raise UserError(
-            f"cluster.placement=colocated: groups of megatron.tensor_parallel={group} ranks and engines of "
-            f"rollout.engine.tensor_parallel={engine_tp} on the same {per_node} devices of a node would "
-            "cross nodes; make one a multiple of the other"
+            f"cluster.placement=colocated: with megatron.tensor_parallel={group} and "
+            f"rollout.engine.tensor_parallel={engine_tp} on the same {per_node} devices of a node, groups of "
+            "ranks would cross nodes; make one a multiple of the other"
         )
     return Bundles(_cut(max(num_ranks, num_engines * engine_tp), both), (), part)
 
 
 def _cut(total: int, size: int) -> tuple[int, ...]:
-    """Split `total` devices into bundles of `size`. A remainder becomes a last, smaller bundle."""
+    """Split `total` devices into bundles of `size`, and return the size of each bundle.
+
+    A remainder becomes a last, smaller bundle.
+    """
     return (size,) * (total // size) + ((total % size,) if total % size else ())

@@ -22,7 +22,7 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use, by its CPU affinity and by the quota of its container."""
+    """Return how many CPU cores this process may use, by its CPU affinity and its container's quota."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = _QUOTA.read_text(encoding="ascii").split()
@@ -32,7 +32,7 @@ def usable_cores() -> int:
 
 
 def openmp_variables(threads: int) -> dict[str, str]:
-    """Return the OpenMP variables for the environment of a rank or an engine that computes on CPUs.
+    """Return the OpenMP environment variables for a trainer rank or an engine that computes on CPUs.
 
     threads: number of threads that the process may use for one operator.
     """
@@ -53,9 +53,9 @@ def _usable_cores() -> int:
 
 
 def cores_of(bundle_on: Mapping[str, int], group: PlacementGroup) -> dict[str, int]:
-    """Return {id of a node: number of its usable cores}. A Ray task on each node counts them.
+    """Return {id of a node: number of its usable cores}. A Ray task on each node counts the cores.
 
-    bundle_on: {id of a node: index of one of the group's bundles there}.
+    bundle_on: {id of a node: index of a bundle of `group` on this node}.
     group: the placement group in which the tasks run.
     """
     here = ray.get_runtime_context().get_node_id()  # asking another process would take a second
@@ -76,11 +76,11 @@ def threads_by_node(
     cores: Mapping[str, int],
     environ: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, int]:
-    """Return {node: threads of each process there} for one side, the trainer ranks or the engine ranks.
+    """Return {node: number of threads of each process there}, for all trainer ranks or all engine ranks.
 
     setting: value of cpu_threads in the configuration: a number as text, or `auto`. `auto` means
-        OMP_NUM_THREADS if `environ` has it, else a node's cores divided among this side's processes there.
-    nodes: the node of each process of this side.
+        OMP_NUM_THREADS if `environ` has it, else the node's cores divided by the number of its processes.
+    nodes: the node of each trainer rank, or of each engine rank.
     cores: {node: number of usable cores}.
     environ: environment variables of the driver.
     """
@@ -93,15 +93,19 @@ def threads_by_node(
 
 
 def threads_text(what: str, threads: Mapping[str, int]) -> str:
-    """Return a text for the user such as `2 threads for each trainer rank`. threads: {node: threads}."""
-    number = _range(threads)
-    return f"{number} thread{'' if number == '1' else 's'} for each {what}"
+    """Return a text for the user, such as `2 threads for each trainer rank`.
+
+    what: name of a process, such as `trainer rank`.
+    threads: {node: number of threads of each process}.
+    """
+    count = _range(threads)
+    return f"{count} thread{'' if count == '1' else 's'} for each {what}"
 
 
 def cores_text(cores: Mapping[str, int]) -> str:
-    """Return a text for the user such as `8 usable cores on each node`. cores: {node: cores}."""
-    number = _range(cores)
-    return f"{number} usable core{'' if number == '1' else 's'} on each node"
+    """Return a text for the user, such as `8 usable cores on each node`. cores: {node: number of cores}."""
+    count = _range(cores)
+    return f"{count} usable core{'' if count == '1' else 's'} on each node"
 
 
 def _range(numbers: Mapping[str, int]) -> str:

@@ -26,9 +26,9 @@ def share_device() -> None:
 
 
 def _with_shared_devices(initialize):
-    """Return a replacement for ProcessGroupGloo.__init__ that passes on the shared devices.
+    """Return a replacement for ProcessGroupGloo.__init__, which makes the group use the shared devices.
 
-    initialize: the original one.
+    initialize: the original ProcessGroupGloo.__init__, which the replacement calls.
     """
 
     @functools.wraps(initialize)
@@ -44,10 +44,12 @@ def _with_shared_devices(initialize):
 
 @functools.cache
 def _devices(interfaces: str) -> list:
-    """Create the devices that torch would create for a group. The cache makes all groups share them.
+    """Create and return the gloo devices that torch would create for a group.
 
-    interfaces: value of GLOO_SOCKET_IFNAME: names of network interfaces, separated by commas. If empty, it is
-        the interface that the host's name resolves to.
+    The cache returns the same devices for all groups, so that they are shared.
+
+    interfaces: value of GLOO_SOCKET_IFNAME, which is names of network interfaces, separated by commas. If it
+        is empty, the device uses the interface that the host's name resolves to.
     """
     groups = distributed_c10d.ProcessGroupGloo
     named = [groups.create_device(interface=name) for name in interfaces.split(",") if name]

@@ -18,10 +18,11 @@ _TOOLKIT = "/usr/local/cuda"
 def cuda_home(environ: Mapping[str, str]) -> str | None:
     """Return the folder of the CUDA toolkit with which kernels are built at run time; None if there is none.
 
-    The user's choice comes first, then /usr/local/cuda, then the folder of the nvcc on PATH. Libraries that
-    build kernels ask for the nvcc on PATH before they look into /usr/local/cuda. They guess wrong where that
-    nvcc is a link or a script, such as /usr/local/bin/nvcc, and then do not find the CUDA runtime to link
-    with.
+    The order is: CUDA_HOME or CUDA_PATH, which the user may have set, then /usr/local/cuda, then the toolkit
+    of the nvcc on PATH. Libraries that build kernels would use the nvcc on PATH before /usr/local/cuda. If
+    that nvcc is a link or a script, such as /usr/local/bin/nvcc, they do not find the CUDA runtime.
+
+    environ: the driver's environment variables.
     """
     if named := environ.get("CUDA_HOME") or environ.get("CUDA_PATH"):
         return named
@@ -32,11 +33,11 @@ def cuda_home(environ: Mapping[str, str]) -> str | None:
 
 
 def gpu_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables to set for every rank or engine on a GPU.
+    """Return the environment variables to set for every trainer rank and every engine on a GPU.
 
-    They are the NCCL settings, which must be the same in all processes, the CUDA toolkit, and PATH. PATH
-    begins with the folder of the Python executable, because pip installs `ninja` there and SGLang needs it
-    to build kernels. Its part `${PATH}` is replaced by Ray with the PATH of the process's node.
+    These are the NCCL settings, which must be the same in all processes, CUDA_HOME, and PATH. PATH begins
+    with the folder of the Python executable, because pip installs `ninja` there, which SGLang needs to build
+    kernels. Ray replaces `${PATH}` in the value by the PATH of the process's node.
 
     environ: the driver's environment variables, whose NCCL settings and CUDA toolkit are passed on.
     """
@@ -49,16 +50,15 @@ def gpu_environment(environ: Mapping[str, str]) -> dict[str, str]:
 def preload_environment(
     environ: Mapping[str, str], cuda: str | None, packages: str | Path = sysconfig.get_path("purelib")
 ) -> dict[str, str]:
-    """Return LD_LIBRARY_PATH for processes that preload torch_memory_saver, which releases GPU memory.
+    """Return {"LD_LIBRARY_PATH": value} for processes that preload torch_memory_saver.
 
-    The library needs libcudart and does not say where it is. pip installs libcudart into a folder that the
-    loader does not search. torch knows the folder, but is loaded later.
+    That library, which releases GPU memory, needs libcudart. pip installs libcudart into a folder that the
+    loader does not search. torch knows the folder, but is loaded later. The result is empty if pip has not
+    installed libcudart.
 
-    environ: the environment of the process whose children preload the library.
+    environ: environment variables of the process whose children preload the library.
     cuda: torch.version.cuda, such as `13.0`.
     packages: the folder that pip installs into.
-
-    The result is empty if pip has not installed libcudart.
     """
     major = (cuda or "").partition(".")[0]
     folders = [
@@ -71,32 +71,35 @@ def preload_environment(
 
 
 def conflicts(environ: Mapping[str, str]) -> list[str]:
-    """Return a warning for each environment variable of the user that a run overrides or cannot use."""
+    """Return a warning for each environment variable of the user that has no effect or a wrong value.
+
+    environ: the driver's environment variables.
+    """
     nccl, found = gpu_environment(environ), []
     if nccl["NCCL_NVLS_ENABLE"] != "0" and nccl["NCCL_CUMEM_ENABLE"] == "0":
         found.append(
-            f"NCCL_NVLS_ENABLE={nccl['NCCL_NVLS_ENABLE']} has no effect, because NVLink SHARP needs "
-            "NCCL_CUMEM_ENABLE=1, which is 0 here"
+            f"NCCL_NVLS_ENABLE={nccl['NCCL_NVLS_ENABLE']} has no effect, because NCCL_CUMEM_ENABLE is 0; set "
+            "NCCL_CUMEM_ENABLE=1, which NVLink SHARP needs, or unset NCCL_NVLS_ENABLE"
         )
     connections = environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if connections != "1":
         found.append(
-            f"CUDA_DEVICE_MAX_CONNECTIONS={connections} has no effect: trainer ranks always use 1, so "
-            "that communication starts before compute, and SGLang sets 8 in engines"
+            f"CUDA_DEVICE_MAX_CONNECTIONS={connections} has no effect, because trainer ranks always use 1 "
+            "and SGLang sets 8 in engines; unset it"
         )
     home = cuda_home(environ)
     if home and not Path(home, "bin", "nvcc").exists():
         found.append(
             f"the CUDA toolkit {home} has no bin/nvcc on this machine, and engines need it to build their "
-            "kernels: set CUDA_HOME"
+            "kernels; set CUDA_HOME to a complete toolkit"
         )
     return found
 
 
 def filled_in(variables: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` with `variables` set in the way of Ray, which replaces `${PATH}`.
+    """Return a copy of `environ` with `variables` added. As in Ray, `${PATH}` in a value means the old PATH.
 
-    The doctor uses it to start probes with the environment of a rank or an engine, without Ray.
+    With the result, the doctor starts probes that have the environment of a rank or an engine, without Ray.
     """
     return dict(environ) | {
         name: value.replace("${PATH}", environ.get("PATH", "")) for name, value in variables.items()

@@ -1,4 +1,4 @@
-"""The hang detector: the driver's view of what a run's processes do, and whether they make progress."""
+"""The hang detector: the driver watches whether processes make progress, and kills those that hang."""
 
 import logging
 import re
@@ -46,13 +46,13 @@ class Watched:
     process: Process
     """Name and log of the process."""
     actor: ray.actor.ActorHandle
-    """Ray's handle of the process."""
+    """Ray's handle for the process, which is an actor."""
     beat: Beat | None = None
     """The newest heartbeat; None before the first."""
     silent: float = 0.0
     """Seconds since the newest heartbeat."""
     spans: int = 0
-    """Index of the last span that was passed on to the timeline."""
+    """Index (Span.number) of the last ended phase that was passed on to the timeline; 0 before the first."""
 
     @property
     def name(self) -> str:
@@ -61,10 +61,10 @@ class Watched:
 
 @dataclass(frozen=True)
 class Hang:
-    """The processes of a run at the moment when some of them are found to hang.
+    """A hang: the processes of a run at the moment when some of them are found to hang.
 
-    silent: processes whose last heartbeat is too old
-    still: processes whose heartbeats have reported no progress for too long
+    silent: processes that have sent no heartbeat for longer than the time limit
+    still: processes that send heartbeats, but have made no progress for longer than the time limit
     others: processes that are in a call and make progress
     """
 
@@ -76,9 +76,9 @@ class Hang:
     def at_fault(self) -> list[Watched]:
         """The processes that are assumed to be the cause of the hang, and are killed.
 
-        These are the silent ones, if there are any. Otherwise the still processes are grouped by their
-        position in the code, and those of the smallest group are the cause: most ranks wait for a few.
-        Processes that wait in a collective are ignored, unless all of them do.
+        The processes in `silent` are the cause, if there are any. Otherwise the processes in `still` are
+        grouped by their position in the code, and the smallest group is the cause, because in most hangs many
+        ranks wait for a few. Processes that wait in a collective are left out, unless all processes do so.
         """
         if self.silent:
             return self.silent
@@ -109,7 +109,7 @@ class Hang:
         return "\n".join(lines)
 
     def line(self, watched: Watched) -> str:
-        """Return a line about one process: in which call it is, where, and for how long."""
+        """Return a line about one process: its call, its place in the code, and the seconds in the call."""
         beat = watched.beat
         if watched in self.silent:
             last = f", last in `{beat.phase}`" if beat.phase else ""
@@ -119,10 +119,14 @@ class Hang:
 
 
 def find_hang(all_watched: list[Watched], timeout: float) -> Hang | None:
-    """Return the hang among the processes of a run, or None if there is none.
+    """Return the hang, or None if no process of the run hangs.
 
-    Processes in the same call may wait for each other, so they hang only if none of them has made progress
-    for `timeout` seconds. A process whose heartbeat says `alone` is judged by itself.
+    A process hangs if it has sent no heartbeat for `timeout` seconds. Processes in the same call may wait for
+    each other, so they hang only if none of them has made progress for `timeout` seconds. For a
+    process whose heartbeat says `alone`, only its own progress counts.
+
+    all_watched: all processes of the run.
+    timeout: seconds.
     """
     heard = [watched for watched in all_watched if watched.beat]
     silent = [watched for watched in heard if watched.silent > timeout]
@@ -142,13 +146,14 @@ def find_hang(all_watched: list[Watched], timeout: float) -> Hang | None:
 
 
 def at_work(all_watched: list[Watched], now: float) -> list[dict[str, Any]]:
-    """Return a row for status.json for each call that processes are in. Times are in seconds since the epoch.
+    """Return a dict for status.json for each call that processes are in. Times are seconds since the epoch.
 
-    - "name": the process that has been in the call longest, and how many others are in it
-    - "phase": the call
-    - "since": when the first of them entered the call
-    - "heard": when the one that has been silent longest sent its last heartbeat
+    - "name": the process that has been in the call longest, and how many others are in the call
+    - "phase": name of the call
+    - "since": when that process entered the call
+    - "heard": the oldest of the times at which the processes sent their last heartbeat
 
+    all_watched: all processes of the run.
     now: the present time, in seconds since the epoch.
     """
     calls = defaultdict(list)
@@ -166,18 +171,18 @@ def at_work(all_watched: list[Watched], now: float) -> list[dict[str, Any]]:
 
 
 class HangDetector:
-    """The hang detector. While its context is open, processes that hang are reported and killed.
+    """The hang detector. While it is open as a context, a thread finds processes that hang and kills them.
 
-    Calls to killed processes fail wherever the driver waits for them, so the code that waits need not know
-    about hangs. The context then raises ProcessHangs in place of that failure.
+    Calls to killed processes fail, so code that waits for such a call need not know about hangs. The context
+    raises ProcessHangs in place of the error of the failed call.
     """
 
     def __init__(self, folder: str, timeout: float, take_work: TakeWork | None = None):
-        """Prepare to watch processes, which `add` names.
+        """Prepare to watch processes. `add` adds each of them.
 
-        folder: receives a file with the stacks of processes that hang
-        timeout: a process hangs if it makes no progress for this many seconds
-        take_work: is called every two seconds, in another thread, with the rows of `at_work`
+        folder: folder for a file with the Python stacks of processes that hang
+        timeout: number of seconds without progress after which a process hangs
+        take_work: called every two seconds, in another thread, with the result of `at_work`
         """
         self._folder, self._timeout, self._take_work = Path(folder), timeout, take_work
         self._lock = threading.Lock()
@@ -190,8 +195,8 @@ class HangDetector:
     def add(self, process: Process, actor: ray.actor.ActorHandle) -> None:
         """Watch a process from its first heartbeat on.
 
-        process: its name and log.
-        actor: Ray's handle of it. The actor sends heartbeats (it has a started Heartbeat).
+        process: name and log of the process.
+        actor: Ray's handle for the process. The process must have started a Heartbeat.
         """
         with self._lock:
             self._watched[_key(actor)] = Watched(process, actor)
@@ -199,23 +204,24 @@ class HangDetector:
     def remove(self, actor: ray.actor.ActorHandle) -> None:
         """Stop watching an actor, because it is about to be killed.
 
-        Its last heartbeat stays in Ray's key-value store. Removing it would take a minute if Ray's head has
-        died.
+        The actor's last heartbeat stays in Ray's key-value store, because removing it would take a minute if
+        Ray's head has died.
         """
         with self._lock:
             self._watched.pop(_key(actor), None)
 
     def tell_spans(self, take: TakeSpan) -> None:
-        """Pass phases of the processes that end from now on to `take`, which adds them to the timeline.
+        """Call `take` for each phase of a process that ends from now on, to add the phase to the timeline.
 
-        It is called in another thread, some seconds after a phase has ended.
+        `take` is called in another thread, some seconds after the phase has ended.
         """
         self._take_span = take
 
     def flush(self) -> None:
-        """Pass on all phases that have ended so far, so that the timeline is complete at the end of a run.
+        """Call the function given to `tell_spans` for all phases that have ended so far.
 
-        Every process is asked for a heartbeat, so all of them must be alive and idle.
+        This completes the timeline at the end of a run. Every process is asked for a heartbeat, so all
+        processes must be alive and idle.
         """
         with self._lock:
             beats = [watched.actor.beat.remote() for watched in self._watched.values()]
@@ -269,10 +275,10 @@ class HangDetector:
                 return
 
     def _judge(self) -> Hang | None:
-        """Return the hang, if there is one. Dead processes do not count, and are no longer watched.
+        """Return the hang, or None if no process hangs. Stop watching processes that are dead.
 
-        A dead process is silent too, but does not hang. The next call to it reports its death, with cause and
-        log. If its silence were reported as a hang, this detector would end, and a later hang would stay
+        A dead process is silent too, but does not hang. The next call to the process reports the death, with
+        cause and log. If a death were reported as a hang, the detector would end, and a later hang would stay
         unnoticed.
         """
         with self._lock:
@@ -301,9 +307,10 @@ class HangDetector:
                 ray.kill(watched.actor)
 
     def _read(self, passed: float) -> None:
-        """Read the heartbeats of all watched processes from Ray's store.
+        """Read the heartbeats of all watched processes from Ray's key-value store into `_watched`.
 
-        passed: seconds since the last time, which are added to the silence of processes without a new one.
+        passed: seconds since the last read. If a process has sent no new heartbeat, they are added to its
+            `silent`.
         """
         with self._lock:
             watched = {key.encode(): watched for key, watched in self._watched.items()}
@@ -317,17 +324,17 @@ class HangDetector:
                 self._hear(watched[key], Beat.decode(value), passed)
 
     def _hear(self, watched: Watched, beat: Beat, passed: float) -> None:
-        if watched.beat and beat.number <= watched.beat.number:
+        if watched.beat and beat.sequence_number <= watched.beat.sequence_number:
             watched.silent += passed
             return
         for span in beat.spans:
-            if span.number > watched.spans and self._take_span:
+            if span.sequence_number > watched.spans and self._take_span:
                 self._take_span(watched.process.name, span.phase, span.start, span.seconds)
-        watched.spans = max([watched.spans, *(span.number for span in beat.spans)])
+        watched.spans = max([watched.spans, *(span.sequence_number for span in beat.spans)])
         watched.beat, watched.silent = beat, 0.0
 
     def _write_stacks(self, hang: Hang) -> None:
-        """Write the Python stacks of all processes in a call to a file, and name the file in the message."""
+        """Write the Python stacks of all processes in a call to a file. Add its path to the error message."""
         path = self._folder / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.txt"
         rest = [
             watched for watched in (*hang.silent, *hang.still, *hang.others) if watched not in hang.at_fault
@@ -343,7 +350,7 @@ class HangDetector:
 
 
 def _dead(silent: list[Watched]) -> list[Watched]:
-    """Return those of the silent processes that have ended, as far as Ray knows. Each is called for that."""
+    """Return the silent processes that have ended, as far as Ray knows. Each is called to find out."""
     asked = {one.actor.beat.remote(): one for one in silent}
     ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_SECONDS) if asked else ([], [])
     dead = []

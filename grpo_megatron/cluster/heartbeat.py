@@ -45,15 +45,15 @@ _MOST_SPANS = 256
 
 
 class Span(NamedTuple):
-    """A phase of a process that has ended, for the timeline.
+    """A phase that a process has ended, for the timeline.
 
-    number: index of the span in its process, from 1
-    phase: name of the call, such as `train_step`
-    start: seconds since the epoch
-    seconds: how long the phase took
+    sequence_number: index of the span among the spans of its process, from 1
+    phase: name of the phase, such as `train_step`
+    start: time at which the phase began, in seconds since the epoch
+    seconds: duration of the phase
     """
 
-    number: int
+    sequence_number: int
     phase: str
     start: float
     seconds: float
@@ -63,24 +63,24 @@ class Span(NamedTuple):
 class Beat:
     """One heartbeat: what a process is doing."""
 
-    number: int = 0
-    """Index of the heartbeat in its process, from 1."""
+    sequence_number: int = 0
+    """Index of the heartbeat among the heartbeats of its process, from 1."""
     role: str = ""
-    """Which process this is, such as `rank 1 (tp1 pp0 cp0 dp0 ep0)`."""
+    """Name of the process for messages, such as `rank 1 (tp1 pp0 cp0 dp0 ep0)`."""
     phase: str | None = None
     """Name of the call that the process executes, such as `train_step`; None if it is idle."""
     alone: bool = False
-    """True if the process does not wait for other processes in this phase, so that it is judged by itself."""
+    """True if the process waits for no other process in this phase, so that only its own progress counts."""
     seconds: float = 0.0
     """Seconds since the phase began."""
     still: float = 0.0
     """Seconds since the process last made progress."""
     place: str = ""
-    """File, line and function that the process is in, if it made no progress since the last heartbeat."""
+    """File, line and function that the process is in. Empty if it made progress since the last heartbeat."""
     stacks: str = ""
-    """Stacks of all threads, if there has been no progress for _STACKS_SECONDS; else empty."""
+    """Stacks of all threads as text. Empty unless `still` is at least _STACKS_SECONDS."""
     spans: list[Span] = field(default_factory=list)
-    """The phases that ended lately. Several heartbeats repeat them, in case the driver misses one."""
+    """The phases that ended lately. Each is in several heartbeats, in case the driver misses one."""
 
     def encode(self) -> bytes:
         return json_text(vars(self)).encode()
@@ -95,17 +95,17 @@ class ProgressSource(Protocol):
     """The interface by which the heartbeat thread observes what its process does."""
 
     def progress(self) -> Any:
-        """Return a value that differs from the one at the last heartbeat if the process has made progress."""
+        """Return a value that changes whenever the process makes progress. Its type does not matter."""
 
     def place(self) -> str:
-        """Return the file, line and function that the process is in, for a line of a message."""
+        """Return the file, line and function that the process is in, as text for a message."""
 
     def stacks(self) -> str:
         """Return the stacks of all threads as text, for the report about a hang."""
 
 
 class PythonThreads:
-    """A ProgressSource of a process that works in Python threads. The heartbeat thread itself is left out.
+    """A ProgressSource for a process that works in Python threads. The heartbeat thread itself is left out.
 
     `place` describes the main thread, in which Ray runs the methods of actors.
     """
@@ -134,16 +134,16 @@ class PythonThreads:
 
 
 class Heartbeat:
-    """The sender of a process's heartbeats. It records the phases that the process is in.
+    """The sender of a process's heartbeats, which also records the phases that the process is in.
 
-    After `start`, a thread sends them to the driver every BEAT_SECONDS.
-    role: which process this is in messages, such as `rank 1 (tp1 pp0 cp0 dp0 ep0)`
+    After `start`, a thread sends a heartbeat to the driver every BEAT_SECONDS.
+    role: name of the process for messages, such as `rank 1 (tp1 pp0 cp0 dp0 ep0)`
     """
 
     def __init__(self, source: ProgressSource | None = None):
         """Prepare the heartbeats, without sending any.
 
-        source: observes the process; None: the process does its work in Python threads.
+        source: observes what the process does. If None, its Python threads are observed.
         """
         self._source = source or PythonThreads()
         self.role = ""
@@ -154,17 +154,17 @@ class Heartbeat:
         self._beat, self._seen, self._looked = Beat(), None, time.monotonic()
 
     def tick(self) -> None:
-        """Record progress. Called within phases that may be long, such as for each micro-batch."""
+        """Count one unit of progress. Phases that may be long call this, such as for each micro-batch."""
         self._moves += 1
 
     @contextmanager
     def phase(self, name: str, alone: bool = False) -> Iterator[None]:
         """Record that the process is in the phase `name` while the context is open.
 
-        alone: True if the process does not wait for other processes in this phase.
-
         Contexts with the same name may overlap. The phase then lasts from the start of the first context to
-        the end of the last.
+        the end of the last context.
+
+        alone: True if the process does not wait for other processes in this phase.
         """
         with self._lock:
             self._open.setdefault(name, _Phase(alone)).count += 1
@@ -182,7 +182,10 @@ class Heartbeat:
                     self._spans.append(Span(self._ended, name, phase.start, time.monotonic() - phase.began))
 
     def start(self) -> None:
-        """Start the thread that sends heartbeats. Call it in a Ray actor only, whose id is the key."""
+        """Start the thread that sends heartbeats.
+
+        The process must be a Ray actor. The key of its heartbeats in Ray's store is the id of the actor.
+        """
         # Imported here and in `beat`, because the training engine also has a Heartbeat where Ray is not
         # installed. It is never started there.
         import ray
@@ -219,12 +222,12 @@ class Heartbeat:
         )
 
     def beat(self) -> None:
-        """Send a heartbeat now, with the spans that ended lately. Spans that are old enough are dropped."""
+        """Send a heartbeat now, with the phases that ended lately. Forget phases that ended longer ago."""
         from ray.experimental import internal_kv
 
         with self._lock:
             self._beats += 1
-            beat = replace(self._beat, number=self._beats, spans=list(self._spans))
+            beat = replace(self._beat, sequence_number=self._beats, spans=list(self._spans))
         internal_kv._internal_kv_put(self._key, beat.encode(), overwrite=True, namespace=NAMESPACE)
         with self._lock:
             while self._spans and self._spans[0].start + self._spans[0].seconds < time.time() - _TOLD_SECONDS:
@@ -234,8 +237,8 @@ class Heartbeat:
 class _Phase:
     """A phase in progress.
 
-    count: number of open contexts with this phase's name
-    start, began: when it began, in seconds since the epoch and by time.monotonic
+    count: number of open contexts with the phase's name
+    start, began: time at which the phase began, in seconds since the epoch, and as a value of time.monotonic
     """
 
     def __init__(self, alone: bool):

@@ -21,10 +21,11 @@ ANSWER_SECONDS = 30.0
 
 @contextmanager
 def refusals_said(address: str | None) -> Iterator[None]:
-    """Convert errors of ray.init within the context into UserErrors that say what the user can do.
+    """Turn errors of ray.init within the context into UserErrors that say what the user can do.
 
-    Errors that a user can do nothing about pass through. Raises UserError also if no cluster answers.
-    address: address of the Ray cluster to join; None: a cluster is started on this machine.
+    Other errors, which the user cannot mend, are raised unchanged. Raises UserError also if no cluster
+    answers at the address.
+    address: address of the Ray cluster to join. If None, ray.init starts a cluster on this machine.
     """
     if address:
         _must_answer(address)
@@ -33,29 +34,29 @@ def refusals_said(address: str | None) -> Iterator[None]:
     except (RayError, OSError) as error:
         if address and (isinstance(error, RayError) or "InvalidAuthToken" in str(error.__cause__)):
             raise UserError(
-                f"the Ray cluster at cluster.ray_address={address} asks for a token, and this process has "
-                "none or a wrong one: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN as for the cluster's "
-                "`ray start`"
+                f"the Ray cluster at cluster.ray_address={address} requires a token, but this process has "
+                "none or a wrong one; set RAY_AUTH_MODE=token and the RAY_AUTH_TOKEN that the cluster's "
+                "`ray start` had"
             ) from error
         if address and isinstance(error, ConnectionError):
             raise UserError(
                 f"cannot join the Ray cluster at cluster.ray_address={address}: "
-                f"{shortened(str(error).partition('. ')[0])}; the cluster must be running, with the same "
-                "version of Ray; null starts a new one on this machine"
+                f"{shortened(str(error).partition('. ')[0])}; check that it is running the same version of "
+                "Ray, or set cluster.ray_address=null to start Ray on this machine"
             ) from error
         if "AF_UNIX path length" in str(error):
             raise UserError(
-                f"the name of Ray's socket {str(error).rpartition(': ')[2]} is too long for the system; set "
-                f"{_folder()[0]} to a folder with a shorter name, such as /tmp"
+                f"the path of Ray's socket {str(error).rpartition(': ')[2]} is too long for the system; set "
+                f"{_folder()[0]} to a folder with a shorter path, such as /tmp"
             ) from error
         raise
 
 
 def own_folder() -> Path:
-    """Create a folder for the files of the Ray cluster that this process starts.
+    """Create a folder for the files of the Ray cluster that this process starts, and return its path.
 
-    It replaces Ray's default, /tmp/ray, which belongs to the user who first ran Ray on the machine, so that
-    other users cannot start Ray. Raises UserError if the folder cannot be created.
+    Ray's default folder, /tmp/ray, belongs to the user who first ran Ray on the machine. Other users cannot
+    start Ray with it. Raises UserError if the folder cannot be created.
     """
     variable, base = _folder()
     try:
@@ -63,13 +64,13 @@ def own_folder() -> Path:
         return Path(tempfile.mkdtemp(prefix="ray-", dir=base))
     except OSError as error:
         raise UserError(
-            f"Ray's files cannot be written to {base}: {error.strerror or error}; set {variable} to a folder "
-            "that can be written to"
+            f"Ray's files cannot be written to {base}: {error.strerror or error}; set {variable} to a "
+            "writable folder"
         ) from error
 
 
 def _folder() -> tuple[str, str]:
-    """Return (variable, folder): the environment variable that says where Ray's files go, and the folder."""
+    """Return (variable, folder): the environment variable for the folder of Ray's files, and that folder."""
     set_one = next((name for name in ("RAY_TMPDIR", "TMPDIR") if os.environ.get(name)), "")
     return (set_one, os.path.abspath(os.environ[set_one])) if set_one else ("RAY_TMPDIR", "/tmp")
 
@@ -77,15 +78,15 @@ def _folder() -> tuple[str, str]:
 def _must_answer(address: str) -> None:
     """Raise UserError if `address` is malformed, or if no server answers there for ANSWER_SECONDS.
 
-    The check comes before ray.init, which would try for minutes and write the reason into a log only.
+    ray.init itself would try for minutes, and then write the reason to a log only.
     """
     if address == "auto" or "://" in address:
         return  # Ray finds these itself
     host, _, port = address.rpartition(":")
     if not host or not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 2**16:
         raise UserError(
-            f"cluster.ray_address={address} must be HOST:PORT, as `ray start --head` shows it, or null to "
-            "start Ray on this machine"
+            f"cluster.ray_address={address} must have the form HOST:PORT, as `ray start --head` prints it, "
+            "or be null to start Ray on this machine"
         )
     deadline = time.monotonic() + ANSWER_SECONDS
     while True:

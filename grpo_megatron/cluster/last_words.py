@@ -34,15 +34,17 @@ _AFTEREFFECTS = re.compile(
 
 
 def last_words(log: str, error: RayError | None = None) -> tuple[str, list[str]]:
-    """Find out how a dead process ended, for the message about its loss.
+    """Return how a dead process ended, and lines of its log that explain why, for an error message.
 
     log: path of the process's log.
-    error: the death as Ray reported it; None: not known.
+    error: Ray's error about the death; None if there is none.
 
-    Returns (how, lines): how it ended, as words in brackets or "", and at most three lines that tell why. The
-    lines are those of a crash, or else of the last traceback, or else the last errors. In a log without any
-    of these they are its last lines. If Ray killed the process for lack of memory, the lines name the
-    processes that used most.
+    Returns (how, lines):
+
+    - how: text in brackets such as ` (with exit status 1)`, or "" if it is not known.
+    - lines: at most three lines of the log. They are the lines of a crash, or else the end of the last
+      traceback, or else the last errors, or else the last lines of the log. If Ray killed the process for
+      lack of memory, the lines instead name the processes that used most memory, and say what to change.
     """
     if how := killed_by_ray(error):
         return how, _needed_memory(plain(error))
@@ -53,7 +55,7 @@ def last_words(log: str, error: RayError | None = None) -> tuple[str, list[str]]
     except OSError:
         return _how(error, ""), ["(this node cannot read the log)"]
     lines = worth_showing(text.splitlines())
-    crash = next((number for number, line in enumerate(lines) if line.startswith(_CRASH)), None)
+    crash = next((index for index, line in enumerate(lines) if line.startswith(_CRASH)), None)
     chosen = _cause(lines) if crash is None else lines[crash : crash + _LINES]
     return _how(error, "" if crash is None else lines[crash]), [shortened(line, 300) for line in chosen]
 
@@ -71,9 +73,9 @@ def worth_showing(lines: list[str]) -> list[str]:
 
 
 def _cause(lines: list[str]) -> list[str]:
-    """Return at most three lines that explain a failure best.
+    """Return the lines of a log that explain a failure best, at most three.
 
-    These are the place and the exception of the last traceback, or else the last errors, or else the last
+    They are the place and the exception of the last traceback, or else the last errors, or else the last
     lines. Errors that only report the end of another process are ignored.
     """
     found = [block for block in _tracebacks(lines) if not _AFTEREFFECTS.search(block[-1])]
@@ -85,7 +87,7 @@ def _cause(lines: list[str]) -> list[str]:
 
 
 def _tracebacks(lines: list[str]) -> list[list[str]]:
-    """Return the lines of each Python traceback in a log. The last line of each is the exception."""
+    """Return a list of lines for each Python traceback in a log. The last line of a list is the exception."""
     found = []
     for start, line in enumerate(lines):
         if _TRACEBACK in line:
@@ -101,10 +103,10 @@ def _tracebacks(lines: list[str]) -> list[list[str]]:
 
 
 def _how(error: RayError | None, crash: str) -> str:
-    """Return how a process ended, as words in brackets after its name; "" if it is not known.
+    """Return how a process ended as text in brackets, such as ` (with exit status 1)`; "" if it is not known.
 
-    error: the death as Ray reported it.
-    crash: the log's line that names the signal of a crash, or "".
+    error: Ray's error about the death; None if there is none.
+    crash: the line of the log that names the signal of a crash, or "".
     """
     if crash:
         return f" ({crash.removeprefix(_CRASH)})"
@@ -123,11 +125,14 @@ def _how(error: RayError | None, crash: str) -> str:
             else f" ({shortened(text.splitlines()[0], 200)})"
         )
     # Its connection broke before it could say anything. Ray does not tell the signal.
-    return " (probably by SIGKILL, sent by hand or by the kernel for lack of memory)"
+    return " (probably killed by SIGKILL, sent manually or by the kernel for lack of memory)"
 
 
 def killed_by_ray(error: Exception | None) -> str:
-    """Return words in brackets that say so if Ray's memory monitor killed the process; else ""."""
+    """Return how the process ended, in brackets, if Ray's memory monitor killed it; else "".
+
+    error: the error of a call to the process.
+    """
     if not isinstance(error, OutOfMemoryError):
         return ""
     report = plain(error)
@@ -138,15 +143,15 @@ def killed_by_ray(error: Exception | None) -> str:
 
 
 def _needed_memory(report: str) -> list[str]:
-    """Return lines about a lack of memory: the three processes with most memory, and what to change.
+    """Return one or two lines for a message: the processes that used most memory, and what to change.
 
-    report: Ray's text about the process that it killed.
+    report: Ray's text about the process that it killed for lack of memory.
     """
     users = re.findall(r"^(\d+)\t([\d.]+)\t(.+)$", report, re.MULTILINE)[:_LINES]
     said = ", ".join(
         f"{shortened(command, 60)} (process {pid}) with {size} GB" for pid, size, command in users
     )
-    lines = [f"the processes with most memory on that node: {said}"] if said else []
+    lines = [f"the processes that used the most memory on that node: {said}"] if said else []
     return [
         *lines,
         "give the job more memory on each node, or lower rollout.engine.max_total_tokens (the KV cache of "

@@ -7,15 +7,15 @@ import torch
 
 
 def occupied() -> int:
-    """Return the bytes of memory that this process has reserved on its GPU.
+    """Return how many bytes of memory this process has reserved on its GPU.
 
-    Without a GPU, it is the anonymous resident memory on the host.
+    Without a GPU, return the bytes of its anonymous resident memory on the host.
     """
     return torch.cuda.memory_reserved() if torch.cuda.is_available() else anonymous_bytes(os.getpid())
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Return the bytes of a process's anonymous resident memory: without files and shared memory."""
+    """Return how many bytes of resident memory a process has, without mapped files and shared memory."""
     for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""Deciding which process runs on which device.
+"""Placement: which process runs on which device.
 
 A slot is one device of this run: a GPU, or on CPUs a share of a node. Ray reserves the slots in bundles, and
 a bundle is on one node. Every trainer rank, and every engine's part on a node, is a Ray actor that is bound
@@ -43,11 +43,11 @@ NODE_ORDER = "node-order"
 
 @dataclass(frozen=True)
 class Slot:
-    """One device that a process of this run uses.
+    """One device of the run. One process uses the device, or two if ranks and engines share devices.
 
-    bundle: index of the device's bundle in Ray's placement group
-    node: id of the Ray node
-    device: index of the GPU on its node; None: the process computes on CPUs
+    bundle: index of the bundle in Ray's placement group that contains the device
+    node: id of the device's Ray node
+    device: index of the GPU on its node; None if the run computes on CPUs
     """
 
     bundle: int
@@ -57,33 +57,33 @@ class Slot:
 
 @dataclass
 class Cluster:
-    """The slots that Ray has reserved for this run. As a context, it releases them at the end.
+    """The devices (slots) that Ray has reserved for this run.
 
-    If this run has started its own Ray cluster, the end of the context ends that too.
+    At the end of its `with` block, `close` is called.
     """
 
     group: PlacementGroup
     """Ray's reservation of all slots of the run."""
     rank_slots: list[Slot]
-    """The slot of each trainer rank."""
+    """The slot of each trainer rank, in rank order."""
     engine_slots: list[list[Slot]]
     """One list for each engine, with a slot for each of its tensor-parallel ranks."""
     gpu_share: float = 0.0
-    """Part of a GPU that each process reserves from Ray: 1, or less if ranks and engines share GPUs."""
+    """Fraction of a GPU that each process reserves from Ray: 1, or less if ranks and engines share GPUs."""
     rank_threads: dict[str, int] = field(default_factory=dict)
-    """Intra-op threads of each trainer rank by node, on CPUs."""
+    """{id of a node: number of intra-op threads of each trainer rank there}; empty if the run uses GPUs."""
     engine_threads: dict[str, int] = field(default_factory=dict)
-    """Intra-op threads of each engine rank by node, on CPUs."""
+    """{id of a node: number of intra-op threads of each engine rank there}; empty if the run uses GPUs."""
     _guard: RayGuard | None = field(default=None, repr=False)
-    """Watches the Ray cluster that this run has started; None if it has joined one."""
+    """Guard that watches the Ray cluster that this run has started; None if the run has joined a cluster."""
     _folder: Path | None = field(default=None, repr=False)
-    """Folder of that Ray cluster's files."""
+    """Folder with the files of the Ray cluster that this run has started; None if it has joined a cluster."""
 
     def options(self, slot: Slot, env: dict[str, str], devices: list[int | None] | None = None) -> dict:
         """Return the Ray actor options that bind a process to `slot` and set its environment variables.
 
-        env: further environment variables. They override those that every process on a GPU gets.
-        devices: indices of the GPUs that the process may see; None: only that of the slot.
+        env: further environment variables. They override the variables that every process on a GPU gets.
+        devices: indices of the GPUs that the process may see. If None, it sees only the GPU of the slot.
         """
         env = dict(env) | _loopback_alone()
         if slot.device is not None:
@@ -103,13 +103,13 @@ class Cluster:
 
     @property
     def nodes(self) -> list[str]:
-        """Ids of the nodes of this run, without duplicates."""
+        """Ids of the nodes on which this run has processes, without duplicates."""
         slots = (slot for slots in (self.rank_slots, *self.engine_slots) for slot in slots)
         return list(dict.fromkeys(slot.node for slot in slots))
 
     @property
     def engine_nodes(self) -> list[list[list[Slot]]]:
-        """Slots of each engine, grouped by node: engine_nodes[engine][node] is a list of slots."""
+        """Slots of each engine, grouped by node: engine_nodes[i][j] has engine i's slots on its j-th node."""
         return [
             # The slots of a node are neighbours.
             [list(slots) for _, slots in groupby(engine, key=lambda slot: slot.node)]
@@ -117,9 +117,9 @@ class Cluster:
         ]
 
     def divide_cores(self, config: Config) -> None:
-        """Set rank_threads and engine_threads from the settings and the nodes' cores, and show the numbers.
+        """Set rank_threads and engine_threads from the configuration and the nodes' cores, and log them.
 
-        Only for a run on CPUs.
+        Only a run on CPUs calls this.
         """
         engine_slots = list(chain(*self.engine_slots))
         cores = cores_of({slot.node: slot.bundle for slot in (*self.rank_slots, *engine_slots)}, self.group)
@@ -138,12 +138,12 @@ class Cluster:
         )
 
     def must_be_whole(self) -> None:
-        """Raise ProcessLost if a node of this run has left the Ray cluster. No restart can then succeed."""
+        """Raise ProcessLost if a node of this run has left the Ray cluster. No restart can succeed then."""
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         used = set(self.nodes)
         if used - alive:
             raise ProcessLost(
-                f"{len(used - alive)} of the {len(used)} nodes of this run have left the Ray cluster; start "
+                f"the Ray cluster has lost {len(used - alive)} of the {len(used)} nodes of this run; start "
                 "the run again on working nodes"
             )
 
@@ -166,7 +166,7 @@ class Cluster:
 
 
 def _loopback_alone() -> dict[str, str]:
-    """Return the variables that make gloo and NCCL use loopback only; empty if Ray does not use loopback.
+    """Return environment variables that make gloo and NCCL use loopback only; empty if Ray does not use it.
 
     Ray uses loopback if this run has started it on one machine. Other machines then cannot connect.
     """
@@ -182,14 +182,15 @@ def _loopback_alone() -> dict[str, str]:
 def allocate(
     config: Config, num_ranks: int, num_engines: int, timeout: float = 120.0, guard: RayGuard | None = None
 ) -> Cluster:
-    """Connect to Ray or start it, and reserve slots for the trainer ranks and engines of a run.
+    """Connect to a Ray cluster or start one, and reserve devices for the trainer ranks and engines of a run.
 
-    Colocated engines use the slots of the ranks, others get their own. A tensor-parallel group is on one
-    node; only an engine larger than a node fills several.
+    Colocated engines share the devices of the ranks, other engines get devices of their own. Each
+    tensor-parallel group is on one node, except that an engine larger than a node fills several nodes.
     timeout: seconds to wait for the reservation.
-    guard: receives the Ray daemons to watch, if this starts Ray; None: they are not watched.
+    guard: watches the Ray daemons if a Ray cluster is started. If None, nothing watches them.
 
-    Raises UserError if the cluster has too few free devices, or its nodes are too small for a group.
+    Raises UserError if the cluster has too few free devices, or if its nodes are too small for a
+    tensor-parallel group.
     """
     engine_tp = config.rollout.engine.tensor_parallel
     colocated = config.cluster.placement == Placement.colocated
@@ -222,7 +223,7 @@ def allocate(
         raise
     rank_part, engine_part = _sorted(slots[: len(wanted.ranks)]), _sorted(slots[len(wanted.ranks) :])
     of_engines = engine_part or rank_part
-    engines = [of_engines[number * engine_tp : (number + 1) * engine_tp] for number in range(num_engines)]
+    engines = [of_engines[index * engine_tp : (index + 1) * engine_tp] for index in range(num_engines)]
     rank_slots = neighbouring_stages(rank_part[:num_ranks], config.megatron, per_node)
     cluster = Cluster(
         group,
@@ -238,7 +239,7 @@ def allocate(
 
 
 def _wait_until_reserved(group: PlacementGroup, total: int, sizes: list[int], timeout: float) -> None:
-    """Wait until Ray has reserved all bundles of the group. Raises UserError if it has not after `timeout`.
+    """Wait until Ray has reserved all bundles of the group. Raises UserError if that exceeds `timeout`.
 
     total: number of devices that the run needs, for the message
     sizes: number of devices of each bundle, for the message
@@ -247,18 +248,18 @@ def _wait_until_reserved(group: PlacementGroup, total: int, sizes: list[int], ti
     if not group.wait(timeout):
         have = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
         raise UserError(
-            f"this run needs {total} devices, in groups of {', '.join(map(str, sorted(set(sizes))))} "
-            f"that are each on one node; the Ray cluster has {have} in total, and too few were free within "
-            f"{timeout:.0f} s"
+            f"too few devices were free within {timeout:.0f} s: this run needs {total}, in groups of "
+            f"{', '.join(map(str, sorted(set(sizes))))} that are each on one node, and the Ray cluster has "
+            f"{have} in total. Wait for other runs to end, add nodes, or choose smaller parallel sizes"
         )
 
 
 def _slots(group: PlacementGroup, gpus: bool) -> list[list[Slot]]:
-    """Return the slots of each bundle of a reserved placement group.
+    """Return one list for each bundle of a reserved placement group, with a slot for each of its devices.
 
-    gpus: whether they are GPUs. A Ray task in each bundle then reports which ones Ray has assigned to it.
+    gpus: True if the devices are GPUs. A Ray task in each bundle then reports which GPUs the bundle has.
 
-    Raises UserError if GPUs have names other than numbers. Raises ProcessLost if a node does not answer.
+    Raises UserError if Ray names GPUs by anything but indices. Raises ProcessLost if a node does not answer.
     """
     nodes, sizes = (
         placement_group_table(group)["bundles_to_node_id"],
@@ -280,7 +281,8 @@ def _slots(group: PlacementGroup, gpus: bool) -> list[list[Slot]]:
             raise error.cause if isinstance(error.cause, UserError) else error from None
         except LOST as error:
             raise ProcessLost(
-                f"a node did not report which GPUs it has: {shortened(plain(error), 300)}"
+                "a node did not report which GPUs it has; check that it is up: "
+                f"{shortened(plain(error), 300)}"
             ) from error
     return [[Slot(i, nodes[i], device) for device in own] for i, own in enumerate(devices)]
 
@@ -291,12 +293,13 @@ def neighbouring_stages(slots: list, layout: MegatronConfig, per_node: int) -> l
     Megatron numbers the ranks stage by stage. If ranks took the slots in the order of nodes, the first stages
     of all replicas would come before any second stage, and stages of one replica would be far apart.
 
-    slots: one for each rank, sorted by node.
+    slots: a slot for each rank, sorted by node.
+    layout: the parallel sizes of the trainer.
     per_node: number of devices of the largest node.
 
-    Returns the slots in rank order. Only whole nodes are moved, and only whole groups of ranks that share
-    experts, because these exchange more data than stages do. If that is impossible, because the ranks of a
-    stage are not a multiple of both, the slots are returned unchanged.
+    Returns the slots in rank order. Only whole nodes and whole groups of ranks that share experts are moved,
+    because the ranks in them exchange more data than stages do. If the number of ranks of a stage is not a
+    multiple of both sizes, the slots are returned unchanged.
     """
     of_replica = layout.tensor_parallel * layout.context_parallel
     of_stage = of_replica * layout.data_parallel
@@ -312,9 +315,11 @@ def neighbouring_stages(slots: list, layout: MegatronConfig, per_node: int) -> l
 def _sorted(of_bundles: list[list[Slot]]) -> list[Slot]:
     """Return the slots of all bundles in one list, sorted by node and device.
 
-    Nodes are in the order of their label NODE_ORDER (position in the network) if they have it, else of their
-    addresses. A smaller last bundle stays last. Before the others, it would shift their tensor-parallel
-    groups across bundles.
+    Nodes are sorted by their label NODE_ORDER (position in the network) if they have one, else by address. A
+    last bundle that is smaller stays last. At another place, it would make tensor-parallel groups span two
+    bundles.
+
+    of_bundles: the slots of each bundle.
     """
     if not of_bundles:
         return []
@@ -342,8 +347,8 @@ def _visible_devices() -> list[int]:
     devices = ray.get_gpu_ids()
     if not all(str(device).isdecimal() for device in devices):
         raise UserError(
-            f"CUDA_VISIBLE_DEVICES on node {socket.gethostname()} names GPUs as "
-            f"{', '.join(map(str, devices))}; they must be numbers: ask the scheduler for whole GPUs, or set "
-            "CUDA_VISIBLE_DEVICES to their numbers before Ray starts"
+            f"CUDA_VISIBLE_DEVICES on node {socket.gethostname()} must contain GPU numbers, but is "
+            f"{','.join(map(str, devices))}; ask the scheduler for whole GPUs, or set CUDA_VISIBLE_DEVICES "
+            "to their numbers before Ray starts"
         )
     return sorted(map(int, devices))

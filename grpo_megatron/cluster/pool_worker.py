@@ -1,8 +1,8 @@
-"""One worker of a pool: its process, and the driver's handle on that process.
+"""One worker of a pool: its process, and the driver's handle for that process.
 
 `PoolWorker` is the process, a Ray actor. It holds an object, and does batches of calls. `Worker` is the
 handle: it starts the process, sends batches to it, and replaces it if it dies or hangs. worker_pool.py
-decides which calls are in a batch, and what happens to those of a lost process.
+decides which calls are in a batch, and what happens to the calls of a lost process.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class Place:
     """Node, name and log file of a worker's process.
 
     process: name and log file of the process
-    node: id of the Ray node
+    node: id of the Ray node on which the process runs
     """
 
     process: Process
@@ -59,8 +59,8 @@ class Bounds:
     """Limits for the code that a worker runs, such as a reward function.
 
     seconds: time limit of one call
-    memory: bytes that the process may allocate in addition to those it has when it is ready; None: no limit
-    file: largest size in bytes of a file that it writes; None: no limit
+    memory: bytes that the process may allocate after it has started and built its object; None: no limit
+    file: maximum size in bytes of each file that the process writes; None: no limit
     """
 
     seconds: float
@@ -70,7 +70,7 @@ class Bounds:
     def apply(self) -> None:
         """Apply the limits of memory and file size to this process and its children, by setrlimit.
 
-        The time limit is not applied here, because it is per call.
+        The time limit is not applied here, because it holds for each call.
         """
         if self.memory is not None:
             # RLIMIT_DATA counts private memory that can be written. RLIMIT_AS would also count Ray's object
@@ -91,9 +91,10 @@ class PoolWorker:
     """The process of a worker: a Ray actor with an object that runs the user's code.
 
     `start` makes the object by calling `build`. The object has a method `work(items, seconds)`, which works
-    on the items in order and returns the results of those that it has done. It begins no further item after
-    `seconds`, but does at least one. The object may have an attribute `is_worn`: True if a new process must
-    replace this one. A worn object may return no results, but not in its first call.
+    on the items in order and returns a list of results. It begins no further item after `seconds`, but does
+    at least one, so the results may be those of the first items only. The object may have an attribute
+    `is_worn`, which is True if a new process must replace this process. An object that is worn may return no
+    results, except in its first call.
     """
 
     def __init__(self, log: str):
@@ -104,7 +105,8 @@ class PoolWorker:
         """Build the object that runs the calls, and apply the limits to this process.
 
         build: makes the object.
-        folder: the driver's working directory, where the user's modules and files are.
+        folder: the driver's working directory, with the user's modules and files. It becomes the working
+            directory of this process.
         """
         with contextlib.suppress(OSError):  # this node may not have it
             os.chdir(folder)
@@ -116,8 +118,8 @@ class PoolWorker:
     def work(self, items: bytes) -> tuple[bytes, bool]:
         """Work on a batch of pickled items, as many as the time for a batch allows.
 
-        Returns (results, is_worn): the pickled results of the first items, and whether a new process must
-        replace this one. If a call exceeds its time limit by far, this process ends.
+        Returns (results, is_worn): the pickled list of results of the first items, and whether a new process
+        must replace this process. If a call exceeds its time limit by far, this process ends.
         """
         self._shorten_log()
         # This ends the process even in code that never returns to Python, and writes the stacks to the log.
@@ -131,20 +133,20 @@ class PoolWorker:
             faulthandler.cancel_dump_traceback_later()
 
     def _shorten_log(self) -> None:
-        """Empty the log when it has half of the largest size of a file.
+        """Empty the log file of this process when its size exceeds half of the limit of file sizes.
 
-        The limit of files applies to the log too. With a full log every reward that prints would fail, in the
-        next process as well.
+        The limit applies to the log too. With a full log, every reward function that prints would fail, also
+        in the next process, which has the same log.
         """
         if self._bounds.file is not None and os.fstat(1).st_size > self._bounds.file // 2:
             os.ftruncate(1, 0)
 
 
 class BatchLost(Exception):
-    """The worker's process died or was killed before it returned a batch's results. It has been replaced.
+    """A worker's process died or was killed before it returned a batch's results. It has been replaced.
 
-    begun: True if the process was working on this batch, False if it was still working on the one before
-    hung: True if it was killed because a call of this batch did not return
+    begun: True if the process was working on this batch, False if it was still working on the batch before
+    hung: True if the process was killed because a call of this batch did not return
     """
 
     def __init__(self, begun: bool, hung: bool, text: str):
@@ -153,10 +155,10 @@ class BatchLost(Exception):
 
 
 class Worker:
-    """The driver's handle on one worker: starts its process, sends batches, and replaces it if it dies.
+    """The driver's handle for one worker: starts its process, sends batches, and replaces a dead process.
 
-    what: what runs in the worker, such as `reward math`, for messages
-    place: where the process runs
+    what: name of what runs in the worker, such as `reward math`, for messages
+    place: node, name and log file of the process
     build: Ray's reference to the function that makes the worker's object
     bounds: limits for the code in the worker
     """
@@ -174,10 +176,10 @@ class Worker:
 
     @property
     def takes_more(self) -> bool:
-        """True if the worker may get its next batch while it still works on one.
+        """True if the worker may get its next batch while it still works on another batch.
 
-        False while it starts, and while it retries a single call. If the process died in the next batch, the
-        answer to that single call could be lost, and the call would be taken for the cause.
+        False while the process starts, and while it retries a single call. If the process died in the next
+        batch, the answer to that call could be lost, and the call would be taken for the cause.
         """
         return self._starting is None and not self._forgotten and not self.is_for_one
 
@@ -191,18 +193,18 @@ class Worker:
         )
 
     def forget(self) -> None:
-        """Mark the batches that the worker has as forgotten, because their callers' event loop has ended.
+        """Give up the batches that the worker has, because the event loop of their callers has ended.
 
-        Their answers are fetched and dropped before the next batch.
+        The answers to these batches are fetched and dropped before the next batch is sent.
         """
         self.busy, self._forgotten = 0, list(self._asked)
 
     async def work(self, items: bytes) -> bytes:
-        """Send a batch of pickled items to the worker, and return the pickled results.
+        """Send a batch of pickled items to the worker, and return the pickled list of results.
 
-        The first batch waits until the process has started. Raises BatchLost if the process is lost in the
-        meantime. Raises ProcessLost if the process cannot be started. Errors of the worker's code are passed
-        on.
+        The results may be those of the first items only. The first batch waits until the process has started.
+        Raises BatchLost if the process is lost before it answers. Raises ProcessLost if the process cannot be
+        started. Errors of the worker's code are passed on.
         """
         while self._forgotten:
             with contextlib.suppress(Exception):  # no caller waits for it any more
@@ -235,9 +237,9 @@ class Worker:
                 ) from error
 
     def _replace(self, guilty: ray.ObjectRef | None) -> None:
-        """Kill the process, and start another one, which has no batches yet.
+        """Kill the process, and start a new one, which has no batches yet.
 
-        guilty: the batch that the process was working on when it was lost; None: it was not lost.
+        guilty: the batch that the process was working on when it was lost; None if the process was not lost.
         """
         self._guilty, self._asked = guilty, []
         self.close()
@@ -274,8 +276,8 @@ class Worker:
         log = f"its log is {self._place.process.log}"
         if hung:
             return (
-                f"{self._what} did not return within reward.timeout={self._bounds.seconds} s, and cannot be "
-                f"interrupted; its process ({self._place.process.name}) was ended, {log}"
+                f"{self._what} did not return within reward.timeout={self._bounds.seconds} s and cannot be "
+                f"interrupted, so its process ({self._place.process.name}) was killed; {log}"
             )
         how = killed_by_ray(error) or " (out of memory, killed, or it called exit)"
         return f"{self._what}: its process ({self._place.process.name}) died{how}; {log}"
@@ -285,9 +287,12 @@ class Worker:
 
 
 async def _fetched(reference: ray.ObjectRef, process: Process, call: str) -> Any:
-    """Wait for the answer to a remote call. An error of the remote code is raised with the process's name.
+    """Wait for the answer to a remote call, and return it.
 
-    The loss of the process is raised as Ray's own error, which `Worker` handles.
+    An error of the remote code is raised with the process's name. The loss of the process is raised as Ray's
+    own error, which `Worker` handles.
+
+    call: name of the method that was called, for messages.
     """
     try:
         return await reference

@@ -13,9 +13,11 @@ _BEYOND = 65536
 
 
 def free_address(ports: int = 1) -> str:
-    """Return HOST:PORT at which another process can start a server, with HOST being this node in Ray.
+    """Return HOST:PORT of this node, at which another process can start a server.
 
-    ports: number of consecutive ports, from PORT on, that are free now.
+    HOST is the address that Ray uses for this node. PORT is free now.
+
+    ports: number of consecutive ports, beginning with PORT, that must be free.
     """
     import ray
 
@@ -27,7 +29,7 @@ def free_ports(count: int, first: int = 0) -> int:
 
     first: lowest port to try; 0: let the system choose.
 
-    Raises OSError if there are no such ports.
+    Raises OSError if no such ports are found.
     """
     while first + count <= _BEYOND:
         with ExitStack() as held:
@@ -38,15 +40,13 @@ def free_ports(count: int, first: int = 0) -> int:
                 return found
             except (OSError, OverflowError):  # taken, or beyond the last port
                 first = first + count if first else 0
-    raise OSError(f"no {count} consecutive ports are free")
+    raise OSError(f"this node does not have {count} consecutive free ports")
 
 
 def _hold(held: ExitStack, port: int) -> int:
-    """Bind a port until `held` is closed, to find out whether it is free. Return the port.
+    """Bind a socket to a port until `held` is closed. Return the port. Raises OSError if the port is taken.
 
-    port: 0: any free one.
-
-    Raises OSError if the port is taken.
+    port: the port to bind; 0: let the system choose a free port.
     """
     holder = held.enter_context(socket.socket())
     # With SO_REUSEADDR a port is free as soon as its last server has ended. Without it, the port stays taken
@@ -61,8 +61,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--first", type=int, required=True)
-    parser.add_argument("--count", type=int, default=1)
+    parser.add_argument("--first", type=int, required=True, help="port to try first")
+    parser.add_argument("--count", type=int, default=1, help="number of consecutive ports")
     options = parser.parse_args()
     print(free_ports(options.count, options.first))
 

@@ -12,10 +12,10 @@ _WHERE = "in the Ray cluster"
 
 
 def capabilities_of_ray(timeout: float = 120.0) -> Capabilities:
-    """Return the capabilities of the Ray cluster that this process is connected to.
+    """Return the capabilities of the Ray cluster that this process is connected to, such as its GPUs.
 
-    They are used to check the configuration. The nodes are assumed to be alike, so a Ray task on one node
-    with GPUs reports them. The task reserves no GPU, because this run may have reserved all of them already.
+    The configuration is checked against them. The nodes are assumed to be alike, so a Ray task on one node
+    with GPUs reports for all. The task reserves no GPU, because this run may have reserved all GPUs already.
 
     timeout: seconds to wait for the task.
 
@@ -37,12 +37,13 @@ def capabilities_of_ray(timeout: float = 120.0) -> Capabilities:
         found = ray.get(probe, timeout=timeout)
     except ray.exceptions.GetTimeoutError as error:
         raise UserError(
-            f"node {address} of the Ray cluster did not report its hardware within {timeout:.0f} s"
+            f"node {address} of the Ray cluster did not report its hardware within {timeout:.0f} s; "
+            "check that the node is up"
         ) from error
     if not found.gpus:
         raise UserError(
-            f"Ray counts GPUs on node {address}, but torch finds none there: check the node's driver and its "
-            "build of torch"
+            f"Ray counts GPUs on node {address}, but torch finds none there; check the node's driver and "
+            "torch build"
         )
     per_node = {int(node["Resources"]["GPU"]) for node in with_gpus}
     return replace(

@@ -1,4 +1,4 @@
-"""Waiting for many remote calls, and turning what goes wrong into one clear error."""
+"""Waiting for many remote calls, and turning their failures into one clear error."""
 
 import logging
 import os
@@ -21,14 +21,14 @@ _GRACE_SECONDS = 5.0
 class ProcessDied(ProcessLost):
     """A trainer rank, engine or worker died or cannot be reached.
 
-    The message names the process, the call that it was in, and its log.
+    The message names the process, the call in which it was lost, and its log.
     """
 
 
 class Process(NamedTuple):
     """Name and log of a process, for messages.
 
-    name: such as `trainer rank 1 of 8`
+    name: name of the process, such as `trainer rank 1 of 8`
     log: path of its log file
     """
 
@@ -36,10 +36,10 @@ class Process(NamedTuple):
     log: str
 
     def died(self, call: str, error: RayError | None = None) -> ProcessDied:
-        """Return the error to raise when this process was lost. Its message has the cause from the log.
+        """Return the error to raise when this process was lost. The message has the cause from the log.
 
-        call: the method that the process was in.
-        error: the loss as Ray reported it; None: not known.
+        call: name of the method that was called in the process.
+        error: Ray's error about the loss; None if there is none.
         """
         how, lines = last_words(self.log, error)
         what = "was lost" if isinstance(error, LOST) and not isinstance(error, ENDED) else "died"
@@ -62,63 +62,64 @@ def redirect_output(path: str) -> None:
 def gather(
     references: dict[int, ray.ObjectRef], processes: list[Process], call: str, timeout: float | None = None
 ) -> dict:
-    """Wait for a call to many processes, and return {process index: result}. Raise when the first one fails.
+    """Wait for a call to many processes, and return {process index: result}. Raise when the first call fails.
 
-    It replaces ray.get(list), which waits for all of them. That could take forever, because the other ranks
-    may be in a collective whose partner is dead.
+    ray.get(list) would wait for all calls before it raises. That could take forever, because the other ranks
+    may be in a collective with a dead rank.
 
     references: {process index: Ray's reference to the result}.
-    processes: names and logs, by process index.
+    processes: name and log of each process, by process index.
     call: name of the method that was called, for messages.
     timeout: seconds; None: no limit.
 
-    Raises ProcessLost after `timeout`. Raises ProcessDied if a process was lost, even if another one failed
-    first because of that. Raises UserError if the remote code raised one, and RuntimeError for its other
-    errors.
+    Raises ProcessLost after `timeout`. Raises ProcessDied if a process was lost, even if another process
+    failed first because of that. Raises UserError if the remote code raised a UserError, and RuntimeError if
+    it raised another error.
     """
-    numbers = {reference: number for number, reference in references.items()}
-    pending, results = list(numbers), {}
+    index_of = {reference: index for index, reference in references.items()}
+    pending, results = list(index_of), {}
     deadline = None if timeout is None else time.monotonic() + timeout
     while pending:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         ready, pending = ray.wait(pending, num_returns=1, timeout=left)
         if not ready:
-            names = ", ".join(processes[numbers[reference]].name for reference in pending)
-            raise ProcessLost(f"`{call}` was not finished within {timeout:.0f} s by {names}")
+            names = ", ".join(processes[index_of[reference]].name for reference in pending)
+            raise ProcessLost(f"{names} did not finish `{call}` within {timeout:.0f} s")
         # Take all that are ready by now. With one ray.wait for each of 1,000 references, every call would
         # look at all the remaining ones.
         more, pending = ray.wait(pending, num_returns=len(pending), timeout=0) if pending else ([], [])
         for reference in (*ready, *more):
-            number = numbers[reference]
+            index = index_of[reference]
             try:
-                results[number] = fetch(reference, processes[number], call)
+                results[index] = fetch(reference, processes[index], call)
             except ProcessDied:
                 raise
             except Exception:
                 # A process whose partner died in a collective or in a weight sync often fails before the
                 # death is known.
-                others = [one for one in numbers if one != reference and numbers[one] not in results]
-                _raise_if_one_died(others, numbers, processes, call)
+                others = [one for one in index_of if one != reference and index_of[one] not in results]
+                _raise_if_one_died(others, index_of, processes, call)
                 raise
-    return {number: results[number] for number in references}
+    return {index: results[index] for index in references}
 
 
-def _raise_if_one_died(pending: list, numbers: dict, processes: list[Process], call: str) -> None:
+def _raise_if_one_died(pending: list, index_of: dict, processes: list[Process], call: str) -> None:
     deadline = time.monotonic() + _GRACE_SECONDS
     while pending and time.monotonic() < deadline:
         ready, pending = ray.wait(pending, num_returns=1, timeout=deadline - time.monotonic())
         for reference in ready:
             try:
-                fetch(reference, processes[numbers[reference]], call)
+                fetch(reference, processes[index_of[reference]], call)
             except ProcessDied:
                 raise
             except Exception:
-                logger.debug("also failed: %s", processes[numbers[reference]].name, exc_info=True)
+                logger.debug("also failed: %s", processes[index_of[reference]].name, exc_info=True)
 
 
 def fetch(reference: ray.ObjectRef, process: Process, call: str) -> Any:
-    """Return ray.get(reference). An error of Ray is converted into one that names the process and its log.
+    """Return ray.get(reference). An error of Ray is raised as an error that names the process and its log.
 
+    process: the process that was called.
     call: name of the method that was called, for messages.
 
     Raises ProcessDied, UserError or RuntimeError, see `process_error`.
@@ -130,9 +131,9 @@ def fetch(reference: ray.ObjectRef, process: Process, call: str) -> Any:
 
 
 def process_error(error: RayError, process: Process, call: str) -> Exception:
-    """Convert an error of Ray from a call to a process into the exception that the driver raises.
+    """Return the exception that the driver must raise for an error of Ray from a call to a process.
 
-    - ProcessDied: the process, or one that it waited for, is lost. A run can go on with a new one.
+    - ProcessDied: the process, or a process that it waited for, is lost. A run can go on with a new process.
     - UserError: the remote code raised a UserError, or its machine lacks something, such as disk space.
     - RuntimeError: the remote code raised any other exception.
     - Any other error of Ray is returned unchanged.

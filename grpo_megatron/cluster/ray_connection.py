@@ -42,27 +42,30 @@ _ASKED_FOR = {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
 
 
 class RayGuard(Protocol):
-    """Watches Ray's daemons, without which a run cannot go on. Implemented by run.guard.Guard."""
+    """Interface of an object that watches Ray's daemons, without which a run cannot go on.
+
+    Implemented by run.guard.Guard.
+    """
 
     def needs(self, find: Callable[[], list[psutil.Process]] | None, port: int | None = None) -> None: ...
 
 
 class NoGuard:
-    """A guard that watches nothing."""
+    """A RayGuard that watches nothing."""
 
     def needs(self, find: Callable[[], list[psutil.Process]] | None, port: int | None = None) -> None:
         pass
 
 
 def connect(address: str | None, num_slots: int) -> Path | None:
-    """Join a Ray cluster, or start one on this machine. All signal handlers stay as they are.
+    """Join a Ray cluster, or start one on this machine. This process's signal handlers are not changed.
 
-    address: HOST:PORT of the cluster to join; None: start one.
+    address: HOST:PORT of the cluster to join. If None, a cluster is started.
     num_slots: number of devices that the run needs. A cluster that is started gets at least as many CPUs.
 
-    Returns the folder of Ray's files if a cluster was started. Returns None if one was joined, or if this
-    process is connected already. Raises UserError if nothing answers at the address, if the cluster refuses
-    this process, or if the folder of Ray's files cannot be created.
+    Returns the folder with Ray's files if a cluster was started. Returns None if a cluster was joined, or if
+    this process was connected already. Raises UserError if nothing answers at the address, if the cluster
+    refuses this process, or if the folder cannot be created.
     """
     if ray.is_initialized():
         return None
@@ -100,16 +103,16 @@ def connect(address: str | None, num_slots: int) -> Path | None:
 def end_ray(guard: RayGuard) -> None:
     """End the Ray cluster that this process has started.
 
-    guard: stops watching Ray's daemons first, so that it does not take their end for a failure.
+    guard: stops watching Ray's daemons first, so that it does not report the end of the daemons as a failure.
     """
     guard.needs(None)
     ray.shutdown()
 
 
 def daemons() -> list[psutil.Process]:
-    """Return Ray's daemons (raylet and GCS) of the cluster that this process has started or is starting.
+    """Return the Ray daemons (raylet and GCS) that this process has started so far.
 
-    The guard watches them, because no run can go on without them.
+    A RayGuard watches them, because no run can go on without them.
     """
     found = []
     for child in psutil.Process().children():
@@ -120,7 +123,7 @@ def daemons() -> list[psutil.Process]:
 
 
 def _raylet_runs() -> bool:
-    """Return True if the raylet that this process has started still runs, so that waiting makes sense."""
+    """Return True if the raylet that this process has started still runs."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return any(
             daemon.name() == "raylet" and daemon.status() != psutil.STATUS_ZOMBIE for daemon in daemons()

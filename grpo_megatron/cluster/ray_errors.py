@@ -40,20 +40,20 @@ ENDED = (
 # The machine lacks something. The text says what to do.
 LACKING: dict[type[RayError], str] = {
     ray_errors.ObjectStoreFullError: (
-        "Ray's object store is full; give it more memory: a larger /dev/shm on the node, or a larger "
-        "--object-store-memory of `ray start`"
+        "Ray's object store is full; enlarge /dev/shm on the node, or start Ray with a larger "
+        "--object-store-memory"
     ),
     ray_errors.OutOfDiskError: (
-        "the disk with Ray's temporary folder is full; make room, or set RAY_TMPDIR to a folder on another "
-        "disk"
+        "the disk with Ray's temporary folder is full; free some space, or set RAY_TMPDIR to a folder on "
+        "another disk"
     ),
     ray_errors.RuntimeEnvSetupError: (
-        "Ray could not set up the process's environment; its runtime_env_agent.log on the node has the "
-        "reason, often a full disk"
+        "Ray could not set up the process's environment; see Ray's runtime_env_agent.log on the node for the "
+        "reason, which is often a full disk"
     ),
     ray_errors.AuthenticationError: (
-        "the Ray cluster refused this process's token; set RAY_AUTH_MODE and RAY_AUTH_TOKEN as for the "
-        "cluster's `ray start`"
+        "the Ray cluster rejected this process's token; set the RAY_AUTH_MODE and RAY_AUTH_TOKEN that the "
+        "cluster's `ray start` had"
     ),
 }
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -62,7 +62,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 def what_is_lacking(error: RayError) -> str | None:
     """Return a message if the error means that a machine lacks something, such as disk space; else None.
 
-    The message says what to do, and ends with Ray's own words.
+    The message tells the user what to do, and ends with a line of Ray's own message.
     """
     for kind, advice in LACKING.items():
         if isinstance(error, kind):
@@ -77,11 +77,11 @@ def plain(error: BaseException) -> str:
 
 
 def raised_there(error: ray_errors.RayTaskError) -> tuple[BaseException | None, str]:
-    """Return the exception that the code in a remote process raised, and a line about it for a message.
+    """Return (cause, line): the exception that the code in a remote process raised, and a line about it.
 
-    Returns (cause, line): line is type and first line of the exception, such as `ValueError: no layer`. If
-    the exception could not be sent to this process, cause is not its own type (None, or a RayTaskError), and
-    line is the last one of its traceback.
+    `line` has type and first line of the exception, such as `ValueError: no layer`. If the exception could
+    not be sent to this process, `cause` is None or a RayTaskError, and `line` is the last line of the remote
+    traceback.
     """
     cause = error.cause if isinstance(error.cause, BaseException) else None
     if cause is None or isinstance(cause, ray_errors.RayTaskError):

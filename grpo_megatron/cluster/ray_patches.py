@@ -20,9 +20,9 @@ def listen_on_loopback_only() -> None:
 
 
 def log_messages() -> None:
-    """Write Ray's messages to the driver's log. Ray would print them.
+    """Write Ray's messages to the driver's log. Ray would print them to the terminal.
 
-    They are long texts about dead processes, whose death the run reports itself.
+    The messages are long texts about dead processes. The run itself reports the deaths.
     """
     ray._private.worker.print_to_stdstream = _into_the_log
 
@@ -36,8 +36,8 @@ def _into_the_log(data: dict, ignore_prefix: bool) -> None:
 def keep_signal_handlers() -> Iterator[None]:
     """Keep this process's SIGTERM handler while ray.init runs in the context.
 
-    ray.init would replace it, in Python at several moments and also in C++. A request to stop the run would
-    then be lost, or end the process by SIGABRT.
+    ray.init would replace the handler, at several places in Python and also in C++. A request to stop the run
+    would then be lost, or end the process by SIGABRT.
     """
     utils, handler = ray._private.utils, signal.getsignal(signal.SIGTERM)
     setting = utils.set_sigterm_handler
@@ -52,10 +52,10 @@ def keep_signal_handlers() -> Iterator[None]:
 
 @contextmanager
 def wait_for_raylet(seconds: float, is_alive: Callable[[], bool]) -> Iterator[None]:
-    """Let ray.init, called in the context, wait up to `seconds` for the node that it starts.
+    """Make ray.init, called in the context, wait up to `seconds` for the raylet that it starts.
 
-    Replaces Ray's function get_node, whose shorter time limit cannot be configured.
-    is_alive: returns True if the raylet still runs, so that waiting makes sense.
+    Within the context, a function replaces Ray's get_node, whose shorter time limit cannot be configured.
+    is_alive: returns True if the raylet still runs. If not, the waiting ends.
     """
     ask, until = services.get_node, time.monotonic() + seconds
 

@@ -30,10 +30,10 @@ _Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """Address and secret of a store. It is sent to all processes that may use the store.
+    """Address and secret of a key-value store. All processes that may use the store get this object.
 
-    host, port: where the server's proxy listens, or the store itself if it is on loopback only
-    secret: hex digits; empty on loopback. Every process that has it may read and write all keys.
+    host, port: address of the server's proxy, or of the store itself if the store is on loopback only
+    secret: hex digits; empty on loopback. Every process that has the secret may read and write all keys.
     """
 
     host: str
@@ -41,7 +41,7 @@ class StoreAddress:
     secret: str = field(default="", repr=False)
 
     def connect(self, timeout: float) -> dist.TCPStore:
-        """Return a client of the store. Raises torch's DistNetworkError if there is no server.
+        """Return a new client of the store. Raises torch's DistNetworkError if there is no server.
 
         timeout: seconds that a request to the store may wait for its answer, such as for a missing key.
         """
@@ -49,7 +49,10 @@ class StoreAddress:
         return dist.TCPStore(_LOOPBACK, port, is_master=False, timeout=timedelta(seconds=timeout))
 
     async def forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forward one connection of a client on this node to the server's proxy, with the proof."""
+        """Connect to the server's proxy, prove that this node knows the secret, and pass bytes both ways.
+
+        reader, writer: streams of a client's connection to the proxy on this node.
+        """
         there_reader, there_writer = await asyncio.open_connection(self.host, self.port)
         nonce = await there_reader.readexactly(_NONCE_BYTES)
         there_writer.write(_proof(self.secret, nonce))
@@ -58,27 +61,27 @@ class StoreAddress:
 
 @cache
 def _way_to(address: StoreAddress) -> int:
-    """Start a client's proxy: return a port on loopback from which connections are forwarded to `address`.
+    """Start a proxy on loopback that forwards connections to `address`, and return its port.
 
-    The port is cached, because an engine connects anew in each weight sync. With one port for each
-    connection, it ran out of file descriptors.
+    The cache keeps one proxy for each address, because an engine connects anew in each weight sync. With a
+    new proxy for each connection, the engine ran out of file descriptors.
     """
     return _listen(_LOOPBACK, address.forward)
 
 
 class StoreServer:
-    """A store that this process serves until it ends.
+    """A key-value store that this process serves until it ends.
 
-    store: the server's own client of the store
-    address: for the other processes that may use the store
+    store: this process's own client of the store
+    address: address of the store, for other processes that may use it
     """
 
     def __init__(self, host: str, timeout: float):
         """Start the server in this process.
 
-        host: the address of this node at which other processes connect. If it is on loopback, there is no
-            proxy and no secret.
-        timeout: seconds that a request of `store` may wait for its answer
+        host: the address of this node at which other processes connect. If it is a loopback address, there is
+            no proxy and no secret.
+        timeout: seconds that a request of the client `store` may wait for its answer
         """
         listening = socket.create_server((_LOOPBACK, 0))
         self._port = listening.getsockname()[1]
@@ -97,9 +100,11 @@ class StoreServer:
             self.address = StoreAddress(host, _listen(host, self._admit), self._secret)
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Handle a connection to the server's proxy: forward it to the store if the caller knows the secret.
+        """Handle a connection to the server's proxy: pass bytes to and from the store until one side ends.
 
-        Otherwise the connection is closed without an answer.
+        If the client does not prove that it knows the secret, the connection is closed without an answer.
+
+        reader, writer: streams of the connection.
         """
         nonce = secrets.token_bytes(_NONCE_BYTES)
         writer.write(nonce)
@@ -109,7 +114,7 @@ class StoreServer:
 
 
 def _proof(secret: str, nonce: bytes) -> bytes:
-    """Return the HMAC by which a client proves that it knows the secret without sending it."""
+    """Return the HMAC of `nonce`, by which a client proves that it knows the secret without sending it."""
     return hmac.digest(bytes.fromhex(secret), nonce, hashlib.sha256)
 
 
@@ -117,7 +122,7 @@ def _listen(host: str, handler: _Handler) -> int:
     """Start a thread that accepts connections on a free port of this node. Return the port.
 
     host: an address of this node.
-    handler: is called with the streams of each connection.
+    handler: called with the streams (reader, writer) of each connection.
     """
     listening = socket.create_server((host, 0))
 
@@ -136,7 +141,10 @@ def _listen(host: str, handler: _Handler) -> int:
 
 
 async def _join(*ends: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> None:
-    """Pass bytes in both directions between two connections, each (reader, writer), until either ends."""
+    """Pass bytes in both directions between two connections until one of them ends.
+
+    ends: the two connections, each as (reader, writer).
+    """
     (reader, writer), (there_reader, there_writer) = ends
     passing = {
         asyncio.ensure_future(_pass(reader, there_writer)),

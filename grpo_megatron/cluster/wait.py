@@ -34,9 +34,9 @@ def listening(address: str) -> bool:
 def alive_nodes(address: str) -> int:
     """Return the number of alive nodes of the Ray cluster at HOST:PORT; 0 while it does not answer.
 
-    A subprocess counts them, because a failed ray.init cannot be repeated in one process. The kernel kills
-    the subprocess when this process ends. Otherwise it would stay after the end of a job, and go on asking
-    for a Ray head that is gone.
+    A subprocess counts the nodes, because a failed ray.init cannot be repeated in one process. The kernel
+    kills the subprocess when this process ends. Otherwise the subprocess would outlive the job, and look for
+    a Ray head that is gone.
     """
     if not listening(address):
         return 0
@@ -54,9 +54,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--address", required=True)
-    parser.add_argument("--nodes", type=int, required=True)
-    parser.add_argument("--timeout", type=float, default=300.0)
+    parser.add_argument("--address", required=True, help="address of the Ray cluster, HOST:PORT")
+    parser.add_argument("--nodes", type=int, required=True, help="number of nodes to wait for")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds to wait")
     options = parser.parse_args()
     deadline = time.monotonic() + options.timeout
     alive = 0
@@ -67,7 +67,8 @@ def main() -> int:
             return 0
         time.sleep(0.5)
     print(
-        f"error: Ray at {options.address} has {alive} of {options.nodes} nodes after {options.timeout:.0f} s",
+        f"error: Ray at {options.address} has only {alive} of {options.nodes} nodes after "
+        f"{options.timeout:.0f} s; docs/slurm.md lists possible causes",
         file=sys.stderr,
     )
     return 1

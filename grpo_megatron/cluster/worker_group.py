@@ -1,7 +1,7 @@
-"""Processes that compute as one, such as the ranks of a distributed model.
+"""Groups of processes that compute together, such as the ranks of a distributed model.
 
-A group starts, calls, watches and restarts its processes together. It knows nothing of what they compute:
-every process builds one object, and calls go to the methods of that object or of its attributes.
+A group starts, calls, watches and restarts its processes together. It does not know what they compute: every
+process builds one object, and calls go to the methods of that object or of its attributes.
 """
 
 import gc
@@ -24,7 +24,7 @@ Build = Callable[[int, StoreAddress, Heartbeat], tuple[Any, Any]]
 
 @ray.remote
 class _Worker:
-    """One rank in its own process: a Ray actor with the object that calls go to, and the heartbeat."""
+    """The process of one rank: a Ray actor with the object that calls go to, and with a Heartbeat."""
 
     def __init__(self, log: str):
         redirect_output(log)
@@ -32,7 +32,7 @@ class _Worker:
         self._heartbeat.start()
 
     def serve_store(self, timeout: float) -> StoreAddress:
-        """Start the key-value store by which all ranks find each other. Return its address. Called on rank 0.
+        """Start the key-value store by which all ranks find each other, on rank 0. Return its address.
 
         timeout: seconds that a request to the store may wait for its answer.
         """
@@ -51,7 +51,7 @@ class _Worker:
             return attrgetter(method)(self._target)(*arguments)
 
     def beat(self) -> None:
-        """Send a heartbeat now. The hang detector calls this, also to find out whether a rank is dead."""
+        """Send a heartbeat now. The hang detector calls this, for example to find out if a rank is dead."""
         self._heartbeat.beat()
 
     def occupied(self) -> int:
@@ -62,9 +62,9 @@ class WorkerGroup:
     """A group of processes that are called together, such as the ranks of the trainer.
 
     Except for `submit` and `close`, methods return when all ranks are done. If a rank fails, dies or takes
-    too long, they raise the errors of cluster.processes.gather.
+    too long, these methods raise the errors of cluster.processes.gather.
 
-    ranks: second result of `build` for each rank, such as its parallel coordinates
+    ranks: the second value that `build` returned on each rank, such as the rank's parallel coordinates
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class WorkerGroup:
         name: name of one process in messages, such as `trainer rank`
         options: Ray's actor options for each process, which bind it to a device
         log_dir: folder of the processes' logs
-        build: is called in every process, and makes the object that calls go to
-        timeout: time limit in seconds of any one call
-        hang_detector: the hang detector, to which all processes are added
+        build: called in every process. Returns the object that calls go to, and a value for `ranks`.
+        timeout: time limit of each call in seconds
+        hang_detector: watches all processes of the group
         """
         world = len(options)
         self.processes = [
@@ -118,14 +118,15 @@ class WorkerGroup:
             raise
 
     def restart(self) -> None:
-        """Kill the remaining processes and start the whole group anew. All state of the objects is lost."""
+        """Kill the remaining processes and start all of them anew. The state of the objects is lost."""
         self.close()
         self.start()
 
     def submit(self, method: str, *arguments) -> list[ray.ObjectRef]:
         """Call `method` on every rank with the same arguments, without waiting for the results.
 
-        method: name such as `close`, or path such as `passes.logprobs`.
+        method: method of the object that `build` made, such as `close`, or of an attribute of the object,
+            such as `passes.logprobs`.
         Returns Ray's references to the results, in rank order.
         """
         return [worker.call.remote(method, *arguments) for worker in self._workers]
@@ -135,9 +136,9 @@ class WorkerGroup:
     ) -> list[Any]:
         """Call `method` on every rank, and return all results in rank order.
 
-        method: name or path, see `submit`.
-        arguments: a tuple of positional arguments for each rank; None: no arguments.
-        timeout: seconds; None: the group's timeout.
+        method: method of the object, see `submit`.
+        arguments: a tuple of positional arguments for each rank. If None, the method gets no arguments.
+        timeout: seconds. If None, the group's timeout holds.
         """
         arguments = [()] * len(self._workers) if arguments is None else arguments
         pairs = enumerate(zip(self._workers, arguments, strict=True))
@@ -145,7 +146,7 @@ class WorkerGroup:
         return list(self._gather(calls, method, timeout).values())
 
     def occupied(self) -> list[int]:
-        """Return the bytes of memory that each rank has reserved on its GPU, or without a GPU on its host."""
+        """Return how many bytes each rank has reserved on its GPU, or uses on its host if it has no GPU."""
         return list(
             self._gather(
                 {rank: worker.occupied.remote() for rank, worker in enumerate(self._workers)}, "occupied"

@@ -1,10 +1,10 @@
 """Pools of processes, on all nodes, that run code from outside the package, such as reward functions.
 
-A hang or a crash there costs only the call that is to blame. Each worker is a Ray actor that holds one
-object. Waiting calls are sent to it together, because one Ray call costs as much as many cheap rewards. A
-worker that finishes many calls at a time gets its next batch early, so that it need not wait for the driver.
-A call whose process has died is tried once more, alone in a new process. If that process dies too, the call
-is to blame.
+If a process hangs or crashes, only the call that caused it fails. Each worker is a Ray actor that holds one
+object. Waiting calls are sent to the worker together, because one Ray call costs as much as many cheap
+rewards. A worker that finishes many calls at a time gets its next batch early, so that it need not wait for
+the driver. A call whose process has died is tried once more, alone in a new process. If that process dies
+too, the call is assumed to be the cause.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ _LARGEST_BATCH = 256
 
 
 class WorkerDied(ProcessLost):
-    """The process of a call died, and the call was not tried again or died in its second try too."""
+    """The process that worked on a call died. The call cannot be retried, or has been retried already."""
 
 
 class WorkerHangs(UserError):
@@ -41,7 +41,7 @@ def worker_places(nodes: Sequence[str], per_node: int, log_dir: str, role: str =
 
     nodes: ids of Ray's nodes.
     per_node: number of workers on each node.
-    role: prefix for the names and logs of the workers, which no other pool of the run has.
+    role: prefix of the names and logs of the workers. No two pools of a run may have the same prefix.
     """
     found = [node for _ in range(per_node) for node in nodes]
     return [
@@ -52,7 +52,7 @@ def worker_places(nodes: Sequence[str], per_node: int, log_dir: str, role: str =
 
 @dataclass(eq=False)
 class _Job:
-    """A call that waits in the queue, or is in a batch."""
+    """A call to a worker, which waits in the queue or has been sent in a batch."""
 
     item: Any
     future: asyncio.Future | None  # None: no caller waits for it
@@ -79,12 +79,12 @@ class WorkerPool:
     ):
         """Start a worker at each place.
 
-        what: what runs in the workers, such as `reward math`, for messages
-        build: makes the object that does the calls, in the process of a worker
+        what: name of what runs in the workers, such as `reward math`, for messages
+        build: makes the object that does the calls. It is called in the process of each worker.
         bounds: limits of time, memory and file size for the user's code
         places: node, name and log of each worker
-        again: whether a call is tried once more if its process died. False for calls that depend on earlier
-            ones, such as those of an environment with state, which died with the process.
+        again: True if a call is tried once more after its process died. False for calls that depend on
+            earlier calls, as those to an environment do, whose state is lost with the process.
         """
         self._again, self._warn = again, Rarely(logger)
         reference = ray.put(build)  # once for all workers, because it may hold a tokenizer
@@ -95,11 +95,11 @@ class WorkerPool:
         self._most = 1  # most calls of a batch; grows as long as workers finish whole batches in time
 
     async def call(self, item: Any) -> Any:
-        """Have a worker do one item, and return the result.
+        """Have a worker's object work on one item, and return the result.
 
         Many calls may wait at the same time, all in one event loop. Raises WorkerDied or WorkerHangs if the
-        call is assumed to be the cause. Raises ProcessLost if a worker does not start. Errors of the worker's
-        object are passed on.
+        worker's process died or hung and this call is assumed to be the cause. Raises ProcessLost if a worker
+        does not start. Errors of the worker's object are passed on.
         """
         future = asyncio.get_running_loop().create_future()
         self._waiting.append(_Job(item, future))
@@ -115,7 +115,7 @@ class WorkerPool:
     def tell(self, item: Any) -> None:
         """Queue an item without waiting for its result, such as the message to close an environment.
 
-        It is sent to a worker before the next call or together with it. Its errors are ignored.
+        The item is sent to a worker before the next call, or together with that call. Errors are ignored.
         """
         self._waiting.append(_Job(item, None))
 
@@ -137,9 +137,9 @@ class WorkerPool:
                 task.add_done_callback(self._running.discard)
 
     def _next_batch(self) -> list[_Job]:
-        """Take the jobs of the next batch from the queue, as many as one worker should get.
+        """Remove the calls of a worker's next batch from the queue, and return them.
 
-        Jobs whose callers have gone are dropped. If no others are left, the batch is empty.
+        Calls whose callers no longer wait are dropped. The result is empty if no other calls are left.
         """
         idle = sum(not worker.busy for worker in self._all) or len(self._all)
         share = max(1, min(self._most, math.ceil(len(self._waiting) / idle)))
@@ -176,10 +176,10 @@ class WorkerPool:
         self._dispatch()
 
     def _blame(self, jobs: list[_Job], lost: BatchLost) -> None:
-        """Decide what happens to the jobs of a lost batch: they are queued again, or they fail.
+        """Queue the calls of a lost batch again, or let them fail.
 
-        A job fails if it must have been the cause: it was alone in its batch, and either it hung or this was
-        its second try. If calls are not to be tried again, all jobs of the batch fail.
+        A call fails if it must have been the cause: it was alone in its batch, and either it hung or this was
+        its second try. If the pool does not retry calls (`again`), all calls of the batch fail.
         """
         if not lost.begun and self._again:
             self._waiting.extendleft(reversed(jobs))
@@ -189,7 +189,7 @@ class WorkerPool:
             for job in jobs:
                 job.fail((WorkerHangs if lost.hung else WorkerDied)(str(lost)))
             return
-        self._warn(f"{lost}; the calls that it was working on are tried once more")
+        self._warn(f"{lost}; the calls that it was working on are retried once")
         for job in jobs:
             job.alone = True
         self._waiting.extendleft(reversed(jobs))

@@ -1,1 +1,1 @@
-"""Implementation of `grpo-megatron COMMAND`. The tools call some of it too."""
+"""Implementation of the commands of `grpo-megatron`. The programs in tools/ also call parts of it."""

@@ -19,7 +19,6 @@ from grpo_megatron.config.command import Command
 from grpo_megatron.config.schema import Config, Placement, RoutingReplay
 from grpo_megatron.errors import ProcessLost
 from grpo_megatron.files import json_text, replace_text
-from grpo_megatron.megatron.spec import actor_spec
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.monitoring.listener import Listener
 from grpo_megatron.monitoring.monitor import Monitor
@@ -49,32 +48,32 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of one attempt of a run, with all processes started. `assemble` yields it."""
+    """One attempt of a run, with all its processes started. `assemble` yields it."""
 
     config: Config
     """Configuration of the run."""
     directory: str
     """The run's folder, as an absolute path."""
     monitor: Monitor
-    """Receives what the run reports about itself."""
+    """Receives metrics, timings and texts of the run, and passes them to the logs and the terminal."""
     saver: Checkpoints
     """Writes checkpoints."""
     trainer: PolicyTrainer
-    """The trainer, whose ranks are up."""
+    """The trainer, with all its ranks started."""
     engines: EnginePool | None
-    """The engines; None if the command or a replay needs none."""
+    """The engines; None if the command needs none, or replays recorded rollouts."""
     sharing: DeviceSharing | None
-    """Device sharing; None unless engines are on the trainer's devices."""
+    """Lets engines and ranks take turns on the same devices; None if engines have devices of their own."""
     state: dict | None
     """The driver's state in the checkpoint that the trainer has loaded; None for a new run."""
     started: float
-    """When the command started, by time.perf_counter."""
+    """Time at which the command started, by time.perf_counter."""
     command: Command
-    """The command that makes the run."""
+    """The command of this run, such as `train`."""
 
     @property
     def resumed(self) -> int:
-        """The step that the run continues after; 0 for a new run."""
+        """The last step in the checkpoint that the run continues from; 0 for a new run."""
         return self.state["step"] if self.state else 0
 
     def to_ranks(self) -> None:
@@ -83,7 +82,10 @@ class Run:
             self.sharing.to_ranks()
 
     def loop(self, stop: StopRequest | None = None) -> StepLoop:
-        """Return the loop of steps, which continues from the run's checkpoint. stop: None: never stopped."""
+        """Return the loop that makes the steps. It continues from the run's checkpoint, if there is one.
+
+        stop: request to stop; None: the loop never stops early.
+        """
         loop = StepLoop(self.config, self.saver, self.monitor, stop, self.to_ranks)
         if self.state:
             loop.load_state_dict(self.state)
@@ -92,16 +94,17 @@ class Run:
     def finish(self, result: dict[str, Any]) -> dict[str, Any]:
         """Complete the last checkpoint, export the model if checkpoint.export_hf is set, write result.json.
 
-        result: the command's own results. The paths of all outputs and the time taken are added to it.
+        result: the command's own results. The paths of all outputs and the time taken are added to this dict.
 
-        Returns `result`. Raises NotWritten after the export if the last checkpoint could not be written.
+        Returns `result`. If the last checkpoint could not be written, the model is exported all the same, and
+        NotWritten is raised.
         """
         failure = None
         try:
             self.saver.finish()
         except NotWritten as error:
-            # The model needs a seventh of a checkpoint's room. A disk that is too full for a checkpoint may
-            # have that.
+            # The model takes a seventh of a checkpoint's size, so it may fit on a disk that is too full for a
+            # checkpoint.
             failure = error
         if self.config.checkpoint.export_hf:
             result["model"] = f"{self.directory}/hf"
@@ -121,7 +124,7 @@ class Run:
 
 @dataclass
 class RunContext:
-    """The parts of a run that are kept when a process is lost and the trainer's ranks start again.
+    """Everything of a run that is kept when a process is lost and the trainer's ranks start again.
 
     `open_run` yields it.
     """
@@ -129,29 +132,29 @@ class RunContext:
     config: Config
     """Configuration of the run."""
     command: Command
-    """The command that makes the run."""
+    """The command of this run, such as `train`."""
     directory: str
     """The run's folder, as an absolute path."""
     status: StatusFile
-    """status.json of the run, until the run's end."""
+    """The run's status.json, which is written until the run ends."""
     checkpoint: Checkpoint | None
     """The checkpoint to begin from; None for a new run."""
     cluster: Cluster
-    """The connection to Ray, and the slots (devices) of all processes."""
+    """The connection to Ray, and the devices of all processes."""
     hang_detector: HangDetector
-    """Hang detector for all processes."""
+    """Reads the heartbeats of all processes, and ends processes that hang."""
     engines: EnginePool | None
-    """The engines; None if the command or a replay needs none."""
+    """The engines; None if the command needs none, or replays recorded rollouts."""
     guard: Guard
-    """Tells whether the run is asked to stop."""
+    """Receives requests to stop."""
     started: float
-    """When the command started, by time.perf_counter."""
+    """Time at which the command started, by time.perf_counter."""
     damaged: set[str] = field(default_factory=set)
     """Folders of checkpoints that the ranks found to be damaged."""
     listeners: Sequence[Listener] = ()
-    """The listeners of monitor.listeners."""
+    """Receivers of metrics that the setting monitor.listeners names."""
     begun: bool = False
-    """True once an attempt has loaded its checkpoint and set aside the abandoned ones."""
+    """True once an attempt has loaded its checkpoint, and later checkpoints have been set aside."""
 
     @property
     def logs(self) -> str:
@@ -165,11 +168,11 @@ class RunContext:
     def last_checkpoint(self) -> Checkpoint | None:
         """Return the checkpoint for the next attempt after a failure; None: start from the beginning.
 
-        It is the newest undamaged checkpoint that this run has written. If there is none, it is the one that
-        the run began from.
+        This is the newest undamaged checkpoint that this run has written. If there is none, it is the
+        checkpoint that the run began from.
         """
-        # If run.resume names a checkpoint, the earlier ones in the run's own folder belong to another course
-        # of training. So do the later ones, until they have been set aside.
+        # If run.resume names a checkpoint, the earlier checkpoints in the run's own folder belong to another
+        # training. So do the later checkpoints, until they have been set aside.
         named = self.checkpoint if self.config.run.resume not in (AUTO, *ANEW) else None
         if named and not self.begun:
             return named
@@ -179,7 +182,7 @@ class RunContext:
     def recover(self) -> None:
         """Prepare for the next attempt after the loss of a process: restart the engines that cannot go on.
 
-        Engines that share devices with the ranks are all restarted. Raises ProcessLost if a node is gone,
+        If engines and ranks share devices, all engines are restarted. Raises ProcessLost if a node is gone,
         because no other node can take its place in Ray's placement group.
         """
         self.cluster.must_be_whole()
@@ -194,15 +197,15 @@ def open_run(
     guard: Guard | None = None,
     must_fit: Callable[[dict], str] = lambda state: "",
 ) -> Iterator[RunContext]:
-    """Open the run's folder, start Ray, and start engines if `command` generates. Yield the RunContext.
+    """Open the run's folder, start Ray, and start engines if `command` needs them. Yield the RunContext.
 
     config: must have passed preflight.check.check_start.
-    guard: receives requests to stop; None: one that never ends the run.
-    must_fit: raises UserError if the driver's state in a checkpoint belongs to other data. It returns a note
-        to show, or "".
+    guard: receives requests to stop; None: the run is never asked to stop.
+    must_fit: function that raises UserError if the driver's state in a checkpoint belongs to other data. It
+        returns a note for the user, or "".
 
-    Raises UserError, before any process starts, if the checkpoint or the run's folder cannot be used. The
-    end of the context ends the engines and Ray.
+    Raises UserError, before any process starts, if the checkpoint or the run's folder cannot be used. At the
+    end of the `with` block, the engines and Ray are ended.
     """
     started, guard = time.perf_counter(), guard or Guard()
     num_ranks, num_engines = num_processes(config, command)
@@ -212,7 +215,9 @@ def open_run(
         guard.status = status = cleanup.enter_context(
             StatusFile(directory, config.run.name, config.run.total_steps)
         )
-        for line in [f"continues from {checkpoint}", *differences(checkpoint, config)] if checkpoint else []:
+        for line in (
+            [f"the run continues from {checkpoint}", *differences(checkpoint, config)] if checkpoint else []
+        ):
             logger.info(line)
         logger.info(f"run folder {directory}; starting {num_ranks} trainer ranks and {num_engines} engines")
         for note in HFCheckpoint(config.model.path).notes:
@@ -245,7 +250,11 @@ def open_run(
 def _start_engines(
     config: Config, cluster: Cluster, hang_detector: HangDetector, log_dir: str, checkpoint: Checkpoint | None
 ) -> EnginePool:
-    """Start the engines of a run, without waiting for them. checkpoint: the one that the run resumes from."""
+    """Start the engines of a run, without waiting until they are ready.
+
+    log_dir: folder for the engines' logs.
+    checkpoint: the checkpoint that the run resumes from.
+    """
     return EnginePool(
         cluster,
         config.rollout,
@@ -274,29 +283,14 @@ def _throughput(context: RunContext) -> Throughput:
     )
 
 
-def _start_ranks(context: RunContext) -> PolicyTrainer:
-    """Start the trainer's ranks, which build the model that the command trains."""
-    config = context.config
-    return PolicyTrainer(
-        context.cluster,
-        actor_spec(config, context.command),
-        config.megatron,
-        config.run.seed,
-        context.logs,
-        config.cluster.call_timeout,
-        context.hang_detector,
-        context.takes_turns,
-    )
-
-
 @contextmanager
 def assemble(context: RunContext, checkpoint: Checkpoint | None) -> Iterator[Run]:
     """Start the trainer's ranks, wait for the engines, and yield the Run for one attempt.
 
-    checkpoint: the ranks load it; None: they begin with the model of the configuration.
+    checkpoint: checkpoint that the ranks load; None: they begin with the model of the configuration.
 
-    Raises DamagedCheckpoint if the ranks find the checkpoint damaged. The end of the context ends the ranks,
-    but not the engines.
+    Raises DamagedCheckpoint if the ranks find the checkpoint damaged. At the end of the `with` block, the
+    ranks are ended, but not the engines.
     """
     config, engines = context.config, context.engines
     resumed = checkpoint.step if checkpoint else 0
@@ -312,7 +306,9 @@ def assemble(context: RunContext, checkpoint: Checkpoint | None) -> Iterator[Run
             engines.wait_until_ready()
             sharing = DeviceSharing(engines, monitor)
             sharing.release()
-        trainer = _start_ranks(context)
+        trainer = PolicyTrainer(
+            context.cluster, config, context.command, context.logs, context.hang_detector, context.takes_turns
+        )
         cleanup.callback(trainer.close)
         if sharing:
             sharing.started(trainer.ranks)
@@ -342,7 +338,7 @@ def assemble(context: RunContext, checkpoint: Checkpoint | None) -> Iterator[Run
             )
             context.hang_detector.flush()
         except BaseException:
-            # Whatever failed, the state that ranks are still writing is sound. Do not wait for stuck ranks.
+            # Whatever failed, the state that ranks are still writing is valid. Do not wait for stuck ranks.
             with suppress(Exception):
                 saver.finish(_RESCUE_SECONDS)
             raise
@@ -351,11 +347,11 @@ def assemble(context: RunContext, checkpoint: Checkpoint | None) -> Iterator[Run
 def run_with_restarts(
     context: RunContext, attempt: Callable[[RunContext, Checkpoint | None], Result]
 ) -> Result:
-    """Return attempt(context, checkpoint). After the loss of a process, try again from the newest checkpoint.
+    """Return attempt(context, checkpoint), and repeat the attempt after the loss of a process.
 
-    There are at most run.max_restarts such repetitions. If the ranks find a checkpoint damaged, the newest
-    one before it is tried, unless run.resume names the damaged one. Any other error is raised, because it
-    would occur again.
+    A repetition begins from the newest checkpoint. There are at most run.max_restarts repetitions. If the
+    ranks find a checkpoint damaged, the newest checkpoint before it is tried, unless run.resume names the
+    damaged checkpoint. Any other error is raised, because it would occur again.
     """
     checkpoint, restarts = context.checkpoint, 0
     while True:
@@ -366,9 +362,9 @@ def run_with_restarts(
             if checkpoint is context.checkpoint and context.config.run.resume != AUTO:
                 raise
             context.damaged.add(checkpoint.folder)
-            logger.warning(f"passed over: {error}")
+            logger.warning(f"skipped a checkpoint: {error}")
             checkpoint = context.last_checkpoint()
-            logger.info(f"continues from {checkpoint}")
+            logger.info(f"the run continues from {checkpoint}")
             context.recover()
         except ProcessLost as error:
             context.guard.stop.must_not_be_made(context.directory)

@@ -1,4 +1,4 @@
-"""The command line of `grpo-megatron config`."""
+"""Command line of `grpo-megatron config`."""
 
 import argparse
 import sys
@@ -7,16 +7,16 @@ from grpo_megatron.config.command import Command
 
 
 def add_parser(commands) -> None:
-    """Add the parser of `grpo-megatron config`.
+    """Add the parser of `grpo-megatron config` to the parser of `grpo-megatron`.
 
     commands: what ArgumentParser.add_subparsers returned.
     """
     parser = commands.add_parser("config", help="show, explain, compare and check configurations")
     actions = parser.add_subparsers(dest="action", required=True)
-    show = actions.add_parser("show", help="every value in effect, and where it comes from")
+    show = actions.add_parser("show", help="print every value in effect, and where it comes from")
     show.add_argument("--only-set", action="store_true", help="leave out the defaults")
     check = actions.add_parser(
-        "check", help="all that is wrong, as far as it can be known here; exit status 2 if anything is"
+        "check", help="list all that is wrong, as far as it can be known here; exit status 2 if anything is"
     )
     check.add_argument(
         "--for",
@@ -24,7 +24,7 @@ def add_parser(commands) -> None:
         type=Command,
         choices=Command,
         default="train",
-        help="the command it is meant for",
+        help="command that the configuration is for (default: %(default)s)",
     )
     for action in (show, check):
         action.add_argument("--config", metavar="FILE", help="YAML file")
@@ -32,14 +32,14 @@ def add_parser(commands) -> None:
             "overrides", nargs="*", metavar="key=value", help="values that override the file's"
         )
     explain = actions.add_parser(
-        "explain", help="what a key means and interacts with; of a section, its keys"
+        "explain", help="say what a key means and interacts with; for a section, list its keys"
     )
-    explain.add_argument("key", metavar="KEY")
-    diff = actions.add_parser("diff", help="keys whose values differ; exit status 1 if any does")
+    explain.add_argument("key", metavar="KEY", help="dotted name of a key or section, such as rollout.n")
+    diff = actions.add_parser("diff", help="print the keys whose values differ; exit status 1 if any does")
     diff.add_argument("a", metavar="A", help="YAML file")
     diff.add_argument("b", metavar="B", help="YAML file")
-    diff.add_argument("--json", action="store_true", help="for programs")
-    actions.add_parser("docs", help="the text of docs/config.md")
+    diff.add_argument("--json", action="store_true", help="print JSON, for programs")
+    actions.add_parser("docs", help="print the text of docs/config.md")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -16,16 +16,16 @@ def add_processes(parser: argparse.ArgumentParser) -> None:
         "--processes",
         type=int,
         default=default_processes(),
-        help="that share the work (default: the cores, at most 8)",
+        help="number of processes that share the work (default: the cores, at most 8)",
     )
 
 
 def call(parser: argparse.ArgumentParser, work: Callable[[], int | None], continues: bool = False) -> None:
     """Call `work` and exit with the status that it returns (None: 0), or with 2 after a UserError.
 
-    parser: shows the message of the error.
-    work: does all that the program is for.
-    continues: True if the same command would continue after an interruption; the message then says so.
+    parser: prints the message of the error.
+    work: the whole work of the program.
+    continues: True if the same command continues after an interruption. A message then tells the user.
     """
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|image Python extension).*")
     # SIGTERM raises KeyboardInterrupt, so that other processes are ended on the way out.

@@ -47,12 +47,12 @@ def _python() -> Diagnosis:
     current = sys.version_info[:2]
     text = f"{platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} cores"
     if not (3, 11) <= current <= (3, 13):
-        return Diagnosis(PROBLEM, "Python", f"{text}; 3.11 to 3.13 is supported")
+        return Diagnosis(PROBLEM, "Python", f"{text}; install Python 3.11, 3.12 or 3.13")
     return Diagnosis(OK, "Python", text)
 
 
 def _driver() -> Diagnosis | None:
-    """Check the version of NVIDIA's driver. Return None if there is no driver.
+    """Check the version of NVIDIA's driver. Return None if no driver or no version is found.
 
     The check is needed because torch does not give the reason if the driver is too old. It then says only
     that CUDA is not available.
@@ -65,7 +65,9 @@ def _driver() -> Diagnosis | None:
     if not found:
         return None
     if release(found[1]) < LEAST_DRIVER:
-        return Diagnosis(PROBLEM, "driver", f"{found[1]}; CUDA 13 needs {LEAST_DRIVER[0]} or newer")
+        return Diagnosis(
+            PROBLEM, "driver", f"{found[1]}; CUDA 13 needs {LEAST_DRIVER[0]} or newer, so update the driver"
+        )
     return Diagnosis(OK, "driver", found[1])
 
 
@@ -99,7 +101,11 @@ def _devices() -> list[Diagnosis]:
             )
         )
     if not torch.distributed.is_gloo_available():
-        found.append(Diagnosis(PROBLEM, "gloo", "torch was built without gloo, which CPU ranks need"))
+        found.append(
+            Diagnosis(
+                PROBLEM, "gloo", "torch was built without gloo, which CPU ranks need; install another build"
+            )
+        )
     return found
 
 
@@ -107,7 +113,7 @@ def _package(package: str, expected: str | None, missing: str, required: bool) -
     """Check that a package is installed in the right version.
 
     expected: the version that this project is tested with; None: any.
-    missing: the consequence if the package is not installed, for the finding's text.
+    missing: text about what does not work without the package.
     required: True if a missing package is a problem, False if it is only a note.
     """
     have = version(package)
@@ -122,7 +128,9 @@ def _sglang() -> list[Diagnosis]:
     import torch
 
     expected = SGLANG_ON_GPU if torch.cuda.is_available() else SGLANG
-    found = [_package("sglang", expected, "no rollouts, only sft and rollout.replay", required=True)]
+    found = [
+        _package("sglang", expected, "rollouts are not possible, only sft and rollout.replay", required=True)
+    ]
     if not torch.cuda.is_available() and version("sglang"):
         from grpo_megatron.sglang.without_gpu import platform as cpu_platform
 
@@ -141,11 +149,14 @@ def _sglang() -> list[Diagnosis]:
 def _shared_memory() -> Diagnosis:
     path = "/dev/shm"
     if not os.path.isdir(path):
-        return Diagnosis(PROBLEM, path, "missing: Ray's object store and weight sync use it")
+        return Diagnosis(PROBLEM, path, "missing, but Ray's object store and the weight sync need it")
     free = shutil.disk_usage(path).free / 2**30
     level = OK if free > 1 else NOTE
     return Diagnosis(
-        level, path, f"{free:.1f} GiB free" + ("" if free > 1 else "; Ray falls back to files below 1 GiB")
+        level,
+        path,
+        f"{free:.1f} GiB free"
+        + ("" if free > 1 else "; with less than 1 GiB, Ray falls back to files on disk"),
     )
 
 
@@ -162,7 +173,8 @@ def _sandbox() -> Diagnosis:
     return Diagnosis(
         NOTE,
         "sandbox",
-        f"no `code` reward, or reward.code.isolation=no_network (docs/security.md): {reasons}",
+        "the `code` reward is only possible with reward.code.isolation=no_network (docs/security.md): "
+        f"{reasons}",
     )
 
 
@@ -174,9 +186,9 @@ def _tried(subject: str, probe: Callable[..., str], *arguments: str) -> Diagnosi
 
 
 def _imported(module: str, missing: str, required: bool) -> Diagnosis:
-    """Check that a module can be imported, in a process of its own.
+    """Check that a module can be imported. The import happens in another process, which it may crash.
 
-    missing: the consequence if the module is not installed, for the finding's text.
+    missing: text about what does not work without the module.
     required: True if a module that is not installed is a problem, False if it is only a note. A module that
         is installed but cannot be imported is always a problem.
     """
@@ -185,25 +197,27 @@ def _imported(module: str, missing: str, required: bool) -> Diagnosis:
     return _tried(module, probes.import_of, module)
 
 
-# The programs that build kernels on a machine with ranks or engines, and where to get each.
+# The programs that build kernels on a machine with ranks or engines, and where to get them.
 _BUILDERS = {
-    "nvcc": "the toolkit of CUDA 13; name its folder by CUDA_HOME",
-    "ninja": "the package of this name in requirements/gpu-torch.txt",
+    "nvcc": "the toolkit of CUDA 13, and set CUDA_HOME to its folder",
+    "ninja": "the package of this name from requirements/gpu-torch.txt",
     "c++": "a compiler of the system, such as Ubuntu's build-essential",
 }
 
 
 def _builders() -> Iterator[Diagnosis]:
-    """Check that the programs and headers are there with which SGLang and Triton build kernels at run time.
+    """Check that the programs and headers exist with which SGLang and Triton build kernels at run time.
 
-    The programs are searched for in the environment that ranks and engines get.
+    Yields one result for each of them. The programs are searched for in the environment of ranks and engines.
     """
     environment = filled_in(gpu_environment(os.environ), os.environ)
     for program, source in _BUILDERS.items():
         of_toolkit = os.path.join(environment.get("CUDA_HOME", ""), "bin")
         found = shutil.which(program, path=of_toolkit if program == "nvcc" else environment["PATH"])
         missing = Diagnosis(
-            PROBLEM, program, f"not found, and engines build kernels with it when they start: {source}"
+            PROBLEM,
+            program,
+            f"not found, but engines build kernels with it when they start; install {source}",
         )
         yield Diagnosis(OK, program, found) if found else missing
     headers = os.path.join(sysconfig.get_path("include"), "Python.h")
@@ -211,27 +225,27 @@ def _builders() -> Iterator[Diagnosis]:
     missing = Diagnosis(
         PROBLEM,
         "Python.h",
-        f"{headers} is not there; Triton needs the headers of Python, such as python3.12-dev",
+        f"{headers} is missing; Triton needs Python's headers: install a package such as python3.12-dev",
     )
     yield Diagnosis(OK, "Python.h", headers) if there else missing
 
 
 def _gpu_libraries() -> Iterator[Diagnosis]:
-    """Check the libraries and programs that only a machine with a GPU needs."""
+    """Check the libraries and programs that only a machine with a GPU needs. Yield one result for each."""
     import torch
 
     cudnn = torch.backends.cudnn.version()
     yield (
         Diagnosis(OK, "cuDNN", str(cudnn))
         if cudnn
-        else Diagnosis(PROBLEM, "cuDNN", "torch does not find it; attention needs it")
+        else Diagnosis(PROBLEM, "cuDNN", "torch does not find it, but attention needs it")
     )
     yield from (Diagnosis(NOTE, "environment", line) for line in conflicts(os.environ))
     yield from _builders()
-    yield _imported("sglang.srt.entrypoints.engine", "no rollouts", required=True)
+    yield _imported("sglang.srt.entrypoints.engine", "rollouts are not possible", required=True)
     yield _imported("sgl_kernel", "engines need SGLang's kernels", required=True)
-    yield _imported("flashinfer", "engines need its attention and sampling", required=True)
-    # SGLang imports it in every engine on Hopper. It copes with a missing module, but not with one that
+    yield _imported("flashinfer", "engines need its kernels of attention and sampling", required=True)
+    # SGLang imports deep_gemm in every engine on Hopper. It tolerates a missing module, but not a module that
     # fails.
     yield _imported("deep_gemm", "engines in FP8 need its kernels", required=False)
     yield _tried("an engine's kernel", probes.kernel)
@@ -250,7 +264,10 @@ def _gpu_libraries() -> Iterator[Diagnosis]:
 
 
 def _computes(here: Capabilities) -> Iterator[Diagnosis]:
-    """Check the precision and speed of matrix products in fp32, bf16 and FP8, and an all-reduce."""
+    """Check the precision and speed of matrix products in fp32, bf16 and FP8, and an all-reduce.
+
+    Yields one result for each of these. here: capabilities of this machine.
+    """
     yield _tried("matrix product, fp32", probes.matrix_product, "fp32")
     yield _tried("matrix product, bf16", probes.matrix_product, "bf16")
     if here.fp8_problem:
@@ -264,35 +281,38 @@ _TE, _SAVER = "TransformerEngine", "torch_memory_saver"
 
 
 def examine() -> Iterator[Diagnosis]:
-    """Run all checks of this machine in order. A check that could crash runs in its own process."""
+    """Run all checks of this machine in order, and yield their results.
+
+    A check that could crash runs in another process.
+    """
     yield _python()
     yield from _devices()
-    yield _package("megatron-core", MEGATRON_CORE, "no training", required=True)
+    yield _package("megatron-core", MEGATRON_CORE, "training is not possible", required=True)
     yield from _sglang()
-    yield _package("ray", None, "no processes", required=True)
-    yield _package("transformers", None, "no tokenizers", required=True)
+    yield _package("ray", None, "no run can start its processes", required=True)
+    yield _package("transformers", None, "tokenizers cannot be loaded", required=True)
     yield _package(
-        "psutil", None, "engines are watched with it, and megatron-core imports it undeclared", required=True
+        "psutil", None, "engines cannot be watched, and megatron-core cannot be imported", required=True
     )
-    yield _package("math-verify", None, "no `math` reward", required=False)
-    yield _package("pyarrow", None, "no Parquet files", required=False)
-    yield _package("datasets", None, "no hf: data sets", required=False)
+    yield _package("math-verify", None, "the `math` reward is not possible", required=False)
+    yield _package("pyarrow", None, "Parquet files cannot be read", required=False)
+    yield _package("datasets", None, "data sets of the form hf:NAME cannot be loaded", required=False)
     yield _shared_memory()
     yield _sandbox()
     here = Capabilities.of_this_machine()
     if here.gpus:
         yield from _gpu_libraries()
     if util.find_spec("transformer_engine") is None:
-        yield Diagnosis(NOTE, _TE, "not installed: no FP8, and layers of torch")
+        yield Diagnosis(NOTE, _TE, "not installed: FP8 is not possible, and layers are Megatron's, in torch")
     else:
-        # megatron-core imports it if it is installed. It copes with a missing module, but not with one that
-        # fails.
+        # megatron-core imports TransformerEngine if it is installed. It tolerates a missing module, but not a
+        # module that fails.
         yield _tried(_TE, probes.import_of, "transformer_engine.pytorch")
     yield from _computes(here)
 
 
 def doctor() -> int:
-    """Run all checks and print each finding at once. Return the exit status: 1 if there is a problem."""
+    """Run all checks, and print each result when it is there. Return 1 if there is a problem, else 0."""
     problems = 0
     for finding in examine():
         problems += finding.level == PROBLEM

@@ -1,9 +1,9 @@
-"""The driver: the process that runs a command, with a guard that ends it.
+"""The driver: the process that runs a command. A guard thread in it can end the run.
 
 The run ends with one message and leaves no process behind. Exceptions raised in the run end in `drive`.
-Events from outside are handled by a thread that does not wait for the run. It records requests to stop. It
-ends the process if a request's time is over, the keeper is gone, or a process dies that the run cannot do
-without.
+Events from outside are handled by the guard thread, which does not wait for the run. It records requests to
+stop. It ends the process if the time for such a request is over, if the keeper process is gone, or if a
+process dies that the run needs.
 """
 
 import contextlib
@@ -33,15 +33,16 @@ from grpo_megatron.run.stop import outlook
 UNEXPECTED = 1
 # A signal to every process of a job reaches the driver twice: directly and from the keeper.
 _SAME_SIGNAL_SECONDS = 0.5
-# Interval at which the guard looks around.
+# Interval at which the guard's thread looks for events.
 _LOOK_SECONDS = 0.5
 
 
 def drive(command: Callable[[Guard], int], keeper: Connection) -> int:
     """Call command(guard) in the driver process of a run, and return the exit status.
 
-    keeper: the connection to the keeper process, which started this one. If the command raises, the error's
-        message is shown on stderr, and the error decides the exit status.
+    If the command raises, the error's message is printed on stderr, and the error decides the exit status.
+
+    keeper: connection to the keeper process, which started this process.
     """
     guard = DriverGuard(keeper)
     try:
@@ -58,7 +59,7 @@ def drive(command: Callable[[Guard], int], keeper: Connection) -> int:
 
 
 class DriverGuard(Guard):
-    """The Guard of a driver process with a keeper. Its thread handles signals and lost Ray daemons.
+    """The Guard of a driver process with a keeper. Its thread handles signals and the death of Ray's daemons.
 
     It must be created in the main thread, because it installs signal handlers.
     """
@@ -80,10 +81,10 @@ class DriverGuard(Guard):
         self._limit = ""  # the configuration key that set the deadline
         self._ending = threading.Lock()  # its holder ends the process, with the last message
         self._signals, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        for number in STOP_SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:
+        for signum in STOP_SIGNALS:
+            if signal.getsignal(signum) != signal.SIG_IGN:
                 # The handler raises nothing: an exception could come at any place in any library.
-                signal.signal(number, lambda number, _: os.write(self._write, bytes([number])))
+                signal.signal(signum, lambda signum, _: os.write(self._write, bytes([signum])))
         # The keeper has left the signals blocked until now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         threading.Thread(target=self._watch, name="guard", daemon=True).start()
@@ -112,21 +113,22 @@ class DriverGuard(Guard):
                     self._needed = self._needed | {os.pidfd_open(process.pid): (process.pid, name)}
 
     def disk_is_full(self, error: BaseException) -> str:
-        """Return the last message of a run whose write failed on a full disk, in our code or in a library.
+        """Return the last message of a run that failed because a disk is full.
 
-        If the error names no file, the message names the run's folder.
+        error: the error of the write, in this project's code or in a library. If it names no file, the
+            message names the run's folder.
         """
         path = getattr(error, "filename", None) or self._folder
         return (
-            f"error: no space left on the disk of {path}, or of a temporary folder; make room; "
+            f"error: no space left on the disk of {path}, or of a temporary folder; free some space; "
             f"{outlook(self._folder)}"
         )
 
     def finish(self, message: str | None, status: int) -> None:
-        """Show the last message of a run that was not ended by the guard's thread.
+        """Print the last message of a run that the guard's thread did not end, and tell the keeper `status`.
 
-        Does not return if the guard's thread is ending the process already, for example after the death of a
-        Ray daemon. That thread's message then explains the failure.
+        If the guard's thread is ending the process already, for example after the death of a Ray daemon, this
+        method does not return. The thread's own message then explains the failure.
         """
         self._ending.acquire()
         self._end(message, status)
@@ -142,10 +144,10 @@ class DriverGuard(Guard):
                 time.sleep(_LOOK_SECONDS)
 
     def _look(self) -> None:
-        """Wait up to _LOOK_SECONDS for signals and ended processes, and handle them.
+        """Wait up to _LOOK_SECONDS for signals and for the end of processes, and handle them.
 
-        Requests to stop come first, so that a failure in handling other events does not keep the run from
-        ending.
+        Requests to stop are handled first, so that a failure in handling other events does not keep the run
+        from ending.
         """
         try:
             ready = wait([self._keeper, self._signals, *self._needed], timeout=_LOOK_SECONDS)
@@ -154,8 +156,8 @@ class DriverGuard(Guard):
         if self._keeper in ready:
             self._hear_keeper()
         if self._signals in ready:
-            for number in os.read(self._signals, 64):
-                self._asked(signal.Signals(number))
+            for signum in os.read(self._signals, 64):
+                self._asked(signal.Signals(signum))
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self._out_of_time()
         self._look_at_needed()
@@ -168,15 +170,15 @@ class DriverGuard(Guard):
                 pid, name = self._needed[descriptor]
                 self.leave(
                     LOST,
-                    f"error: {name} (process {pid}) {_how_it_ended(descriptor)}, and the run with it; "
-                    f"{outlook(self._folder)}",
+                    f"error: the run cannot continue, because {name} (process {pid}) "
+                    f"{_how_it_ended(descriptor)}; {outlook(self._folder)}",
                 )
             if self._port and not _is_open(self._port):
                 # On SIGTERM, Ray's GCS closes its port but does not end. A minute later Ray ends this process
                 # without a message.
                 self.leave(
                     LOST,
-                    f"error: Ray's GCS closed its port {self._port}, and the run with it; "
+                    f"error: the run cannot continue, because Ray's GCS closed its port {self._port}; "
                     f"{outlook(self._folder)}",
                 )
 
@@ -205,11 +207,11 @@ class DriverGuard(Guard):
             if self.stop.step is None:
                 self.leave(
                     Stopped.exit_status,
-                    f"stopped on request ({by.name}) with no step to finish; {outlook(self._folder)}",
+                    f"stopped on request ({by.name}) while no step was in progress; {outlook(self._folder)}",
                 )
             say_last(
-                f"{by.name}: stopping after step {self.stop.step} and its checkpoint, within {grace:.0f} s "
-                "(SIGINT: at once)"
+                f"{by.name}: the run stops after step {self.stop.step} and its checkpoint, in at most "
+                f"{grace:.0f} s; a second SIGINT (Ctrl-C) ends it at once"
             )
 
     def _out_of_time(self) -> None:
@@ -220,7 +222,10 @@ class DriverGuard(Guard):
         )
 
     def leave(self, status: int, message: str) -> NoReturn:
-        """End this process and all of its descendants now. Only the guard's thread may call this."""
+        """End this process and all of its descendants now, with this exit status and last message.
+
+        Only the guard's thread may call this.
+        """
         if not self._ending.acquire(blocking=False):
             sys.exit()  # ends only this thread: the run has just ended by itself
         try:
@@ -241,10 +246,10 @@ class DriverGuard(Guard):
         self.log.close()
 
     def _note_end(self, state: State, message: str) -> None:
-        """Record the run's final state in status.json before os._exit.
+        """Record the run's final state in status.json, because os._exit follows.
 
-        os._exit skips StatusFile.__exit__, which does this for other ends. The file would still say that the
-        run is running.
+        When a run ends without os._exit, StatusFile.__exit__ records the state. After os._exit the file would
+        still say that the run is running.
         """
         if self.status:
             self.status.overrule(state, message.removeprefix("error: "))
@@ -255,32 +260,32 @@ class DriverGuard(Guard):
 
 
 class _Log:
-    """The driver's log file. It receives what libraries and child processes write to descriptors 1 and 2.
+    """The driver's log file. It receives what libraries and child processes write to stdout and stderr.
 
-    sys.stdout and sys.stderr still write to the terminal. The log is a temporary file until the run has a
-    folder.
+    File descriptors 1 and 2 lead to the log, while sys.stdout and sys.stderr still write to the terminal. The
+    log is a temporary file until the run has a folder.
     """
 
     def __init__(self) -> None:
         self.path, self._temporary = None, True
         descriptor, self.path = tempfile.mkstemp(prefix="grpo-megatron-", suffix=".log")
-        for number, name in ((1, "stdout"), (2, "stderr")):
+        for fd, name in ((1, "stdout"), (2, "stderr")):
             stream = getattr(sys, name)
             stream.flush()
             terminal = open(  # noqa: SIM115
-                os.dup(number), "w", buffering=1, encoding=stream.encoding, errors="backslashreplace"
+                os.dup(fd), "w", buffering=1, encoding=stream.encoding, errors="backslashreplace"
             )
             setattr(sys, name, terminal)
         self._redirect(descriptor)
         threading.excepthook = self._thread_failed
 
     def _redirect(self, descriptor: int) -> None:
-        for number in (1, 2):
-            os.dup2(descriptor, number)
+        for fd in (1, 2):
+            os.dup2(descriptor, fd)
         os.close(descriptor)
 
     def move(self, path: str) -> None:
-        """Copy the log to the file `path`, write to that file from now on, and delete the earlier one."""
+        """Copy the log to the file `path`, write to `path` from now on, and delete the earlier file."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.write(descriptor, Path(self.path).read_bytes())
@@ -301,7 +306,7 @@ class _Log:
         first = next(iter(str(error).splitlines()), "")
         return (
             f"error: unexpected {type(error).__name__}: {shortened(first, 300)}\n"
-            f"where it came from is in {self.path}"
+            f"its traceback is in {self.path}"
         )
 
     def _write(self, lines: list[str]) -> None:
@@ -309,9 +314,9 @@ class _Log:
             os.write(2, "".join(lines).encode("utf-8", "backslashreplace"))
 
     def close(self) -> None:
-        """Delete the log if it is a temporary file that no message refers to.
+        """Delete the log if it is a temporary file and no message refers to it.
 
-        That is so if the run got no folder and there was no unexpected error.
+        This is the case if the run got no folder and there was no unexpected error.
         """
         if self._temporary:
             Path(self.path).unlink(missing_ok=True)

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def evaluation_config(config: Config) -> Config:
-    """Return the configuration of an evaluation, with the suffix `_eval` at run.name.
+    """Return the configuration of an evaluation, whose run.name has the suffix `_eval`.
 
     The evaluation thus has its own folder, and a training run with the same configuration can still be
     continued. The engines have devices of their own, because there are no trainer ranks. Raises UserError if
@@ -39,9 +39,9 @@ def evaluation_config(config: Config) -> Config:
     path = config.model.path
     if Path(path, ACTOR).is_dir():
         raise UserError(
-            f"model.path={path} is a checkpoint of a run, and engines load HF folders: python "
-            f"tools/convert_megatron_to_hf.py {path} OUT_DIR --hf HF_DIR writes one (HF_DIR: the model that "
-            "the run began with); a run that is finished has one in its folder, hf/"
+            f"model.path={path} is a checkpoint of a run, but engines need an HF folder; convert it with "
+            f"`python tools/convert_megatron_to_hf.py {path} OUT_DIR --hf HF_DIR` (HF_DIR is the model that "
+            "the run started from), or use the folder hf/ of the run if the run is finished"
         )
     return replace(
         config,
@@ -53,8 +53,10 @@ def evaluation_config(config: Config) -> Config:
 def evaluate(config: Config, guard: Guard | None = None) -> dict[str, Any]:
     """Sample responses to all prompts of data.eval, score them, and return the result.
 
-    The result has the scores and the paths of the outputs. It is also written to result.json in the
-    evaluation's folder. guard: receives requests to stop; None: one that never ends the run.
+    The result has "model", "scores" ({data set: {metric: value}}), "run_dir", "tensorboard" and
+    "wall_seconds". It is also written to result.json in the evaluation's folder.
+
+    guard: receives requests to stop; None: the run is never asked to stop.
     """
     config = evaluation_config(config)
     check_start(config, Command.eval)

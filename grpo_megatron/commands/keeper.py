@@ -1,8 +1,8 @@
 """The keeper: a small process around a run. It outlives the run and kills whatever the run leaves behind.
 
-The run itself is in a child process, the driver, which has a session of its own. All that the driver starts
-descends from the keeper. Orphans become the keeper's children, so it finds all of them. It passes signals on
-to the driver, which handles them (commands.driver).
+The run itself is in a child process, the driver, which has a session of its own. All processes that the
+driver starts descend from the keeper. Orphans among them become the keeper's children, so the keeper finds
+all of them. The keeper passes signals on to the driver, which handles them (commands.driver).
 """
 
 import contextlib
@@ -30,11 +30,12 @@ def keep(drive: Callable[[Connection], int]) -> int:
 
     drive: takes the driver's end of a connection to the keeper, and returns the exit status.
 
-    This function returns twice. In the driver it returns what `drive` returned. In the keeper it returns when
-    no process of the run is left, with 128 + N if signal N has killed the driver.
+    This function returns in both processes. In the driver it returns what `drive` returned. In the keeper it
+    returns when no process of the run is left. The keeper's status is 128 + N if signal N has killed the
+    driver.
     """
     # Signals that are ignored, such as with nohup, stay ignored.
-    watched = {number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN} | {
+    watched = {signum for signum in STOP_SIGNALS if signal.getsignal(signum) != signal.SIG_IGN} | {
         signal.SIGCHLD
     }
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
@@ -54,11 +55,11 @@ def keep(drive: Callable[[Connection], int]) -> int:
 
 
 class _Keeper:
-    """The keeper's view of the driver: it passes signals on, waits for the end, and kills what is left.
+    """The work of the keeper process: pass signals on to the driver, wait for its end, kill what is left.
 
     driver: pid of the driver
-    connection: to the driver
-    watched: signals that are blocked in the keeper, and that it waits for
+    connection: connection to the driver
+    watched: signals that are blocked in the keeper, so that it can wait for them
     """
 
     def __init__(self, driver: int, connection: Connection, watched: set[int]):
@@ -71,13 +72,15 @@ class _Keeper:
     def status(self) -> int:
         """Wait for the end of the driver, kill its remaining descendants, and return the exit status.
 
-        Shows a message if the driver could not show one itself.
+        Prints a message if the driver could not print one itself.
         """
         wait_status = self._wait()
         left = kill_descendants()
         self._hear()
         if left:
-            say_last(f"error: these processes of the run do not end: {', '.join(left)}")
+            say_last(
+                f"error: these processes of the run could not be ended; end them manually: {', '.join(left)}"
+            )
         if wait_status is None:
             say_last(f"interrupted; {outlook(self._folder)}")
             return INTERRUPTED
@@ -86,12 +89,12 @@ class _Keeper:
             # the driver as well, with status 1 a moment later.
             return self._told
         if os.WIFSIGNALED(wait_status):
-            number = os.WTERMSIG(wait_status)
+            signum = os.WTERMSIG(wait_status)
             say_last(
-                f"error: the driver (process {self._driver}) was killed by {self._named(number)}; "
+                f"error: the driver (process {self._driver}) was killed by {self._named(signum)}; "
                 f"{outlook(self._folder)}"
             )
-            return 128 + number
+            return 128 + signum
         status = os.WEXITSTATUS(wait_status)
         if status:
             say_last(
@@ -102,9 +105,10 @@ class _Keeper:
         return status
 
     def _wait(self) -> int | None:
-        """Wait for the end of the driver, and pass signals on to it. Return its wait status as from waitpid.
+        """Wait for the end of the driver, and pass signals on to it.
 
-        Returns None if the driver has not ended _LEAVING_SECONDS after the second SIGINT.
+        Returns the driver's wait status, as os.waitpid gives it, or None if the driver has not ended
+        _LEAVING_SECONDS after the second SIGINT.
         """
         interrupted, deadline = 0, None
         while deadline is None or time.monotonic() < deadline:
@@ -134,9 +138,9 @@ class _Keeper:
             return None
 
     def _hear(self) -> None:
-        """Read the driver's messages: the run's folder, and the exit status that it announced.
+        """Read the driver's messages: they tell the run's folder and the exit status.
 
-        The driver announces a status when it shows the run's last message itself.
+        The driver sends a status only if it prints the run's last message itself.
         """
         with contextlib.suppress(EOFError, OSError):
             while self._connection.poll():
@@ -144,16 +148,16 @@ class _Keeper:
                 self._folder = told.get("folder", self._folder)
                 self._told = told.get("status", self._told)
 
-    def _named(self, number: int) -> str:
-        name = signal.Signals(number).name
-        if number != signal.SIGKILL:
+    def _named(self, signum: int) -> str:
+        name = signal.Signals(signum).name
+        if signum != signal.SIGKILL:
             return name
         if killed_for_memory() > self._killed_for_memory:
-            return f"{name}, as the kernel does when memory is short, and did meanwhile"
-        return f"{name}, by hand or by a scheduler"
+            return f"{name}, probably by the kernel, which killed processes for lack of memory"
+        return f"{name}, probably manually or by a scheduler"
 
 
 def say_last(text: str) -> None:
-    """Print the last message of a run on stderr."""
+    """Print the last message of a run on stderr. Does nothing if the terminal is gone."""
     with contextlib.suppress(OSError):  # a terminal that is gone
         print(text, file=sys.stderr, flush=True)

@@ -8,17 +8,17 @@ import argparse
 
 
 def add_parser(commands) -> None:
-    """Add the parser of `grpo-megatron plan`.
+    """Add the parser of `grpo-megatron plan` to the parser of `grpo-megatron`.
 
     commands: what ArgumentParser.add_subparsers returned.
     """
     parser = commands.add_parser(
-        "plan", help="memory and time of a run by arithmetic; refuses what cannot fit; no weights are read"
+        "plan", help="compute memory and time of a run, without reading weights; refuse what cannot fit"
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that override the file's")
-    parser.add_argument("--nodes", type=int, metavar="N", help="cluster.nodes")
-    parser.add_argument("--gpu", metavar="NAME", help="cluster.gpu, such as h100-80g")
+    parser.add_argument("--nodes", type=int, metavar="N", help="number of nodes; sets cluster.nodes")
+    parser.add_argument("--gpu", metavar="NAME", help="type of the GPUs, such as h100-80g; sets cluster.gpu")
     parser.add_argument(
         "--prompt-tokens",
         type=float,
@@ -32,12 +32,12 @@ def add_parser(commands) -> None:
         help="mean tokens of a response; default: half of the longest",
     )
     parser.add_argument(
-        "--search", action="store_true", help="the five quickest layouts that are legal and fit"
+        "--search", action="store_true", help="list the five quickest layouts that are legal and fit"
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plan, or with --search the quickest layouts, and return 0.
+    """Print the plan, or with --search the quickest layouts, and return the exit status 0.
 
     Raises UserError if the configuration is invalid, cannot be planned, or needs more memory than the GPUs
     have.

@@ -30,9 +30,9 @@ class ProbeError(Exception):
 
 
 def attempt(probe: Callable[..., str], *arguments: str, timeout: float = 180.0) -> str:
-    """Run a probe in another process, and return its text.
+    """Run a probe in another process, and return the line of text that it returned.
 
-    probe: a function of this module.
+    probe: a function of this module, which is called with `arguments`.
     timeout: seconds.
 
     The process has the environment variables of a rank or an engine. Raises ProbeError if the probe raised;
@@ -42,7 +42,7 @@ def attempt(probe: Callable[..., str], *arguments: str, timeout: float = 180.0) 
     environment = filled_in(gpu_environment(os.environ), os.environ)
     said = _output_of(["-W", "ignore", "-c", _CHILD, probe.__name__, *arguments], timeout, environment)
     if not said.strip():
-        raise ProbeError("ended its process, with exit status 0")
+        raise ProbeError("its process ended with exit status 0 but without a result")
     return said.splitlines()[-1]
 
 
@@ -50,7 +50,7 @@ def _output_of(arguments: list[str], timeout: float, environment: dict[str, str]
     """Run Python with these arguments and return what it prints. Raises ProbeError if it fails.
 
     timeout: seconds.
-    environment: None: that of this process.
+    environment: its environment variables; None: those of this process.
     """
     command = [sys.executable, *arguments]
     try:
@@ -58,17 +58,22 @@ def _output_of(arguments: list[str], timeout: float, environment: dict[str, str]
             command, capture_output=True, text=True, errors="replace", timeout=timeout, env=environment
         )
     except subprocess.TimeoutExpired as error:
-        raise ProbeError(f"did not end within {timeout:.0f} s") from error
-    last = ([line.strip() for line in done.stderr.splitlines() if line.strip()] or ["without a message"])[-1]
+        raise ProbeError(f"it did not finish within {timeout:.0f} s") from error
+    last = ([line.strip() for line in done.stderr.splitlines() if line.strip()] or ["it printed no message"])[
+        -1
+    ]
     if done.returncode < 0:
-        raise ProbeError(f"ended by {signal.Signals(-done.returncode).name}: {last}")
+        raise ProbeError(f"its process was ended by {signal.Signals(-done.returncode).name}: {last}")
     if done.returncode:
         raise ProbeError(last.removeprefix(f"{__name__}.ProbeError: "))
     return done.stdout
 
 
 def import_of(module: str) -> str:
-    """Import a module, so that missing or broken libraries below it show. Return its version."""
+    """Import a module, to find missing or broken libraries that it needs.
+
+    Returns the module's version, or `can be imported` if the module states none.
+    """
     return getattr(importlib.import_module(module), "__version__", "can be imported")
 
 
@@ -87,16 +92,16 @@ freed = torch.cuda.mem_get_info()[0] - free
 saver.resume("weights")
 memory.fill_(3)
 if freed < size // 2 or int(memory[-1]) != 3:
-    raise RuntimeError(f"of {size >> 20} MiB it gave back {freed >> 20} MiB, and the last byte is \
-{int(memory[-1])}, not 3")
+    raise RuntimeError(f"it gave back {freed >> 20} of {size >> 20} MiB, and the last byte is \
+{int(memory[-1])} instead of 3")
 """
 
 
 def memory_saver() -> str:
-    """Check torch_memory_saver: release GPU memory and allocate it again.
+    """Check that torch_memory_saver can release GPU memory and allocate it again. Return a text about it.
 
-    An engine that shares its device with the trainer does the same. This takes one more process, because
-    torch_memory_saver's library must be preloaded when a process starts.
+    An engine that shares its device with the trainer does the same. The check starts one more process,
+    because torch_memory_saver's library must be preloaded when a process starts.
     """
     import torch
     import torch_memory_saver
@@ -110,10 +115,10 @@ def memory_saver() -> str:
 def kernel(capability: str = "") -> str:
     """Check that kernels can be built: compile SGLang's SwiGLU kernel, which nearly all models need.
 
-    capability: compute capability to build for, such as `9.0`. If empty, it is that of this machine's GPU,
-        and the kernel is also run.
+    capability: compute capability to build for, such as `9.0`. If empty, the kernel is built for this
+        machine's GPU, and is also run.
 
-    Raises ProbeError if the build fails or the kernel's results are wrong.
+    Returns a text for the user. Raises ProbeError if the build fails or the kernel's results are wrong.
     """
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TVM_FFI_CACHE_DIR"] = folder  # a kernel that was built earlier would prove nothing
@@ -147,7 +152,7 @@ def kernel(capability: str = "") -> str:
                 .item()
             )
             if not error < 0.1:
-                raise ProbeError(f"SGLang's kernel for SwiGLU is off by {error:.2g}")
+                raise ProbeError(f"the results of SGLang's kernel for SwiGLU are off by {error:.2g}")
     return f"built for sm {target} in {seconds:.0f} s"
 
 
@@ -156,11 +161,11 @@ _ROUNDING = {"fp32": 1e-5, "bf16": 1e-2, "fp8": 0.1}
 
 
 def matrix_product(precision: str) -> str:
-    """Check a square matrix product against one in float64, and time it.
+    """Compare a square matrix product with the same product in float64, and time it.
 
     precision: fp32, bf16, or fp8 (with TransformerEngine).
 
-    Raises ProbeError if the error is larger than rounding explains.
+    Returns a text with speed and error. Raises ProbeError if the error is larger than rounding explains.
     """
     import torch
 
@@ -184,7 +189,7 @@ def matrix_product(precision: str) -> str:
 def _fp8_product(weight):
     """Return a function that multiplies by `weight` in FP8, as TransformerEngine's linear layer does.
 
-    It includes the casts to FP8 and the computation of scales.
+    Its time includes the casts to FP8 and the computation of scales.
     """
     import torch
     import transformer_engine.pytorch as te
@@ -215,7 +220,10 @@ def _seconds(work: Callable, cuda: bool) -> float:
 
 
 def all_reduce() -> str:
-    """Check a collective: sum a tensor over one process per GPU (NCCL), or over two processes (gloo)."""
+    """Check and time an all-reduce over one process per GPU (NCCL), or over two processes (gloo).
+
+    Returns a text with size and time.
+    """
     import torch
 
     cuda = torch.cuda.is_available()
@@ -238,7 +246,7 @@ def _all_reduce_rank(rank: int, world: int, store: str, report: str) -> None:
 
     world: number of ranks.
     store: init method of torch.distributed, by which the ranks find each other.
-    report: path of the file that rank 0 writes the median seconds to.
+    report: path of the file into which rank 0 writes the median time in seconds.
     """
     import torch
     import torch.distributed as dist

@@ -10,13 +10,13 @@ from grpo_megatron.preflight.show import diff
 
 
 def report(folder: str, against: str | None, out: str | None) -> int:
-    """Write the HTML page about a run, print the page's path, and return 0.
+    """Write the HTML page about a run, print the page's path, and return the exit status 0.
 
     folder: the run's folder.
     against: folder of another run to compare with; None: no comparison.
     out: path of the page; None: report.html in the run's folder.
 
-    Raises UserError if a folder is not that of a run, or if the page cannot be written.
+    Raises UserError if a folder is not the folder of a run, or if the page cannot be written.
     """
     recorded = read_run(folder)
     other = read_run(against) if against else None
@@ -25,7 +25,9 @@ def report(folder: str, against: str | None, out: str | None) -> int:
     try:
         path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        raise UserError(f"the report cannot be written to {path}: {error}") from error
+        raise UserError(
+            f"the report cannot be written to {path}: {error}; choose another file with --out"
+        ) from error
     print(path)
     return 0
 
@@ -34,7 +36,7 @@ def _changes(run: RecordedRun, other: RecordedRun) -> Changes | str:
     """Return the differences of two runs' configurations, as {key: (value in `run`, value in `other`)}.
 
     If the configurations cannot be compared, for example because one has a key of an earlier version, the
-    reason is returned as a sentence.
+    result is the reason, as a sentence.
     """
     try:
         found = diff(str(run.folder / CONFIG), str(other.folder / CONFIG))

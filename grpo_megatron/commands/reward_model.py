@@ -32,10 +32,11 @@ logger = logging.getLogger(__name__)
 def reward_model(config: Config, guard: Guard | None = None) -> dict[str, Any]:
     """Train a reward model on the pairs of data.train, export it, and return the result.
 
-    guard: receives requests to stop; None: one that never ends the run.
+    The result has the last step, the last loss, the evaluations and the paths of all outputs (see
+    `Run.finish`). It is also written to result.json in the run's folder. If an earlier start of this command
+    has finished the run, its result is returned. Raises Stopped if the run was asked to stop.
 
-    If an earlier start of this command has finished the run, its result is returned. Raises Stopped if the
-    run was asked to stop.
+    guard: receives requests to stop; None: the run is never asked to stop.
     """
     if result := finished_result(config, Command.reward_model):
         return result
@@ -65,7 +66,7 @@ def _load(key: str, sources: Any, conversations: Conversations, config: Config) 
 
 
 def _parts(pairs: Sequence[Pair], size: int) -> list[list[Pair]]:
-    """Split the pairs into parts of `size` or somewhat more, all nearly equal, without a small last part.
+    """Split the pairs into parts of nearly equal length: `size` pairs or somewhat more.
 
     If there are fewer than `size` pairs, they are one part.
     """
@@ -88,9 +89,10 @@ class _Training(SupervisedTraining[Pair]):
         return batch, partition(self.config, batch.lengths, self.run.trainer.cost_model, pairs=True)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Score the held-out pairs, and return loss and accuracy on them; empty if there are none.
+        """Score the held-out pairs, and return {"eval/NAME": value}, such as the loss and the accuracy.
 
-        The pairs are scored in parts of about the size of a training batch.
+        The result is empty if there are no held-out pairs. They are scored in parts of about the size of a
+        training batch.
         """
         if not self._held_out:
             return {}

@@ -1,10 +1,10 @@
 """`grpo-megatron selftest`: checks whether engine and trainer agree on the probability of tokens.
 
-It runs the training loop with learning rate 0. The weights never change, so the mismatch of engine and
-trainer must stay as small in every step as rounding makes it. The engines start from random weights, so that
-all their weights come through the weight sync. If the mismatch is too large, the self-test looks for the
-cause. It reports a cause only if changing it, and nothing else, removes the mismatch (or, for precision,
-produces one of that size).
+It runs the training loop with learning rate 0. The weights never change, so the difference between the
+log-probs of engine and trainer (the mismatch) must stay as small in every step as rounding makes it. The
+engines start from random weights, so that all their weights come through the weight sync. If the mismatch is
+too large, the self-test looks for the cause. It reports a cause only if changing this cause, and nothing
+else, removes the mismatch (or, for precision, produces a mismatch of that size).
 """
 
 from dataclasses import replace
@@ -26,16 +26,18 @@ from grpo_megatron.sglang.pool import EnginePool
 
 
 def selftest_config(config: Config, steps: int) -> Config:
-    """Return the configuration of a self-test: that of a training run, with learning rate 0.
+    """Return the configuration of a self-test: a training run's, with learning rate 0.
 
-    steps: number of steps of the training loop. Evaluations, filters, checkpoints and the export are off,
-        because they would cost time or bias the measurement.
+    steps: number of steps of the training loop.
 
-    Raises UserError if the run replays recorded rollouts, because it then has no engine to compare with.
+    Evaluations, filters, checkpoints and the export are off, because they would cost time or bias the
+    measurement. Raises UserError if the run replays recorded rollouts, because there is then no engine to
+    compare with.
     """
     if config.rollout.replay:
         raise UserError(
-            "selftest compares engine and trainer, but rollout.replay leaves no engine to compare with"
+            "selftest compares an engine with the trainer, but rollout.replay runs no engine; leave "
+            "rollout.replay out"
         )
     engine = replace(config.rollout.engine, load_format=LoadFormat.dummy)
     optimizer = replace(config.optimizer, lr_min=0.0, lr_schedule=LrSchedule.constant, lr_warmup_steps=0)
@@ -58,7 +60,7 @@ def selftest_config(config: Config, steps: int) -> Config:
         mismatch=MismatchConfig(action=MismatchAction.off),
         train=replace(config.train, old_logprobs=OldLogprobs.recompute),
         eval=EvalConfig(),
-        # A probe would end the run before the cause is found.
+        # The check of weights after a sync would end the run before the cause is found.
         weight_sync=replace(config.weight_sync, probe_every=0),
         checkpoint=CheckpointConfig(minutes=0, at_end=False, export_hf=False),
     )
@@ -67,8 +69,10 @@ def selftest_config(config: Config, steps: int) -> Config:
 def investigate(controller: Controller, engines: EnginePool, steps: int) -> Verdict:
     """Make training steps with learning rate 0, measure the mismatch, and look for its cause.
 
-    Returns the verdict, also if engines generated with weights that were too old. Raises UserError for a
-    failure that is not about a mismatch.
+    steps: number of training steps.
+
+    Returns the result of the self-test, also if engines generated with weights that were too old. Raises
+    UserError for a failure that is not about a mismatch.
     """
     try:
         controller.rollouts.start()
@@ -79,11 +83,11 @@ def investigate(controller: Controller, engines: EnginePool, steps: int) -> Verd
 
 
 def selftest(config: Config, steps: int = 3, guard: Guard | None = None) -> Verdict:
-    """Run the self-test, write selftest.json into its folder, and return the verdict.
+    """Run the self-test, write its result to selftest.json in the run's folder, and return the result.
 
     config: configuration of the training run that is to be checked.
     steps: number of steps of the training loop.
-    guard: receives requests to stop; None: one that never ends the run.
+    guard: receives requests to stop; None: the run is never asked to stop.
     """
     with assembled_loop(selftest_config(config, steps), guard) as (controller, run):
         verdict = investigate(controller, run.engines, steps)
@@ -94,7 +98,7 @@ def selftest(config: Config, steps: int = 3, guard: Guard | None = None) -> Verd
 
 
 def as_json(verdict: Verdict) -> dict:
-    """Return the verdict's fields and "passed", as selftest.json has them.
+    """Return the content of selftest.json: the verdict's fields, and "passed".
 
     Values that were not measured are NaN, for which json_text writes null.
     """

@@ -1,9 +1,8 @@
 """The self-test's search for the cause of a mismatch between engine and trainer.
 
-The mismatch |delta| of a token is the difference between the log-probs that engine and trainer give it.
-
-It changes one condition after the other (another weight sync, another temperature, other token ids, another
-precision), and measures each time how much of the mismatch is left.
+delta is the difference between the log-probs that engine and trainer give a token, and the mismatch is the
+mean |delta| over tokens. The search changes one condition after the other (another weight sync, another
+temperature, other token ids, another precision), and measures each time how much of the mismatch is left.
 """
 
 from dataclasses import dataclass
@@ -27,8 +26,9 @@ SAMPLING_Z = 6.0
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of some mini-batches that are trained on, with the log-probs to compare.
+    """The n trained tokens of some mini-batches, with the log-probs to compare.
 
+    mini_batches: the mini-batches that contain the tokens
     engine: log-probs that the engine reported when it sampled, float64 [n]
     trainer: log-probs that the trainer computed for the same tokens, float64 [n]
     """
@@ -49,12 +49,12 @@ class Tokens:
 
     @property
     def mismatch(self) -> float:
-        """Mean |delta| over the tokens."""
+        """Mean over the tokens of |trainer's log-prob - engine's log-prob|."""
         return float(np.abs(self.trainer - self.engine).mean())
 
 
 class Investigation:
-    """Search for the cause of the mismatch, after the training loop of the self-test has run.
+    """Search for the cause of a mismatch, after the training loop of the self-test has run.
 
     It changes one condition after the other, and measures how much of the mismatch is left.
     """
@@ -81,7 +81,7 @@ class Investigation:
         return verdict
 
     def measured(self) -> Verdict:
-        """Return the verdict with each step's mismatch and the limit, but no explanations yet."""
+        """Return a Verdict with each step's mismatch and the largest acceptable mismatch, unexplained yet."""
         return Verdict(
             mean=[tokens.mismatch for tokens in self.steps],
             maximum=[float(np.abs(tokens.trainer - tokens.engine).max()) for tokens in self.steps],
@@ -89,7 +89,11 @@ class Investigation:
         )
 
     def mismatch_explained(self, verdict: Verdict) -> list[str]:
-        """Return an explanation of a mismatch beyond the limit, or of old weights in the engine; else []."""
+        """Return [explanation of the mismatch]; empty if there is nothing to explain.
+
+        There is something to explain if a step's mismatch is above verdict.limit, or if weight syncs do not
+        reach the engine.
+        """
         stale = self._weight_version(self.steps[-1])
         if stale:
             return [stale]
@@ -99,16 +103,16 @@ class Investigation:
         if len(self.steps) - 1 in bad:
             return [self._explain(self.steps[-1])]
         return [
-            f"weight version: the mismatch of step {bad[-1] + 1} is gone in the next, under the same "
-            "weights; the engine got them too late"
+            f"weight version: the mismatch of step {bad[-1] + 1} is gone in the next step, although the "
+            "weights are the same; the engine received them too late"
         ]
 
     def _drift(self, verdict: Verdict) -> list[str]:
         if len(verdict.beyond_limit) < len(verdict.mean) or max(verdict.mean) <= FLAT * min(verdict.mean):
             return []
         return [
-            "drift: the mismatch changes from step to step although the learning rate is 0; the weight sync "
-            "changes weights"
+            "drift: the mismatch changes from step to step although the learning rate is 0, so the weight "
+            "sync changes the weights"
         ]
 
     # -- measurements -------------------------------------------------------------------------
@@ -118,10 +122,10 @@ class Investigation:
     ) -> np.ndarray:
         """Have the trainer compute log-probs and entropies of the tokens again, under other conditions.
 
-        temperature: sampling temperature; None: the one found so far.
-        rounding: dtype in whose precision the trainer adds rounding errors; None: none are added.
+        temperature: sampling temperature; None: the temperature found so far.
+        rounding: dtype whose rounding errors the trainer adds to its computation; None: none are added.
 
-        Returns float64 [2, n]: the log-probs and the entropies.
+        Returns float64 [2, n]: row 0 has the log-probs, row 1 the entropies.
         """
         temperature = self.temperature if temperature is None else temperature
         self.handover.to_ranks()
@@ -132,16 +136,16 @@ class Investigation:
         return np.concatenate(parts, axis=1).astype(np.float64)
 
     def _rounding(self, tokens: Tokens, dtype: torch.dtype) -> float:
-        """Return how much rounding errors of this dtype change the trainer's log-probs, in the mean.
+        """Return the mean |change| of the trainer's log-probs when rounding errors of this dtype are added.
 
-        The limit of an acceptable mismatch is a multiple of this.
+        The largest acceptable mismatch is a multiple of this.
         """
         return float(np.abs(self._probe(tokens, rounding=dtype)[0] - tokens.trainer).mean())
 
     def _scores(self, tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
         """Have trainer and engine score the same token ids at temperature 1, without sampling.
 
-        Returns (trainer, engine): their log-probs of the trained tokens, float64 [n] each.
+        Returns (trainer's log-probs, engine's log-probs) of the trained tokens, float64 [n] each.
         """
         self.handover.to_engines()
         scored = []
@@ -154,9 +158,10 @@ class Investigation:
         return self._probe(tokens, 1.0)[0], np.concatenate(scored)
 
     def _sample_again(self) -> Tokens:
-        """Sample once more under the same weights, after another weight sync. Return the tokens.
+        """Sample new tokens under the same weights, after another weight sync, and return them.
 
-        If the mismatch is gone, the engine had generated with older weights before.
+        If the mismatch of the new tokens is small, the engine had sampled the earlier tokens with older
+        weights.
         """
         controller, step = self.controller, self.controller.loop.begin_step()
         groups = controller.rollouts.take(step).groups
@@ -167,9 +172,8 @@ class Investigation:
     def surprise(self) -> float:
         """Test whether the engine draws tokens from the distribution that its log-probs describe.
 
-        Returns the difference of mean surprise (-log p of the engine) and mean entropy (of the trainer), in
-        standard errors. Both means are the same if each token is drawn from the trainer's distribution,
-        whatever ends a response, because their difference is a martingale.
+        Returns mean surprise (-log p of the engine) minus mean entropy (of the trainer), in standard errors.
+        The two means are equal, except for chance, if each token is drawn from the trainer's distribution.
         """
         excess = np.concatenate([-tokens.engine - self._probe(tokens)[1] for tokens in self.steps])
         return float(excess.mean() / max(excess.std() / np.sqrt(len(excess)), 1e-12))
@@ -189,18 +193,17 @@ class Investigation:
             if found:
                 return found
         return (
-            f"unknown: mean |delta| is {tokens.mismatch:.3g} (limit {self.limit:.3g}), and neither a new "
-            "weight sync nor another temperature, top-p, other token ids or the engine's precision explains "
-            "it; some weights may not arrive as they are (the map of the architecture in "
-            "grpo_megatron/model/families), or a layer computes something else. The worst tokens are in "
-            "TensorBoard under mismatch/worst"
+            f"unknown: mean |delta| is {tokens.mismatch:.3g} (limit {self.limit:.3g}), and neither weight "
+            "version, temperature, top-p, token ids nor the engine's precision explains it; check the weight "
+            "map of the architecture in grpo_megatron/model/families, and the layers of both sides. The "
+            "worst tokens are in TensorBoard under mismatch/worst"
         )
 
     def _weight_version(self, tokens: Tokens) -> str | None:
         """Check that weight syncs reach the engine: double all weights and sync, then halve them and sync.
 
-        Both changes are exact in floating point. Returns an explanation if the engine's log-probs do not
-        change as much as the trainer's, else None.
+        Both changes are exact in floating point. Returns an explanation if the engine's log-probs change much
+        less than the trainer's, else None.
         """
         before = self._scores(tokens)
         self.handover.to_ranks()
@@ -213,12 +216,13 @@ class Investigation:
             self.policy.weights.scale(0.5)
         self.handover.publish()
         trainer, engine = (float(np.abs(new - old).mean()) for new, old in zip(after, before, strict=True))
-        # Compare only how far both move. With one wrong tensor, the engine moves as far, but elsewhere.
+        # Compare only the sizes of the changes. With one wrong tensor, the engine's log-probs change as much,
+        # but differently.
         if engine > LEFT * trainer:
             return None
         return (
-            "weight version: other weights were synced, which moved the trainer's log-probs by "
-            f"{trainer:.3g} in the mean and the engine's by {engine:.3g}; the engine generates with older "
+            "weight version: a sync of different weights moved the trainer's log-probs by "
+            f"{trainer:.3g} on average and the engine's by {engine:.3g}; the engine generates with older "
             "weights than it was sent"
         )
 
@@ -242,15 +246,15 @@ class Investigation:
         if np.mean(tokens.trainer - tokens.engine > self.limit) > 1e-3:
             return None
         return (
-            f"top-p: the engine's log-probs are above the trainer's, by {tokens.mismatch:.3g} in the mean, "
-            "and never below; they are of a distribution cut to its likeliest tokens (top_p, top_k or "
-            "min_p) and normalised again"
+            f"top-p: the engine's log-probs are above the trainer's by {tokens.mismatch:.3g} on average, and "
+            "never below; they belong to a distribution that was cut to its likeliest tokens (top_p, top_k "
+            "or min_p) and normalised again"
         )
 
     def _tokenizer(self, tokens: Tokens, enough: float) -> str | None:
         """Return an explanation if the engine agrees with the trainer once it scores the same token ids.
 
-        The ids were then changed between sampling and training. Returns None if the mismatch stays.
+        In this case the ids were changed between sampling and training. Returns None if the mismatch stays.
 
         enough: mean |delta| at or below which the mismatch counts as gone.
         """
@@ -260,9 +264,10 @@ class Investigation:
             return None
         changed = np.abs(tokens.trainer - tokens.engine) > max(enough, 10 * left)
         return (
-            f"tokenizer: given the ids that are trained on, the engine's log-probs differ by {left:.3g}; "
-            f"those it gave when it sampled, by {tokens.mismatch:.3g} ({changed.mean():.1%} of the tokens). "
-            "The ids were changed in between: text was tokenized again, or log-probs belong to other tokens"
+            "tokenizer: when the engine scores the ids that are trained on, its log-probs differ from the "
+            f"trainer's by {left:.3g}; when it sampled, they differed by {tokens.mismatch:.3g} (at "
+            f"{changed.mean():.1%} of the tokens). The ids changed in between: text was tokenized again, or "
+            "log-probs belong to different tokens"
         )
 
     def _engine_precision(self, tokens: Tokens, enough: float) -> str | None:
@@ -274,29 +279,30 @@ class Investigation:
         if tokens.mismatch > tolerance(dtype) * moved:
             return None
         return (
-            f"precision: the engine computes in {name} ({key}), the trainer in {str(self.dtype)[6:]}; "
-            f"rounding to {name} moves the trainer's log-probs by {moved:.3g}, engine and trainer differ by "
-            f"{tokens.mismatch:.3g}"
+            f"precision: the engine computes in {name} ({key}), the trainer in {str(self.dtype)[6:]}. "
+            f"Rounding to {name} changes the trainer's log-probs by {moved:.3g}, which explains that engine "
+            f"and trainer differ by {tokens.mismatch:.3g}"
         )
 
     def _sampling(self, z: float) -> str:
         if z < 0:
             return (
                 "top-p: the log-probs agree, but the samples are likelier than the distribution makes them "
-                f"({z:+.1f} standard errors of surprise less entropy); unlikely tokens are never drawn: the "
-                "engine uses top_p, top_k or min_p"
+                f"(their mean -log p is {-z:.1f} standard errors below the entropy); unlikely tokens are "
+                "never drawn: the engine uses top_p, top_k or min_p"
             )
         return (
             "sampling: the log-probs agree, but the samples are less likely than the distribution makes "
-            f"them ({z:+.1f} standard errors of surprise less entropy); tokens are drawn from a flatter "
-            "distribution than the log-probs are of"
+            f"them (their mean -log p is {z:.1f} standard errors above the entropy); tokens are drawn from a "
+            "flatter distribution than that of the log-probs"
         )
 
 
 def _minimum(function, grid: np.ndarray, rounds: int = 12) -> tuple[float, float]:
-    """Return (x, value) of a function's minimum, found by a golden-section search of `rounds` steps.
+    """Return (x, function(x)) at the minimum of a function, found by a golden-section search.
 
-    The search goes on between the neighbours of the best point of `grid`, which is sorted.
+    grid: sorted values of x. The search continues between the neighbours of the best of them.
+    rounds: number of steps of the search.
     """
     values = [function(x) for x in grid]
     best = int(np.argmin(values))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Verdict:
-    """Result of a self-test. |delta| of a token is the difference between engine's and trainer's log-prob."""
+    """Result of a self-test. delta is the engine's log-prob of a token minus the trainer's."""
 
     mean: list[float] = field(default_factory=list)
     """Mean |delta| of each step."""
@@ -24,7 +24,7 @@ class Verdict:
 
     @property
     def beyond_limit(self) -> list[int]:
-        """Indices, from 0, of the steps whose mean |delta| is above the limit or NaN."""
+        """Indices, from 0, of the steps whose mean |delta| is NaN or above `limit`."""
         return [step for step, mean in enumerate(self.mean) if not mean <= self.limit]
 
     def text(self) -> str:
@@ -33,8 +33,8 @@ class Verdict:
             f"{i + 1:>6} {m:>14.3g} {w:>14.3g}"
             for i, (m, w) in enumerate(zip(self.mean, self.maximum, strict=True))
         ]
-        lines.append(f"limit of the mean, from the trainer's own rounding: {self.limit:.3g}")
+        lines.append(f"limit of the mean |delta|, from the trainer's own rounding: {self.limit:.3g}")
         lines.append(
-            f"surprise of the samples less the trainer's entropy: {self.sampling_z:+.1f} standard errors"
+            f"mean -log p of the samples minus the trainer's entropy: {self.sampling_z:+.1f} standard errors"
         )
         return "\n".join(lines + (self.explanations or ["engine and trainer agree"]))

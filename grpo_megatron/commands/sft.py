@@ -26,10 +26,11 @@ logger = logging.getLogger(__name__)
 def sft(config: Config, guard: Guard | None = None) -> dict[str, Any]:
     """Fine-tune on the prompt/response pairs of data.train, export the model, and return the result.
 
-    guard: receives requests to stop; None: one that never ends the run.
+    The result has the last step, the last loss and the paths of all outputs (see `Run.finish`). It is also
+    written to result.json in the run's folder. If an earlier start of this command has finished the run, its
+    result is returned. Raises Stopped if the run was asked to stop.
 
-    If an earlier start of this command has finished the run, its result is returned. Raises Stopped if the
-    run was asked to stop.
+    guard: receives requests to stop; None: the run is never asked to stop.
     """
     if result := finished_result(config, Command.sft):
         return result
@@ -51,7 +52,7 @@ def sft(config: Config, guard: Guard | None = None) -> dict[str, Any]:
 
 
 class _Training(SupervisedTraining[Sample]):
-    """The training of `sft`: the loss of a step is the mean over its tokens."""
+    """The training of `sft`. The loss of a step is the mean over the tokens of its batch."""
 
     loss, loss_metric = CrossEntropyLoss(), "sft/loss_per_token"
     shown_every, tokens_key = 50, "tokens"

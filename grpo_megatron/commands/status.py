@@ -15,11 +15,13 @@ from grpo_megatron.run.checkpoints import CHECKPOINTS, newest_folder
 
 
 def status(folder: str, as_json: bool) -> int:
-    """Print the status of the run in a folder. Return 0 if it goes on or has finished, else 1.
+    """Print the status of the run in a folder, and return the exit status of `grpo-megatron status`.
 
-    as_json: print all recorded values as JSON rather than as text for people.
+    The exit status is 0 if the run goes on or has finished, else 1.
 
-    Raises UserError if the folder is not a run's, or if its status file is damaged.
+    as_json: print all recorded values as JSON, rather than a text for people.
+
+    Raises UserError if the folder is not the folder of a run, or if its status file is damaged.
     """
     found = read_status(folder)
     with reading(Path(folder, CHECKPOINTS)):
@@ -31,7 +33,8 @@ def status(folder: str, as_json: bool) -> int:
             rows = _rows(found, newest, time.time())
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(
-                f"{folder}/{STATUS} is damaged: {error!r}; a run that goes on rewrites it"
+                f"{folder}/{STATUS} is damaged: {error!r}; if the run is still running, it will rewrite the "
+                "file"
             ) from error
         width = max(len(name) for name, _ in rows)
         print(printable("\n".join(f"{name:<{width}}  {text}" for name, text in rows)))
@@ -45,13 +48,15 @@ def _rows(found: dict[str, Any], newest: Path | None, now: float) -> list[tuple[
     state, where = found["state"], f"process {found['pid']} on {found['host']}"
     words = {
         State.gone: (
-            f"gone: {where} has ended without a word (killed, or its machine is); last heard "
+            f"gone: {where} was killed, or its machine is down; its last status is from "
             f"{ago(found['written'])} ago"
         ),
         State.failed: f"failed {ago(found['written'])} ago: {found.get('error')}",
         State.interrupted: f"interrupted {ago(found['written'])} ago: {found.get('error')}",
         State.finished: f"finished {ago(found['written'])} ago",
-        State.running: f"running for {ago(found['started'])}: {where}, heard {ago(found['written'])} ago",
+        State.running: (
+            f"running for {ago(found['started'])}: {where}, status from {ago(found['written'])} ago"
+        ),
     }
     rows = [("run", found["run"]), ("state", words[State(state)])]
     eta = found.get("eta")
@@ -78,7 +83,7 @@ def _rows(found: dict[str, Any], newest: Path | None, now: float) -> list[tuple[
         rows.append(
             (
                 process["name"],
-                f"{process['phase']} for {ago(process['since'])}, heard {ago(process['heard'])} ago",
+                f"{process['phase']} for {ago(process['since'])}, last heartbeat {ago(process['heard'])} ago",
             )
         )
     return rows
@@ -90,7 +95,8 @@ def _checkpoint(newest: Path | None, ago: Callable[[float], str]) -> str:
     try:
         return f"{newest.name}, {ago(newest.stat().st_mtime)} ago"
     except OSError as error:
-        # A newer one has replaced it since it was listed, or on another node while this node still lists it.
+        # A newer checkpoint has replaced this one since it was listed, or on another node while this node
+        # still lists it.
         return f"{newest.name}, of unknown age ({error.strerror})"
 
 

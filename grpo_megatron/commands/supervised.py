@@ -1,4 +1,4 @@
-"""The training on records with known answers that `sft` and `reward-model` have in common."""
+"""The part of supervised training that `sft` and `reward-model` have in common."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -17,22 +17,22 @@ Record = TypeVar("Record")
 
 
 class SupervisedTraining(ABC, Generic[Record]):
-    """One attempt of a training with one optimizer step per batch of records.
+    """One attempt of a training that makes one optimizer step for each batch of records.
 
-    It continues from the checkpoint of `run`.
+    If `run` has loaded a checkpoint, the training continues from it.
     """
 
     loss: TokenLoss | PreferenceLoss
     """The loss that is minimized."""
     loss_metric: str
-    """Name of the metric that has the loss of a step."""
+    """Name of the metric that holds the loss of a step."""
     shown_every: int
-    """Number of steps between two lines on the terminal."""
+    """Number of steps between two lines about the training on the terminal."""
     tokens_key: str
-    """Key of the number of trained tokens in state.json, by which a command knows its checkpoints."""
+    """Key of the number of tokens so far in state.json. By its key, a command knows its own checkpoints."""
 
     def __init__(self, run: Run, records: Sequence[Record]):
-        """Prepare the training. records: those to train on."""
+        """Prepare the training on `records`."""
         self.run, self.config = run, run.config
         self._records = records
         self._order = EpochOrder.of(records, run.config.run.seed, run.config.data.shuffle)
@@ -45,8 +45,8 @@ class SupervisedTraining(ABC, Generic[Record]):
     def train(self, stop: StopRequest) -> dict[str, Any]:
         """Train until step run.total_steps. Raises Stopped after a step if the run was asked to stop.
 
-        Returns a dict with the last step, the last loss, the number of tokens of all steps, and the
-        evaluations "before" and "after" training if there are any.
+        Returns a dict with "step" (the last step), "loss" (of the last step), and "tokens" (in all steps). If
+        there are held-out records, it also has "before" and "after": the scores before and after training.
         """
         loop = self.run.loop(stop)
         loop.run(self)
@@ -54,7 +54,10 @@ class SupervisedTraining(ABC, Generic[Record]):
         return result | (loop.evaluations if loop.evaluations["after"] else {})
 
     def train_step(self, step: int) -> None:
-        """Take one optimizer step on the next data.train_batch_size records."""
+        """Make one optimizer step on the next data.train_batch_size records, and log its metrics.
+
+        step: number of the step; the first step of a run is 1.
+        """
         monitor, trainer = self.run.monitor, self.run.trainer
         with monitor.phases("prepare"):
             records = [self._records[i] for i in self._order.take(self.config.data.train_batch_size)]
@@ -69,10 +72,16 @@ class SupervisedTraining(ABC, Generic[Record]):
 
     @abstractmethod
     def batch(self, records: list[Record]) -> tuple[TrainBatch, Schedule]:
-        """Return (batch, schedule): the records of an optimizer step, and how they are split among ranks."""
+        """Return (batch, schedule) of one optimizer step.
+
+        The schedule divides the sequences of the batch among replicas and micro-batches.
+        """
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Return scores on held-out records; empty if there are none."""
+        """Return {name: score} on held-out records; empty if there are none.
+
+        step: last step that was trained.
+        """
         return {}
 
     def state_dict(self) -> dict[str, Any]:

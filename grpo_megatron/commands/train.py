@@ -1,4 +1,4 @@
-"""`grpo-megatron train`: GRPO from a configuration."""
+"""`grpo-megatron train`: GRPO training of a policy."""
 
 import hashlib
 from collections.abc import Iterator
@@ -54,18 +54,18 @@ def _resharding(run: Run) -> Resharding:
         rank_nodes=run.trainer.nodes,
         engine_nodes=run.engines.nodes,
     )
-    # The folder belongs to this run only, whatever else its parent has. It is the same when the run is
-    # resumed, which then removes what it left there.
+    # The folder belongs to this run only, even if its parent has folders of other runs. A resumed run gets
+    # the same folder, and removes what it left there before.
     which = hashlib.blake2b(run.directory.encode(), digest_size=4).hexdigest()
     folder = f"{config.weight_sync.folder}/{config.run.name}-{which}.weight_sync"
     return Resharding(layouts, config.weight_sync, folder, config.cluster.call_timeout)
 
 
 def _probe(run: Run, prompts: PromptSource) -> WeightProbe:
-    """Return the probe that compares log-probs of engine and trainer on a few prompts after a weight sync.
+    """Return the object that compares log-probs of engine and trainer on a few prompts after a weight sync.
 
-    It uses the first prompts, and repeats them if there are too few for all data-parallel replicas. A prompt
-    of one token is doubled, because a first token has no log-prob.
+    The first training prompts are used. They are repeated if there are fewer than _PROBES, or fewer than
+    data-parallel replicas. A prompt of one token is doubled, because a first token has no log-prob.
     """
     count = max(_PROBES, run.trainer.sizes.dp)
     found = [
@@ -76,7 +76,7 @@ def _probe(run: Run, prompts: PromptSource) -> WeightProbe:
 
 
 class _Data:
-    """Tokenizer, prompts and held-out prompts of a training run.
+    """Tokenizer, training prompts and held-out prompts of a training run.
 
     They are read before Ray, ranks and engines start, so that an error in the data shows within seconds.
     """
@@ -98,12 +98,14 @@ class _Data:
         """Raise UserError if the driver's state in a checkpoint belongs to other training data.
 
         Returns a note for the user about what could not be compared, or "".
+
+        state: the driver's state, read from the checkpoint's state.json.
         """
         # A replayed run has no prompts.
         return self._prompts.must_fit(state["prompts"]) if self._prompts and state["prompts"] else ""
 
     def prompts(self) -> PromptSource | None:
-        """Return the training prompts, starting from the first; None if recorded rollouts are replayed.
+        """Return the training prompts, from the first prompt on; None if recorded rollouts are replayed.
 
         Each attempt calls this, and may then load a later position from its checkpoint.
         """
@@ -115,7 +117,11 @@ class _Data:
 def _rollouts(
     run: Run, data: _Data, episodes: SingleTurn | MultiTurn, prompts: PromptSource
 ) -> SynchronousRollouts:
-    """Return the rollouts of a run with engines. episodes: plays one episode and scores it."""
+    """Return the object that samples the groups of each step with the engines.
+
+    episodes: makes one trajectory (a response, or an episode with an environment) and scores it.
+    prompts: the training prompts.
+    """
     config, trainer, engines = run.config, run.trainer, run.engines
     manager = RolloutManager(engines, episodes, data.tokenizer.turn_ends)
     source = EngineRollouts(manager, config, run.resumed)
@@ -129,8 +135,8 @@ def _rollouts(
         score = ModelRewards(config, trainer, data.conversations, run.to_ranks)
     if data.held_out:
         evaluation = Evaluation(manager, data.held_out, config, run.directory, run.monitor.text, score)
-    # A checkpoint that is written by the time generation ends gets its final name at once. A run that is
-    # stopped within the step, without time to finish it, would otherwise leave it without one.
+    # A checkpoint that is complete when generation ends gets its final name now. Otherwise it would have none
+    # if the run is stopped within the step, without time to finish it.
     sampled = run.saver.complete_written
     return SynchronousRollouts(source, prompts, handover, run.monitor, evaluation, score, sampled)
 
@@ -141,7 +147,7 @@ def _loop(
 ) -> Iterator[tuple[Controller, Run]]:
     """Build the GRPO training loop for one attempt, and yield (controller, run).
 
-    checkpoint: the attempt begins there; None: at step 0.
+    checkpoint: checkpoint from which the attempt begins; None: it begins at step 0.
     stop: request to stop; None: the loop never stops early.
     """
     config, prompts = context.config, data.prompts()
@@ -172,11 +178,11 @@ def _loop(
 
 @contextmanager
 def assembled_loop(config: Config, guard: Guard | None = None) -> Iterator[tuple[Controller, Run]]:
-    """Start all parts of a training run and yield (controller, run), for the self-test, tests and benchmarks.
+    """Start everything that a training run needs, and yield (controller, run).
 
-    The caller makes the steps, with controller.run() or one by one. In contrast to `train`, there is no
-    second attempt after the loss of a process, and a request to stop does not make the loop save a
-    checkpoint.
+    The self-test, tests and benchmarks use this. The caller makes the steps, with controller.run() or one by
+    one. In contrast to `train`, there is no second attempt after the loss of a process, and a request to stop
+    does not make the loop save a checkpoint.
     """
     check_start(config, Command.train)
     data = _Data(config)
@@ -189,12 +195,13 @@ def assembled_loop(config: Config, guard: Guard | None = None) -> Iterator[tuple
 
 
 def train(config: Config, guard: Guard | None = None) -> dict[str, Any]:
-    """Train with GRPO and return the result, which is also written to result.json in the run's folder.
+    """Train with GRPO, and return the result, which is also written to result.json in the run's folder.
 
-    guard: receives requests to stop; None: one that never ends the run.
+    The result is what Controller.run returns, with the paths of all outputs added (see `Run.finish`). If an
+    earlier start of this command has finished the run, its result is returned. Raises Stopped if the run was
+    asked to stop.
 
-    If an earlier start of this command has finished the run, its result is returned. Raises Stopped if the
-    run was asked to stop.
+    guard: receives requests to stop; None: the run is never asked to stop.
     """
     if result := finished_result(config, Command.train):
         return result

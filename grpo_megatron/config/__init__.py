@@ -1,1 +1,1 @@
-"""Configuration: the schema, and the code that loads it."""
+"""The configuration: its schema, and the code that loads it."""

@@ -18,5 +18,5 @@ class Command(StrEnum):
 
     @property
     def generates(self) -> bool:
-        """True if the command starts engines. `train` needs none to replay recorded rollouts."""
+        """True if the command starts engines. `train` starts none if it replays recorded rollouts."""
         return self in (Command.train, Command.eval)

@@ -1,23 +1,42 @@
 """Values that follow from several settings of the configuration."""
 
+from dataclasses import replace
+
+from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.reward import MODEL, functions_of
-from grpo_megatron.config.schema import Config
+from grpo_megatron.config.rollout import RolloutConfig, Strategy
+from grpo_megatron.config.schema import Config, Precision, Recompute
 
 
 def scores_on_ranks(config: Config) -> bool:
     """Return True if the trainer's ranks hold a frozen reward model beside the policy.
 
-    A run that replays recorded samples (rollout.replay) needs none, because these have been scored already.
+    A run that replays recorded samples (rollout.replay) needs no reward model, because the samples have been
+    scored already.
     """
     return MODEL in functions_of(config.reward) and not config.rollout.replay
 
 
-def lr_decay_steps(config: Config, command: str) -> int:
-    """Return the length of the learning-rate schedule in optimizer steps, including its warm-up.
+def scorer_config(config: Config) -> Config:
+    """Return the configuration with which the ranks build the frozen reward model beside the policy.
 
-    This is optimizer.lr_decay_steps, or by default the number of optimizer steps of the whole run.
-    command: command-line command, such as "train". Other commands take one optimizer step per step of the
-        run.
+    It is the policy's, without adapters, recomputation and FP8, and with equally many layers in each stage.
+    """
+    megatron = config.megatron
+    precision = Precision.bf16 if megatron.precision == Precision.fp8 else megatron.precision
+    own = replace(
+        megatron, precision=precision, recompute=Recompute.none, pipeline_layers=[], lora=LoraConfig()
+    )
+    return replace(config, megatron=own)
+
+
+def lr_decay_steps(config: Config, command: str) -> int:
+    """Return the length of the learning-rate schedule in optimizer steps, including the warm-up.
+
+    The length is optimizer.lr_decay_steps if that is set, and else the number of optimizer steps of the run.
+
+    command: name of the command. With "train", a step of the run may have several optimizer steps. With any
+        other command, it has one.
     """
     if config.optimizer.lr_decay_steps is not None:
         return config.optimizer.lr_decay_steps
@@ -28,5 +47,22 @@ def lr_decay_steps(config: Config, command: str) -> int:
 
 
 def pack_limit(config: Config) -> int:
-    """Return the most tokens that a micro-batch may have, over all CP ranks."""
+    """Return the maximum number of tokens of a micro-batch, summed over all context-parallel ranks."""
     return config.train.max_tokens_per_micro_batch * config.megatron.context_parallel
+
+
+def evaluation_rollout(config: Config) -> RolloutConfig:
+    """Return how the evaluation samples: like the training, except for what the section eval sets.
+
+    It uses neither beam search nor top-k sampling.
+    """
+    rollout, own = config.rollout, config.eval
+    return replace(
+        rollout,
+        n=own.n,
+        strategy=Strategy.sampling,
+        temperature=own.temperature,
+        top_p=own.top_p,
+        top_k=-1,
+        max_response_length=own.max_response_length or rollout.max_response_length,
+    )

@@ -1,8 +1,9 @@
-"""The keys of the schema, and texts about them for help and YAML files: type, default, value."""
+"""The keys of the schema, and texts about them for help and YAML files, such as type and default."""
 
 import dataclasses
 import difflib
 import json
+import re
 from enum import Enum
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -11,6 +12,7 @@ import yaml
 from omegaconf import MISSING
 from pydantic.fields import FieldInfo
 
+from grpo_megatron.config.earlier_versions import REMOVED_KEYS, RENAMED_KEYS
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import shortened
 
@@ -19,9 +21,12 @@ _PLAIN = {int: "integer", float: "number", bool: "true or false", str: "text", t
 
 @cache
 def known_keys(cls: type = Config, prefix: str = "") -> dict[str, FieldInfo]:
-    """Return {dotted key: pydantic's record of the field} of the whole schema, in its order.
+    """Return {dotted key: pydantic's description of the field} of the whole schema, in the schema's order.
 
-    It includes sections such as `rollout`. Callers leave out the parameters, which serve the recursion.
+    Sections such as `rollout` are included.
+
+    cls: class of the schema, or of one of its sections.
+    prefix: text to put before each key.
     """
     found = {}
     for name, field in cls.__pydantic_fields__.items():
@@ -60,7 +65,10 @@ def _type_name(kind: Any) -> str:
 
 
 def choices_of(kind: Any) -> list[str]:
-    """Return the legal values of a type, or of the items of a list; empty if they are not listed."""
+    """Return the legal values of a type, or of the items of a list type; empty if they cannot be listed.
+
+    kind: the type, such as an Enum.
+    """
     if get_origin(kind) is Literal:
         return list(get_args(kind))
     if isinstance(kind, type) and issubclass(kind, Enum):
@@ -69,7 +77,10 @@ def choices_of(kind: Any) -> list[str]:
 
 
 def value_problem(key: str, field: FieldInfo, error: dict[str, Any]) -> str:
-    """Return what is wrong with the value of a key, for one of pydantic's errors about it."""
+    """Return a message that says what is wrong with the value of a key.
+
+    error: one of pydantic's errors about the value.
+    """
     message, value = error["msg"], shortened(value_text(error["input"]))
     if error["type"] == "value_error" or any(word in message for word in ("greater", "less", "finite")):
         subject = f"each of {key}" if isinstance(error["loc"][-1], int) else key
@@ -77,7 +88,7 @@ def value_problem(key: str, field: FieldInfo, error: dict[str, Any]) -> str:
         must = must.replace("greater than or equal to", "at least").replace(
             "less than or equal to", "at most"
         )
-        return f"{subject} {must}, is {value}"
+        return f"{subject} {must}, but is {value}"
     return f"{key}: expected {type_name(field)}, got {value}"
 
 
@@ -86,14 +97,55 @@ def default_of(field: FieldInfo) -> Any:
 
 
 def unit_of(field: FieldInfo) -> str:
-    """Return the unit of a quantity, such as `seconds`; empty if it has none."""
+    """Return the unit of a key's value, such as `seconds`; empty if it has none."""
     return field.json_schema_extra["unit"]
 
 
-def nearest_key(key: str) -> str | None:
-    """Return the known key most similar to an unknown one, for a `did you mean` hint; else None.
+def is_internal(field: FieldInfo) -> bool:
+    """Return whether a key is for tests, so that docs/config.md and lists of keys leave it out."""
+    return field.json_schema_extra["internal"]
 
-    A key with the same last name in another section counts as most similar.
+
+def unknown_key_problem(key: str, name: str = "", value: Any = None) -> str:
+    """Return what is wrong with an unknown key: its name today, or a similar one, if there is any.
+
+    key: the dotted key.
+    name: last part of the key as a file has it, which may contain dots by mistake.
+    value: its value.
+    """
+    shown = shortened(repr(key))
+    if key in RENAMED_KEYS:
+        return f"{key} is now called {RENAMED_KEYS[key]}"
+    if key in REMOVED_KEYS:
+        return f"{key} no longer exists; {REMOVED_KEYS[key]}"
+    if "." in name:
+        nested = shortened(name.replace(".", ": {", 1))
+        return f"{shown} is written with dots; in a file, nest it: {nested}: ...}}"
+    nearest = nearest_key(key) or _buried_key(key, value)
+    return f"unknown key {shown}; " + (
+        f"did you mean {nearest!r}?" if nearest else "docs/config.md lists all keys"
+    )
+
+
+def _buried_key(key: str, value: Any) -> str | None:
+    """Return the known key at the end of an unknown nested one, for a `did you mean` hint; else None.
+
+    It finds rollout.n in verl's actor_rollout_ref.rollout.n.
+
+    key: the unknown dotted key.
+    value: its value. The first key of each nested mapping in it continues the dotted key.
+    """
+    while isinstance(value, dict) and value:
+        name, value = next(iter(value.items()))
+        key = f"{key}.{name}"
+    return next((known for known in known_keys() if key.endswith(f".{known}")), None)
+
+
+def nearest_key(key: str) -> str | None:
+    """Return the known key that is most similar to an unknown key, for a `did you mean` hint.
+
+    A key with the same last name in another section counts as most similar. Returns None if no key is similar
+    enough.
     """
     known = list(known_keys())
     last = key.rsplit(".", 1)[-1]
@@ -141,8 +193,14 @@ def value_text(value: Any) -> str:
 
 
 def _item_text(value: Any) -> str:
-    # Quoted, because a comma or a bracket would end the item of the list.
-    return json.dumps(value) if isinstance(value, str) and set(value) & set(",[]{}") else value_text(value)
+    # Quoted, because in a list YAML reads more characters as its own: a comma or a bracket ends an item, and
+    # ? begins a mapping.
+    is_special = isinstance(value, str) and not _PLAIN_ITEM.fullmatch(value)
+    return json.dumps(value) if is_special else value_text(value)
+
+
+# Texts that need no quotes as items of a list, such as module:function and hf:openai/gsm8k.
+_PLAIN_ITEM = re.compile(r"[\w./+@]([\w./+@:-]*[\w./+@-])?")
 
 
 def _number(value: float) -> str:
@@ -160,7 +218,7 @@ def nested_yaml(values: dict[str, Any], comments: dict[str, str]) -> str:
     """Return settings as the text of a YAML file with nested sections, in the given order.
 
     values: {dotted key: value}.
-    comments: {dotted key: comment at the end of its line}, for any of the keys.
+    comments: {dotted key: comment at the end of its line}. Keys may be missing.
     """
     lines: list[str] = []
     above: list[str] = []

@@ -14,18 +14,18 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
 from grpo_megatron.config.command import Command
+from grpo_megatron.config.earlier_versions import removed_value_problem
 from grpo_megatron.config.keys import (
     choices_of,
     default_of,
     is_section,
     known_keys,
-    nearest_key,
     type_name,
+    unknown_key_problem,
     value_problem,
     value_text,
 )
 from grpo_megatron.config.schema import Config
-from grpo_megatron.config.weight_sync import REMOVED_VALUES
 from grpo_megatron.config.yaml_reader import read_yaml
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.paths import file_problem
@@ -60,32 +60,32 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedConfig:
-    """A configuration and where its values come from. ${references} are resolved."""
+    """A configuration with all ${references} resolved, and where its values come from."""
 
     config: Config
-    """The typed configuration. Refused keys have their defaults; a required key without a value has `???`."""
+    """The typed configuration. Refused keys have their defaults, and required keys without a value `???`."""
     origins: dict[str, str]
     """{dotted key: `default`, `preset NAME`, `FILE:line` or `command line`} of all keys."""
     refused: dict[str, str]
-    """{dotted key: sentence that begins with the origin} of each setting that the schema refuses."""
+    """{dotted key: error message} of each setting that the schema refuses, beginning with its origin."""
 
     @property
     def values(self) -> dict[str, Any]:
-        """The value of every key by its dotted name."""
+        """{dotted key: value} of all keys."""
         return flat(self.config)
 
 
 def read_config(path: str | None, overrides: list[str], command: Command = Command.train) -> Config:
     """Return the typed configuration for a command, with all required keys set.
 
-    It merges four sources, each of which overrides those before it: the schema's defaults, the preset named
-    by algorithm.preset, the YAML file, and the `key=value` overrides. Rules between keys are not checked
-    here; preflight.check.load_config checks them too.
+    It merges four sources. Each source overrides the sources before it: the schema's defaults, the preset
+    named by algorithm.preset, the YAML file, and the `key=value` overrides. Rules between keys are not
+    checked here; preflight.check.load_config checks them too.
 
     command: decides which keys are required.
 
-    Raises UserError for an unreadable file, and with all unknown keys (the message names the nearest known
-    one), illegal values, and required keys without a value.
+    Raises UserError for an unreadable file. Raises UserError also with all unknown keys (the message names
+    the nearest known key), illegal values, and required keys without a value.
     """
     settings = resolve(path, overrides)
     must_be_legal([*settings.refused.values(), *missing_values(settings.config, command)])
@@ -93,33 +93,33 @@ def read_config(path: str | None, overrides: list[str], command: Command = Comma
 
 
 def must_be_legal(problems: list[str]) -> None:
-    """Raise UserError with all problems of a configuration, if there are any."""
+    """Raise UserError with all problems of a configuration. Does nothing if there are none."""
     if problems:
         listed = "".join(f"\n  - {problem}" for problem in problems)
-        raise UserError(problems[0] if len(problems) == 1 else f"the configuration is not legal:{listed}")
+        raise UserError(problems[0] if len(problems) == 1 else f"the configuration is invalid:{listed}")
 
 
 def resolve(path: str | None, overrides: list[str]) -> ResolvedConfig:
     """Return the typed configuration, where its values come from, and all settings that the schema refuses.
 
-    It checks neither that required keys have a value nor the rules between keys. Raises UserError for a
-    source that cannot be read, and for an unknown preset.
+    This function checks neither that required keys have a value nor the rules between keys. Raises UserError
+    for a source that cannot be read, and for an unknown preset.
     """
     return merge(layers(path, overrides))
 
 
 def layers(path: str | None, overrides: list[str]) -> list[Layer]:
-    """Return the layers of preset, YAML file and arguments, in the order in which they apply.
+    """Return the layers of preset, YAML file and arguments. Later layers override earlier layers.
 
-    Raises UserError for a source that cannot be read or parsed, and for an unknown preset. `merge` checks
-    keys and types.
+    Raises UserError for a source that cannot be read or parsed, and for an unknown preset. Keys and types are
+    not checked here, but in `merge`.
     """
     sources = read_sources(path, overrides)
     return [*read_preset(sources), *sources]
 
 
 def read_sources(path: str | None, overrides: list[str]) -> list[Layer]:
-    """Return the layer of the YAML file, then one layer for each argument; without the preset.
+    """Return the layer of the YAML file and one layer for each argument, but not the layer of the preset.
 
     path: the YAML file; None: no file.
 
@@ -129,10 +129,12 @@ def read_sources(path: str | None, overrides: list[str]) -> list[Layer]:
 
 
 def read_preset(sources: list[Layer]) -> list[Layer]:
-    """Return the layer of the preset that `algorithm.preset` names; an empty list without a preset.
+    """Return [layer of the preset that `algorithm.preset` names]; empty without a preset.
 
-    A preset is a published recipe, a file in grpo_megatron/presets. If several sources name one, the last
-    counts. Raises UserError for an unknown preset.
+    A preset is a published recipe, a file in grpo_megatron/presets. If several sources name a preset, the
+    last of them counts. Raises UserError for an unknown preset.
+
+    sources: the layers of the YAML file and of the arguments.
     """
     sections = [layer.values.get("algorithm") for layer in sources]
     named = [section["preset"] for section in sections if isinstance(section, dict) and "preset" in section]
@@ -149,7 +151,7 @@ def read_preset(sources: list[Layer]) -> list[Layer]:
 
 
 def merge(settings: list[Layer]) -> ResolvedConfig:
-    """Return the schema's defaults overridden by the layers. A later layer overrides an earlier one."""
+    """Return the schema's defaults, overridden by the layers. A later layer overrides an earlier layer."""
     values, origins, refused = plain(Config()), dict.fromkeys(flat(Config()), DEFAULT), {}
     for layer in settings:
         _overlay(values, layer.values)
@@ -168,7 +170,10 @@ def merge(settings: list[Layer]) -> ResolvedConfig:
 
 
 def _overlay(values: dict[str, Any], layer: dict[str, Any]) -> None:
-    """Put the settings of a layer over nested values."""
+    """Write the settings of a layer into `values`, over the values that are there.
+
+    Both are nested values, such as Layer.values.
+    """
     for name, value in layer.items():
         if isinstance(value, dict) and isinstance(values.get(name), dict):
             _overlay(values[name], value)
@@ -177,9 +182,9 @@ def _overlay(values: dict[str, Any], layer: dict[str, Any]) -> None:
 
 
 def _validated(values: dict[str, Any]) -> tuple[Config | None, dict[tuple[str, ...], str]]:
-    """Return (typed configuration, no problems), or (None, {names of the key: problem} of some values).
+    """Return (typed configuration, {}), or (None, {names of the key: problem}) if some values are illegal.
 
-    values: nested values, with ${references} to others of them.
+    values: nested values. They may contain ${references} to each other. Not all problems are found at once.
     """
     problems = _misread(values)
     if problems:
@@ -198,9 +203,12 @@ def _validated(values: dict[str, Any]) -> tuple[Config | None, dict[tuple[str, .
 
 
 def _misread(values: dict[str, Any], parents: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
-    """Return {names of the key: problem} of values that OmegaConf or pydantic would read as something else.
+    """Return {names of the key: problem} of values that OmegaConf or pydantic would take for something else.
 
-    It changes a bare `off`, which YAML reads as false, to the text again where it is a choice.
+    YAML reads a bare `off` as false. Where `off` is a choice of the key, this function changes the value back
+    to the text "off".
+
+    parents: names of the sections around `values`.
     """
     problems = {}
     for name, value in values.items():
@@ -215,9 +223,9 @@ def _misread(values: dict[str, Any], parents: tuple[str, ...] = ()) -> dict[tupl
             first = next(iter(known_keys(field.annotation)))
             problems[names] = f"{key} is a section; set its keys, such as {key}.{first}"
         elif value == MISSING and default_of(field) != MISSING:
-            problems[names] = f"{key} has no value; ??? stands for one that is yet to come"
-        elif isinstance(value, str) and (key, value) in REMOVED_VALUES:
-            problems[names] = f"{key} can no longer be {value}; {REMOVED_VALUES[key, value]}"
+            problems[names] = f"{key} has no value yet (??? is a placeholder); set it"
+        elif problem := removed_value_problem(key, value):
+            problems[names] = problem
         elif value is False and "off" in choices_of(field.annotation):
             values[name] = "off"
         elif isinstance(value, bool) and type_name(field).startswith(("integer", "number")):
@@ -226,39 +234,21 @@ def _misread(values: dict[str, Any], parents: tuple[str, ...] = ()) -> dict[tupl
 
 
 def _problem(error: dict[str, Any]) -> tuple[tuple[str, ...], str]:
-    """Return (names of the key, problem) of one of pydantic's errors."""
+    """Return (names of the key, problem) for one of pydantic's errors."""
     names = tuple(part for part in error["loc"] if isinstance(part, str))
     key = ".".join(names)
     if error["type"] == "unexpected_keyword_argument":
-        return names, _unknown(key, names[-1], error["input"])
+        return names, unknown_key_problem(key, names[-1], error["input"])
     return names, value_problem(key, known_keys()[key], error)
 
 
-def _unknown(key: str, name: str, value: Any) -> str:
-    shown = shortened(repr(key))
-    if "." in name:
-        nested = shortened(name.replace(".", ": {", 1))
-        return f"{shown} is written with dots; in a file, nest it: {nested}: ...}}"
-    nearest = nearest_key(key) or _buried_key(key, value)
-    return f"unknown key {shown}" + (f"; did you mean {nearest!r}?" if nearest else "")
-
-
-def _buried_key(key: str, value: Any) -> str | None:
-    """Return the known key at the end of an unknown nested one, for a `did you mean` hint; else None.
-
-    It finds rollout.n in verl's actor_rollout_ref.rollout.n.
-
-    key: the unknown dotted key.
-    value: its value. The first key of each nested mapping in it continues the dotted key.
-    """
-    while isinstance(value, dict) and value:
-        name, value = next(iter(value.items()))
-        key = f"{key}.{name}"
-    return next((known for known in known_keys() if key.endswith(f".{known}")), None)
-
-
 def _origin(key: str, origins: dict[str, str]) -> str:
-    """Return the origin of the last setting of a key, of a key within it, or of the mapping around it."""
+    """Return the origin (such as `FILE:line`) of the last setting of a key.
+
+    A key within it, or the mapping around it, may have been set instead.
+
+    origins: {dotted key: origin}.
+    """
     return next(
         (
             origin
@@ -270,7 +260,7 @@ def _origin(key: str, origins: dict[str, str]) -> str:
 
 
 def plain(config: Config) -> dict[str, Any]:
-    """Return the configuration as nested plain values, as a YAML file would have them."""
+    """Return the configuration as a nested dict of plain values, as a YAML file would contain them."""
     return dataclasses.asdict(
         config,
         dict_factory=lambda items: {
@@ -280,10 +270,11 @@ def plain(config: Config) -> dict[str, Any]:
 
 
 def leaves(layer: dict, parents: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield (names, value) for each value that a layer sets, of known and unknown keys.
+    """Yield (names, value) for each value that a layer sets, for known and unknown keys.
 
     names: parts of the dotted key, such as ("rollout", "n").
-    value: as written. Sections are descended into, as are mappings under an unknown key.
+    value: the value as written. For a section, or a mapping under an unknown key, the values in it are
+        yielded instead.
 
     layer: nested values, such as Layer.values.
     parents: names of the sections around `layer`.
@@ -299,7 +290,7 @@ def leaves(layer: dict, parents: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
 
 
 def flat(config: Config) -> dict[str, Any]:
-    """Return {dotted key: value} of all keys, in the order of the schema. Sections have no entry."""
+    """Return {dotted key: value} of all keys, in the order of the schema. Sections are left out."""
     return {
         key: reduce(getattr, key.split("."), config)
         for key, field in known_keys().items()
@@ -308,7 +299,7 @@ def flat(config: Config) -> dict[str, Any]:
 
 
 def missing_values(config: Config, command: Command) -> list[str]:
-    """Return a sentence about the keys that a command requires and that have no value; else an empty list."""
+    """Return [a sentence] about the required keys of a command that have no value; empty if all have one."""
     required, values = ["model.path", *_REQUIRED.get(command, [])], flat(config)
     missing = [key for key in required if values[key] in (None, "", [], MISSING)]
     return [f"no value for {', '.join(missing)}; set it in the YAML file or as key=value"] if missing else []
@@ -326,7 +317,7 @@ def _read_file(path: str | None) -> list[Layer]:
         raise UserError(f"--config {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{path} is not valid YAML: {error.reason} at byte {error.start}, this is not UTF-8 text"
+            f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8"
         ) from error
     found = read_yaml(text, path)
     if found.value is None:
@@ -340,7 +331,7 @@ def _read_override(text: str) -> Layer:
     key, separator, value = text.partition("=")
     shown = shortened(repr(text))
     if not separator or not key:
-        raise UserError(f"argument {shown} is not of the form key=value")
+        raise UserError(f"argument {shown} must have the form key=value")
     values: Any = read_yaml(value, f"argument {shown}").value
     for name in reversed(key.split(".")):
         values = {name: values}

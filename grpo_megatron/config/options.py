@@ -1,6 +1,7 @@
 """Building blocks of the schema: pydantic dataclasses, and their keys and sections.
 
-Bounds and types are checked when an object is made, also by `dataclasses.replace`; defaults are checked too.
+Bounds and types are checked whenever an object is made, also by `dataclasses.replace`. Defaults are checked
+too.
 """
 
 import re
@@ -21,26 +22,30 @@ dataclass = partial(
 )
 
 
-def option(default: Any, help: str, unit: str = "", **bounds: Any) -> Any:
+def option(default: Any, help: str, unit: str = "", is_internal: bool = False, **bounds: Any) -> Any:
     """Return the pydantic field of one key of the schema.
 
-    help: what the key does, which `grpo-megatron config` prints.
+    help: what the key does, for the texts that `grpo-megatron config` prints.
     unit: unit of a quantity, such as `seconds`.
-    bounds: of a number: gt, ge, lt, le, as in pydantic.
+    is_internal: the key is for tests. docs/config.md and lists of keys leave it out.
+    bounds: bounds of a number: gt, ge, lt, le, as in pydantic.
     """
-    settings = {"description": help, "json_schema_extra": {"unit": unit}, **bounds}
+    settings = {"description": help, "json_schema_extra": {"unit": unit, "internal": is_internal}, **bounds}
     if isinstance(default, (list, dict)):
         return Field(default_factory=lambda: type(default)(default), **settings)
     return Field(default, **settings)
 
 
 def section(cls: type, help: str) -> Any:
-    """Return the pydantic field of a section of the schema. The fields of `cls` are its keys."""
-    return Field(default_factory=cls, description=help, json_schema_extra={"unit": ""})
+    """Return the pydantic field of a section of the schema. The fields of `cls` are the section's keys."""
+    return Field(default_factory=cls, description=help, json_schema_extra={"unit": "", "internal": False})
 
 
 def _text(must: str, fits: Callable[[str], bool]) -> Any:
-    """Return the type of texts that fulfil a condition, which `must` states for messages."""
+    """Return the type of texts for which `fits` returns True.
+
+    must: the condition in words, for messages, such as `must not be empty`.
+    """
 
     def check(value: str) -> str:
         if not fits(value):
@@ -73,7 +78,7 @@ def _is_threads(value: str) -> bool:
 
 
 FilledText = _text("must not be empty", lambda value: value != "")
-PathText = _text("must be a path, with no ~ for the home folder", _is_path)
-FolderName = _text("must be the name of one folder, without a slash", _is_folder_name)
+PathText = _text("must be a path without ~ for the home folder", _is_path)
+FolderName = _text("must be a folder name without a slash", _is_folder_name)
 Pattern = _text("must be a regular expression", _is_pattern)
 Threads = _text("must be auto, or a whole number from 1 to 1024", _is_threads)

@@ -132,7 +132,7 @@ class RewardConfig:
 def functions_of(reward: RewardConfig) -> list[str]:
     """Return the names of the reward functions that a run uses.
 
-    They are the functions of the terms in `reward.terms`, or `reward.function` if there are no terms. A term
+    These are the functions of the terms in `reward.terms`, or `reward.function` if there are no terms. A term
     that is not a mapping is skipped.
     """
     terms = reward.terms.values()

@@ -122,9 +122,10 @@ class RolloutConfig:
         "How the responses of a group are found. sampling: they are sampled from the policy. beam: they are "
         "the rollout.n sequences that a beam search finds, which are not samples of the policy.",
     )
-    # SGLang decodes greedily below 1e-6, and bf16 logits divided by a small temperature lose all precision.
     temperature: float = option(
-        1.0, "Temperature of sampling. Training divides the logits by it too.", ge=0.01, le=100
+        1.0,
+        "Temperature of sampling. Training divides the logits by it too, and needs 0.01 to 100.",
+        ge=0,
     )
     top_p: float = option(
         1.0,

@@ -1,4 +1,4 @@
-"""Sections about untrusted programs: the sandbox that contains them, and the reward `code`."""
+"""Sections about untrusted programs: the sandbox that runs them, and the reward `code`."""
 
 from enum import Enum
 

@@ -1,4 +1,4 @@
-"""The schema of the configuration: OmegaConf dataclasses, one field per key. Any other key is an error."""
+"""The schema of the configuration: pydantic dataclasses, one field per key. Any other key is an error."""
 
 from enum import Enum
 from typing import Literal
@@ -199,6 +199,7 @@ class MegatronConfig:
         False,
         "true: TransformerEngine's kernels are emulated on a machine without a GPU. This is slow, for "
         "trials and tests.",
+        is_internal=True,
     )
     lora: LoraConfig = section(
         LoraConfig, "Adapters (LoRA, arXiv:2106.09685), which are trained in place of the model."

@@ -6,19 +6,12 @@ from grpo_megatron.config.options import LONGEST_WAIT, PathText, dataclass, opti
 
 
 class Transport(str, Enum):
-    """Carrier of the weights from the trainer to the engines. `auto`: chosen at the start of the run."""
+    """Way of the weights from the trainer to the engines. With `auto`, the run chooses it when it starts."""
 
     auto = "auto"
     shared_memory = "shared_memory"
     groups = "groups"
     disk = "disk"
-
-
-# {(key, value that earlier versions had): what to use instead}
-REMOVED_VALUES = {
-    ("weight_sync.transport", "object_store"): "use auto, which sends each engine rank its own slices and "
-    "compares their digests",
-}
 
 
 class PauseMode(str, Enum):

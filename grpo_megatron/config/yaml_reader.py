@@ -33,7 +33,7 @@ _TYPES = (
 
 
 class _Resolver(VersionedResolver):
-    """Resolver of the types of unquoted words, with `_TYPES` in place of those of YAML 1.2."""
+    """Resolver of the types of unquoted words. It uses `_TYPES` instead of the types of YAML 1.2."""
 
     versioned_resolver: ClassVar = {
         first: [(f"{_TAG}{name}", re.compile(pattern)) for name, pattern, firsts in _TYPES if first in firsts]
@@ -46,7 +46,7 @@ class YamlText:
     """The value of a YAML text, and the lines of its keys for error messages.
 
     value: plain value; None for an empty text.
-    lines: {dotted key: line of the key, from 1}; empty if the value is no mapping.
+    lines: {dotted key: line of the key, from 1}; empty if the value is not a mapping.
     """
 
     value: Any
@@ -56,7 +56,7 @@ class YamlText:
 def read_yaml(text: str, source: str) -> YamlText:
     """Read a YAML text into plain values: None, bool, int, float, str, list, and dict with str keys.
 
-    source: the file or argument, for messages.
+    source: name of the file or argument, for messages.
 
     Raises UserError for invalid YAML, a key that is set twice, and an unknown tag.
     """
@@ -73,9 +73,11 @@ def read_yaml(text: str, source: str) -> YamlText:
 
 
 def _key_lines(node: Node, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Yield (dotted key, line from 1) of each key within a node, and make every key a text.
+    """Yield (dotted key, line from 1) of each key within a node, and change every key to a str.
 
     Merged keys (<<) come before a mapping's own keys, which override them.
+
+    prefix: dotted key of the node with a dot at its end; empty for the whole text.
     """
     if not isinstance(node, MappingNode):
         return
@@ -92,7 +94,7 @@ def _key_lines(node: Node, prefix: str = "") -> Iterator[tuple[str, int]]:
 
 
 def _problem(error: Exception) -> str:
-    """Return the parser's message on one line, with its line number and without its excerpt of the text."""
+    """Return the YAML parser's message on one line, with the line number, but without a quote of the text."""
     if not isinstance(error, MarkedYAMLError):
         return str(error).splitlines()[0]
     problem = error.problem

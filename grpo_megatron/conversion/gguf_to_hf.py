@@ -14,7 +14,7 @@ from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.entries import hf_shapes
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.paths import folder_problem
-from grpo_megatron.weights import hf_checkpoint
+from grpo_megatron.weights import hf_writer
 from grpo_megatron.weights.gguf_file import GGUFFile
 
 # tokenizer.ggml.pre names the rule that splits a text into words before merging. Listed are the rules that
@@ -36,10 +36,10 @@ _KNOWN_SPLITS = (
 def gguf_to_hf(source: str, target: str, dtype: torch.dtype, tokenizer: str | None = None) -> int:
     """Convert a GGUF file, the format of llama.cpp, to an HF checkpoint. Return the number of parameters.
 
-    source: the GGUF file.
+    source: path of the GGUF file.
     target: folder of the HF checkpoint. It must be empty or absent.
     dtype: dtype of the written tensors.
-    tokenizer: folder with an HF tokenizer to use instead of the one in the file.
+    tokenizer: folder with an HF tokenizer to use instead of the tokenizer in the file.
 
     Raises UserError if the file is damaged, or if its model or tokenizer cannot be converted. Raises
     UserError also if `target` is not empty.
@@ -48,11 +48,11 @@ def gguf_to_hf(source: str, target: str, dtype: torch.dtype, tokenizer: str | No
     file = GGUFFile(source)
     partial = f"{target}.partial"
     with writing(partial):
-        hf_checkpoint.start(partial, target, source)
+        hf_writer.start(partial, target, source)
         try:
             _write_companions(file, partial, dtype, tokenizer)
             arch = read_architecture(partial)
-            hf_checkpoint.finish(partial, _write_tensors(file, partial, arch, dtype), target)
+            hf_writer.finish(partial, _write_tensors(file, partial, arch, dtype), target)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -64,26 +64,32 @@ def _write_tensors(
 ) -> list[tuple[str, dict[str, int]]]:
     """Write all tensors of the model into `folder`, as shards of at most 1 GiB.
 
-    Returns [(file of the shard, {tensor name: bytes})], which `hf_checkpoint.finish` needs for the index.
+    Returns [(file of the shard, {tensor name: bytes})], which `hf_writer.finish` needs for the index.
     """
-    writer = hf_checkpoint.HFWriter(folder, "0", max_shard_bytes=2**30)
+    writer = hf_writer.HFWriter(folder, "0", max_shard_bytes=2**30)
     shapes = hf_shapes(weight_map(arch))
     for name, shape in tqdm(shapes.items(), desc=file.path, unit="tensor", disable=None):
         values = file.read(name, arch)
         if values.shape != shape:
             raise UserError(
-                f"{file.path}: {name} has shape {tuple(values.shape)}, but the metadata require {shape}"
+                f"{file.path}: {name} has shape {tuple(values.shape)}, but the metadata require {shape}; use "
+                "the model's HF checkpoint"
             )
         writer.add(name, values.to(dtype))
     if file.unread:
         raise UserError(
-            f"{file.path} has tensors that a {arch.family} does not have: {', '.join(file.unread[:5])}"
+            f"{file.path} contains tensors that do not belong to a {arch.family} model "
+            f"({', '.join(file.unread[:5])}); use the model's HF checkpoint"
         )
     return writer.close()
 
 
 def _write_companions(file: GGUFFile, folder: str, dtype: torch.dtype, tokenizer: str | None) -> None:
-    """Write config.json, generation_config.json and the tokenizer's files into `folder`."""
+    """Write config.json, generation_config.json and the tokenizer's files into `folder`.
+
+    dtype: dtype of the written weights, for config.json.
+    tokenizer: folder with an HF tokenizer to use instead of the tokenizer in the file.
+    """
     config = file.config() | {"dtype": str(dtype).removeprefix("torch.")}
     Path(folder, "config.json").write_text(json_text(config, indent=2), encoding="utf-8")
     if tokens := file.special_tokens():
@@ -102,7 +108,9 @@ def _write_companions(file: GGUFFile, folder: str, dtype: torch.dtype, tokenizer
         if path.name not in ("config.json", "generation_config.json") and "index" not in path.name
     ]
     if not any(path.name.startswith(("tokenizer", "vocab")) for path in copied):
-        raise UserError(f"{tokenizer} holds no tokenizer; --tokenizer must be a folder with an HF tokenizer")
+        raise UserError(
+            f"{tokenizer} contains no tokenizer; --tokenizer must be a folder with an HF tokenizer"
+        )
     for path in copied:
         shutil.copy2(path, folder)
 
@@ -118,16 +126,16 @@ def _make_tokenizer(file: GGUFFile):
     split = file.value("tokenizer.ggml.pre") or "default"
     if split not in _KNOWN_SPLITS:
         raise UserError(
-            f"{file.path}: its tokenizer's rule to split text into words ({shortened(split)}) is not "
-            "supported; give a folder with the model's HF tokenizer as --tokenizer"
+            f"{file.path}: the tokenizer's pre-tokenizer {shortened(split)} is not supported; give the "
+            "folder of the model's HF tokenizer with --tokenizer"
         )
     path = Path(file.path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
     except Exception as error:  # transformers raises whatever the file's metadata leads to
         raise UserError(
-            f"{file.path}: transformers cannot read its tokenizer ({shortened(error, 200)}); give a folder "
-            "with the model's HF tokenizer as --tokenizer"
+            f"{file.path}: transformers cannot read the tokenizer ({shortened(error, 200)}); give the folder "
+            "of the model's HF tokenizer with --tokenizer"
         ) from error
     if template := file.value("tokenizer.chat_template"):
         tokenizer.chat_template = template
@@ -137,8 +145,10 @@ def _make_tokenizer(file: GGUFFile):
 def _as_the_file_says(file: GGUFFile, tokenizer):
     """Return the tokenizer, corrected where transformers 5.19 reads it differently from what the file says.
 
-    Added tokens beyond the vocabulary are removed. SmolLM's splitting of numbers into digits is added. A BOS
-    token is put before each text if the file asks for it.
+    Added tokens with ids beyond the vocabulary are removed. SmolLM's splitting of numbers into digits is
+    added. A BOS token is put before each text if the file asks for it.
+
+    tokenizer: the tokenizer that transformers has read from the file.
     """
     from tokenizers import Tokenizer, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast

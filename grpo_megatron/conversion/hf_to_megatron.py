@@ -1,7 +1,7 @@
 """Conversion of an HF checkpoint to Megatron's distributed format, which loads in any parallel layout.
 
 Each output file is one unit of work for a worker process. The file consists of chunks, which are parts of
-Megatron tensors. The process assembles one chunk after the other in the same buffer from rectangles of HF
+Megatron tensors. The process assembles one chunk after the other in the same buffer, from rectangles of HF
 tensors, so that it needs little memory.
 """
 
@@ -22,9 +22,10 @@ from grpo_megatron.files import json_text, new_file, writing
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.pieces import Piece, Shape
-from grpo_megatron.weights import hf_checkpoint
+from grpo_megatron.weights import hf_checkpoint, hf_writer
 from grpo_megatron.weights.checkpoint_layout import SavedModel, clipped, rows_within
-from grpo_megatron.weights.torch_dist import StoredChunk, StoredTensor, append_tensor, write_metadata
+from grpo_megatron.weights.torch_dist import StoredChunk, StoredTensor
+from grpo_megatron.weights.torch_dist_writer import append_tensor, write_metadata
 
 # Records what the checkpoint was converted from. A checkpoint without this file was saved by a trainer.
 _NOTE = "converted.json"
@@ -35,7 +36,7 @@ class _Chunk:
     """A part of a Megatron tensor, tensor[at : at + shape], that is assembled and written in one step."""
 
     key: str
-    """Megatron's key of the tensor."""
+    """Key of the tensor in the Megatron checkpoint."""
     at: Shape
     """Index of the chunk's first element in the tensor, one number per dimension."""
     shape: Shape
@@ -43,7 +44,7 @@ class _Chunk:
     dtype: torch.dtype
     """Dtype of the written elements."""
     pieces: tuple[Piece, ...]
-    """Rectangles of HF tensors that form the chunk. Their `at` counts from the chunk's first element."""
+    """Rectangles of HF tensors that form the chunk. `Piece.at` counts from the chunk's first element."""
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +61,7 @@ class _Unit:
 
 @dataclass
 class _Converter:
-    """The job of each worker process (see pool.Job): convert chunks of the HF checkpoint and write the files.
+    """The work of each worker process (a pool.Job): convert chunks of the HF checkpoint and write the files.
 
     source: folder of the HF checkpoint.
     folder: folder that the files are written to.
@@ -74,7 +75,10 @@ class _Converter:
         self.buffer = Buffer()
 
     def do(self, unit: _Unit, advance) -> list[tuple[int, int]]:
-        """Write the unit's file. Return (offset, length in bytes) of each chunk in it, for the metadata."""
+        """Write the unit's file. Return (offset, length in bytes) of each of its chunks, for the metadata.
+
+        advance: called with the bytes of each chunk that has been written, for the progress bar.
+        """
         places = []
         path = self.folder / unit.name
         with writing(path), new_file(path) as file:
@@ -96,10 +100,12 @@ def hf_to_megatron(source: str, target: str, processes: int) -> Progress:
     """Convert an HF checkpoint to Megatron's distributed format, in the dtype of config.json.
 
     The weights go to `target`/actor, configuration and tokenizer to `target`/hf. If an earlier call with the
-    same source and target was interrupted, this one continues it. Returns the bytes written and the seconds
+    same source and target was interrupted, this call continues it. Return the bytes written and the seconds
     taken.
 
-    processes: largest number of worker processes.
+    source: folder of the HF checkpoint.
+    target: folder of the Megatron checkpoint. It must be empty or absent.
+    processes: maximum number of worker processes.
 
     Raises UserError if the source is incomplete, damaged or pickled. Raises UserError also if the target is
     not empty, or if the disk is full.
@@ -139,7 +145,7 @@ def hf_to_megatron(source: str, target: str, processes: int) -> Progress:
     )
     with writing(weights):
         _finish(folder, weights, saved, arch, units)
-        hf_checkpoint.copy_companions(source, str(folder.result / COMPANIONS), arch.dtype)
+        hf_writer.copy_companions(source, str(folder.result / COMPANIONS), arch.dtype)
         note = {"source": plan["source"], "dtype": str(arch.dtype).removeprefix("torch.")}
         (folder.result / _NOTE).write_text(json_text(note), encoding="utf-8")
     folder.finish()
@@ -160,7 +166,7 @@ def _units(saved: SavedModel, arch: Architecture) -> list[_Unit]:
             chunks.append(_Chunk(part.key, at, shape, dtype, pieces))
     limit = file_bytes(sum(chunk.nbytes for chunk in chunks))
     files = filled(((chunk, chunk.nbytes) for chunk in chunks), limit)
-    return [_Unit(f"__{number}_0.distcp", inside) for number, (inside, _) in enumerate(files)]
+    return [_Unit(f"__{index}_0.distcp", inside) for index, (inside, _) in enumerate(files)]
 
 
 def _finish(
@@ -168,8 +174,11 @@ def _finish(
 ) -> None:
     """Write the files that a Megatron checkpoint needs besides the tensors.
 
-    These are a file with the objects that are no tensors, an empty common.pt, and the metadata, which says in
+    These are a file with the objects that are not tensors, an empty common.pt, and the metadata, which say in
     which file and at which offset each chunk is.
+
+    folder: the partial output, whose notes hold the places of the chunks.
+    weights: folder that the files are written to.
     """
     tensors = {part.key: StoredTensor(part.dtype or arch.dtype, part.full, ()) for part in saved.parts}
     for unit in units:

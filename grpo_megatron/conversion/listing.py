@@ -33,7 +33,7 @@ _OPTIMIZER = "optimizer."
 
 @dataclass(frozen=True)
 class Described:
-    """Name, shape and dtype of a tensor, without its values.
+    """Name, shape and dtype of a tensor in a checkpoint, without its values.
 
     digest: SHA-256 of the elements in row-major order, little-endian; None if it was not requested.
     """
@@ -54,11 +54,11 @@ class Described:
 
 @dataclass(frozen=True)
 class Listing:
-    """All tensors of a checkpoint, to be printed or compared with another checkpoint.
+    """The description of all tensors of a checkpoint, to be printed or compared with another checkpoint.
 
     path: the checkpoint, as the user named it.
     kind: "HF", "Megatron" or "Megatron, its own keys".
-    tensors: under HF's names. Under Megatron's keys for a Megatron checkpoint whose model is not known.
+    tensors: the tensors, sorted by name. The names are Megatron's keys for the last kind, else HF's names.
     """
 
     path: str
@@ -85,7 +85,7 @@ class Listing:
 
 @dataclass
 class _Hasher:
-    """The job of each worker process (see pool.Job): compute the digests of tensors."""
+    """The work of each worker process (a pool.Job): compute the digests of tensors."""
 
     tensors: Tensors
 
@@ -107,13 +107,16 @@ class _Hasher:
 
 
 def listing(path: str, hf: str | None, keys: bool, digests: bool, processes: int) -> Listing:
-    """Return the listing of an HF checkpoint or a Megatron checkpoint, without optimizer states.
+    """Return name, shape, dtype and, if requested, digest of every tensor in a checkpoint.
 
-    path: the checkpoint. One of Megatron's may come from hf_to_megatron, a training run, or Megatron-LM.
-    hf: HF folder of the model that a Megatron checkpoint belongs to. A converted checkpoint contains its own.
+    Optimizer states are left out.
+
+    path: an HF checkpoint, or a Megatron checkpoint from hf_to_megatron, a training run or Megatron-LM.
+    hf: HF folder of the model that a Megatron checkpoint belongs to. None: the checkpoint's own subfolder
+        hf/, if it has one.
     keys: True to list a Megatron checkpoint by Megatron's keys instead of HF's names.
-    digests: True to compute digests.
-    processes: largest number of worker processes that compute digests.
+    digests: True to compute a SHA-256 digest of every tensor.
+    processes: maximum number of worker processes that compute digests.
 
     Raises UserError if there is no checkpoint at `path`, or a damaged one.
     """
@@ -153,7 +156,10 @@ def _with_digests(path: str, source: Tensors, tensors: list[Described], processe
 
 
 def differences(first: Listing, second: Listing) -> list[str]:
-    """Return one line for each tensor that is in one listing only, or has another shape, dtype or digest."""
+    """Compare two listings. Return one line for each tensor that differs.
+
+    A tensor differs if it is in one listing only, or has another shape, dtype or digest.
+    """
     a, b = ({tensor.name: tensor for tensor in listing.tensors} for listing in (first, second))
     found = [f"{name}: only in {first.path}" for name in sorted(a.keys() - b.keys())]
     found += [f"{name}: only in {second.path}" for name in sorted(b.keys() - a.keys())]
@@ -163,5 +169,5 @@ def differences(first: Listing, second: Listing) -> list[str]:
         elif a[name].dtype != b[name].dtype:
             found.append(f"{name}: {a[name].type} and {b[name].type}")
         elif a[name].digest != b[name].digest:
-            found.append(f"{name}: other values")
+            found.append(f"{name}: different values")
     return found

@@ -1,8 +1,8 @@
 """Conversion of a Megatron checkpoint (converted or a trainer's, saved in any layout) to an HF checkpoint.
 
 Each safetensors file is one unit of work for a worker process. The file's header is known before any tensor
-is read. The process then copies each tensor through one buffer, some rows at a time, to its offset in the
-file.
+is read. The process then copies each tensor through one buffer, some rows at a time, to the tensor's offset
+in the file.
 """
 
 from dataclasses import dataclass
@@ -27,19 +27,22 @@ from grpo_megatron.files import json_text, new_file, read_object, write_buffer, 
 from grpo_megatron.model.entries import hf_shapes
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.pieces import Shape
-from grpo_megatron.weights import fp8_blocks, hf_checkpoint
+from grpo_megatron.weights import fp8_blocks, hf_writer
 from grpo_megatron.weights.checkpoint_layout import SavedModel
 from grpo_megatron.weights.safetensors_file import Header, bytes_of
 
+# Largest part of a tensor that is copied at once. It fits into a processor's cache: with parts of 64 MiB,
+# reading took three times as long.
+_COPY_BYTES = 2 * 2**20
 _FP8_BUCKET = BUCKET_BYTES // 8  # smaller, because quantising works on several copies in float32
 
 
 @dataclass(frozen=True)
 class HFTensor:
-    """A tensor of the HF checkpoint to be written.
+    """A tensor that is to be written to an HF checkpoint.
 
-    dtype: dtype in which it is read, and written unless `fp8` is set.
-    fp8: True to write it as float8_e4m3fn with a scale for each block of 128 x 128 elements.
+    dtype: dtype in which the tensor is read, and written unless `fp8` is set.
+    fp8: True to write the tensor as float8_e4m3fn with a scale for each block of 128 x 128 elements.
     """
 
     name: str
@@ -49,9 +52,9 @@ class HFTensor:
 
     @property
     def stored(self) -> list[tuple[str, Shape, torch.dtype]]:
-        """Return (name, shape, dtype) of each tensor that the file contains for this one.
+        """(name, shape, dtype) of each tensor that the file contains for this one.
 
-        There are two if `fp8` is set: the values and their scales.
+        These are two tensors if `fp8` is set: the FP8 elements and their scales.
         """
         if not self.fp8:
             return [(self.name, self.shape, self.dtype)]
@@ -63,7 +66,7 @@ class HFTensor:
 
     @property
     def nbytes(self) -> int:
-        """Return the number of bytes that the tensor, with its scales, takes in the file."""
+        """Number of bytes that the tensor, with its scales, takes in the file."""
         return sum(prod(shape) * dtype.itemsize for _, shape, dtype in self.stored)
 
 
@@ -80,8 +83,9 @@ class _Unit:
 
 @dataclass
 class _Converter:
-    """The job of each worker process (see pool.Job): read the Megatron checkpoint and write the HF files.
+    """The work of each worker process (a pool.Job): read the Megatron checkpoint and write the HF files.
 
+    source: reader of the Megatron checkpoint.
     folder: folder that the files are written to.
     """
 
@@ -102,7 +106,7 @@ class _Converter:
 
     def _write(self, file, header: Header, tensor: HFTensor, advance) -> None:
         file.seek(header.start_of(tensor.name))
-        for rows in buckets(self.source, tensor.name, tensor.shape, tensor.dtype, BUCKET_BYTES, self.buffer):
+        for rows in buckets(self.source, tensor.name, tensor.shape, tensor.dtype, _COPY_BYTES, self.buffer):
             write_buffer(file, bytes_of(rows))
             advance(rows.nbytes)
 
@@ -122,7 +126,8 @@ class _Converter:
                 values, scale = fp8_blocks.quantise(rows)
             except ValueError as error:
                 raise UserError(
-                    f"{self.source.folder}: {tensor.name} cannot be written as FP8: {error}"
+                    f"{self.source.folder}: {tensor.name} cannot be converted to FP8, because {error}; use "
+                    "an earlier checkpoint"
                 ) from error
             scales.append(scale)
             write_buffer(file, bytes_of(values))
@@ -132,16 +137,16 @@ class _Converter:
 
 
 def companions_of(source: str, hf: str | None) -> str:
-    """Return the folder with config.json and tokenizer of a Megatron checkpoint's model.
+    """Return the folder with the configuration and the tokenizer of a Megatron checkpoint's model.
 
-    source: the checkpoint. A converted one has such a folder, hf/.
-    hf: folder that the user names, which takes precedence.
+    source: the Megatron checkpoint. Its subfolder hf/ is returned if `hf` is None.
+    hf: the folder that the user has given, which is returned if it is not None.
 
     Raises UserError if the folder has no config.json.
     """
     folder = hf or f"{source}/{COMPANIONS}"
     if not Path(folder, "config.json").is_file():
-        raise UserError(f"{folder} has no config.json; give the HF folder of the checkpoint's model as --hf")
+        raise UserError(f"{folder} has no config.json; give the model's HF folder with --hf")
     return folder
 
 
@@ -155,14 +160,16 @@ def megatron_to_hf(
 ) -> Progress:
     """Write the weights of a Megatron checkpoint, without optimizer states, as an HF checkpoint.
 
-    If an earlier call with the same arguments was interrupted, this one continues it. Returns the bytes
+    If an earlier call with the same arguments was interrupted, this call continues it. Return the bytes
     written and the seconds taken.
 
-    hf: folder with configuration and tokenizer. A converted checkpoint contains its own.
-    processes: largest number of worker processes.
-    dtype: dtype of the written tensors. None: that of config.json.
-    fp8: True to write the matrices of attention, experts and MLPs in FP8 with a scale for each block of 128 x
-    128, like DeepSeek-V3.
+    source: folder of the Megatron checkpoint.
+    target: folder of the HF checkpoint. It must be empty or absent.
+    hf: folder with the model's configuration and tokenizer. None: the subfolder hf/ of `source`, which a
+        converted checkpoint has.
+    processes: maximum number of worker processes.
+    dtype: dtype of the written tensors. None: the dtype in config.json.
+    fp8: True to write matrices of attention, experts and MLPs in block-scaled FP8, like DeepSeek-V3.
 
     Raises UserError if the source is incomplete, damaged, pickled or of another model. Raises UserError also
     if the target is not empty, or if the disk is full.
@@ -198,7 +205,7 @@ def megatron_to_hf(
         converter, missing, processes, target, total, lambda unit, _: folder.add_note(unit.name, True)
     )
     with writing(folder.result):
-        hf_checkpoint.copy_companions(companions, str(folder.result), dtype or arch.dtype)
+        hf_writer.copy_companions(companions, str(folder.result), dtype or arch.dtype)
         _describe(folder.result, tensors, fp8)
         _write_index(folder.result, units)
     folder.finish()
@@ -208,12 +215,14 @@ def megatron_to_hf(
 def hf_tensors(
     saved: SavedModel, shapes: dict[str, Shape], dtype: torch.dtype, fp8: bool = False
 ) -> list[HFTensor]:
-    """Return the tensors to write, in the order of `shapes`, with the dtype of each.
+    """Return the tensors to write to the HF checkpoint, each with its dtype, in the order of `shapes`.
 
     A tied output layer is left out, because the Megatron checkpoint does not store it.
 
-    shapes: HF name -> shape, for all tensors of the model.
-    dtype: dtype of all tensors but those that are the same in every precision, such as a router's bias.
+    saved: the place of each parameter in the Megatron checkpoint.
+    shapes: {HF name: shape} of all tensors of the model.
+    dtype: dtype of all tensors, except those that have the same dtype in every training precision, such as a
+        router's bias.
     fp8: True to mark the matrices of the layers, except routers, for FP8.
     """
     fixed = {piece.hf: part.dtype for part in saved.parts for piece in part.pieces}
@@ -233,16 +242,16 @@ def hf_tensors(
 def _units(tensors: list[HFTensor]) -> list[_Unit]:
     sized = [(tensor, tensor.nbytes) for tensor in tensors]
     files = filled(sized, file_bytes(sum(size for _, size in sized)))
-    return [
-        _Unit(hf_checkpoint.shard_name(number, len(files)), inside)
-        for number, (inside, _) in enumerate(files)
-    ]
+    return [_Unit(hf_writer.shard_name(index, len(files)), inside) for index, (inside, _) in enumerate(files)]
 
 
 def _describe(folder: Path, tensors: list[HFTensor], fp8: bool) -> None:
     """Make quantization_config in the output's config.json match the written weights.
 
-    The file is a copy from the folder of the original model, whose weights may be stored differently.
+    config.json is a copy from the folder of the original model, whose weights may be stored differently.
+
+    folder: the output folder.
+    tensors: the tensors that are written.
     """
     config = read_object(folder / "config.json")
     config.pop("quantization_config", None)
@@ -263,7 +272,7 @@ def _write_index(folder: Path, units: list[_Unit]) -> None:
         for tensor in unit.tensors
         for name, shape, dtype in tensor.stored
     ]
-    hf_checkpoint.write_index(
+    hf_writer.write_index(
         folder,
         {name: file for name, _, _, file in stored},
         sum(prod(shape) * dtype.itemsize for _, shape, dtype, _ in stored),

@@ -1,4 +1,4 @@
-"""Output folder that is written under a temporary name and renamed when it is complete.
+"""An output folder that is written under a temporary name and renamed when it is complete.
 
 An interrupted conversion can be continued: files that are already complete are kept.
 """
@@ -18,16 +18,16 @@ _PLAN, _LOCK, _NOTES, _RESULT = "plan.json", "lock", "notes", "result"
 class PartialFolder:
     """The folder `target`.partial, in which a conversion collects its output until it is complete.
 
-    It contains the finished output files and a note for each of them, so that an interrupted conversion can
-    be continued. A note is any JSON value, such as the offsets of the chunks in the file. Each file is
-    written as NAME.tmp, synced to disk and then renamed, so that a file under its final name is complete. At
-    the end, the folder with the output files is renamed to `target`.
+    The folder contains the finished output files and a note for each of them, so that an interrupted
+    conversion can be continued. A note is any JSON value, such as the offsets of the chunks in the file. Each
+    file is written as NAME.tmp, synced to disk and then renamed, so that a file under its final name is
+    complete. At the end, the folder with the output files is renamed to `target`.
 
     plan: JSON-serialisable description of what the output is made from, such as source files and dtype. A
-    conversion continues only one that had the same plan.
+        conversion continues an earlier one only if both have the same plan.
 
     Raises UserError if `target` exists and is not an empty folder. Raises UserError also if the partial
-    folder was begun with another plan, or if another process is writing it.
+    folder was begun with another plan, or if another process is writing to it.
     """
 
     def __init__(self, target: str, plan: dict[str, Any]):
@@ -42,7 +42,7 @@ class PartialFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"{self.root} is being written by another process; wait for that process, or end it"
+                f"another process is writing to {self.root}; wait until it is done, or stop it"
             ) from None
         with writing(self.root):
             self._continue_or_begin(json.loads(json_text(plan)))
@@ -53,8 +53,8 @@ class PartialFolder:
             different = sorted(key for key in plan.keys() | before.keys() if plan.get(key) != before.get(key))
             if different:
                 raise UserError(
-                    f"{self.root} was begun with other settings or from other files "
-                    f"({', '.join(different)}); delete it to begin anew, or choose another target"
+                    f"{self.root} was created with different settings or source files "
+                    f"({', '.join(different)}); delete it to start over, or choose another target"
                 )
             return
         for leftover in (self.result, self._notes):
@@ -63,7 +63,7 @@ class PartialFolder:
         replace_text(self.root / _PLAN, json_text(plan))
 
     def note(self, name: str) -> Any:
-        """Return the note of an output file, or None if the file is not finished.
+        """Return the JSON value that `add_note` stored for an output file; None if it is not finished.
 
         name: path of the file relative to the target folder.
         """
@@ -71,9 +71,10 @@ class PartialFolder:
         return read_object(path)["note"] if path.is_file() and (self.result / name).is_file() else None
 
     def add_note(self, name: str, note: Any) -> None:
-        """Record that an output file is finished, so that a continued conversion skips it.
+        """Record that an output file is finished, so that a continued conversion skips the file.
 
-        note: JSON value for the continued conversion, which reads it with the method `note`.
+        name: path of the file relative to the target folder.
+        note: any JSON value that the continued conversion needs. The method `note` returns it.
         """
         path = self._note_of(name)
         with writing(path):
@@ -87,8 +88,8 @@ class PartialFolder:
         free = shutil.disk_usage(self.root).free
         if free < needed:
             raise UserError(
-                f"{self.root} needs {needed / 1e9:.2f} GB more, {free / 1e9:.2f} GB are free; make "
-                "room, or choose another disk"
+                f"{self.root} needs {needed / 1e9:.2f} GB more, but only {free / 1e9:.2f} GB are free; free "
+                "some disk space, or choose a target on another disk"
             )
 
     def finish(self) -> None:
@@ -105,14 +106,14 @@ def refuse_existing(target: str) -> None:
     """Raise UserError unless the target is absent or an empty folder, so that nothing is overwritten."""
     path = Path(target)
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise UserError(f"{target} is not empty; choose another folder, or delete it")
+        raise UserError(f"{target} exists and is not an empty folder; delete it, or choose another target")
 
 
 def files_of(folder: str | Path, suffixes: tuple[str, ...]) -> list[list]:
     """Return [name, bytes, modification time in ns] of each file in a folder, for a PartialFolder's plan.
 
-    An interrupted conversion is continued only if its source files are unchanged, so that this list is the
-    same.
+    The list is in the plan because an interrupted conversion may be continued only if its source files are
+    unchanged.
 
     suffixes: endings of the names of the files to list.
     """

@@ -20,13 +20,14 @@ _REFRESH_SECONDS = 0.1  # time between two updates of the progress bar
 
 
 class Job(Protocol):
-    """Interface of the work that the worker processes do.
+    """Interface of the work that worker processes do.
 
-    The object is sent to each process once, before the first unit of work.
+    The object is sent to each process once, before the first unit of work. What a unit of work is depends on
+    the job: the description of an output file, for example.
     """
 
     def start(self) -> None:
-        """Open files and allocate buffers. Called once in each worker process, before the first unit."""
+        """Open files and allocate buffers. Called once in each worker process, before its first unit."""
 
     def do(self, unit: Any, advance: Callable[[int], None]) -> Any:
         """Do one unit of work and return its result. Raises UserError if the unit cannot be done.
@@ -37,7 +38,11 @@ class Job(Protocol):
 
 @dataclass(frozen=True)
 class Progress:
-    """The number of bytes done, and the seconds that it took after the first process was ready."""
+    """The amount of work that was done, and the time that it took.
+
+    bytes: number of bytes.
+    seconds: seconds from when the first process was ready.
+    """
 
     bytes: int
     seconds: float
@@ -60,11 +65,12 @@ def run(
 
     With one process or one unit, the calling process does the work. Otherwise new worker processes do it.
 
-    job: the work, which is sent to every worker process.
-    processes: largest number of worker processes.
+    job: the object that does the work. It is sent to every worker process.
+    units: the arguments of `job.do`, one per unit of work.
+    processes: maximum number of worker processes.
     title: label of the progress bar on a terminal, such as the target folder.
     total: bytes of all units, for the progress bar.
-    done: called in the calling process with each unit and its result.
+    done: called in the calling process with each unit and the result of `job.do`.
 
     Raises UserError if a unit raises it, or if a worker process dies. All worker processes are ended then.
     """
@@ -80,7 +86,13 @@ def run(
 
 
 def _share(job: Job, units: list, processes: int, bar: tqdm, done: Callable[[Any, Any], None]) -> float:
-    """Do the units in worker processes. Return the time (time.monotonic) at which the first one was ready."""
+    """Do all units of work in worker processes.
+
+    Return the time (of time.monotonic) at which the first worker process was ready.
+
+    bar: the progress bar.
+    done: called with each unit and its result, in this process.
+    """
     context = multiprocessing.get_context("spawn")
     # Without locks, which a killed process would leave locked. Each unit has a count of its own.
     counts, begun = context.RawArray("q", len(units)), context.RawValue("d")
@@ -110,12 +122,18 @@ def _share(job: Job, units: list, processes: int, bar: tqdm, done: Callable[[Any
 
 
 def _lost(workers: set) -> UserError:
-    """Return the error about the process that died, by whose end the pool ended the others."""
+    """Return the error that names the worker process that died.
+
+    When a worker process dies, the pool ends the others by SIGTERM. So the one that ended in another way died
+    first.
+
+    workers: the worker processes.
+    """
     dead = min(workers, key=lambda process: process.exitcode in (0, None, -signal.SIGTERM))
     code = dead.exitcode or 0
     how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
     return UserError(
-        f"a process of the conversion (pid {dead.pid}) {how}; if the machine ran out of memory, use fewer "
+        f"a conversion process (pid {dead.pid}) {how}; if the machine ran out of memory, use fewer "
         "processes (--processes)"
     )
 
@@ -124,7 +142,12 @@ _own: dict[str, Any] = {}  # the arguments of `_begin` in a worker process, for 
 
 
 def _begin(parent: int, job: Job, counts, begun) -> None:
-    """Prepare a worker process."""
+    """Prepare a worker process, before its first unit of work.
+
+    parent: id of the process that started it.
+    counts: shared array with the bytes done of each unit.
+    begun: shared number, the time at which the first worker process was ready; 0 before.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
     end_with_parent(parent)
     torch.set_num_threads(1)
@@ -132,7 +155,10 @@ def _begin(parent: int, job: Job, counts, begun) -> None:
 
 
 def _do(index: int, unit: Any) -> Any:
-    """Do one unit in a worker process."""
+    """Do one unit of work in a worker process and return its result.
+
+    index: index of the unit among all units.
+    """
     if not _own["is_started"]:
         # Not in `_begin`, because the pool does not pass on errors that are raised there.
         _own["job"].start()

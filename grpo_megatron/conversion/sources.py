@@ -1,4 +1,4 @@
-"""Readers of the HF tensors in a checkpoint of HF's or Megatron's format.
+"""Readers of the tensors in a checkpoint of HF's or Megatron's format.
 
 They read any rectangle of a tensor, so that no tensor has to be in memory as a whole.
 """
@@ -28,7 +28,10 @@ _HEAD, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
 class Tensors(Protocol):
-    """Interface of a reader of a checkpoint's tensors. It is sent to a worker process and opened there."""
+    """Interface of a reader of a checkpoint's tensors.
+
+    A reader is sent to a worker process and opened there.
+    """
 
     def open(self) -> None: ...
 
@@ -61,7 +64,7 @@ class MegatronTensors:
     """Reader of HF tensors that a Megatron checkpoint contains as parts of Megatron's tensors.
 
     folder: folder with the checkpoint's weight files.
-    places: HF name -> [(key of a Megatron tensor, rectangle of the HF tensor that is in it)].
+    places: {HF name: [(key of a Megatron tensor, rectangle of the HF tensor in that Megatron tensor)]}.
     """
 
     folder: Path
@@ -94,7 +97,7 @@ class MegatronTensors:
 
 @dataclass
 class KeyTensors:
-    """Reader of a Megatron checkpoint's tensors under Megatron's own keys, for a model that is not known.
+    """Reader of a Megatron checkpoint's tensors under Megatron's keys, for a model that is not known.
 
     folder: folder with the checkpoint's weight files.
     """
@@ -117,7 +120,7 @@ def weights_folder(source: str) -> Path:
     """Return the folder with the weight files of a Megatron checkpoint: `source`/actor or `source` itself.
 
     The checkpoint may come from hf_to_megatron, from a training run, or from Megatron-LM. Raises UserError if
-    there is none.
+    neither folder has weight files.
     """
     root = Path(source)
     if advice := gguf_advice(root):
@@ -130,7 +133,7 @@ def weights_folder(source: str) -> Path:
             return folder
     reason = (
         pickled_weights(root)
-        or f"holds no {WEIGHTS}/ folder with weights in Megatron's distributed format (a file .metadata)"
+        or f"has no {WEIGHTS}/ folder with weights in Megatron's distributed format (a file .metadata)"
     )
     raise UserError(f"{source} {reason}")
 
@@ -139,29 +142,29 @@ def megatron_tensors(folder: Path, saved: SavedModel) -> MegatronTensors:
     """Return a reader of the model's HF tensors in a Megatron checkpoint.
 
     folder: folder with the checkpoint's weight files.
-    saved: location of each HF tensor in a checkpoint of this model.
+    saved: the place of each parameter in a Megatron checkpoint of this model.
 
-    Raises UserError unless the checkpoint has all tensors that this model saves, in their shapes. Raises
-    UserError also if weights would be lost: those of adapters, or an output layer that config.json calls
-    tied.
+    Raises UserError unless the checkpoint has all tensors that this model saves, in the right shapes. Raises
+    UserError also if the reader would ignore weights: those of adapters, or of an output layer that differs
+    from the embedding although config.json says that the two are tied.
     """
     stored = read_metadata(folder)
     if any(is_adapter(key) for key in stored):
         raise UserError(
-            f"{folder} was saved with adapters (megatron.lora), which would be lost; use the training run's "
-            "export instead: hf/ has the merged model, hf/adapter the adapters"
+            f"{folder} was saved with adapters (megatron.lora), which would be lost; use the HF folder that "
+            "the training run exported: hf/ is the merged model, hf/adapter are the adapters"
         )
     places = defaultdict(list)
     for part in saved.parts:
         if part.key not in stored:
             raise UserError(
-                f"{folder} holds no tensor {part.key}, which config.json requires; the "
-                "checkpoint is of another model"
+                f"{folder} has no tensor {part.key}, which config.json requires; use the config.json of the "
+                "model that this checkpoint is for"
             )
         if stored[part.key].shape != part.full and not part.padded:
             raise UserError(
-                f"{folder} has {part.key} of shape {stored[part.key].shape}, config.json requires "
-                f"{part.full}; the checkpoint is of another model"
+                f"{folder} has {part.key} of shape {stored[part.key].shape}, but config.json requires "
+                f"{part.full}; use the config.json of the model that this checkpoint is for"
             )
         for piece in part.pieces:
             places[piece.hf].append((part.key, piece))
@@ -171,9 +174,8 @@ def megatron_tensors(folder: Path, saved: SavedModel) -> MegatronTensors:
         and _differ(folder, _HEAD, _EMBEDDING)
     ):
         raise UserError(
-            f"{folder} has an output layer ({_HEAD}) with other values than the embedding ({_EMBEDDING}), "
-            "which would be lost, because config.json says that they are tied; set tie_word_embeddings: "
-            "false in config.json"
+            f"{folder} has an output layer ({_HEAD}) that differs from the embedding ({_EMBEDDING}) and "
+            "would be lost, because config.json ties the two; set tie_word_embeddings: false in config.json"
         )
     return MegatronTensors(folder, dict(places))
 
@@ -200,9 +202,9 @@ class Buffer:
         self._raw = np.empty(0, np.uint8)
 
     def tensor(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised tensor in this memory. The next call reuses the memory, also its values.
+        """Return an uninitialised tensor in this memory, which the next call uses again.
 
-        The tensor's storage has exactly its size.
+        The tensor covers its whole storage, as append_tensor requires.
         """
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         if self._raw.nbytes < size:
@@ -221,10 +223,12 @@ def buckets(
 ):
     """Yield a tensor's rows from first to last, in parts of at most `limit` bytes.
 
-    Each part is valid until the next one is read, because all parts use the same buffer.
+    All parts use the same memory, so a part is valid only until the next one is requested.
 
-    multiple: all parts but the last have a number of rows that is divisible by it. A part has at least so
-    many rows, even beyond `limit`.
+    tensors: reader of the checkpoint.
+    buffer: the memory for the parts.
+    multiple: the number of rows of every part except the last is divisible by this. A part has at least this
+        many rows, even if they exceed `limit`.
     """
     for start, size in rows_within(shape, dtype.itemsize, limit, multiple):
         out = buffer.tensor(size, dtype)

@@ -17,7 +17,7 @@ _ABOUT = 32  # number of files to aim at, within these bounds of their size
 
 
 def file_bytes(total: int) -> int:
-    """Return the size limit of a unit's file, in bytes, for a checkpoint of `total` bytes.
+    """Return the size limit in bytes of one output file, for a checkpoint of `total` bytes.
 
     The limit is a 32nd of the total, but at least 256 MiB and at most 4 GiB. A larger tensor that is not
     split gets a file of its own.
@@ -26,9 +26,11 @@ def file_bytes(total: int) -> int:
 
 
 def filled(items: Iterable[tuple[Item, int]], limit: int) -> list[tuple[list[Item], int]]:
-    """Group (item, bytes) pairs, in order, so that each group has at most `limit` bytes: a unit of work.
+    """Group items, in order, into units of work of at most `limit` bytes each.
 
-    Returns [(items of the group, sum of their bytes)]. An item larger than `limit` is a group by itself.
+    Return [(items of the unit, sum of their bytes)]. An item larger than `limit` is a unit by itself.
+
+    items: (item, bytes) pairs.
     """
     found: list[tuple[list[Item], int]] = []
     for item, size in items:

@@ -29,7 +29,7 @@ _LENGTHS = (48, 17)  # lengths of the sequences whose logits are compared
 
 @dataclass
 class _Comparer:
-    """The job of each worker process (see pool.Job): compare tensors of the two checkpoints bit by bit."""
+    """The work of each worker process (a pool.Job): compare tensors of the two checkpoints bit by bit."""
 
     hf: HFTensors
     megatron: MegatronTensors
@@ -61,7 +61,7 @@ class _Comparer:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """View the tensor as integers, so that a NaN equals itself and -0 differs from 0."""
+    """Return a view of the tensor as integers, so that a NaN equals itself and -0 differs from 0."""
     return tensor.view(
         {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
     )
@@ -70,8 +70,14 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def different_bits(hf: str, megatron: str, processes: int) -> tuple[list[str], Progress]:
     """Compare all tensors of an HF checkpoint with those in a Megatron checkpoint bit by bit.
 
-    Returns (lines, progress). lines: one for each HF tensor whose values the Megatron checkpoint does not
-    have unchanged. progress: bytes read and seconds taken. Nothing is written.
+    Return (lines, progress). Nothing is written to disk.
+
+    - lines: one line for each HF tensor whose values differ in the Megatron checkpoint.
+    - progress: bytes read and seconds taken.
+
+    hf: folder of the HF checkpoint.
+    megatron: folder of the Megatron checkpoint.
+    processes: maximum number of worker processes.
 
     Raises UserError if a checkpoint is damaged, incomplete or of another model.
     """
@@ -106,10 +112,13 @@ def different_bits(hf: str, megatron: str, processes: int) -> tuple[list[str], P
 
 
 def logits_difference(hf: str, megatron: str) -> tuple[float, float]:
-    """Compare the float32 logits of our Megatron model with those of transformers' model on random tokens.
+    """Compare the float32 logits of Megatron's model and transformers' model on random tokens.
 
-    Returns (largest difference, largest magnitude of transformers' logits). A reward model has one logit per
+    Return (largest difference, largest magnitude of transformers' logits). A reward model has one logit per
     token, its score. Both models are loaded completely in float32, one after the other.
+
+    hf: folder of the HF checkpoint, which transformers loads.
+    megatron: folder of the Megatron checkpoint.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 

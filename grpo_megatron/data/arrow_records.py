@@ -23,9 +23,9 @@ _SAVED = ("state.json", "dataset_dict.json")  # every folder written by save_to_
 class _ArrowRecords(Records):
     """Base class of records that are read from Arrow tables.
 
-    In Arrow, a struct has every key that occurs in any record, with null where a record lacks the key. Such a
-    null looks like a null that was written on purpose. So `meant` removes both before a chat template sees
-    the value, because templates test whether a key is present.
+    In Arrow, a struct has every key that occurs in any record, with null where a record lacks the key. These
+    nulls cannot be told from nulls that were written on purpose. Chat templates test whether a key is
+    present, so `meant` removes all keys that are null.
     """
 
     def meant(self, value: Any) -> Any:
@@ -35,7 +35,7 @@ class _ArrowRecords(Records):
 class ParquetRecords(_ArrowRecords, FileRecords):
     """The records of a Parquet file, read one row group at a time.
 
-    A cache keeps up to 256 MiB of decoded row groups in memory, or one row group if it is larger.
+    A cache keeps up to 256 MiB of decoded row groups in memory. A single row group may be larger.
     """
 
     def __init__(self, path: str):
@@ -43,31 +43,37 @@ class ParquetRecords(_ArrowRecords, FileRecords):
         try:
             from pyarrow import parquet
         except ImportError as error:
-            raise UserError(f"{path}: reading Parquet needs pyarrow; pip install pyarrow") from error
+            raise UserError(
+                f"{path}: reading Parquet files requires pyarrow; run `pip install pyarrow`"
+            ) from error
         try:
             self._parquet = parquet.ParquetFile(self._file, page_checksum_verification=True)
             names = self._parquet.schema_arrow.names
             metadata = self._parquet.metadata
             rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         except Exception as error:  # damaged files raise many kinds of errors
-            raise UserError(f"{path} cannot be read: {_line(error)}") from error
+            raise UserError(
+                f"{path} cannot be read: {_line(error)}; check that it is an intact Parquet file"
+            ) from error
         if len(set(names)) < len(names):
             twin = next(name for name in names if names.count(name) > 1)
-            raise UserError(f"{path} has several columns {shown(twin)}; rename all but one")
+            raise UserError(f"{path} has several columns named {shown(twin)}; rename all but one")
         if any(count < 0 for count in rows):
-            raise UserError(f"{path} cannot be read: a row group has a negative number of rows")
+            raise UserError(
+                f"{path} is corrupt: a row group has a negative number of rows; create the file again"
+            )
         self._starts = [0, *accumulate(rows)]
         self._tables: OrderedDict[int, Any] = OrderedDict()
 
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def _read(self, number: int) -> dict[str, Any]:
-        group = bisect_right(self._starts, number) - 1
-        return _row(self._table(group), number - self._starts[group], self.where(number))
+    def _read(self, index: int) -> dict[str, Any]:
+        group = bisect_right(self._starts, index) - 1
+        return _row(self._table(group), index - self._starts[group], self.where(index))
 
     def _table(self, group: int):
-        """Return the row group as a pyarrow.Table, from the cache or newly decoded."""
+        """Return a row group as a pyarrow.Table, from the cache or newly decoded. group: its index."""
         if group not in self._tables:
             where = f"{self.source}: the row group that begins at record {self._starts[group]}"
             try:
@@ -76,8 +82,8 @@ class ParquetRecords(_ArrowRecords, FileRecords):
                 raise UserError(f"{where} cannot be read: {_line(error)}") from error
             if table.num_rows != self._starts[group + 1] - self._starts[group]:
                 raise UserError(
-                    f"{where} cannot be read: it has {table.num_rows} rows, but the file's metadata state "
-                    "another number"
+                    f"{where} is corrupt: it has {table.num_rows} rows, but the file's metadata says "
+                    "otherwise; create the file again"
                 )
             self._tables[group] = table
             while (
@@ -103,7 +109,8 @@ class HubRecords(_ArrowRecords):
             from datasets import load_dataset
         except ImportError as error:
             raise UserError(
-                f"{source}: HF datasets need the datasets package; pip install datasets"
+                f"{source}: reading a Hugging Face dataset requires the datasets package; run `pip install "
+                "datasets`"
             ) from error
         folder = hub_folder(source)
         if folder and is_absent(folder):
@@ -118,24 +125,27 @@ class HubRecords(_ArrowRecords):
         except UserError:
             raise
         except Exception as error:  # the library raises many kinds of errors
-            hint = "" if folder else "; is the hub reachable?"
+            hint = "" if folder else "; check the name, and that the hub can be reached"
             raise UserError(f"{source} cannot be loaded ({_reasons(error)}){hint}") from error
 
     def __len__(self) -> int:
         return len(self._data)
 
-    def _read(self, number: int) -> dict[str, Any]:
-        return _row(self._data[number], 0, self.where(number))
+    def _read(self, index: int) -> dict[str, Any]:
+        return _row(self._data[index], 0, self.where(index))
 
 
 def hub_folder(source: str) -> str | None:
-    """Return the local folder that `hf:NAME...` names, or None if the name has to be looked up on a hub."""
+    """Return the local folder that the source `hf:NAME...` names; None if NAME must be looked up on a hub."""
     name = source.removeprefix(HUB_PREFIX).split(":", 1)[0]
     return name if os.path.isdir(name) or name.startswith(("/", "./", "../")) else None
 
 
 def _saved(source: str, folder: str, config: str, split: str):
-    """Return the data set in a folder that `save_to_disk` wrote.
+    """Return the datasets.Dataset in a folder that `save_to_disk` wrote.
+
+    source: name of the data set in error messages.
+    config, split: what the source requests; empty for none. Of several splits, `train` is the default.
 
     Raises UserError if the folder does not have the requested configuration or split.
     """
@@ -150,14 +160,14 @@ def _saved(source: str, folder: str, config: str, split: str):
     if isinstance(data, Dataset):
         if split:
             raise UserError(
-                f"{source}: the folder holds a single data set written by save_to_disk, so it has no splits; "
-                f"use hf:{folder}"
+                f"{source}: the folder contains a single dataset written by save_to_disk, so it has no "
+                f"splits; use hf:{folder}"
             )
         return data
     if (split or "train") not in data:
         raise UserError(
             f"{source}: the folder has no split {split or 'train'!r}; its splits are "
-            f"{', '.join(sorted(data))}. Choose one with hf:{folder}::SPLIT"
+            f"{', '.join(sorted(data))}; choose one with hf:{folder}::SPLIT"
         )
     return data[split or "train"]
 
@@ -173,7 +183,11 @@ def _reasons(error: BaseException) -> str:
 
 
 def _row(table, row: int, where: str) -> dict[str, Any]:
-    """Return one row of a pyarrow.Table as plain Python."""
+    """Return one row of a pyarrow.Table as a dict of plain Python values.
+
+    row: index of the row.
+    where: place of the record, for error messages.
+    """
     try:
         [record] = table.slice(row, 1).to_pylist()
     except Exception as error:  # text that is not UTF-8, dates that Python cannot represent, and more

@@ -27,11 +27,11 @@ class TurnShape:
     lead: str
     """White space between the beginning of a turn and its text, such as the space after Mistral's [/INST]."""
     tail: str
-    """Everything after the text in a finished conversation, such as `<|im_end|>` and a line break."""
+    """Everything after the turn's text in a finished conversation, such as `<|im_end|>` and a line break."""
     closing: str
     """The part of `tail` that the model writes, up to and including the first added token (`<|im_end|>`)."""
     is_closed: bool
-    """True if `closing` contains such a token. If False, the tokenizer's end token has to close the turn."""
+    """True if `closing` contains an added token. If False, the tokenizer's end token has to end the turn."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Turn:
     """One turn of the model in a chat."""
 
     before: str
-    """All text before the turn."""
+    """Text of the chat before the turn, as the template renders it."""
     text: str
-    """The text that the model writes, without the closing."""
+    """The text that the model writes, without `closing`."""
     closing: str
     """The text that the model writes to end the turn, such as `<|im_end|>`. May be empty."""
     is_closed: bool
-    """True if `closing` ends the turn. If False, the tokenizer's end token has to follow it."""
+    """True if `closing` ends the turn. If False, the tokenizer's end token has to follow `closing`."""
 
 
 class ChatTemplate:
@@ -68,8 +68,8 @@ class ChatTemplate:
         unread = sorted(set(arguments) - self._names)
         if unread:
             raise UserError(
-                f"data.chat_template_args: the chat template does not read {', '.join(unread)}, so setting "
-                f"it would have no effect. The template reads {', '.join(sorted(self._names))}"
+                f"data.chat_template_args: the chat template does not use {', '.join(unread)}; remove this "
+                f"setting (the template uses {', '.join(sorted(self._names))})"
             )
         added = [str(token) for token in tokenizer.added_tokens_decoder.values()]
         self.added_tokens = sorted(
@@ -87,7 +87,7 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None = None,
         generation: bool = True,
     ) -> str:
-        """Return the text of a chat.
+        """Return the text of a whole chat, as the template writes it.
 
         where: place of the record, named in error messages.
         tools: JSON schemas of the tools that the record offers.
@@ -110,12 +110,15 @@ class ChatTemplate:
                 raise UserError(f"{where}: a message has tool_calls, {_LEFT_OUT}")
         try:
             return self._apply(
-                [self._fitted(message) for message in messages], tools or self._tools, generation
+                [self._in_call_form(message) for message in messages], tools or self._tools, generation
             )
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
         except Exception as error:  # a template is a program and can fail in any way
-            raise UserError(f"{where}: the chat template fails: {type(error).__name__}: {error}") from error
+            raise UserError(
+                f"{where}: the chat template failed: {type(error).__name__}: {error}; correct the record or "
+                "change data.chat_template"
+            ) from error
 
     def _apply(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], generation: bool) -> str:
         arguments = {"add_generation_prompt": True, **self._arguments}
@@ -146,17 +149,20 @@ class ChatTemplate:
             )
         if not earlier:
             raise UserError(
-                f"{where}: the prompt consists of an assistant message only; put the message that it answers "
+                f"{where}: the prompt contains only an assistant message; add the message that it answers "
                 "before it"
             )
         before = self.render(earlier, where, tools)
         return before + self.text_behind(before, last["content"])
 
     def text_behind(self, before: str, text: str) -> str:
-        """Return `text`, the beginning of a turn of the model, as it is to be appended to the text `before`.
+        """Return the form of `text` that has to be appended to the text `before`.
 
-        If `before` already ends with a tag that the text begins with, such as <think>, the tag is removed
-        from the text. White space that the template puts at the beginning of a turn is added.
+        before: rendered text of a chat, up to the beginning of a turn of the model.
+        text: what the model writes in this turn, or the beginning of it.
+
+        If `before` already ends with a tag that `text` begins with, such as <think>, the result is without
+        the tag. If the template puts white space at the beginning of a turn, the result begins with it.
         """
         if not text:
             return text
@@ -169,8 +175,8 @@ class ChatTemplate:
     def shape(self) -> TurnShape:
         """The text that the template puts around a finished turn of the model.
 
-        It is found by rendering a trial chat. Raises UserError if the template fails for it, or if it leaves
-        out what the assistant says.
+        The property finds it by rendering a trial chat. It raises UserError if the template fails for this
+        chat, or if the template leaves out what the assistant says.
         """
         where = "a finished conversation"
         text = self.render([_QUESTION, {"role": "assistant", "content": _WORD}], where, generation=False)
@@ -193,12 +199,12 @@ class ChatTemplate:
     def turn(
         self, messages: list[dict[str, Any]], where: str, tools: list[dict[str, Any]] | None, begun: str = ""
     ) -> Turn:
-        """Return the last message of a chat, which is the assistant's, as a turn that the model writes.
+        """Return the last message of a chat, which must be the assistant's, as a turn that the model writes.
 
         The turn is the text that the template adds when this message is appended to the chat. Supervised
         training and preference pairs train on it.
 
-        begun: the beginning of the message's content that the prompt contains already.
+        begun: beginning of the message's content that is already part of the prompt.
 
         Raises UserError if the template leaves out a part of the message. Raises UserError also if the
         rendered text does not show where the turn begins or ends.
@@ -212,20 +218,23 @@ class ChatTemplate:
                 raise UserError(f"{where}: an assistant message has {key}, {_LEFT_OUT}")
         if not whole.startswith(before):
             raise UserError(
-                f"{where}: the chat template shows the prompt in another form once the assistant's message "
-                f"follows. The prompt alone ends with {before[-40:]!r}. So the part that the model writes "
-                "cannot be found; give the response as a string, or change data.chat_template or "
+                f"{where}: the model's part of the text cannot be found, because the chat template renders "
+                "the prompt differently when the assistant's message follows (without it, the prompt ends "
+                f"with {before[-40:]!r}); give the response as a string, or change data.chat_template or "
                 "data.chat_template_args"
             )
         if _squeezed(last["content"] or "") not in _squeezed(begun + whole[len(before) :]):
             raise UserError(
-                f"{where}: the chat template cuts off a part of an assistant message's content, such as the "
+                f"{where}: the chat template drops part of an assistant message's content, such as the "
                 "thinking before </think>; give the response as a string, or change data.chat_template"
             )
         return self._closed(before, whole[len(before) :], where)
 
     def _without(self, key: str, messages: list[dict[str, Any]], where: str, tools) -> str | None:
-        """Return the chat rendered without `key` of its last message. turn() tests whether that differs."""
+        """Return the text of the chat if its last message lacks `key`; None if the template then fails.
+
+        `turn` compares this with the text of the complete chat, to see whether the template shows the key.
+        """
         last = {name: value for name, value in messages[-1].items() if name != key}
         try:
             return self.render(
@@ -235,7 +244,13 @@ class ChatTemplate:
             return None  # the template at least reads the key
 
     def _closed(self, before: str, text: str, where: str) -> Turn:
-        """Split the rendered text of a turn into what the model writes and the token that ends the turn."""
+        """Return a turn of the model, in which the token that ends the turn is separated from the text.
+
+        before: all text before the turn.
+        text: the rendered turn, from its beginning to the end of the chat.
+
+        Raises UserError if the turn ends neither as usual in this template nor with an added token.
+        """
         shape = self.shape
         if text.endswith(shape.tail):
             return Turn(before, text[: len(text) - len(shape.tail)], shape.closing, shape.is_closed)
@@ -244,24 +259,29 @@ class ChatTemplate:
         closing = next((token for token in self.added_tokens if text.endswith(token)), None)
         if closing is None:
             raise UserError(
-                f"{where}: the chat template usually ends the assistant's turn with {shape.tail!r}, but it "
-                f"ends this turn with {text[-40:]!r}, which is not a special token. So the place where the "
-                "model stops cannot be found; change data.chat_template"
+                f"{where}: the end of the model's turn cannot be found, because the chat template usually "
+                f"ends it with {shape.tail!r}, but ends this turn with {text[-40:]!r}, which is not a "
+                "special token; change data.chat_template"
             )
         return Turn(before, text.removesuffix(closing), closing, True)
 
     @cached_property
     def _call_forms(self) -> list[tuple[str | None, type]]:
-        """The forms of a message with tool calls that this template renders correctly, the usual one first.
+        """The forms of a message with tool calls that this template renders correctly, the usual form first.
 
-        A form is a pair (content of a message without text, type of a call's arguments), because templates
-        differ. If the content is None, some print "None", while others show calls only then. If the arguments
-        are JSON text, some quote it once more, while others fail if the arguments are an object.
+        A form is a pair (content of a message without text: None or "", type of a call's arguments: dict or
+        str). Templates differ: if the content is None, some print "None", while others show calls only then.
+        If the arguments are JSON text, some quote the text once more, while others fail if the arguments are
+        a dict.
         """
         return [form for form in product((None, ""), (dict, str)) if self._shows_calls(*form)]
 
     def _shows_calls(self, content: str | None, kind: type) -> bool:
-        """Return whether the template correctly renders a trial chat with a tool call in this form."""
+        """Return whether the template correctly renders a trial chat with a tool call.
+
+        content: content of the message with the call: None or "".
+        kind: type of the call's arguments: dict, or str for JSON text.
+        """
         arguments: Any = {"key": _WORD}
         function = {"name": "lookup", "arguments": arguments if kind is dict else json_text(arguments)}
         call = {"id": "call00001", "type": "function", "function": function}
@@ -281,8 +301,12 @@ class ChatTemplate:
         prints_nothing = any(text.count(word) > before.count(word) for word in ("None", "null"))
         return _WORD in text and not prints_nothing and f'\\"{_WORD}' not in text
 
-    def _fitted(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return the message in a form that the template shows, as to empty content and call arguments."""
+    def _in_call_form(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of the message in a form that the template renders correctly (see `_call_forms`).
+
+        Content that is None may become "", and a tool call's arguments may change between a dict and JSON
+        text.
+        """
         if not message.get("tool_calls"):
             return message if message["content"] is not None else {**message, "content": ""}
         given = _function(message["tool_calls"][0]).get("arguments", {})
@@ -297,14 +321,14 @@ class ChatTemplate:
 
 
 def _squeezed(text: str) -> str:
-    """Return the text without white space, for comparisons: templates change it around contents."""
+    """Return the text without white space, for comparisons, because templates change white space."""
     return "".join(text.split())
 
 
 def _function(call: dict[str, Any]) -> dict[str, Any]:
-    """Return the object with the name and the arguments of a tool call.
+    """Return the object that has the name and the arguments of a tool call.
 
-    It is the call's `function`, or the call itself in data sets that leave that level out.
+    This is `call["function"]`. In some data sets it is the call itself.
     """
     return call.get("function", call)
 
@@ -316,7 +340,10 @@ _LEFT_OUT = (
 
 
 def _arguments(given: Any, kind: type) -> Any:
-    """Return the arguments of a call as an object, or as JSON text if `kind` is str."""
+    """Return the arguments of a tool call as a value of the type `kind`: dict, or str for JSON text.
+
+    given: the arguments in the record. Raises UserError if they are neither an object nor its JSON text.
+    """
     if type(given) is kind:
         return given
     if kind is str:
@@ -327,7 +354,7 @@ def _arguments(given: Any, kind: type) -> Any:
         value = None
     if not isinstance(value, dict):
         raise UserError(
-            f"the arguments of a tool call are {shown(given)}; they must be an object, or its JSON text"
+            f"the arguments of a tool call are {shown(given)}; they must be a JSON object or the text of one"
         )
     return value
 
@@ -335,8 +362,8 @@ def _arguments(given: Any, kind: type) -> Any:
 def _names_read(template: str | dict[str, str]) -> set[str]:
     """Return the names of the variables that a chat template expects from its caller.
 
-    template: the text, or several named templates, as a tokenizer may have. Raises UserError if it cannot be
-        compiled.
+    template: the template's text, or the dict of named templates that some tokenizers have. Raises UserError
+        if a template cannot be compiled.
     """
     from jinja2 import TemplateError, meta
     from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -349,7 +376,8 @@ def _names_read(template: str | dict[str, str]) -> set[str]:
             environment = _compile_jinja_template(text).environment
         except TemplateError as error:
             raise UserError(
-                f"the chat template cannot be read: {type(error).__name__}: {error}; see data.chat_template"
+                f"the chat template is not valid Jinja: {type(error).__name__}: {error}; correct it or "
+                "change data.chat_template"
             ) from error
         names |= meta.find_undeclared_variables(environment.parse(text))
     return names

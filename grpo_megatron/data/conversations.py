@@ -17,12 +17,12 @@ _TOKENIZER = "tokenizer.json"
 
 
 class Conversations:
-    """The rules by which responses become token ids that one reward model scores.
+    """The rules for making the token ids that one reward model scores from the text of a response.
 
     tokenizer: tokenizer of the reward model.
     pad: id of the model's padding token, or None. Like transformers' *ForSequenceClassification, the model
-        treats this token as padding wherever it occurs, and is scored at the last token that is not padding.
-        With None, it is scored at the very last token.
+        treats this token as padding wherever it occurs, and its score is read at the last token that is not
+        padding. With None, its score is read at the very last token.
     """
 
     def __init__(self, tokenizer: PromptTokenizer, pad: int | None):
@@ -30,13 +30,14 @@ class Conversations:
         self._ending = tokenizer.after_response()
 
     def finished(self, response: np.ndarray) -> np.ndarray:
-        """Return the response with the tokens that end a conversation added, up to the token that is scored.
+        """Return a response with the tokens that end a conversation, up to the token whose score counts.
 
-        If the response already ends with some of these tokens, such as the end token at which the engine
-        stopped, they are not repeated. The result is empty if it would consist only of padding. The score is
-        then read at the prompt's last token.
+        Padding at the end is left out, so the score is read at the last token of the result. If the response
+        already ends with some of the ending tokens, such as the end token at which the engine stopped, these
+        are not repeated. The result is empty if it would consist only of padding. The score is then read at
+        the prompt's last token.
 
-        response: int32 [R].
+        response: int32 [R], token ids.
         """
         have = next(
             (n for n in range(len(self._ending), 0, -1) if np.array_equal(response[-n:], self._ending[:n])), 0
@@ -53,10 +54,10 @@ def same_tokenizer(folder: str, other: str) -> bool:
 
 
 def conversations_of(reward_model: str, policy: str, data: DataConfig) -> Conversations:
-    """Return the conversations for a reward model that scores the policy's responses in this run.
+    """Return the rules by which a reward model of this run reads the policy's responses.
 
-    If the reward model has the policy's tokenizer, data.chat_template is used. If it has another one, the
-    chat template in the reward model's own folder is used, unless data.chat_template=none.
+    If the reward model has the policy's tokenizer, data.chat_template is used. If it has another tokenizer,
+    the chat template in the reward model's own folder is used, unless data.chat_template=none.
 
     reward_model: folder of the reward model.
     policy: folder of the policy model.
@@ -67,9 +68,9 @@ def conversations_of(reward_model: str, policy: str, data: DataConfig) -> Conver
         if data.chat_template != NO_TEMPLATE and not same_tokenizer(reward_model, policy):
             if not load_tokenizer(reward_model).chat_template:
                 raise UserError(
-                    f"{reward_model}: the reward model's tokenizer is not the policy's, so "
-                    "data.chat_template does not apply, and the folder has no chat template; put the "
-                    "template that the reward model was trained with into the folder, as chat_template.jinja"
+                    f"{reward_model}: the folder has no chat template, and data.chat_template does not "
+                    "apply to it because its tokenizer differs from the policy's; put the template that "
+                    "the reward model was trained with into the folder as chat_template.jinja"
                 )
             data = replace(data, chat_template=FROM_TOKENIZER, chat_template_args={})
         # The policy's prompts already contain the system prompt and the suffix.
@@ -80,15 +81,15 @@ def conversations_of(reward_model: str, policy: str, data: DataConfig) -> Conver
 
 
 def stated_pad_token(model_path: str) -> int | None:
-    """Return pad_token_id of the model's config.json, or None if it has none."""
+    """Return pad_token_id from the model's config.json; None if the file does not state one."""
     return read_object(Path(model_path) / "config.json").get("pad_token_id")
 
 
 def pad_token(model_path: str) -> int | None:
-    """Return the id of the padding token for a new reward model trained from this checkpoint, or None.
+    """Return the id of the padding token for a reward model trained from this checkpoint; None if none.
 
-    It is the one in config.json, else the tokenizer's padding token, else the tokenizer's end token. At the
-    end of a conversation, this token is left out in training and in scoring.
+    The first of these that exists is used: pad_token_id in config.json, the tokenizer's padding token, the
+    tokenizer's end token. At the end of a conversation, this token is left out in training and in scoring.
     """
     stated = stated_pad_token(model_path)
     if stated is not None:

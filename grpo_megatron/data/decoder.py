@@ -20,7 +20,7 @@ class Decoder:
     """
 
     def __init__(self, tokenizer, left_out: Iterable[int]):
-        """Take the decoding part of a tokenizer.
+        """Build the decoder from a tokenizer.
 
         tokenizer: a tokenizer of transformers.
         left_out: ids of the end and padding tokens, which do not appear in texts.
@@ -30,12 +30,16 @@ class Decoder:
         self._left_out = frozenset(left_out)
 
     def __call__(self, ids: np.ndarray) -> str:
-        kept = [number for number in ids.tolist() if number not in self._left_out]
+        kept = [token_id for token_id in ids.tolist() if token_id not in self._left_out]
         return self._tokenizer.decode(kept, skip_special_tokens=False)
 
 
 def end_tokens(tokenizer, model_path: str) -> set[int]:
-    """Return the ids of the end and padding tokens that the tokenizer and the model's folder name."""
+    """Return the ids of the end and padding tokens.
+
+    These are the tokenizer's own, and the end tokens in config.json and generation_config.json of the model's
+    folder.
+    """
     stated: list[int | None] = []
     for name in ("config.json", "generation_config.json"):
         path = Path(model_path) / name
@@ -44,11 +48,11 @@ def end_tokens(tokenizer, model_path: str) -> set[int]:
     # Some files state the id of an ordinary token by mistake. Such a token is part of the text.
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     found = {tokenizer.eos_token_id, tokenizer.pad_token_id, *(special & {*stated})}
-    return {number for number in found if number is not None}
+    return {token_id for token_id in found if token_id is not None}
 
 
 def _adds_nothing(tokenizer) -> bool:
-    """Return True if a tokenizer of transformers decodes like its compiled part, the tokenizers library."""
+    """Return True if a tokenizer of transformers decodes exactly like its compiled part (`tokenizers`)."""
     from transformers import PreTrainedTokenizerFast
 
     kind = type(tokenizer)

@@ -21,7 +21,9 @@ from grpo_megatron.errors import UserError
 
 
 def load_examples(config: Config, tokenizer: PromptTokenizer) -> tuple[Sequence[Sample], int]:
-    """Return (samples, left_out): the prompt/response pairs of data.train, and how many were too long.
+    """Return (samples, left_out): the prompt/response pairs of data.train, and the number of pairs left out.
+
+    Pairs are left out because they are too long, with data.overlong_prompts=skip.
 
     Every response ends with the token by which the chat template ends an assistant turn. If the template has
     no such token, the response ends with the tokenizer's end token.
@@ -29,8 +31,8 @@ def load_examples(config: Config, tokenizer: PromptTokenizer) -> tuple[Sequence[
     A response may also be the rest of a chat, such as an episode with an environment. It is then a list of
     messages that begins and ends with an assistant message, and all assistant messages are trained on.
 
-    Every sample is made once here, so that errors in the data are found before the run starts. It is not
-    kept, but made again each time it is requested.
+    Every sample is made once here, so that errors in the data are found before the run starts. It is not kept
+    in memory, but made again each time it is requested.
 
     Raises UserError, naming the record, if a record is invalid. Raises UserError also if a pair is too long,
     unless data.overlong_prompts=skip.
@@ -42,7 +44,7 @@ def load_examples(config: Config, tokenizer: PromptTokenizer) -> tuple[Sequence[
         kept = array("q", (index for index in range(len(records)) if make.fits(index)))
         if not kept:
             raise UserError(
-                f"{source}: no example is left, all {len(records)} are too long; raise "
+                f"{source}: no examples are left because all {len(records)} are too long; raise "
                 "data.max_prompt_length or rollout.max_response_length"
             )
         parts.append(LazySequence(kept, make, {source: records.digest()}))
@@ -64,7 +66,7 @@ class ExampleMaker:
     def __call__(self, index: int) -> Sample:
         """Return the sample of the record with this index.
 
-        Raises UserError, naming the record, if it is damaged or incomplete.
+        Raises UserError, naming the record, if the record is damaged or incomplete.
         """
         data = self.config.data
         record, where = self.records[index], self.records.where(index)

@@ -44,34 +44,40 @@ class JsonRecords(FileRecords):
     def __len__(self) -> int:
         return len(self._starts)
 
-    def where(self, number: int) -> str:
-        return super().where(number) if self._is_array else f"{self.source}:{self._lines[number]}"
+    def where(self, index: int) -> str:
+        return super().where(index) if self._is_array else f"{self.source}:{self._lines[index]}"
 
-    def _read(self, number: int) -> dict[str, Any]:
-        start = self._starts[number]
-        raw = os.pread(self._file.fileno(), self._ends[number] - start, start)
-        where = self.where(number)
+    def _read(self, index: int) -> dict[str, Any]:
+        start = self._starts[index]
+        raw = os.pread(self._file.fileno(), self._ends[index] - start, start)
+        where = self.where(index)
         return plain_record(_parse(raw, where), where)
 
     def _text_lines(self, start: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (start byte, end byte, line number) of each line that is not blank. The end is exclusive."""
-        for number, line in enumerate(self._file, start=1):
+        """Yield (start byte, end byte, line number) of each line that is not blank. Lines count from 1.
+
+        start: byte offset of the first line. The end byte is exclusive.
+        """
+        for line_number, line in enumerate(self._file, start=1):
             if line.strip():
-                yield start, start + len(line), number
+                yield start, start + len(line), line_number
             start += len(line)
 
     def _elements(self, base: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (start byte, end byte, 0) of each element of the array. The end is exclusive.
+        """Yield (start byte, end byte, 0) of each element of the array. The end byte is exclusive.
+
+        The 0 stands for a line number, as in `_text_lines`. Elements of an array are named by their index
+        instead.
 
         base: byte offset at which the array begins, after a byte-order mark.
 
         Only the brackets and commas around the elements are examined here. An element that is not JSON is
         found when it is read.
 
-        The library ijson cannot take this place: it does not report where an element is in the file, so the
+        The library ijson cannot replace this: it does not report where an element is in the file, so the
         elements would have to be kept in memory or copied. It also accepts a key that occurs twice.
         """
-        depth = start = number = 0
+        depth = start = index = 0
         buffer, block = b"", _BLOCK
         while chunk := self._file.read(block):
             buffer += chunk
@@ -83,9 +89,9 @@ class JsonRecords(FileRecords):
                     break
                 depth += (kind in (b"[", b"{")) - (kind in (b"]", b"}"))
                 if depth == 0 or (kind == b"," and depth == 1):
-                    if depth or number or not self._is_blank(start, position):
+                    if depth or index or not self._is_blank(start, position):
                         yield start, position, 0
-                    number, start = number + 1, position + 1
+                    index, start = index + 1, position + 1
                     if depth == 0:
                         self._nothing_from(start)
                         return
@@ -95,7 +101,8 @@ class JsonRecords(FileRecords):
                 block *= 2  # a string is longer than the buffer; doubling keeps the work linear
             base, buffer = base + done, buffer[done:]
         raise UserError(
-            f"{self.source}: record {number}: the file ends within the array; it may have been cut off"
+            f"{self.source}: record {index}: the file ends in the middle of the array; it is probably "
+            "truncated, so copy or create it again"
         )
 
     def _is_blank(self, start: int, end: int) -> bool:
@@ -108,13 +115,16 @@ class JsonRecords(FileRecords):
         while chunk := self._file.read(_BLOCK):
             if chunk.strip():
                 raise UserError(
-                    f"{self.source}: there is more after the end of the array; name the file .jsonl if each "
-                    "line is a record"
+                    f"{self.source}: there is more text after the end of the array; if each line is a "
+                    "record, give the file the extension .jsonl"
                 )
 
 
 def _parse(raw: bytes, where: str) -> dict[str, Any]:
-    """Parse the bytes as a JSON object. Raises UserError if they are not one."""
+    """Return the JSON object that the bytes contain. Raises UserError if they contain anything else.
+
+    where: place of the record, for error messages.
+    """
     try:
         record = json.loads(raw.decode("utf-8"), object_pairs_hook=_without_twins)
     except UnicodeDecodeError as error:
@@ -122,22 +132,22 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not valid JSON ({error.msg} at column {error.colno})") from error
     except RecursionError as error:
-        raise UserError(f"{where}: nested too deeply") from error
+        raise UserError(f"{where}: the record is nested too deeply") from error
     except ValueError as error:  # raised by _without_twins, or by a number with thousands of digits
         raise UserError(f"{where}: {error}") from error
     if not isinstance(record, dict):
-        raise UserError(f"{where}: expected an object, got {type(record).__name__}")
+        raise UserError(f"{where}: expected a JSON object, got {type(record).__name__}")
     return record
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs as a dict.
+    """Return the (key, value) pairs of a JSON object as a dict.
 
-    Raises ValueError if a key occurs twice; json's own dict silently keeps the last value.
+    Raises ValueError if a key occurs twice. json's own conversion would silently keep the last value.
     """
     record = dict(pairs)
     if len(record) < len(pairs):
         seen: set[str] = set()
         twin = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"key {shown(twin)} occurs twice in one object")
+        raise ValueError(f"key {shown(twin)} occurs twice in the same object; remove one of them")
     return record

@@ -12,8 +12,8 @@ T = TypeVar("T")
 class LazySequence(Sequence[T]):
     """A sequence that stores integers, such as record indices, and calls `make` to build the requested item.
 
-    contents: digest of each source that the items are made from, by the source's name. Checkpoints store it,
-        so that a resumed run can tell whether the data has changed.
+    contents: {source name: digest of its records} of the sources that the items are made from. Checkpoints
+        store it, so that a resumed run can tell whether the data has changed.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class LazySequence(Sequence[T]):
 
 
 def contents_of(items: Sequence) -> dict[str, str]:
-    """Return the digest of each source that the items are made from, by the source's name.
+    """Return {source name: digest of its records} of the sources that the items are made from.
 
     The result is empty if `items` is a plain list.
     """
@@ -40,7 +40,7 @@ def contents_of(items: Sequence) -> dict[str, str]:
 
 
 class ConcatSequence(Sequence[T]):
-    """The concatenation of several sequences. Its `contents` are those of all parts."""
+    """The concatenation of several sequences. Its `contents` are the contents of all parts together."""
 
     def __init__(self, parts: Sequence[Sequence[T]]):
         self._parts = parts

@@ -15,7 +15,9 @@ def within_limit(prompt: np.ndarray, data: DataConfig) -> np.ndarray:
 
 
 def too_long(prompt: int, response: int, data: DataConfig, longest: int) -> str | None:
-    """Return an error message if a prompt or a response is longer than allowed, else None.
+    """Return why a pair of prompt and response is too long; None if it is not.
+
+    The text continues a sentence that begins with the place of the record.
 
     prompt, response: their lengths in tokens.
     longest: maximal length of a response in tokens.

@@ -15,32 +15,37 @@ CALL_KEYS = ("tool_calls", "function_call")
 def chat_messages(prompt: Any, where: str, name: str = "prompt") -> list[dict[str, Any]]:
     """Return a record's chat messages in the form that chat templates expect.
 
-    The contents are plain text, and keys that are null are removed: many libraries write null for keys that a
-    message lacks, but templates test whether a key is present. The content of an assistant message is None if
-    the message consists only of tool calls or reasoning.
+    prompt: the value of the record's field, which must be a list of messages.
+    where: place of the record, for error messages.
+    name: name of the record's field, for error messages.
+
+    In the result, contents are plain text, and keys that are null are removed: many libraries write null for
+    keys that a message lacks, but templates test whether a key is present. The content of an assistant
+    message is None if the message consists only of tool calls or reasoning.
 
     Raises UserError if `prompt` is not a list of messages.
-
-    name: name of the record's field, for error messages.
     """
     if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
         raise UserError(
             f"{where}: the {name} must be a string, a list of messages with role and content, or a list of "
-            f"token ids; it is {shown(prompt)}"
+            f"token ids, but it is {shown(prompt)}"
         )
     if not prompt:
-        raise UserError(f"{where}: the {name} is empty, a list without messages")
+        raise UserError(f"{where}: the {name} is an empty list; it must contain at least one message")
     return [
-        _message(message, f"{where}: message {number} of the {name}") for number, message in enumerate(prompt)
+        _message(message, f"{where}: message {index} of the {name}") for index, message in enumerate(prompt)
     ]
 
 
 def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return one message in the form that chat templates expect. Raises UserError if it is invalid."""
+    """Return one message in the form that chat templates expect. Raises UserError if the message is invalid.
+
+    where: place of the message, for error messages.
+    """
     message = _without_nulls(given)
     role = message.get("role")
     if not isinstance(role, str) or not role.strip():
-        raise UserError(f"{where} has no role; its keys are {shown(list(message))}")
+        raise UserError(f"{where} has no role (its keys are {shown(list(message))}); add one")
     if not message.get("tool_calls"):
         message.pop("tool_calls", None)  # some templates take an empty list for calls
     else:
@@ -53,7 +58,11 @@ def _without_nulls(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tool_calls(given: Any, where: str) -> list[dict[str, Any]]:
-    """Return a message's tool calls, given as a list or as its JSON text. Raises UserError for others."""
+    """Return a message's tool calls as a list of dicts, without keys that are null.
+
+    given: the list or its JSON text. Raises UserError for anything else.
+    where: place of the message, for error messages.
+    """
     calls = _json_value(given) if isinstance(given, str) else given
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise UserError(
@@ -70,9 +79,10 @@ def _tool_calls(given: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _content(message: dict[str, Any], where: str) -> str | None:
-    """Return the content of a message as text, or None if it has only tool calls or reasoning.
+    """Return the content of a message as text, or None if the message has only tool calls or reasoning.
 
-    The content may be given as a list of parts `{"type": "text", "text": ...}`.
+    The message may give its content as a list of parts `{"type": "text", "text": ...}`. Raises UserError if a
+    part is not text, or if the content is missing.
     """
     content = message.get("content")
     if isinstance(content, str):
@@ -83,7 +93,7 @@ def _content(message: dict[str, Any], where: str) -> str | None:
         raise UserError(
             f"{where} has no content"
             if content is None
-            else f"{where} has the content {shown(content)}, not text"
+            else f"{where} has the content {shown(content)}, which is not text"
         )
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else part
@@ -93,15 +103,20 @@ def _content(message: dict[str, Any], where: str) -> str | None:
 
 
 def written_beside_content(message: dict[str, Any]) -> list[str]:
-    """Return the keys of an assistant message, other than content, that hold something the model wrote."""
+    """Return the keys of an assistant message, other than `content`, under which there is text of the model.
+
+    These are the keys in REASONING_KEYS and CALL_KEYS whose value is not empty.
+    """
     return [key for key in (*REASONING_KEYS, *CALL_KEYS) if message.get(key)]
 
 
 def chat_in_text(text: str, where: str) -> list[dict[str, Any]] | None:
-    """Return the messages of a chat that a record has as JSON text, such as data that was once a CSV file.
+    """Return the messages of a chat that is given as JSON text, for example because the data was a CSV file.
 
-    Return None if the text is anything else. Raises UserError if it is a list of messages in Python syntax
-    instead of JSON.
+    Returns None if the text is anything else. Raises UserError if the text is a list of messages in Python
+    syntax instead of JSON.
+
+    where: place of the record, for error messages.
     """
     if not text.lstrip().startswith("[") or "role" not in text:
         return None
@@ -113,8 +128,8 @@ def chat_in_text(text: str, where: str) -> list[dict[str, Any]] | None:
         return None
     if _is_chat(value):
         raise UserError(
-            f"{where}: the text is a list of messages as Python prints it, {shown(text)}; write it as JSON "
-            "(json.dumps), or as a list"
+            f"{where}: the text is a list of messages in Python syntax, not JSON: {shown(text)}; write it "
+            "with json.dumps, or store the list itself"
         )
     return None
 
@@ -128,7 +143,7 @@ def _is_chat(value: Any) -> bool:
 
 
 def _json_value(text: str) -> Any:
-    """Parse the text as JSON. Return None if it is not JSON."""
+    """Return the value that the JSON text states; None if the text is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -138,14 +153,13 @@ def _json_value(text: str) -> Any:
 def offered_tools(given: Any, where: str) -> list[dict[str, Any]]:
     """Return the JSON schemas of the tools that a record offers to the model.
 
-    Raises UserError if the record's value is not a list of schemas.
-
-    given: the list, or its JSON text.
+    given: the record's value: the list of schemas or its JSON text. Raises UserError for anything else.
+    where: place of the record and its field, for error messages.
     """
     tools = _json_value(given) if isinstance(given, str) else given
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise UserError(
-            f"{where} must be a list of JSON schemas, one for each tool, or the JSON text of such a list; it "
-            f"is {shown(given)}. Set data.tools_key=null if this field is something else"
+            f"{where} must be a list of JSON schemas, one for each tool, or the JSON text of such a list, "
+            f"but is {shown(given)}; set data.tools_key=null if the field contains something else"
         )
     return tools

@@ -11,12 +11,12 @@ from grpo_megatron.errors import ANOTHER_RUN, UserError
 
 
 class EpochOrder:
-    """An endless stream of indices 0..size-1, in which each occurs once per epoch.
+    """An endless stream of the indices 0 to size-1, in which each index occurs once per epoch.
 
     The order of an epoch depends only on the seed and the epoch, so that a resumed run continues it.
 
-    contents: digest of each source of the records, by the source's name. Checkpoints store it, so that a
-        resumed run can tell whether the data has changed.
+    contents: {source name: digest of its records}. Checkpoints store it, so that a resumed run can tell
+        whether the data has changed.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class EpochOrder:
         return np.random.default_rng([self.seed, self.epoch]).permutation(self.size)
 
     def take(self, count: int) -> list[int]:
-        """Return the next `count` indices. They may go on into the next epoch."""
+        """Return the next `count` indices. If the epoch ends, the indices of the next epoch follow."""
         taken: list[int] = []
         while len(taken) < count:
             if self.position == self.size:
@@ -61,28 +61,31 @@ class EpochOrder:
     def must_fit(self, state: dict) -> str:
         """Raise UserError if a saved state belongs to other data.
 
-        Return a note about what could not be compared, or an empty string.
+        Returns a note for the user about what could not be compared; empty if everything was compared.
+
+        state: what `state_dict` returned when the checkpoint was written.
         """
         saved = (state["size"], state["seed"], state["shuffle"])
         if saved != (self.size, self.seed, self.shuffle):
             raise UserError(
-                "the checkpoint's data had {} records, seed {} and shuffle={}, but this run's data have {} "
-                "records, seed {} and shuffle={}, so the rest of the epoch would come in another order; "
-                "{}".format(*saved, self.size, self.seed, self.shuffle, ANOTHER_RUN)
+                "the epoch cannot be continued in the checkpoint's order, because the data has changed "
+                "from {} records, seed {} and shuffle={} to {} records, seed {} and shuffle={}; {}".format(
+                    *saved, self.size, self.seed, self.shuffle, ANOTHER_RUN
+                )
             )
         contents = state.get("contents")
         if contents is None:
             return (
-                "the checkpoint was written by an earlier version, which stored no checksum of the data: an "
-                "edit of the data since then is not detected"
+                "the checkpoint was written by an earlier version that stored no checksum of the data, so "
+                "changes to the data since then are not detected"
             )
         # Compare by position and not by name, because the files may have been moved.
         if list(contents.values()) != list(self.contents.values()):
             changed = [source for source, digest in self.contents.items() if digest not in contents.values()]
             raise UserError(
                 f"data.train: the records of {', '.join(changed or self.contents)} have changed since the "
-                "checkpoint was written, although their number has not; the rest of the epoch would mix old "
-                f"and new data. Restore the old file to continue; {ANOTHER_RUN}"
+                "checkpoint was written, so the rest of the epoch would mix old and new data; restore the "
+                f"old files, {ANOTHER_RUN}"
             )
         return ""
 
@@ -126,9 +129,11 @@ class PromptSource:
         ]
 
     def settle(self, unused: list[Prompt]) -> None:
-        """End a step: take back the prompts that it was handed out but did not use.
+        """End a step, and take back the prompts that were handed out for this step but not used.
 
-        They are the first to be handed out in the next step. All other prompts of the step are used up.
+        `next` hands out the returned prompts first. All other prompts of the step are used up.
+
+        unused: the prompts to take back.
         """
         places = {uid: (source, index) for source, index, uid in self._lent}
         self._returned = [places[prompt.uid] for prompt in unused] + self._returned
@@ -147,15 +152,15 @@ class PromptSource:
         return source, self._orders[source].take(1)[0]
 
     def first(self, count: int) -> list[Prompt]:
-        """Return the first `count` prompts of the first source, or all if it has fewer.
+        """Return the first `count` prompts of the first source, or all its prompts if it has fewer.
 
-        This does not use them up: training still gets them.
+        This does not use them up: training still gets these prompts.
         """
-        return [self._sources[0][number] for number in range(min(count, len(self._sources[0])))]
+        return [self._sources[0][index] for index in range(min(count, len(self._sources[0])))]
 
     @property
     def epoch(self) -> int:
-        """Epoch of the source that is furthest ahead."""
+        """Epoch of the source that is furthest ahead, counted from 0."""
         return max(order.epoch for order in self._orders)
 
     def state_dict(self) -> dict:
@@ -166,18 +171,20 @@ class PromptSource:
     def must_fit(self, state: dict) -> str:
         """Raise UserError if a saved state belongs to other data.
 
-        Return a note about what could not be compared, or an empty string.
+        Returns a note for the user about what could not be compared; empty if everything was compared.
+
+        state: what `state_dict` returned when the checkpoint was written.
         """
         if len(state["orders"]) != len(self._orders):
             raise UserError(
-                f"the checkpoint's data had {len(state['orders'])} sources, but data.train now has "
-                f"{len(self._orders)}; {ANOTHER_RUN}"
+                f"data.train has {len(self._orders)} sources, but had {len(state['orders'])} when the "
+                f"checkpoint was written; {ANOTHER_RUN}"
             )
         notes = [order.must_fit(saved) for order, saved in zip(self._orders, state["orders"], strict=True)]
         return next(filter(None, notes), "")
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from a saved state. Raises UserError if it belongs to other data."""
+        """Continue from a saved state. Raises UserError if the state belongs to other data."""
         self.must_fit(state)
         if state.get("shares", self._shares) != self._shares:
             # Start counting again. Otherwise one source would supply every prompt until it has its new share

@@ -44,7 +44,7 @@ class PairMaker:
 
         With data.overlong_prompts=truncate_left, long prompts are cut on the left.
 
-        Raises UserError, naming the record, if it is damaged or invalid.
+        Raises UserError, naming the record, if the record is damaged or invalid.
         """
         record, where = self.records[index], self.records.where(index)
         margin = 0.0 if self.config.margin_key is None else _margin(record, self.config.margin_key, where)
@@ -52,7 +52,13 @@ class PairMaker:
         return chosen, self._sample(record, self.config.rejected_key, index, where, 0.0)
 
     def _sample(self, record: dict[str, Any], key: str, index: int, where: str, reward: float) -> Sample:
-        """Return the sample of the response in the record's field `key`."""
+        """Return the sample of one of the two responses.
+
+        key: field of the record with the response: data.chosen_key or data.rejected_key.
+        index: index of the record.
+        where: place of the record, for error messages.
+        reward: stored in the sample: the pair's margin for the chosen response, 0 for the rejected response.
+        """
         tokenizer = self.conversations.tokenizer
         prompt_ids, said = self._said(record, key, where)
         response = self.conversations.finished(tokenizer.encode(said))
@@ -70,9 +76,10 @@ class PairMaker:
         )
 
     def _said(self, record: dict[str, Any], key: str, where: str) -> tuple[np.ndarray, str]:
-        """Return (prompt_ids, response): int32 ids, and the text of the assistant's response.
+        """Return (prompt_ids, response): int32 ids of the prompt, and the text of the assistant's response.
 
-        key: field of the record with the response, or with a chat that ends with it.
+        key: field of the record with the response. It contains the response as text, or a chat that ends with
+            it.
         """
         tokenizer, value = self.conversations.tokenizer, self.records.meant(required(record, key, where))
         tools = record_tools(self.records, record, self.config, where)
@@ -85,8 +92,8 @@ class PairMaker:
         messages = chat_messages(value, f"{where}: field {key!r}")
         if messages[-1]["role"] != "assistant":
             raise UserError(
-                f"{where}: field {key!r} ends with a message of {shown(messages[-1]['role'])}, not of the "
-                "assistant"
+                f"{where}: the last message of field {key!r} must have the role assistant, but has "
+                f"{shown(messages[-1]['role'])}"
             )
         *earlier, last = self._conversation(messages, record, where)
         _, prompt_ids = tokenizer.chat_prompt(earlier, where, tools)
@@ -97,10 +104,11 @@ class PairMaker:
     def _conversation(
         self, messages: list[dict[str, Any]], record: dict[str, Any], where: str
     ) -> list[dict[str, Any]]:
-        """Return the whole conversation, from the prompt to the response.
+        """Return the whole conversation, from the prompt to the response, with system prompt and suffix.
 
-        messages: the whole conversation already, or only the part after the record's prompt. It is the latter
-            if its first message is the assistant's.
+        messages: the messages in the field with the response. If the first of them is the assistant's, the
+            conversation is the record's prompt followed by `messages`. Otherwise `messages` is the whole
+            conversation.
         """
         tokenizer = self.conversations.tokenizer
         if messages[0]["role"] != "assistant":
@@ -113,7 +121,7 @@ class PairMaker:
         return [*asked, *messages]
 
     def problem(self, pair: Pair) -> str | None:
-        """Return an error message if a prompt or response of the pair is too long, else None."""
+        """Return why the pair is too long, as the end of a sentence about its record; None if it is not."""
         prompt, response = (max(len(ids) for ids in both) for both in zip(*map(_parts, pair), strict=True))
         return too_long(prompt, response, self.config, self.longest)
 
@@ -126,7 +134,7 @@ def _margin(record: dict[str, Any], key: str, where: str) -> float:
     value = required(record, key, where)
     if type(value) not in (int, float) or not 0 <= value < np.inf:
         raise UserError(
-            f"{where}: field {key!r} must be a finite number that is at least 0, is {shown(value)}"
+            f"{where}: field {key!r} must be a finite number of at least 0, but is {shown(value)}"
         )
     return float(value)
 
@@ -134,11 +142,11 @@ def _margin(record: dict[str, Any], key: str, where: str) -> float:
 def load_pairs(
     sources: Any, conversations: Conversations, data: DataConfig, longest: int
 ) -> tuple[Sequence[Pair], dict[str, int]]:
-    """Return (pairs, counts): the preference pairs of `sources`, and how many were left out, by reason.
+    """Return (pairs, counts): the preference pairs of `sources`, and {reason: number of pairs left out}.
 
-    The reasons are that a pair is too long, or that its two responses are identical. Every record is read,
-    checked and tokenized once here, so that errors in the data are found before the run starts. Only the
-    indices of the remaining records are kept in memory.
+    The reasons are "too long" and "with two responses that are alike". Every record is read, checked and
+    tokenized once here, so that errors in the data are found before the run starts. Only the indices of the
+    remaining records are kept in memory.
 
     sources: data.train or data.eval, one source or a list.
     longest: maximal length of a response, in tokens. A response is never cut.
@@ -166,7 +174,8 @@ def load_pairs(
                 kept.append(index)
         if not kept:
             raise UserError(
-                f"{source}: no pair is left, all {len(records)} are too long or have two identical responses"
+                f"{source}: no pairs are left because all {len(records)} are too long or have two identical "
+                "responses; raise data.max_prompt_length or rollout.max_response_length, or use other data"
             )
         parts.append(LazySequence(kept, make, {source: records.digest()}))
         first += len(records)
@@ -174,10 +183,11 @@ def load_pairs(
 
 
 def pair_batch(pairs: Sequence[Pair]) -> TrainBatch:
-    """Return P pairs as one batch. Sequence 2i is the chosen one of pair i, sequence 2i + 1 the rejected one.
+    """Return P pairs as one batch of 2P sequences.
 
-    The margin of a pair is stored as the difference between the `reward` of its two sequences. Its loss
-    weight, 1 / P, is stored half and half at the last tokens of its two sequences.
+    Sequence 2i is the chosen response of pair i with its prompt, sequence 2i + 1 the rejected response. The
+    pair's margin is the difference between the `reward` of the two sequences. The pair's loss weight is 1 /
+    P: the last token of each of its two sequences has the weight 0.5 / P.
     """
     batch = TrainBatch.from_samples([sample for pair in pairs for sample in pair])
     batch.weight[batch.cu_seqlens[1:] - 1] = 0.5 / len(pairs)

@@ -24,7 +24,7 @@ RecordCheck = Callable[[Prompt, str], None]
 
 
 def as_list(value: Any) -> list[str]:
-    """Return data.train or data.eval, which may be one source, a list of sources or None, as a list."""
+    """Return data.train or data.eval as a list. value: one source, a list of sources or None."""
     return [] if value is None else [value] if isinstance(value, str) else list(value)
 
 
@@ -40,13 +40,16 @@ def reference_answer(value: Any, where: str) -> str | list[str]:
     """
     if isinstance(value, list):
         if not value:
-            raise UserError(f"{where} is an empty list; give the accepted answers in it")
+            raise UserError(f"{where} is an empty list; it must contain at least one accepted answer")
         return [_answer_text(item, f"{where}, item {index}") for index, item in enumerate(value)]
     return _answer_text(value, where)
 
 
 def _answer_text(value: Any, where: str) -> str:
-    """Return the text of one reference answer. Raises UserError if it is no text, number or bool."""
+    """Return the text of one reference answer. Raises UserError if it is no text, number or bool.
+
+    where: place of the answer, for error messages.
+    """
     if isinstance(value, str):
         return value
     if isinstance(value, float):
@@ -56,8 +59,9 @@ def _answer_text(value: Any, where: str) -> str:
     if isinstance(value, int):
         return str(value)
     raise UserError(
-        f"{where} is {shown(value)}; a reference answer must be a string, a number, true or false, or a list "
-        "of accepted answers of these types. To name a field of an object, write data.answer_key=outer.inner"
+        f"{where} is {shown(value)}; a reference answer must be a string, a number, true or false, or a "
+        "list of accepted answers of these types; to use a field inside an object, set "
+        "data.answer_key=outer.inner"
     )
 
 
@@ -72,9 +76,9 @@ class PromptMaker:
     config: DataConfig
     """The section `data` of the configuration."""
     first_uid: int
-    """uid of record 0."""
+    """uid of the prompt of record 0. The uids of the other records count up from it."""
     name: str
-    """Name of the source."""
+    """Name of the source, which the prompts state in `source`."""
 
     def __call__(self, index: int) -> Prompt:
         """Return the prompt of the record with this index, cut to its last max_prompt_length tokens."""
@@ -84,7 +88,7 @@ class PromptMaker:
     def whole(self, index: int) -> Prompt:
         """Return the prompt of the record with this index in full length.
 
-        Raises UserError, naming the record, if it is damaged or invalid.
+        Raises UserError, naming the record, if the record is damaged or invalid.
         """
         config, where = self.config, self.records.where(index)
         record = self.records[index]
@@ -124,15 +128,17 @@ def load_prompts(
     first_uid: int = 0,
     check: RecordCheck | None = None,
 ) -> tuple[Sequence[Prompt], dict[str, int]]:
-    """Return (prompts, counts) of one source. `counts` has the numbers of "skipped" and "truncated" prompts.
+    """Return (prompts, counts) of one source.
 
     Every record is read, checked and tokenized once here, so that errors in the data are found before the run
     starts. Only the indices of the remaining records are kept in memory. A prompt is read and tokenized again
     each time it is requested.
 
-    first_uid: uid of the first record. Each further record counts up by 1.
+    counts: {"skipped" and "truncated": number of prompts} whose length is above data.max_prompt_length.
+
+    first_uid: uid of the first record's prompt. Each further record counts up by 1.
     check: function (prompt, place of its record) that raises UserError for a prompt that cannot be used, such
-        as one that the reward cannot score.
+        as a prompt that the reward cannot score.
 
     Raises UserError, naming the record, if a record is invalid, or if its prompt is too long and
     data.overlong_prompts=error. Raises UserError also if no prompt is left.
@@ -149,7 +155,7 @@ def load_prompts(
                 raise UserError(
                     f"{records.where(index)}: the prompt has {length} tokens, more than "
                     f"data.max_prompt_length={config.max_prompt_length}; raise the limit, or set "
-                    "data.overlong_prompts to skip or truncate_left"
+                    "data.overlong_prompts=skip or data.overlong_prompts=truncate_left"
                 )
             if config.overlong_prompts == OverlongPrompts.skip:
                 counts["skipped"] += 1
@@ -160,6 +166,7 @@ def load_prompts(
         kept.append(index)
     if not kept:
         raise UserError(
-            f"{source}: no prompt is left, all {counts['skipped']} are longer than data.max_prompt_length"
+            f"{source}: no prompts are left because all {counts['skipped']} are longer than "
+            f"data.max_prompt_length={config.max_prompt_length}; raise it"
         )
     return LazySequence(kept, make, {source: records.digest()}), counts

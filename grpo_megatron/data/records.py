@@ -27,12 +27,13 @@ def open_records(source: str) -> Records:
         records: Records = HubRecords(source)
     elif Path(source).is_dir():
         raise UserError(
-            f"{source} is a folder, not a file; name the files in it, or hf:{source} to load it as an HF "
-            "dataset"
+            f"{source} is a folder, not a file; give the files in it, or hf:{source} to load it as a "
+            "Hugging Face dataset"
         )
     elif not Path(source).is_file():
         raise UserError(
-            f"{source} does not exist; name a file, or hf:NAME[:CONFIG[:SPLIT]] for an HF dataset"
+            f"{source} does not exist; give the path of a file, or hf:NAME[:CONFIG[:SPLIT]] for a Hugging "
+            "Face dataset"
         )
     elif suffix in (".jsonl", ".json"):
         records = JsonRecords(source)
@@ -40,15 +41,15 @@ def open_records(source: str) -> Records:
         records = ParquetRecords(source)
     elif suffix in _COMPRESSED:
         raise UserError(
-            f"{source} is compressed, so single records cannot be read from it; unpack the file first"
+            f"{source} is compressed, so single records cannot be read from it; decompress the file first"
         )
     else:
         raise UserError(
-            f"{source}: data must be .jsonl, .json, .parquet or hf:NAME, not "
-            f"{suffix or 'a file without a suffix'}"
+            f"{source}: data must be a .jsonl, .json or .parquet file or hf:NAME, but this file has the "
+            f"extension {suffix or '(none)'}"
         )
     if not len(records):
-        raise UserError(f"{source} has no records")
+        raise UserError(f"{source} contains no records")
     return records
 
 
@@ -60,7 +61,7 @@ def read_records(source: str, keys: list[str]) -> Records:
     Raises UserError if the source cannot be read, or if a record is damaged or lacks one of the keys.
     """
     records = open_records(source)
-    for number, record in enumerate(records):
+    for index, record in enumerate(records):
         for key in keys:
-            required(record, key, records.where(number))
+            required(record, key, records.where(index))
     return records

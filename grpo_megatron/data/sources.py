@@ -19,13 +19,15 @@ logger = logging.getLogger(__name__)
 def training_prompts(
     config: Config, tokenizer: PromptTokenizer, check: RecordCheck | None = None
 ) -> PromptSource:
-    """Load the prompts of data.train, and tell the user how many there are in each source."""
+    """Load the prompts of data.train, and log how many prompts each source has."""
     sources, uid = [], 0
     for source in as_list(config.data.train):
         prompts, counts = load_prompts(source, tokenizer, config.data, uid, check)
         uid += len(prompts) + counts["skipped"]
         sources.append(prompts)
-        changed = ", ".join(f"{count} {what} for their length" for what, count in counts.items() if count)
+        changed = ", ".join(
+            f"{count} {what} because of their length" for what, count in counts.items() if count
+        )
         logger.info(f"{source}: {len(prompts)} prompts" + (f" ({changed})" if changed else ""))
     return PromptSource(sources, config.run.seed, config.data.shuffle, config.data.train_weights)
 
@@ -33,10 +35,10 @@ def training_prompts(
 def held_out_prompts(
     config: Config, tokenizer: PromptTokenizer, check: RecordCheck | None = None
 ) -> dict[str, list[Prompt]]:
-    """Load the evaluation prompts of data.eval, and return them by the data set's name.
+    """Load the evaluation prompts of data.eval, and return {name of the data set: its prompts}.
 
-    A number is appended to a name that occurs twice. The same holds for the name `average`, which is reserved
-    for the mean over all data sets.
+    A number is appended to a name that occurs twice, and to the name `average`, which is reserved for the
+    mean over all data sets.
 
     The prompts stay in memory, because an evaluation samples all of them at once.
     """
@@ -45,7 +47,8 @@ def held_out_prompts(
         prompts, counts = load_prompts(source, tokenizer, config.data, check=check)
         if any(counts.values()):
             logger.info(
-                f"{source}: {counts['skipped']} skipped and {counts['truncated']} truncated for their length"
+                f"{source}: {counts['skipped']} prompts skipped and {counts['truncated']} truncated because "
+                "of their length"
             )
         loaded.append((prompts[0].source, list(prompts)))
     datasets: dict[str, list[Prompt]] = {}

@@ -19,20 +19,20 @@ class Records(Sequence[dict[str, Any]]):
     """The records of one source in order, each a dict of plain Python values that can be written as JSON.
 
     The records themselves are not kept in memory. Requesting a damaged record raises a UserError that names
-    it.
+    the record.
     """
 
     source: str
 
-    def __getitem__(self, number: int) -> dict[str, Any]:
-        return self._read(range(len(self))[number])
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._read(range(len(self))[index])
 
-    def where(self, number: int) -> str:
-        """Return the source and the place of a record in it, for error messages."""
-        return f"{self.source}: record {number}"
+    def where(self, index: int) -> str:
+        """Return the source and the place of a record in it, such as `data.json: record 7`, for messages."""
+        return f"{self.source}: record {index}"
 
     def meant(self, value: Any) -> Any:
-        """Return a value of a record without what the file format added to it, such as Arrow's nulls."""
+        """Return a value of a record without what only the file format added, such as Arrow's nulls."""
         return value
 
     def digest(self) -> str:
@@ -48,7 +48,7 @@ class Records(Sequence[dict[str, Any]]):
         return digest.hexdigest()
 
     @abstractmethod
-    def _read(self, number: int) -> dict[str, Any]: ...
+    def _read(self, index: int) -> dict[str, Any]: ...
 
 
 class FileRecords(Records):
@@ -80,9 +80,10 @@ class FileRecords(Records):
             moved()
         return digest.hexdigest()
 
-    def __getitem__(self, number: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         if self._now() != self._stamp:
             raise UserError(
-                f"{self.source} has been changed since it was opened; write changes to a new file instead"
+                f"{self.source} has changed since it was opened; restart the command, and write changes to "
+                "a new file while it runs"
             )
-        return super().__getitem__(number)
+        return super().__getitem__(index)

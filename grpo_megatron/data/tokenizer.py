@@ -86,7 +86,7 @@ class PromptTokenizer:
         if tools:
             raise UserError(
                 f"{where}: the record offers tools (data.tools_key), which need a chat template, but "
-                "data.chat_template=none"
+                "data.chat_template=none; set data.tools_key=null, or use a template"
             )
         text = f"{prompt}{self._suffix}"
         return text, self._some(self._encode_with_beginning(text), text, where)
@@ -94,10 +94,7 @@ class PromptTokenizer:
     def chat_prompt(
         self, messages: list[dict[str, Any]], where: str, tools: Tools = None
     ) -> tuple[str, np.ndarray]:
-        """Return (text, int32 ids) of a prompt that is a chat.
-
-        messages: the chat, with system prompt and suffix, as the method `messages` returns it.
-        """
+        """Return (text, int32 ids) of a prompt that is a chat. messages: what `self.messages` returned."""
         text = self._needed_template().prompt(messages, where, tools)
         if not text.strip():
             raise UserError(f"{where}: the prompt is empty after the chat template was applied")
@@ -105,13 +102,13 @@ class PromptTokenizer:
         return text, self._some(self.encode(text), text, where)
 
     def text(self, prompt: Any, where: str = "the prompt") -> str:
-        """Return the text that is tokenized for a string or a list of messages."""
+        """Return the text of a prompt as it is tokenized. prompt: text, list of messages or token ids."""
         return self.prompt(prompt, where)[0]
 
     def messages(self, prompt: Any, where: str = "the prompt") -> list[dict[str, Any]] | None:
-        """Return the prompt as a chat, with the system prompt and the suffix added.
+        """Return the messages of a prompt, with the system prompt and the suffix added.
 
-        Return None for token ids, and for plain text if there is no chat template.
+        Returns None for token ids, and for plain text if there is no chat template.
         """
         if _are_ids(prompt):
             return None
@@ -126,18 +123,19 @@ class PromptTokenizer:
         messages = chat_messages(given, where)
         if not self.template:
             raise UserError(
-                f"{where}: the prompt is a list of chat messages, but data.chat_template=none; give a string "
-                "or token ids, or set data.chat_template to tokenizer or a file with a Jinja template"
+                f"{where}: the prompt is a list of chat messages, but data.chat_template=none; give a "
+                "string or token ids, or set data.chat_template=tokenizer or data.chat_template=FILE"
             )
         if self._system is not None and messages[0]["role"] not in ("system", "developer"):
             messages.insert(0, {"role": "system", "content": self._system})
         return self._with_suffix(messages, where) if self._suffix else messages
 
     def _with_suffix(self, messages: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-        asked = [number for number, message in enumerate(messages) if message["role"] == "user"]
+        asked = [index for index, message in enumerate(messages) if message["role"] == "user"]
         if not asked:
             raise UserError(
-                f"{where}: the prompt has no user message to which data.prompt_suffix could be appended"
+                f"{where}: the prompt has no user message to which data.prompt_suffix could be appended; "
+                "add one, or remove data.prompt_suffix"
             )
         last = messages[asked[-1]]
         messages[asked[-1]] = {**last, "content": f"{last['content']}{self._suffix}"}
@@ -150,21 +148,22 @@ class PromptTokenizer:
     def after_turn(self, messages: list[dict[str, Any]], tools: Tools = None) -> np.ndarray:
         """Return the int32 ids from the end of one turn of the model to the beginning of its next turn.
 
-        They contain the first turn's end token and `messages`, which were written in between.
+        They contain the first turn's end token and `messages`, the messages between the two turns.
         """
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _STAND_IN}, *messages]
         _, found, behind = self.chat(chat, "an observation", tools).partition(_STAND_IN)
         if not found:
             raise UserError(
-                "the chat template does not show a turn of the model as it was written, so nothing can be "
-                "appended to the turn; use rollout.history=template"
+                "the chat template changes the model's turns, so nothing can be appended to them; set "
+                "rollout.history=template"
             )
         return self.encode(behind)
 
     def continued(self, ids: list[int], messages: list[dict[str, Any]], tools: Tools = None) -> list[int]:
-        """Return `ids`, which end with a turn of the model, up to the beginning of the model's next turn.
+        """Return `ids` plus all tokens up to the beginning of the model's next turn.
 
-        messages: what follows the turn, such as an environment's answer.
+        ids: token ids of a chat, which end with a turn of the model.
+        messages: messages that follow this turn, such as an environment's answer.
         """
         behind, shape = self.after_turn(messages, tools).tolist(), self._needed_template().shape
         end = self._ids(shape.closing) if shape.is_closed else behind[:1]
@@ -175,7 +174,7 @@ class PromptTokenizer:
     def after_response(self) -> np.ndarray:
         """Return the int32 ids that follow a response in a finished conversation.
 
-        Without a chat template, that is the end token, if there is one.
+        Without a chat template, this is the tokenizer's end token, if it has one.
         """
         if self.template:
             return self.encode(self.template.shape.tail)
@@ -183,9 +182,10 @@ class PromptTokenizer:
         return np.array([] if end is None else [end], dtype=np.int32)
 
     def closing(self, text: str, is_closed: bool, where: str) -> np.ndarray:
-        """Return the int32 ids that end a turn of the model: those of `text`, and an end token if needed.
+        """Return the int32 ids of `text`, which ends a turn of the model.
 
-        text, is_closed: `closing` and `is_closed` of the turn (see chat_template.Turn).
+        text, is_closed: `closing` and `is_closed` of the turn (see chat_template.Turn). If `is_closed` is
+            False, the tokenizer's end token is added.
         """
         end = self.tokenizer.eos_token_id
         if is_closed:
@@ -193,7 +193,7 @@ class PromptTokenizer:
         if end is None:
             raise UserError(
                 f"{where}: every response must end with an end token, but neither the chat template nor the "
-                "tokenizer has one"
+                "tokenizer has one; set eos_token in the model's tokenizer_config.json"
             )
         return np.append(self.encode(text), np.int32(end))
 
@@ -202,7 +202,7 @@ class PromptTokenizer:
         return np.array(self._ids(text), dtype=np.int32)
 
     def encode_behind(self, before: str, text: str) -> np.ndarray:
-        """Return the int32 ids of `text` as the tokenizer makes them if the text `before` precedes it."""
+        """Return the int32 ids that the tokenizer gives `text` if the text `before` stands before it."""
         return np.array(
             self._behind(before, text) if self._depends_on_text_before else self._ids(text), dtype=np.int32
         )
@@ -215,7 +215,7 @@ class PromptTokenizer:
         return both[len(head) :] if both[: len(head)] == head else self._ids(text)
 
     def _put_before_texts(self) -> list[int]:
-        """Return the tokens that the tokenizer puts before every text, such as BOS."""
+        """Return the token ids that the tokenizer puts before every text, such as BOS."""
         alone, whole = self._ids("0"), self.tokenizer.encode("0")
         starts = [n for n in range(len(whole)) if whole[n : n + len(alone)] == alone]
         return whole[: starts[0]] if alone and starts else []
@@ -232,22 +232,21 @@ class PromptTokenizer:
         return ids
 
     def _must_be_plain(self, messages: list[dict[str, Any]], text: str, where: str) -> None:
-        """Raise UserError if a prompt looks as if a template was already applied to it."""
+        """Raise UserError if the first user message begins as if a template was already applied to it."""
         first = next((token for token in self.template.added_tokens if text.startswith(token)), None)
         asked = next((message["content"] for message in messages if message["role"] == "user"), None)
         if first and asked and asked.lstrip().startswith(first):
             raise UserError(
-                f"{where}: the prompt begins with {first!r}, as a text from the chat template does, so a "
-                "template was already applied to it; set data.chat_template=none, or give prompts without a "
-                "template"
+                f"{where}: a chat template has already been applied to the prompt, because it begins with "
+                f"{first!r}; set data.chat_template=none, or give prompts without a template"
             )
 
     def _given_ids(self, ids: list[int], where: str, tools: Tools) -> tuple[str, np.ndarray]:
-        wrong = [number for number in ids if not 0 <= number < self.vocab_size]
+        wrong = [token_id for token_id in ids if not 0 <= token_id < self.vocab_size]
         if wrong:
             raise UserError(
-                f"{where}: token id {shown(wrong[0])} of the prompt is not in the model's vocabulary, 0 to "
-                f"{self.vocab_size - 1}"
+                f"{where}: token id {shown(wrong[0])} of the prompt is outside the model's vocabulary (0 to "
+                f"{self.vocab_size - 1})"
             )
         for key, value in (
             ("system_prompt", self._system),
@@ -256,7 +255,7 @@ class PromptTokenizer:
         ):
             if value is not None:
                 raise UserError(
-                    f"{where}: the prompt is a list of token ids, so data.{key} cannot be applied to it"
+                    f"{where}: data.{key} cannot be applied to token ids; remove it, or give text or messages"
                 )
         array = np.array(ids, dtype=np.int32)
         return self.decode_all(array), array
@@ -270,13 +269,13 @@ class PromptTokenizer:
             return  # reported with the first record, for which the template may work
         if with_it == without:
             raise UserError(
-                "data.system_prompt has no effect: the chat template leaves out messages with the role system"
+                "data.system_prompt has no effect, because the chat template drops system messages; remove it"
             )
 
     def _ends_of_template(self) -> tuple[int, ...]:
-        """Return the id of the token that ends turns in the template, which need not be the tokenizer's.
+        """Return (id,) of the token by which the template ends a turn, which need not be the tokenizer's.
 
-        The result is empty if the template has no such token.
+        The result is () if the template ends turns without an added token, such as with a line break.
         """
         try:
             shape = self.template.shape if self.template else None
@@ -294,7 +293,7 @@ class PromptTokenizer:
         return self.decoder(ids)
 
     def decode_all(self, ids: np.ndarray) -> str:
-        """Return the text of all tokens, special tokens included."""
+        """Return the text of int32 ids, including all special tokens."""
         return self.tokenizer.decode(ids.tolist())
 
 
@@ -307,13 +306,14 @@ def load_tokenizer(model_path: str):
     from transformers import AutoTokenizer
 
     if not Path(model_path).is_dir():
-        raise UserError(f"{model_path} is not a folder with a tokenizer")
+        raise UserError(f"{model_path} is not a folder; it must be a model folder with a tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path)
     except Exception as error:  # the library raises many kinds of errors
         reason = (str(error).strip().splitlines() or [""])[0]
         raise UserError(
-            f"{model_path}: the tokenizer cannot be loaded ({type(error).__name__}: {reason})"
+            f"{model_path}: the tokenizer cannot be loaded ({type(error).__name__}: {reason}); copy the "
+            "model's tokenizer files into this folder again"
         ) from error
     # If a folder has no tokenizer files, the library creates an empty tokenizer of the model's type.
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
@@ -334,11 +334,11 @@ def _vocab_size(model_path: str, tokenizer) -> int:
     config = Path(model_path) / "config.json"
     size = read_object(config).get("vocab_size", needed) if config.is_file() else needed
     if needed > size:
-        beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= size)
+        beyond = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index >= size)
         names = ", ".join(repr(token) for _, token in beyond[:5]) + (", ..." if len(beyond) > 5 else "")
         raise UserError(
             f"{model_path}: the tokenizer has {needed} tokens, but the model has only {size} (vocab_size of "
-            f"its config.json), so it cannot embed {names}; take the tokenizer that belongs to the model, or "
+            f"its config.json), so it cannot embed {names}; use the tokenizer that belongs to the model, or "
             "enlarge the model's embedding with resize_token_embeddings"
         )
     return size
@@ -347,11 +347,11 @@ def _vocab_size(model_path: str, tokenizer) -> int:
 def _template(
     model_path: str, tokenizer, data: DataConfig, tools: Sequence[dict[str, Any]]
 ) -> ChatTemplate | None:
-    """Return the template that data.chat_template names, or None for `none`.
+    """Return the chat template that data.chat_template selects; None for data.chat_template=none.
 
-    Raises UserError if it is missing or unreadable, or if settings contradict each other.
+    Raises UserError if the template is missing or unreadable, or if settings contradict each other.
     """
-    text = _read_template(model_path, tokenizer, data)
+    text = _template_text(model_path, tokenizer, data)
     return (
         None
         if data.chat_template == NO_TEMPLATE
@@ -359,17 +359,17 @@ def _template(
     )
 
 
-def _read_template(model_path: str, tokenizer, data: DataConfig) -> str | None:
-    """Return the text of the template file that data.chat_template names, or None if it names no file.
+def _template_text(model_path: str, tokenizer, data: DataConfig) -> str | None:
+    """Return the text of the template file that data.chat_template names; None for `tokenizer` and `none`.
 
-    Raises UserError if settings contradict each other, or if the file or the template is missing.
+    Raises UserError if settings contradict each other, or if the file or the tokenizer's template is missing.
     """
     name = data.chat_template
     ours = sorted(set(_OURS) & set(data.chat_template_args))
     if ours:
         raise UserError(
-            f"data.chat_template_args: {', '.join(ours)} cannot be set; set only variables that the template "
-            "itself reads"
+            f"data.chat_template_args cannot contain {', '.join(ours)}, because the program passes these to "
+            "the template itself; remove them"
         )
     if name == NO_TEMPLATE:
         for key, value in (
@@ -377,7 +377,7 @@ def _read_template(model_path: str, tokenizer, data: DataConfig) -> str | None:
             ("chat_template_args", data.chat_template_args or None),
         ):
             if value is not None:
-                raise UserError(f"data.{key} needs a chat template, but data.chat_template=none")
+                raise UserError(f"data.{key} needs a chat template, but data.chat_template=none; remove it")
         return None
     if name == FROM_TOKENIZER:
         if not tokenizer.chat_template:
@@ -388,7 +388,8 @@ def _read_template(model_path: str, tokenizer, data: DataConfig) -> str | None:
         return None
     if not Path(name).is_file():
         raise UserError(
-            f"data.chat_template={name}: there is no such file; the other values are tokenizer and none"
+            f"data.chat_template={name}: there is no such file; give the path of a template file, or set "
+            "data.chat_template=tokenizer or data.chat_template=none"
         )
     try:
         template = Path(name).read_text(encoding="utf-8")

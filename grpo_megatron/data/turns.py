@@ -20,7 +20,7 @@ class Asked:
     text: str
     """Text of the prompt."""
     messages: list[dict[str, Any]] | None
-    """The chat that the text renders, or None if the prompt is not a chat."""
+    """The chat from which `text` was rendered, or None if the prompt is not a chat."""
     tools: Tools
     """JSON schemas of the tools that the record offers to the model, or None."""
 
@@ -30,7 +30,7 @@ def written(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (ids, mask) of everything after the prompt, for supervised training.
 
-    - ids: int32 [R]. They are the same as in an episode with rollout.history=append.
+    - ids: int32 [R]. In an episode with rollout.history=append, the same chat has the same ids.
     - mask: bool [R], True for tokens that the model writes.
 
     response: one turn of the model as text, or a list of messages, which the chat template renders. The first
@@ -47,7 +47,11 @@ def written(
 
 
 def _messages(response: Any, where: str) -> str | list[dict[str, Any]]:
-    """Return the response as a string, or as a list of messages that continues the chat."""
+    """Return the response as a string, or as a list of messages that continues the chat.
+
+    response: the value of the record's field. Raises UserError for any other value.
+    where: the record and its field, for error messages.
+    """
     if isinstance(response, str):
         response = chat_in_text(response, where) or response
     if isinstance(response, str):
@@ -57,7 +61,7 @@ def _messages(response: Any, where: str) -> str | list[dict[str, Any]]:
     if not messages or {messages[0]["role"], messages[-1]["role"]} != {"assistant"}:
         raise UserError(
             f"{where} must be a string, or a list of messages with role and content whose first and last "
-            f"message are the assistant's; it is {shown(response)}"
+            f"message are the assistant's, but is {shown(response)}"
         )
     return messages
 
@@ -65,7 +69,7 @@ def _messages(response: Any, where: str) -> str | list[dict[str, Any]]:
 def _parts(
     tokenizer: PromptTokenizer, asked: Asked, response: str | list[dict[str, Any]], where: str
 ) -> Iterator:
-    """Yield (int32 ids, whether the model writes them) of each part of the response, in order."""
+    """Yield (int32 ids, True if the model writes them) for each part of the response, in order."""
     if isinstance(response, str):
         yield _turn(tokenizer, _text_turn(tokenizer, asked, response), where)
     elif asked.messages is None:
@@ -75,7 +79,10 @@ def _parts(
 
 
 def _text_turn(tokenizer: PromptTokenizer, asked: Asked, text: str) -> Turn:
-    """Return a turn whose text was given as a plain string, without an end token that it may contain."""
+    """Return a turn of the model whose text is a plain string. An end token in the string is left out.
+
+    asked: the prompt before the turn.
+    """
     template, closing, is_closed = tokenizer.template, "", False
     if template:
         closing, is_closed = template.shape.closing, template.shape.is_closed
@@ -90,7 +97,7 @@ def _text_turn(tokenizer: PromptTokenizer, asked: Asked, text: str) -> Turn:
 
 
 def _turn(tokenizer: PromptTokenizer, turn: Turn, where: str) -> tuple[np.ndarray, bool]:
-    """Return (int32 ids of a turn with its end token, True)."""
+    """Return (int32 ids of a turn with its end token, True). True says that the model writes them."""
     text = tokenizer.encode_behind(turn.before, turn.text)
     return np.concatenate([text, tokenizer.closing(turn.closing, turn.is_closed, where)]), True
 
@@ -98,7 +105,7 @@ def _turn(tokenizer: PromptTokenizer, turn: Turn, where: str) -> tuple[np.ndarra
 def _plain_parts(
     tokenizer: PromptTokenizer, asked: Asked, response: list[dict[str, Any]], where: str
 ) -> Iterator:
-    """Yield (int32 ids, whether the model writes them) of each message after a prompt that is not a chat.
+    """Yield (int32 ids, True if the model writes them) for each message after a prompt that is not a chat.
 
     The contents of the messages are used verbatim, because there is no chat template.
     """
@@ -107,7 +114,7 @@ def _plain_parts(
         if beside := written_beside_content(message):
             raise UserError(
                 f"{where} has a message with {beside[0]}, which only a chat template can show, but the "
-                "prompt is not a chat"
+                "prompt is not a chat; give the prompt as a list of messages"
             )
         text = message["content"]
         if message["role"] == "assistant":
@@ -120,7 +127,7 @@ def _plain_parts(
 def _chat_parts(
     tokenizer: PromptTokenizer, asked: Asked, response: list[dict[str, Any]], where: str
 ) -> Iterator:
-    """Yield (int32 ids, whether the model writes them) of each assistant turn and of the text between."""
+    """Yield (int32 ids, True if the model writes them) for each assistant turn and the text between turns."""
     template, chat, begun = tokenizer.template, list(asked.messages), ""
     if chat[-1]["role"] == "assistant":
         begun = chat.pop()["content"]
@@ -142,7 +149,7 @@ def _chat_parts(
 def _between(
     tokenizer: PromptTokenizer, earlier: Turn, turn: Turn, messages: list[dict[str, Any]], tools: Tools
 ) -> np.ndarray:
-    """Return the int32 ids between two assistant turns: other messages, and the beginning of the next turn.
+    """Return the int32 ids between two assistant turns: other messages, and the beginning of the second turn.
 
     messages: the messages between the two turns.
     """

@@ -17,7 +17,8 @@ _KEYS_SHOWN = 20
 def plain(value: Any, depth: int = 0) -> Any:
     """Return a record's value built only from str, int, float, bool, None, list and dict.
 
-    So it can be written as JSON, and sent to other processes without importing the library that read it.
+    The result can be written as JSON, and sent to processes that do not import the library that read the
+    record.
 
     Dates and times become ISO 8601 text, durations become seconds, and decimals become their digits. Bytes
     become text if they are UTF-8, else `{"base64": ...}`, which cannot be mistaken for text.
@@ -50,7 +51,7 @@ def plain(value: Any, depth: int = 0) -> Any:
         return format(value, "f")
     if isinstance(value, uuid.UUID):
         return str(value)
-    raise ValueError(f"has a value of type {type(value).__name__}, which cannot be used here")
+    raise ValueError(f"has a value of type {type(value).__name__}, which is not supported")
 
 
 def plain_record(record: dict[str, Any], where: str) -> dict[str, Any]:
@@ -68,13 +69,13 @@ def plain_record(record: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _text(text: str) -> str:
-    """Return the text. Raises ValueError if it cannot be encoded as UTF-8."""
+    """Return the text unchanged. Raises ValueError if it cannot be encoded as UTF-8."""
     if not text.isascii():
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"has half of a surrogate pair ({text[error.start]!r}), which is not a character"
+                f"contains half of a surrogate pair ({text[error.start]!r}), which is not valid text"
             ) from error
     return text
 
@@ -89,9 +90,9 @@ def without_nulls(value: Any) -> Any:
 
 
 def lookup(record: dict[str, Any], key: str) -> Any:
-    """Return the value of a field, or None if the record does not have it.
+    """Return the value of a field, or None if the record does not have the field.
 
-    key: name of the field. If there is no field `a.b`, this means key b of the object in field a.
+    key: name of the field. If there is no field `a.b`, the name means key b of the object in field a.
     """
     if key in record or "." not in key:
         return record.get(key)
@@ -102,11 +103,12 @@ def lookup(record: dict[str, Any], key: str) -> Any:
 
 
 def required(record: dict[str, Any], key: str, where: str) -> Any:
-    """Return the value of a field that a record must have. `a.b` may name key b of the object in field a.
+    """Return the value of a field that a record must have.
+
+    key: name of the field. `a.b` may name key b of the object in field a.
+    where: place of the record, for the message.
 
     Raises UserError if the field is missing or null. The message lists the record's keys.
-
-    where: place of the record, for the message.
     """
     value = lookup(record, key)
     if value is None:
@@ -115,7 +117,7 @@ def required(record: dict[str, Any], key: str, where: str) -> Any:
         )
         fault = "null" if key in record else "missing"
         raise UserError(
-            f"{where}: field {key!r} is {fault}; the record has {has}. Set the keys data.*_key to the names "
+            f"{where}: field {key!r} is {fault}; the record has {has}; set the keys data.*_key to the names "
             "of your fields"
         )
     return value

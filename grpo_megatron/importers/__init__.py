@@ -1,4 +1,4 @@
-"""Import of the configurations of other GRPO systems (verl, RLinf)."""
+"""Import of configurations of other GRPO systems: verl and RLinf."""
 
 from grpo_megatron.importers.convert import Import, import_settings, to_yaml
 from grpo_megatron.importers.mapping import System

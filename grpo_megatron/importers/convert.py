@@ -1,6 +1,7 @@
-"""Conversion of another system's settings into ours, with a report of what became of each setting.
+"""Conversion of the settings of verl or RLinf into a configuration of grpo_megatron.
 
-"Ours" means the configuration of grpo_megatron, in this whole package.
+The report says what became of each setting. In this package, "ours" is the configuration of grpo_megatron,
+and "the other system" is verl or RLinf.
 """
 
 from dataclasses import dataclass, field
@@ -25,41 +26,41 @@ from grpo_megatron.importers.typed import takes_text, typed
 
 @dataclass
 class Import:
-    """Result of an import: the values of our keys, and a record of what became of each setting."""
+    """Result of an import: values of grpo_megatron's keys, and a record of what became of each setting."""
 
     system: str
-    """Name of the other system, such as "verl"."""
+    """Name of the system that the settings come from, such as `verl`."""
     values: dict[str, Any] = field(default_factory=dict)
-    """Dotted key of ours -> value."""
+    """{dotted key of grpo_megatron: value}."""
     origins: dict[str, str] = field(default_factory=dict)
-    """Key of `values` -> text that says where the value comes from."""
+    """{key of `values`: text that says where its value comes from, such as `trainer.nnodes=2`}."""
     given: dict[str, Any] = field(default_factory=dict)
-    """Key of ours -> value that a person set by hand."""
+    """{key of grpo_megatron: value} of the values that a person set by hand."""
     findings: list[Finding] = field(default_factory=list)
-    """Differences that make the imported run train something else than the original one."""
+    """Differences that make the imported run train something else than the original run."""
     changed: list[str] = field(default_factory=list)
-    """Settings that were carried over with another unit or definition, one line each."""
+    """Settings that were carried over with another unit or definition, as one line of text each."""
     not_carried: list[str] = field(default_factory=list)
-    """Known settings that have no counterpart here, each with the reason."""
+    """Known settings that have no counterpart in grpo_megatron, each with the reason."""
     absorbed: list[str] = field(default_factory=list)
-    """Settings that need no key of ours, or that another setting decides, one line each."""
+    """Settings that need no key of grpo_megatron, or that another setting decides, one line each."""
     unknown: list[str] = field(default_factory=list)
-    """Settings whose keys the mapping does not contain."""
+    """Settings whose keys the mapping does not contain, as `key=value`."""
     unread: list[str] = field(default_factory=list)
-    """Words of a launch script that could not be read. They may be settings, or change some."""
+    """Words of a launch script that could not be read. They may be settings, or change settings."""
     notes: list[str] = field(default_factory=list)
-    """Arguments that the launch script takes from its caller, such as "$@"."""
+    """What the launch script takes from its caller or machine, such as "$@"."""
 
     @property
     def changes_training(self) -> list[str]:
-        """Return the texts of the findings. Those that no key of ours could settle come first."""
+        """Texts of the findings. Findings that no key of grpo_megatron could settle come first."""
         return [
             finding.text for finding in sorted(self.findings, key=lambda finding: bool(finding.settled_by))
         ]
 
     @property
     def needs_acceptance(self) -> bool:
-        """Return True if a person must accept the result, because it may train something else.
+        """True if a person must accept the result, because it may train something else than the original run.
 
         An unknown key or an unread word counts as well, because it can mean anything.
         """
@@ -82,28 +83,31 @@ class Import:
 
 
 def import_settings(system: System, settings: Settings, given: dict[str, Any] | None = None) -> Import:
-    """Convert settings of another system into values of our keys.
+    """Convert the settings of verl or RLinf into values of grpo_megatron's keys.
 
     Each setting ends up in one field of the result, so that the report can account for all of them.
 
-    given: values of our keys that a person sets, already in the types of those keys. They take precedence.
+    system: the system that the settings come from, with the mapping of its keys.
+    given: {key of grpo_megatron: value} that a person sets by hand. These values take precedence, and have
+        the types of their keys already.
 
-    Raises UserError if most of the settings are not those of this system, or not those of a GRPO run.
+    Raises UserError if most of the settings are not those of this system, or if they are not those of a GRPO
+    run.
     """
     result = Import(system.name, given=given or {}, unread=list(settings.unread), notes=list(settings.notes))
     source = Source(settings.values, system.entries)
     known = sum(system.entry_for(key) is not None for key in settings.values)
     if not known:
-        raise UserError(f"none of these keys is one of {system.name}'s")
+        raise UserError(f"none of these keys is a {system.name} key; check that this is the right file")
     if known < len(settings.values) / 2:
-        counted = f"only {known} of {len(settings.values)} keys are {system.name}'s"
-        raise UserError(f"{counted}: this is a part of a configuration, or a file of something else")
+        counted = f"only {known} of {len(settings.values)} keys are {system.name} keys"
+        raise UserError(f"{counted}; give a complete {system.name} configuration")
     if refusal := system.refusal(source, settings):
         raise UserError(refusal)
     for entry in system.entries:
         if entry.default is not UNSET and entry.theirs not in settings.values:
             _carry_default(entry, source, result)
-    order = {entry.theirs: number for number, entry in enumerate(system.entries)}
+    order = {entry.theirs: index for index, entry in enumerate(system.entries)}
     known = []
     for key, value in settings.values.items():
         entry = system.entry_for(key)
@@ -142,9 +146,12 @@ def import_settings(system: System, settings: Settings, given: dict[str, Any] | 
 def _carry(
     key: str, value: Any, entry: KeyMapping, source: Source, result: Import, undecided: str | None
 ) -> None:
-    """Convert one setting of the other system and record the outcome in `result`.
+    """Convert one setting of the other system, and record in `result` what became of it.
 
-    undecided: text that lists the possible values, if the script leaves the key's value open; otherwise None.
+    key, value: the setting.
+    entry: the mapping of its key.
+    source: all settings of the other system.
+    undecided: text that lists the possible values, if a launch script leaves the value open; else None.
     """
     if not entry.ours and entry.convert is None:
         if value in (None, {}, []):
@@ -179,8 +186,8 @@ def _carry(
 def _leave(line: str, entry: KeyMapping, result: Import, not_known: bool = False) -> None:
     """Record in `result` a setting that is not carried over.
 
-    It becomes a finding, which a person must accept, if it decides what is trained or if its value is not
-    known. It does not if a person has set one of the keys `entry.ours` by hand.
+    The setting becomes a finding, which a person must accept, if it decides what is trained or if its value
+    is not known. If a person has set one of the keys `entry.ours` by hand, there is no finding.
 
     line: text about the setting, for the report.
     not_known: True if the value of the setting is not known.
@@ -195,32 +202,33 @@ def _leave(line: str, entry: KeyMapping, result: Import, not_known: bool = False
 
 
 def _converted(key: str, value: Any, entry: KeyMapping, source: Source) -> dict[str, Any]:
-    """Return {our key: value} for a setting. The values have the types of our keys.
+    """Return {key of grpo_megatron: value} for a setting of the other system, in the types of these keys.
 
-    Raises CannotCarry if the value has no counterpart here.
+    Raises CannotCarry if the value has no counterpart in grpo_megatron.
     """
     if "$" in str(value) and not all(map(takes_text, entry.ours)):
         raise NotKnown(f"not known here; set it by hand ({', '.join(entry.ours)})")
     if isinstance(value, dict):
-        raise CannotCarry("a section, where one value is expected")
+        raise CannotCarry("this is a section, but a single value is expected")
     if entry.convert is None:
         converted = value
     else:
         try:
             converted = entry.convert(plain(value), source)
         except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
-            # A converter assumes a value of the right type, and fails like this for any other.
-            raise CannotCarry(f"{value!r} is nothing this key takes") from error
+            # A converter assumes a value of the right type, and raises such an error for other types.
+            raise CannotCarry(f"{value!r} is not a valid value for this key") from error
     carried = converted if isinstance(converted, dict) else {entry.ours[0]: converted}
     if not carried.keys() <= known_keys().keys():
-        raise CannotCarry(f"{value!r} is nothing this key takes")
+        raise CannotCarry(f"{value!r} is not a valid value for this key")
     return {name: typed(name, ours) for name, ours in carried.items()}
 
 
 def _carry_default(entry: KeyMapping, source: Source, result: Import) -> None:
-    """Set our keys to the other system's default for a setting that the imported run left at its default.
+    """Record the other system's default of a key that the imported run does not set.
 
-    Keys of ours that have the same default are not set.
+    The default is written to the keys `entry.ours` of `result`, except to keys that have the same default in
+    grpo_megatron.
     """
     try:
         carried = _converted(entry.theirs, entry.default, entry, source)
@@ -236,7 +244,7 @@ def _carry_default(entry: KeyMapping, source: Source, result: Import) -> None:
 
 
 def to_yaml(result: Import) -> str:
-    """Return the values as YAML of our configuration. A comment says which setting each value comes from."""
+    """Return the imported values as YAML. A comment says which setting each value comes from."""
     return (
         nested_yaml(result.values, {key: " ".join(origin.split()) for key, origin in result.origins.items()})
         + "\n"

@@ -1,4 +1,4 @@
-"""Parser for the value of a Hydra `key=value` argument: numbers, quoted text, [lists] and {mappings}."""
+"""Parser for the value of a Hydra argument `key=value`: numbers, quoted text, [lists] and {mappings}."""
 
 import re
 from collections.abc import Callable
@@ -16,8 +16,8 @@ def hydra_value(text: str, placeholders: str = "(?!)", shown: Callable[[str], st
 
     A text that the grammar rejects, such as a path with a tilde, is returned unchanged.
 
-    placeholders: regular expression of the parts of the text that are not known.
-    shown: function that turns a placeholder into readable words, which replace it in the returned value.
+    placeholders: regular expression that matches the parts of the text that stand for unknown texts.
+    shown: function that turns such a part into readable words, which replace it in the returned value.
     """
     if text in ("", "None"):
         return None
@@ -45,9 +45,10 @@ def hydra_value(text: str, placeholders: str = "(?!)", shown: Callable[[str], st
 
 
 def as_words(value: Any) -> Any:
-    """Write ${references} as $<references>, so that OmegaConf does not resolve them in our configuration.
+    """Return the value with ${references} written as $<references>.
 
-    This includes texts within lists and mappings.
+    OmegaConf then does not resolve them in the imported configuration. Texts within lists and mappings are
+    changed as well.
     """
     if isinstance(value, dict):
         return {as_words(name): as_words(one) for name, one in value.items()}

@@ -1,4 +1,4 @@
-"""Launch: a command of a launch script that has settings among its words, in Hydra's form key=value."""
+"""Launch command: a command of a launch script that has Hydra settings `key=value` among its words."""
 
 import re
 from dataclasses import dataclass
@@ -22,7 +22,11 @@ _TALKS = ("pip", "pip3", "sed", "git", "grep", "awk", "tee", "cat")
 
 @dataclass
 class Launch:
-    """A command that has settings (key=value) among its words."""
+    """A command of a launch script that has settings `key=value` among its words.
+
+    call: the command
+    trace: the run of the script that called it
+    """
 
     call: RecordedCall
     trace: Trace
@@ -33,7 +37,10 @@ class Launch:
 
     @property
     def program(self) -> str | None:
-        """The last .py or .sh file before the settings; else the module after the last -m before them."""
+        """The program that the command launches; None if it is not found.
+
+        It is the last .py or .sh file before the settings, or else the module after the last -m before them.
+        """
         words = self.words
         words = words[: next((place for place, word in enumerate(words) if _ARGUMENT.match(word)), None)]
         modules = [after for word, after in pairwise(words) if word == "-m"]
@@ -42,7 +49,7 @@ class Launch:
 
     @property
     def settings(self) -> dict[str, str]:
-        """{key: its value as Hydra's text, with placeholders}."""
+        """{key: text of its value}. Placeholders stand for unknown parts of a text."""
         return {match[1]: match[2] for match in filter(None, map(_ARGUMENT.match, self.call.words))}
 
     @property
@@ -51,7 +58,10 @@ class Launch:
 
     @property
     def other_words(self) -> list[str]:
-        """The words that are no settings, from the program or the first setting on, with placeholders."""
+        """The words that are no settings, from the program or the first setting on.
+
+        They still contain the placeholders that stand for unknown texts.
+        """
         words, program = self.words, self.program
         first = next(
             (place for place, word in enumerate(words) if word == program or _ARGUMENT.match(word)), 0
@@ -59,12 +69,15 @@ class Launch:
         return [word for word in self.call.words[first:] if not _ARGUMENT.match(word)]
 
     def shown(self, key: str) -> str | None:
-        """Return the text of a setting; None if it is not set."""
+        """Return the text of a setting's value, with `$NAME` or the like for unknown parts.
+
+        Returns None if the command does not set the key.
+        """
         text = self.settings.get(key)
         return None if text is None else self.trace.shown(text)
 
     def shown_without(self, key: str, names: list[str]) -> str:
-        """Return the text of a setting with nothing in place of the variables `names`."""
+        """Return the text of a setting's value as `shown` does, but with "" for the variables `names`."""
 
         def replace(match: re.Match) -> str:
             return "" if mentioned(names, self.trace.shown(match[0])) else match[0]
@@ -72,7 +85,7 @@ class Launch:
         return self.trace.shown(re.sub(self.trace.pattern, replace, self.settings[key]))
 
     def filled(self, key: str, filling: str = "") -> str | None:
-        """Return the text of a setting with `filling` in place of each placeholder; None if it is not set."""
+        """Return the text of a setting's value with `filling` for each placeholder; None if not set."""
         text = self.settings.get(key)
         return None if text is None else self.trace.filled(text, filling)
 
@@ -81,12 +94,15 @@ class Launch:
 
 
 def is_argument(word: Any) -> bool:
-    """Return True if this is a `key=value` argument of Hydra, or a `~key`."""
+    """Return True if a word is an argument of Hydra: `key=value`, or `~key`, which removes a key."""
     return isinstance(word, str) and (_ARGUMENT.match(word) or _REMOVAL.match(word)) is not None
 
 
 def read_arguments(words: list[str]) -> Settings:
-    """Return the settings of a list of `key=value` arguments, such as Hydra's overrides.yaml."""
+    """Return the settings in a list of Hydra arguments.
+
+    words: `key=value` and the like, such as the lines of Hydra's overrides.yaml.
+    """
     settings = Settings()
     read_words(Launch(RecordedCall(words), Trace({})), settings)
     return settings
@@ -102,17 +118,22 @@ def launches(trace: Trace) -> list[Launch]:
     ]
 
 
-def chosen(found: list[Launch], number: int | None) -> int:
-    """Return the index of the launch command to import.
+def chosen(found: list[Launch], wanted: int | None) -> int:
+    """Return the index in `found` of the launch command to import.
 
-    number: its number, counted from 1. None: the first one, if all of them have equal settings.
+    found: all launch commands of the script.
+    wanted: number of the command that the user chose, counted from 1. None: the first, if all have equal
+        settings.
 
-    Raises UserError if there is no such command, or if they differ and `number` is None.
+    Raises UserError if there is no command of this number, or if the commands differ and `wanted` is None.
     """
-    if number is not None:
-        if not 1 <= number <= len(found):
-            raise UserError(f"--launch {number}: the script has {len(found)} launch commands")
-        return number - 1
+    if wanted is not None:
+        if not 1 <= wanted <= len(found):
+            raise UserError(
+                f"--launch {wanted} does not exist; the script has {len(found)} launch commands, numbered "
+                "from 1"
+            )
+        return wanted - 1
     if any(launch.words_of_settings != found[0].words_of_settings for launch in found):
         listed = "; ".join(
             f"{place} in line {launch.call.line} ({launch.program or launch.words[0]}, "
@@ -126,12 +147,15 @@ def chosen(found: list[Launch], number: int | None) -> int:
 
 
 def mentioned(names: tuple[str, ...], text: str | None) -> list[str]:
-    """Return the variables of `names` that a text contains, written as $NAME."""
+    """Return those of the variables `names` that occur in a text as $NAME."""
     return [name for name in names if re.search(rf"\${name}(?!\w)", text or "")]
 
 
 def read_words(launch: Launch, settings: Settings) -> None:
-    """Add the settings of a launch command, and what its other words say."""
+    """Add to `settings` the settings of a launch command, and what its other words mean.
+
+    Removed keys and unknown words are added to settings.unread, and --config-name to settings.base.
+    """
     settings.values |= {key: launch.value(key) for key in launch.settings}
     words = map(launch.trace.shown, launch.other_words)
     for word in words:

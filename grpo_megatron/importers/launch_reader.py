@@ -1,7 +1,7 @@
 """Reader of a launch script: the settings of one of its launch commands, and how certain they are.
 
-The script is run several times. Where it depends on what is not known here, something is changed: a variable
-is set, a program fails, files exist. A setting that then differs is not certain.
+The script is run several times, each time under another assumption about what is not known here: a variable
+is set, a program fails, files exist. A setting that differs between the runs is not certain.
 """
 
 import re
@@ -31,23 +31,24 @@ _POSITIONAL = tuple(map(str, range(1, 10)))
 _MOST_FAILURES = 12
 
 
-def read_launch(script: str, number: int | None, environment: dict[str, str]) -> Settings:
+def read_launch(script: str, wanted: int | None, environment: dict[str, str]) -> Settings:
     """Run a launch script in the sandbox and return the settings of a command that it launches.
 
-    number: number of the launch command, counted from 1. None: all of them must have equal settings.
+    script: text of the script.
+    wanted: number of the launch command, counted from 1. None: all of them must have equal settings.
     environment: variables that are set when the script starts.
     """
     with ScriptRecorder(script, environment) as recorder:
-        return _Reader(script, recorder, number, environment).read()
+        return _Reader(script, recorder, wanted, environment).read()
 
 
 class _Reader:
-    """Reader of one launch command. `read` returns its settings."""
+    """Reader of one launch command. `read` returns its settings, which the other methods complete."""
 
     def __init__(
-        self, script: str, recorder: ScriptRecorder, number: int | None, environment: dict[str, str]
+        self, script: str, recorder: ScriptRecorder, wanted: int | None, environment: dict[str, str]
     ):
-        self._recorder, self._number = recorder, number
+        self._recorder, self._wanted = recorder, wanted
         self._script = re.sub(r"^\s*#.*", "", script, flags=re.M)
         self._names = [
             name
@@ -64,7 +65,7 @@ class _Reader:
     def read(self) -> Settings:
         trace = self._first_run()
         found = launches(trace)
-        self._place = chosen(found, self._number)
+        self._place = chosen(found, self._wanted)
         self._launch = found[self._place]
         settings = self._settings
         settings.program = self._launch.program
@@ -78,7 +79,7 @@ class _Reader:
             if SETTING.match(call.words[0])
         ]
         read_words(self._launch, settings)
-        # Apart from each other, because a variable hides those that its default contains.
+        # Separately, because a variable that is set hides the variables in its default.
         self._try_variables([(name,) for name in self._names if not self._has_default(name)])
         self._try_variables([(name,) for name in self._names if self._has_default(name)])
         if re.search(r"\$\{?[@*#1-9]|\bgetopts\b", self._script):
@@ -87,14 +88,18 @@ class _Reader:
         if trace.tests:
             tests = dict.fromkeys(trace.tests)
             settings.notes += [f"{test}: no file of this machine was looked at" for test in tests]
-            self._differs(self._run(files_exist=True), f"depends on {', '.join(tests)}")
+            self._record_differences(self._run(files_exist=True), f"depends on {', '.join(tests)}")
         if len(trace.calls) > len(found) or self._unknown:
             self._try_outputs()
         self._try_failures(trace)
         return settings
 
     def _first_run(self) -> Trace:
-        """Run the script with as few unknown variables and arguments as it needs to launch something."""
+        """Return the trace of a run of the script that launches something.
+
+        As few unknown variables and arguments as possible are set to placeholders. Raises UserError if the
+        script never launches anything.
+        """
         without_default = tuple(name for name in self._names if not self._has_default(name))
         for prints, unknown in (
             ("placeholder", ()),
@@ -123,7 +128,13 @@ class _Reader:
         return re.search(rf"\$\{{{name}:?[-=+]", self._script) is not None
 
     def _run(self, unknown: tuple[str, ...] = (), **options) -> Trace | None:
-        """Run the script with something changed; None if it then ends without the launch command."""
+        """Run the script under another assumption, and return its trace.
+
+        Returns None if the launch command is then not reached.
+
+        unknown: further variables that are set to placeholders.
+        options: arguments of ScriptRecorder.run.
+        """
         try:
             trace = self._recorder.run((*self._unknown, *unknown), **({"prints": self._prints} | options))
         except ScriptEnded:
@@ -135,9 +146,12 @@ class _Reader:
         return [key for key in keys if self._launch.shown(key) != other.shown(key)]
 
     def _changes(self, trace: Trace) -> tuple[list[str], list[str], list[str]]:
-        """Return the keys, other words, and sourced scripts that differ in another run.
+        """Return (keys, other words, sourced scripts) in which another run differs from the first run.
 
-        A difference in what placeholders stand for is none, because a program prints nothing where it fails.
+        Values are compared without their placeholders, because a program that fails prints nothing in place
+        of a placeholder.
+
+        trace: the other run.
         """
         other = launches(trace)[self._place]
         keys = [key for key in self._differing(other) if self._launch.filled(key) != other.filled(key)]
@@ -145,8 +159,12 @@ class _Reader:
         words = [word for word in other.other_words if trace.filled(word) not in known]
         return keys, list(map(trace.shown, words)), [one for one in trace.sources if one not in self._sources]
 
-    def _differs(self, trace: Trace | None, reason: str) -> None:
-        """Record as undecided what differs in another run. reason: text that says why."""
+    def _record_differences(self, trace: Trace | None, reason: str) -> None:
+        """Mark the settings that differ in another run as not certain.
+
+        trace: the other run; None: nothing is marked.
+        reason: text that says on what the settings depend.
+        """
         if trace is None:
             return
         keys, words, sources = self._changes(trace)
@@ -164,7 +182,10 @@ class _Reader:
         settings.undecided[key] = "; ".join(filter(None, (settings.undecided.get(key), reason)))
 
     def _try_outputs(self) -> None:
-        """Find out what is computed from placeholders, or depends on the output of a program."""
+        """Run the script with other outputs of programs, and mark the settings that change as not certain.
+
+        These settings are computed from an output, or depend on it in another way.
+        """
         names = [f"${name}" for name in self._unknown if name.isidentifier()]
         reason = f"depends on {', '.join(['the output of a program', *names])}, which is not known here"
         for prints, filling in (("1", "1"), ("nothing", "")):
@@ -176,22 +197,26 @@ class _Reader:
                     self._leave_open(key, "$<unknown>", reason)
 
     def _try_failures(self, trace: Trace) -> None:
-        """Find out what depends on whether a program succeeds."""
+        """Run the script with failing programs, and mark the settings that change as not certain.
+
+        trace: the first run, whose programs all succeed.
+        """
         launched = [launch.call for launch in launches(trace)]
         commands = {trace.command(call): call for call in trace.calls if call not in launched}
         together = self._run(failing=tuple(commands)) if commands else None
         if together is None or any(self._changes(together)):
             for command, call in list(commands.items())[:_MOST_FAILURES]:
                 reason = f"depends on whether {trace.shown(' '.join(call.words))} succeeds"
-                self._differs(self._run(failing=(command,)), reason)
+                self._record_differences(self._run(failing=(command,)), reason)
 
     # variables that are not set
 
     def _try_variables(self, groups: list[tuple[str, ...]]) -> None:
-        """Find out what depends on variables that are not set, by setting them to placeholders.
+        """Run the script with unset variables set to placeholders, and record the settings that change.
 
-        groups: variables that are set together. All groups are tried at once, and then ever fewer of them if
-            a setting differs in another way than by a placeholder.
+        groups: unset variables; those of a group are always set together. At first, one run sets all groups.
+            If a setting then changes, but not to a value that contains a placeholder, each half of `groups`
+            is tried separately.
         """
         groups = [group for group in groups if not set(group) & set(self._unknown)]
         names = tuple(name for group in groups for name in group)
@@ -203,20 +228,23 @@ class _Reader:
             self._try_variables(groups[: len(groups) // 2])
             self._try_variables(groups[len(groups) // 2 :])
         elif other is not None:
-            # Each of these hides the variables in the branch that is not taken now.
+            # A decisive variable hides the variables in the branch that is not taken now.
             decisive = self._record_variables(other, names)
             if decisive and len(groups) > 1:
                 self._try_variables([group for group in groups if not decisive & set(group)])
         elif len(names) == 1 and not self._has_default(names[0]):
-            # The script cannot go on with such a number.
+            # The script cannot go on with a placeholder, so try 1.
             trace = self._run(given={names[0]: "1"})
             for key in self._differing(launches(trace)[self._place]) if trace else ():
                 self._leave_open(key, f"${names[0]}", f"depends on ${names[0]}, which is not set")
 
     def _record_variables(self, other: Launch, names: tuple[str, ...]) -> set[str]:
-        """Record the settings that differ where the variables `names` are set to placeholders.
+        """Record the settings that change in a run in which variables are set to placeholders.
 
-        Return the variables that decide which branch is taken.
+        Returns the variables that decide which branch of the script is taken.
+
+        other: the launch command of this run.
+        names: the variables.
         """
         settings, decisive = self._settings, dict[str, list[str]]()
         for key in self._differing(other):
@@ -246,7 +274,7 @@ class _Reader:
         return set(decisive)
 
     def _note_conditions(self) -> None:
-        """Note conditions on variables of the caller whose other values could not be tried."""
+        """Note the conditions of the script that contain unset variables, unless other values were tried."""
         noted = {note.partition(":")[0] for note in self._settings.notes}
         for name in self._names:
             assigned = re.search(rf"(?:^|[\s;(]){name}\+?=|\b(?:for|read)\s(?:-\w+\s)*{name}\b", self._script)
@@ -259,7 +287,11 @@ class _Reader:
                 )
 
     def _is_computed(self, key: str, other: Launch, names: tuple[str, ...]) -> bool:
-        """Return True if the value of a key differs with the numbers of the placeholders for `names`."""
+        """Return True if a key's value is computed from the variables `names`, rather than containing them.
+
+        In the run of `other`, the variables are placeholders. Here they are set to 1. If the value only
+        contains the variables, it is the same as the value of `other` with 1 in place of the placeholders.
+        """
         trace = self._run(names, prints="1")
         return trace is not None and launches(trace)[self._place].filled(key, "1") != other.filled(key, "1")
 

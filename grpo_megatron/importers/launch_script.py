@@ -1,12 +1,12 @@
 """Recorder of the commands of a launch script: bash runs the script in the sandbox, where no program exists.
 
 bash itself expands variables, arrays and arithmetic, and takes the branches that the environment gives.
-launch_prelude.sh makes it record each command in place of running it. Only these text tools do their work,
-written in bash: basename, dirname, seq, cat and tee. The output of every other program is not known. It is
-replaced by a placeholder, a number that can be recognised in the settings that contain it.
+launch_prelude.sh makes bash record each command in place of running it. Only these text tools do their work,
+written in bash: basename, dirname, seq, cat and tee. The output of every other program is not known. A
+placeholder replaces it: a number that can be recognised in the settings that contain it.
 
-The sandbox keeps the script from the network, from files and processes of this machine, and ends it at
-limits of time, memory, processes, files and output.
+The sandbox keeps the script from the network, and from files and processes of this machine. It ends the
+script at limits of time, memory, processes, files and output.
 """
 
 import re
@@ -19,7 +19,7 @@ from grpo_megatron.config.sandbox import SandboxLimits
 from grpo_megatron.errors import UserError
 from grpo_megatron.sandbox.run import Ended, Outcome, Program, Sandbox
 
-NEITHER = "found neither YAML sections nor key=value arguments of a launch command"
+NEITHER = "this is neither YAML with sections nor a launch command with key=value arguments"
 _PRELUDE = (Path(__file__).parent / "launch_prelude.sh").read_text(encoding="utf-8")
 _LIMITS = SandboxLimits(
     seconds=10.0, cpu_seconds=2, memory_mib=192, threads=4, files_mib=4, files=200, output_kib=1024
@@ -27,12 +27,13 @@ _LIMITS = SandboxLimits(
 _PROCESSES = 32
 _MOST_CALLS = 300
 _INSTEAD = (
-    "Give what Hydra itself wrote instead: the file .hydra/overrides.yaml in the output folder of a run, or "
-    "the text that the launch command prints with --cfg job"
+    "Import what Hydra itself wrote instead: the file .hydra/overrides.yaml in the output folder of a run, "
+    "or the text that the launch command prints with --cfg job"
 )
 # Variables that are always set, with values that are not known here.
 ALWAYS_SET = ("HOME", "USER", "LOGNAME", "HOSTNAME", "SHELL", "PATH", "PWD", "0")
-# First number of the placeholders for variables. Smaller ones stand for outputs: they are process ids.
+# First number of the placeholders for variables. Smaller numbers stand for outputs of programs: they are
+# process ids.
 _FIRST_VARIABLE = 5_000_000
 _DIGITS = 7
 
@@ -59,36 +60,36 @@ class RecordedCall:
     """A command that the script has called."""
 
     words: list[str] = field(default_factory=list)
-    """Its words, with placeholders."""
+    """Words of the command. Placeholders stand for unknown texts."""
     line: int = 0
     input: str = ""
-    """What it reads from standard input, if that contains a placeholder."""
+    """Text that the command reads from standard input; empty if the text contains no placeholder."""
 
 
 @dataclass
 class Trace:
-    """Record of one run of the script."""
+    """Record of one run of a launch script."""
 
     placeholders: dict[str, str]
-    """Placeholder -> text that it stands for, such as "$(nproc)" or "$HOME"."""
+    """{placeholder: text that it stands for, such as "$(nproc)" or "$HOME"}."""
     calls: list[RecordedCall] = field(default_factory=list)
     """Commands that the script has called, in the order of their start."""
     sources: list[str] = field(default_factory=list)
-    """Commands that read another script, such as `source env.sh`. It was not read."""
+    """Commands that read another script, such as `source env.sh`. These scripts were not read."""
     tests: list[str] = field(default_factory=list)
-    """Conditions on files of the machine. No file existed."""
+    """Conditions on files of the machine. None of the files existed in the sandbox."""
     errors: list[str] = field(default_factory=list)
-    """Messages of bash about files that it could not open, and about arithmetic."""
+    """Messages of bash about files that it could not open, and about wrong arithmetic."""
     not_set: list[str] = field(default_factory=list)
-    """Variables and positional parameters whose absence ended the script or a part of it."""
+    """Variables and positional parameters that ended the script, or a part, because they were not set."""
 
     @property
     def pattern(self) -> str:
-        """Regular expression that matches a placeholder of this run, and nothing if there is none."""
+        """Regular expression that matches each placeholder of this run; nothing if there are none."""
         return next((rf"{one[:-_DIGITS]}\d{{{_DIGITS}}}" for one in self.placeholders), "(?!)")
 
     def shown(self, text: str) -> str:
-        """Replace the placeholders in a text by what they stand for."""
+        """Return a text with each placeholder replaced by the text that it stands for, such as `$HOME`."""
         for _ in range(10):  # what they stand for may contain placeholders as well
             text = re.sub(self.pattern, lambda match: self.placeholders.get(match[0], match[0]), text)
         return text
@@ -98,7 +99,10 @@ class Trace:
         return re.sub(self.pattern, filling, text)
 
     def command(self, call: RecordedCall) -> str:
-        """Return the words of a call without placeholders, as the prelude compares them."""
+        """Return the words of a call as one line without placeholders.
+
+        launch_prelude.sh compares calls in this form.
+        """
         return self.filled(" ".join(call.words)).replace("\n", " ")
 
 
@@ -107,7 +111,7 @@ class ScriptEnded(UserError):
 
 
 class ScriptRecorder:
-    """Runs one script in a sandbox, as often as asked. Use it as a context manager.
+    """Runs one script in a sandbox, any number of times. Use it as a context manager.
 
     Raises UserError if this machine has no bash or no sandbox.
     """
@@ -118,12 +122,13 @@ class ScriptRecorder:
         self._environment = environment
         self._bash = shutil.which("bash")
         if self._bash is None:
-            raise UserError(f"a launch script is read by bash, which is not here. {_INSTEAD}")
+            raise UserError(f"reading a launch script requires bash, which is not installed. {_INSTEAD}")
         try:
             self._sandbox = Sandbox(_LIMITS)
         except UserError as error:
             raise UserError(
-                f"a launch script is run in a sandbox, which is not possible here. {_INSTEAD}. {error}"
+                "a launch script must be run in a sandbox, which is not possible on this machine. "
+                f"{_INSTEAD}. {error}"
             ) from error
         digits = "".join([script, *environment.values()])
         self._prefixes = [prefix for prefix in map(str, range(71828, 99999)) if prefix not in digits][:2]
@@ -143,20 +148,22 @@ class ScriptRecorder:
         prints: str = "placeholder",
         given: dict[str, str] | None = None,
     ) -> Trace:
-        """Run the script and return what it calls.
+        """Run the script and return the record of the run.
 
-        unknown: variables and positional parameters that are set, to placeholders. Others are not set.
+        unknown: variables and positional parameters that are set to placeholders, which are numbers that
+            stand for unknown texts. Other variables are not set.
         failing: commands (Trace.command) that fail when they are first called. All others succeed.
-        files_exist: let conditions on files hold.
-        prints: what programs print: "placeholder", "nothing", or "1". With "1" the variables `unknown` are 1
-            too, and other numbers are used for the other placeholders. So what is computed from any of them
-            differs.
-        given: further variables that are set.
+        files_exist: True if conditions on files hold.
+        prints: what programs print: "placeholder", "nothing", or "1". With "1", the variables `unknown` are 1
+            too, and all other placeholders are other numbers than in other runs. So everything that is
+            computed from a placeholder differs.
+        given: {name: value} of further variables that are set.
+
         Raises ScriptEnded at a limit of the sandbox. Raises UserError if the text is not a bash script.
         """
         prefix = self._prefixes[prints == "1"]
         known = {
-            name: f"{prefix}{_FIRST_VARIABLE + number}" for number, name in enumerate((*ALWAYS_SET, *unknown))
+            name: f"{prefix}{_FIRST_VARIABLE + index}" for index, name in enumerate((*ALWAYS_SET, *unknown))
         }
         ones = dict.fromkeys(unknown, "1") if prints == "1" else {}
         environment = known | ones | self._environment | (given or {})
@@ -194,17 +201,20 @@ def _check(outcome: Outcome) -> None:
     elif outcome.status == -signal.SIGXFSZ:
         reason = "files"
     if reason != Ended.itself.value:
-        raise ScriptEnded(f"the script was ended because of its use of {reason} in the sandbox. {_INSTEAD}")
+        raise ScriptEnded(f"the script exceeded a limit of the sandbox ({reason}). {_INSTEAD}")
     if outcome.status == 2 and (error := _SYNTAX_ERROR.search(outcome.stderr)):
         raise UserError(f"{NEITHER}; as a script: line {error[1]}")
     if outcome.stderr.startswith("Traceback"):
-        raise UserError(f"bash does not start in the sandbox: {outcome.stderr.splitlines()[-1]}. {_INSTEAD}")
+        raise UserError(
+            f"bash cannot be started in the sandbox: {outcome.stderr.splitlines()[-1]}. {_INSTEAD}"
+        )
 
 
 def _trace(outcome: Outcome, placeholders: dict[str, str], prefix: str, prints: str) -> Trace:
     trace = Trace(placeholders, errors=list(dict.fromkeys(_ERROR.findall(outcome.stderr))))
     calls: dict[int, RecordedCall] = {}
-    # In $(PROGRAM && echo yes), the program's status is wanted and not its output.
+    # A script writes $(PROGRAM && echo yes) to learn the program's status, so the program's output is
+    # removed.
     printed = r"\b1\n" if prints == "1" else rf"{prefix}\d{{{_DIGITS}}}\n"
     for process, kind, text in filter(None, map(_item, outcome.stdout.split("\0"))):
         if kind == "source":
@@ -234,6 +244,9 @@ def _trace(outcome: Outcome, placeholders: dict[str, str], prefix: str, prints: 
 
 
 def _item(text: str) -> tuple[int, str, str] | None:
-    """Return process, kind and text of one record; None for anything else that the script has written."""
+    """Return (process id, kind, text) of one record that launch_prelude.sh wrote.
+
+    Returns None for any other output of the script.
+    """
     match = _ITEM.fullmatch(text)
     return (int(match[1]), match[2], match[3]) if match else None

@@ -1,11 +1,12 @@
-"""Building blocks for the mapping of another system's configuration keys to ours, those of grpo_megatron.
+"""Building blocks for the mapping of the keys of verl or RLinf to the keys of grpo_megatron.
 
-The mapping has one KeyMapping for each key, or pattern of keys, of the other system.
+"Ours" is grpo_megatron, and "theirs" the other system. The mapping has one KeyMapping for each key, or
+pattern of keys, of the other system.
 """
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -17,18 +18,21 @@ UNSET: Any = object()
 
 
 class CannotCarry(Exception):
-    """Raised for a value that has no counterpart here. The message says why."""
+    """Raised for a value that has no counterpart in grpo_megatron. The message says why."""
 
 
 class NotKnown(CannotCarry):
-    """Raised for a value that the other system's file leaves open, such as $N. A person has to give it."""
+    """Raised for a value that the imported file leaves open, such as $N. A person has to set it by hand."""
 
 
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 def plain(value: Any) -> Any:
-    """Convert a number, truth value or null written as text ('1', "1e-6", None). Keep any other value."""
+    """Return the number, bool or None that a text such as "1", "1e-6", "true" or "None" stands for.
+
+    Any other value is returned unchanged.
+    """
     if not isinstance(value, str):
         return value
     text = value.strip()
@@ -41,11 +45,11 @@ def plain(value: Any) -> Any:
 
 
 class Source:
-    """The settings of the other system, for the converters of the entries.
+    """All settings of an imported run, for converters that need more than the value of their own key.
 
-    values: dotted key -> value, for the keys that the imported run sets. Other keys have that system's
-    default.
-    entries: the mapping, which contains the defaults.
+    values: {dotted key: value} of the keys that the imported run sets. Other keys have the other system's
+        default.
+    entries: the mapping, which contains these defaults.
     """
 
     def __init__(self, values: dict[str, Any], entries: tuple["KeyMapping", ...]):
@@ -56,17 +60,18 @@ class Source:
         return key in self._values
 
     def __getitem__(self, key: str) -> Any:
-        """Return the value of a key, otherwise the other system's default, otherwise None.
+        """Return the value that the imported run sets for a key of the other system.
 
-        Raises NotKnown for a text with a $VARIABLE whose value is not known.
+        If the run does not set the key, the result is the other system's default; None if no default is
+        known. Raises NotKnown if the value is a text with a $VARIABLE.
         """
         value = self._values.get(key, self._defaults.get(key))
         if isinstance(value, str) and "$" in value:
-            raise NotKnown(f"{key}={value} is not known here")
+            raise NotKnown(f"the value of {key}={value} is not known here")
         return plain(value)
 
     def below(self, section: str) -> dict[str, Any]:
-        """Return the values that are set below a section. Their keys are relative to the section."""
+        """Return {key relative to the section: value} of the keys that are set below a section."""
         return {
             key.removeprefix(f"{section}."): self[key]
             for key in self._values
@@ -83,7 +88,7 @@ class Source:
         """Return the value of a key as a whole number of at least 1. Raises CannotCarry for anything else."""
         value = self.number(key)
         if not isinstance(value, int) or value < 1:
-            raise CannotCarry(f"{key}={value} is no number of at least 1")
+            raise CannotCarry(f"{key} must be a whole number of at least 1, but is {value}")
         return value
 
 
@@ -94,20 +99,20 @@ Convert = Callable[[Any, Source], Any]
 
 @dataclass(frozen=True)
 class KeyMapping:
-    """The mapping of one key of the other system, or of all keys that match a pattern."""
+    """Mapping of one key of the other system (verl or RLinf), or of all keys that match a pattern."""
 
     theirs: str
     """Key of the other system, such as `data.shuffle`; a pattern if it contains `*`."""
     ours: tuple[str, ...] = ()
-    """Keys of ours that it becomes. Empty: no key of ours is set, and `note` says why."""
+    """Keys of grpo_megatron that the key becomes. Empty: no key is set, and `note` says why."""
     note: str = ""
-    """What differs between the two keys, for the documentation and the report."""
+    """What differs between `theirs` and `ours`, for the documentation and the report."""
     convert: Convert | None = None
-    """Function that turns the value into values of `ours`. None: the value stays as it is."""
+    """Function that turns the value of `theirs` into the values of `ours`. None: the value stays as it is."""
     default: Any = UNSET
-    """The other system's default. It is carried over if the key is not set. UNSET: nothing is."""
+    """The other system's default, carried over if the key is not set. UNSET: nothing is carried over."""
     unit: str = ""
-    """Both units as `theirs -> ours`, such as `MiB -> bytes`; empty if the unit stays."""
+    """The units of both values as `theirs -> ours`, such as `MiB -> bytes`; empty if the unit is the same."""
     changes_training: bool = False
     """True if a value that cannot be carried over changes what is trained, which a person must accept."""
 
@@ -120,7 +125,8 @@ class KeyMapping:
 class Finding:
     """A difference between what the original and the imported run train. A person must accept it.
 
-    settled_by: our keys. If a person gives one of them by hand, the finding no longer applies.
+    text: what differs, for the report.
+    settled_by: keys of grpo_megatron. If a person sets one of them by hand, the finding no longer applies.
     """
 
     text: str
@@ -129,12 +135,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class System:
-    """Another system and the mapping of its keys to ours.
+    """A system from which settings can be imported, and the mapping of its keys to those of grpo_megatron.
 
     name: the system's usual name.
-    entries: exact keys and patterns. The first exact key that matches wins, then the first pattern.
+    entries: mappings of exact keys and of patterns. For a key, the first exact match wins, then the first
+        pattern.
     findings: function that returns the differences in what is trained that no entry of a single key reports.
-    refusal: function that returns the reason why these settings are not a run that can be imported, or None.
+    refusal: function that returns why these settings are not a run that can be imported; None if they are.
     """
 
     name: str
@@ -151,19 +158,51 @@ class System:
         )
 
     def table(self) -> str:
-        """Return the mapping as a Markdown table. The documentation contains this table word for word."""
-        lines = [f"| {self.name} | here | what to know |", "|---|---|---|"]
+        """Return the mapping in Markdown, with one table for each of three kinds of keys.
+
+        The documentation contains this text word for word. Keys of the other system that have the same
+        counterpart and note share a row. Patterns without a counterpart are left out: they are the sections
+        and options that only exist there, and the report of an import names each such key.
+        """
+        rows: dict[tuple[tuple[str, ...], str], list[str]] = {}
         for entry in self.entries:
-            ours = ", ".join(f"`{key}`" for key in entry.ours) or "-"
-            note = "; ".join(
-                part for part in (f"unit: {entry.unit}" if entry.unit else "", entry.note) if part
+            if entry.is_pattern and not entry.ours:
+                continue
+            unit = f"unit: {entry.unit}" if entry.unit else ""
+            note = "; ".join(part for part in (unit, entry.note) if part)
+            rows.setdefault((entry.ours, note), []).append(entry.theirs)
+        cells = [(_code(theirs), _code(ours), note) for (ours, note), theirs in rows.items()]
+        same_name = [theirs for theirs, ours, note in cells if theirs == ours and not note]
+        renamed = [(theirs, ours) for theirs, ours, note in cells if ours not in ("", theirs) and not note]
+        translated = [cell for cell in cells if cell[1] and cell[2]]
+        without = [(theirs, note) for theirs, ours, note in cells if not ours]
+        return "\n\n".join(
+            (
+                "### The same meaning",
+                _markdown((self.name, "here"), [(", ".join(same_name), "the same names"), *renamed]),
+                "### Another form or meaning",
+                _markdown((self.name, "here", "what to know"), translated),
+                "### No counterpart",
+                _markdown((self.name, "what to know"), without),
             )
-            lines.append(f"| `{entry.theirs}` | {ours} | {note.replace('|', chr(92) + '|')} |")
-        return "\n".join(lines)
+        )
+
+
+def _code(keys: Sequence[str]) -> str:
+    return ", ".join(f"`{key}`" for key in keys)
+
+
+def _markdown(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in (head, *rows)]
+    return "\n".join((lines[0], "|" + "---|" * len(head), *lines[1:]))
 
 
 def same(theirs: str, ours: str, note: str = "", default: Any = UNSET, unit: str = "") -> KeyMapping:
-    """Return the entry of a key that has the same meaning under another name here."""
+    """Return the entry of a key that has the same meaning under another name in grpo_megatron.
+
+    theirs, ours: name of the key in the other system, and in grpo_megatron. The other arguments are fields of
+        KeyMapping.
+    """
     return KeyMapping(theirs, (ours,), note, None, default, unit)
 
 
@@ -175,24 +214,29 @@ def becomes(
     default: Any = UNSET,
     unit: str = "",
 ) -> KeyMapping:
-    """Return the entry of a key whose value has to be translated."""
+    """Return the entry of a key whose value is translated by `convert`.
+
+    theirs, ours: name of the key in the other system, and in grpo_megatron. The other arguments are fields of
+        KeyMapping.
+    """
     return KeyMapping(theirs, (ours,) if isinstance(ours, str) else ours, note, convert, default, unit)
 
 
 def dropped(theirs: str, why: str) -> KeyMapping:
-    """Return the entry of a key that has no counterpart here."""
+    """Return the entry of a key that has no counterpart in grpo_megatron. why: becomes the entry's note."""
     return KeyMapping(theirs, (), why)
 
 
 def trains(*entries: KeyMapping) -> tuple[KeyMapping, ...]:
-    """Return the entries with changes_training set, because these keys decide what is trained."""
+    """Return copies of the entries with changes_training set, because their keys decide what is trained."""
     return tuple(replace(entry, changes_training=True) for entry in entries)
 
 
 def choice(names: dict[str, Any], why: str = "there is no such choice here") -> Convert:
     """Return a converter that looks up the value in a table. For any other value it raises CannotCarry.
 
-    names: the other system's value, as text -> our value, or {our key: value} for several keys.
+    names: {the other system's value as text: value of grpo_megatron's key}. If the entry has several keys,
+        the table has {key: value} in place of a value.
     why: message for other values.
     """
 
@@ -205,7 +249,7 @@ def choice(names: dict[str, Any], why: str = "there is no such choice here") -> 
 
 
 def truth(value: Any) -> bool:
-    """Return the value, which may be a text such as "true", as a bool.
+    """Return a truth value, which may be a text such as "true", as a bool.
 
     Raises CannotCarry for anything that is neither true nor false.
     """
@@ -218,10 +262,10 @@ def truth(value: Any) -> bool:
 
 
 def only(expected: tuple[Any, ...], why: str) -> Convert:
-    """Return a converter for a key that has no counterpart here. It sets no key of ours.
+    """Return a converter for a key that has no counterpart in grpo_megatron. The converter sets no key.
 
-    It accepts the expected values, which ask for what is done here anyway. For any other value it raises
-    CannotCarry with the message `why`.
+    It accepts the expected values, which ask for what grpo_megatron does anyway. For any other value it
+    raises CannotCarry with the message `why`.
     """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
@@ -233,7 +277,7 @@ def only(expected: tuple[Any, ...], why: str) -> Convert:
 
 
 def elsewhere(value: Any, source: Source) -> dict[str, Any]:
-    """Set no key of ours: converter for a key that the converter of another key reads."""
+    """Return {}, so that no key is set. This is the converter of a key that another key's converter reads."""
     return {}
 
 
@@ -244,10 +288,10 @@ def flag(value: Any, source: Source) -> bool:
 def room_for(longest: Callable[[Source], int]) -> Convert:
     """Return a converter for the other system's switch for dynamic batch sizes.
 
-    Micro-batches are always packed by tokens here, whatever the switch says. The converter only raises
-    train.max_tokens_per_micro_batch if our default is smaller than the longest sequence.
+    grpo_megatron always packs micro-batches by tokens, whatever the switch says. The converter only raises
+    train.max_tokens_per_micro_batch if its default is smaller than the longest sequence.
 
-    longest: function that returns the longest sequence of the run, prompt and response, in tokens.
+    longest: function that returns the length of the run's longest sequence, prompt and response, in tokens.
     """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
@@ -269,10 +313,11 @@ def unless_null(ours: str) -> Convert:
 
 
 def only_where(applies: Callable[[Source], bool], ours: str, names: dict[str, Any] | None = None) -> Convert:
-    """Return a converter to `ours` for a key that has an effect only in some configurations.
+    """Return a converter to the key `ours` for a key that has an effect only in some configurations.
 
-    applies: whether the key has an effect in this one. Where it has none, and for null, nothing is written.
-    names: {the other system's value: ours} where they differ.
+    applies: function that returns whether the key has an effect in the imported configuration. If it has
+        none, or if its value is null, nothing is set.
+    names: {the other system's value: value of `ours`}, where these differ.
     """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
@@ -282,9 +327,9 @@ def only_where(applies: Callable[[Source], bool], ours: str, names: dict[str, An
 
 
 def every(ours: str) -> Convert:
-    """Return a converter for an interval in steps. "Never" is -1 in the other system and 0 here.
+    """Return a converter for an interval in steps. "Never" is -1 in the other system and 0 in grpo_megatron.
 
-    ours: our key for the interval.
+    ours: key of grpo_megatron for the interval.
     """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
@@ -294,13 +339,13 @@ def every(ours: str) -> Convert:
 
 
 def run_name(value: Any, source: Source) -> str:
-    """Return a run's name that can be the name of a single folder: slashes become dashes.
+    """Return a run's name as the name of a single folder: slashes become dashes.
 
-    Raises CannotCarry for an empty name, or one with a variable that is not known.
+    Raises CannotCarry for an empty name, or for a name with a variable that is not known.
     """
     name = str(value).strip().replace("/", "-")
     if "$" in name or value is None or name in ("", ".", "..", "???"):
-        raise CannotCarry("no name that is known here; give run.name=NAME")
+        raise CannotCarry("the name is not known here; set run.name=NAME")
     return name
 
 
@@ -309,9 +354,10 @@ def total_steps(value: Any, source: Source) -> dict[str, Any]:
 
 
 def epochs(steps: str) -> Convert:
-    """Return a converter for the number of epochs. It sets nothing, because a run is measured in steps here.
+    """Return a converter for the number of epochs. The converter sets no key.
 
-    It raises CannotCarry unless the settings also give the number of steps.
+    grpo_megatron measures a run in steps. So the converter raises CannotCarry unless the settings also give
+    the number of steps.
 
     steps: the other system's key for the number of steps.
     """
@@ -321,7 +367,7 @@ def epochs(steps: str) -> Convert:
         if isinstance(given, int) and given > 0:
             return {}
         raise CannotCarry(
-            "a run is measured in steps, and how many prompts the data has is not known here: give "
+            "the number of steps is not known here, because the number of prompts is not; set "
             "run.total_steps=(this many epochs * prompts / data.train_batch_size)"
         )
 

@@ -1,4 +1,4 @@
-"""Recognition of launch files of systems whose settings cannot be imported, to tell the user so by name."""
+"""Recognition of files of systems that cannot be imported, so that a message can name the system."""
 
 import re
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ _IMPORTED = re.compile(
     r"actor_rollout_ref\.|^actor_rollout_ref:|\bverl\.(trainer|recipe|experimental)\b|\brlinf\b|^runner:",
     re.M,
 )
-# Number of marks needed to name a system. A single one may occur in another system's file by chance.
+# Number of marks needed to name a system. A single mark may occur in another system's file by chance.
 _ENOUGH = 2
 
 
@@ -16,14 +16,14 @@ _ENOUGH = 2
 class Other:
     """A system that is recognised but cannot be imported.
 
-    marks: regular expressions. Each matches one thing that is typical of the system's files.
+    marks: regular expressions. Each of them matches something that is typical of the system's files.
     """
 
     name: str
     marks: tuple[str, ...]
 
     def found_in(self, text: str) -> list[str]:
-        """Return the first match of each mark in the text. Marks without a match are left out."""
+        """Return the text that each mark matches first. Marks without a match are left out."""
         matches = (re.search(mark, text, re.M) for mark in self.marks)
         return [match[0].strip() for match in matches if match]
 
@@ -33,7 +33,7 @@ def _flags(*names: str) -> tuple[str, ...]:
 
 
 def _either(*names: str) -> tuple[str, ...]:
-    """Return marks for keys that are either flags of a command or keys of a YAML file."""
+    """Return a mark for each text of `names`: it matches a command's flag or a YAML key of this name."""
     return tuple(rf"(?:--|^\s*)(?:{name})(?=[\s:=]|$)" for name in names)
 
 
@@ -147,7 +147,7 @@ OTHERS = (
 
 
 def refusal(text: str) -> str | None:
-    """Return a message if this is a launch file of a known system that cannot be imported, otherwise None."""
+    """Return an error message if the text is a launch file of a system that cannot be imported; else None."""
     if _IMPORTED.search(text):
         return None
     found = {other.name: other.found_in(text) for other in OTHERS}
@@ -155,7 +155,7 @@ def refusal(text: str) -> str | None:
     if len(found[name]) < _ENOUGH:
         return None
     return (
-        f"this is a file of {name} ({', '.join(found[name][:3])}), and only launch files of verl and RLinf "
-        "can be imported. docs/config.md has every key with its meaning, and docs/recipes.md whole "
-        "configurations to start from"
+        f"this is a file of {name} ({', '.join(found[name][:3])}), but only launch files of verl and RLinf "
+        "can be imported; start from a configuration in docs/recipes.md, and see docs/config.md for all "
+        "keys"
     )

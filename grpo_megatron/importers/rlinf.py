@@ -1,4 +1,4 @@
-"""Mapping of RLinf's keys to ours: run, data and rollout, and the complete mapping RLINF.
+"""Mapping of RLinf's keys to those of grpo_megatron: run, data, rollout, and the whole mapping RLINF.
 
 RLinf's settings are the YAML of one of its reasoning tasks.
 """
@@ -55,7 +55,9 @@ def _engine_experts(value: Any, source: Source) -> dict[str, Any]:
 def _resume(value: Any, source: Source) -> dict[str, Any]:
     if value is None:
         return {}
-    raise CannotCarry("their checkpoints are not ours: start from the model's HF form (model.path)")
+    raise CannotCarry(
+        "RLinf's checkpoints cannot be resumed here; set model.path to the model in Hugging Face format"
+    )
 
 
 def _response_length(value: Any, source: Source) -> int:
@@ -64,7 +66,7 @@ def _response_length(value: Any, source: Source) -> int:
 
 def _dynamic_tokens(value: Any, source: Source) -> dict[str, Any]:
     if not truth(source["runner.enable_dynamic_batch_size"]):
-        raise CannotCarry("means nothing to RLinf without runner.enable_dynamic_batch_size")
+        raise CannotCarry("RLinf ignores this without runner.enable_dynamic_batch_size")
     return {"train.max_tokens_per_micro_batch": max(int(value), int(source.number("runner.seq_length")))}
 
 
@@ -79,12 +81,12 @@ RUN = (
         "runner.enable_dynamic_batch_size",
         "train.max_tokens_per_micro_batch",
         room_for(lambda source: source.number("runner.seq_length")),
-        "micro-batches are always packed by tokens here, at least as many as the longest sequence has",
+        "micro-batches are always packed by tokens; the limit is at least the longest sequence",
         default=False,
     ),
     becomes("runner.max_tokens_per_mbs", "train.max_tokens_per_micro_batch", _dynamic_tokens),
     *trains(
-        becomes("runner.max_steps", "run.total_steps", total_steps, "-1 there: by max_epochs"),
+        becomes("runner.max_steps", "run.total_steps", total_steps, "-1: max_epochs decides"),
         becomes(
             "runner.max_epochs", "run.total_steps", epochs("runner.max_steps"), "read unless max_steps is set"
         ),
@@ -114,6 +116,7 @@ RUN = (
         "data.filter_prompt_by_length",
         "data.overlong_prompts",
         lambda value, source: "skip" if truth(value) else "error",
+        "true: skip",
         default=False,
     ),
     same("data.prompt_key", "data.prompt_key"),
@@ -129,7 +132,7 @@ RUN = (
         becomes(
             "rollout.custom_chat_template",
             "data.chat_template",
-            only((None,), "write it to a file and give data.chat_template=FILE"),
+            only((None,), "write it to a file and set data.chat_template=FILE"),
             "only null",
         ),
     ),
@@ -148,6 +151,7 @@ RUN = (
         "rollout.recompute_logprobs",
         "train.old_logprobs",
         lambda value, source: "recompute" if truth(value) else "rollout",
+        "false: the engine's log-probs are the old policy's",
     ),
     becomes(
         "rollout.model.precision",
@@ -189,13 +193,13 @@ def _refusal(source: Source, settings: Settings) -> str | None:
     if task in (None, "reasoning", "math"):
         return None
     return (
-        f"runner.task_type={task}: only RLinf's reasoning tasks are imported, runs that train a "
-        "language model on text with RL"
+        f"runner.task_type={task}: only RLinf's reasoning tasks can be imported (reinforcement learning of "
+        "a language model on text)"
     )
 
 
 def _findings(source: Source, settings: Settings) -> list[Finding]:
-    """Return differences in what is trained that the entries of single keys do not report.
+    """Return the differences in what an RLinf run trains that the entries of single keys do not report.
 
     Examples are a base configuration that was not read, and a missing reward.
     """
@@ -203,7 +207,7 @@ def _findings(source: Source, settings: Settings) -> list[Finding]:
     for key in ("rollout.model.model_type", f"{MODEL}.model_type"):
         value = settings.values.get(key)
         if isinstance(value, str) and re.search(r"(?i)(?<![a-z])(vl|vla|vlm|omni)(?![a-z])", value):
-            found.append(Finding(f"{key}={value}: a model for images; only text is trained here"))
+            found.append(Finding(f"{key}={value}: this is a model for images, but only text is trained here"))
     bases = settings.values.get("defaults")
     for base in bases if isinstance(bases, list) else []:
         name = str(base)
@@ -214,15 +218,17 @@ def _findings(source: Source, settings: Settings) -> list[Finding]:
         if not re.match(r"override hydra/|_self_|.*(hybrid_engines|training_backend)/", name):
             found.append(
                 Finding(
-                    f"defaults: {name}: a base configuration that was not read; put its settings into the "
-                    "file"
+                    f"defaults: {name}: this base configuration was not read; put its settings into the file"
                 )
             )
     if "reward.reward_type" not in settings.values:
-        found.append(Finding("reward: none is named; give reward.function", ("reward.function",)))
+        found.append(Finding("reward: none is given; set reward.function", ("reward.function",)))
     if not {"runner.max_epochs", "runner.max_steps"} & settings.values.keys():
         found.append(
-            Finding("run.total_steps: how long the run is, is not said; give it", ("run.total_steps",))
+            Finding(
+                "run.total_steps: the file does not say how long the run is; set run.total_steps",
+                ("run.total_steps",),
+            )
         )
     return found
 

@@ -1,4 +1,4 @@
-"""Mapping of RLinf's keys to ours: the actor, which is the trainer's model, layout and optimizer."""
+"""Mapping of RLinf's keys to those of grpo_megatron: the trainer's model, layout and optimizer."""
 
 from typing import Any
 
@@ -33,13 +33,13 @@ def _sequence_parallel(value: Any, source: Source) -> bool:
 
 
 def _model_of_the_actor(value: Any, source: Source) -> dict[str, Any]:
-    """Return model.path from the actor's model folder.
+    """Return {"model.path": the actor's model folder}.
 
-    Raises CannotCarry if the rollout names another model, because one model serves both here.
+    Raises CannotCarry if the rollout has another model, because grpo_megatron has one model for both.
     """
     named = source["rollout.model.model_path"] or source["rollout.model_dir"]
     if named not in (None, value):
-        raise CannotCarry(f"the rollout has another one ({named}), and one model serves both here")
+        raise CannotCarry(f"the rollout uses a different model ({named}), but here both use the same one")
     return {"model.path": value} if value is not None else {}
 
 
@@ -59,13 +59,13 @@ def _global_batch(value: Any, source: Source) -> int:
     group = source.number("algorithm.group_size")
     if int(value) % group:
         raise CannotCarry(
-            f"is no multiple of algorithm.group_size={group}, and a mini-batch holds whole groups here"
+            f"is not a multiple of algorithm.group_size={group}, but a mini-batch contains whole groups here"
         )
     return int(value) // group
 
 
 def _unless_constant(ours: str) -> Convert:
-    """Return a converter to `ours` for a key that has no effect with a constant learning rate."""
+    """Return a converter to the key `ours` for a key that has no effect with a constant learning rate."""
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
         constant = source["actor.lr_sched.lr_decay_style"] in (None, "constant")
@@ -77,7 +77,7 @@ def _unless_constant(ours: str) -> Convert:
 def _warmup_fraction(value: Any, source: Source) -> dict[str, Any]:
     if value in (None, 0):
         return {}
-    raise CannotCarry("a share of a schedule's length: give optimizer.lr_warmup_steps")
+    raise CannotCarry("this is a share of the schedule's length; set optimizer.lr_warmup_steps")
 
 
 ACTOR = (
@@ -150,8 +150,8 @@ ACTOR = (
         same("actor.optim.clip_grad", "optimizer.clip_grad"),
     ),
     becomes("actor.optim.use_distributed_optimizer", "megatron.distributed_optimizer", flag),
-    becomes("actor.optim.overlap_grad_reduce", "megatron.overlap", flag, "with the gathering of parameters"),
-    becomes("actor.optim.overlap_param_gather", "megatron.overlap", flag, "with the reduction of gradients"),
+    becomes("actor.optim.overlap_grad_reduce", "megatron.overlap", flag, "one switch for both"),
+    becomes("actor.optim.overlap_param_gather", "megatron.overlap", flag, "one switch for both"),
     becomes("actor.optim.optimizer_cpu_offload", "optimizer.offload", flag),
     dropped("actor.optim.overlap_*", "see megatron.overlap"),
     dropped("actor.optim.optimizer_enable_pin", "see optimizer.offload"),

@@ -1,4 +1,4 @@
-"""Mapping of RLinf's keys to ours: algorithm and reward."""
+"""Mapping of RLinf's keys to those of grpo_megatron: algorithm and reward."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ LOSSES = dict.fromkeys(("actor", "grpo", "ppo", "math_ppo_actor"), CLIPPED) | {
 }
 AGGREGATION = {name: name for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
 MODEL = "actor.model"
-_ADAPTER = "adapters are not carried over: give megatron.lora.* by hand, or all weights are trained"
+_ADAPTER = "adapters are not carried over; set megatron.lora.* by hand, or all weights are trained"
 
 
 def _estimator(value: Any, source: Source) -> str:
@@ -70,8 +70,8 @@ def _entropy(value: Any, source: Source) -> float:
 def _token_scale(value: Any, source: Source) -> dict[str, Any]:
     if truth(value) and source["algorithm.loss_agg_func"] != "token-mean":
         raise CannotCarry(
-            "a weight of micro-batches by their tokens; only with token-mean is "
-            "that a mean over the whole step"
+            "this weights micro-batches by their tokens, which equals a mean over the whole step only with "
+            "token-mean"
         )
     return {}
 
@@ -100,14 +100,14 @@ def _correction(value: Any, source: Source) -> dict[str, Any]:
 
 def _micro_batch(value: Any, source: Source) -> dict[str, Any]:
     if truth(source["runner.enable_dynamic_batch_size"]):
-        raise CannotCarry("means nothing to RLinf with runner.enable_dynamic_batch_size")
+        raise CannotCarry("RLinf ignores this with runner.enable_dynamic_batch_size")
     return {"train.max_tokens_per_micro_batch": int(value) * source.number("runner.seq_length")}
 
 
 def _scale(value: Any, source: Source) -> dict[str, Any]:
     if value not in (None, 1) and source["algorithm.adv_type"] not in ("grpo", "math_grpo"):
         raise CannotCarry(
-            "only where advantages are divided by the group's standard deviation does a scale change nothing"
+            "a scale has no effect only where advantages are divided by the group's standard deviation"
         )
     return {}
 
@@ -140,7 +140,7 @@ ALGORITHM = trains(
         "algorithm.kl_beta",
         ("algorithm.use_kl_loss", "algorithm.kl_loss_coef"),
         _kl_in_loss,
-        "0 is use_kl_loss=false; its documentation speaks of the reward, its actors add it to the loss",
+        "0: use_kl_loss=false; RLinf documents it as a weight in the reward, but adds it to the loss",
         default=0.0,
     ),
     becomes(
@@ -153,9 +153,8 @@ ALGORITHM = trains(
         "algorithm.kl_penalty_type",
         ("algorithm.kl_loss_type", "algorithm.kl_penalty"),
         _kl_type,
-        "the same names; k3 is limited to 10 there, here only the log-ratio to 20; the "
-        "FSDP actor swaps policy and reference in the loss, so that k1 has the other sign "
-        "and k3 is another function: see above",
+        "the same names; RLinf limits k3 to 10, here only the log-ratio is limited, to 20; RLinf's FSDP "
+        "actor swaps policy and reference in the loss, which changes k1 and k3",
     ),
     same("algorithm.kl_penalty", "algorithm.kl_loss_type", "the older name of kl_penalty_type"),
     becomes(
@@ -188,36 +187,35 @@ ALGORITHM = trains(
         "algorithm.entropy_bonus",
         "algorithm.entropy_coeff",
         _entropy,
-        "without calculate_entropy it has no effect there",
+        "no effect in RLinf without calculate_entropy",
         default=0.0,
     ),
     becomes(
         "algorithm.normalize_advantages",
         "algorithm.adv_whiten",
         _whiten,
-        "beside the group's own normalisation, in both; reinpp whitens anyway",
+        "after the group's own normalisation, in both; reinpp always whitens",
         default=False,
     ),
     same(
         "algorithm.early_stop_imp_ratio",
         "algorithm.early_stop_imp_ratio",
-        "drops the whole optimizer step here, there the loss of a micro-batch",
+        "drops the whole optimizer step, in RLinf the loss of a micro-batch",
         default=5.0,
     ),
     becomes(
         "algorithm.use_valid_token_scale",
         ("algorithm.loss_agg_mode",),
         _token_scale,
-        "its documentation speaks of advantages divided by the token count, its actors turn the mean of "
-        "each micro-batch into the mean over the step, which token-mean always is here; "
-        "algorithm.use_valid_token_scale is the former, literally, and stays false",
+        "asks for the mean over the whole step, which token-mean always is here; "
+        "algorithm.use_valid_token_scale is something else and stays false",
         default=False,
     ),
     becomes(
         "algorithm.importance_sampling_fix",
         ("mismatch.correction", "mismatch.ratio_high"),
         _correction,
-        "tis; the importance_sampling_clip of its first versions was a lower limit of the ratio",
+        "true: tis; in RLinf's first versions, importance_sampling_clip was a lower limit of the ratio",
         default=False,
     ),
     becomes("algorithm.importance_sampling_clip", (), elsewhere, "read with importance_sampling_fix"),
@@ -251,7 +249,7 @@ MEMORY = (
     ),
     dropped(
         "*micro_batch_size*",
-        "one partition into micro-batches serves every pass over a step (train.max_tokens_per_micro_batch)",
+        "all passes of a step use one partition into micro-batches: train.max_tokens_per_micro_batch",
     ),
     dropped(
         "algorithm.*batch_size_per_gpu",
@@ -269,14 +267,14 @@ PENALTIES = trains(
     dropped("algorithm.*_length", "see reward.overlong_buffer"),
     dropped(
         "algorithm.max_resample",
-        "give rollout.dynamic_sampling by hand: new prompts for the groups that algorithm.filters drop",
+        "set rollout.dynamic_sampling by hand: new prompts for the groups that algorithm.filters drop",
     ),
     becomes(
         "algorithm.max_num_gen_batches",
         "rollout.dynamic_sampling.max_batches",
         only(
             (1, None),
-            "give rollout.dynamic_sampling by hand: new prompts for the groups that algorithm.filters drop",
+            "set rollout.dynamic_sampling by hand: new prompts for the groups that algorithm.filters drop",
         ),
         "only 1",
     ),
@@ -300,11 +298,9 @@ PENALTIES = trains(
     dropped("algorithm.*", "no such part of the algorithm here"),
     dropped(
         "agentloop.*",
-        "tools and turns are a Python class of yours here: write one and set rollout.environment",
+        "write an environment and set rollout.environment",
     ),
-    dropped(
-        "tools.*", "tools are functions here: set rollout.environment=tools, and name yours in rollout.tools"
-    ),
+    dropped("tools.*", "set rollout.environment=tools, and name your functions in rollout.tools"),
     becomes(
         "reward.use_reward_model",
         "reward.function",
@@ -315,14 +311,13 @@ PENALTIES = trains(
         "reward.reward_type",
         "reward.function",
         _reward,
-        "math: math (right is 1 and wrong 0 here, reward_scale and minus reward_scale "
-        "there); others: a function of yours",
+        "math: math (1 and 0, in RLinf reward_scale and minus reward_scale); others: a function of yours",
     ),
     becomes(
         "reward.reward_scale",
         (),
         _scale,
-        "changes nothing with algorithm.norm_adv_by_std_in_grpo, which adv_type grpo has",
+        "changes nothing with adv_type grpo, which divides by the standard deviation",
     ),
     becomes(
         "data.apply_chat_template",
@@ -335,12 +330,12 @@ PENALTIES = trains(
         f"{MODEL}.is_lora",
         "megatron.lora.rank",
         only((False, None), _ADAPTER),
-        "true: give megatron.lora.* by hand",
+        "only false; else set megatron.lora.* by hand",
     ),
     becomes(
         "actor.model.lora_rank",
         "megatron.lora.rank",
         only((0, None), _ADAPTER),
-        "other than 0: give it by hand",
+        "only 0; else set megatron.lora.* by hand",
     ),
 )

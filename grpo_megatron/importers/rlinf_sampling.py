@@ -1,4 +1,4 @@
-"""Mapping of RLinf's keys to ours: sampling of training responses."""
+"""Mapping of RLinf's keys to those of grpo_megatron: sampling of training responses."""
 
 from typing import Any
 
@@ -25,17 +25,17 @@ def _sampled(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _off_is(neutral: Any) -> Convert:
-    """Return a converter for a filter of sampled tokens, such as top-p, that must be off.
+    """Return a converter for a filter of sampled tokens, such as top-p, that must be switched off.
 
-    With any other value, tokens would be sampled from another distribution than the log-probs belong to.
+    With the filter, tokens would be sampled from another distribution than the one of the log-probs.
 
-    neutral: the only accepted value, which switches the filter off.
+    neutral: the value that switches the filter off. For any other value the converter raises CannotCarry.
     """
 
     def convert(value: Any, source: Source) -> Any:
         if value is not None and value != neutral:
             raise CannotCarry(
-                f"{value}: log-probs would be of another distribution than the one sampled from"
+                f"{value}: log-probs would not be those of the distribution that is sampled from"
             )
         return neutral
 
@@ -68,7 +68,7 @@ SAMPLING = trains(
     becomes(
         "algorithm.sampling_params.repetition_penalty",
         (),
-        only((1, 1.0), "would be another distribution"),
+        only((1, 1.0), "this would change the distribution that is sampled from"),
         "only 1",
     ),
     becomes(

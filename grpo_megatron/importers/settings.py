@@ -6,19 +6,19 @@ from typing import Any
 
 @dataclass
 class Settings:
-    """The settings of another system, and the parts of its file that could not be read."""
+    """Settings read from a file of verl or RLinf, and the parts of the file that could not be read."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    """Dotted key -> value. A value that is not known is text with a $ in it, such as `$N` or `$<8 or 16>`."""
+    """{dotted key: value}. A value that is not known is a text with a $, such as `$N` or `$<8 or 16>`."""
     undecided: dict[str, str] = field(default_factory=dict)
-    """Key of `values` whose value is not certain -> text that says what it depends on."""
+    """{key of `values` whose value is not certain: text that says what it depends on}."""
     unread: list[str] = field(default_factory=list)
-    """Words of a launch script that may be settings or change some, each with an explanation."""
+    """Words of a launch script that may be settings or change settings, each with an explanation."""
     notes: list[str] = field(default_factory=list)
-    """What the launch script takes from its caller or machine, such as "$@". Often there is nothing."""
+    """What the launch script takes from its caller or machine, such as "$@", as one line of text each."""
     lost: list[str] = field(default_factory=list)
     """Settings that occur in the launch script but are passed to no command."""
     program: str | None = None
     """Python module, .py file or .sh file that is launched; None for YAML."""
     base: dict[str, str] = field(default_factory=dict)
-    """Values of --config-name, --config-path and --config-dir, under the keys name, path and dir."""
+    """Values of --config-name, --config-path and --config-dir, under the keys `name`, `path` and `dir`."""

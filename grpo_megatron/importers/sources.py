@@ -1,4 +1,4 @@
-"""Reader of another system's configuration: a launch script, Hydra's overrides.yaml, or YAML.
+"""Reader of a configuration of verl or RLinf: a launch script, Hydra's overrides.yaml, or YAML.
 
 The YAML may be a configuration file, or what a launch command prints with --cfg job.
 """
@@ -27,14 +27,14 @@ _KEEP_UNREAD = re.compile(r"\$\{oc\.env:")
 def read_settings(
     text: str, launch: int | None = None, is_yaml: bool = False, environment: dict[str, str] | None = None
 ) -> Settings:
-    """Read another system's settings from the text of a launch script or a YAML file, whichever it is.
+    """Return the settings in the text of a launch script or of a YAML file.
 
     launch: number of the script's launch command to import, counted from 1. None: all of them must be equal.
     is_yaml: True to accept nothing but YAML.
     environment: variables that are set when the script starts.
 
-    Raises UserError if the text is neither, or if several launch commands differ and `launch` is None. Raises
-    UserError also if it is a file of a system that cannot be imported.
+    Raises UserError if the text is neither a launch script nor YAML, or if several launch commands differ and
+    `launch` is None. Raises UserError also for a file of a system that cannot be imported.
     """
     if problem := others.refusal(text):
         raise UserError(problem)
@@ -43,7 +43,7 @@ def read_settings(
     except (yaml.YAMLError, RecursionError) as error:
         if is_yaml:
             raise UserError(
-                f"this is no valid YAML: {' '.join(str(error).split()) or 'nested too deeply'}"
+                f"this is not valid YAML: {' '.join(str(error).split()) or 'nested too deeply'}"
             ) from error
         tree = None
     if isinstance(tree, list) and tree and all(map(is_argument, tree)):
@@ -56,13 +56,14 @@ def read_settings(
 
 
 def read_hydra_folder(folder: Path) -> Settings:
-    """Read the settings that Hydra has written into the output folder of a run, or into its folder .hydra.
+    """Return the settings that Hydra has written into the output folder of a run, or into its folder .hydra.
 
-    Raises UserError if it has no overrides.yaml. Raises OSError or UnicodeDecodeError if that cannot be read.
+    Raises UserError if the folder has no overrides.yaml. Raises OSError or UnicodeDecodeError if that file
+    cannot be read.
     """
     found = next((one for one in (folder, folder / ".hydra") if (one / "overrides.yaml").is_file()), None)
     if found is None:
-        raise UserError("it cannot be read: a folder without .hydra/overrides.yaml")
+        raise UserError("the folder contains no .hydra/overrides.yaml; give the output folder of a Hydra run")
     settings = read_settings((found / "overrides.yaml").read_text(encoding="utf-8"), is_yaml=True)
     if (found / "hydra.yaml").is_file():
         run = read_settings((found / "hydra.yaml").read_text(encoding="utf-8"), is_yaml=True).values
@@ -98,9 +99,9 @@ def _flat(tree: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _resolved(tree: dict) -> dict:
-    """Return the tree with its ${references} replaced by what they refer to.
+    """Return the tree of a YAML file with its ${references} replaced by the values that they refer to.
 
-    References that cannot be resolved, and those to environment variables, stay as they are.
+    References that cannot be resolved stay as they are. So do references to environment variables.
     """
     with _arithmetic():
         config = OmegaConf.create(tree)
@@ -127,7 +128,7 @@ def _resolve_node(config, raw: Any, path: tuple) -> Any:
 def _arithmetic() -> Iterator[None]:
     """Register OmegaConf resolvers that RLinf's files use, such as ${multiply:a,b}.
 
-    OmegaConf's registry is global, so they are removed when the `with` block ends.
+    OmegaConf's registry is global, so the resolvers are removed when the `with` block ends.
     """
     resolvers = {
         "add": lambda *numbers: sum(numbers),

@@ -1,4 +1,4 @@
-"""Conversion of the other system's values to the types that our keys have in the configuration schema."""
+"""Conversion of imported values to the types that grpo_megatron's keys have in the schema."""
 
 import math
 from typing import Annotated, Any, get_args, get_origin
@@ -11,7 +11,7 @@ _FIELDS = known_keys()
 
 
 def typed(key: str, value: Any) -> Any:
-    """Return the value in the type of our key, such as 1 for "1" if the key is an int.
+    """Return an imported value in the type of a key of grpo_megatron, such as 1 for "1" if the key is an int.
 
     Raises CannotCarry, with a message that names the type, if the value cannot be converted.
     """
@@ -19,7 +19,7 @@ def typed(key: str, value: Any) -> Any:
     try:
         return _as(field.annotation, value)
     except CannotCarry as error:
-        raise CannotCarry(f"{key} is {type_name(field)}, and {error}") from None
+        raise CannotCarry(f"{key}: expected {type_name(field)}, but {error}") from None
 
 
 def takes_text(key: str) -> bool:
@@ -37,18 +37,18 @@ def _as(kind: Any, value: Any) -> Any:
     if kind is Any:
         return _files(value)
     if value is None:
-        raise CannotCarry("this is null")
+        raise CannotCarry("the value is null")
     if get_origin(kind) is dict:
         if not isinstance(value, dict):
-            raise CannotCarry(f"{value!r} is none")
+            raise CannotCarry(f"the value is {value!r}")
         return as_words(value)
     if get_origin(kind) is list:
         if not isinstance(value, list):
-            raise CannotCarry(f"{value!r} is none")
+            raise CannotCarry(f"the value is {value!r}")
         return [_as(get_args(kind)[0], one) for one in value]
     if choices := choices_of(kind):
         if str(value) not in choices:
-            raise CannotCarry(f"{value!r} is none of them")
+            raise CannotCarry(f"the value is {value!r}")
         return str(value)
     if kind is bool:
         return truth(value)
@@ -59,10 +59,10 @@ def _as(kind: Any, value: Any) -> Any:
 
 def _text(value: Any) -> str:
     if isinstance(value, (list, dict, bool)):
-        raise CannotCarry(f"{value!r} is none")
+        raise CannotCarry(f"the value is {value!r}")
     text = as_words(str(value))
     if text == "???" or "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-        raise CannotCarry(f"{value!r} is no text of a configuration")
+        raise CannotCarry(f"{value!r} cannot be a text in a configuration")
     return text
 
 
@@ -75,9 +75,9 @@ def _files(value: Any) -> Any:
 def _number(value: Any, kind: type) -> float | int:
     number = plain(value)
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
-        raise CannotCarry(f"{value!r} is none")
+        raise CannotCarry(f"the value is {value!r}")
     if kind is int:
         if number != int(number):
-            raise CannotCarry(f"{value!r} is none")
+            raise CannotCarry(f"the value is {value!r}")
         return int(number)
     return number

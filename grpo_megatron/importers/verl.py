@@ -1,4 +1,4 @@
-"""Mapping of verl's keys to ours: algorithm, loss and batch sizes, and the complete mapping VERL.
+"""Mapping of verl's keys to those of grpo_megatron: algorithm, loss, batch sizes, and the whole mapping VERL.
 
 verl's settings are the arguments of `python3 -m verl.trainer.main_ppo key=value ...`.
 """
@@ -59,7 +59,7 @@ def _longest(source: Source) -> int:
 
 def _dynamic_tokens(value: Any, source: Source) -> dict[str, Any]:
     if not truth(source[f"{ACTOR}.use_dynamic_bsz"]):
-        raise CannotCarry(f"means nothing to verl without {ACTOR}.use_dynamic_bsz")
+        raise CannotCarry(f"verl ignores this without {ACTOR}.use_dynamic_bsz")
     # With CP, verl's limit may be shorter than a sequence, because it spreads the sequence over the ranks.
     return {"train.max_tokens_per_micro_batch": max(int(value), _longest(source))}
 
@@ -68,17 +68,18 @@ def _micro_batch(value: Any, source: Source) -> dict[str, Any]:
     if value is None:
         return {}
     if truth(source[f"{ACTOR}.use_dynamic_bsz"]):
-        raise CannotCarry(f"means nothing to verl with {ACTOR}.use_dynamic_bsz")
+        raise CannotCarry(f"verl ignores this with {ACTOR}.use_dynamic_bsz")
     return {"train.max_tokens_per_micro_batch": int(value) * _longest(source)}
 
 
 def _discounting(estimators: tuple[str, ...], why: str):
-    """Return a converter for gamma or lam. It sets nothing, because advantages are not discounted here.
+    """Return a converter for verl's gamma or lam. The converter sets no key.
 
-    It raises CannotCarry for a value other than 1 if the run's estimator reads the key.
+    grpo_megatron does not discount advantages. So the converter raises CannotCarry for a value other than 1
+    if the run's advantage estimator reads the key.
 
-    estimators: verl's estimators that read the key.
-    why: message for CannotCarry.
+    estimators: verl's advantage estimators that read the key.
+    why: message of CannotCarry.
     """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
@@ -99,20 +100,21 @@ def _filter_groups(value: Any, source: Source) -> dict[str, Any]:
 
 def _group_metric(value: Any, source: Source) -> dict[str, Any]:
     if value is not None and truth(source["algorithm.filter_groups.enable"]):
-        raise CannotCarry("the reward that is trained with is what a group is judged by here")
+        raise CannotCarry("here groups are always filtered by the reward that is trained with")
     return {}
 
 
 def _of_other_losses(value: Any, source: Source) -> dict[str, Any]:
     if _loss_mode(source) not in LOSS_MODES:
-        raise CannotCarry("belongs to a policy loss that is not here")
+        raise CannotCarry("this belongs to a policy loss that does not exist here")
     return {}
 
 
 def _generated_batches(value: Any, source: Source) -> dict[str, Any]:
-    """Return the limit on generated batches per step. verl's 0, no limit, becomes 10000.
+    """Return {"rollout.dynamic_sampling.max_batches": limit on generated batches per step}.
 
-    Without filter_groups verl does not read the key, and nothing is returned.
+    verl's 0, which means no limit, becomes 10000. Without filter_groups verl does not read the key, and the
+    result is empty.
     """
     if not truth(source["algorithm.filter_groups.enable"]):
         return {}
@@ -120,9 +122,9 @@ def _generated_batches(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _loss_mode(source: Source) -> str:
-    """Return verl's name of the policy loss that a run uses.
+    """Return verl's name of the policy loss that a run uses, such as `vanilla`.
 
-    In bypass mode verl overwrites loss_mode with that mode's own loss_type.
+    In bypass mode verl replaces loss_mode by the mode's own loss_type.
     """
     if not bypasses(source):
         return str(source[f"{ACTOR}.policy_loss.loss_mode"])
@@ -139,7 +141,8 @@ def _aggregation(value: Any, source: Source) -> Any:
         return ours
     if truth(source[f"{ACTOR}.use_kl_loss"]) or source.number(f"{ACTOR}.entropy_coeff"):
         raise CannotCarry(
-            "verl's gspo takes seq-mean-token-mean and this one for KL and entropy; here one serves all three"
+            "verl's gspo uses seq-mean-token-mean, and this mode only for KL and entropy; here one mode "
+            "applies to all three"
         )
     return {}
 
@@ -149,16 +152,13 @@ def _scale_factor(value: Any, source: Source) -> dict[str, Any]:
         return {}
     if source.number(f"{ACTOR}.loss_scale_factor") != source.number("data.max_response_length"):
         raise CannotCarry(
-            "seq-mean-token-sum-norm divides by rollout.max_response_length here; the "
-            "whole gradient has another scale"
+            "seq-mean-token-sum-norm divides by rollout.max_response_length here; the whole gradient has a "
+            "different scale"
         )
     return {}
 
 
-_PER_GPU = (
-    "this limit on padded rectangles becomes a limit on packed tokens; what a micro-batch holds "
-    "does not change the loss here"
-)
+_PER_GPU = "a limit on padded sequences becomes one on packed tokens"
 
 ALGORITHM = (
     becomes(
@@ -192,25 +192,25 @@ ALGORITHM = (
         "algorithm.filter_groups.enable",
         ("algorithm.filters", "rollout.dynamic_sampling.enabled"),
         _filter_groups,
-        "true: nonzero_variance, of the reward that is trained with, and new prompts for the groups that go",
+        "true: the filter nonzero_variance of the training reward, and new prompts for dropped groups",
     ),
     becomes(
         "algorithm.filter_groups.max_num_gen_batches",
         "rollout.dynamic_sampling.max_batches",
         _generated_batches,
-        "0, as many as it takes, is 10000 here",
+        "0 (no limit) becomes 10000",
     ),
     becomes(
         "algorithm.filter_groups.metric",
         (),
         _group_metric,
-        "the reward that is trained with is what a group is judged by; read only with filter_groups.enable",
+        "groups are judged by the training reward; read only with filter_groups.enable",
     ),
     becomes(
         "algorithm.filter_groups.max_inflight_gen_batches",
         (),
         elsewhere,
-        "how many groups are in flight is rollout.dynamic_sampling.over_sampling here",
+        "see rollout.dynamic_sampling.over_sampling",
     ),
     becomes(
         "algorithm.use_pf_ppo",
@@ -227,8 +227,8 @@ LOSS = (
         f"{ACTOR}.clip_ratio",
         ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high"),
         _clip,
-        "the files verl ships set clip_ratio_low and clip_ratio_high to 0.2 themselves, and those win: set "
-        "alone, clip_ratio may have had no effect there",
+        "verl's own files set clip_ratio_low and clip_ratio_high to 0.2, which win; clip_ratio alone may "
+        "have had no effect there",
     ),
     same(f"{ACTOR}.clip_ratio_low", "algorithm.clip_ratio_low", default=0.2),
     same(f"{ACTOR}.clip_ratio_high", "algorithm.clip_ratio_high", default=0.2),
@@ -243,18 +243,17 @@ LOSS = (
         f"{ACTOR}.policy_loss.loss_mode",
         ("algorithm.surrogate", "algorithm.ratio_level", "algorithm.loss_agg_mode"),
         _loss,
-        "vanilla: clip of the token's ratio; gspo: clip of the sequence's, with "
-        "seq-mean-token-mean whatever loss_agg_mode says; cispo; gpg: reinforce; bypass_mode puts "
-        "its own loss_type in its place",
+        "vanilla: clip of the token's ratio; gspo: clip of the sequence's, always with seq-mean-token-mean; "
+        "cispo; gpg: reinforce; in bypass_mode, loss_type decides",
         default="vanilla",
     ),
     becomes(
         f"{ACTOR}.loss_agg_mode",
         "algorithm.loss_agg_mode",
         _aggregation,
-        "the mean is over the whole optimizer step here, never over a micro-batch or a rank; "
-        "gspo does not read it; before February 2026 verl's seq-mean-token-sum-norm was not "
-        "divided by the number of trajectories",
+        "the mean is over the whole optimizer step here, never over a micro-batch or a rank; gspo does not "
+        "read it; before February 2026, verl's seq-mean-token-sum-norm did not divide by the number of "
+        "trajectories",
         default="token-mean",
     ),
     becomes(f"{ACTOR}.use_kl_loss", "algorithm.use_kl_loss", flag, default=False),
@@ -262,7 +261,7 @@ LOSS = (
     same(
         f"{ACTOR}.kl_loss_type",
         "algorithm.kl_loss_type",
-        "the same names; full is computed here (the exact KL over the vocabulary)",
+        "the same names; verl lists full but does not compute it",
         default="low_var_kl",
     ),
     same(f"{ACTOR}.entropy_coeff", "algorithm.entropy_coeff", default=0),
@@ -278,8 +277,8 @@ LOSS = (
         f"{ACTOR}.loss_scale_factor",
         (),
         _scale_factor,
-        "seq-mean-token-sum-norm divides by rollout.max_response_length here; not set, verl divides by the "
-        "width of the padded response tensor",
+        "seq-mean-token-sum-norm divides by rollout.max_response_length here; verl's default is the width of "
+        "the padded response tensor",
     ),
 )
 
@@ -299,7 +298,7 @@ BATCH = (
         f"{ACTOR}.use_dynamic_bsz",
         "train.max_tokens_per_micro_batch",
         room_for(_longest),
-        "micro-batches are always packed by tokens here, at least as many as the longest sequence has",
+        "micro-batches are always packed by tokens; the limit is at least the longest sequence",
         default=False,
     ),
     becomes(
@@ -313,16 +312,16 @@ BATCH = (
         f"{ACTOR}.ppo_max_token_len_per_gpu",
         "train.max_tokens_per_micro_batch",
         _dynamic_tokens,
-        "per CP rank in both; at least the longest sequence here",
+        "per CP rank in both; here at least the longest sequence",
     ),
     dropped(f"{ACTOR}.ppo_micro_batch_size", "deprecated there; use the one per GPU"),
     dropped(
         "*micro_batch_size*",
-        "one partition into micro-batches serves every pass over a step (train.max_tokens_per_micro_batch)",
+        "all passes of a step use one partition into micro-batches: train.max_tokens_per_micro_batch",
     ),
     dropped(
         "*max_token_len*",
-        "one partition into micro-batches serves every pass over a step (train.max_tokens_per_micro_batch)",
+        "all passes of a step use one partition into micro-batches: train.max_tokens_per_micro_batch",
     ),
     dropped("*log_prob_use_dynamic_bsz", "micro-batches are always packed by tokens here"),
     becomes(
@@ -336,7 +335,7 @@ BATCH = (
 VERL = System(
     "verl",
     (
-        dropped("*_target_", "the class that holds a section there"),
+        dropped("*_target_", "verl's class for a section"),
         *trains(*ALGORITHM, dropped("algorithm.*", "no such part of the algorithm here"), *LOSS),
         *(*BATCH, *DATA, *REWARD, *ENGINE, *OPTIMIZER, *TRAINER),
     ),

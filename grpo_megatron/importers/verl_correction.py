@@ -1,11 +1,11 @@
-"""Mapping of verl's algorithm.rollout_correction to ours.
+"""Mapping of verl's algorithm.rollout_correction to keys of grpo_megatron.
 
 The keys correct for the difference between the log-probs of engine and trainer: rollout_is by weights,
 rollout_rs by masks.
 
-verl also works with the log-ratio of trainer to engine, but its k1 criteria use the negative of it. Bounds of
-token_k1, seq_sum_k1 and seq_mean_k1 are therefore bounds of the ratio of engine to trainer. For example,
-"0.5_5.0" keeps our ratios from 1/5 to 1/0.5.
+verl also works with the log-ratio of trainer to engine, but its k1 criteria use the negative of this
+log-ratio. Bounds of token_k1, seq_sum_k1 and seq_mean_k1 are therefore bounds of the ratio of engine to
+trainer. For example, "0.5_5.0" keeps our ratios from 1/5 to 1/0.5.
 """
 
 from typing import Any
@@ -34,19 +34,18 @@ def _number(key: str, text: Any) -> float | int:
     except (TypeError, ValueError):
         raise CannotCarry(f"{key}={text!r} is not a number") from None
     if not value > 0:
-        raise CannotCarry(f"{key}={text} is not positive, which verl refuses too")
+        raise CannotCarry(f"{key} must be greater than 0, also in verl, but is {text}")
     return int(value) if value.is_integer() else value
 
 
 def _thresholds(key: str, value: Any) -> tuple[float | None, float]:
-    """Parse a threshold of verl: a number, which is the upper bound, or a text "lower_upper".
+    """Return (lower bound or None, upper bound) that a threshold of verl states.
 
-    Returns (lower bound or None, upper bound). Raises CannotCarry for None and anything else.
-
+    value: a number, which is the upper bound, or a text "lower_upper". Raises CannotCarry for anything else.
     key: verl's key of the threshold, for the message.
     """
     if value is None:
-        raise CannotCarry(f"verl needs {key} with it")
+        raise CannotCarry(f"verl also requires {key}; set it")
     lower, separator, upper = str(value).rpartition("_")
     return (_number(key, lower) if separator else None), _number(key, upper)
 
@@ -55,11 +54,13 @@ def _rollout_is(value: Any, source: Source) -> dict[str, Any]:
     if value is None:
         return {}
     if value not in ("token", "sequence"):
-        raise CannotCarry("there is no such weight here; token and sequence are tis and seq_tis")
+        raise CannotCarry(
+            "this weight does not exist here; verl's token and sequence are tis and seq_tis here"
+        )
     if bypasses(source) and source[f"{CORRECTION}.loss_type"] != "reinforce":
         raise CannotCarry(
-            "verl does not apply it in bypass_mode with loss_type=ppo_clip, whose "
-            "ratio is to the engine already"
+            "verl does not apply it in bypass_mode with loss_type=ppo_clip, whose ratio is already "
+            "relative to the engine"
         )
     lower, upper = _thresholds(
         f"{CORRECTION}.rollout_is_threshold", source[f"{CORRECTION}.rollout_is_threshold"]
@@ -80,7 +81,7 @@ def _rollout_rs(value: Any, source: Source) -> dict[str, Any]:
         return {}
     criteria = list(dict.fromkeys(part.strip() for part in str(value).split(",")))
     if len(criteria) > 1:
-        raise CannotCarry("one criterion at a time here: mismatch.rejection")
+        raise CannotCarry("only one criterion at a time is supported; set mismatch.rejection")
     return {**_rejection(criteria[0], source), **_what_a_mask_takes(source)}
 
 
@@ -97,9 +98,11 @@ def _rejection(name: str, source: Source) -> dict[str, Any]:
     if name in INVERSE:
         return _kept(INVERSE[name], 1 / upper, 1 / (lower or 1 / upper))
     if name not in KL:
-        raise CannotCarry(f"there is no such criterion here; known are {', '.join((*DIRECT, *INVERSE, *KL))}")
+        raise CannotCarry(
+            f"this criterion does not exist here; choose one of {', '.join((*DIRECT, *INVERSE, *KL))}"
+        )
     if lower is not None:
-        raise CannotCarry(f"{name} has an upper bound only, in verl too")
+        raise CannotCarry(f"{name} has only an upper bound, also in verl")
     return {"mismatch.rejection": name, "mismatch.rejection_high": upper}
 
 
@@ -108,10 +111,10 @@ def _kept(kind: str, low: float, high: float) -> dict[str, Any]:
 
 
 def _what_a_mask_takes(source: Source) -> dict[str, Any]:
-    """Return the values of ours with which a mask also takes tokens out of KL, entropy and the means.
+    """Return the settings with which grpo_megatron masks tokens as verl does.
 
-    verl does so outside of bypass mode, because it removes rejected tokens from the batch. In bypass mode
-    nothing is returned.
+    Outside of bypass mode, verl removes rejected tokens from the batch, so that they also do not count in KL,
+    entropy and the means. In bypass mode the result is empty.
     """
     if bypasses(source):
         return {}
@@ -123,7 +126,7 @@ ROLLOUT_CORRECTION = (
         f"{CORRECTION}.rollout_is",
         ("mismatch.correction", *_BOUNDS),
         _rollout_is,
-        "token: tis, sequence: seq_tis; with a threshold lower_upper icepop, mis",
+        "a weight; token: tis, sequence: seq_tis; with a threshold lower_upper: icepop, mis",
         default=None,
     ),
     becomes(
@@ -136,11 +139,9 @@ ROLLOUT_CORRECTION = (
             "algorithm.mask_applies_to",
         ),
         _rollout_rs,
-        "masks without a weight; token_k1, seq_sum_k1, seq_mean_k1: token_ratio, seq_ratio, "
-        "seq_geometric_ratio, the bounds inverted, since verl's are of engine to trainer; *_k2, "
-        "*_k3: the same names; token, sequence, geometric of 2025: bounds as they are; without "
-        "bypass_mode verl takes masked tokens out of KL, entropy and the means too, but counts "
-        "sequences that are wholly masked in seq-mean-*",
+        "a mask; token_k1, seq_sum_k1, seq_mean_k1: token_ratio, seq_ratio, seq_geometric_ratio with "
+        "inverted bounds; *_k2, *_k3: the same names; token, sequence, geometric (2025): the same bounds; "
+        "without bypass_mode, masked tokens leave KL, entropy and means too",
         default=None,
     ),
     becomes(f"{CORRECTION}.rollout_is_threshold", (), elsewhere, "read with rollout_is", default=2.0),
@@ -149,7 +150,7 @@ ROLLOUT_CORRECTION = (
         f"{CORRECTION}.rollout_rs_threshold_lower",
         (),
         elsewhere,
-        "read with rollout_rs; theirs is 1 / upper if not set",
+        "read with rollout_rs; verl's default is 1 / upper",
         default=None,
     ),
     becomes(

@@ -1,4 +1,4 @@
-"""Mapping of verl's keys to ours: prompts and reward."""
+"""Mapping of verl's keys to those of grpo_megatron: prompts and reward."""
 
 from typing import Any
 
@@ -49,9 +49,9 @@ def _overlong_length(buffer: str) -> Convert:
 
 
 def _overlong_end(buffer: str) -> Convert:
-    """Return a converter for verl's length limit at which the overlong buffer ends.
+    """Return a converter for verl's length limit at which the overlong buffer ends. It sets no key.
 
-    Here the buffer always ends at rollout.max_response_length. The converter sets nothing, and raises
+    In grpo_megatron the buffer always ends at rollout.max_response_length. So the converter raises
     CannotCarry for any other limit if the buffer is enabled.
 
     buffer: verl's section with the settings of the buffer.
@@ -63,7 +63,7 @@ def _overlong_end(buffer: str) -> Convert:
             and truth(source[f"{buffer}.enable"])
             and value != source["data.max_response_length"]
         ):
-            raise CannotCarry("reward.overlong_buffer ends at rollout.max_response_length")
+            raise CannotCarry("reward.overlong_buffer always ends at rollout.max_response_length here")
         return {}
 
     return convert
@@ -72,7 +72,7 @@ def _overlong_end(buffer: str) -> Convert:
 def _drawn(value: Any, source: Source) -> dict[str, Any]:
     if value not in (None, source["data.train_batch_size"]):
         raise CannotCarry(
-            "give rollout.dynamic_sampling.over_sampling, or data.train_batch_size if no groups are filtered"
+            "set rollout.dynamic_sampling.over_sampling, or data.train_batch_size if no groups are filtered"
         )
     return {}
 
@@ -90,8 +90,7 @@ DATA = (
             "data.train_files",
             ("data.train", "data.answer_key"),
             _train_files,
-            "the reference answer is reward_model.ground_truth of the records, as verl's "
-            "own preprocessing writes them",
+            "the answer is reward_model.ground_truth, where verl's preprocessing writes it",
         ),
         same("data.prompt_key", "data.prompt_key", default="prompt"),
         same("data.max_prompt_length", "data.max_prompt_length", default=512),
@@ -103,8 +102,8 @@ DATA = (
             "data.filter_overlong_prompts", "data.overlong_prompts", _filter, "true: skip", default=False
         ),
         becomes("data.shuffle", "data.shuffle", flag, default=True),
-        dropped("data.image_key", "only text is trained on here"),
-        dropped("data.video_key", "only text is trained on here"),
+        dropped("data.image_key", "only text is trained here"),
+        dropped("data.video_key", "only text is trained here"),
         dropped(
             "data.sampler.*", "prompts come in a new order every epoch, or in that of the file (data.shuffle)"
         ),
@@ -137,8 +136,7 @@ DATA = (
             "data.gen_batch_size",
             "rollout.dynamic_sampling.over_sampling",
             _drawn,
-            "only that of data.train_batch_size; how many prompts are drawn for filtered "
-            "groups follows from over_sampling",
+            "only data.train_batch_size; over_sampling decides how many prompts are drawn for dropped groups",
         ),
         becomes("data.tokenizer", (), only((None,), "the tokenizer is that of model.path"), "only null"),
         becomes(
@@ -165,7 +163,9 @@ _SANDBOX = "programs run in a sandbox on the node here: reward.function=code"
 
 
 def _reward_sections(old: bool) -> tuple[str, str, str, str, str]:
-    """Return verl's keys and sections for (reward manager, function, sandbox, manager's arguments, model).
+    """Return verl's names for (reward manager, function, sandbox, manager's arguments, reward model).
+
+    The names are keys or sections of verl's configuration.
 
     old: True for the names that verl used until the end of 2025.
     """
@@ -187,7 +187,7 @@ def _reward_sections(old: bool) -> tuple[str, str, str, str, str]:
 
 
 def _reward_entries(old: bool) -> tuple[KeyMapping, ...]:
-    """Return the entries of verl's reward keys.
+    """Return the mappings of verl's reward keys.
 
     old: True for the names that verl used until the end of 2025.
     """
@@ -206,7 +206,7 @@ def _reward_entries(old: bool) -> tuple[KeyMapping, ...]:
                 ("reward.function", "reward.model.path"),
                 only(
                     (False, None),
-                    "give reward.function=model with reward.model.path, or a function that asks a server",
+                    "set reward.function=model with reward.model.path, or a function that asks a server",
                 ),
                 "only false",
             ),
@@ -230,7 +230,7 @@ def _reward_entries(old: bool) -> tuple[KeyMapping, ...]:
         ),
         dropped(f"{function}.name", f"belongs to {function}.path"),
         dropped(f"{sandbox}.*", f"belongs to {sandbox}.url; see reward.code.limits"),
-        dropped(f"{buffer}.log", "the mean reward is logged with the punishment in it"),
+        dropped(f"{buffer}.log", "the logged reward includes the punishment"),
         dropped(
             f"{model.removesuffix('.reward_model')}.num_workers",
             "see reward.workers, which counts processes on each node",

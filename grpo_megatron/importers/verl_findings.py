@@ -15,22 +15,22 @@ _VISION = re.compile(
 def refusal(source: Source, settings: Settings) -> str | None:
     if settings.program and re.search(r"sft|generation|main_eval", settings.program):
         return (
-            f"{settings.program} is no reinforcement learning: only runs of verl's RL trainer "
-            "(main_ppo and its kin) are imported"
+            f"{settings.program} is not a reinforcement learning program; only runs of verl's RL trainer "
+            "(main_ppo and its variants) can be imported"
         )
     return None
 
 
 def findings(source: Source, settings: Settings) -> list[Finding]:
-    """Return differences in what is trained that the entries of single keys do not report.
+    """Return the differences in what a verl run trains that the entries of single keys do not report.
 
     Examples are the reward, a model for images, and a base configuration that was not read.
     """
     found = [
         Finding(
-            "reward: verl scores a record by the rule of its data_source, or by a function of "
-            "yours; here one reward.function is for all records: give reward.function=math, "
-            "exact_match or module:function",
+            "reward: verl scores a record by the rule of its data_source, or by a function of your own, "
+            "but here one reward.function applies to all records; set reward.function=math, "
+            "reward.function=exact_match or reward.function=module:function",
             ("reward.function",),
         )
     ]
@@ -38,15 +38,15 @@ def findings(source: Source, settings: Settings) -> list[Finding]:
     if isinstance(model, str) and _VISION.search(model):
         found.append(
             Finding(
-                f"actor_rollout_ref.model.path={model}: a model for images, to judge by its "
-                "name; only text is trained here"
+                f"actor_rollout_ref.model.path={model}: judging by its name, this is a model for images, "
+                "but only text is trained here"
             )
         )
     if settings.program and not settings.program.endswith(("main_ppo", "main_ppo.py")):
         found.append(
             Finding(
-                f"{settings.program}: another program than verl's main_ppo; what it "
-                "does besides is not known here"
+                f"{settings.program}: a different program from verl's main_ppo; what else it does is not "
+                "known here"
             )
         )
     name = settings.base.get("name", "").removesuffix(".yaml")
@@ -58,8 +58,8 @@ def findings(source: Source, settings: Settings) -> list[Finding]:
         named = ", ".join(f"--config-{kind}={value}" for kind, value in settings.base.items())
         found.append(
             Finding(
-                f"{named}: a base configuration that was not read; put its settings into the command, "
-                "or import that file by itself"
+                f"{named}: this base configuration was not read; put its settings into the command, or "
+                "import that file by itself"
             )
         )
     return found + [Finding(line) for line in settings.lost]

@@ -1,4 +1,4 @@
-"""Mapping of verl's keys to ours: optimizer and learning-rate schedule."""
+"""Mapping of verl's keys to those of grpo_megatron: optimizer and learning-rate schedule."""
 
 from typing import Any
 
@@ -31,14 +31,14 @@ def _warmup_ratio(value: Any, source: Source) -> dict[str, Any]:
     steps = source["trainer.total_training_steps"] or source[f"{ACTOR}.optim.total_training_steps"]
     if not isinstance(steps, int) or steps <= 0:
         raise CannotCarry(
-            "the number of steps is not known here: set optimizer.lr_warmup_steps to this share of it"
+            "the number of steps is not known here; set optimizer.lr_warmup_steps to this share of it"
         )
     return {"optimizer.lr_warmup_steps": int(value * steps)}
 
 
 def _betas(value: Any, source: Source) -> dict[str, Any]:
     if not isinstance(value, list) or len(value) != 2:
-        raise CannotCarry("expected two numbers")
+        raise CannotCarry("this must be a list of two numbers")
     return {"optimizer.beta1": value[0], "optimizer.beta2": value[1]}
 
 
@@ -62,7 +62,10 @@ def _unless_constant(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _min_ratio(value: Any, source: Source) -> dict[str, Any]:
-    """Return optimizer.lr_min for verl's minimum, which is a fraction of the peak learning rate."""
+    """Return {"optimizer.lr_min": rate} for verl's minimum, which is a fraction of the peak learning rate.
+
+    The result is empty if the minimum is 0 or the schedule is constant.
+    """
     return _unless_constant(value * source.number(f"{ACTOR}.optim.lr"), source) if value else {}
 
 
@@ -131,16 +134,14 @@ OPTIMIZER = (
             for name in ("min_lr_ratio", "min_lr_factor")
         ),
         *(
-            becomes(
-                f"{ACTOR}.optim.{name}", ours, only(values, why), f"only {', '.join(map(str, values[:1]))}"
-            )
+            becomes(f"{ACTOR}.optim.{name}", ours, only(values, why), f"only {str(values[0]).lower()}")
             for name, ours, values, why in (
                 ("name", (), ("adam", "adamw", "Adam", "AdamW", None), "the optimizer is AdamW here"),
                 ("optimizer", (), ("adam", "adamw", "Adam", "AdamW", None), "the optimizer is AdamW here"),
                 ("optimizer_impl", (), ("torch.optim", None), "the optimizer is AdamW here"),
                 ("lr_warmup_init", (), (0, None), "a warm-up begins at 0 here"),
                 ("lr_start", (), (0, None), "a warm-up begins at 0 here"),
-                ("lr_decay_ratio", (), (1, None), "give optimizer.lr_decay_steps"),
+                ("lr_decay_ratio", (), (1, None), "set optimizer.lr_decay_steps"),
                 ("num_cycles", (), (0.5, None), "a cosine schedule has half a period here"),
                 ("weight_decay_incr_style", (), ("constant", None), "weight decay is constant here"),
                 (

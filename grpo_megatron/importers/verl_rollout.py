@@ -1,4 +1,4 @@
-"""Mapping of verl's keys to ours: the engine that generates responses."""
+"""Mapping of verl's keys to those of grpo_megatron: the engine that generates responses."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from grpo_megatron.importers.mapping import (
 )
 from grpo_megatron.importers.verl_trainer import ACTOR, MODEL, ROLLOUT
 
-# Each training engine of verl reads the key of its own section. The first key is for those without one.
+# Each training engine of verl reads the key in its own section. Engines without a section read the first key.
 REPLAY_MODES = tuple(f"{ACTOR}.{section}router_replay.mode" for section in ("", "megatron.", "veomni."))
 
 
@@ -28,12 +28,12 @@ def _validation(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _off_is(neutral: Any, why: str):
-    """Return a converter for a filter of sampled tokens, such as top-p, that must be off.
+    """Return a converter for a filter of sampled tokens, such as top-p, that must be switched off.
 
-    With any other value, tokens would be sampled from another distribution than the log-probs belong to.
+    With the filter, tokens would be sampled from another distribution than the one of the log-probs.
 
-    neutral: the only accepted value, which switches the filter off.
-    why: message of CannotCarry for other values.
+    neutral: the value that switches the filter off. For any other value the converter raises CannotCarry.
+    why: message of CannotCarry.
     """
 
     def convert(value: Any, source: Source) -> Any:
@@ -49,7 +49,8 @@ def _turns(value: Any, source: Source) -> dict[str, Any]:
     if value in (None, False) or (switch in source and not truth(source[switch])):
         return {}
     raise CannotCarry(
-        "several turns and tools are a Python class of yours here: write one and set rollout.environment"
+        "here several turns and tools require a Python class of your own; write one and set "
+        "rollout.environment"
     )
 
 
@@ -62,17 +63,17 @@ def _max_turns(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _same_as(length: str) -> Convert:
-    """Return a converter for a length that has no key of its own here. It sets nothing.
+    """Return a converter for one of verl's lengths that grpo_megatron has no key for. It sets no key.
 
-    It raises CannotCarry for a value other than that of `length`.
+    The converter raises CannotCarry if the value is not equal to that of the key `length`.
 
-    length: verl's key of the length that is carried over, and the default of this one.
+    length: verl's key of the length that is carried over. It is also verl's default for the converted key.
     """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
         if value is not None and value != source.number(length):
             raise CannotCarry(
-                f"{length}={source.number(length)} is another limit, and one holds for both here"
+                f"{length}={source.number(length)} is a different limit, but one limit applies to both here"
             )
         return {}
 
@@ -82,7 +83,8 @@ def _same_as(length: str) -> Convert:
 def _experts(value: Any, source: Source) -> int:
     if source.count(f"{ROLLOUT}.tensor_model_parallel_size") % int(value):
         raise CannotCarry(
-            "an engine has TP ranks here, and TP * DP there: give tensor_parallel and expert_parallel by hand"
+            "an engine has TP ranks here, but TP * DP in verl; set rollout.engine.tensor_parallel and "
+            "rollout.engine.expert_parallel by hand"
         )
     return value
 
@@ -101,7 +103,7 @@ ENGINE = (
         becomes(
             f"{ROLLOUT}.top_p",
             "rollout.top_p",
-            _off_is(1, "log-probs would be of another distribution than the one sampled from"),
+            _off_is(1, "log-probs would not be those of the distribution that is sampled from"),
             "only 1: see rollout.top_k",
             default=1.0,
         ),
@@ -109,7 +111,7 @@ ENGINE = (
             f"{ROLLOUT}.top_k",
             "rollout.top_k",
             lambda value, source: _off_is(
-                -1, "log-probs would be of another distribution than the one sampled from"
+                -1, "log-probs would not be those of the distribution that is sampled from"
             )(value if value is not None and 0 < value < 500_000 else -1, source),
             "only -1 (off), as are 0 and numbers above any vocabulary",
             default=-1,
@@ -124,7 +126,10 @@ ENGINE = (
             "only false",
         ),
         becomes(
-            f"{ROLLOUT}.repetition_penalty", (), only((1, None), "would be another distribution"), "only 1"
+            f"{ROLLOUT}.repetition_penalty",
+            (),
+            only((1, None), "this would change the distribution that is sampled from"),
+            "only 1",
         ),
         becomes(
             f"{ROLLOUT}.over_sample_rate",
@@ -148,13 +153,13 @@ ENGINE = (
             f"{ROLLOUT}.prompt_length",
             "data.max_prompt_length",
             _same_as("data.max_prompt_length"),
-            "only that of data",
+            "only data.max_prompt_length",
         ),
         becomes(
             f"{ROLLOUT}.response_length",
             "rollout.max_response_length",
             _same_as("data.max_response_length"),
-            "only that of data",
+            "only data.max_response_length",
         ),
         becomes(
             f"{ROLLOUT}.multi_turn.enable", "rollout.environment", _turns, "only false; else a class of yours"
@@ -175,7 +180,7 @@ ENGINE = (
                 key,
                 "moe.routing_replay",
                 _replay,
-                "disabled: off, R2: old_policy, R3: engine; one of the three is set there",
+                "disabled: off, R2: old_policy, R3: engine; set one of the three",
             )
             for key in REPLAY_MODES
         ),
@@ -199,7 +204,7 @@ ENGINE = (
     ),
     dropped(
         f"{ROLLOUT}.multi_turn.*",
-        "what a turn is, an environment says: rollout.environment, rollout.max_turns",
+        "see rollout.environment and rollout.max_turns",
     ),
     dropped(f"{ROLLOUT}.calculate_log_probs", "the engine's log-probs are always recorded here"),
     same(f"{ROLLOUT}.enable_prefix_caching", "rollout.engine.prefix_cache"),
@@ -234,8 +239,8 @@ ENGINE = (
         ),
         only(
             (1, None),
-            "an engine of TP * DP ranks there: give tensor_parallel as their "
-            "product, and the number of engines",
+            "an engine has TP * DP ranks in verl; set rollout.engine.tensor_parallel to this product, and "
+            "rollout.engine.num_engines",
         ),
         "only 1",
     ),
@@ -250,7 +255,7 @@ ENGINE = (
         ("cluster.placement", "rollout.engine.num_engines"),
         only(
             (0, None),
-            "engines on nodes of their own: give cluster.placement=separate and how many engines there are",
+            "the engines have their own nodes; set cluster.placement=separate and rollout.engine.num_engines",
         ),
         "only 0",
     ),

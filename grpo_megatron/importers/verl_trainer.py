@@ -1,4 +1,4 @@
-"""Mapping of verl's keys to ours: cluster, checkpoints, model and Megatron layout."""
+"""Mapping of verl's keys to those of grpo_megatron: cluster, checkpoints, model and Megatron layout."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def _gpus(value: Any, source: Source) -> dict[str, Any]:
     engine = source.count(f"{ROLLOUT}.tensor_model_parallel_size")
     if gpus % share or gpus % engine:
         raise CannotCarry(
-            f"{gpus} GPUs are no multiple of TP * PP * CP = {share} and of the engine's TP = {engine}"
+            f"{gpus} GPUs are not a multiple of both TP * PP * CP = {share} and the engine's TP = {engine}"
         )
     return {
         "megatron.data_parallel": gpus // share,
@@ -73,7 +73,7 @@ def _resume(value: Any, source: Source) -> dict[str, Any]:
     if value is None:
         return {}
     raise CannotCarry(
-        "their checkpoints are not ours: convert the model, or start from its HF form (model.path)"
+        "verl's checkpoints cannot be resumed here; set model.path to the model in Hugging Face format"
     )
 
 
@@ -92,27 +92,24 @@ _HOW = (
     "use_fused_kernels",
     "use_remove_padding",
 )
-_ADAPTER = (
-    "adapters are not carried over: give megatron.lora.* by hand, or the run is "
-    "full fine-tuning of every weight"
-)
-_BY_HAND = "other than 0: give it and megatron.lora.alpha and targets by hand"
+_ADAPTER = "adapters are not carried over; set megatron.lora.* by hand, or the run is full fine-tuning"
+_BY_HAND = "only 0; else set megatron.lora.* by hand"
+_GPUS = "GPUs per node and nodes -> data-parallel replicas and engines"
 
 TRAINER = (
     becomes(
         "trainer.nnodes",
         ("megatron.data_parallel", "rollout.engine.num_engines", "cluster.placement"),
         _gpus,
-        "the number of GPUs is derived there from nodes; here DP and engines are named",
         default=1,
-        unit="nodes -> data-parallel replicas and engines",
+        unit=_GPUS,
     ),
     becomes(
         "trainer.n_gpus_per_node",
         ("megatron.data_parallel", "rollout.engine.num_engines", "cluster.placement"),
         _gpus,
         default=8,
-        unit="GPUs per node -> data-parallel replicas and engines",
+        unit=_GPUS,
     ),
     *trains(
         becomes("trainer.total_training_steps", "run.total_steps", total_steps),
@@ -120,16 +117,16 @@ TRAINER = (
             "trainer.total_epochs",
             "run.total_steps",
             epochs("trainer.total_training_steps"),
-            "with total_training_steps, verl stops at whichever comes first; here the steps decide",
+            "with both, verl stops at whichever comes first; here the steps decide",
             default=30,
         ),
-        becomes("trainer.resume_from_path", "run.resume", _resume),
+        becomes("trainer.resume_from_path", "run.resume", _resume, "only null"),
         becomes(f"{MODEL}.lora_rank", "megatron.lora.rank", only((0, None), _ADAPTER), _BY_HAND),
         becomes(f"{MODEL}.lora.rank", "megatron.lora.rank", only((0, None), _ADAPTER), _BY_HAND),
         becomes(
             f"{MODEL}.lora_adapter_path",
             (),
-            only((None,), f"no run begins with an adapter; {_ADAPTER}"),
+            only((None,), f"a run cannot start from an adapter; {_ADAPTER}"),
             "only null",
         ),
         becomes(
@@ -160,7 +157,7 @@ TRAINER = (
         same(
             f"{OVERRIDE}.moe_aux_loss_coeff",
             "moe.aux_loss_coeff",
-            "verl switches load balancing off for some models; the coefficient has no effect there then",
+            "for some models, verl switches load balancing off, and the coefficient has no effect",
         ),
         same(f"{OVERRIDE}.moe_z_loss_coeff", "moe.z_loss_coeff"),
         becomes("actor_rollout_ref.ref.model.path", "ref.path", unless_null("ref.path")),
@@ -264,7 +261,7 @@ TRAINER = (
             f"{MEGATRON}.override_ddp_config.{name}",
             "megatron.overlap",
             flag,
-            "one switch for both of them here",
+            "one switch for both",
         )
         for name in ("overlap_grad_reduce", "overlap_param_gather")
     ),
@@ -285,7 +282,7 @@ TRAINER = (
         same(f"{OVERRIDE}.num_layers_at_end_in_bf16", "megatron.fp8.bf16_last_layers"),
     ),
     *(
-        dropped(f"{OVERRIDE}.{name}", "give megatron.pipeline_layers by hand: the layers of each stage")
+        dropped(f"{OVERRIDE}.{name}", "set megatron.pipeline_layers by hand: the layers of each stage")
         for name in ("num_layers_in_*", "account_for_*", "pipeline_model_parallel_layout")
     ),
     dropped(f"{MEGATRON}.seed", "one seed for all: run.seed"),
@@ -302,7 +299,7 @@ TRAINER = (
         becomes(
             f"{ACTOR}.fsdp_config.dtype",
             "megatron.precision",
-            only(("bfloat16", None), "give megatron.precision by hand: bf16 or fp32"),
+            only(("bfloat16", None), "set megatron.precision by hand: bf16 or fp32"),
             "only bfloat16",
         ),
     ),
@@ -312,7 +309,7 @@ TRAINER = (
     becomes(f"{ACTOR}.veomni.optimizer_offload", "optimizer.offload", flag),
     dropped(
         f"{ACTOR}.veomni.expert_parallel_size",
-        "the trainer is Megatron: give megatron.expert_parallel by hand",
+        "the trainer is Megatron: set megatron.expert_parallel by hand",
     ),
     *(
         dropped(f"{ACTOR}.{engine}.*", "the trainer is Megatron: see the megatron section")
@@ -349,7 +346,7 @@ TRAINER = (
     becomes(
         "skip.*.enable",
         ("rollout.record", "rollout.replay"),
-        only((False,), "give rollout.record or rollout.replay"),
+        only((False,), "set rollout.record or rollout.replay"),
         "only false",
     ),
     dropped("skip.*", "belongs to skip.*.enable; see rollout.record and rollout.replay"),

@@ -1,18 +1,20 @@
 """Actor: one rank of the trained model, as the parts that the driver and the tests call.
 
-PolicyTrainer calls the parts through a Ray actor, such as `passes.train_step`; the tests in tests/parallel
-call them directly. A method whose docstring says "Collective" must be called on all ranks at the same time.
-Arguments are the same on all ranks, except micro-batches, which are those of the rank's data-parallel
-replica.
+PolicyTrainer calls methods of the parts, such as `passes.train_step`, through a Ray actor. The tests in
+tests/parallel call them directly. If a docstring says that all ranks must call a method, they must do so at
+the same time. Arguments are the same on all ranks, except micro-batches, which are those of the rank's
+data-parallel replica.
 """
 
 from collections.abc import Callable
 
 from grpo_megatron.cluster.heartbeat import Heartbeat
+from grpo_megatron.config.command import Command
+from grpo_megatron.config.derived import scores_on_ranks
+from grpo_megatron.config.schema import Config
 from grpo_megatron.megatron.memory.rank import RankMemory
 from grpo_megatron.megatron.passes import Passes
 from grpo_megatron.megatron.reward_model import RewardModel
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.megatron.state.checkpoint import RankCheckpoints
 from grpo_megatron.megatron.state.weights import RankWeights
 from grpo_megatron.megatron.trained_model import TrainedModel
@@ -25,25 +27,29 @@ class Actor:
     passes: forward and training passes
     checkpoints: saving and loading of the training state
     weights: weight sync, export, and changes and checks of the weights
-    memory: sleep, for engines that share the device
+    memory: frees device memory while rollout engines use the device
     """
 
     def __init__(
         self,
-        spec: ActorSpec,
+        config: Config,
+        command: Command = Command.train,
         heartbeat: Heartbeat | None = None,
-        build: Callable[[ActorSpec, Heartbeat], TrainedModel] = TrainedModel,
+        build: Callable[[Config, Command, Heartbeat], TrainedModel] = TrainedModel,
     ):
         """Build the model, load its weights and set up the optimizer.
 
-        heartbeat: heartbeat of this process, for the driver's hang detector. None: report no progress.
-        build: builds the model. Benchmarks build one with random weights.
+        command: decides whether a policy or a reward model is trained, whether a reference and a frozen
+            reward model are held beside it, and how long the learning-rate schedule is.
+        heartbeat: reports this process's progress to the driver's hang detector. None: report no progress.
+        build: builds the model. Benchmarks build a model with random weights.
         """
         heartbeat = heartbeat or Heartbeat()
-        reward_model = RewardModel(spec, heartbeat.tick) if spec.reward_model else None
-        self.model = build(spec, heartbeat)
+        scores = command == Command.train and scores_on_ranks(config)
+        reward_model = RewardModel(config, heartbeat.tick) if scores else None
+        self.model = build(config, command, heartbeat)
         self.passes = Passes(self.model, reward_model)
         self.checkpoints = RankCheckpoints(self.model)
         self.weights = RankWeights(self.model)
         self.memory = RankMemory(self.model, self.passes.mini_batches)
-        self.spec, self.rank = spec, self.model.rank
+        self.config, self.rank = config, self.model.rank

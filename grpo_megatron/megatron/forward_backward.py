@@ -1,9 +1,10 @@
 """Forward and backward passes over micro-batches, run by Megatron's pipeline schedules.
 
 Scaling: Megatron divides all gradients by the token count that loss functions return, summed over
-micro-batches and ranks (``calculate_per_token_loss``). Let M be the tokens of the whole optimizer step.
-Our loss functions return (M * sum w l, their micro-batch's share of M), so exactly ``sum w l`` remains.
-MoE auxiliary losses, which Megatron adds per token, are then scaled correctly too.
+micro-batches and ranks (``calculate_per_token_loss``). Let M be the number of tokens of the whole optimizer
+step, and w and l the weight and the loss of a token. Our loss functions return (M * sum w l, their
+micro-batch's share of M), so exactly ``sum w l`` remains. MoE auxiliary losses, which Megatron adds per
+token, are then scaled correctly too.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,9 +27,12 @@ def _run(
     """Run Megatron's pipeline schedule over the micro-batches.
 
     chunks: model chunks of this rank, wrapped in DDP or Float16Module.
-    loss_func: (output of the last stage, micro-batch) -> its result; with a backward pass, (loss, token
-        count, metrics).
-    Returns the results (with a backward pass: the metrics) of all micro-batches on the last pipeline stage.
+    loss_func: called on the last pipeline stage with (output of the model, micro-batch). With a backward pass
+        it must return (loss, token count, metrics), otherwise it may return anything.
+    forward_only: if True, run no backward pass.
+    routing: source of the choice of experts.
+    Returns one item per micro-batch: the metrics with a backward pass, otherwise what loss_func returned. The
+    list is empty except on the last pipeline stage.
     """
 
     def forward_step(iterator: Iterator[MicroBatch], model):
@@ -75,10 +79,11 @@ def forward_logprobs(
     routing: Routing = Routing.own,
     keep_hidden: Callable[[MicroBatch, torch.Tensor], None] | None = None,
 ) -> list[torch.Tensor]:
-    """Return the log-probs of the target tokens: one float32 [T] per micro-batch, on the device.
+    """Return the log-probs of the target tokens: a float32 tensor [T] per micro-batch, on the device.
 
-    The list is empty except on the last pipeline stage.
-    keep_hidden: called with each micro-batch and its last hidden states [t, h], to store the reference's.
+    T counts the micro-batch's tokens on all CP ranks, without padding. The list is empty except on the last
+    pipeline stage.
+    keep_hidden: called with each micro-batch and this rank's last hidden states [t, h], to store them.
     """
 
     def collect(hidden: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
@@ -94,9 +99,10 @@ def forward_logprobs(
 def forward_probe(
     chunks: list, micro_batches: list[MicroBatch], head: Head, routing: Routing = Routing.own
 ) -> list[torch.Tensor]:
-    """Return log-prob and entropy of every target token: one float32 [2, T] per micro-batch, on the device.
+    """Return log-probs and entropies of the target tokens, to compare them with those of the rollout engines.
 
-    Used to compare trainer and engines. The list is empty except on the last pipeline stage.
+    The result is a float32 tensor [2, T] per micro-batch, on the device. T counts the micro-batch's tokens on
+    all CP ranks, without padding. The list is empty except on the last pipeline stage.
     """
 
     def collect(hidden: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
@@ -108,7 +114,7 @@ def forward_probe(
 
 @torch.no_grad()
 def forward_scores(chunks: list, micro_batches: list[MicroBatch], head: ScoreHead) -> list[torch.Tensor]:
-    """Return a reward model's scores of the sequences: one float32 [S] per micro-batch, on the device.
+    """Return a reward model's scores: per micro-batch of S sequences a float32 tensor [S], on the device.
 
     The list is empty except on the last pipeline stage.
     """
@@ -124,13 +130,14 @@ def forward_backward(
 ) -> list[Metrics]:
     """Compute the gradients of the objective, summed over micro-batches and ranks, into DDP's buffers.
 
-    step_tokens: M of the module docstring: tokens of the optimizer step over all ranks, padding excluded.
-    Returns the metrics of each micro-batch on the last pipeline stage, and an empty list on the others.
+    objective: (hidden states, micro-batch) -> (sum of weight times loss, metrics).
+    step_tokens: number of tokens of the optimizer step over all ranks, padding excluded.
+    Returns the metrics of each micro-batch on the last pipeline stage, and an empty list on the other stages.
     """
 
     def compute(hidden: torch.Tensor, micro_batch: MicroBatch):
         total, metrics = objective(hidden, micro_batch)
-        # The host knows the count, and it stays there: Megatron adds it up as a number.
+        # The count stays on the host, where Megatron adds it up as a number.
         share = torch.tensor(int((micro_batch.pack.index >= 0).sum()), dtype=torch.int)
         return total * step_tokens, share, metrics
 

@@ -1,6 +1,6 @@
 """Micro-batches as inputs of the model on one rank, and a store that keeps them from one pass to the next."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -8,9 +8,11 @@ from megatron.core import parallel_state as mpu
 
 from grpo_megatron.algorithm.losses import LossInputs
 from grpo_megatron.algorithm.preferences import PairInputs
-from grpo_megatron.batch.layout import Layout, Pack, on_device
+from grpo_megatron.batch.layout import Layout, Pack, on_device, padded_to
 from grpo_megatron.batch.train_batch import TrainBatch
-from grpo_megatron.config.schema import RoutingReplay
+from grpo_megatron.config.derived import pack_limit
+from grpo_megatron.config.fp8 import FP8Recipe
+from grpo_megatron.config.schema import Config, MegatronConfig, Precision, RoutingReplay
 from grpo_megatron.megatron.layers.attention import PackedSequences, describe_pack
 from grpo_megatron.megatron.layers.router import Routing
 from grpo_megatron.megatron.memory.host import HostArena
@@ -19,15 +21,16 @@ from grpo_megatron.model.architecture import MoE
 
 @dataclass
 class MicroBatch:
-    """One micro-batch on one rank, with t tokens (this CP rank's part, padding included).
+    """Inputs of the model and of the loss for one micro-batch, on one rank and on its device.
 
-    Tensors are on the rank's device.
+    t: number of tokens of this context-parallel (CP) rank, padding included.
+    T: number of tokens of the micro-batch over all CP ranks, without padding.
     """
 
     pack: Pack
-    """Mapping between the micro-batch's T tokens and this rank's t padded ones."""
+    """Mapping between the T tokens of the micro-batch and this rank's t tokens."""
     packed: PackedSequences
-    """Description of the pack for Megatron and PackedAttention."""
+    """Lengths and positions of the sequences, in the form that attention layers take."""
     tokens: torch.Tensor
     """int64 [1, t]: token ids."""
     position_ids: torch.Tensor
@@ -35,23 +38,29 @@ class MicroBatch:
     padding: torch.Tensor
     """bool [1, t]: True on padding."""
     target: torch.Tensor
-    """int64 [t]: the token to predict at each position."""
+    """int64 [t]: id of the token that each position predicts."""
     weight: torch.Tensor | None = None
-    """float32 [t]: weight of each token's loss. None until `set_loss_inputs`."""
+    """float32 [t]: weight of each token's loss. None until `set_loss_inputs` sets it."""
     trained: torch.Tensor | None = None
-    """int64 [n]: positions whose loss counts. The training pass computes the head for these only."""
-    inputs: LossInputs | PairInputs | None = None
-    """Further inputs of the loss: LossInputs of a policy, PairInputs of a reward model."""
-    routing: dict[int, torch.Tensor] | None = None
-    """{layer: int64 [t, k]}: experts of each token, under SP this rank's share. None: routers choose."""
-    reference_hidden: torch.Tensor | None = None
-    """[t, h], under SP this rank's share: the reference's last hidden states, on the device or the host.
+    """int64 [n]: indices, below t, of the tokens whose loss counts. None until `set_loss_inputs` sets it.
 
-    Only the last stage has them.
+    The training pass computes log-probs of these tokens only.
+    """
+    inputs: LossInputs | PairInputs | None = None
+    """Further inputs of the loss: LossInputs for a policy, PairInputs for a reward model."""
+    routing: dict[int, torch.Tensor] | None = None
+    """{layer index: int64 [t, k]}: the k experts of each token. None: the routers choose them.
+
+    With sequence parallelism, the tensors have only the t / tp tokens of this TP rank.
+    """
+    reference_hidden: torch.Tensor | None = None
+    """[t, h]: last hidden states of the reference model, in device or host memory, on the last stage only.
+
+    With sequence parallelism, the shape is [t / tp, h].
     """
 
     def hidden_of_reference(self) -> torch.Tensor:
-        """Return reference_hidden on the device, for the exact KL. Raises RuntimeError if it was not kept."""
+        """Return reference_hidden on the device, for the exact KL. Raises RuntimeError if it is None."""
         if self.reference_hidden is None:
             raise RuntimeError(
                 "the exact KL needs logprobs(reference=True, keep_hidden=True) before train_step"
@@ -59,10 +68,36 @@ class MicroBatch:
         return self.reference_hidden.to(self.target.device, non_blocking=True)
 
 
-def lay_out(batch: TrainBatch, layout: Layout, device: torch.device, own_attention: bool) -> MicroBatch:
-    """Build the model's input for one micro-batch: pad its sequences and take this rank's part.
+def rank_layout(config: Config, cp_rank: int) -> Layout:
+    """Return how packs of sequences are padded and split on a rank with this CP rank."""
+    megatron = config.megatron
+    layout = Layout(
+        megatron.tensor_parallel,
+        megatron.context_parallel,
+        cp_rank,
+        megatron.sequence_parallel,
+        _fp8_alignment(megatron),
+    )
+    tokens = pack_limit(config) if config.train.constant_length_packs else 0
+    return replace(layout, pack_tokens=padded_to(tokens, layout.pack_multiple))
 
-    own_attention: True: PackedAttention computes attention. False: TransformerEngine does.
+
+def _fp8_alignment(megatron: MegatronConfig) -> int:
+    """Return the multiple to which the tokens of a pack, and each rank's part of it, must be padded for FP8.
+
+    Without FP8 it is 1.
+    """
+    if megatron.precision != Precision.fp8:
+        return 1
+    return {FP8Recipe.blockwise: 128, FP8Recipe.mxfp8: 32}.get(megatron.fp8.recipe, 16)
+
+
+def lay_out(batch: TrainBatch, layout: Layout, device: torch.device, own_attention: bool) -> MicroBatch:
+    """Return the model's inputs for one micro-batch: its sequences, padded, and cut to this rank's part.
+
+    The fields for the loss are still None.
+    layout: rules for padding and for this rank's part.
+    own_attention: True if PackedAttention computes attention, False if TransformerEngine does.
     """
     pack = layout.pack(batch.lengths)
     return MicroBatch(
@@ -76,10 +111,11 @@ def lay_out(batch: TrainBatch, layout: Layout, device: torch.device, own_attenti
 
 
 def set_loss_inputs(micro_batch: MicroBatch, batch: TrainBatch, current_is_old: bool) -> None:
-    """Store the inputs of a policy's loss in the micro-batch, such as advantages and old log-probs.
+    """Set `weight`, `trained` and `inputs` of the micro-batch, from which a policy's loss is computed.
 
-    This is separate from `lay_out`, because they are known only after the passes that compute log-probs.
-    current_is_old: store no old log-probs; the loss then takes the current ones in their place.
+    `lay_out` cannot set them: advantages and old log-probs are known only after the passes for log-probs.
+    batch: the samples of this micro-batch, with their advantages and log-probs.
+    current_is_old: if True, the loss takes the current log-probs in place of the old log-probs.
     """
     pack, device = micro_batch.pack, micro_batch.target.device
     group = mpu.get_context_parallel_group()
@@ -98,23 +134,24 @@ def set_loss_inputs(micro_batch: MicroBatch, batch: TrainBatch, current_is_old: 
         old_logp=None if current_is_old else local(batch.old_logp),
         sequence_sum=lambda values: pack.sequence_sum(values, group)[sequence_id],
         policy_factor=None if batch.policy_factor is None else local(batch.policy_factor),
-        number=None if batch.number is None else local(batch.number),
+        index_in_step=None if batch.index_in_step is None else local(batch.index_in_step),
     )
 
 
 def _trained_positions(pack: Pack, mask: np.ndarray) -> torch.Tensor:
-    """Return the indices, in this rank's part of the pack, of the tokens where the mask is True.
+    """Return the indices, in this rank's part of the pack, of the tokens where the mask is True: int64 [n].
 
-    If there is none, return index 0, because the head's collectives need at least one token.
+    If there is no such token, return index 0, because the head's collectives need at least one token.
+    mask: bool [T], over the tokens of all CP ranks.
     """
     positions = pack.local_positions(mask)
     return positions if len(positions) else torch.zeros(1, dtype=torch.int64)
 
 
 def set_pair_inputs(micro_batch: MicroBatch, batch: TrainBatch) -> None:
-    """Store the inputs of a reward model's loss in the micro-batch: weight and margin of each pair.
+    """Set `inputs` of the micro-batch for a reward model's loss: weight and margin of each preference pair.
 
-    batch: sequence 2i is the chosen one of pair i, sequence 2i + 1 the rejected one.
+    batch: sequence 2i is the chosen sequence of pair i, and sequence 2i + 1 the rejected sequence.
     """
     device, ends = micro_batch.target.device, batch.cu_seqlens[1:] - 1
     weight = batch.weight[ends].reshape(-1, 2).sum(1)
@@ -125,19 +162,22 @@ def set_pair_inputs(micro_batch: MicroBatch, batch: TrainBatch) -> None:
 
 
 def set_routing_from(micro_batch: MicroBatch, batch: TrainBatch, layers: tuple[bool, ...]) -> None:
-    """Store the engine's choice of experts for this rank's tokens, so that the trainer replays it (R3).
+    """Set `routing` of the micro-batch to the experts that the rollout engine chose for this rank's tokens.
 
+    The trainer then uses the same experts as the engine (rollout routing replay, R3).
     layers: for each layer of the model, True if it has experts.
-    Raises ValueError if the samples carry no routing, or routing of another number of layers.
+    Raises ValueError if the batch has no routing, or routing for another number of layers.
     """
     given = batch.routing
     if given is None:
         raise ValueError(
-            "moe.routing_replay=engine needs the engine's routing of every sample, but the samples carry none"
+            "moe.routing_replay=engine needs the engine's routing of every sample, but the samples have "
+            "none; set moe.routing_replay=old_policy or moe.routing_replay=off"
         )
     if given.shape[1] != sum(layers):
         raise ValueError(
-            f"the samples carry routing for {given.shape[1]} layers, the model has {sum(layers)} with experts"
+            f"the samples have routing for {given.shape[1]} layers, but {sum(layers)} layers of the model "
+            "have experts"
         )
     # Padding needs k different experts too. Their results are not used.
     anything = np.arange(given.shape[2], dtype=given.dtype)
@@ -149,30 +189,31 @@ def set_routing_from(micro_batch: MicroBatch, batch: TrainBatch, layers: tuple[b
 
 @dataclass
 class MiniBatchStore:
-    """Store of one step's micro-batches, so that each is prepared once for all passes over it.
+    """Cache of the prepared micro-batches of one training step, which all passes over them share.
 
-    The caller's key of a mini-batch is (step, index of the mini-batch). The first key of another step empties
-    the store.
+    The key of a mini-batch is (step, index of the mini-batch within the step). The first key with another
+    step empties the cache.
     """
 
     layout: Layout
-    """Padding and split of packs on this rank."""
+    """Rules by which this rank pads sequences and takes its part of them."""
     device: torch.device
     """Device of the micro-batches' tensors."""
     own_attention: bool
-    """True: PackedAttention computes attention. False: TransformerEngine does."""
+    """True if PackedAttention computes attention, False if TransformerEngine does."""
     _kept: dict[tuple[int, int], list[MicroBatch]] = field(default_factory=dict)
-    """{key: micro-batches}."""
+    """{key: prepared micro-batches of the mini-batch}."""
     _hidden_on_device: int = 0
-    """Bytes of the reference's hidden states that are kept on the device."""
+    """Bytes of the reference's hidden states that are kept in device memory."""
     _hidden_on_host: HostArena = field(default_factory=HostArena)
-    """Host memory for hidden states that exceed the device's budget."""
+    """Host memory for the other hidden states of the reference."""
 
     def get(self, key: tuple[int, int] | None, batches: list[TrainBatch]) -> list[MicroBatch]:
-        """Return the prepared micro-batches of a mini-batch; prepare them at the first call with this key.
+        """Return the prepared micro-batches of a mini-batch, from the cache if `key` is in it.
 
-        key: None: prepare them for this call only.
-        Raises ValueError if `batches` are divided otherwise than at the first call.
+        key: key of the mini-batch. None: prepare the micro-batches for this call only.
+        batches: the samples of each micro-batch.
+        Raises ValueError if the samples are divided into other micro-batches than at the key's first call.
         """
         if key is None:
             return [lay_out(batch, self.layout, self.device, self.own_attention) for batch in batches]
@@ -186,16 +227,18 @@ class MiniBatchStore:
             for k, b in zip(kept, batches, strict=True)
         )
         if not same:
-            raise ValueError(f"mini-batch {key} is divided into other micro-batches than in its first pass")
+            raise ValueError(
+                f"mini-batch {key} is divided into different micro-batches than in its first pass"
+            )
         return kept
 
-    def keep_hidden(self, micro_batch: MicroBatch, hidden: torch.Tensor, on_device: int) -> None:
-        """Keep the reference's hidden states [t, h] in the micro-batch, for the exact KL in training.
+    def keep_hidden(self, micro_batch: MicroBatch, hidden: torch.Tensor, device_limit: int) -> None:
+        """Copy the reference's hidden states [t, h] to micro_batch.reference_hidden, for the exact KL.
 
-        on_device: most bytes that the hidden states of all mini-batches may take on the device. Further ones
-            are kept on the host.
+        device_limit: maximum number of bytes of device memory for the hidden states of all micro-batches in
+            this store. Hidden states beyond this limit are copied to host memory.
         """
-        if self._hidden_on_device + hidden.nbytes <= on_device:
+        if self._hidden_on_device + hidden.nbytes <= device_limit:
             self._hidden_on_device += hidden.nbytes
             micro_batch.reference_hidden = hidden.clone()
         else:
@@ -215,11 +258,15 @@ def choose_routing(
     micro_batches: list[TrainBatch],
     recording: bool,
 ) -> Routing:
-    """Decide where the policy's choice of experts comes from in a pass, as moe.routing_replay says.
+    """Return the source of each token's experts in a pass of the policy, as moe.routing_replay says.
 
-    With moe.routing_replay=engine, this also stores the engine's choice in the micro-batches that lack it.
-    recording: True in the pass that computes the old log-probs, whose choice old_policy records.
-    Raises ValueError if moe.routing_replay=old_policy and that pass has not run before a training pass.
+    With moe.routing_replay=engine, this also sets the engine's choice in the micro-batches that lack it.
+    replay: value of moe.routing_replay.
+    moe: experts of the model. None: it has no experts.
+    prepared, micro_batches: the same micro-batches, after and before preparation by `lay_out`.
+    recording: True in the pass for the old log-probs. With moe.routing_replay=old_policy, that pass records
+        the experts, and training passes reuse them.
+    Raises ValueError in a training pass with moe.routing_replay=old_policy if no experts are recorded.
     """
     if moe is None or replay == RoutingReplay.off:
         return Routing.own

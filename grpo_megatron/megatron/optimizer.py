@@ -17,8 +17,7 @@ from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from megatron.core.transformer.module import Float16Module
 
-from grpo_megatron.config.schema import LrSchedule, OptimizerConfig
-from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.config.schema import Config, LrSchedule, OptimizerConfig
 
 # Megatron's names of the schedules.
 _DECAY_STYLES = {
@@ -35,7 +34,7 @@ class StepOutcome:
 
     grad_norm: gradient norm before clipping, over all ranks.
     lr: learning rate of the step.
-    dropped: True: the step changed nothing, because the norm was not finite or over
+    dropped: True if the step changed nothing, because the gradient norm was not finite or more than
         optimizer.max_grad_norm_to_step, or because the caller asked for it.
     """
 
@@ -44,26 +43,22 @@ class StepOutcome:
     dropped: bool
 
 
-def lr_scheduler(optimizer, config: OptimizerConfig) -> OptimizerParamScheduler:
+def lr_scheduler(optimizer, config: OptimizerConfig, decay_steps: int) -> OptimizerParamScheduler:
     """Return Megatron's scheduler that sets the learning rate of optimizer steps 1, 2, ...
 
-    The first step's rate is already set on return.
+    On return, the rate of step 1 is set already.
     optimizer: Megatron's optimizer, whose param_groups get the rates.
-    config: lr_decay_steps may be None for a constant rate only; otherwise ValueError is raised.
+    decay_steps: length of the whole schedule, see config.derived.lr_decay_steps.
 
     Step k of a warm-up of n steps runs at lr * k / n. Later steps run at lr_min + (lr - lr_min) * c. With
-    D = lr_decay_steps and r = (k - n) / (D - n), c is
+    D = decay_steps and r = (k - n) / (D - n), c is
 
     cosine: (1 + cos(pi r)) / 2 (arXiv:1608.03983 eq. 5, one period);
     linear: 1 - r;
     wsd: 1 up to step D - wsd_decay_steps, then falling to 0 at step D with the shape that wsd_decay_style
         names (arXiv:2404.06395 section 4.2).
-
-    Steps beyond D run at lr_min.
     """
     decays = config.lr_schedule != LrSchedule.constant
-    if decays and config.lr_decay_steps is None:
-        raise ValueError(f"optimizer.lr_schedule={config.lr_schedule.value} needs optimizer.lr_decay_steps")
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -72,7 +67,7 @@ def lr_scheduler(optimizer, config: OptimizerConfig) -> OptimizerParamScheduler:
         lr_warmup_steps=config.lr_warmup_steps,
         # Megatron requires the end to lie after the warm-up. If they coincide, lr_min follows the peak
         # anyway.
-        lr_decay_steps=max(config.lr_decay_steps if decays else 0, config.lr_warmup_steps + 1),
+        lr_decay_steps=max(decay_steps if decays else 0, config.lr_warmup_steps + 1),
         lr_decay_style=_DECAY_STYLES[config.lr_schedule],
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,
@@ -93,7 +88,8 @@ def continue_schedule(scheduler: OptimizerParamScheduler, config: OptimizerConfi
 
     Checkpoints contain the old rates in the optimizer's parameter groups. Without this function, resuming
     would silently ignore a changed optimizer.lr.
-    state: state_dict of the scheduler when the checkpoint was written.
+    config: the present optimizer settings.
+    state: the scheduler's state_dict from the checkpoint.
     """
     for group in scheduler.optimizer.param_groups:
         group.update(
@@ -116,7 +112,7 @@ def _is_token_embedding(parameter, name: str) -> bool:
 def _weight_decay_overrides(
     megatron_config: MegatronOptimizerConfig, config: OptimizerConfig
 ) -> dict[ParamKey, ParamGroupOverride]:
-    """Return the settings that exempt parameters from weight decay, in Megatron's form.
+    """Return Megatron's settings for the parameters that are exempt from weight decay.
 
     Megatron's default exempts all biases and 1-d parameters (norms). Without optimizer.decay_embeddings, the
     token embeddings are exempt too.
@@ -133,14 +129,16 @@ def _weight_decay_overrides(
 class Optimizer:
     """Megatron's optimizer with gradient clipping, a learning-rate schedule, and a check of the gradient.
 
-    A step whose gradient norm is not finite, or over optimizer.max_grad_norm_to_step, is dropped.
+    A step is dropped if its gradient norm is not finite, or more than optimizer.max_grad_norm_to_step.
     """
 
-    def __init__(self, chunks: list, config: OptimizerConfig, params_dtype: torch.dtype):
+    def __init__(self, chunks: list, config: OptimizerConfig, decay_steps: int, params_dtype: torch.dtype):
         """Build optimizer and scheduler over this rank's parameters.
 
-        chunks: DDP-wrapped model chunks. Their ddp_config says if replicas divide the optimizer's states.
+        chunks: DDP-wrapped model chunks. Their ddp_config says whether data-parallel replicas divide the
+            optimizer's states among them.
         config: this project's OptimizerConfig, not Megatron's class of the same name.
+        decay_steps: see `lr_scheduler`.
         params_dtype: dtype of the parameters.
         """
         self._config = config
@@ -162,24 +160,28 @@ class Optimizer:
         )
         overrides = _weight_decay_overrides(megatron_config, config)
         self.inner = get_megatron_optimizer(megatron_config, chunks, overrides, use_gloo_process_groups=False)
-        self.scheduler = lr_scheduler(self.inner, config)
+        self.scheduler = lr_scheduler(self.inner, config, decay_steps)
 
     def parts(self) -> list:
-        """Return the inner optimizers. Megatron has separate ones for dense and for expert parameters."""
+        """Return Megatron's inner optimizers: separate optimizers for dense and for experts' parameters."""
         return getattr(self.inner, "chained_optimizers", [self.inner])
 
     def zero_grad(self) -> None:
         self.inner.zero_grad()
 
     def load_scheduler(self, state: dict) -> None:
-        """Resume the learning-rate schedule from a checkpoint, with the present configuration's rates."""
+        """Resume the learning-rate schedule of a checkpoint, with the rates of the present configuration.
+
+        state: the scheduler's state_dict from the checkpoint.
+        """
         continue_schedule(self.scheduler, self._config, state)
 
     def _must_drop(self, grad_norm: float) -> bool:
-        """Return True if any rank finds the norm not finite or over the limit. Collective over all ranks.
+        """Return, on all ranks alike, whether any rank finds the gradient norm infinite, NaN or too large.
 
-        Replicas may compute the global norm from sums in different order, so it may differ in the last bit.
-        All ranks must decide alike: none may step while another drops.
+        All ranks must call this. The limit is optimizer.max_grad_norm_to_step. Replicas may add up the global
+        norm in different order, so its last bit may differ between ranks. Yet no rank may take the step while
+        another rank drops it.
         """
         limit = self._config.max_grad_norm_to_step
         found = not math.isfinite(grad_norm) or (limit is not None and grad_norm > limit)
@@ -188,10 +190,10 @@ class Optimizer:
         return bool(flag)
 
     def step(self, drop: bool = False) -> StepOutcome:
-        """Take one optimizer step, or drop it: parameters, moments and learning rate then do not change.
+        """Take one optimizer step, or drop it. All ranks must call this.
 
-        Collective.
-        drop: drop the step even if the gradient is fine; must be the same on all ranks.
+        A dropped step changes neither parameters nor moments nor the learning rate.
+        drop: if True, drop the step even if the gradient is fine. Must be the same on all ranks.
         """
         lr = self.inner.param_groups[0]["lr"]
         self.inner.prepare_grads()
@@ -211,30 +213,31 @@ class Optimizer:
 
 
 def wrap_for_training(
-    chunks: list[torch.nn.Module], spec: ActorSpec, dtype: torch.dtype
+    chunks: list[torch.nn.Module], config: Config, decay_steps: int
 ) -> tuple[list[DistributedDataParallel], Optimizer]:
     """Wrap each model chunk in Megatron's DDP, and build the optimizer over all chunks.
 
-    It also enters the hooks of DDP and optimizer in the chunks' config, where pipeline schedules find them.
-    dtype: dtype of the parameters.
+    The chunks' config also gets the callbacks of DDP and optimizer, which Megatron's pipeline schedules call.
+    decay_steps: see `lr_scheduler`.
     """
-    config = chunks[0].config
+    megatron, megatron_config = config.megatron, chunks[0].config
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        use_distributed_optimizer=spec.distributed_optimizer,
-        overlap_grad_reduce=spec.overlap,
-        overlap_param_gather=spec.overlap and spec.distributed_optimizer,
+        use_distributed_optimizer=megatron.distributed_optimizer,
+        overlap_grad_reduce=megatron.overlap,
+        overlap_param_gather=megatron.overlap and megatron.distributed_optimizer,
     )
-    modules = [Float16Module(config, chunk) if dtype == torch.bfloat16 else chunk for chunk in chunks]
+    bf16 = megatron_config.bf16
+    modules = [Float16Module(megatron_config, chunk) if bf16 else chunk for chunk in chunks]
     wrapped = [
         # Buckets pay off only in the chunk whose backward pass runs last.
-        DistributedDataParallel(config, ddp_config, module, disable_bucketing=i > 0)
+        DistributedDataParallel(megatron_config, ddp_config, module, disable_bucketing=i > 0)
         for i, module in enumerate(modules)
     ]
-    if spec.overlap:
+    if megatron.overlap:
         no_sync = [ddp.no_sync for ddp in wrapped]
-        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-    optimizer = Optimizer(wrapped, spec.optimizer, dtype)
-    config.finalize_model_grads_func = finalize_model_grads
-    config.grad_scale_func = optimizer.inner.scale_loss
+        megatron_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    optimizer = Optimizer(wrapped, config.optimizer, decay_steps, megatron_config.params_dtype)
+    megatron_config.finalize_model_grads_func = finalize_model_grads
+    megatron_config.grad_scale_func = optimizer.inner.scale_loss
     return wrapped, optimizer

@@ -22,10 +22,10 @@ from grpo_megatron.megatron.head.objectives import make_head, make_objective
 from grpo_megatron.megatron.layers.build import output_weight
 from grpo_megatron.megatron.layers.rounding import rounding_noise
 from grpo_megatron.megatron.layers.router import Routing
-from grpo_megatron.megatron.micro_batch import MicroBatch, MiniBatchStore, choose_routing
+from grpo_megatron.megatron.micro_batch import MicroBatch, MiniBatchStore, choose_routing, rank_layout
 from grpo_megatron.megatron.reward_model import RewardModel
-from grpo_megatron.megatron.spec import TrainResult
 from grpo_megatron.megatron.step_metrics import beyond_limits, merge_over_context, router_metrics
+from grpo_megatron.megatron.train_result import TrainResult
 from grpo_megatron.megatron.trained_model import TrainedModel
 from grpo_megatron.metrics import Metrics, concrete, merge
 
@@ -33,33 +33,38 @@ MicroBatches = list[TrainBatch]
 
 
 class Passes:
-    """Passes of the policy, of the reference in its place, and of a frozen reward model. All are collective.
+    """Forward and training passes over micro-batches on one rank. All ranks must call each method.
 
+    Passes run the trained model, the reference model (its weights can take the place of the trained weights),
+    or a frozen reward model.
     mini_batches: prepared micro-batches of the current step
     """
 
     def __init__(self, model: TrainedModel, reward_model: RewardModel | None):
         self._model, self._reward_model = model, reward_model
-        self._spec, self._reports = model.spec, model.rank.reports
-        self._head = make_head(model.chunks, model.arch, model.spec)
+        self._config, self._reports = model.config, model.rank.reports
+        self._head = make_head(model.chunks, model.arch, model.config)
         self.mini_batches = MiniBatchStore(
-            model.spec.layout(model.rank.cp_rank),
+            rank_layout(model.config, model.rank.cp_rank),
             model.device,
-            own_attention=not model.model_spec.transformer_engine,
+            own_attention=not model.transformer_engine,
         )
 
     def begin_reference(self) -> None:
-        """Let the model compute with the reference's weights until `end_reference`. Collective.
+        """Swap the reference's weights into the model, until `end_reference`. All ranks must call this.
 
-        In between, only `logprobs(reference=True)` may be called, any number of times. A weight sync or a
-        checkpoint would take the reference's weights for the policy's.
+        Before `end_reference`, only `logprobs(reference=True)` may be called, any number of times. A weight
+        sync or a checkpoint would mistake the reference's weights for the policy's weights.
         """
         model, reference = self._model, self._model.require_reference()
         model.until_saved(weights_only=True)
         model.reference_passes.begin(model.settled_weights(), reference.in_place())
 
     def end_reference(self) -> None:
-        """Put the policy's weights back. Collective."""
+        """Swap the policy's weights, which `begin_reference` took out, back into the model.
+
+        All ranks must call this.
+        """
         self._model.reference_passes.end()
 
     def logprobs(
@@ -69,10 +74,11 @@ class Passes:
         key: tuple[int, int] | None = None,
         keep_hidden: bool = False,
     ) -> np.ndarray | None:
-        """Return the log-prob of every target, float32 [T], in the order of the micro-batches. Collective.
+        """Return the log-prob of every target token, float32 [T], in the order of the micro-batches.
 
-        Only one rank per data-parallel replica returns them (RankInfo.reports); the others return None.
-        reference: compute with the reference's weights; `begin_reference` must have been called.
+        All ranks must call this. One rank of each data-parallel replica (RankInfo.reports) returns the
+        log-probs of the replica's T tokens. The other ranks return None.
+        reference: if True, compute with the reference's weights. `begin_reference` must have been called.
         key: (step, index of the mini-batch). Later passes with the same key reuse the prepared inputs and,
             with moe.routing_replay, the choice of experts.
         keep_hidden: with `reference`, keep the last hidden states for the exact KL of `train_step`.
@@ -82,16 +88,18 @@ class Passes:
             raise RuntimeError("call begin_reference before logprobs(reference=True)")
         prepared = self.mini_batches.get(key, micro_batches)
         routing = Routing.own if reference else self._route(prepared, micro_batches, recording=True)
-        keep = partial(self.mini_batches.keep_hidden, on_device=self._spec.reference_hidden_bytes)
+        device_limit = int(self._config.ref.hidden_gib * 2**30)
+        keep = partial(self.mini_batches.keep_hidden, device_limit=device_limit)
         with nullcontext() if reference else model.settled_weights():
             parts = forward_logprobs(model.ddp, prepared, self._head, routing, keep if keep_hidden else None)
         return torch.cat(parts).cpu().numpy() if self._reports else None
 
     def scores(self, micro_batches: MicroBatches) -> np.ndarray | None:
-        """Return the reward model's score of every sequence, float32 [S], in their order. Collective.
+        """Return the reward model's score of every sequence, float32 [S], in the order of the micro-batches.
 
-        The frozen reward model computes them if there is one, otherwise the trained model.
-        Only one rank per data-parallel replica returns them; the others return None.
+        All ranks must call this. One rank of each data-parallel replica returns the scores of the replica's
+        S sequences. The other ranks return None.
+        The frozen reward model computes the scores. If there is none, the trained model is the reward model.
         """
         prepared = self.mini_batches.get(None, micro_batches)
         with self._model.settled_weights():
@@ -102,17 +110,19 @@ class Passes:
     def probe(
         self, micro_batches: MicroBatches, temperature: float, rounding: torch.dtype | None
     ) -> np.ndarray | None:
-        """Return log-prob and entropy of every target, float32 [2, T], to compare with engines. Collective.
+        """Return log-prob and entropy of every target token, float32 [2, T], to compare with an engine's.
 
-        Only one rank per data-parallel replica returns them; the others return None.
+        All ranks must call this. One rank of each data-parallel replica returns the values of the replica's T
+        tokens, in the order of the micro-batches. The other ranks return None.
         temperature: divides the logits, in place of the configured temperature.
-        rounding: multiply each layer's output by random rounding errors of this dtype. None: do not.
+        rounding: dtype whose rounding errors are simulated, by a random factor on each layer's output. None:
+            no rounding errors.
         """
         model, head = self._model, replace(self._head, temperature=temperature)
         prepared = self.mini_batches.get(None, micro_batches)
         # No earlier pass recorded a routing of these sequences. Only the engine's samples may bring one.
         replays = (
-            self._spec.moe.routing_replay == RoutingReplay.engine and micro_batches[0].routing is not None
+            self._config.moe.routing_replay == RoutingReplay.engine and micro_batches[0].routing is not None
         )
         routing = self._route(prepared, micro_batches, recording=True) if replays else Routing.own
         with model.settled_weights(), rounding_noise(model.chunks, rounding) if rounding else nullcontext():
@@ -120,7 +130,7 @@ class Passes:
         return torch.cat(parts, dim=1).cpu().numpy() if self._reports else None
 
     def _route(self, prepared: list[MicroBatch], micro_batches: MicroBatches, recording: bool) -> Routing:
-        replay, moe = self._spec.moe.routing_replay, self._model.arch.moe
+        replay, moe = self._config.moe.routing_replay, self._model.arch.moe
         return choose_routing(replay, moe, prepared, micro_batches, recording)
 
     def train_step(
@@ -132,13 +142,13 @@ class Passes:
         key: tuple[int, int] | None = None,
         drop: bool = False,
     ) -> TrainResult | None:
-        """Take one optimizer step on the weighted sum of all replicas' token losses. Collective.
+        """Take one optimizer step on the weighted sum of all replicas' losses. All ranks must call this.
 
-        Only one rank per data-parallel replica returns a TrainResult; the others return None.
-        step_tokens: tokens of the optimizer step over all replicas, padding excluded.
-        current_is_old: take the current log-probs as those of the old policy (train.old_logprobs=current).
+        One rank of each data-parallel replica returns a TrainResult. The other ranks return None.
+        step_tokens: number of tokens of the optimizer step over all replicas, padding excluded.
+        current_is_old: if True, the current log-probs serve as the old policy's (train.old_logprobs=current).
         key: (step, index of the mini-batch), see `logprobs`.
-        drop: compute loss and gradient norm, but leave the weights unchanged.
+        drop: if True, compute loss and gradient norm, but do not change the weights.
         """
         model = self._model
         metrics = self.compute_gradients(micro_batches, loss, step_tokens, current_is_old, key)
@@ -158,9 +168,10 @@ class Passes:
         current_is_old: bool = False,
         key: tuple[int, int] | None = None,
     ) -> Metrics:
-        """Compute the gradients of `train_step` into the parameters' `main_grad`. Collective.
+        """Compute the gradients for `train_step`, with the same arguments, into each parameter's `main_grad`.
 
-        Returns this replica's metrics on one rank of the replica, and an empty dict on its other ranks.
+        All ranks must call this. One rank of each data-parallel replica returns the replica's metrics. The
+        other ranks return an empty dict.
         """
         model = self._model
         model.reference_passes.require_policy()
@@ -180,7 +191,7 @@ class Passes:
         routers: Metrics = {}
         if model.arch.moe is not None:
             tokens = sum(batch.num_tokens for batch in micro_batches)
-            routers = router_metrics(model.chunks, model.arch.moe, self._spec.moe, tokens, model.device)
+            routers = router_metrics(model.chunks, model.arch.moe, self._config.moe, tokens, model.device)
         *parts, routers = concrete([*parts, routers])
         metrics = merge_over_context(merge(parts)) if model.rank.last_stage else {}
         return metrics | routers if self._reports else {}

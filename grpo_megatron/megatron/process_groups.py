@@ -13,7 +13,7 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Ranks of this process in the groups of the parallel layout."""
+    """Global rank of this process, and its rank in each group of the parallel layout."""
 
     rank: int
     """Global rank."""
@@ -22,9 +22,9 @@ class RankInfo:
     tp_rank: int
     """Rank in the tensor-parallel group."""
     pp_rank: int
-    """Pipeline stage."""
+    """Pipeline stage, from 0."""
     dp_rank: int
-    """Index of the data-parallel replica."""
+    """Index of this process's data-parallel replica, from 0."""
     cp_rank: int
     """Rank in the context-parallel group."""
     ep_rank: int
@@ -32,23 +32,23 @@ class RankInfo:
     etp_rank: int
     """Rank in the tensor-parallel group of the experts."""
     expert_dp_rank: int
-    """Index of the replica of the experts."""
+    """Rank in the expert-data-parallel group, whose ranks hold the same experts."""
     last_stage: bool
     """True on the last pipeline stage."""
 
     @property
     def reports(self) -> bool:
-        """True on the one rank per data-parallel replica that returns its results."""
+        """True on the one rank of each data-parallel replica that returns the replica's results."""
         return self.last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
     @property
     def in_first_replica(self) -> bool:
-        """True on the ranks whose dense weights are read out; other replicas hold the same weights."""
+        """True on the ranks that export the dense weights. The other replicas hold the same dense weights."""
         return self.dp_rank == 0 and self.cp_rank == 0
 
     @property
     def in_first_expert_replica(self) -> bool:
-        """True on the ranks whose experts' weights are read out."""
+        """True on the ranks that export the experts' weights. The other replicas hold the same experts."""
         return self.expert_dp_rank == 0
 
     def __str__(self):
@@ -59,15 +59,17 @@ class RankInfo:
 
 
 def initialize(
-    sizes: ParallelSizes, rank: int, meeting: dist.Store | str, seed: int, timeout_seconds: float = 600.0
+    sizes: ParallelSizes, rank: int, rendezvous: dist.Store | str, seed: int, timeout_seconds: float = 600.0
 ) -> RankInfo:
-    """Create all process groups, with NCCL on CUDA, else with gloo. Blocks until every rank has joined.
+    """Create the process groups of torch.distributed and Megatron, and seed Megatron.
 
+    The backend is NCCL with CUDA, otherwise gloo. The call blocks until every rank has joined.
     sizes: sizes of the parallel layout.
     rank: global rank of this process.
-    meeting: through which the ranks find each other: a store, or a torch init_method such as file://PATH.
+    rendezvous: key-value store, or torch init_method such as file://PATH, by which the ranks find each other.
     seed: seed of Megatron's random number generators.
-    timeout_seconds: most seconds that a collective may take.
+    timeout_seconds: maximum number of seconds that a collective operation may take.
+    Returns the rank of this process in each group.
     """
     from megatron.core import parallel_state as mpu
 
@@ -76,7 +78,7 @@ def initialize(
         share_device()
     dist.init_process_group(
         "nccl" if cuda else "gloo",
-        **({"init_method": meeting} if isinstance(meeting, str) else {"store": meeting}),
+        **({"init_method": rendezvous} if isinstance(rendezvous, str) else {"store": rendezvous}),
         rank=rank,
         world_size=sizes.world_size,
         timeout=datetime.timedelta(seconds=timeout_seconds),
@@ -128,7 +130,7 @@ def rank_info() -> RankInfo:
 
 
 def destroy() -> None:
-    """Destroy all process groups, so that the same process can `initialize` another layout."""
+    """Destroy all process groups, so that this process can call `initialize` again with another layout."""
     from megatron.core import parallel_state as mpu
 
     mpu.destroy_model_parallel()

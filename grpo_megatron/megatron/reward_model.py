@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from megatron.core.transformer.module import Float16Module
 
-from grpo_megatron.config.lora import LoraConfig
-from grpo_megatron.config.schema import Precision, Recompute
+from grpo_megatron.config.derived import scorer_config
+from grpo_megatron.config.schema import Config
 from grpo_megatron.megatron.forward_backward import forward_scores
 from grpo_megatron.megatron.head.objectives import make_head
 from grpo_megatron.megatron.head.score import load_reward_model
@@ -16,50 +15,40 @@ from grpo_megatron.megatron.layers.build import build_model, uses_transformer_en
 from grpo_megatron.megatron.memory.host import host_memory
 from grpo_megatron.megatron.memory.training import unique_storages
 from grpo_megatron.megatron.micro_batch import MicroBatch
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.families import read_architecture, weight_map
 
 
 class RewardModel:
     """Frozen reward model that scores samples on the ranks of the trained policy.
 
-    It has the policy's parallel sizes, but its own architecture. All its pipeline stages have the same number
-    of layers.
+    It is divided over the ranks with the policy's parallel sizes, but may have another architecture. All its
+    pipeline stages have the same number of layers.
     """
 
-    def __init__(self, spec: ActorSpec, tick: Callable[[], None]):
-        """Build the reward model, load it, and move its weights to host memory.
+    def __init__(self, config: Config, tick: Callable[[], None]):
+        """Build the reward model, load its weights, and move them to host memory.
 
-        spec: ActorSpec of the policy; its reward_model names the checkpoint.
-        tick: heartbeat, called for every micro-batch and model chunk.
-        Raises UserError if spec.reward_model cannot be read as a reward model.
+        config: configuration of the run, which is the policy's.
+        tick: called before each forward pass of a model chunk, to report progress to the hang detector.
+        Raises UserError if reward.model.path cannot be read as a reward model.
         """
-        precision = Precision.bf16 if spec.precision == Precision.fp8 else spec.precision
-        spec = replace(
-            spec,
-            sizes=replace(spec.sizes, pipeline_layers=None),
-            precision=precision,
-            recompute=Recompute.none,
-            lora=LoraConfig(),
-        )
-        with_engine = uses_transformer_engine(spec.transformer_impl, precision, spec.emulate_kernels)
-        arch, model_spec = (
-            read_architecture(spec.reward_model, reward_model=True),
-            spec.model_spec(with_engine),
-        )
-        chunks = build_model(arch, model_spec)
-        load_reward_model(chunks, spec.reward_model, weight_map(arch, with_engine), spec.seed)
+        path, own = config.reward.model.path, scorer_config(config)
+        # The policy's kind of layers, for which micro-batches are prepared.
+        with_engine = uses_transformer_engine(config.megatron)
+        arch = read_architecture(path, reward_model=True)
+        chunks = build_model(arch, own, with_engine)
+        load_reward_model(chunks, path, weight_map(arch, with_engine), config.run.seed)
         for chunk in chunks:
             chunk.register_forward_pre_hook(lambda *_: tick())
-        bf16 = model_spec.params_dtype == torch.bfloat16
+        bf16 = chunks[0].config.bf16
         self._modules = [(Float16Module(chunk.config, chunk) if bf16 else chunk).eval() for chunk in chunks]
-        self._head = make_head(chunks, arch, spec)
+        self._head = make_head(chunks, arch, own)
         weights = unique_storages(parameter.data for chunk in chunks for parameter in chunk.parameters())
         self._held = [_Held(storage) for storage in weights.values()]
 
     @contextmanager
-    def _at_hand(self) -> Iterator[None]:
-        """Keep the weights in device memory within the context."""
+    def _weights_on_device(self) -> Iterator[None]:
+        """Copy the weights to device memory. Free that memory when the context ends."""
         for held in self._held:
             held.bring()
         try:
@@ -69,19 +58,20 @@ class RewardModel:
                 held.drop()
 
     def __call__(self, micro_batches: list[MicroBatch]) -> list[torch.Tensor]:
-        """Return the scores of the sequences: one float32 [S] per micro-batch, on the device. Collective.
+        """Return the reward model's scores: per micro-batch of S sequences a float32 tensor [S].
 
-        The list is empty except on the last pipeline stage.
-        micro_batches: as prepared for the policy, whose layers are of the same kind.
+        The list is empty except on the last pipeline stage. All ranks must call this.
+        micro_batches: prepared by the policy's MiniBatchStore. The reward model can read them too, because
+            both models use the same kind of layers (TransformerEngine's, or Megatron's local layers).
         """
-        with self._at_hand():
+        with self._weights_on_device():
             return forward_scores(self._modules, micro_batches, self._head)
 
 
 class _Held:
-    """One storage of the frozen weights, with a copy on the host that is made once and never changes.
+    """Storage of frozen weights, with a constant copy in host memory.
 
-    bring: copy the weights to the device. drop: free their device memory.
+    `bring` copies the weights to the device. `drop` frees their device memory.
     """
 
     def __init__(self, storage: torch.UntypedStorage):

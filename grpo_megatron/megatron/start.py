@@ -4,27 +4,26 @@ import gc
 
 from grpo_megatron.cluster.heartbeat import Heartbeat
 from grpo_megatron.cluster.store import StoreAddress
-from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.config.command import Command
+from grpo_megatron.config.schema import Config
+from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 
-def start_actor(
-    spec: ActorSpec, seed: int, timeout: float, rank: int, store: StoreAddress, heartbeat: Heartbeat
-):
-    """Join the process groups and build this rank's Actor. Collective over all ranks.
+def start_actor(config: Config, command: Command, rank: int, store: StoreAddress, heartbeat: Heartbeat):
+    """Join the process groups and build this rank's Actor. All ranks must call this.
 
     The driver sends this function to the process of every rank.
-    seed: seed of Megatron's random number generators.
-    timeout: most seconds that a collective may take.
+    command: see Actor.
     rank: global rank of this process.
     store: address of the key-value store through which the ranks find each other.
-    heartbeat: heartbeat of this process.
-    Returns (Actor, RankInfo).
+    heartbeat: reports the progress of this process to the driver's hang detector.
+    Returns (Actor, RankInfo): this rank of the trained model, and its rank in each process group.
     """
     # Megatron is imported here, not at the top of the file, so that the driver can send this function to a
     # rank without loading Megatron itself. Garbage collection is off during the import: it would find
     # nothing, because imported modules stay, and take a fifth of the time.
     gc.disable()
-    if spec.emulate_kernels:
+    if config.megatron.emulate_kernels:
         from grpo_megatron.megatron.without_gpu import emulation
 
         emulation.install()
@@ -32,5 +31,6 @@ def start_actor(
     from grpo_megatron.megatron.actor import Actor
 
     gc.enable()
-    info = process_groups.initialize(spec.sizes, rank, store.connect(timeout), seed, timeout)
-    return Actor(spec, heartbeat), info
+    sizes, timeout = ParallelSizes.from_config(config.megatron), config.megatron.collective_timeout
+    info = process_groups.initialize(sizes, rank, store.connect(timeout), config.run.seed, timeout)
+    return Actor(config, command, heartbeat), info

@@ -13,10 +13,13 @@ from grpo_megatron.model.architecture import MoE
 def router_metrics(
     chunks: list, experts: MoE, config: MoEConfig, tokens: int, device: torch.device
 ) -> Metrics:
-    """Return the routers' auxiliary losses, averaged over this replica's tokens and layers. Collective.
+    """Return the metrics moe/load_balancing_loss and moe/z_loss of the routers. All ranks must call this.
 
-    chunks: model chunks of this rank.
-    tokens: number of tokens of the replica in the training pass.
+    They are means over this replica's tokens and layers with experts. A loss with coefficient 0 is left out.
+    chunks: model chunks of this rank, whose routers have summed the losses during the training pass.
+    experts: says which layers have experts. config: coefficients of the losses.
+    tokens: number of the replica's tokens in the training pass.
+    device: device on which the metrics are computed.
     """
     names = ("load_balancing_loss", "z_loss")
     sums = take_loss_sums(chunks)
@@ -33,7 +36,10 @@ def router_metrics(
 
 
 def merge_over_context(metrics: Metrics) -> Metrics:
-    """Merge the metrics of all CP ranks, which see different tokens of the same sequences. Collective."""
+    """Return the metrics of all CP ranks, merged. All CP ranks must call this.
+
+    CP ranks see different tokens of the same sequences.
+    """
     group = mpu.get_context_parallel_group()
     if group.size() == 1:
         return metrics
@@ -43,11 +49,11 @@ def merge_over_context(metrics: Metrics) -> Metrics:
 
 
 def beyond_limits(limits: dict[str, float], metrics: Metrics) -> tuple[str, ...]:
-    """Check the loss's limits, such as one on the KL, to decide if the optimizer step is dropped.
+    """Return one sentence for each metric that, merged over all ranks, exceeds its limit or is NaN.
 
-    Collective over all ranks.
-    limits: {metric: largest value}. metrics: this rank's; those of all ranks are merged.
-    Returns one sentence for each metric that exceeds its limit or is NaN.
+    All ranks must call this. If the result is not empty, the optimizer step must be dropped.
+    limits: {metric: largest allowed value}, such as a limit on the KL.
+    metrics: the metrics of this rank.
     """
     if not limits:
         return ()
@@ -55,7 +61,7 @@ def beyond_limits(limits: dict[str, float], metrics: Metrics) -> tuple[str, ...]
     dist.all_gather_object(parts, {name: metrics[name] for name in limits if name in metrics})
     found = {name: metric.result() for name, metric in merge(parts).items()}
     return tuple(
-        f"{name}={value:.4g} is more than {limits[name]}"
+        f"{name}={value:.4g} exceeds its limit {limits[name]}"
         for name, value in found.items()
         if not value <= limits[name]
     )

@@ -3,13 +3,15 @@
 from contextlib import contextmanager
 
 from grpo_megatron.cluster.heartbeat import Heartbeat
+from grpo_megatron.config.command import Command
+from grpo_megatron.config.derived import lr_decay_steps
+from grpo_megatron.config.schema import Config
 from grpo_megatron.megatron.head.score import load_reward_model
 from grpo_megatron.megatron.layers import lora
 from grpo_megatron.megatron.layers.build import build_model, uses_transformer_engine
 from grpo_megatron.megatron.memory.training import TrainingMemory
 from grpo_megatron.megatron.optimizer import wrap_for_training
 from grpo_megatron.megatron.process_groups import local_device, rank_info
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.megatron.state.checkpoint_files import Writer
 from grpo_megatron.megatron.state.hf_weights import load_hf, mark_parallel
 from grpo_megatron.megatron.state.reference import ReferencePasses, ReferenceWeights
@@ -21,64 +23,66 @@ from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 class TrainedModel:
     """Model, optimizer and reference weights of one rank.
 
-    Its tensors are read and changed by passes, checkpoints, weight sync and sleep. `settled_weights` and
-    `until_saved` keep these from disturbing one another.
+    Passes, checkpoints, weight sync and sleep read and change the same tensors. With `settled_weights` and
+    `until_saved` they wait for each other.
     """
 
-    def __init__(self, spec: ActorSpec, heartbeat: Heartbeat):
+    def __init__(self, config: Config, command: Command, heartbeat: Heartbeat):
         """Build the model, load its weights and set up the optimizer.
 
-        heartbeat: heartbeat of this process, for the driver's hang detector.
+        command: see Actor.
+        heartbeat: reports this process's progress to the driver's hang detector.
         """
-        self.spec, self.heartbeat = spec, heartbeat
+        self.config, self.command, self.heartbeat = config, command, heartbeat
         self.rank = rank_info()
         self.device = local_device()
-        self.arch = read_architecture(spec.model_path, reward_model=spec.scalar_head)
-        self.model_spec = spec.model_spec(
-            uses_transformer_engine(spec.transformer_impl, spec.precision, spec.emulate_kernels)
-        )
-        self.entries = weight_map(self.arch, self.model_spec.transformer_engine)
-        self.chunks = build_model(self.arch, self.model_spec)
+        path = config.model.path
+        self.arch = read_architecture(path, reward_model=command == Command.reward_model)
+        self.transformer_engine = uses_transformer_engine(config.megatron)
+        self.entries = weight_map(self.arch, self.transformer_engine)
+        self.chunks = build_model(self.arch, config, self.transformer_engine)
+        self.params_dtype = self.chunks[0].config.params_dtype
         for chunk in self.chunks:
             chunk.register_forward_pre_hook(lambda *_: heartbeat.tick())
         mark_parallel(self.chunks, self.entries)
-        self.adapters = adapter_entries(self.entries.values(), spec.lora)
+        self.adapters = adapter_entries(self.entries.values(), config.megatron.lora)
         if self.adapters:
-            lora.attach(self.chunks, self.adapters, spec.seed)
+            lora.attach(self.chunks, self.adapters, config.run.seed)
         # Read the values before DDP and the optimizer move the parameters into their buffers.
-        self.reference, same_model = None, spec.reference_path in (None, spec.model_path)
-        if spec.with_reference:
-            self._load(spec.reference_path or spec.model_path)
-            self.reference = ReferenceWeights(
-                self.chunks, on_host=spec.reference_offload, same_model=same_model
-            )
-        if not spec.with_reference or not same_model:
-            self._load(spec.model_path)
+        self.reference, same_model = None, config.ref.path in (None, path)
+        if command == Command.train and config.algorithm.needs_reference:
+            self._load(config.ref.path or path)
+            self.reference = ReferenceWeights(self.chunks, on_host=config.ref.offload, same_model=same_model)
+        if self.reference is None or not same_model:
+            self._load(path)
         self._set_up_training()
         self.reference_passes = ReferencePasses()
         self.writer: Writer | None = None  # writes the checkpoint that is in progress
 
     def _load(self, folder: str) -> None:
-        """Fill the parameters from an HF checkpoint. Benchmarks override this to run without a checkpoint."""
+        """Fill the parameters from the HF checkpoint in `folder`. Benchmarks override this method."""
         if self.arch.scalar_head:
-            load_reward_model(self.chunks, folder, self.entries, self.spec.seed)
+            load_reward_model(self.chunks, folder, self.entries, self.config.run.seed)
         else:
             load_hf(self.chunks, HFCheckpoint(folder), self.entries)
 
     def _set_up_training(self) -> None:
         """Wrap each model chunk in Megatron's DDP, and build the optimizer over all chunks."""
-        spec = self.spec
-        self._gathers_in_forward = spec.overlap and spec.distributed_optimizer
-        self.ddp, self.optimizer = wrap_for_training(self.chunks, spec, self.model_spec.params_dtype)
-        self.memory = TrainingMemory(self.ddp, self.optimizer, spec.optimizer.offload, spec.offload_folder)
+        config, megatron = self.config, self.config.megatron
+        self._gathers_in_forward = megatron.overlap and megatron.distributed_optimizer
+        decay_steps = lr_decay_steps(config, self.command)
+        self.ddp, self.optimizer = wrap_for_training(self.chunks, config, decay_steps)
+        self.memory = TrainingMemory(
+            self.ddp, self.optimizer, config.optimizer.offload, megatron.offload_folder
+        )
 
     @contextmanager
     def settled_weights(self):
-        """Wait until all parameters have their newest values, and keep them so within the context.
+        """Wait until all parameters have their newest values. Within the context no new values arrive.
 
-        Enter it before weights are read or swapped. With megatron.overlap, the distributed optimizer's new
-        values arrive only during the next training forward pass: code would read old values, or its own would
-        be overwritten.
+        Code that reads or swaps weights needs this context. With megatron.overlap and the distributed
+        optimizer, new values arrive from other ranks only during the next training forward pass. Without the
+        context, code would read old values, or what it writes would be overwritten.
         Raises RuntimeError while the reference's weights are in the policy's place.
         """
         self.reference_passes.require_policy()
@@ -94,15 +98,16 @@ class TrainedModel:
                 ddp.enable_forward_pre_hook()
 
     def until_saved(self, weights_only: bool = False) -> None:
-        """Wait until the checkpoint thread, which reads tensors without a copy, no longer needs them.
+        """Wait until the thread that writes a checkpoint has read the tensors that the caller will change.
 
-        weights_only: the caller is about to change only weights, not the optimizer's states.
+        The thread reads weights and optimizer states in place, without copying them first.
+        weights_only: True if the caller will change only weights, not the optimizer's states.
         """
         if self.writer:
             self.writer.wait_until_read(weights_only)
 
     def require_reference(self) -> ReferenceWeights:
-        """Return the reference weights. Raises RuntimeError if the spec asked for none."""
+        """Return the reference weights. Raises RuntimeError if the configuration asks for none."""
         if self.reference is None:
             raise RuntimeError("this actor was built without reference weights")
         return self.reference

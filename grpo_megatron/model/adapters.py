@@ -26,8 +26,8 @@ def is_adapter(megatron: str) -> bool:
 class Shared(Plain):
     """Layout of a Megatron tensor that stands for several identical HF tensors.
 
-    Megatron has one matrix A for a fused layer such as QKV. In PEFT's files each of q, k and v has a copy of
-    it.
+    Megatron has one LoRA matrix A for a fused layer such as QKV. In PEFT's files, q, k and v each have a copy
+    of that matrix.
     """
 
     def pieces(self, hf, shapes, axis, parts, rank):
@@ -37,12 +37,12 @@ class Shared(Plain):
 
 
 def adapter_entries(entries: Iterable[Entry], config: LoraConfig) -> dict[str, Entry]:
-    """Return {Megatron name: weight map entry} of both matrices of every adapter.
+    """Return {Megatron name: weight map entry} of both matrices of every LoRA adapter.
 
-    The trainer creates and exports the adapters by these entries. They have no name in the engine. The result
+    The trainer creates and exports the adapters by these entries. The entries have no engine name. The result
     is empty if config.rank is 0.
 
-    entries: the model's weight map.
+    entries: all entries of the model's weight map.
     """
     found = {}
     for entry in entries if config.rank else ():
@@ -60,41 +60,44 @@ def adapter_entries(entries: Iterable[Entry], config: LoraConfig) -> dict[str, E
 
 
 def without_adapter(arch: Architecture, config: LoraConfig) -> list[str]:
-    """Return one sentence for each target layer that the model lacks or that cannot have an adapter.
+    """Return one sentence for each layer in megatron.lora.targets that is missing or cannot have an adapter.
 
-    The check before a run shows them. The targets are the layers in megatron.lora.targets.
+    The check before a run shows these sentences.
     """
     if arch.latent is not None:
         return [
             "megatron.lora.rank: this model uses multi-head latent attention (MLA), whose layers cannot have "
-            "adapters"
+            "adapters; leave megatron.lora.rank out"
         ]
     entries = weight_map(arch).values()
     there = {target: [e for e in entries if _is_target(e, [target])] for target in config.targets}
     found = []
     for target, layers in there.items():
         if not layers:
-            found.append(f"megatron.lora.targets: this model has no layer {target} outside experts")
+            found.append(
+                f"megatron.lora.targets: this model has no layer {target} outside its experts; remove "
+                f"{target}"
+            )
         elif any(entry.expert for entry in layers):
             found.append(
-                f"megatron.lora.targets: {target} is a layer of experts in this model, and experts cannot "
-                "have adapters"
+                f"megatron.lora.targets: {target} belongs to the experts of this model, which cannot have "
+                "adapters; remove it"
             )
         elif any(_layer(entry) not in _ADAPTABLE for entry in layers):
             found.append(
                 f"megatron.lora.targets: {target} of this model is {layers[0].megatron}, which cannot have "
-                "an adapter"
+                "an adapter; remove it"
             )
     return found
 
 
 def _is_target(entry: Entry, targets: Iterable[str]) -> bool:
-    """Return whether the entry is the weight of a layer with one of these HF names, such as `q_proj`."""
+    """Return whether the entry is the weight of a layer whose HF name, such as `q_proj`, is in `targets`."""
     return entry.hf[0].endswith("_proj.weight") and any(hf.split(".")[-2] in targets for hf in entry.hf)
 
 
 def _layer(entry: Entry) -> str:
-    """Return the entry's path within a transformer layer, such as `mlp.linear_fc1`."""
+    """Return the path of the entry's Megatron module in its transformer layer, such as `mlp.linear_fc1`."""
     return ".".join(entry.megatron.split(".")[3:-1])
 
 

@@ -1,4 +1,4 @@
-"""The architecture of a model: the dimensions given by its config.json, and what follows from them."""
+"""The architecture of a model: the dimensions in its config.json, and values computed from them."""
 
 import math
 from dataclasses import dataclass, replace
@@ -17,7 +17,8 @@ class RopeScaling:
     """Scaling of the rotary embedding's frequencies in Llama 3.1, for a longer context.
 
     With n = original_max_positions, in tokens, wavelengths above n / low_freq_factor are stretched by
-    `factor`, and those below n / high_freq_factor are kept. Wavelengths between the two are interpolated.
+    `factor`, and wavelengths below n / high_freq_factor are kept. Between the two limits, frequencies are
+    interpolated.
     """
 
     factor: float
@@ -30,9 +31,9 @@ class RopeScaling:
 class Yarn:
     """YaRN's scaling of the rotary embedding's frequencies (arXiv:2309.00071), for a longer context.
 
-    A frequency that makes more than `beta_fast` turns within the original positions is kept. One with fewer
-    than `beta_slow` turns is divided by `factor`. Frequencies between the two are interpolated. DeepSeek adds
-    two factors, on the cosines and sines and on the attention scores.
+    A frequency that makes more than `beta_fast` turns within the original context length is kept. A frequency
+    that makes fewer than `beta_slow` turns is divided by `factor`. Frequencies between the two are
+    interpolated. DeepSeek adds two factors, on the cosines and sines and on the attention scores.
     """
 
     factor: float
@@ -51,8 +52,8 @@ class Yarn:
     def scaled(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
         """Return the rotary embedding's frequencies after scaling, float32 [d / 2].
 
-        frequencies: inverse frequencies before scaling, float32 [d / 2], with d the rotated channels of a
-            head.
+        frequencies: frequencies before scaling, in radians per position, float32 [d / 2], for the d rotated
+            channels of a head.
         theta: base of the rotary embedding.
         """
         d = 2 * len(frequencies)
@@ -73,38 +74,38 @@ class Yarn:
 class MoE:
     """Router and experts of the layers that have experts.
 
-    The router scores all experts for each token, and sends it to the `top_k` best.
+    The router scores all experts for each token, and sends the token to the `top_k` best experts.
     """
 
     num_experts: int
-    """Routed experts of a layer."""
+    """Number of routed experts in a layer."""
     top_k: int
-    """Routed experts of each token."""
+    """Number of routed experts for each token."""
     ffn_hidden_size: int
     """Intermediate size of one expert."""
     normalize: bool
-    """The weights of the chosen experts are scaled to sum to 1."""
+    """True if the weights of the chosen experts are scaled to sum to 1."""
     layers: tuple[bool, ...]
     """One item per layer: True for a layer with experts, False for one with a dense MLP."""
     shared_ffn_hidden_size: int = 0
     """Intermediate size of all shared experts together; 0: no shared experts."""
     sigmoid: bool = False
-    """Scores are the sigmoid of the router's logits; False: their softmax."""
+    """True if scores are the sigmoid of the router's logits, False if they are the softmax."""
     correction_bias: bool = False
-    """A bias per expert is added to the scores to choose experts, but not to weight them."""
+    """True if a bias per expert is added to the scores that choose experts, but not to their weights."""
     groups: int | None = None
-    """Number of groups that the experts are divided into; None: no groups."""
+    """Number of groups into which the experts are divided; None: no groups."""
     top_groups: int | None = None
-    """Only this many groups are used: those whose two best scores have the largest sum."""
+    """Number of groups that a token may use: the groups whose two best scores have the largest sums."""
     weight_factor: float = 1.0
     """Factor on the weights of the chosen experts."""
 
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention (arXiv:2405.04434).
+    """Dimensions of multi-head latent attention (arXiv:2405.04434).
 
-    Queries, keys and values are projected up from latents, which are smaller.
+    Queries, keys and values are projected up from latents, which are smaller vectors.
     """
 
     query_rank: int | None
@@ -118,7 +119,7 @@ class Latent:
     value_dim: int
     """Channels of a value head."""
     interleaved: bool = True
-    """The two channels of a rotation are neighbours; False: they are half a head apart."""
+    """True if the two channels of a rotation are neighbours, False if they are rotated_dim / 2 apart."""
 
 
 @dataclass(frozen=True)
@@ -126,35 +127,35 @@ class Architecture:
     """Dimensions of a decoder-only transformer, as read from its config.json. Sizes are in elements."""
 
     family: str
-    """Name of the family, such as `qwen2`."""
+    """Name of the model family, such as `qwen2`."""
     num_layers: int
-    """Transformer layers, without `prediction_layers`."""
+    """Number of transformer layers, without `prediction_layers`."""
     hidden_size: int
     """Channels of the hidden states."""
     ffn_hidden_size: int
     """Intermediate size of a dense MLP."""
     num_heads: int
-    """Query heads."""
+    """Number of query heads."""
     num_kv_heads: int
-    """Key and value heads."""
+    """Number of key heads, and of value heads."""
     head_dim: int
     """Channels of a query or key head."""
     vocab_size: int
-    """Rows of the embedding in the checkpoint."""
+    """Number of rows of the embedding in the checkpoint."""
     max_positions: int
     """Longest sequence in tokens. A sliding window in config.json lowers it to the window's length."""
     rope_theta: float
     """Base of the rotary embedding's frequencies."""
     rope_scaling: RopeScaling | Yarn | None
-    """Scaling of these frequencies; None: not scaled."""
+    """Scaling of the rotary embedding's frequencies; None: they are not scaled."""
     norm_eps: float
     """Epsilon of the RMS norms."""
     qk_norm: bool
-    """Queries and keys are normed."""
+    """True if queries and keys are normalised (RMS norm per head)."""
     qkv_bias: bool
-    """The projections of queries, keys and values have a bias."""
+    """True if the projections of queries, keys and values have a bias."""
     tied_embeddings: bool
-    """The output projection is the token embedding."""
+    """True if the output projection uses the weight of the token embedding."""
     dtype: torch.dtype
     """Dtype of the weights in the checkpoint."""
     moe: MoE | None = None
@@ -162,30 +163,30 @@ class Architecture:
     latent: Latent | None = None
     """Latent attention; None: ordinary attention with grouped queries."""
     rotary_share: float = 1.0
-    """Share of a head's channels, the first ones, that is rotated. Latent attention uses `latent` instead."""
+    """Share of a head's channels that is rotated, from the first channel on. Not used with `latent`."""
     prediction_layers: int = 0
     """Layers of the checkpoint that predict tokens beyond the next one. They are not loaded."""
     scalar_head: bool = False
     """True for a reward model: one row [1, hidden_size] takes the place of the output projection."""
 
     def as_reward_model(self) -> "Architecture":
-        """Return the same decoder as a reward model: with one output, not one for each vocabulary entry.
+        """Return this architecture as that of a reward model: one output instead of one per vocabulary entry.
 
-        This scalar head is never tied to the embedding.
+        The head with this single output is never tied to the embedding.
         """
         return replace(self, scalar_head=True, tied_embeddings=False)
 
     def padded_vocab_size(self, tp: int) -> int:
-        """Return the rows of Megatron's embedding, an equal number for each of `tp` tensor-parallel ranks.
+        """Return the number of rows of Megatron's embedding: `vocab_size` padded to a multiple of `tp`.
 
-        It is `vocab_size` padded to a multiple of `tp`.
+        Each of the `tp` tensor-parallel ranks has an equal share of the rows.
         """
         return padded_to(self.vocab_size, tp)
 
     def rope_frequencies(self) -> torch.Tensor:
-        """Return the inverse frequencies of RoPE (arXiv:2104.09864), float32 [rotated channels / 2].
+        """Return the frequencies of RoPE (arXiv:2104.09864) after scaling, float32 [rotated channels / 2].
 
-        They are scaled as `rope_scaling` says, see RopeScaling and Yarn.
+        They are in radians per position. For the scaling, see RopeScaling and Yarn.
         """
         rotated = self.latent.rotated_dim if self.latent else int(self.head_dim * self.rotary_share)
         exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
@@ -214,17 +215,17 @@ class Architecture:
 
     @property
     def num_outputs(self) -> int:
-        """Rows of the output projection."""
+        """Number of rows of the output projection: 1 for a reward model, otherwise the vocabulary size."""
         return 1 if self.scalar_head else self.vocab_size
 
     @property
     def cost_model(self) -> CostModel:
-        """Cost model of a forward pass in FLOPs, two per multiply-add; a backward pass is proportional to it.
+        """Cost of a forward pass in FLOPs per token and per (query, key) pair. A multiply-add counts as two.
 
-        It balances micro-batches over ranks, and the planner computes times from it. Counted per token are
-        the projections of attention, the MLP (in layers with experts: router, top_k experts and shared
-        experts) and the output projection. Counted per pair of query and key is the attention. Norms, rotary
-        embedding and softmax are left out.
+        A backward pass costs a multiple of this. Micro-batches are balanced over ranks by this cost, and the
+        planner computes times from it. The cost per token is that of the projections of attention, the MLP
+        (in layers with experts: router, top_k experts and shared experts) and the output projection. The cost
+        per pair is that of the attention. Norms, rotary embedding and softmax are left out.
         """
         mlp = 3 * self.hidden_size * self.ffn_hidden_size
         weights = self.num_layers * (self._attention_weights() + mlp) + self.hidden_size * self.num_outputs

@@ -17,7 +17,7 @@ BLOCK = 128
 
 
 def is_block_scaled(entry: Entry) -> bool:
-    """Return whether the entry is the weight of a linear layer. FP8 engines have exactly these in FP8."""
+    """Return whether the entry is the weight of a linear layer, which an FP8 engine stores in FP8."""
     return ".linear_" in entry.megatron and len(entry.shapes[0]) == 2
 
 
@@ -30,9 +30,10 @@ def scales_name(megatron: str) -> str:
 
 
 def engine_entries(entries: Iterable[Entry], layout: EngineLayout) -> list[Entry]:
-    """Return the weight map entries with one entry for each parameter that an engine of this layout needs.
+    """Return the weight map entries for an engine with this layout.
 
-    For an FP8 engine, the entry of a linear layer's weight is replaced by those of its elements and scales.
+    For an FP8 engine, two entries replace the entry of each linear layer's weight: the entry of the FP8
+    elements, and the entry of their scales. All other entries do not change.
     """
     found = []
     for entry in entries:
@@ -41,9 +42,10 @@ def engine_entries(entries: Iterable[Entry], layout: EngineLayout) -> list[Entry
 
 
 def elements(entry: Entry) -> Entry:
-    """Return the entry of a weight's FP8 elements, float8_e4m3fn.
+    """Return the weight map entry of a weight's FP8 elements (float8_e4m3fn), given the weight's `entry`.
 
-    On a trainer rank their rows are in the order of `stacked_by_tensor`.
+    A trainer rank stores them one HF tensor after another (see `stacked_by_tensor`), not in Megatron's order,
+    which can interleave several HF tensors.
     """
     return replace(
         entry,
@@ -54,9 +56,9 @@ def elements(entry: Entry) -> Entry:
 
 
 def scales(entry: Entry) -> Entry:
-    """Return the entry of a weight's scales, float32 [rows / 128, columns / 128].
+    """Return the weight map entry of a weight's block scales, given the weight's `entry`.
 
-    An FP8 element times the scale of its block is the weight.
+    The scales are float32 [rows / 128, columns / 128]. A weight is its FP8 element times its block's scale.
     """
     return replace(
         entry,
@@ -71,10 +73,11 @@ def scales(entry: Entry) -> Entry:
 
 
 def stacked_by_tensor(pieces: Iterable[Piece]) -> list[Piece]:
-    """Return a shard's pieces with each HF tensor's rows contiguous, one tensor below the other.
+    """Return a shard's pieces with the rows of each HF tensor together, one HF tensor below the other.
 
     Quantisation needs this order, because a block consists of neighbouring rows of one HF tensor. Megatron's
-    shard can interleave the rows of several tensors. QKV does, since it is ordered by query group.
+    shard can interleave the rows of several HF tensors. The shard of QKV does, because query groups follow
+    each other in it.
 
     pieces: rectangles of HF tensors that make up the shard (model.pieces).
     """
@@ -89,7 +92,8 @@ def stacked_by_tensor(pieces: Iterable[Piece]) -> list[Piece]:
 def cut_blocks(pieces: Iterable[Piece]) -> list[Piece]:
     """Return the pieces that do not consist of whole 128 x 128 blocks, for error messages.
 
-    A piece must begin and end at a block's edge in the HF tensor, and begin at one in the local parameter.
+    A piece must begin and end at a block's edge in the HF tensor, and begin at a multiple of 128 in the
+    rank's shard.
 
     pieces: rectangles of HF tensors that make up a rank's shard (model.pieces).
     """
@@ -98,7 +102,7 @@ def cut_blocks(pieces: Iterable[Piece]) -> list[Piece]:
 
 def _in_blocks(sizes: Shape, hf: str) -> Shape:
     if any(size % BLOCK for size in sizes):
-        raise ValueError(f"{hf}: {sizes} cuts an FP8 block of {BLOCK} x {BLOCK}")
+        raise ValueError(f"{hf}: the shape {sizes} is not divisible by the FP8 block size {BLOCK}")
     return tuple(size // BLOCK for size in sizes)
 
 
@@ -106,8 +110,8 @@ def _in_blocks(sizes: Shape, hf: str) -> Shape:
 class _ByTensor(Plain):
     """Layout of a weight's FP8 elements.
 
-    In the engine it is the layout `kind` of the weight. On the trainer rank the rows are ordered by
-    `stacked_by_tensor`.
+    In the engine, the elements have the same layout as the weight, `kind`. A trainer rank stores them one HF
+    tensor after another (see `stacked_by_tensor`).
     """
 
     kind: Plain
@@ -127,7 +131,7 @@ class _ByTensor(Plain):
 
 @dataclass(frozen=True)
 class _Scales(Plain):
-    """Layout of a weight's scales: the layout `kind` of its elements, counted in blocks instead of elements.
+    """Layout of a weight's block scales: the layout `kind` of the elements, counted in blocks.
 
     Methods raise ValueError if a shard would cut a block.
     """

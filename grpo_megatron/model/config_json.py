@@ -34,17 +34,17 @@ class Fields:
         value = self._values.get(key)
         if value is None:
             if default is _REQUIRED:
-                raise UserError(f"key {self._within}{key} is missing")
+                raise UserError(f"the key {self._within}{key} is missing; add it")
             return default
         if type(value) not in kinds:
             raise self._refusal(key, what)
         return value
 
     def _refusal(self, key: str, what: str) -> UserError:
-        return UserError(f"{self._within}{key} must be {what}, is {shortened(repr(self._values[key]))}")
+        return UserError(f"{self._within}{key} must be {what}, but is {shortened(repr(self._values[key]))}")
 
     def integer(self, key: str, default: Any = _REQUIRED, most: int = _MOST, least: int = 1) -> Any:
-        """Return an integer from `least` to `most`, both inclusive."""
+        """Return the integer under `key`, from `least` to `most` inclusive, or `default` without the key."""
         what = f"an integer from {least} to {most}"
         value = self._get(key, default, (int,), what)
         if value is not default and not least <= value <= most:
@@ -52,7 +52,7 @@ class Fields:
         return value
 
     def number(self, key: str, default: Any = _REQUIRED) -> Any:
-        """Return a finite number greater than 0, as a float."""
+        """Return the finite number above 0 under `key` as a float, or `default` without the key."""
         what = "a finite number greater than 0"
         value = self._get(key, default, (int, float), what)
         if value is default:
@@ -68,14 +68,14 @@ class Fields:
         return self._get(key, default, (str,), "text")
 
     def integers(self, key: str) -> list[int]:
-        """Return a list of integers; empty if the key is absent."""
+        """Return the list of integers under `key`, or an empty list if the key is absent."""
         value = self._get(key, [], (list,), "a list of integers")
         if not all(type(item) is int for item in value):
             raise self._refusal(key, "a list of integers")
         return value
 
     def object(self, key: str) -> "Fields | None":
-        """Return a nested object; None if it is absent or empty."""
+        """Return a reader of the object under `key`, or None if the object is absent or empty."""
         value = self._get(key, None, (dict,), "an object")
         return Fields(value, key) if value else None
 
@@ -89,8 +89,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def torch_dtype(config: Fields) -> torch.dtype:
-    """Return the dtype of the weights that config.json states; float32 if it states none."""
+    """Return the dtype of the weights according to config.json, or float32 if it names no dtype."""
     name = config.text("dtype", None) or config.text("torch_dtype", "float32")
     if name not in _DTYPES:
-        raise UserError(f"dtype {shortened(name)!r} is not supported; supported: {', '.join(_DTYPES)}")
+        raise UserError(f"dtype {shortened(name)!r} is not supported; only {', '.join(_DTYPES)} can be used")
     return _DTYPES[name]

@@ -21,12 +21,12 @@ ENGINE_VOCAB_MULTIPLE = 64
 class EngineLayout:
     """Division of a model over the ranks of one SGLang engine.
 
-    tp: ranks of the engine.
-    ep: parts that a layer's experts are divided into. Each part is on tp / ep ranks, which split every
-        expert.
-    attention_dp: groups of neighbouring ranks. Each group has all attention layers and the token embedding,
-        split over its tp / attention_dp ranks.
-    fp8: linear layers have FP8 weights with scales, see model.block_scaled.
+    tp: number of ranks of the engine.
+    ep: number of parts into which a layer's experts are divided. Each part is on tp / ep ranks, which split
+        every expert of the part.
+    attention_dp: number of groups of neighbouring ranks. Each group has all attention layers and the token
+        embedding, split over the tp / attention_dp ranks of the group.
+    fp8: True if linear layers have FP8 weights with scales, see model.block_scaled.
     """
 
     tp: int = 1
@@ -49,15 +49,18 @@ class EngineLayout:
 
 
 def _divided(shape: Shape, axis: int | None, parts: int) -> Shape:
-    """Return the shape of one of `parts` equal parts of a tensor, cut along `axis`.
+    """Return the shape of one of `parts` equal parts of a tensor with shape `shape`, cut along `axis`.
 
-    axis: None: every part is the whole tensor.
+    axis: axis of the cuts. None: every part is the whole tensor.
     """
     return tuple(size // parts if dimension == axis else size for dimension, size in enumerate(shape))
 
 
 def _part(hf: str, shape: Shape, axis: int | None, parts: int, rank: int) -> Piece:
-    """Return part `rank` of `parts` of an HF tensor, as the only content of a local parameter."""
+    """Return part `rank` of `parts` equal parts of an HF tensor, as the whole content of a rank's parameter.
+
+    shape: shape of the HF tensor. axis: axis of the cuts. None: every part is the whole tensor.
+    """
     part = _divided(shape, axis, parts)
     start = tuple(rank * size if dimension == axis else 0 for dimension, size in enumerate(part))
     return Piece(hf, start, part, (0,) * len(shape))
@@ -95,7 +98,7 @@ class Plain:
 
 
 def stacked(pieces: Iterable[Piece]) -> list[Piece]:
-    """Return the pieces with new positions in the local parameter: one below the other, from row 0."""
+    """Return the pieces with new positions in a rank's parameter: one below the other, from row 0."""
     found, row = [], 0
     for piece in pieces:
         found.append(Piece(piece.hf, piece.start, piece.shape, (row, *piece.at[1:])))
@@ -105,9 +108,9 @@ def stacked(pieces: Iterable[Piece]) -> list[Piece]:
 
 @dataclass(frozen=True)
 class GateUp(Plain):
-    """Layout of gate and up projections, [f, h] each, fused into one [2f, h].
+    """Layout of gate and up projections, [f, h] each, fused into one parameter [2f, h].
 
-    Each rank has an equal share of both, the gate's rows first.
+    Each rank has an equal share of both projections, with the gate's rows first.
     """
 
     def shape(self, shapes, axis, parts):
@@ -123,8 +126,8 @@ class QKV(Plain):
 
     HF: q [heads·d, h], k and v [kv_heads·d, h].
     Megatron: [(heads + 2 kv_heads)·d, h], ordered by query group: the group's queries, its key, its value.
-    The rows are cut into equal parts. A part consists of whole groups unless there are more ranks than
-    groups.
+        The rows are cut into equal parts. A part consists of whole groups unless there are more ranks than
+        groups.
     SGLang: a rank's queries, then its keys, then its values. If there are more ranks than KV heads, several
         ranks have the same KV head.
     """
@@ -157,7 +160,7 @@ class QKV(Plain):
 
 @dataclass(frozen=True)
 class Vocab(Plain):
-    """Layout of the embedding or output layer. Zero rows pad it so that every rank has equally many rows."""
+    """Layout of the embedding or output layer, padded with zero rows so that all ranks have equally many."""
 
     def shape(self, shapes, axis, parts):
         words, *rest = shapes[0]
@@ -181,13 +184,13 @@ class Vocab(Plain):
 
 @dataclass(frozen=True)
 class Expert:
-    """An expert of a layer.
+    """Identity of one expert of a layer.
 
-    number: its index within the layer, from 0.
+    index: index of the expert within the layer, from 0.
     count: number of experts in the layer.
     """
 
-    number: int
+    index: int
     count: int
 
 
@@ -196,11 +199,11 @@ class Entry:
     """One entry of the weight map: a Megatron parameter with its counterparts in HF and in the engine."""
 
     hf: tuple[str, ...]
-    """Names of the HF tensors that it is made of."""
+    """Names of the HF tensors of which the Megatron parameter consists."""
     shapes: tuple[Shape, ...]
-    """Full shape of each of these tensors."""
+    """Full shape of each of these HF tensors."""
     megatron: str
-    """Megatron's name, with global layer and expert indices."""
+    """Megatron's name of the parameter, with the layer and expert indices of the whole model."""
     axis: int | None
     """Axis split over TP ranks (expert-tensor parallel ranks for an expert); None: not split."""
     engine: str
@@ -210,15 +213,15 @@ class Entry:
     kind: Plain = Plain()
     """How the HF tensors are arranged in Megatron's and the engine's parameter."""
     exported: bool = True
-    """False for a second copy, such as the tied embedding on the last pipeline stage."""
+    """False for a second copy of a tensor, such as the tied embedding on the last pipeline stage."""
     expert: Expert | None = None
-    """The expert that it belongs to; None: no expert. The engine stacks the experts of a layer."""
+    """The expert to which the parameter belongs, or None. The engine stacks the experts of a layer."""
     engine_row: int = 0
-    """First row in the engine's parameter, if several Megatron parameters share that one."""
+    """First row in the engine's parameter, if several Megatron parameters share that engine parameter."""
     float32: bool = False
     """True for a buffer that is float32 everywhere, whatever the dtype of the parameters."""
     attention: bool = False
-    """The engine divides it as it divides attention layers."""
+    """True if the engine divides the parameter over its ranks in the same way as attention layers."""
     engine_dtype: torch.dtype | None = None
     """Dtype in the engine; None: the dtype that the engine computes in."""
 
@@ -234,9 +237,9 @@ class Entry:
         return self.kind.pieces(self.hf, self.shapes, self.axis, parts, rank)
 
     def engine_shape(self, layout: EngineLayout) -> Shape:
-        """Return the shape that the engine's parameter must have, on each engine rank, to contain this entry.
+        """Return the shape, on each engine rank, of the engine's parameter to which this entry belongs.
 
-        If several entries share the parameter, that is its shape up to the last row of this entry.
+        If several entries share the engine's parameter, rows after those of this entry are not counted.
         """
         rows, *rest = self.kind.engine_shape(self.shapes, self.engine_axis, self.engine_parts(layout))
         if self.expert:
@@ -246,18 +249,19 @@ class Entry:
     def engine_pieces(self, layout: EngineLayout, rank: int) -> list[Piece]:
         """Return the rectangles of this entry's HF tensors that engine rank `rank` has.
 
-        Their positions are those in the engine's parameter. The list is empty for an expert of other ranks.
+        Each piece also has the position of its rectangle in the engine's parameter. The list is empty for an
+        expert that other ranks have.
         """
         parts = self.engine_parts(layout)
         if self.expert is None:
             pieces = self.kind.engine_pieces(self.hf, self.shapes, self.engine_axis, parts, rank % parts)
             return [Piece(p.hf, p.start, p.shape, (self.engine_row + p.at[0], *p.at[1:])) for p in pieces]
         ep_rank, part = divmod(rank, parts)
-        holder, number = divmod(self.expert.number, self.expert.count // layout.ep)
+        holder, index = divmod(self.expert.index, self.expert.count // layout.ep)
         if holder != ep_rank:
             return []
         pieces = self.kind.engine_pieces(self.hf, self.shapes, self.engine_axis, parts, part)
-        return [Piece(p.hf, p.start, p.shape, (number, *p.at)) for p in pieces]
+        return [Piece(p.hf, p.start, p.shape, (index, *p.at)) for p in pieces]
 
     def engine_parts(self, layout: EngineLayout) -> int:
         """Return the number of shards that the engine divides this parameter into."""
@@ -267,14 +271,14 @@ class Entry:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the full HF tensors."""
+        """Number of elements of all HF tensors of this entry."""
         return sum(prod(shape) for shape in self.shapes)
 
 
 def hf_shapes(entries: dict[str, Entry]) -> dict[str, Shape]:
-    """Return {HF tensor: full shape} of all tensors in a weight map.
+    """Return {HF name: full shape} of all tensors that an HF checkpoint of the model must have.
 
-    It tells which tensors a checkpoint of the model must have.
+    entries: weight map of the model, {Megatron name: entry}.
     """
     return {
         name: shape for entry in entries.values() for name, shape in zip(entry.hf, entry.shapes, strict=True)
@@ -282,7 +286,7 @@ def hf_shapes(entries: dict[str, Entry]) -> dict[str, Shape]:
 
 
 def engine_shapes(entries: Iterable[Entry], layout: EngineLayout) -> dict[str, Shape]:
-    """Return {name of an engine's parameter: its shape on each rank}."""
+    """Return {name of an engine's parameter: shape of the parameter on each engine rank}."""
     shapes: dict[str, Shape] = {}
     for entry in entries:
         if entry.exported:

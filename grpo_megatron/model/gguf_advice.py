@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def gguf_advice(path: str | Path) -> str | None:
-    """Return the end of an error message if `path` is a GGUF file or a folder of them, else None.
+    """Return the end of an error message if `path` is a GGUF file or a folder of GGUF files, else None.
 
-    The text names the files and tells how to convert them. A folder with safetensors does not count, because
-    many published folders have GGUF files beside them.
+    The text names the files and tells how to convert them. For a folder that also has safetensors files the
+    result is None, because many published folders have both.
     """
     root = Path(path)
     try:
@@ -25,9 +25,9 @@ def gguf_advice(path: str | Path) -> str | None:
     what = (
         "is a GGUF file"
         if files[0] == root
-        else f"holds GGUF files only ({', '.join(file.name for file in files[:5])})"
+        else f"contains only GGUF files ({', '.join(file.name for file in files[:5])})"
     )
     return (
-        f"{what}; convert it to an HF checkpoint by `python tools/convert_gguf_to_hf.py {files[0]} OUT_DIR`, "
-        "and name OUT_DIR instead"
+        f"{what}; convert it to an HF checkpoint with `python tools/convert_gguf_to_hf.py {files[0]} "
+        "OUT_DIR`, and use OUT_DIR instead"
     )

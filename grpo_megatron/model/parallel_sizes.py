@@ -4,6 +4,7 @@ The rules in preflight.layout decide which sizes are legal.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from grpo_megatron.config.schema import MegatronConfig
 
@@ -13,23 +14,23 @@ class ParallelSizes:
     """Parallel layout of the trainer: how its tp * pp * dp * cp ranks share the model and the samples."""
 
     tp: int = 1
-    """Tensor-parallel ranks."""
+    """Number of tensor-parallel ranks."""
     pp: int = 1
-    """Pipeline stages."""
+    """Number of pipeline stages."""
     dp: int = 1
-    """Data-parallel replicas."""
+    """Number of data-parallel replicas."""
     cp: int = 1
-    """Context-parallel ranks."""
+    """Number of context-parallel ranks."""
     sequence_parallel: bool = False
-    """Activations are split over the tensor-parallel ranks between the matrix products."""
+    """True if activations are split over the tensor-parallel ranks between the matrix products."""
     vpp: int = 1
-    """Model chunks per pipeline stage. The interleaved schedule alternates between them."""
+    """Number of model chunks per pipeline stage, between which the interleaved schedule alternates."""
     ep: int = 1
-    """Expert-parallel ranks: parts that a layer's experts are divided into, over the ranks of a stage."""
+    """Number of expert-parallel ranks, among which a layer's experts are divided."""
     etp: int = 1
-    """Expert-tensor-parallel ranks, which split each expert."""
+    """Number of expert-tensor-parallel ranks, which split each expert."""
     pipeline_layers: tuple[int, ...] | None = None
-    """Layers of each of the pp * vpp chunks, in forward order; None: equally many."""
+    """Number of layers in each of the pp * vpp chunks, in forward order; None: the same number in each."""
 
     @classmethod
     def from_config(cls, megatron: MegatronConfig) -> "ParallelSizes":
@@ -45,6 +46,20 @@ class ParallelSizes:
             pipeline_layers=tuple(megatron.pipeline_layers) if megatron.pipeline_layers else None,
         )
 
+    def settings(self) -> dict[str, Any]:
+        """Return {key: value} of the section megatron, from which `from_config` makes these sizes."""
+        return {
+            "tensor_parallel": self.tp,
+            "pipeline_parallel": self.pp,
+            "data_parallel": self.dp,
+            "context_parallel": self.cp,
+            "sequence_parallel": self.sequence_parallel,
+            "virtual_pipeline": self.vpp,
+            "expert_parallel": self.ep,
+            "expert_tensor_parallel": self.etp,
+            "pipeline_layers": list(self.pipeline_layers or ()),
+        }
+
     @property
     def world_size(self) -> int:
         return self.tp * self.pp * self.dp * self.cp
@@ -56,9 +71,9 @@ class ParallelSizes:
 
     @property
     def micro_batch_multiple(self) -> int:
-        """Number that the micro-batches of each replica must be a multiple of.
+        """Number by which each data-parallel replica's number of micro-batches must be divisible.
 
-        The interleaved pipeline schedule needs as many as there are stages; other schedules take any number.
+        It is the number of stages for the interleaved pipeline schedule, and 1 for other schedules.
         """
         return self.pp if self.vpp > 1 else 1
 

@@ -25,10 +25,11 @@ def box(start: Shape, shape: Shape) -> tuple[slice, ...]:
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of an HF tensor, and its position in a local tensor such as a rank's shard.
+    """A rectangle of an HF tensor, and the position of its values in a local tensor such as a rank's shard.
 
-    hf[start : start + shape] is local[at : at + shape]. If `at` has more dimensions than `start`, the leading
-    ones are indices, such as that of an expert in a stack of experts.
+    hf[start : start + shape] is local[at : at + shape], where `hf` is the name of the HF tensor. If `at` has
+    more dimensions than `start`, the leading dimensions are indices, such as the index of an expert in a
+    stack of experts.
     """
 
     hf: str
@@ -41,7 +42,7 @@ class Piece:
         return prod(self.shape)
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the view of the local tensor that contains this rectangle."""
+        """Return the part of the local tensor `local` that this piece covers, as a view."""
         return _view(local, self.at, self.shape)
 
 
@@ -51,9 +52,10 @@ def _view(tensor: torch.Tensor, at: Shape, shape: Shape) -> torch.Tensor:
 
 
 def crop(pieces: Iterable[Piece], first: int, rows: int) -> list[Piece]:
-    """Return what the pieces have in rows `first` to `first + rows - 1` of the local tensor.
+    """Return the parts of the pieces that lie in rows `first` to `first + rows - 1` of the local tensor.
 
-    This cuts one rank's shard out of a larger tensor. Row `first` becomes row 0 of the result.
+    The positions of the returned pieces count from row `first`. Callers use this to cut one rank's shard out
+    of a larger tensor.
     """
     kept = []
     for piece in pieces:
@@ -72,8 +74,8 @@ def crop(pieces: Iterable[Piece], first: int, rows: int) -> list[Piece]:
 class Move:
     """A rectangle of an HF tensor to copy from one local tensor to another.
 
-    source[source_at : source_at + shape] goes to target[target_at : target_at + shape]. Both are hf[start :
-    start + shape].
+    source[source_at : source_at + shape] is copied to target[target_at : target_at + shape]. Both are
+    hf[start : start + shape].
     """
 
     hf: str
@@ -101,7 +103,7 @@ class Move:
 def moves(sources: Iterable[Piece], targets: Iterable[Piece]) -> list[Move]:
     """Return the copies that fill the target pieces from the source pieces, in the order of the targets.
 
-    There is one for each rectangle that a source and a target have in common.
+    There is one copy for each pair of a source and a target that overlap in the HF tensor.
     """
     by_name = defaultdict(list)
     for source in sources:

@@ -1,1 +1,1 @@
-"""Everything that a run shows of itself: scalars, texts, its timeline, its status, its terminal."""
+"""Monitoring of a run: its scalars, texts, timeline, status, and lines on the terminal."""

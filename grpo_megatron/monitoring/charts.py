@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart, which shows all scalars whose whole name matches one of the regular expressions `names`."""
+    """A chart of all scalars whose whole name matches one of the regular expressions in `names`."""
 
     title: str
     names: tuple[str, ...]
@@ -78,7 +78,7 @@ OTHERS = "Others"
 def charts_of(names: list[str]) -> dict[str, dict[str, list[str]]]:
     """Return the charts of the report as {section: {title of a chart: names of its scalars}}.
 
-    names: all scalars of a run.
+    names: names of all scalars of a run.
 
     A scalar that belongs to no chart of SECTIONS gets its own chart in the section OTHERS.
     """
@@ -97,7 +97,10 @@ def charts_of(names: list[str]) -> dict[str, dict[str, list[str]]]:
 
 
 def tensorboard_layout() -> dict[str, dict[str, list]]:
-    """Return the charts in the form of TensorBoard's custom layout, for SummaryWriter.add_custom_scalars."""
+    """Return all charts in the form that SummaryWriter.add_custom_scalars of TensorBoard takes.
+
+    The form is {section: {title of a chart: ["Multiline", regular expressions of its scalars]}}.
+    """
     # The `$` is needed, because in TensorBoard an expression need only match the beginning of a name.
     return {
         section: {chart.title: ["Multiline", [f"{pattern}$" for pattern in chart.names]] for chart in charts}

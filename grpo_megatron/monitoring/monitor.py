@@ -32,8 +32,8 @@ _MIB, _GIB = 2**20, 2**30
 class Monitor:
     """Passes what a run measures to listeners. Keeps status.json, timeline.json and the terminal up to date.
 
-    TensorBoard and the run's files (metrics.jsonl, texts.jsonl) are listeners that it always has. If one of
-    them cannot write, such as to a full disk, that is shown once, and the run goes on.
+    TensorBoard and the run's files (metrics.jsonl, texts.jsonl) are always listeners. If a listener cannot
+    write, for example because the disk is full, the user is told once, and the run goes on.
     """
 
     def __init__(
@@ -49,7 +49,8 @@ class Monitor:
 
         directory: the run's folder
         status: status.json, which the caller closes
-        resumed: the step that a resumed run continues after; curves, texts and timeline are cut off there
+        resumed: last step in the checkpoint that the run continues from; curves, texts and timeline are cut
+            off there
         throughput: computes tokens/s and idle shares; None: these are not measured
         listeners: further listeners, such as Weights & Biases, which the caller closes
         """
@@ -87,10 +88,13 @@ class Monitor:
         groups: Sequence[Group] = (),
         epochs: int = 1,
     ) -> dict[str, float]:
-        """Add times, throughput and memory to a step's scalars, pass them to the listeners, and return them.
+        """End a step: add times, throughput and memory to its scalars, and pass them to the listeners.
 
-        batches: the batches that the step trained on, each `epochs` times.
+        scalars: {name: value} of the step.
+        batches: the batches on which the step trained, each `epochs` times.
         groups: the groups of samples in these batches, some of which are shown as text.
+
+        Returns `scalars` with the added values.
         """
         wall, start = self._step_started
         seconds = time.perf_counter() - start
@@ -114,11 +118,11 @@ class Monitor:
         return scalars
 
     def _show(self, step: int, groups: Sequence[Group], batches: Sequence[TrainBatch]) -> None:
-        """Pass on samples as text, and histograms, in the steps in which the configuration asks for them."""
+        """Pass samples (as text) and histograms to the listeners, in the steps that the options select."""
         options = self._options
         if options.samples_every and step % options.samples_every == 0:
-            for number, group in enumerate(chosen(groups, options.sample_groups)):
-                self._tell("text", step, f"samples/{number}", group_text(group, options.sample_characters))
+            for index, group in enumerate(chosen(groups, options.sample_groups)):
+                self._tell("text", step, f"samples/{index}", group_text(group, options.sample_characters))
         if options.histograms_every and step % options.histograms_every == 0:
             for name, values in distributions(groups, batches).items():
                 self._tell("histogram", step, name, values)
@@ -129,7 +133,11 @@ class Monitor:
             self.terminal.line(step, scalars)
 
     def evaluated(self, step: int, scalars: dict[str, float]) -> None:
-        """Pass the results of an evaluation after `step` steps to the listeners, and print them."""
+        """Pass the scores of an evaluation to the listeners, and print them.
+
+        step: number of steps before the evaluation.
+        scalars: {name: score}.
+        """
         with self._clock:
             self._tell("scalars", step, scalars)
             self.status.note(evaluation=scalars, evaluation_step=step)
@@ -172,9 +180,9 @@ class Monitor:
 
     @contextmanager
     def _survived(self, told: object) -> Iterator[None]:
-        """Catch all exceptions of a listener within the context, so that a full disk does not end the run.
+        """Catch all exceptions in the `with` block, so that an error of a listener does not end the run.
 
-        told: the listener. The first error of each class of listeners is shown.
+        told: the listener. Only the first error of each class of listeners is shown.
         """
         try:
             yield
@@ -183,12 +191,16 @@ class Monitor:
             if name not in self._failed:
                 self._failed.add(name)
                 logger.warning(
-                    f"{name} has lost some data of this run: {type(error).__name__}: {error}; the run goes on"
+                    f"{name} has lost some data of this run: {type(error).__name__}: {error}; the run "
+                    "continues"
                 )
 
 
 def _hyperparameters(values: dict[str, Any]) -> dict[str, bool | int | float | str]:
-    """Return the configuration values that differ from their defaults, in types that TensorBoard accepts."""
+    """Return {key: value} of the configuration values that differ from their defaults.
+
+    Values of types that TensorBoard does not accept are converted to text.
+    """
     known = known_keys()
     changed = {key: value for key, value in values.items() if value != default_of(known[key])}
     return {
@@ -197,7 +209,7 @@ def _hyperparameters(values: dict[str, Any]) -> dict[str, bool | int | float | s
 
 
 class _Clock:
-    """Measures the seconds that the monitor costs a step. The monitor's work is done inside `with clock`.
+    """Measures the time that monitoring takes in a step. All work of the monitor is done inside `with clock`.
 
     Only the thread that created the clock counts, because other threads do not slow down a step. Nested
     `with` blocks count once.
@@ -222,6 +234,6 @@ class _Clock:
             self._seconds += time.perf_counter() - self._start
 
     def take(self) -> float:
-        """Return the seconds counted since the last call, without a `with` block that is still open."""
+        """Return the seconds in all `with` blocks that have ended since the last call."""
         taken, self._seconds = self._seconds, 0.0
         return taken

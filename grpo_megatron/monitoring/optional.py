@@ -1,7 +1,4 @@
-"""Weights & Biases and Prometheus: optional listeners, for runs whose configuration names them.
-
-The configuration key is monitor.listeners.
-"""
+"""Optional listeners, for runs whose monitor.listeners names them: Weights & Biases and Prometheus."""
 
 import logging
 import os
@@ -25,7 +22,7 @@ from grpo_megatron.paths import within
 logger = logging.getLogger(__name__)
 
 _PACKAGES = {"wandb": "wandb", "prometheus": "prometheus_client"}
-# How long the end of a run waits for a service that does not answer.
+# Seconds for which the end of a run waits for a service that does not answer.
 _CLOSE_SECONDS = 30.0
 
 
@@ -34,18 +31,18 @@ def check_listeners(config: Config) -> None:
     for name in config.monitor.listeners:
         if find_spec(_PACKAGES[name]) is None:
             raise UserError(
-                f"monitor.listeners has {name}, but the package {_PACKAGES[name]} is not installed: "
-                f"run `pip install {_PACKAGES[name]}`, or take {name} out of monitor.listeners"
+                f"monitor.listeners has {name}, but the package {_PACKAGES[name]} is not installed; run "
+                f"`pip install {_PACKAGES[name]}`, or remove {name} from monitor.listeners"
             )
 
 
 @contextmanager
 def listening(config: Config, directory: str, resumed: bool) -> Iterator[list[Listener]]:
-    """Start the listeners that monitor.listeners names, yield them, and close them at the end of the context.
+    """Start the listeners that monitor.listeners names, yield them, and close them after the `with` block.
 
     directory: the run's folder.
-    resumed: True if the run continues from a checkpoint. A listener that cannot start is then reported, and
-        the run goes on without it.
+    resumed: True if the run continues from a checkpoint. If a listener then cannot start, the user is told,
+        and the run goes on without it.
 
     Raises UserError if a listener of a new run cannot start.
     """
@@ -58,7 +55,7 @@ def listening(config: Config, directory: str, resumed: bool) -> Iterator[list[Li
             except UserError as error:
                 if not resumed:
                     raise
-                logger.warning(f"{error}; the run goes on without it")
+                logger.warning(f"{error}; the run continues without it")
         yield listeners
     finally:
         for listener in listeners:
@@ -73,8 +70,8 @@ def listening(config: Config, directory: str, resumed: bool) -> Iterator[list[Li
 class Prometheus:
     """A Listener that serves the newest scalars to Prometheus over HTTP.
 
-    All are labelled values of one metric, such as grpo_megatron_scalar{run="...", name="reward/mean"},
-    because names of scalars are not legal as names of Prometheus metrics.
+    All scalars are labelled values of one metric, such as grpo_megatron_scalar{run="...",
+    name="reward/mean"}, because names of scalars are not legal as names of Prometheus metrics.
     """
 
     def __init__(self, config: Config, directory: str):
@@ -117,7 +114,7 @@ class WeightsAndBiases:
     """A Listener that sends scalars, histograms and texts to Weights & Biases.
 
     The wandb package finds account, server and mode (such as offline) by itself: from `wandb login`, or from
-    its environment variables WANDB_*.
+    the environment variables WANDB_*.
     """
 
     def __init__(self, config: Config, directory: str):
@@ -141,7 +138,10 @@ class WeightsAndBiases:
             )
         except Exception as error:
             # Errors of wandb, its server and its helper process have no common class.
-            raise UserError(f"Weights & Biases (monitor.listeners) cannot start: {error}") from error
+            raise UserError(
+                f"Weights & Biases cannot start: {error}; correct this, or remove wandb from "
+                "monitor.listeners"
+            ) from error
         # wandb's own step may only grow, but a resumed run goes back some steps.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

@@ -9,9 +9,9 @@ Ended = Callable[[str, float, float], None]
 
 
 class Phases:
-    """Measures the wall-clock seconds of named phases. `with phases("train"):` is one of them.
+    """Measures the wall-clock seconds of named phases. `with phases("train"):` measures one phase.
 
-    Time in a nested phase counts for the inner one only.
+    Time in a nested phase counts for the inner phase only.
     total: {phase: seconds} since this object was created
     current: {phase: seconds} since the last `take`
     """
@@ -23,8 +23,8 @@ class Phases:
     ):
         """Begin to measure.
 
-        begun: is called with the name when a phase begins, and when it goes on because a nested one has ended
-        ended: is called when a phase ends
+        begun: called with the name when a phase begins, and when it goes on after a nested phase has ended
+        ended: called with (name, start in seconds since the epoch, seconds) when a phase ends
         """
         self.total: dict[str, float] = {}
         self.current: dict[str, float] = {}
@@ -50,6 +50,6 @@ class Phases:
                 self._begun(outer)
 
     def take(self) -> dict[str, float]:
-        """Return {phase: seconds} since the last call, which the monitor calls once per step."""
+        """Return {phase: seconds} since the last call. The monitor calls this once per step."""
         taken, self.current = self.current, {}
         return taken

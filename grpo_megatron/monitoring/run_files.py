@@ -1,4 +1,4 @@
-"""metrics.jsonl and texts.jsonl in the run's folder, which the report and other programs read."""
+"""The files metrics.jsonl and texts.jsonl in the run's folder, for the report and other programs."""
 
 import json
 from pathlib import Path
@@ -22,8 +22,8 @@ class RunFiles:
         """Open the files, and remove texts of steps that a resumed run makes again.
 
         directory: the run's folder
-        resumed: the step that a resumed run continues after; 0 for a new run. Later rows of metrics.jsonl are
-            removed by run.folder.trim_logs, not here.
+        resumed: last step in the checkpoint that the run continues from; 0 for a new run.
+            run.folder.trim_logs, not this method, removes later rows of metrics.jsonl.
         """
         texts = Path(directory, TEXTS)
         if texts.exists():
@@ -54,7 +54,10 @@ class RunFiles:
 
 
 def read_texts(path: Path) -> list[dict]:
-    """Return the rows of texts.jsonl, without any that a killed run left unfinished."""
+    """Return the rows of texts.jsonl, as dicts with "step", "name" and "text".
+
+    Rows that a killed run left unfinished are left out.
+    """
     kinds, rows = {"step": int, "name": str, "text": str}, []
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:

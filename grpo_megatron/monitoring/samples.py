@@ -1,4 +1,4 @@
-"""Converts groups of samples into texts for people and into distributions for histograms."""
+"""Conversion of groups of samples into texts for people and into values for histograms."""
 
 from collections.abc import Sequence
 
@@ -9,21 +9,21 @@ from grpo_megatron.batch.train_batch import TrainBatch
 
 
 def group_text(group: Group, characters: int) -> str:
-    """Return a text with the prompt of a group, and each response with its reward.
+    """Return a text with the prompt of a group, its reference answer, and each response with its reward.
 
-    characters: largest number of characters shown of the prompt and of each response.
+    characters: largest number of characters shown of each of these.
     """
     parts = [f"=== prompt {group.prompt.uid}", _shortened(group.prompt.text, characters)]
     if group.prompt.answer is not None:
         parts += ["=== reference answer", _shortened(str(group.prompt.answer), characters)]
     trajectories = group.trajectories
-    for number, sequences in enumerate(trajectories, start=1):
+    for position, sequences in enumerate(trajectories, start=1):
         sample, tokens = sequences[0], sum(sample.num_written for sample in sequences)
         components = "".join(
             f", {name} {value:.4g}" for name, value in sorted(sample.reward_components.items())
         )
         parts += [
-            f"=== response {number} of {len(trajectories)}: reward {sample.reward:.4g}{components}; "
+            f"=== response {position} of {len(trajectories)}: reward {sample.reward:.4g}{components}; "
             f"{tokens} tokens, {sample.finish_reason}",
             _shortened("\n".join(sample.response_text for sample in sequences), characters),
         ]
@@ -31,25 +31,28 @@ def group_text(group: Group, characters: int) -> str:
 
 
 def _shortened(text: str, most: int) -> str:
-    """Return the first and the last most/2 characters of a long text. The end usually has the answer."""
+    """Return a text, or the first and the last `most` / 2 characters of a text that is longer than `most`.
+
+    The end is kept because it usually has the answer.
+    """
     if len(text) <= most:
         return text
     kept = most // 2
     return f"{text[:kept]}\n[... {len(text) - 2 * kept} characters ...]\n{text[-kept:]}"
 
 
-def chosen(groups: Sequence[Group], number: int) -> list[Group]:
-    """Return the first `number` groups to show, beginning with those whose rewards differ.
+def chosen(groups: Sequence[Group], count: int) -> list[Group]:
+    """Return at most `count` groups to show. Groups whose rewards differ come first.
 
-    A group of equal rewards has no advantages, so the step learns nothing from it.
+    A step of GRPO learns nothing from a group of equal rewards, because its advantages are 0.
     """
-    return sorted(groups, key=lambda group: len(set(group.rewards)) == 1)[:number]
+    return sorted(groups, key=lambda group: len(set(group.rewards)) == 1)[:count]
 
 
 def distributions(groups: Sequence[Group], batches: Sequence[TrainBatch]) -> dict[str, np.ndarray]:
-    """Return the values of a step's histograms as {name: values [n]}, n > 0.
+    """Return {name: values [n]} for the histograms of a step, n > 0.
 
-    These are rewards and response lengths of all samples, and advantages of all trained tokens.
+    The values are rewards and response lengths of all samples, and advantages of all trained tokens.
     """
     lengths = [sum(s.num_written for s in sequences) for group in groups for sequences in group.trajectories]
     found = {

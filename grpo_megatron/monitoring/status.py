@@ -1,7 +1,7 @@
-"""status.json in the run's folder: what a run does now, for `grpo-megatron status` in another shell.
+"""The file status.json in the run's folder: what a run does now, for `grpo-megatron status`.
 
 A thread replaces the file atomically: at most once a second if something has changed, and every ten seconds
-if nothing has. So the file's age shows on any machine whether the run is still there.
+if nothing has. So the file's age shows on any machine whether the run still exists.
 """
 
 import os
@@ -34,16 +34,17 @@ class State(str, Enum):
 
 
 class StatusFile:
-    """Keeps status.json up to date while its context is open, for `grpo-megatron status`.
+    """Keeps status.json up to date inside a `with` block, for `grpo-megatron status`.
 
-    The end of the context writes the final state, which depends on the exception that ends it.
+    The end of the block writes the final state, which depends on the exception that ends the block.
     """
 
     def __init__(self, directory: str, run: str, total_steps: int):
-        """Prepare the values of a run that is starting.
+        """Set the values of a run that is starting.
 
         directory: the run's folder
         run: the run's name
+        total_steps: number of steps that the run will make
         """
         self._path = Path(directory, STATUS)
         now = time.time()
@@ -85,9 +86,9 @@ class StatusFile:
         self._close()
 
     def overrule(self, state: State, words: str) -> None:
-        """Write the run's final state from the guard's thread, which is about to end the process.
+        """Write the run's final state. The guard's thread calls this before it ends the process.
 
-        Errors that are raised later inside the context do not overwrite it.
+        Errors raised later inside the `with` block do not overwrite the state.
         words: message for the user.
         """
         with self._lock:
@@ -101,11 +102,11 @@ class StatusFile:
         self._write()
 
     def phase(self, name: str) -> None:
-        """Record the phase that the driver is in from now on."""
+        """Record the phase that the driver begins now."""
         self.note(phase=name, phase_since=time.time())
 
     def note(self, **values: Any) -> None:
-        """Set values of status.json by name. The file is written within a second, by another thread.
+        """Set values of status.json by name. Another thread writes the file within a second.
 
         values: of types that JSON has. `processes` is a list of rows from cluster.hang_detector.at_work.
         """
@@ -115,7 +116,7 @@ class StatusFile:
                 self._changed = True
 
     def take_seconds(self) -> float:
-        """Return the seconds spent on writing since the last call, for the metric time/monitor."""
+        """Return the seconds spent on writing the file since the last call, for the metric time/monitor."""
         taken, self._seconds = self._seconds, 0.0
         return taken
 
@@ -155,23 +156,23 @@ _NEEDED |= {"run": str, "total_steps": int, "phase": str, "phase_since": float, 
 
 
 def read_status(folder: str) -> dict[str, Any]:
-    """Return the values of status.json in a run's folder.
+    """Return the values of status.json in a run's folder, as {name: value}.
 
     If the file says `running`, but the process that wrote it has ended, the state is `gone` instead. Raises
-    UserError if the folder is not that of a run, or if the file is damaged.
+    UserError if the folder is not the folder of a run, or if the file is damaged.
     """
     problem = folder_problem(folder)
     if problem:
         raise UserError(f"{folder} {problem}; it must be the folder of a run")
     path = Path(folder, STATUS)
     if is_absent(path):
-        raise UserError(f"{folder} has no {STATUS}: no run has been in this folder")
+        raise UserError(f"{folder} contains no {STATUS}, so it is not the folder of a run; check the path")
     found = read_object(path)
     wrong = [name for name, kind in _NEEDED.items() if not isinstance(found.get(name), kind)]
     if wrong or found["state"] not in State.__members__:
         raise UserError(
-            f"{path} is damaged: {', '.join(wrong) or 'state'} is missing or invalid; a run that goes on "
-            "rewrites the file"
+            f"{path} is damaged (missing or invalid: {', '.join(wrong) or 'state'}); if the run is still "
+            "running, it will rewrite the file"
         )
     if found["state"] == State.running and not _writes(found):
         found["state"] = State.gone.value
@@ -179,9 +180,11 @@ def read_status(folder: str) -> dict[str, Any]:
 
 
 def _writes(found: dict[str, Any]) -> bool:
-    """Return True if the process that wrote these values of status.json still runs.
+    """Return True if the process that wrote status.json still runs.
 
-    A process on another machine cannot be checked. It counts as running if the values are recent.
+    A process on another machine cannot be checked. It counts as running if the file is recent.
+
+    found: the values of the file.
     """
     # The host name is not enough: a container may have the name of its machine, but its pids are its own.
     if (found["host"], found.get("pid_namespace")) != (socket.gethostname(), _pid_namespace()):
@@ -190,5 +193,5 @@ def _writes(found: dict[str, Any]) -> bool:
 
 
 def _pid_namespace() -> str:
-    """Return an id of this process's pid namespace. Only pids of the same namespace can be compared."""
+    """Return an id of this process's pid namespace. Pids can be compared only within one namespace."""
     return os.readlink("/proc/self/ns/pid")

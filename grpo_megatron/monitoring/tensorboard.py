@@ -1,4 +1,4 @@
-"""TensorBoard's event files with scalars, histograms and texts, and a layout of charts."""
+"""TensorBoard's event files, with scalars, histograms, texts, and a layout of charts."""
 
 import time
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import numpy as np
 
 from grpo_megatron.monitoring.charts import tensorboard_layout
 
-# How many events may wait for the thread that writes them.
+# Number of events that may wait for the thread that writes them.
 _QUEUE = 1000
 # Seconds until the next attempt after a failure to write.
 _AGAIN = 60.0
@@ -21,7 +21,8 @@ class TensorBoard:
         """Open an event file.
 
         directory: folder of the event files
-        resumed: the step that a resumed run continues after; later points of the curves are removed
+        resumed: last step in the checkpoint that the run continues from; later points of the curves are
+            removed
         hyperparameters: values of the configuration, by which TensorBoard compares this run with others
         """
         self._directory, self._hyperparameters = directory, hyperparameters
@@ -43,11 +44,12 @@ class TensorBoard:
 
     @contextmanager
     def _writing(self, step: int) -> Iterator[None]:
-        """Recover from a full disk: open a new SummaryWriter _AGAIN seconds after an OSError in this context.
+        """Open a new SummaryWriter if a write failed at least _AGAIN seconds ago, such as on a full disk.
 
-        The SummaryWriter's thread ends at its first OSError, and every later write raises it again. The
-        context raises OSErrors after it has noted the time.
-        step: later points of the curves are removed if a new writer is opened.
+        A SummaryWriter's thread ends at its first OSError, and every later write raises the error again. An
+        OSError in the `with` block is noted and raised.
+        step: step of the write. If a new SummaryWriter is opened, points of the curves from this step on are
+            removed.
         """
         try:
             if self._failed is not None and time.monotonic() - self._failed >= _AGAIN:
@@ -84,7 +86,7 @@ class TensorBoard:
 
 
 def verbatim(text: str) -> str:
-    """Return Markdown that TensorBoard renders as exactly `text`: a block of code."""
+    """Return Markdown that TensorBoard renders as exactly this text: a block of code."""
     text = text.encode("utf-8", "backslashreplace").decode("utf-8")
     # Split at all characters that end a line in Markdown. Otherwise the indent would be missing after some of
     # them.

@@ -1,4 +1,4 @@
-"""Terminal output: a line for each step and, on a terminal, a progress bar with the time left below."""
+"""Terminal output: a line for each step and, on a terminal, a progress bar with the time left."""
 
 import logging
 import time
@@ -25,16 +25,20 @@ _NO_PHASES = ("time/step", "time/other", "time/monitor")
 
 
 class Terminal:
-    """Output about a run's steps: lines on stdout, and a progress bar on stderr if that is a terminal."""
+    """Output about a run's steps: lines on stdout, and a progress bar on stderr if stderr is a terminal."""
 
     def __init__(self, total_steps: int, resumed: int):
-        """Prepare the output. resumed: the step that a resumed run continues after; 0 for a new run."""
+        """Prepare the output.
+
+        total_steps: number of steps that the run makes.
+        resumed: last step in the checkpoint that the run continues from; 0 for a new run.
+        """
         self._total, self._first = total_steps, resumed
         self._bar: tqdm | None = None
         self._started = self._done = 0.0
 
     def start_step(self) -> None:
-        """Start the progress bar and the clock for `eta` in the first call. Later calls do nothing."""
+        """Start the progress bar and the clock for `eta`. Only the first call does anything."""
         if not self._started:
             self._started = time.monotonic()
             with suppress(OSError):
@@ -57,7 +61,7 @@ class Terminal:
 
     @property
     def eta(self) -> float | None:
-        """Estimated seconds until the last step is done; None before this process has done a step.
+        """Estimated seconds until the last step is done; None until this process has finished a step.
 
         The estimate includes the time between steps, such as for evaluations.
         """
@@ -70,7 +74,10 @@ class Terminal:
             self._bar.set_postfix_str(name, refresh=False)
 
     def line(self, step: int, scalars: dict[str, float]) -> None:
-        """Log a line about a step: number, scalars of SHOWN, tokens/s, seconds per phase, and time left."""
+        """Log a line about a step: number, some scalars, tokens/s, seconds of each phase, and the time left.
+
+        scalars: {name: value}, as Monitor.finish_step returns them. The scalars named in SHOWN are shown.
+        """
         parts = [f"step {step:>4}/{self._total}"]
         parts += [f"{label} {scalars[name]:.4g}" for name, label in SHOWN.items() if name in scalars]
         parts += ["STEP DROPPED"] if scalars.get("actor/dropped_steps") else []

@@ -13,7 +13,7 @@ from grpo_megatron.batch.train_batch import TrainBatch
 _OF_ENGINES = ("generate", "evaluate", "sync", "probe", "release", "resume_weights", "resume_kv_cache")
 # In `score` the ranks run a reward model. Other kinds of rewards are computed during `generate`.
 _OF_TRAINER = ("score", "logprobs", "train", "reference", "sync", "probe", "wake", "sleep")
-# A backward pass costs two forward passes.
+# A forward and a backward pass together. The backward pass costs as much as two forward passes.
 _FORWARD_PASSES = 3
 
 
@@ -22,7 +22,7 @@ class Throughput:
     """Computes tokens/s, FLOPs utilisation and idle shares of a step."""
 
     cost: CostModel
-    """Computes the FLOPs of a forward pass from sequence lengths."""
+    """Estimates the FLOPs of a forward pass from sequence lengths."""
     ranks: int
     """Number of trainer ranks."""
     engine_devices: int
@@ -30,19 +30,19 @@ class Throughput:
     shared: bool = False
     """True if engines and ranks are on the same devices."""
     peak: float | None = None
-    """Dense bf16 FLOP/s of a device; None if not known."""
+    """Peak FLOP/s of a device in dense bf16; None if not known."""
 
     @property
     def devices(self) -> int:
-        """Number of the run's GPUs; without GPUs, of ranks and engine ranks."""
+        """Number of devices of the run. On CPUs, each rank of trainer and engines counts as a device."""
         return max(self.ranks, self.engine_devices) if self.shared else self.ranks + self.engine_devices
 
     def scalars(
         self, batches: Sequence[TrainBatch], epochs: int, seconds: float, phases: dict[str, float]
     ) -> dict[str, float]:
-        """Return the metrics `throughput/...` and `idle/...` of a step.
+        """Return {name: value} of the metrics `throughput/...` and `idle/...` of a step.
 
-        batches: the batches that the step trained on, each `epochs` times.
+        batches: the batches on which the step trained, each `epochs` times.
         seconds: duration of the step.
         phases: {phase of the driver: seconds} within the step.
         """

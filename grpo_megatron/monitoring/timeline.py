@@ -1,8 +1,8 @@
-"""timeline.json: what every process of a run did when, for chrome://tracing and https://ui.perfetto.dev.
+"""The file timeline.json: what every process of a run did when.
 
-The file is a JSON array of complete events ("ph": "X", times in microseconds) of the Trace Event Format, with
-one event per line. The format allows the closing bracket to be absent, so the file of a killed run can be
-opened too.
+chrome://tracing and https://ui.perfetto.dev show it. The file is a JSON array of complete events ("ph": "X",
+times in microseconds) of the Trace Event Format, with one event per line. The format allows the closing
+bracket to be absent, so the file of a killed run can be opened too.
 """
 
 import json
@@ -22,21 +22,21 @@ _PHASES, _STEPS = 0, 1
 class Timeline:
     """Writer of timeline.json. Any thread may add spans (phases with their times). `flush` writes them.
 
-    step: the current step, which is written with each span, so that a resumed run can remove the spans of
-        steps after its checkpoint
+    step: the current step. It is written with each span, so that a resumed run can remove the spans of steps
+        after its checkpoint
     """
 
     def __init__(self, directory: str, limit: int, resumed: int = 0):
         """Open the file.
 
         directory: the run's folder
-        limit: size in bytes above which the file is renamed to timeline.previous.json, and a new one begins
-        resumed: the step that a resumed run continues after; 0 for a new run
+        limit: size in bytes above which the file is renamed to timeline.previous.json, and a new file begins
+        resumed: last step in the checkpoint that the run continues from; 0 for a new run
         """
         self._folder, self._limit, self.step = Path(directory), limit, resumed
         # Two locks; `_writing` is the outer one. Adding must not wait for a file system that may be slow.
         self._adding, self._writing = threading.Lock(), threading.Lock()
-        self._waiting: list[tuple[str, dict[str, Any]]] = []  # (process, event without the process's number)
+        self._waiting: list[tuple[str, dict[str, Any]]] = []  # (process, event without its pid)
         if resumed:
             for name in (TIMELINE, PREVIOUS):
                 _take_back(self._folder / name, resumed)
@@ -45,18 +45,20 @@ class Timeline:
         self._open()
 
     def add(self, process: str, name: str, start: float, seconds: float) -> None:
-        """Add a span: a phase of a process.
+        """Add a span: one phase of a process.
 
-        process: name such as "driver", "trainer rank 3" or "engine 0".
+        process: name of the process, such as "driver", "trainer rank 3" or "engine 0".
         name: name of the phase.
         start: seconds since the epoch.
+        seconds: duration of the phase.
         """
         self._add(process, name, start, seconds, _PHASES)
 
     def add_step(self, start: float, seconds: float) -> None:
-        """Add a span of the driver for the whole current step. It is shown above the phases of the step.
+        """Add a span of the driver for the whole current step. Viewers show it above the phases of the step.
 
         start: seconds since the epoch.
+        seconds: duration of the step.
         """
         self._add(DRIVER, f"step {self.step}", start, seconds, _STEPS)
 
@@ -68,7 +70,7 @@ class Timeline:
             )
 
     def flush(self) -> None:
-        """Write the spans that were added since the last call, and begin a new file if this one is too large.
+        """Write the spans added since the last call. If the file is then too large, begin a new file.
 
         Raises OSError if that fails. The spans are then lost.
         """
@@ -81,21 +83,25 @@ class Timeline:
                 self._rotate()
 
     def _write(self, events: list[tuple[str, dict[str, Any]]]) -> None:
-        """Append events to the file, each with the number of its process.
+        """Append events to the file, each with a number for its process, as the format requires.
 
-        The viewers know processes by number, so the first event of a process is preceded by its name.
+        events: (name of the process, event). Before the first event of a process, a row with its name is
+            written.
         """
-        numbers, rows = dict(self._numbers), []
+        pids, rows = dict(self._pids), []
         for process, event in events:
-            if process not in numbers:
-                numbers[process] = len(numbers)
-                rows.append(_named(process, numbers[process]))
-            rows.append(json_text({**event, "pid": numbers[process]}))
+            if process not in pids:
+                pids[process] = len(pids)
+                rows.append(_named(process, pids[process]))
+            rows.append(json_text({**event, "pid": pids[process]}))
         self._file.append("".join(f",\n{row}" for row in rows))
-        self._numbers = numbers
+        self._pids = pids
 
     def _rotate(self) -> None:
-        """Rename the file to timeline.previous.json, and begin a new one. If that fails, keep the old one."""
+        """Rename the file to timeline.previous.json, and begin a new file.
+
+        Raises OSError if a new file cannot be opened. The old file then keeps its name and stays in use.
+        """
         path, previous, old = self._folder / TIMELINE, self._folder / PREVIOUS, self._file
         path.replace(previous)
         try:
@@ -106,18 +112,18 @@ class Timeline:
         old.close()
 
     def _open(self) -> None:
-        path, numbers = self._folder / TIMELINE, {DRIVER: 0}
+        path, pids = self._folder / TIMELINE, {DRIVER: 0}
         file = RowFile(path)
         try:
             if not file.size:
-                # Each row but the first begins with a comma, so that an unfinished file does not end with
-                # one.
+                # Each row except the first begins with a comma, so that an unfinished file does not end with
+                # a comma.
                 file.append("[\n" + _named(DRIVER, 0))
             named = [event for event in read_timeline(path) if event["name"] == "process_name"]
         except BaseException:
             file.close()
             raise
-        self._file, self._numbers = file, numbers | {event["args"]["name"]: event["pid"] for event in named}
+        self._file, self._pids = file, pids | {event["args"]["name"]: event["pid"] for event in named}
 
     def close(self) -> None:
         try:
@@ -127,12 +133,12 @@ class Timeline:
             self._file.close()
 
 
-def _named(process: str, number: int) -> str:
-    return json_text({"name": "process_name", "ph": "M", "pid": number, "args": {"name": process}})
+def _named(process: str, pid: int) -> str:
+    return json_text({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": process}})
 
 
 def read_timeline(path: Path) -> list[dict[str, Any]]:
-    """Return the events of timeline.json, without damaged lines. The file may have been cut off anywhere."""
+    """Return the events of timeline.json. Damaged lines, such as a line that was cut off, are left out."""
     events = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -145,13 +151,16 @@ def read_timeline(path: Path) -> list[dict[str, Any]]:
 
 
 def _take_back(path: Path, resumed: int) -> None:
-    """Remove the events of steps after `resumed`. If none are left, delete the file."""
+    """Remove the events of steps after `resumed` from a timeline file.
+
+    If no events are left, the file is deleted.
+    """
     if not path.exists():
         return
     kept = [event for event in read_timeline(path) if event["args"].get("step", 0) <= resumed]
     if kept:
         replace_text(path, "[\n" + ",\n".join(json_text(event) for event in kept))
     else:
-        # The file is empty or full of zero bytes, as the loss of a node leaves a file that was just begun. A
-        # file with only a bracket would be taken for one that names the driver already.
+        # No event is left, for example because the node was lost soon after the file was begun, which leaves
+        # zero bytes. A file with only a bracket would be taken for a file that already names the driver.
         path.unlink()

@@ -1,10 +1,10 @@
 """Bytes that a micro-batch takes on a rank: activations and the buffers of the output layer.
 
 Counted are the activations kept for the backward pass, the layer that is being computed, and the tiles of the
-output layer. The method is that of Korthikanti et al., "Reducing Activation Recomputation in Large
-Transformer Models" (arXiv:2205.05198), sections 4 and 5, with three differences: attention is a flash kernel,
-which keeps no probabilities (as with their selective recomputation); there is no dropout; the MLP has a gate.
-Each element is counted once per layer that keeps it.
+output layer. The method follows Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+Models" (arXiv:2205.05198), sections 4 and 5, with three differences: attention is a flash kernel, which keeps
+no probabilities (as with their selective recomputation); there is no dropout; the MLP has a gate. Each
+element is counted once per layer that keeps it.
 """
 
 from functools import cache
@@ -15,7 +15,8 @@ from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.planner.states import itemsize
 
-# A tile of float32 logits in megatron.head.fused on a GPU: its bytes, and its words if it spans most tokens.
+# Size of a tile of float32 logits in megatron.head.fused on a GPU: its bytes, and its vocabulary words if it
+# spans the largest number of tokens.
 _TILE_BYTES, _TILE_WORDS = 128 << 20, 8192
 
 
@@ -28,6 +29,7 @@ def layer_activations(
     only its share of the inputs and outputs of norms and router. Each expert is assumed to receive equally
     many tokens.
 
+    has_experts: whether the layer's MLP is a mixture of experts.
     recomputed: modules that are recomputed in the backward pass, so that only their inputs are kept: mlp,
         moe, moe_act, layernorm. core_attn makes no difference, because the flash kernel keeps nothing.
     """
@@ -51,9 +53,9 @@ def layer_activations(
 
 
 def _attention_elements(arch: Architecture, sizes: ParallelSizes) -> float:
-    """Return the number of elements that one layer's attention keeps per token on a rank.
+    """Return the number of elements that one layer's attention keeps on a rank, per token of a micro-batch.
 
-    They are queries, keys and values, queries and keys before their norms, and the output.
+    These elements are queries, keys and values, queries and keys before their norms, and the output.
     """
     if arch.latent is None:
         queries, keys = (
@@ -70,9 +72,9 @@ def _attention_elements(arch: Architecture, sizes: ParallelSizes) -> float:
 
 
 def recomputed_modules(megatron: MegatronConfig) -> frozenset[str]:
-    """Return the modules of a layer that selective recomputation computes again, such as `mlp`.
+    """Return the modules of a layer that the backward pass computes again, such as `mlp`.
 
-    The set is empty if megatron.recompute is not selective.
+    The set is empty unless megatron.recompute is `selective`.
     """
     return frozenset(megatron.recompute_modules if megatron.recompute == Recompute.selective else ())
 
@@ -80,7 +82,9 @@ def recomputed_modules(megatron: MegatronConfig) -> frozenset[str]:
 def kept_by_layer(arch: Architecture, megatron: MegatronConfig, has_experts: bool) -> float:
     """Return the bytes that one layer keeps for its backward pass, per token of a rank's micro-batch.
 
-    This depends on megatron.recompute. A layer that is recomputed as a whole keeps only its input.
+    They depend on megatron.recompute. A layer that is recomputed as a whole keeps only its input.
+
+    has_experts: whether the layer's MLP is a mixture of experts.
     """
     if megatron.recompute == Recompute.full:
         return (
@@ -92,12 +96,12 @@ def kept_by_layer(arch: Architecture, megatron: MegatronConfig, has_experts: boo
 
 
 def kept_activations(arch: Architecture, config: Config, stage: int) -> int:
-    """Return the most bytes of activations that a rank of a pipeline stage keeps at any time.
+    """Return the largest number of bytes of activations that a rank of a pipeline stage keeps at any time.
 
-    It keeps the activations of all micro-batches whose forward pass has begun and whose backward pass has not
-    ended. With p stages, stage s (from 0) has begun p - s micro-batches in the 1F1B schedule
+    The rank keeps the activations of all micro-batches whose forward pass has begun and whose backward pass
+    has not ended. With p stages, stage s (from 0) has begun p - s micro-batches in the 1F1B schedule
     (arXiv:2104.04473 section 2.2). With v > 1 chunks per stage, it has begun 2 (p - s - 1) + (v - 1) p + 1
-    chunks of micro-batches (their figure 4, as Megatron schedules it).
+    chunks of micro-batches (figure 4 of that paper, as Megatron schedules it).
     """
     megatron, sizes = config.megatron, ParallelSizes.from_config(config.megatron)
     micro_batches = float(sizes.pp - stage)
@@ -115,8 +119,8 @@ def kept_activations(arch: Architecture, config: Config, stage: int) -> int:
 def working_activations(arch: Architecture, config: Config, stage: int, backward: bool = True) -> int:
     """Return the bytes that computing one layer takes, in addition to the kept activations.
 
-    They are all activations of the layer, including recomputed ones, their gradients of about the same size,
-    and the layer's inputs gathered over the tensor-parallel ranks.
+    They consist of all activations of the layer, including recomputed ones, the gradients of these
+    activations, which are about as large, and the layer's inputs gathered over the tensor-parallel ranks.
 
     stage: index of the pipeline stage.
     backward: False for a forward-only pass, which has no gradients.
@@ -138,7 +142,11 @@ def has_exact_kl(config: Config) -> bool:
 
 
 class ReferenceHidden(NamedTuple):
-    """Bytes of the reference policy's last hidden states on a rank of the last stage, by where they are."""
+    """Bytes of the reference policy's last hidden states on a rank of the last stage.
+
+    on_device: bytes in the memory of the rank's device
+    on_host: bytes in host memory
+    """
 
     on_device: int
     on_host: int
@@ -147,7 +155,7 @@ class ReferenceHidden(NamedTuple):
 def reference_hidden(arch: Architecture, config: Config) -> ReferenceHidden:
     """Return the bytes of the reference policy's last hidden states of a step, on a rank of the last stage.
 
-    The exact KL needs them from the reference's passes to the end of the step; without it they are 0. At most
+    The exact KL needs these states until the end of the step. Without the exact KL, the result is 0. At most
     ref.hidden_gib of them are on the device, and the rest is in host memory.
     """
     if not has_exact_kl(config):
@@ -168,14 +176,14 @@ def reference_hidden(arch: Architecture, config: Config) -> ReferenceHidden:
 def head_bytes(arch: Architecture, config: Config) -> int:
     """Return the bytes that the fused output layer takes on a rank of the last stage.
 
-    They are its input and the input's gradient (float32) for all tokens of the micro-batch, and tiles of
-    logits. The fused layer never makes a whole [tokens, vocabulary] tensor, see megatron.head.fused. With the
-    exact KL and ref.offload, the reference's output weight is copied to the device too, as in
-    Passes.compute_gradients.
+    They consist of the layer's input and the input's gradient (float32) for all tokens of the micro-batch,
+    and of tiles of logits. The fused layer never makes a whole [tokens, vocabulary] tensor, see
+    megatron.head.fused. With the exact KL and ref.offload, the reference's output weight is copied to the
+    device too, as in Passes.compute_gradients.
     """
     size, tokens = itemsize(config.megatron), config.train.max_tokens_per_micro_batch
-    # Each projection has a tile of logits in float32, and one in the parameters' dtype if that is another.
-    # One more tile of float32 is scratch memory of the gradient.
+    # Each projection has a tile of logits in float32, and another tile in the parameters' dtype if that is
+    # not float32. The gradient needs one more float32 tile as scratch memory.
     projection = _TILE_BYTES + (_TILE_BYTES // 2 if size == 2 else 0)
     tiles = projection * (2 if has_exact_kl(config) else 1) + _TILE_BYTES
     block = 4 * _TILE_WORDS * arch.hidden_size  # a tile times the input, for the weight's gradient
@@ -191,7 +199,7 @@ def head_bytes(arch: Architecture, config: Config) -> int:
 
 
 def layers_of(arch: Architecture, sizes: ParallelSizes) -> tuple[tuple[int, int], ...]:
-    """Return (number of layers without experts, number of layers with experts) of each pipeline stage."""
+    """Return, for each pipeline stage, (number of layers without experts, number of layers with experts)."""
     return _layers_of(arch, sizes.chunk_layers(arch.num_layers), sizes.pp)
 
 

@@ -17,7 +17,7 @@ from grpo_megatron.planner.search import (
 from grpo_megatron.planner.text import changes_text, cluster_text
 from grpo_megatron.planner.time import Lengths
 
-# If a model does not fit, clusters with this many times the nodes are tried in turn.
+# If a model does not fit, clusters with this many times the number of nodes are tried in turn.
 _GROWTHS = (2, 4, 8, 16, 32, 64)
 
 
@@ -32,21 +32,23 @@ def planned_architecture(config: Config) -> Architecture:
         raise UserError(f"cluster.gpu={cluster.gpu} is unknown; choose one of {', '.join(GPUS)}")
     if cluster.gpu not in GPUS or cluster.nodes is None or cluster.gpus_per_node is None:
         raise UserError(
-            "the cluster is not known: set cluster.gpu (or --gpu), cluster.nodes (or --nodes) and "
-            "cluster.gpus_per_node; the planner does not cover machines without a GPU"
+            "the planner needs a cluster with GPUs: set cluster.gpu (or --gpu), cluster.nodes (or --nodes) "
+            "and cluster.gpus_per_node"
         )
     if config.megatron.lora.rank:
-        raise UserError("the planner does not cover LoRA: leave megatron.lora.rank out")
+        raise UserError("the planner does not support LoRA; leave megatron.lora.rank out")
     if config.rollout.replay:
-        raise UserError("the planner covers only runs with engines: leave rollout.replay out")
+        raise UserError("the planner supports only runs with engines; leave rollout.replay out")
     return read_architecture(config.model.path)
 
 
 def checked_plan(config: Config, arch: Architecture, lengths: Lengths, with_sync: bool = True) -> Plan:
     """Return the plan of a configuration that breaks no rule and for which the GPUs have enough memory.
 
-    Raises UserError if the configuration breaks a rule. Raises UserError also if the GPUs have too little
-    memory; the message then gives settings, layouts or clusters with which they have enough.
+    Raises UserError if the configuration breaks a rule, or if the GPUs have too little memory. In the second
+    case, the message names settings, layouts or clusters with which the memory is enough.
+
+    with_sync: compute the time of the weight sync too, which takes seconds for large models.
     """
     _must_hold(broken_rules(config, arch))
     found = plan(config, arch, lengths, with_sync)
@@ -55,23 +57,23 @@ def checked_plan(config: Config, arch: Architecture, lengths: Lengths, with_sync
     problems = "\n".join(f"  - {problem}" for problem in found.problems)
     raise UserError(
         f"{config.model.path} does not fit {cluster_text(config)}:\n{problems}\nwhat would "
-        f"fit:{_what_would(config, arch, lengths)}"
+        f"fit:{_advice(config, arch, lengths)}"
     )
 
 
 def searched_plans(config: Config, arch: Architecture, lengths: Lengths) -> list[Plan]:
     """Return the plans of the fastest layouts that break no rule and for which the GPUs have enough memory.
 
-    Raises UserError if some rule is broken in every layout; the message gives such rules. Raises UserError
-    also if the GPUs have too little memory in all layouts; the message then gives settings or clusters with
-    which they have enough.
+    Raises UserError if some rules are broken in every layout; the message lists these rules. Raises UserError
+    also if the GPUs have too little memory in all layouts; the message then names settings or clusters with
+    which the memory is enough.
     """
     _must_hold(broken_in_any_layout(config, arch))
     found = search(config, arch, lengths)
     if not found:
         raise UserError(
             f"no layout of {config.model.path} fits {cluster_text(config)}; what would "
-            f"fit:{_elsewhere(config, arch, lengths)}"
+            f"fit:{_advice_on_clusters(config, arch, lengths)}"
         )
     return found
 
@@ -81,10 +83,11 @@ def _must_hold(broken: list[str]) -> None:
         raise UserError("the configuration is not legal:\n" + "\n".join(f"  - {rule}" for rule in broken))
 
 
-def _what_would(config: Config, arch: Architecture, lengths: Lengths) -> str:
-    """Return advice on the configured cluster: the least changes to this layout, and the fastest layout.
+def _advice(config: Config, arch: Architecture, lengths: Lengths) -> str:
+    """Return advice for a configuration that needs too much GPU memory, as lines of text.
 
-    If neither exists, the advice is about other clusters.
+    It names the smallest changes with which this layout fits, and the fastest layout that fits. If neither
+    exists, it is about other clusters.
     """
     found = []
     changed = least_changes(config, arch)
@@ -94,11 +97,11 @@ def _what_would(config: Config, arch: Architecture, lengths: Lengths) -> str:
     if best:
         found.append(f"the quickest layout (--search lists more) with {changes_text(config, best[0].config)}")
     if not found:
-        return _elsewhere(config, arch, lengths)
+        return _advice_on_clusters(config, arch, lengths)
     return "".join(f"\n  - {each}" for each in found)
 
 
-def _elsewhere(config: Config, arch: Architecture, lengths: Lengths) -> str:
+def _advice_on_clusters(config: Config, arch: Architecture, lengths: Lengths) -> str:
     """Return advice if no layout has enough GPU memory: another engine mem_fraction, or more nodes."""
     fitting = with_values(config, "rollout.engine", mem_fraction=most_engine_fraction(config.cluster.gpu))
     # More nodes do not help an engine whose mem_fraction is too large for a GPU: try the smaller one.

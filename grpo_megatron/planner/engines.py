@@ -16,7 +16,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def engine_dtype(arch: Architecture, engine: EngineConfig) -> torch.dtype:
-    """Return the dtype that the engine computes in."""
+    """Return the dtype in which the engine computes."""
     return _DTYPES.get(engine.dtype, arch.dtype)
 
 
@@ -32,7 +32,10 @@ def engine_expert_bytes(arch: Architecture, engine: EngineConfig) -> int:
 
 @cache
 def _weight_bytes(arch: Architecture, layout: EngineLayout, itemsize: int) -> tuple[int, int]:
-    """Return (bytes of all other weights, bytes of the routed experts' weights) on one rank of an engine."""
+    """Return (bytes without routed experts, bytes of routed experts) of the weights on one engine rank.
+
+    itemsize: bytes of an element, for weights whose dtype the engine does not fix.
+    """
     entries = engine_entries((entry for entry in weight_map(arch).values() if entry.exported), layout)
     itemsizes = {entry.engine: entry.engine_dtype.itemsize for entry in entries if entry.engine_dtype}
     experts = {entry.engine for entry in entries if entry.expert}
@@ -45,7 +48,7 @@ def _weight_bytes(arch: Architecture, layout: EngineLayout, itemsize: int) -> tu
 def fp32_head_bytes(arch: Architecture, config: Config) -> int:
     """Return the bytes of the float32 copy of the output layer that an engine rank makes in a decoding step.
 
-    It is 0 unless model.fp32_head is set.
+    The result is 0 unless model.fp32_head is set.
     """
     return (
         4 * arch.vocab_size * arch.hidden_size // config.rollout.engine.tensor_parallel
@@ -57,8 +60,8 @@ def fp32_head_bytes(arch: Architecture, config: Config) -> int:
 def kv_bytes_per_token(arch: Architecture, engine: EngineConfig) -> int:
     """Return the bytes that one token takes in the KV cache of an engine rank.
 
-    They are a key and a value of each of the rank's heads in each layer. With latent attention every rank has
-    the whole latents instead.
+    A token takes a key and a value for each of the rank's heads in each layer. With latent attention every
+    rank caches the whole latents instead.
     """
     size = engine_dtype(arch, engine).itemsize if engine.kv_cache_dtype == KVCacheDtype.auto else 1
     if arch.latent:
@@ -68,10 +71,10 @@ def kv_bytes_per_token(arch: Architecture, engine: EngineConfig) -> int:
 
 
 def kv_tokens(arch: Architecture, engine: EngineConfig, pool: int) -> int:
-    """Return the number of tokens that the KV cache of one engine has room for.
+    """Return the number of tokens for which the KV cache of one engine has room.
 
-    It is 0 if the weights alone need more than `pool`. Each attention group caches tokens of its own
-    requests, so the groups' capacities add up.
+    The result is 0 if the weights alone need more than `pool`. With data-parallel attention, the ranks of an
+    engine form groups that cache the tokens of different requests, so the capacities of the groups add up.
 
     pool: bytes on each GPU for weights and KV cache.
     """

@@ -1,8 +1,8 @@
 """Memory of a run: the fullest GPU in each phase of a step, item by item, and the host memory of a node.
 
 Parameters, gradients and optimizer states are counted. Activations are estimated for layers with flash
-attention and a router that spreads tokens evenly. Other memory of a process, such as the CUDA context, is
-assumed by the constants below.
+attention and a router that spreads tokens evenly. For other memory of a process, such as the CUDA context,
+the constants below are assumed.
 """
 
 from collections.abc import Callable
@@ -63,23 +63,23 @@ class Memory:
     """Memory of a run, in bytes."""
 
     state: TrainingState
-    """State of a rank of the stage with the largest state."""
+    """Parameters, gradients and optimizer states of a rank, of the pipeline stage where they are largest."""
     moments: tuple[Moment, ...]
-    """Training, optimizer step, weight sync, generation, and scoring if the ranks have a reward model."""
+    """One per phase: training, optimizer step, weight sync, generation, and scoring by a reward model."""
     capacity: int
-    """Memory of a GPU."""
+    """Memory of a GPU, of which `usable` is a part."""
     rank_asleep: int
-    """What a rank keeps on the GPU while the engine has its turn."""
+    """Memory that a rank keeps on the GPU while it sleeps and an engine computes; 0 if ranks never sleep."""
     engine_asleep: int
-    """What an engine keeps on the GPU while the rank has its turn."""
+    """Memory that an engine keeps on the GPU while a rank computes; 0 if they do not share GPUs in turns."""
     engine_weights: int
     """Weights of one engine rank."""
     kv_tokens: int
-    """Tokens (not bytes) that the KV cache of one engine has room for."""
+    """Number of tokens (not bytes) for which the KV cache of one engine has room."""
     host: dict[str, int]
-    """{item: bytes} of one node's host memory."""
+    """{item: bytes} in the host memory of a node."""
     files: dict[str, int]
-    """{item: bytes} of one node in megatron.offload_folder."""
+    """{item: bytes} in files of a node in megatron.offload_folder."""
 
     @property
     def usable(self) -> int:
@@ -111,9 +111,9 @@ def memory(config: Config, arch: Architecture) -> Memory:
 
 
 def most_engine_fraction(gpu: str) -> float:
-    """Return the largest rollout.engine.mem_fraction that leaves room for a sleeping trainer rank.
+    """Return the largest rollout.engine.mem_fraction that leaves enough memory for a sleeping trainer rank.
 
-    It leaves enough in any layout, and is rounded down to a multiple of 1/20.
+    The memory is enough in any layout. The result is rounded down to a multiple of 1/20.
 
     gpu: name of the GPU in capabilities.GPUS.
     """
@@ -128,7 +128,7 @@ def takes_turns(config: Config) -> bool:
 
 
 class _Account:
-    """Computation of the memory of one configuration. `memory` returns the result."""
+    """Computes the memory that a run with one configuration takes. `memory` returns the result."""
 
     def __init__(self, config: Config, arch: Architecture):
         self.config, self.arch = config, arch
@@ -152,7 +152,8 @@ class _Account:
         serving = weights | {"engine: KV cache": max(0, self.pool - self.weights)} | context
         if head := fp32_head_bytes(self.arch, self.config):
             serving["engine: output layer in float32"] = head
-        # Always on a rank's GPU. A colocated engine adds its context if it takes turns, else all it holds.
+        # Items that are always on a rank's GPU. A colocated engine adds its context if ranks and engines take
+        # turns, and else everything it holds.
         beside = self.residue | (context if turns else serving if colocated else {})
         # A weight sync has three parcels at a time: one is packed while two travel.
         parcels = {COMMUNICATION: self.residue[COMMUNICATION] + 3 * self.config.weight_sync.bucket_bytes}
@@ -181,10 +182,10 @@ class _Account:
         )
 
     def _routing(self) -> dict[str, int]:
-        """Return {item: bytes} of the host memory that records which experts cached tokens went to.
+        """Return {item: bytes} of the buffers in host memory that record the experts of each cached token.
 
-        It is empty unless training replays the engine's routing. Each rank of an engine has such a buffer.
-        Counted are the buffers on a node that has ranks of the trainer too.
+        The dict is empty unless training replays the engine's routing. Each rank of an engine has such a
+        buffer. The buffers on a node that also has trainer ranks are counted.
         """
         config, moe = self.config, self.arch.moe
         if not (moe and config.moe.routing_replay == RoutingReplay.engine):
@@ -197,7 +198,7 @@ class _Account:
         return {"experts of cached tokens": ranks * tokens * self.arch.num_layers * moe.top_k * 4}
 
     def _fullest(self, name: str, items: Callable[[int], dict[str, int]], beside: dict[str, int]) -> Moment:
-        """Return the memory in one phase on the GPU of the pipeline stage that needs the most.
+        """Return the memory in one phase on the fullest GPU of all pipeline stages.
 
         name: name of the phase.
         items: function from a stage's index to {item: bytes} of a rank of that stage.
@@ -217,10 +218,10 @@ class _Account:
         return found
 
     def _after_passes(self, stage: int) -> dict[str, int]:
-        """Return {item: bytes} on the GPU between a rank's passes.
+        """Return {item: bytes} on a rank's GPU between passes.
 
-        They are the resident items, and buffers that a pass leaves for later passes. The buffers are released
-        when ranks sleep or make room for engines.
+        The items are the resident ones (see `_resident`), and buffers that a pass leaves for later passes.
+        These buffers are released when ranks sleep or make room for engines.
         """
         found = self._resident(stage)
         if self.states[stage].workspaces:
@@ -233,7 +234,7 @@ class _Account:
         return stage == len(self.states) - 1
 
     def _training(self, stage: int) -> dict[str, int]:
-        """Return {item: bytes} of a rank during forward and backward passes."""
+        """Return {item: bytes} on a rank's GPU during forward and backward passes."""
         config, arch = self.config, self.arch
         found = self._after_passes(stage) | {
             "activations kept": kept_activations(arch, config, stage),
@@ -244,11 +245,11 @@ class _Account:
         return found
 
     def _stepping(self, stage: int) -> dict[str, int]:
-        """Return {item: bytes} of a rank in an optimizer step. All its optimizer states are on the GPU."""
+        """Return {item: bytes} on a rank's GPU in an optimizer step, when all optimizer states are there."""
         return self._after_passes(stage) | {"optimizer": self.states[stage].optimizer}
 
     def _scoring(self, stage: int) -> dict[str, int]:
-        """Return {item: bytes} of a rank while the reward model scores samples.
+        """Return {item: bytes} on a rank's GPU while the reward model scores samples.
 
         The reward model's weights are loaded beside the policy's, and released after the last sample.
         """
@@ -258,11 +259,11 @@ class _Account:
         return beside | {"reward model": self.scorer_weights[stage], "layer being computed": working}
 
     def _waiting(self, in_files: bool) -> dict[str, int]:
-        """Return {item: bytes} of one node for tensors that are parked outside the GPUs.
+        """Return {item: bytes} of the tensors of one node that wait outside the GPUs until they are needed.
 
-        in_files: True: those in files of megatron.offload_folder. False: those in host memory. The reference,
-            its hidden states, a reward model and the copy of the last synced weights are always in host
-            memory.
+        in_files: If True, return the tensors in files of megatron.offload_folder, else those in host memory.
+            The reference, its hidden states, a reward model and the copy of the last synced weights are
+            always in host memory.
         """
         config, sleep = self.config, self.config.megatron.sleep
         per_node, world = config.cluster.gpus_per_node, ParallelSizes.from_config(config.megatron).world_size
@@ -294,7 +295,7 @@ class _Account:
 def num_communicators(config: Config) -> int:
     """Return the number of Megatron's process groups with several ranks that a trainer rank belongs to.
 
-    Each has an NCCL communicator, whose buffers take GPU memory.
+    Each of these groups has an NCCL communicator, whose buffers take GPU memory.
     """
     sizes = ParallelSizes.from_config(config.megatron)
     replicas = sizes.tp * sizes.cp * sizes.dp // (sizes.ep * sizes.etp)

@@ -12,7 +12,7 @@ from grpo_megatron.planner.time import Lengths, Times, times
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory and times of a configuration on its cluster.
+    """Memory and times of a run with this configuration on its cluster.
 
     problems: one sentence for each reason why the GPUs have too little memory; empty if they have enough.
     times: None if there are problems.
@@ -25,19 +25,16 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Return True if the GPUs have enough memory for the run.
-
-        That includes a KV cache with room for one longest sequence.
-        """
+        """True if the GPUs have enough memory. An engine's KV cache must hold one longest sequence."""
         return not self.problems
 
 
 def plan(config: Config, arch: Architecture, lengths: Lengths | None = None, with_sync: bool = True) -> Plan:
-    """Return the plan of a configuration.
+    """Return the memory and times of a run with this configuration.
 
     config: must break no rule, train the whole model, and state cluster.gpu (a name in GPUS), cluster.nodes
         and cluster.gpus_per_node.
-    lengths: mean lengths of prompts and responses; None: half of the longest ones.
+    lengths: mean lengths of prompts and responses; None: half of the maximum lengths.
     with_sync: compute the time of the weight sync too, which takes seconds for large models.
     """
     found = memory(config, arch)
@@ -73,5 +70,5 @@ def _problems(config: Config, found: Memory) -> list[str]:
 
 
 def gb(size: float) -> str:
-    """Return a number of bytes as text, in units of 10**9 bytes."""
+    """Return a number of bytes as text, in units of 10**9 bytes, such as `12.3`."""
     return f"{size / 1e9:.1f}"

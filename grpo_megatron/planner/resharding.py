@@ -16,9 +16,9 @@ from grpo_megatron.weights.sync.resharding import choose_transport
 
 
 def sync_seconds(config: Config, arch: Architecture) -> float:
-    """Return the seconds of one weight sync, with the transport that the run would use.
+    """Return the time of one weight sync in seconds, with the transport that the run would use.
 
-    Links between nodes and within nodes are included. Raises UserError if the transport does not reach the
+    Transfers between nodes and within nodes are included. Raises UserError if the transport cannot reach the
     engines.
     """
     engine, sizes = config.rollout.engine, ParallelSizes.from_config(config.megatron)
@@ -35,7 +35,7 @@ def _with_few_experts(arch: Architecture, sizes: ParallelSizes, engine: EngineLa
     """Return an architecture with the same bytes in fewer, wider experts, to plan a sync quickly.
 
     A reshard plan lists every expert, which takes a minute for some thousands of them. Neighbouring experts
-    are on the same trainer and engine ranks, so one wide expert can stand for several. There remain as few
+    are on the same trainer and engine ranks, so one wide expert can stand for several. The result has as few
     experts as the expert-parallel sizes of trainer and engine allow.
     """
     if arch.moe is None:

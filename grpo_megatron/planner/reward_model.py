@@ -1,10 +1,10 @@
 """Facts that the planner needs about a reward model on the trainer's ranks."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
-from grpo_megatron.config.derived import scores_on_ranks
-from grpo_megatron.config.schema import Config, Precision, Recompute
+from grpo_megatron.config.derived import scorer_config, scores_on_ranks
+from grpo_megatron.config.schema import Config
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.families import read_architecture
 
@@ -13,8 +13,7 @@ from grpo_megatron.model.families import read_architecture
 class PlannedRewardModel:
     """A reward model that scores on the trainer's ranks.
 
-    config: the run's configuration, with the precision, recomputation and pipeline stages that
-        megatron.reward_model uses for the reward model.
+    config: the configuration with which the ranks build it.
     arch: architecture of the reward model.
     """
 
@@ -29,17 +28,14 @@ def scorer(config: Config) -> PlannedRewardModel | None:
     """
     if not scores_on_ranks(config):
         return None
-    megatron = config.megatron
-    precision = Precision.bf16 if megatron.precision == Precision.fp8 else megatron.precision
-    megatron = replace(megatron, precision=precision, recompute=Recompute.none, pipeline_layers=[])
-    return PlannedRewardModel(replace(config, megatron=megatron), _architecture(config.reward.model.path))
+    return PlannedRewardModel(scorer_config(config), _architecture(config.reward.model.path))
 
 
 @cache
 def _architecture(path: str) -> Architecture:
-    """Read an architecture once per process.
+    """Return the architecture of the model in the folder `path`, which is read once per process.
 
-    A layout search asks for it for each of hundreds of candidates. Reading it each time took a quarter of the
+    A layout search needs it for each of hundreds of candidates. Reading it each time took a quarter of the
     search.
     """
     return read_architecture(path)

@@ -1,7 +1,7 @@
 """Search for parallel layouts of a model on a cluster, for `grpo-megatron plan --search` and for advice.
 
-`search` finds the fastest layouts that break no rule and for which the GPUs have enough memory. If they have
-too little for a given layout, `least_changes` finds the fewest changes that help.
+`search` finds the fastest layouts that break no rule and for which the GPUs have enough memory. If the memory
+is too small for a given layout, `least_changes` finds the fewest changes that help.
 """
 
 from collections.abc import Iterator
@@ -28,20 +28,21 @@ _MOST_STAGES = 32
 
 
 def search(config: Config, arch: Architecture, lengths: Lengths, count: int = 5) -> list[Plan]:
-    """Return the fastest plans on the configured cluster, at most one per layout of the trainer.
+    """Return the plans of the fastest layouts on the configured cluster, the fastest first.
 
-    The time of weight syncs is left out. Batches, lengths, algorithm and precision stay as configured. A
-    micro-batch keeps its number of tokens, summed over all context-parallel ranks.
+    There is at most one plan for each placement and layout of the trainer. Batches, lengths, algorithm and
+    precision stay as configured. A micro-batch keeps its number of tokens, summed over all context-parallel
+    ranks. The time of weight syncs is left out.
 
     Each candidate is first timed with nothing recomputed and nothing offloaded, which is a lower bound of its
-    time. Candidates are tried in the order of this bound, until none of the rest can be faster than the plans
-    found.
+    time. Candidates are tried in the order of this bound. The search ends when the remaining bounds are above
+    the times of the plans found.
 
-    count: number of plans to return.
+    count: largest number of plans to return.
     """
     bounds = [
-        (_step_seconds(each, arch, lengths), number, each)
-        for number, each in enumerate(_candidates(config, arch))
+        (_step_seconds(each, arch, lengths), index, each)
+        for index, each in enumerate(_candidates(config, arch))
     ]
     found: dict[tuple, Plan] = {}
     for bound, _, candidate in sorted(bounds):
@@ -55,9 +56,9 @@ def search(config: Config, arch: Architecture, lengths: Lengths, count: int = 5)
 
 
 def _quickest(candidate: Config, arch: Architecture, lengths: Lengths) -> Plan | None:
-    """Return the fastest plan of a layout, over what can be recomputed or offloaded.
+    """Return the fastest plan of a layout; None if all plans break a rule or need too much GPU memory.
 
-    Plans that break a rule or exceed the GPUs' memory do not count. It is None if no other plan is left.
+    The plans differ in what is recomputed or offloaded.
     """
     variants = list(_variants(candidate, arch))
     if not plan(variants[-1], arch, lengths, with_sync=False).fits:
@@ -70,8 +71,8 @@ def _quickest(candidate: Config, arch: Architecture, lengths: Lengths) -> Plan |
 def least_changes(config: Config, arch: Architecture) -> Plan | None:
     """Return the plan after the fewest changes to the configuration that bring it within the GPUs' memory.
 
-    The layout stays. Among equally few changes, cheap ones are preferred. It is None if four changes are not
-    enough.
+    The layout stays. Among equally few changes, cheap ones are preferred. Returns None if four changes are
+    not enough.
     """
     changes = list(_changes(config, arch))
     for size in range(1, 5):
@@ -100,7 +101,7 @@ def with_values(config: Config, section: str, **values) -> Config:
 def broken_rules(config: Config, arch: Architecture) -> list[str]:
     """Return one sentence for each rule that the configuration breaks with this model.
 
-    The weights of the model need not exist.
+    The folder of the model need not contain its weights.
     """
     return list(
         dict.fromkeys(
@@ -110,9 +111,9 @@ def broken_rules(config: Config, arch: Architecture) -> list[str]:
 
 
 def broken_in_any_layout(config: Config, arch: Architecture) -> list[str]:
-    """Return the rules that stay broken with one rank and one engine, so that no layout can mend them.
+    """Return one sentence for each rule that is broken even with one rank and one engine.
 
-    A search need not begin if there are any.
+    No layout can mend such a rule, so a search need not begin if there are any.
     """
     one = {"num_engines": 1, "tensor_parallel": 1, "expert_parallel": 1, "data_parallel_attention": 1}
     alone = with_values(
@@ -136,8 +137,8 @@ def _doublings(most: int) -> list[int]:
 def _candidates(config: Config, arch: Architecture) -> Iterator[Config]:
     """Yield a configuration for each combination of placement, engine layout and trainer layout.
 
-    Each uses the whole cluster and breaks no rule about layouts. An engine's KV cache has room for at least
-    one sequence of full length.
+    Each configuration uses the whole cluster and breaks no rule about layouts. An engine's KV cache has room
+    for at least one sequence of maximum length.
     """
     longest = config.data.max_prompt_length + config.rollout.max_response_length
     for placement, trainer_gpus, engine_gpus in _placements(config):
@@ -189,7 +190,7 @@ def _placements(config: Config) -> Iterator[tuple[Placement, int, int]]:
 def _layouts(config: Config, arch: Architecture, gpus: int) -> Iterator[ParallelSizes]:
     """Yield the trainer layouts that use exactly `gpus` GPUs and break no rule about layouts.
 
-    If the run has a reward model, the layout must be legal for it too.
+    If the run has a reward model, the layouts break no rule with the reward model either.
     """
     per_node, scoring = config.cluster.gpus_per_node, scorer(config)
     stages = _doublings(min(gpus, arch.num_layers, _MOST_STAGES))
@@ -222,15 +223,7 @@ def _with_layout(config: Config, sizes: ParallelSizes) -> Config:
     return with_values(
         with_values(config, "optimizer", offload=False),
         "megatron",
-        tensor_parallel=sizes.tp,
-        sequence_parallel=sizes.sequence_parallel,
-        pipeline_parallel=sizes.pp,
-        virtual_pipeline=sizes.vpp,
-        pipeline_layers=list(sizes.pipeline_layers or ()),
-        context_parallel=sizes.cp,
-        data_parallel=sizes.dp,
-        expert_parallel=sizes.ep,
-        expert_tensor_parallel=1,
+        **sizes.settings(),
         distributed_optimizer=True,
         recompute=Recompute.none,
         sleep=config.cluster.placement == Placement.colocated,
@@ -238,10 +231,10 @@ def _with_layout(config: Config, sizes: ParallelSizes) -> Config:
 
 
 def _micro_batch(config: Config, cp: int) -> int:
-    """Return the tokens of a micro-batch on each of `cp` context-parallel ranks.
+    """Return the number of tokens of a micro-batch on each of `cp` context-parallel ranks.
 
-    Their sum over these ranks stays as configured, but is at least one sequence of full length. It is padded
-    to a multiple of 256 per rank.
+    The sum over these ranks stays as configured, but is at least one sequence of maximum length. If `cp` is
+    not the configured size, the result is rounded up to a multiple of 256.
     """
     now, train = config.megatron.context_parallel, config.train
     if cp == now:
@@ -252,9 +245,9 @@ def _micro_batch(config: Config, cp: int) -> int:
 
 
 def _recomputations(arch: Architecture) -> list[dict]:
-    """Return the settings of recomputation to try: nothing, large modules of each layer, whole layers.
+    """Return the settings of recomputation to try, each as {key of the section megatron: value}.
 
-    The modules are those that free the most memory. Each setting is {key of megatron: value}.
+    They are: nothing, the modules of each layer that free the most memory, and whole layers.
     """
     modules = ["layernorm"]
     modules += ["mlp"] if arch.moe is None or not all(arch.moe.layers) else []
@@ -264,18 +257,18 @@ def _recomputations(arch: Architecture) -> list[dict]:
 
 
 def _variants(config: Config, arch: Architecture) -> Iterator[Config]:
-    """Yield the configuration with each setting of recomputation, with and without offloaded optimizer.
+    """Yield the configuration with each setting of recomputation, with and without an offloaded optimizer.
 
-    The first variant is the fastest, and the last takes the least GPU memory.
+    The first variant is the fastest, and the last variant takes the least GPU memory.
     """
     for recompute, offload in product(_recomputations(arch), (False, True)):
         yield with_values(with_values(config, "megatron", **recompute), "optimizer", offload=offload)
 
 
 def _changes(config: Config, arch: Architecture) -> Iterator[list[tuple[str, dict]]]:
-    """Yield changes that take less GPU memory, the cheapest first.
+    """Yield changes to the configuration that take less GPU memory, the cheapest first.
 
-    Each change is a list of options to choose from. An option is (section, {key: value}).
+    Each change is a list of options, of which one is to be chosen. An option is (section, {key: value}).
     """
     megatron, train = config.megatron, config.train
     if config.cluster.placement == Placement.colocated and not takes_turns(config):

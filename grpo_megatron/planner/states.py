@@ -1,6 +1,6 @@
-"""Bytes of a trainer rank that last from step to step: parameters, gradients and optimizer states.
+"""Memory of a trainer rank that lasts from step to step: parameters, gradients and optimizer states.
 
-They are counted from the weight map and the layout. They are exact but for the padding of buffers.
+The bytes are counted from the weight map and the layout. They are exact except for the padding of buffers.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from grpo_megatron.weights.sync.ranks import TrainerRanks
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Bytes of one trainer rank that last from step to step.
+    """Memory of one trainer rank that lasts from step to step, in bytes.
 
     optimizer: Adam's two moments, and float32 master weights unless the parameters are float32.
     workspaces: FP8 copies of the weights, plain and transposed.
@@ -30,12 +30,12 @@ class TrainingState:
 
 
 def itemsize(megatron: MegatronConfig) -> int:
-    """Return the bytes of a parameter's element. An activation's element takes equally many."""
+    """Return the bytes of one element of a parameter, which are also those of an activation's element."""
     return 4 if megatron.precision == Precision.fp32 else 2
 
 
 def training_states(arch: Architecture, megatron: MegatronConfig) -> list[TrainingState]:
-    """Return the state of one rank of each pipeline stage, when the whole model is trained.
+    """Return one TrainingState for each pipeline stage: the memory of one of its ranks, without LoRA.
 
     All ranks of a stage are alike. Mixed precision follows arXiv:1710.03740, with Adam: parameters in bf16;
     gradients, two moments and a master copy in float32. The distributed optimizer (ZeRO stage 1,
@@ -59,7 +59,7 @@ def training_states(arch: Architecture, megatron: MegatronConfig) -> list[Traini
 
 @cache
 def stage_elements(arch: Architecture, sizes: ParallelSizes) -> tuple[tuple[int, int], ...]:
-    """Return (parameters outside experts, parameters of experts) of one rank of each pipeline stage.
+    """Return, for a rank of each pipeline stage, (parameters outside experts, parameters of experts).
 
     Parameters are counted in elements.
     """
@@ -77,13 +77,17 @@ def stage_elements(arch: Architecture, sizes: ParallelSizes) -> tuple[tuple[int,
 
 @cache
 def _elements(arch: Architecture, tp: int, etp: int, one_stage: bool) -> Counter:
-    """Return {(location, True for parameters of experts): number of elements of one tensor-parallel shard}.
+    """Return {(location, is expert): number of parameters} of one tensor-parallel shard of the model.
 
-    The location is a layer index, or `first` or `last` for the stage with the embedding or the output layer.
-    Elements of experts are those of all experts of the layer. The result is cached because a layout search
-    asks for it again with every number of stages, replicas and expert-parallel ranks.
+    location: a layer index, or `first` for the stage with the embedding, or `last` for the stage with the
+        output layer.
+    is expert: True for the parameters of all experts of the layer together.
 
-    one_stage: the model has one pipeline stage, so that a tied output layer takes no memory of its own.
+    The result is cached because a layout search needs it again for every number of stages, replicas and
+    expert-parallel ranks.
+
+    one_stage: True if the model has one pipeline stage, so that a tied output layer takes no memory of its
+        own.
     """
     ranks, found = TrainerRanks(ParallelSizes(tp=tp, etp=etp), arch.num_layers), Counter()
     for entry in _map(arch).values():

@@ -45,10 +45,7 @@ def recomputation_text(config: Config) -> str:
 
 
 def changes_text(before: Config, after: Config) -> str:
-    """Return the settings that differ, as arguments of a command line: key=value key=value.
-
-    The values are those of `after`.
-    """
+    """Return the settings of `after` that differ from `before`, as command-line arguments `key=value ...`."""
     old = flat(before)
     return " ".join(f"{key}={_value(value)}" for key, value in flat(after).items() if value != old[key])
 
@@ -63,7 +60,10 @@ def _value(value) -> str:
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
-    """Return a table as aligned text. The first column is aligned to the left, all others to the right."""
+    """Return rows as an aligned text table. The first column is aligned to the left, all others to the right.
+
+    head: texts of the first row.
+    """
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
     lines = []
     for row in [head, *rows]:
@@ -76,7 +76,10 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def plan_text(found: Plan, lengths: Lengths) -> str:
-    """Return the whole text of a plan without problems: layout, memory and times."""
+    """Return the whole text about a plan that has enough GPU memory: layout, memory and times.
+
+    lengths: the mean lengths that the plan assumes.
+    """
     config = found.config
     gpus = config.cluster.nodes * config.cluster.gpus_per_node
     idle = gpus - found.times.gpus
@@ -158,9 +161,10 @@ def bottleneck_text(found: Plan) -> str:
 
 
 def search_text(config: Config, found: list[Plan], lengths: Lengths) -> str:
-    """Return a table of the plans that a search found, and the settings of the first one.
+    """Return a table of the plans that a search found, and the settings of the first plan.
 
     config: the configuration that the search started from.
+    lengths: the mean lengths that the plans assume.
     """
     head = ["trainer", "engines", "recomputation", "optimizer", "GB", "step, s", "tokens/s/GPU", "bottleneck"]
     rows = [

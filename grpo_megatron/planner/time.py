@@ -1,13 +1,13 @@
 """Times of the phases of a step, by a cost model that has not been compared with measurements on a GPU.
 
-Work is divided by the speed in the data sheet (capabilities.GPUS) times the share of it that kernels and
-links are assumed to reach:
+Work is divided by the speed in the data sheet (capabilities.GPUS), multiplied by the share of this speed that
+kernels and links are assumed to reach:
 
-- training and log-prob passes: FLOPs, 6 or 2 for each weight that a token meets plus those of attention
-  (PaLM, arXiv:2204.02311, appendix B) and those of recomputation, divided evenly over the ranks; then the
-  busiest pipeline stage and the pipeline's bubble (p - 1) / (v m), for p stages of v chunks and m
-  micro-batches (Narayanan et al., arXiv:2104.04473, section 2.2); then the messages of tensor, expert,
-  context and pipeline parallelism, each with its latency, as if none were overlapped with compute.
+- training and log-prob passes: 6 or 2 FLOPs for each weight that a token meets, plus the FLOPs of attention
+  (PaLM, arXiv:2204.02311, appendix B) and of recomputation, divided evenly over the ranks; then the busiest
+  pipeline stage and the pipeline's bubble (p - 1) / (v m), for p stages of v chunks and m micro-batches
+  (Narayanan et al., arXiv:2104.04473, section 2.2); then the messages of tensor, expert, context and pipeline
+  parallelism, each with its latency, as if none were overlapped with compute.
 - decoding: each step reads the weights and the KV cache once, or takes as long as the matrix products if that
   is longer (the roofline model, Williams et al. 2009, doi:10.1145/1498765.1498785, as applied by Pope et al.,
   arXiv:2211.05102).
@@ -48,16 +48,16 @@ LAYER_SECONDS, FABRIC_SECONDS, NETWORK_SECONDS = 20e-6, 10e-6, 30e-6
 
 @dataclass(frozen=True)
 class Lengths:
-    """Mean number of tokens of a prompt and of a response; by default, half of the longest ones."""
+    """Mean number of tokens of a prompt and of a response; by default, half of the maximum."""
 
     prompt: float
     response: float
 
     @classmethod
     def given(cls, config: Config, prompt: float | None = None, response: float | None = None) -> "Lengths":
-        """Return the means that the user gave. For None it takes half of the longest length.
+        """Return the mean lengths that the user gave. None stands for half of the configured maximum.
 
-        Raises UserError for a mean that is not above 0, or above the configured longest length.
+        Raises UserError for a mean that is not above 0, or above the configured maximum.
         """
         most = {"prompt": config.data.max_prompt_length, "response": config.rollout.max_response_length}
         means = {"prompt": prompt, "response": response}
@@ -65,7 +65,7 @@ class Lengths:
             if mean is not None and not 0 < mean <= most[name]:
                 raise UserError(
                     f"the mean {name} length must be above 0 and at most the longest one ({most[name]} "
-                    f"tokens), got {mean:g}"
+                    f"tokens), but is {mean:g}"
                 )
         return cls(*(most[name] / 2 if mean is None else mean for name, mean in means.items()))
 
@@ -82,7 +82,8 @@ class Times:
     tokens: tokens of all prompts and responses of the step.
     gpus: number of GPUs of trainer and engines.
     mfu: model FLOPs utilisation of the training pass (arXiv:2204.02311 appendix B): its FLOPs without
-        recomputation, divided by what the trainer's GPUs could compute in that time by their data sheet.
+        recomputation, divided by the FLOPs that the trainer's GPUs could compute in that time by their data
+        sheet.
     """
 
     seconds: dict[str, float]
@@ -116,7 +117,7 @@ def times(
     """Return the times of a training step, without the weight sync.
 
     states: result of planner.states.training_states.
-    kv_tokens: tokens that an engine's KV cache has room for, above 0.
+    kv_tokens: tokens for which an engine's KV cache has room, above 0.
     """
     passes = _Passes(config, arch, lengths)
     seconds = {"generation": generation_seconds(config, arch, kv_tokens, lengths)}
@@ -131,7 +132,7 @@ def times(
 
 
 def _scoring_seconds(config: Config, lengths: Lengths) -> dict[str, float]:
-    """Return {"scoring": seconds} of loading a reward model and scoring all samples; empty without one."""
+    """Return {"scoring": seconds} of loading a reward model and scoring all samples; {} without a model."""
     found = scorer(config)
     if found is None:
         return {}
@@ -143,9 +144,9 @@ def _scoring_seconds(config: Config, lengths: Lengths) -> dict[str, float]:
 def generation_seconds(config: Config, arch: Architecture, kv_tokens: int, lengths: Lengths) -> float:
     """Return the seconds in which one engine generates its share of a step's responses.
 
-    It decodes as many responses at once as request slots and KV cache (`kv_tokens`) allow. Each decoding step
-    gives each of them one token. One response is assumed to have the maximum length, so there are at least
-    that many steps, and fewer responses are decoded at once towards the end.
+    The engine decodes as many responses at once as request slots and KV cache (`kv_tokens`) allow. Each
+    decoding step gives each of them one token. One response is assumed to have the maximum length, so there
+    are at least that many steps, and fewer responses are decoded at once towards the end.
     """
     engine, prompts = config.rollout.engine, config.data.train_batch_size
     responses = ceil(prompts * config.rollout.n / engine.num_engines)
@@ -159,7 +160,7 @@ def generation_seconds(config: Config, arch: Architecture, kv_tokens: int, lengt
 
 
 def _engine_rate(config: Config) -> float:
-    """Return the FLOP/s that matrix products are assumed to reach on one GPU of an engine."""
+    """Return the speed in FLOP/s that matrix products are assumed to reach on one GPU of an engine."""
     speed = GPUS[config.cluster.gpu].speed
     fp8 = config.rollout.engine.quantization == Quantization.fp8
     return PRODUCTS * (speed.fp8 if fp8 and speed.fp8 else speed.bf16)
@@ -168,7 +169,7 @@ def _engine_rate(config: Config) -> float:
 def _decode_step(config: Config, arch: Architecture, batch: float, context: float) -> float:
     """Return the seconds of one decoding step, which adds one token to each of `batch` requests.
 
-    context: mean tokens that each request has in the KV cache.
+    context: mean number of tokens that each request has in the KV cache.
     """
     engine, speed = config.rollout.engine, GPUS[config.cluster.gpu].speed
     weights = engine_weight_bytes(arch, engine)
@@ -185,7 +186,8 @@ def _decode_step(config: Config, arch: Architecture, batch: float, context: floa
     )
     layer = LAYER_SECONDS
     if engine.tensor_parallel > 1:
-        # Each layer has two all-reduces of hidden states. Each sends and receives them about twice.
+        # Each layer has two all-reduces of hidden states. An all-reduce sends and receives about twice their
+        # bytes.
         within = engine.tensor_parallel <= config.cluster.gpus_per_node
         link, latency = (speed.fabric, FABRIC_SECONDS) if within else (speed.network, NETWORK_SECONDS)
         layer += 2 * (latency + 2 * batch * arch.hidden_size * 2 / (LINKS * link))
@@ -197,15 +199,15 @@ class _Flops:
     """FLOPs of one sequence's forward pass, by kind of kernel, because kinds reach different speeds."""
 
     projections: float
-    """Projections of attention."""
+    """FLOPs of the projections of attention."""
     mlp: float
-    """MLP of the layers without experts."""
+    """FLOPs of the MLP in layers without experts."""
     experts: float
-    """Router, top_k experts and shared experts."""
+    """FLOPs of the router, the top_k experts and the shared experts."""
     head: float
-    """Output projection."""
+    """FLOPs of the output projection."""
     attention: float
-    """Attention kernel."""
+    """FLOPs of the attention kernel."""
 
     @classmethod
     def of(cls, arch: Architecture, length: float) -> "_Flops":
@@ -246,7 +248,8 @@ class _Passes:
     def seconds(self, training: bool) -> float:
         """Return the seconds of one pass over all samples of a step.
 
-        training: True: forward and backward passes in optimizer steps. False: a forward pass for log-probs.
+        training: If True, forward and backward passes in optimizer steps; if False, a forward pass for
+            log-probs.
         """
         config, sizes = self.config, self.sizes
         prompts = config.train.ppo_mini_batch_size if training else config.data.train_batch_size
@@ -262,9 +265,10 @@ class _Passes:
         return (computed * self._imbalance() + times_sent * sent) * (1 + bubble)
 
     def logprob_seconds(self, states: list[TrainingState]) -> dict[str, float]:
-        """Return {phase: seconds} of the passes for old and reference log-probs, as far as the run has them.
+        """Return {phase: seconds} of the passes for the log-probs of the old policy and of the reference.
 
-        A pass of the reference includes exchanging its weights for the policy's and back.
+        The dict has only the passes that the run makes. A pass of the reference includes exchanging its
+        weights for the policy's and back.
         """
         config, found = self.config, {}
         if config.train.old_logprobs == OldLogprobs.recompute:
@@ -279,7 +283,7 @@ class _Passes:
         """Return the seconds of all optimizer steps of a training step.
 
         An optimizer step sums gradients over the replicas, gathers parameters and updates states. With
-        megatron.overlap, summing and gathering take no time of their own as long as the backward pass lasts.
+        megatron.overlap, summing and gathering run during the backward pass, and only the rest counts.
         """
         config = self.config
         steps = config.train.ppo_epochs * config.data.train_batch_size // config.train.ppo_mini_batch_size
@@ -305,7 +309,7 @@ class _Passes:
         return self.speed.fp8 if fp8 else self.speed.bf16
 
     def _forward(self) -> float:
-        """Return the seconds of a forward pass of all samples, if it is spread evenly over all ranks."""
+        """Return the seconds of a forward pass of all samples, if all ranks have equal work."""
         flops, rate = self.flops, self._rate()
         dense = (flops.projections + flops.mlp) / (PRODUCTS * rate) + flops.head / (
             PRODUCTS * self.speed.bf16
@@ -324,7 +328,7 @@ class _Passes:
         return self.samples * seconds / self.sizes.world_size
 
     def _imbalance(self) -> float:
-        """Return the work of the busiest pipeline stage divided by that of the mean stage.
+        """Return the work of the busiest pipeline stage divided by the mean work of all stages.
 
         The last stage has the output layer. All transformer layers are assumed to be equal.
         """
@@ -336,8 +340,8 @@ class _Passes:
     def _message(self, size: float, ranks: int) -> float:
         """Return the seconds in which a rank sends `size` bytes to the other ranks of its group.
 
-        If the group spans several nodes, only the part that goes to other nodes counts. The network is the
-        slower link. `ranks` is the number of neighbouring ranks that the group spans.
+        ranks: number of neighbouring ranks that the group spans. If it spans several nodes, only the bytes to
+            other nodes count, because the network is the slower link.
         """
         per_node = self.config.cluster.gpus_per_node
         if ranks <= per_node:
@@ -353,7 +357,7 @@ class _Passes:
         Context parallel: keys and values go around the ring of ranks.
         Pipeline: hidden states go from chunk to chunk.
 
-        tokens: tokens of the micro-batch on the rank.
+        tokens: number of tokens of the micro-batch on the rank.
         """
         sizes, arch, width = self.sizes, self.arch, itemsize(self.config.megatron)
         share = 1 / sizes.tp if sizes.sequence_parallel else 1
@@ -377,7 +381,7 @@ class _Passes:
         return seconds
 
     def _reducing(self) -> float:
-        """Return the seconds of one optimizer step's collectives over the replicas.
+        """Return the seconds of the collectives over the replicas in one optimizer step.
 
         With the distributed optimizer, gradients are reduce-scattered and parameters gathered. Otherwise
         gradients are all-reduced, which is a reduce-scatter and a gather of gradients.

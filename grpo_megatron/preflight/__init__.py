@@ -1,1 +1,1 @@
-"""Checks that find errors of a run before it starts. This package may import every other one."""
+"""Checks that find errors of a run before it starts. This package may import all other packages."""

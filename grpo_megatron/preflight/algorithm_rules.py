@@ -17,7 +17,8 @@ ALGORITHM = RuleBook(
     excludes(
         "rollout.n=1",
         f"algorithm.adv_estimator={'|'.join(GROUP_RELATIVE)}",
-        "these estimators compare the samples of a group, and a single sample always gets the advantage 0",
+        "these estimators compare the samples of a group, so a single sample always gets the advantage 0; "
+        "raise rollout.n",
         _TRAIN,
     ),
     at_most("reward.overlong_buffer.length", "rollout.max_response_length", _TRAIN),
@@ -72,7 +73,7 @@ ALGORITHM = RuleBook(
     needs(
         "ref.reset_every",
         "algorithm.use_kl_loss=true or algorithm.use_kl_in_reward=true",
-        "there is a reference model only for a KL",
+        "a reference model is used only for a KL",
         _TRAIN,
     ),
 )

@@ -1,4 +1,4 @@
-"""Checks of a configuration before a run starts, and `config check`, which reports every error."""
+"""Checks of a configuration before a run starts, and `config check`, which reports all errors at once."""
 
 import dataclasses
 import os
@@ -29,9 +29,10 @@ from grpo_megatron.preflight.rules import violations
 class Report:
     """Result of `grpo-megatron config check`.
 
-    violations: one sentence for each.
-    checked: names of the checks that passed or were made.
-    not_checked: what could not be checked on this machine, with the reason.
+    violations: one sentence for each error that was found.
+    checked: names of the checks that were made, such as `tokenizer`. Most failed checks are only in
+        `violations`.
+    not_checked: one sentence for each thing that could not be checked on this machine, with the reason.
     """
 
     violations: list[str] = dataclasses.field(default_factory=list)
@@ -39,10 +40,10 @@ class Report:
     not_checked: list[str] = dataclasses.field(default_factory=list)
 
     def attempt(self, what: str, check) -> bool:
-        """Run one check and record its result. Return True if it passed.
+        """Run one check, and record its result in this report. Return True if the check passed.
 
         what: name of the check.
-        check: function without arguments. It raises UserError if the check fails.
+        check: function without arguments that raises UserError if the check fails.
         """
         try:
             check()
@@ -67,10 +68,13 @@ class Report:
 
 
 def load_config(path: str | None, overrides: list[str], command: Command = Command.train) -> Config:
-    """Return the typed configuration for a command. It breaks no rule.
+    """Return the typed configuration for a command, which breaks no rule.
 
-    Raises UserError if a source cannot be read, or with all refused settings, missing values and broken
-    rules.
+    path: YAML file; None: no file.
+    overrides: arguments of the form key=value.
+
+    Raises UserError if a source cannot be read. Raises UserError also with all refused settings, missing
+    values and broken rules.
     """
     settings = resolve(path, overrides)
     must_be_legal(_problems(settings, command))
@@ -89,7 +93,7 @@ def _problems(settings: ResolvedConfig, command: Command) -> list[str]:
 def check_start(config: Config, command: Command) -> None:
     """Check packages, model, output folders and machines before a run starts any process.
 
-    Raises UserError for the first of these that does not go with the configuration.
+    Raises UserError for the first of these that does not suit the configuration.
 
     command: train, sft, reward-model or eval.
     """
@@ -104,12 +108,12 @@ def check_start(config: Config, command: Command) -> None:
 
 
 def check(path: str | None, overrides: list[str], command: Command = Command.train) -> Report:
-    """Check a configuration, and everything on this machine that it refers to.
+    """Check a configuration, and everything on this machine that it refers to. Return the report.
 
-    path: YAML file; None: none.
+    path: YAML file; None: no file.
     overrides: arguments of the form key=value.
 
-    All violations are in the result. Raises UserError only for a file or an argument that cannot be read.
+    All errors are in the report. Raises UserError only for a file or an argument that cannot be read.
     """
     settings = resolve(path, overrides)
     config, report = settings.config, Report(_problems(settings, command))
@@ -129,7 +133,8 @@ def check(path: str | None, overrides: list[str], command: Command = Command.tra
 def _check_model(config: Config, command: Command, report: Report) -> bool:
     """Check the model, the reference model and the reward model, as far as they are on this machine.
 
-    Returns True if model.path can be read, so that its tokenizer can be used to check the data.
+    The results are recorded in `report`. Returns True if model.path can be read, so that its tokenizer can be
+    used to check the data.
     """
     path, ref = config.model.path, config.ref.path
     if ref and is_absent(ref):
@@ -163,10 +168,10 @@ def _check_model(config: Config, command: Command, report: Report) -> bool:
 
 
 def _check_reward_model(config: Config, report: Report) -> Config:
-    """Check the tokenizer of the reward model.
+    """Check the tokenizer of the reward model, and record the result in `report`.
 
-    Returns the configuration. If the reward model is not on this machine, its path is removed there, so that
-    later checks do not read it.
+    Returns the configuration. If the reward model is not on this machine, the returned configuration has no
+    path for it, so that later checks do not read it.
     """
     path = config.reward.model.path
     if path is None or is_absent(path):
@@ -245,9 +250,10 @@ def _read_prompts(source: str, tokenizer, config: Config) -> None:
 
 
 def _read_pairs(source: str, tokenizer, config: Config) -> None:
-    """Read all preference pairs of a source. Raises UserError if one cannot be used.
+    """Read all preference pairs of a source. Raises UserError if a pair cannot be used.
 
-    tokenizer: a PromptTokenizer. It has no annotation, because that class is imported only when it is needed.
+    tokenizer: a PromptTokenizer. There is no annotation, because that class is imported only when it is
+        needed.
     """
     from grpo_megatron.data.conversations import Conversations, pad_token
     from grpo_megatron.data.preferences import load_pairs
@@ -285,13 +291,13 @@ def _check_paths(config: Config, command: Command, report: Report) -> None:
 def _can_write(
     key: str, path: str, must_be_right: Callable[[], None], config: Config, report: Report
 ) -> bool:
-    """Check a path that the run writes to, and record the result. Return True if it can be used.
+    """Check a path that the run writes to, and record the result in `report`. Return True if it can be used.
 
-    If the run is for a cluster, a failure here is recorded as not checked instead of a violation, because the
+    If the run is for other machines, a failure is recorded as not checked instead of a violation, because the
     path may belong to another machine.
 
     key: configuration key of the path.
-    must_be_right: raises UserError if the path cannot be used.
+    must_be_right: function that raises UserError if the path cannot be used.
     """
     if is_of_another_machine(path):
         report.not_checked.append(f"{key}: nothing of {path} is on this machine")

@@ -1,4 +1,4 @@
-"""Check of a run's machines: they can do what is configured, and are as the section `cluster` says."""
+"""Check that a run's machines can do what is configured, and that the section `cluster` describes them."""
 
 from grpo_megatron.capabilities import Capabilities
 from grpo_megatron.cluster.probe import capabilities_of_ray
@@ -10,11 +10,11 @@ from grpo_megatron.preflight.cluster_rules import CLUSTER
 
 
 def check_cluster(config: Config, command: Command) -> None:
-    """Check the machines of a run. Raises UserError with all violations.
+    """Check the machines of a run against the configuration. Raises UserError with all violations.
 
-    With cluster.ray_address, the calling process joins that Ray cluster and asks it about its machines.
-    Otherwise this machine is examined. The check covers the rules about machines, and what the section
-    `cluster` says of them.
+    The check covers the rules about machines, and what the section `cluster` says of the machines. With
+    cluster.ray_address, this process joins that Ray cluster and asks it about its machines. Otherwise this
+    machine is examined.
     """
     address = config.cluster.ray_address
     if address is not None:
@@ -24,15 +24,16 @@ def check_cluster(config: Config, command: Command) -> None:
     broken = contradictions(config, found) + CLUSTER.violations(config, found, command=command)
     if broken:
         raise UserError(
-            "the cluster does not allow this configuration:\n" + "\n".join(f"  - {rule}" for rule in broken)
+            "this configuration does not fit the cluster; change it to meet these requirements:\n"
+            + "\n".join(f"  - {rule}" for rule in broken)
         )
 
 
 def contradictions(config: Config, found: Capabilities) -> list[str]:
-    """Return one sentence for each statement in the section `cluster` that is wrong.
+    """Return one sentence for each setting in the section `cluster` that the machines contradict.
 
-    The statements are cluster.gpu, cluster.nodes and cluster.gpus_per_node. More nodes or GPUs than stated
-    are no contradiction.
+    The settings are cluster.gpu, cluster.nodes and cluster.gpus_per_node. More nodes or GPUs than stated are
+    no contradiction.
 
     found: capabilities of the machines.
     """
@@ -41,16 +42,20 @@ def contradictions(config: Config, found: Capabilities) -> list[str]:
     wrong = []
     if said.gpus is not None and said.gpus != found.gpus:
         wrong.append(
-            f"cluster.gpu={cluster.gpu}, but {found.where} there are {'GPUs' if found.gpus else 'none'}"
+            f"cluster.gpu={cluster.gpu}, but there are {'GPUs' if found.gpus else 'no GPUs'} {found.where}; "
+            "correct or remove the setting"
         )
     elif said.gpu and found.gpu and said.gpu.compute_capability != found.gpu.compute_capability:
         major, minor = found.gpu.compute_capability
         wrong.append(
-            f"cluster.gpu={cluster.gpu}, but the GPUs {found.where} have compute capability {major}.{minor}"
+            f"cluster.gpu={cluster.gpu}, but the GPUs {found.where} have compute capability "
+            f"{major}.{minor}; correct or remove the setting"
         )
     # More nodes or GPUs than stated do no harm.
     for name in ("nodes", "gpus_per_node"):
         fact, have = getattr(said, name), getattr(found, name)
         if fact is not None and have is not None and have < fact:
-            wrong.append(f"cluster.{name}={fact}, but {found.where} there are {have}")
+            wrong.append(
+                f"cluster.{name}={fact}, but only {have} found {found.where}; correct or remove the setting"
+            )
     return wrong

@@ -1,4 +1,4 @@
-"""Rules about the machines that will run a configuration. The check can be made on another machine."""
+"""Rules about the machines that will run a configuration. The rules can be checked on another machine."""
 
 from collections.abc import Iterator
 
@@ -28,7 +28,7 @@ _RANKS = (
 
 
 def runs_here(config: Config) -> bool:
-    """Return True if the configuration is for this machine: the section `cluster` names no other machines."""
+    """Return True if the section `cluster` names no machines, so that the run is for this machine."""
     cluster = config.cluster
     return (cluster.ray_address, cluster.gpu, cluster.nodes, cluster.gpus_per_node) == (
         None,
@@ -41,8 +41,8 @@ def runs_here(config: Config) -> bool:
 def known_capabilities(config: Config) -> Capabilities:
     """Return the capabilities of the run's machines, as far as they are known without asking a Ray cluster.
 
-    If the run is for this machine, it is examined. Otherwise cluster.gpu, cluster.nodes and
-    cluster.gpus_per_node tell what is known.
+    If the run is for this machine, this machine is examined. Otherwise the capabilities follow from
+    cluster.gpu, cluster.nodes and cluster.gpus_per_node.
     """
     cluster = config.cluster
     facts = (cluster.gpu, cluster.nodes, cluster.gpus_per_node)
@@ -57,7 +57,8 @@ CLUSTER = RuleBook(
 
 
 @CLUSTER.rule(
-    "megatron.precision=fp8 needs TransformerEngine and GPUs with FP8 matrix products.",
+    "megatron.precision=fp8 needs TransformerEngine and GPUs that support FP8; otherwise set "
+    "megatron.precision=bf16.",
     "megatron.precision",
     "cluster.gpu",
 )
@@ -67,7 +68,8 @@ def fp8_can_run(config: Config, capabilities: Capabilities) -> Iterator[str]:
 
 
 @CLUSTER.rule(
-    "megatron.transformer_impl=transformer_engine needs TransformerEngine and GPUs.",
+    "megatron.transformer_impl=transformer_engine needs TransformerEngine and GPUs; otherwise set "
+    "megatron.transformer_impl=auto.",
     "megatron.transformer_impl",
     "cluster.gpu",
 )
@@ -78,7 +80,9 @@ def transformer_engine_can_run(config: Config, capabilities: Capabilities) -> It
 
 
 @CLUSTER.rule(
-    "megatron.emulate_kernels=true is for machines without a GPU.", "megatron.emulate_kernels", "cluster.gpu"
+    "megatron.emulate_kernels=true works only on machines without a GPU.",
+    "megatron.emulate_kernels",
+    "cluster.gpu",
 )
 def emulation_is_possible(config: Config, capabilities: Capabilities) -> Iterator[str]:
     if config.megatron.emulate_kernels and capabilities.transformer_engine_problem:
@@ -86,7 +90,8 @@ def emulation_is_possible(config: Config, capabilities: Capabilities) -> Iterato
 
 
 @CLUSTER.rule(
-    "megatron.fp8.recipe=mxfp8 needs GPUs of compute capability 10.0 (Blackwell); use blockwise.",
+    "megatron.fp8.recipe=mxfp8 needs GPUs of compute capability 10.0 (Blackwell); otherwise set "
+    "megatron.fp8.recipe=blockwise.",
     "megatron.fp8.recipe",
     "megatron.precision",
     "cluster.gpu",
@@ -100,7 +105,7 @@ def mxfp8_has_its_gpu(config: Config, capabilities: Capabilities) -> Iterator[st
 
 @CLUSTER.rule(
     "megatron.recompute_modules=[moe_act] needs TransformerEngine's layers, which have all experts in one "
-    "module; with the local layers, recompute moe instead.",
+    "module; with the local layers, set megatron.recompute_modules=[moe].",
     "megatron.recompute_modules",
     "megatron.recompute",
     "megatron.transformer_impl",
@@ -122,8 +127,8 @@ def experts_activations_have_their_layers(config: Config, capabilities: Capabili
 
 
 @CLUSTER.rule(
-    "Each trainer rank (megatron.*_parallel) and each rank of an engine needs a GPU; with "
-    "cluster.placement=colocated they share.",
+    "Each trainer rank (megatron.*_parallel) and each engine rank needs a GPU; with "
+    "cluster.placement=colocated they share GPUs.",
     *_RANKS,
     *_ENGINES,
     *_FACTS,
@@ -136,14 +141,14 @@ def ranks_and_engines_fit(config: Config, capabilities: Capabilities) -> Iterato
     needed = max(ranks, engine_gpus) if colocated else ranks + engine_gpus
     if have is not None and needed > have:
         yield (
-            f"{shown(config, 'cluster.placement')} of {ranks} trainer ranks and {engines} engines of "
-            f"{shown(config, 'rollout.engine.tensor_parallel')} needs {needed} GPUs; {capabilities.where} "
-            f"there are {have}"
+            f"{ranks} trainer ranks and {engines} engines with "
+            f"{shown(config, 'rollout.engine.tensor_parallel')} need {needed} GPUs with "
+            f"{shown(config, 'cluster.placement')}, but there are only {have} {capabilities.where}"
         )
 
 
 @CLUSTER.rule(
-    f"Each trainer rank needs a GPU; their number is the product of {', '.join(_RANKS)}.",
+    f"Each trainer rank needs a GPU; the number of ranks is the product of {', '.join(_RANKS)}.",
     *_RANKS,
     *_FACTS,
     commands=("sft", "reward-model"),
@@ -151,7 +156,7 @@ def ranks_and_engines_fit(config: Config, capabilities: Capabilities) -> Iterato
 def ranks_fit(config: Config, capabilities: Capabilities) -> Iterator[str]:
     ranks, have = _num_ranks(config), capabilities.num_gpus
     if have is not None and ranks > have:
-        yield f"{ranks} ranks; {capabilities.where} there are {have} GPUs"
+        yield f"{ranks} ranks, but only {have} GPUs {capabilities.where}"
 
 
 @CLUSTER.rule(
@@ -167,11 +172,11 @@ def engines_alone_fit(config: Config, capabilities: Capabilities) -> Iterator[st
     per_node, have = capabilities.gpus_per_node or tp, capabilities.num_gpus
     if tp > per_node and tp % per_node:
         yield (
-            f"{shown(config, 'rollout.engine.tensor_parallel')}; {capabilities.where} each node has "
-            f"{per_node} GPUs"
+            f"{shown(config, 'rollout.engine.tensor_parallel')}, but each node has {per_node} GPUs "
+            f"{capabilities.where}"
         )
     if have is not None and engines * tp > have:
-        yield f"{engines * tp} GPUs are needed; {capabilities.where} there are {have}"
+        yield f"{engines * tp} GPUs are needed, but there are only {have} {capabilities.where}"
 
 
 @CLUSTER.rule(
@@ -183,7 +188,10 @@ def engines_alone_fit(config: Config, capabilities: Capabilities) -> Iterator[st
 def tensor_parallel_is_within_a_node(config: Config, capabilities: Capabilities) -> Iterator[str]:
     tp, per_node = config.megatron.tensor_parallel, capabilities.gpus_per_node
     if per_node and _crosses_a_node(0, _num_ranks(config), tp, per_node):
-        yield f"groups of {tp} ranks; {capabilities.where} each node has {per_node} GPUs"
+        yield (
+            f"groups of {tp} ranks, but each node has {per_node} GPUs {capabilities.where}; set "
+            f"megatron.tensor_parallel to a divisor of {per_node}"
+        )
 
 
 @CLUSTER.rule(
@@ -206,7 +214,8 @@ def engines_fit_nodes(config: Config, capabilities: Capabilities) -> Iterator[st
 
 
 @CLUSTER.rule(
-    "rollout.engine.kv_cache_dtype must be auto without GPUs: SGLang writes an FP8 cache with GPU kernels.",
+    "rollout.engine.kv_cache_dtype must be auto on machines without GPUs, because SGLang writes an FP8 "
+    "cache with GPU kernels.",
     "rollout.engine.kv_cache_dtype",
     "cluster.gpu",
     commands=ENGINE_COMMANDS,
@@ -217,8 +226,8 @@ def kv_cache_in_fp8_has_gpus(config: Config, capabilities: Capabilities) -> Iter
 
 
 @CLUSTER.rule(
-    "rollout.engine.data_parallel_attention must be 1 without GPUs: SGLang gathers the groups' tokens with "
-    "pinned memory and Triton kernels.",
+    "rollout.engine.data_parallel_attention must be 1 on machines without GPUs, because SGLang gathers the "
+    "groups' tokens with pinned memory and Triton kernels.",
     "rollout.engine.data_parallel_attention",
     "cluster.gpu",
     commands=ENGINE_COMMANDS,
@@ -229,8 +238,9 @@ def data_parallel_attention_has_gpus(config: Config, capabilities: Capabilities)
 
 
 @CLUSTER.rule(
-    "rollout.engine.quantization=fp8 needs GPUs of compute capability 8.9 (Ada) or 9.0 (Hopper): on others "
-    "SGLang rearranges the weights as it starts, and never again; use none.",
+    "rollout.engine.quantization=fp8 needs GPUs of compute capability 8.9 (Ada) or 9.0 (Hopper), because "
+    "on other GPUs SGLang rearranges the weights only once, when it starts; otherwise set "
+    "rollout.engine.quantization=none.",
     "rollout.engine.quantization",
     "cluster.gpu",
     commands=("train",),
@@ -244,7 +254,7 @@ def engines_compute_in_fp8(config: Config, capabilities: Capabilities) -> Iterat
 
 def _compute_capability(capabilities: Capabilities) -> str:
     major, minor = capabilities.gpu.compute_capability
-    return f"{capabilities.where} it is {major}.{minor}"
+    return f"the GPUs {capabilities.where} have {major}.{minor}"
 
 
 def _num_ranks(config: Config) -> int:
@@ -261,8 +271,8 @@ def num_processes(config: Config, command: Command) -> tuple[int, int]:
 
 
 def _crosses_a_node(first: int, end: int, size: int, per_node: int) -> bool:
-    """Return True if some group of `size` neighbouring GPUs is on more than one node.
+    """Return True if the GPUs of some group are on more than one node.
 
-    The GPUs `first` to `end - 1` are divided into such groups, and each node has `per_node` GPUs.
+    The GPUs `first` to `end - 1` are divided into groups of `size` neighbours. Each node has `per_node` GPUs.
     """
     return any(start // per_node != (start + size - 1) // per_node for start in range(first, end, size))

@@ -2,7 +2,15 @@
 
 from omegaconf import MISSING
 
-from grpo_megatron.config.keys import default_of, is_section, known_keys, type_name, unit_of, value_text
+from grpo_megatron.config.keys import (
+    default_of,
+    is_internal,
+    is_section,
+    known_keys,
+    type_name,
+    unit_of,
+    value_text,
+)
 from grpo_megatron.preflight.keys import choices, limits
 
 COMMAND = "grpo-megatron config docs > docs/config.md"
@@ -19,8 +27,8 @@ finite. A key is set in a YAML file (`rollout: {{n: 8}}`) or as an argument (`ro
 
 
 def markdown() -> str:
-    """Return the whole of docs/config.md, without a newline at its end."""
-    known = known_keys()
+    """Return the whole of docs/config.md, without a newline at its end. Internal keys are left out."""
+    known = {key: field for key, field in known_keys().items() if not is_internal(field)}
     parts = [_HEAD]
     for section, field in known.items():
         if is_section(field):

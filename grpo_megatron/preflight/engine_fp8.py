@@ -1,4 +1,4 @@
-"""Check that engines can run a model with FP8 weights, from config.json and the parallel layouts."""
+"""Check that engines can run a model with FP8 weights, given its config.json and the parallel layouts."""
 
 from collections.abc import Iterator
 
@@ -18,20 +18,20 @@ _KEY = "rollout.engine.quantization=fp8"
 def engine_fp8_violations(config: Config, arch: Architecture) -> Iterator[str]:
     """Yield one sentence for each reason why engines cannot run the model with FP8 weights.
 
-    The layouts of trainer and engines must divide the model evenly, which other rules check.
+    Other rules must have checked that the layouts of trainer and engines divide the model evenly.
     """
     if config.rollout.engine.quantization != Quantization.fp8:
         return
     path, dtype = config.model.path, engine_dtype(config.rollout.engine, config.model.path)
     if dtype != "bfloat16":
         yield (
-            f"{_KEY} needs engines that compute in bfloat16, which is {dtype} here: set "
+            f"{_KEY} needs engines that compute in bfloat16, but they compute in {dtype}; set "
             "rollout.engine.dtype=bfloat16"
         )
     if arch.latent:
         yield (
-            f"{_KEY} is not for latent attention, which {path} has: SGLang absorbs kv_b_proj into other "
-            "products after loading, where it is in FP8 no longer; set it to none"
+            f"{_KEY} does not support latent attention, which {path} has, because SGLang merges kv_b_proj "
+            "into other products after loading; set rollout.engine.quantization=none"
         )
         return
     yield from cut_matrices(
@@ -40,10 +40,13 @@ def engine_fp8_violations(config: Config, arch: Architecture) -> Iterator[str]:
 
 
 def cut_matrices(arch: Architecture, sizes: ParallelSizes, layout: EngineLayout) -> Iterator[str]:
-    """Yield one sentence for each kind of layer in which a rank's shard would cut a 128 x 128 block.
+    """Yield a sentence for each kind of layer in which a rank's shard would cut a 128 x 128 block.
 
-    Such a shard cannot be quantised with one scale per block. Trainer and engine are checked separately, so a
-    kind of layer can have two sentences.
+    Such a shard cannot be quantised with one scale per block. Trainer and engine are checked separately, so
+    there may be two sentences about a kind of layer.
+
+    sizes: layout of the trainer.
+    layout: layout of an engine.
     """
     kinds = {kind(name): entry for name, entry in weight_map(arch).items() if is_block_scaled(entry)}
     for entry in kinds.values():
@@ -51,9 +54,11 @@ def cut_matrices(arch: Architecture, sizes: ParallelSizes, layout: EngineLayout)
 
 
 def _cut(entry: Entry, sizes: ParallelSizes, layout: EngineLayout) -> Iterator[str]:
-    """Yield a sentence about the first trainer rank, and one about the first engine rank, that cuts a block.
+    """Yield a sentence about the first trainer rank and one about the first engine rank that cuts a block.
 
-    Either is left out if no rank cuts a block.
+    Each of the two sentences is left out if no rank cuts a block of this parameter.
+
+    entry: the parameter.
     """
     parts, engine_parts = sizes.etp if entry.expert else sizes.tp, entry.engine_parts(layout)
     key = f"megatron.{'expert_' if entry.expert else ''}tensor_parallel={parts}"
@@ -70,6 +75,7 @@ def _cut(entry: Entry, sizes: ParallelSizes, layout: EngineLayout) -> Iterator[s
                 f"[{first}, {first + size})" for first, size in zip(piece.start, piece.shape, strict=True)
             )
             yield (
-                f"{_KEY}: with {where} rank {rank} has {spans} of {piece.hf}, which cuts blocks of "
-                f"{BLOCK} x {BLOCK}; {'divide it over fewer ranks, or ' if several else ''}set it to none"
+                f"{_KEY}: with {where} rank {rank} has {spans} of {piece.hf}, which splits blocks of "
+                f"{BLOCK} x {BLOCK}; {'use fewer ranks, or ' if several else ''}set "
+                "rollout.engine.quantization=none"
             )

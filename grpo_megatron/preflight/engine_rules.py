@@ -13,24 +13,31 @@ _SPARE, _PROMPT_SPARE = 2, 7
 ENGINE = RuleBook(
     divides("rollout.engine.expert_parallel", "rollout.engine.tensor_parallel", ENGINE_COMMANDS),
     divides("rollout.engine.data_parallel_attention", "rollout.engine.tensor_parallel", ENGINE_COMMANDS),
-    refuses("rollout.engine.load_format=dummy", "it would evaluate random weights; use auto", ("eval",)),
+    refuses(
+        "rollout.engine.load_format=dummy",
+        "it would evaluate random weights; set rollout.engine.load_format=auto",
+        ("eval",),
+    ),
     refuses(
         "rollout.engine.quantization=fp8",
-        "the trainer quantises weights for the engines, and there is no trainer; use none",
+        "only the trainer quantizes weights for the engines, and there is no trainer here; set "
+        "rollout.engine.quantization=none",
         ("eval",),
     ),
     excludes(
         "rollout.engine.quantization=fp8",
         "rollout.engine.load_format=dummy",
-        "SGLang would draw random scales for the KV cache too, which no weight sync replaces; use auto",
+        "SGLang would also draw random scales for the KV cache, which no weight sync replaces; set "
+        "rollout.engine.load_format=auto",
         ("train",),
     ),
 )
 
 
 @ENGINE.rule(
-    "rollout.engine.max_total_tokens must hold the longest request: a prompt of data.max_prompt_length, a "
-    "response of rollout.max_response_length or eval.max_response_length, and a few spare tokens.",
+    "rollout.engine.max_total_tokens must be large enough for the longest request: a prompt of "
+    "data.max_prompt_length, a response of rollout.max_response_length or eval.max_response_length, and a "
+    "few spare tokens.",
     "rollout.engine.max_total_tokens",
     "data.max_prompt_length",
     "rollout.max_response_length",

@@ -1,4 +1,4 @@
-"""Check that the trainer can compute a model in FP8, from config.json and the parallel layout."""
+"""Check that the trainer can compute a model in FP8, given its config.json and the parallel layout."""
 
 from collections.abc import Iterator
 
@@ -10,10 +10,11 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 
 def fp8_violations(config: Config, arch: Architecture) -> list[str]:
-    """Return one sentence for each kind of layer whose size on a rank is no multiple that FP8 kernels need.
+    """Return one sentence for each kind of layer whose size on a rank does not suit FP8 kernels.
 
-    Further sentences are about megatron.fp8.bf16_first_layers and bf16_last_layers, if they are more than the
-    layers of a pipeline stage. The list is empty unless megatron.precision is fp8.
+    They need multiples of 16, 32 or 128, depending on the recipe. Further sentences are about
+    megatron.fp8.bf16_first_layers and bf16_last_layers, if these are larger than the number of layers of a
+    pipeline stage. The list is empty unless megatron.precision is fp8.
     """
     megatron = config.megatron
     if megatron.precision != Precision.fp8:
@@ -24,14 +25,15 @@ def fp8_violations(config: Config, arch: Architecture) -> list[str]:
 
 def _matrices(arch: Architecture, sizes: ParallelSizes, recipe: FP8Recipe) -> Iterator[str]:
     multiple = 32 if recipe == FP8Recipe.mxfp8 else 16
-    # A rank casts its part of an activation before the parts are gathered: it must be whole blocks of 128.
+    # A rank casts its part of an activation before the parts are gathered, so each part must consist of whole
+    # blocks of 128.
     of_gathered = 128 if recipe == FP8Recipe.blockwise and sizes.sequence_parallel else multiple
     kinds = {}
     for name, entry in weight_map(arch).items():
         if ".linear_" not in name or entry.axis is None or len(entry.shapes[0]) != 2:
             continue  # all other layers are computed in params_dtype
         parts = sizes.etp if entry.expert else sizes.tp
-        # The undivided side is that of the activations whose values or gradients the ranks gather.
+        # The side that is not divided belongs to the activations whose values or gradients the ranks gather.
         sides = enumerate(entry.megatron_shape(parts))
         wrong = [
             size
@@ -47,13 +49,13 @@ def _matrices(arch: Architecture, sizes: ParallelSizes, recipe: FP8Recipe) -> It
         needed = multiple if size % multiple else of_gathered
         yield (
             f"megatron.precision=fp8 with megatron.fp8.recipe={recipe.value}: a side of {name} is {size} on "
-            f"each rank ({layout}), which is no multiple of {needed}; use fewer ranks, another recipe, or "
-            "bf16"
+            f"each rank ({layout}), which is not a multiple of {needed}; use fewer ranks, a different "
+            "recipe, or megatron.precision=bf16"
         )
 
 
 def kind(name: str) -> str:
-    """Return the kind of layer that a parameter belongs to: its name without layer and expert indices.
+    """Return the kind of layer of a parameter: its name without layer and expert indices.
 
     An example is `mlp.linear_fc1`. All layers of a kind have the same sizes, so one message is enough.
     """
@@ -70,6 +72,6 @@ def _layers_in_bf16(config: Config, arch: Architecture, sizes: ParallelSizes) ->
         count = getattr(config.megatron.fp8, key)
         if count > stage:
             yield (
-                f"megatron.fp8.{key}={count}, but a pipeline stage has {stage} layers of the model's "
-                f"{arch.num_layers}"
+                f"megatron.fp8.{key}={count}, but a pipeline stage has only {stage} of the model's "
+                f"{arch.num_layers} layers; lower it"
             )

@@ -1,4 +1,4 @@
-"""Facts about a configuration key beyond its help line: legal values, related keys and rules.
+"""Facts about a configuration key in addition to its help text: legal values, related keys and rules.
 
 `config explain` and docs/config.md show them.
 """
@@ -35,8 +35,8 @@ def rules_about(key: str) -> list[Rule]:
 def named_in_help(key: str) -> list[str]:
     """Return the keys that the help text of a key mentions.
 
-    The text mentions a key by its dotted name. A key of the same section can be mentioned without the section
-    if its name has several words, such as clip_ratio_low.
+    The text mentions a key by its dotted name. It can mention a key of the same section without the section
+    if the key's name has several words, such as clip_ratio_low.
     """
     known, section = known_keys(), key.rpartition(".")[0]
     words = re.findall(r"[a-z]\w*(?:\.\w+)*", known[key].description)
@@ -45,9 +45,9 @@ def named_in_help(key: str) -> list[str]:
 
 
 def interacting_keys(key: str) -> list[str]:
-    """Return the keys related to this one, in the order of the schema, for `config explain`.
+    """Return the keys related to `key`, in the order of the schema, for `config explain`.
 
-    A key is related if a rule reads both, or if the help text of one mentions the other.
+    Two keys are related if a rule reads both, or if the help text of one mentions the other.
     """
     known = known_keys()
     found = {name for rule in rules_about(key) for name in rule.keys} | set(named_in_help(key))
@@ -56,9 +56,9 @@ def interacting_keys(key: str) -> list[str]:
 
 
 def choices(key: str) -> list[str]:
-    """Return the legal values of a key, or of the items of a list; empty if any value of the type is legal.
+    """Return the legal values of a key, or of the items of its list; empty if they cannot be listed.
 
-    For a registry such as that of advantage estimators, the last item is `module:attribute`.
+    For a registry of functions, such as the advantage estimators, the last item is `module:attribute`.
     """
     if key in _REGISTRIES:
         return [*_REGISTRIES[key].names, "module:attribute"]
@@ -66,7 +66,7 @@ def choices(key: str) -> list[str]:
 
 
 def limits(key: str) -> str:
-    """Return the limits of a key's numbers or text in words; empty if there are none."""
+    """Return the limits of a key's number or text in words, such as `must be at least 1`; empty if none."""
     field = known_keys()[key]
     metadata = [*field.metadata, *_metadata(field.annotation)]
     bounds = [
@@ -81,7 +81,7 @@ def limits(key: str) -> str:
 
 
 def _metadata(kind: Any) -> Iterator[Any]:
-    """Yield what Annotated[...] says within a type."""
+    """Yield the metadata of all Annotated[TYPE, METADATA...] within a type."""
     yield from getattr(kind, "__metadata__", ())
     for part in get_args(kind):
         yield from _metadata(part)

@@ -1,4 +1,4 @@
-"""Rules about the trainer's parallel layout: its sizes by themselves, and together with the model's sizes."""
+"""Rules about the trainer's parallel layout: its sizes alone, and its sizes together with the model's."""
 
 from collections.abc import Callable, Iterator
 
@@ -14,26 +14,28 @@ _FIELDS = {_TP: "tp", _EP: "ep", _ETP: "etp"}
 
 
 def layout_violations(sizes: ParallelSizes, refused: frozenset[str] = frozenset()) -> list[str]:
-    """Return one sentence for each rule that the parallel sizes break, whatever the model.
+    """Return one sentence for each rule that the parallel sizes break, whatever the model is.
 
-    refused: keys whose values are not legal by themselves. Rules about them are skipped.
+    refused: keys whose values the schema refuses. Rules about them are skipped.
     """
     return SIZES.violations(sizes, refused=refused)
 
 
 def layout_violations_of_model(sizes: ParallelSizes, arch: Architecture) -> list[str]:
-    """Return one sentence for each rule about parallel sizes and model together that is broken.
+    """Return one sentence for each rule that the parallel sizes break with this model.
 
-    `layout_violations` checks the rules about the sizes by themselves.
+    `layout_violations` checks the rules about the sizes alone.
     """
     return SIZES_OF_MODEL.violations(sizes, arch)
 
 
 def _divides(key: str, what: str, size: Callable[[Architecture], int], *, with_experts: bool = False) -> Rule:
-    """Return the rule that a parallel size divides a size of the model.
+    """Return the rule that a parallel size must divide a size of the model.
 
+    key: configuration key of the parallel size.
     what: name of the model's size, for messages.
-    with_experts: the rule applies to models with experts only.
+    size: function that returns the model's size.
+    with_experts: If True, the rule applies only to models with experts.
     """
 
     def check(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
@@ -102,7 +104,7 @@ def experts_divide_a_stage(sizes: ParallelSizes) -> Iterator[str]:
         yield f"{sizes.ep * sizes.etp} does not divide {stage}"
 
 
-@SIZES_OF_MODEL.rule(f"One of {_TP} and the model's KV heads must divide the other.", _TP)
+@SIZES_OF_MODEL.rule(f"{_TP} must divide the model's number of KV heads, or be a multiple of it.", _TP)
 def kv_heads_divide(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
     if arch.num_kv_heads % sizes.tp and sizes.tp % arch.num_kv_heads:
         yield f"{_TP}={sizes.tp}, KV heads: {arch.num_kv_heads}"
@@ -115,8 +117,8 @@ def hidden_size_divides(sizes: ParallelSizes, arch: Architecture) -> Iterator[st
 
 
 @SIZES_OF_MODEL.rule(
-    f"The model chunks must hold all layers: {_LAYERS} must add up to the model's layers, or without it "
-    f"{_PP} * {_VPP} must divide them.",
+    f"The model chunks must hold all layers: {_LAYERS} must add up to the model's number of layers, or, if "
+    f"it is not set, {_PP} * {_VPP} must divide this number.",
     _LAYERS,
     _PP,
     _VPP,
@@ -132,7 +134,7 @@ def chunks_hold_all_layers(sizes: ParallelSizes, arch: Architecture) -> Iterator
 @SIZES_OF_MODEL.rule(f"{_EP} > 1 and {_ETP} > 1 need a model with experts.", _EP, _ETP)
 def there_are_experts(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:
     if arch.moe is None and max(sizes.ep, sizes.etp) > 1:
-        yield f"{_EP}={sizes.ep}, {_ETP}={sizes.etp}, and the model is dense"
+        yield f"{_EP}={sizes.ep}, {_ETP}={sizes.etp}, but the model is dense"
 
 
 @SIZES_OF_MODEL.rule(f"A model with experts and {_TP} > 1 needs {_SP}=true.", _TP, _SP)

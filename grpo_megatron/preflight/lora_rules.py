@@ -1,4 +1,4 @@
-"""Rules about LoRA adapters. preflight.model checks that the model has the layers to adapt."""
+"""Rules about LoRA adapters. preflight.model checks that the model has the layers that are adapted."""
 
 from collections.abc import Iterator
 
@@ -14,16 +14,19 @@ LORA = RuleBook(
     excludes(
         _RANK,
         "megatron.transformer_impl=transformer_engine",
-        "adapters are added to the local layers; use local, or auto, which then means local",
+        "adapters are added to the local layers; set megatron.transformer_impl=local or "
+        "megatron.transformer_impl=auto",
     ),
     excludes(_RANK, "megatron.precision=fp8", "adapters need the local layers, which cannot compute in FP8"),
-    refuses(_RANK, "a reward model is trained whole; set it to 0", ("reward-model",)),
+    refuses(
+        _RANK, "a reward model is always trained as a whole; set megatron.lora.rank=0", ("reward-model",)
+    ),
 )
 
 
 @LORA.rule(
-    f"{_TARGETS} must name all or none of the layers that are one in Megatron: q_proj, k_proj and v_proj; "
-    "gate_proj and up_proj.",
+    f"{_TARGETS} must list all or none of the layers that Megatron combines into one: q_proj, k_proj and "
+    "v_proj; gate_proj and up_proj.",
     _RANK,
     _TARGETS,
 )
@@ -32,4 +35,4 @@ def fused_targets_go_together(config: Config) -> Iterator[str]:
     for fused in FUSED_TARGETS:
         absent = [name for name in fused if name not in lora.targets]
         if lora.rank and 0 < len(absent) < len(fused):
-            yield f"{_TARGETS}={list(lora.targets)} is without {' and '.join(absent)}"
+            yield f"{_TARGETS}={list(lora.targets)} lacks {' and '.join(absent)}"

@@ -20,7 +20,7 @@ MISMATCH = RuleBook(
     excludes(
         "mismatch.correction!=none",
         "train.old_logprobs=rollout and algorithm.surrogate!=reinforce",
-        "the policy ratio is to the engine already, so that the correction would apply it twice; use "
+        "the policy ratio is already relative to the engine, so the correction would apply it twice; use "
         "mismatch.rejection instead",
         _TRAIN,
     ),
@@ -31,7 +31,7 @@ MISMATCH = RuleBook(
     needs(
         f"mismatch.rejection={_KL_REJECTIONS}",
         "mismatch.rejection_high",
-        "it is the largest KL to keep, for which there is no published number",
+        "it is the largest KL to keep, and there is no published default",
         _TRAIN,
     ),
     excludes(
@@ -60,8 +60,8 @@ MISMATCH = RuleBook(
         f"mismatch.correction={_TOKEN_CORRECTIONS} or mismatch.rejection={_TOKEN_REJECTIONS} "
         "or mismatch.action=mask "
         "or algorithm.adv_estimator=reinforce_plus_plus and algorithm.use_kl_in_reward=true",
-        "all tokens of a sequence must have one factor and one advantage; use a correction or rejection of "
-        "sequences, or another ratio_level",
+        "all tokens of a sequence must have the same factor and advantage; use a correction or rejection "
+        "of sequences, or a different algorithm.ratio_level",
         _TRAIN,
     ),
 )

@@ -1,4 +1,4 @@
-"""Check that the model goes with the configured parallel layout, engines and lengths."""
+"""Check that the model suits the configured parallel layout, engines and lengths."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ ATTENTION_GROUPS = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 def check_model(config: Config, command: Command = Command.train) -> Architecture:
     """Check the model against the configuration before any process starts. Return its architecture.
 
-    Raises UserError with all violations.
+    Raises UserError with all violations that were found.
     """
     arch = read_architecture(config.model.path)
     found = model_violations(config, arch, command)
@@ -42,8 +42,8 @@ def check_model(config: Config, command: Command = Command.train) -> Architectur
 def model_violations(config: Config, arch: Architecture, command: Command = Command.train) -> list[str]:
     """Return one sentence for each reason why the model cannot run with this configuration.
 
-    It reads the headers of the weights in model.path, in ref.path and in reward.model.path, as far as the
-    command uses them.
+    The headers of the weights in model.path, ref.path and reward.model.path are read, as far as the command
+    uses these models.
 
     arch: architecture of model.path.
     command: train, sft, reward-model or eval. `eval` has only engines. `train` has engines unless it replays
@@ -65,9 +65,9 @@ def model_violations(config: Config, arch: Architecture, command: Command = Comm
 def reward_model_violations(config: Config, weights: bool = False) -> list[str]:
     """Return one sentence for each reason why the reward model cannot run on the trainer's ranks.
 
-    The ranks have the parallel sizes of the model that is trained. The list is empty without a reward model.
+    The ranks have the parallel sizes of the trained model. The list is empty if the run has no reward model.
 
-    weights: True: read the headers of its weights too. False: read only its config.json.
+    weights: If True, read the headers of the reward model's weights, in addition to its config.json.
     """
     path = config.reward.model.path
     if not scores_on_ranks(config) or not path:
@@ -78,27 +78,29 @@ def reward_model_violations(config: Config, weights: bool = False) -> list[str]:
         return [f"reward.model.path: {error}"]
     if not arch.scalar_head:
         return [
-            f"reward.model.path: {path} is a language model; a reward model of it is made by `grpo-megatron "
-            "reward-model`"
+            f"reward.model.path: {path} is a language model, not a reward model; train a reward model from "
+            "it with `grpo-megatron reward-model`"
         ]
     sizes = replace(ParallelSizes.from_config(config.megatron), pipeline_layers=None)
     unfit = layout_violations_of_model(sizes, arch)
-    found = [f"reward.model.path={path} cannot be divided as megatron.* says: {rule}" for rule in unfit]
+    found = [
+        f"reward.model.path={path} does not fit the parallel sizes in megatron.*: {rule}" for rule in unfit
+    ]
     return found + _weights(path, arch) if weights else found
 
 
 def architecture_violations(
     config: Config, arch: Architecture, command: Command = Command.train
 ) -> list[str]:
-    """Return those violations of `model_violations` that follow from the model's config.json.
+    """Return those sentences of `model_violations` that follow from the model's config.json alone.
 
-    The weights need not exist, so the planner can use it.
+    The model's folder need not contain weights, so the planner can use this function.
     """
     found = []
     if arch.scalar_head and command != Command.reward_model:
         found.append(
-            f"{config.model.path} is a reward model, which has no output projection: it cannot be the model "
-            f"of `{command}`"
+            f"{config.model.path} is a reward model, which has no output projection, so `{command}` cannot "
+            "use it; set model.path to a language model"
         )
     if command == Command.eval:
         return found + _engine(config, arch) + _longest(config, arch, command)
@@ -114,7 +116,7 @@ def architecture_violations(
 
 
 def _longest(config: Config, arch: Architecture, command: Command) -> list[str]:
-    """Return a violation for each prompt-plus-response length that exceeds the model's positions."""
+    """Return a sentence for each prompt-plus-response length that exceeds the model's positions."""
     lengths = {"rollout.max_response_length": config.rollout.max_response_length}
     evaluated = {"eval.max_response_length": config.eval.max_response_length}
     if config.eval.max_response_length and command == Command.eval:
@@ -122,18 +124,18 @@ def _longest(config: Config, arch: Architecture, command: Command) -> list[str]:
     elif config.eval.max_response_length and command == Command.train and config.data.eval:
         lengths |= evaluated
     return [
-        f"data.max_prompt_length + {key} = {config.data.max_prompt_length + length}, but {config.model.path} "
-        f"is made for {arch.max_positions} positions"
+        f"data.max_prompt_length + {key} = {config.data.max_prompt_length + length}, but "
+        f"{config.model.path} supports only {arch.max_positions} positions; lower one of the two"
         for key, length in lengths.items()
         if config.data.max_prompt_length + length > arch.max_positions
     ]
 
 
 def _beams(config: Config, arch: Architecture) -> list[str]:
-    """Return a violation if the vocabulary is too small for the beam search.
+    """Return [a sentence] if the vocabulary is too small for beam search, else [].
 
-    SGLang compares the likeliest tokens, a number that grows with rollout.n. It crashes if the vocabulary has
-    fewer.
+    SGLang compares the likeliest tokens. Their number grows with rollout.n, and SGLang crashes if the
+    vocabulary has fewer tokens.
     """
     rollout = config.rollout
     ends = 1 + len(rollout.stop_token_ids)  # the model may have further end tokens that only SGLang knows
@@ -141,8 +143,8 @@ def _beams(config: Config, arch: Architecture) -> list[str]:
         return []
     return [
         f"rollout.strategy=beam compares the {(1 + ends) * rollout.n} likeliest tokens for "
-        f"rollout.n={rollout.n} beams with {ends} kinds of end, and {config.model.path} has "
-        f"{arch.vocab_size} in all: lower rollout.n"
+        f"rollout.n={rollout.n} beams with {ends} kinds of end, but {config.model.path} has only "
+        f"{arch.vocab_size}; lower rollout.n"
     ]
 
 
@@ -151,25 +153,26 @@ def _engine(config: Config, arch: Architecture) -> list[str]:
     path, found = config.model.path, _engine_layout(config, arch)
     if arch.family == "mixtral" and arch.head_dim * arch.num_heads != arch.hidden_size:
         found.append(
-            f"{path} has a head_dim of {arch.head_dim}, which SGLang's Mixtral ignores: it takes hidden_size "
-            f"/ num_attention_heads = {arch.hidden_size // arch.num_heads}"
+            f"{path} cannot be used, because it has a head_dim of {arch.head_dim}, which SGLang's Mixtral "
+            f"ignores; it uses hidden_size / num_attention_heads = {arch.hidden_size // arch.num_heads}"
         )
     if arch.moe is not None and arch.tied_embeddings:
         found.append(
-            f"{path} has tied embeddings (tie_word_embeddings), which SGLang's models with experts ignore: "
-            "they would generate with an uninitialised output layer"
+            f"{path} cannot be used, because it has tied embeddings (tie_word_embeddings), which SGLang's "
+            "models with experts ignore, so they would generate with an uninitialized output layer"
         )
     if arch.family == "qwen3_moe" and not all(arch.moe.layers):
         found.append(
-            f"{path} has layers without experts (mlp_only_layers, decoder_sparse_step), which SGLang's "
-            "Qwen3-MoE ignores: it would generate with uninitialised weights"
+            f"{path} cannot be used, because it has layers without experts (mlp_only_layers, "
+            "decoder_sparse_step), which SGLang's Qwen3-MoE ignores, so it would generate with "
+            "uninitialized weights"
         )
     found += _stop_tokens(config, arch)
     return found + (_latent_engine(path, arch) if arch.latent else []) + _quantised_engine(path)
 
 
 def _stop_tokens(config: Config, arch: Architecture) -> list[str]:
-    """Return a violation if rollout.stop_token_ids has ids outside the vocabulary.
+    """Return [a sentence] if rollout.stop_token_ids has ids outside the vocabulary, else [].
 
     Such a token never ends a response, and SGLang does not report it.
     """
@@ -177,15 +180,15 @@ def _stop_tokens(config: Config, arch: Architecture) -> list[str]:
     if not absent:
         return []
     return [
-        f"rollout.stop_token_ids={absent}: {config.model.path} has {arch.vocab_size} tokens, 0 to "
-        f"{arch.vocab_size - 1}, so these never end a response"
+        f"rollout.stop_token_ids={absent}: {config.model.path} has only the tokens 0 to "
+        f"{arch.vocab_size - 1}; remove these ids"
     ]
 
 
 def _engine_layout(config: Config, arch: Architecture) -> list[str]:
-    """Return one sentence for each parallel size of the engines that does not divide the model.
+    """Return one sentence for each parallel size of the engines that does not divide the model evenly.
 
-    The list is empty if the sizes do not divide each other, because a rule reports that.
+    The list is empty if the parallel sizes do not divide each other, because another rule reports that.
     """
     path, engine = config.model.path, EngineLayout.from_config(config.rollout.engine)
     if (
@@ -199,65 +202,78 @@ def _engine_layout(config: Config, arch: Architecture) -> list[str]:
         ranks += f" / data_parallel_attention={engine.attention_dp}"
         if arch.family not in ATTENTION_GROUPS:
             found.append(
-                f"rollout.engine.data_parallel_attention={engine.attention_dp}: SGLang's {arch.family} does "
-                f"not divide attention so; those that do: {', '.join(ATTENTION_GROUPS)}"
+                f"rollout.engine.data_parallel_attention={engine.attention_dp}: SGLang does not support "
+                f"this for {arch.family}, only for {', '.join(ATTENTION_GROUPS)}; set it to 1"
             )
     if arch.num_heads % engine.attention_tp:
-        found.append(f"{ranks} does not divide the {arch.num_heads} attention heads of {path}")
+        found.append(
+            f"{ranks} does not divide the {arch.num_heads} attention heads of {path}; set it to a divisor "
+            f"of {arch.num_heads}"
+        )
     if engine.ep > 1 and arch.moe is None:
         found.append(
-            f"rollout.engine.expert_parallel={engine.ep} needs a model with experts, {path} is dense"
+            f"rollout.engine.expert_parallel={engine.ep} needs a model with experts, but {path} is dense; "
+            "set it to 1"
         )
     elif arch.moe and arch.moe.num_experts % engine.ep:
         found.append(
             f"rollout.engine.expert_parallel={engine.ep} does not divide the {arch.moe.num_experts} experts "
-            f"of {path}"
+            f"of {path}; set it to a divisor of {arch.moe.num_experts}"
         )
     elif arch.moe and arch.moe.ffn_hidden_size % engine.moe_tp:
         found.append(
             f"rollout.engine.tensor_parallel={engine.tp} / expert_parallel={engine.ep} does not divide the "
-            f"experts' intermediate size {arch.moe.ffn_hidden_size} of {path}"
+            f"experts' intermediate size {arch.moe.ffn_hidden_size} of {path}; use fewer ranks"
         )
     return found
 
 
 def _latent_engine(path: str, arch: Architecture) -> list[str]:
-    """Return one sentence for each way in which SGLang misreads a latent-attention model's config.json."""
+    """Return one sentence for each way in which SGLang misreads a latent-attention model's config.json.
+
+    path: folder of the model.
+    """
     config, found = read_object(Path(path) / "config.json"), []
     needed = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
     missing = [f'"{key}": {json_text(value)}' for key, value in needed.items() if key not in config]
     if missing:
         found.append(
-            f"{path}/config.json lacks what SGLang reads from it and transformers does not write; add "
+            f"{path}/config.json lacks entries that SGLang needs and transformers does not write; add "
             f"{', '.join(missing)}"
         )
     if arch.norm_eps != LATENT_NORM_EPS:
         found.append(
-            f"{path} has rms_norm_eps={arch.norm_eps:g}, which SGLang takes for the norms of latents too, "
-            f"where the model's own code takes {LATENT_NORM_EPS:g}: log-probs would differ"
+            f"{path} cannot be used, because it has rms_norm_eps={arch.norm_eps:g}, which SGLang also uses "
+            f"for the norms of latents, where the model's own code uses {LATENT_NORM_EPS:g}, so log-probs "
+            "would differ"
         )
     return found
 
 
 def _quantised_engine(path: str) -> list[str]:
-    """Return a violation if the checkpoint has FP8 weights, which SGLang would keep in FP8."""
+    """Return [a sentence] if the checkpoint has FP8 weights, else []. SGLang would keep them in FP8.
+
+    path: folder of the checkpoint.
+    """
     try:
         if read_stored(Path(path)).block is None:
             return []
     except UserError:
         return []  # reported by the check of the weights
     return [
-        f"{path} has FP8 weights (quantization_config), which SGLang would keep in FP8, and weight syncs "
-        "bring others; make a copy without by tools/convert_hf_to_megatron.py and "
+        f"{path} has FP8 weights (quantization_config), which SGLang would keep in FP8, although weight "
+        "syncs bring others; make a copy without FP8 with tools/convert_hf_to_megatron.py and "
         "tools/convert_megatron_to_hf.py"
     ]
 
 
 def _weights(path: str, arch: Architecture) -> list[str]:
-    """Return the violations of a checkpoint's weights: missing tensors and wrong shapes, from the headers.
+    """Return one sentence for each error of a checkpoint's weights: missing tensors and wrong shapes.
+
+    Only the headers of the weight files are read.
 
     path: HF folder of the model, the reference model or the reward model.
-    arch: architecture that the weights are loaded as.
+    arch: architecture as which the weights are loaded.
     """
     try:
         checkpoint = HFCheckpoint(path)
@@ -266,7 +282,7 @@ def _weights(path: str, arch: Architecture) -> list[str]:
     least = arch.num_layers if arch.moe is None else sum(arch.moe.layers) * arch.moe.num_experts
     if least > len(checkpoint.names):  # checked first, because the weight map may be far too large
         return [
-            f"{path}: config.json promises at least {least} tensors, the checkpoint has "
-            f"{len(checkpoint.names)}"
+            f"{path}: the checkpoint is incomplete, because config.json requires at least {least} tensors, "
+            f"but it has {len(checkpoint.names)}; copy the model again"
         ]
     return checkpoint.violations(weight_map(arch))

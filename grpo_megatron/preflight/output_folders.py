@@ -1,4 +1,4 @@
-"""Check, before any process starts, that a run can write to the folders named in its configuration."""
+"""Check, before any process starts, that a run can write to the folders that its configuration names."""
 
 from pathlib import Path
 
@@ -9,9 +9,9 @@ from grpo_megatron.paths import nearest_folder, output_folder_problem
 
 
 def output_folders(config: Config, command: Command) -> dict[str, str]:
-    """Return {key: folder} of the folders that a run of this command writes to.
+    """Return {configuration key: folder} of the folders that a run of this command writes to.
 
-    `run.root` contains the run's own folder.
+    The folder of `run.root` contains the run's own folder.
     """
     found = {"run.root": config.run.root}
     if command.trains and config.megatron.offload_folder:
@@ -22,21 +22,21 @@ def output_folders(config: Config, command: Command) -> dict[str, str]:
 
 
 def must_be_writable(key: str, folder: str) -> None:
-    """Raise UserError, which names the key, if this machine cannot make or write to the folder."""
+    """Raise UserError, which names the key, if this machine cannot make the folder or write to it."""
     if problem := output_folder_problem(folder):
-        raise UserError(f"{key}={folder} {problem}; it must be a folder that the run can make and write to")
+        raise UserError(f"{key}={folder} {problem}; it must be a folder that the run can create and write to")
 
 
 def is_of_another_machine(folder: str) -> bool:
-    """Return True if not even the first folder of the path exists here.
+    """Return True if not even the first folder of the path exists on this machine.
 
-    The path may then belong to another node, such as the mount point of its local disk.
+    The path may then belong to another node, for example as the mount point of a local disk.
     """
     return nearest_folder(folder) == Path("/") and Path(folder).absolute() != Path("/")
 
 
 def check_output_folders(config: Config, command: Command) -> None:
-    """Check that this machine can write to the folders it has to write to, other than the run's own folder.
+    """Check that this machine can write to the run's folders, except for the run's own folder.
 
     Raises UserError, which names the key. In a Ray cluster, the ranks check megatron.offload_folder on their
     own machines. The run's own folder is created before this check.

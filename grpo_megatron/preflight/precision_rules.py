@@ -1,4 +1,4 @@
-"""Rules about the precision of training, and about the layers that can compute in it.
+"""Rules about the precision of training, and about the layers that can compute in this precision.
 
 preflight.fp8_sizes checks that the model's sizes are suitable for FP8.
 """
@@ -27,14 +27,15 @@ PRECISION = RuleBook(
     excludes(
         _DELAYED,
         "megatron.fp8.bf16_first_layers or megatron.fp8.bf16_last_layers",
-        "delayed scaling is for all layers; use tensorwise or blockwise",
+        "delayed scaling applies to all layers; set megatron.fp8.recipe=tensorwise or "
+        "megatron.fp8.recipe=blockwise",
     ),
 )
 
 
 @PRECISION.rule(
-    f"{_DELAYED} cannot recompute layernorm or moe_act of megatron.recompute_modules: what has been scaled "
-    "once cannot be computed a second time; use tensorwise or blockwise.",
+    f"{_DELAYED} cannot recompute layernorm or moe_act (megatron.recompute_modules), because scaled values "
+    "cannot be computed a second time; set megatron.fp8.recipe=tensorwise or megatron.fp8.recipe=blockwise.",
     "megatron.fp8.recipe",
     "megatron.precision",
     "megatron.recompute",

@@ -31,7 +31,7 @@ REWARD = RuleBook(
     excludes(
         "reward.terms",
         f"reward.function!={RewardConfig().function} or reward.args",
-        "each term has a function and options of its own",
+        "each term has its own function and options",
         ENGINE_COMMANDS,
     ),
     only_with("reward.failure_value", "reward.on_failure=value", commands=ENGINE_COMMANDS),
@@ -39,7 +39,7 @@ REWARD = RuleBook(
 
 
 @REWARD.rule(
-    "reward.answer_from must name at least one place; whole takes the answer as it is.",
+    "reward.answer_from must contain at least one place; [whole] uses the answer as it is.",
     "reward.answer_from",
     commands=COMMANDS,
 )
@@ -82,13 +82,13 @@ def rewards_are_known(config: Config) -> Iterator[str]:
     for reward in rewards:
         if reward.of_group and config.rollout.environment is not None:
             yield (
-                f"reward {reward.name} compares the answers to a prompt, and rollout.environment has "
-                "episodes: use other rewards"
+                f"reward {reward.name} compares the responses to a prompt, so it cannot be combined with "
+                "rollout.environment; use a different reward"
             )
 
 
 @REWARD.rule(
-    "A correct program must pass with reward.code.preamble and within reward.code.limits; one is run to see.",
+    "A correct test program must pass with reward.code.preamble and within reward.code.limits.",
     *_FUNCTIONS,
     "reward.code.preamble",
     "reward.code.isolation",
@@ -113,8 +113,8 @@ def a_right_program_passes(config: Config) -> Iterator[str]:
 
 
 @REWARD.rule(
-    "reward.on_failure=leave_out needs train.packing=true where several ranks share the samples: groups "
-    "then have any size, and without packing the ranks need equally many samples.",
+    "reward.on_failure=leave_out needs train.packing=true where several ranks share the samples, because "
+    "groups then have any size, but without packing all ranks need the same number of samples.",
     "reward.on_failure",
     "train.packing",
     "megatron.data_parallel",
@@ -130,8 +130,8 @@ def smaller_groups_can_be_shared(config: Config) -> Iterator[str]:
 
 
 @REWARD.rule(
-    "reward.code.limits.seconds must be less than reward.timeout, within which a response's program is run "
-    "on all of its tests.",
+    "reward.code.limits.seconds must be less than reward.timeout, which limits the time for all tests of a "
+    "response.",
     "reward.code.limits.seconds",
     "reward.timeout",
     *_FUNCTIONS,
@@ -144,7 +144,8 @@ def programs_end_before_the_reward(config: Config) -> Iterator[str]:
 
 
 @REWARD.rule(
-    f"{', '.join(_REWARDS)} have no effect with a rollout.environment that rewards the model itself.",
+    f"{', '.join(_REWARDS)} have no effect with a rollout.environment that rewards the model itself; remove "
+    "them.",
     "rollout.environment",
     *_REWARDS,
     commands=ENGINE_COMMANDS,
@@ -160,7 +161,7 @@ def environment_gives_the_rewards(config: Config) -> Iterator[str]:
 def _asks_reward_function(config: Config) -> bool:
     """Return True if reward.function or reward.terms scores responses or the last turns of episodes.
 
-    It is False if rollout.environment gives the rewards itself.
+    The result is False if rollout.environment gives the rewards itself.
     """
     try:
         return asks_reward_function(config.rollout, config.reward)
@@ -181,7 +182,8 @@ def reward_model_is_somewhere(config: Config) -> Iterator[str]:
 
 
 @REWARD.rule(
-    "reward.terms can have one term of the function model, because there is one reward.model.path.",
+    "reward.terms can have only one term with the function model, because there is only one "
+    "reward.model.path.",
     *_FUNCTIONS,
     commands=_TRAIN,
 )
@@ -204,8 +206,8 @@ def reward_model_scores_one_response(config: Config) -> Iterator[str]:
 
 @REWARD.rule(
     "The reward function model cannot be combined with rollout.dynamic_sampling.enabled=true: it scores "
-    "after generation, and dynamic sampling needs rewards before. algorithm.filters alone can leave groups "
-    "out.",
+    "after generation, but dynamic sampling needs rewards earlier; use algorithm.filters alone to leave "
+    "groups out.",
     *_FUNCTIONS,
     "rollout.dynamic_sampling.enabled",
     commands=_TRAIN,
@@ -216,8 +218,8 @@ def dynamic_sampling_has_its_rewards(config: Config) -> Iterator[str]:
 
 
 @REWARD.rule(
-    "The reward function model cannot be combined with rollout.record, which writes samples before it "
-    "scores them.",
+    "The reward function model cannot be combined with rollout.record, which writes samples before they "
+    "are scored.",
     *_FUNCTIONS,
     "rollout.record",
     commands=_TRAIN,
@@ -228,8 +230,8 @@ def recorded_samples_have_rewards(config: Config) -> Iterator[str]:
 
 
 @REWARD.rule(
-    "reward.function and reward.terms cannot name the function model in eval: it scores on the ranks of a "
-    "trainer, and there are none.",
+    "reward.function and reward.terms cannot use the function model in eval, because it scores on the "
+    "trainer's ranks, and there are none.",
     *_FUNCTIONS,
     commands=("eval",),
 )

@@ -24,18 +24,20 @@ _TRAIN = ("train",)
 ROLLOUT = RuleBook(
     refuses(
         "data.train_weights",
-        "each record is trained on once per epoch; a file that data.train names several times counts as "
+        "each record is trained on once per epoch; list a file several times in data.train to use it more "
         "often",
         ("sft", "reward-model"),
     ),
     needs(
         "rollout.dynamic_sampling.enabled=true",
         "algorithm.filters",
-        "it samples prompts in place of those that filters drop, such as nonzero_variance",
+        "it replaces the groups that filters such as nonzero_variance remove",
         _TRAIN,
     ),
-    excludes("rollout.replay", "data.eval", "a replayed run starts no engine", _TRAIN),
-    excludes("rollout.replay", "rollout.record", "there is nothing new to record", _TRAIN),
+    excludes("rollout.replay", "data.eval", "a replayed run starts no engine; set data.eval=null", _TRAIN),
+    excludes(
+        "rollout.replay", "rollout.record", "there is nothing new to record; set rollout.record=null", _TRAIN
+    ),
     only_with("rollout.max_turns", "rollout.environment", commands=ENGINE_COMMANDS),
     only_with("rollout.tools", "rollout.environment=tools", commands=ENGINE_COMMANDS),
     only_with("rollout.gymnasium", "rollout.environment=gymnasium", commands=ENGINE_COMMANDS),
@@ -49,25 +51,28 @@ ROLLOUT = RuleBook(
     excludes(
         "rollout.history=template",
         "data.overlong_prompts=truncate_left",
-        "every turn renders the prompt anew from its messages, which cannot be cut; use skip or error",
+        "every turn renders the prompt again from its messages, which cannot be cut; set "
+        "data.overlong_prompts=skip or data.overlong_prompts=error",
         ENGINE_COMMANDS,
     ),
     excludes(
         "rollout.strategy=beam",
         "rollout.environment",
-        "the search is for one response to a prompt, and an environment has several turns; use sampling",
+        "beam search finds one response to a prompt, but an environment has several turns; set "
+        "rollout.strategy=sampling",
         _TRAIN,
     ),
     excludes(
         "rollout.strategy=beam",
         "rollout.stop",
-        "the search knows only tokens that end a response; use rollout.stop_token_ids",
+        "beam search can stop only at tokens; use rollout.stop_token_ids",
         _TRAIN,
     ),
     excludes(
         "rollout.strategy=beam",
         "moe.routing_replay=engine",
-        "the engine would send the routing of a whole beam with each of its tokens; use off or old_policy",
+        "the engine would send the routing of a whole beam with each of its tokens; set "
+        "moe.routing_replay=off or moe.routing_replay=old_policy",
         _TRAIN,
     ),
     only_with("rollout.beam", "rollout.strategy=beam", commands=_TRAIN),
@@ -102,7 +107,7 @@ def weights_match_the_sources(config: Config) -> Iterator[str]:
 
 
 @ROLLOUT.rule(
-    "data.train must name the file with the training prompts, unless rollout.replay is set.",
+    "data.train must be set to the training prompts, unless rollout.replay is set.",
     "data.train",
     "rollout.replay",
     commands=_TRAIN,
@@ -112,9 +117,20 @@ def there_are_prompts(config: Config) -> Iterator[str]:
         yield shown(config, "data.train")
 
 
+# SGLang decodes greedily below 1e-6.
+@ROLLOUT.rule(
+    "rollout.temperature must be at least 0.01 and at most 100: training divides the logits by it, and bf16 "
+    "logits divided by a small number lose all precision.",
+    "rollout.temperature",
+)
+def training_can_divide_by_the_temperature(config: Config) -> Iterator[str]:
+    if not 0.01 <= config.rollout.temperature <= 100:
+        yield shown(config, "rollout.temperature")
+
+
 @ROLLOUT.rule(
     "rollout.top_p must be 1.0 and rollout.top_k must be -1: samples must come from the full distribution, "
-    "which the log-probs are of.",
+    "for which the log-probs are computed.",
     "rollout.top_p",
     "rollout.top_k",
     commands=_TRAIN,

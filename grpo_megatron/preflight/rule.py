@@ -1,8 +1,8 @@
 """Rules: conditions on the values of several configuration keys.
 
-Most rules have one of a few shapes: `needs`, `excludes`, `only_with`, `divides`, `at_most` and `refuses`.
-They are data: the function of that name makes the rule from settings as a user writes them, such as
-`rollout.strategy=beam`. Any other rule is a function with the decorator `RuleBook.rule`.
+Most rules have one of a few shapes: `needs`, `excludes`, `only_with`, `divides`, `at_most` and `refuses`. The
+function of that name makes the rule from settings as a user writes them, such as `rollout.strategy=beam`. Any
+other rule is a function with the decorator `RuleBook.rule`.
 """
 
 import re
@@ -24,24 +24,25 @@ ENGINE_COMMANDS = tuple(command for command in Command if command.generates)
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition on the values of several keys.
+    """A condition on the values of several configuration keys.
 
-    It is skipped if one of these values is not legal by itself, which is reported separately.
+    A rule is skipped if the schema refuses the value of one of its keys, because that error is reported
+    separately.
     """
 
     says: str
     """What must hold, in one sentence that names the keys."""
     keys: tuple[str, ...]
-    """Every key whose value the check reads."""
+    """All keys whose values the check reads."""
     commands: tuple[str, ...]
-    """Commands that it applies to, from COMMANDS."""
+    """Commands to which the rule applies, from COMMANDS."""
     check: Callable[..., Iterator[str]]
-    """Yields a text for each violation: the values that break the rule, or "" if `says` has them already."""
+    """Yields a text for each violation: the values that break the rule, or "" if `says` names them."""
     whole: bool = False
-    """True: the texts of `check` are whole messages, such as those of a registry."""
+    """True if `check` yields whole messages, to which `says` is not added, such as those of a registry."""
 
     def violations(self, *subject: Any) -> list[str]:
-        """Return one sentence for each violation: what must hold, and the values that break it.
+        """Return one sentence for each violation of this rule: what must hold, and the values that break it.
 
         subject: arguments of `check`, such as the configuration.
         """
@@ -55,7 +56,7 @@ class Rule:
 class RuleBook:
     """The rules about one subject, such as rewards, in the order in which violations are reported.
 
-    All checks of a book take the same arguments.
+    The checks of all rules in a book take the same arguments.
     """
 
     def __init__(self, *rules: Rule) -> None:
@@ -64,7 +65,7 @@ class RuleBook:
     def rule(
         self, says: str, *keys: str, commands: tuple[str, ...] = TRAINING_COMMANDS, whole: bool = False
     ) -> Callable[[Callable], Rule]:
-        """Return a decorator that turns a function into a rule of the book. The function is its `check`.
+        """Return a decorator that adds a rule to the book. The decorated function is the rule's `check`.
 
         The arguments are the fields of Rule.
         """
@@ -78,12 +79,12 @@ class RuleBook:
     def violations(
         self, *subject: Any, command: Command | None = None, refused: frozenset[str] = frozenset()
     ) -> list[str]:
-        """Return one sentence for each violation.
+        """Return one sentence for each violation of the book's rules.
 
         subject: arguments for the checks, such as the configuration.
-        command: the command to be run. Rules that do not apply to it are skipped; None: all rules are
-            checked.
-        refused: keys whose values are not legal by themselves. Rules about them are skipped.
+        command: the command that will run. Rules that do not apply to this command are skipped; None: all
+            rules are checked.
+        refused: keys whose values the schema refuses. Rules about them are skipped.
         """
         return [
             sentence
@@ -96,11 +97,11 @@ class RuleBook:
 def needs(
     condition: str, other: str, because: str = "", commands: tuple[str, ...] = TRAINING_COMMANDS
 ) -> Rule:
-    """Return the rule that wherever one condition holds, another one must hold.
+    """Return the rule that a second condition must hold wherever a first condition holds.
 
-    condition, other: settings such as `weight_sync.transport=disk`, joined by ` and ` or ` or `. `|`
-        separates values of one key, `!=` negates. A key without a value means that the key has one: it is not
-        null, false, 0 or empty.
+    condition, other: the first and the second condition: settings such as `weight_sync.transport=disk`,
+        joined by ` and ` or ` or `. `|` separates values of one key, `!=` negates. A key without a value
+        means that the key's value is not null, false, 0 or empty.
     because: the reason, as the end of the sentence.
     """
 
@@ -115,7 +116,7 @@ def needs(
 def excludes(
     condition: str, other: str, because: str = "", commands: tuple[str, ...] = TRAINING_COMMANDS
 ) -> Rule:
-    """Return the rule that two conditions cannot both hold. The arguments are those of `needs`."""
+    """Return the rule that two conditions cannot both hold. The arguments are as for `needs`."""
     keys = _keys(f"{condition} or {other}")
 
     def check(config: Config, *_: Any) -> Iterator[str]:
@@ -131,9 +132,11 @@ def only_with(
     because: str = "",
     commands: tuple[str, ...] = TRAINING_COMMANDS,
 ) -> Rule:
-    """Return the rule that keys keep their defaults unless a condition holds, because they would do nothing.
+    """Return the rule that keys must keep their defaults unless a condition holds.
 
-    keys: a key, a section, or several of them.
+    Otherwise the keys would have no effect.
+
+    keys: a key, a section, or several of these.
     condition, because: as for `needs`.
     """
     named = (keys,) if isinstance(keys, str) else keys
@@ -156,7 +159,7 @@ def only_with(
 
 
 def divides(divisor: str, dividend: str, commands: tuple[str, ...] = TRAINING_COMMANDS) -> Rule:
-    """Return the rule that the value of one key divides that of another."""
+    """Return the rule that the value of the key `divisor` must divide the value of the key `dividend`."""
 
     def check(config: Config, *_: Any) -> Iterator[str]:
         if value_of(config, dividend) % value_of(config, divisor):
@@ -166,7 +169,10 @@ def divides(divisor: str, dividend: str, commands: tuple[str, ...] = TRAINING_CO
 
 
 def at_most(lower: str, upper: str, commands: tuple[str, ...] = TRAINING_COMMANDS) -> Rule:
-    """Return the rule that the value of one key is at most that of another, if both have one."""
+    """Return the rule that the value of the key `lower` must not exceed that of the key `upper`.
+
+    The rule holds if one of the two values is null.
+    """
 
     def check(config: Config, *_: Any) -> Iterator[str]:
         low, high = value_of(config, lower), value_of(config, upper)
@@ -177,7 +183,10 @@ def at_most(lower: str, upper: str, commands: tuple[str, ...] = TRAINING_COMMAND
 
 
 def refuses(condition: str, because: str, commands: tuple[str, ...]) -> Rule:
-    """Return the rule that a condition never holds with some commands. The arguments are those of `needs`."""
+    """Return the rule that a condition must not hold with some commands.
+
+    condition, because: as for `needs`.
+    """
     keys = _keys(condition)
 
     def check(config: Config, *_: Any) -> Iterator[str]:
@@ -193,7 +202,7 @@ def value_of(config: Config, key: str) -> Any:
 
 
 def shown(config: Config, *keys: str) -> str:
-    """Return `key=value` of each key, for the message of a violation."""
+    """Return `KEY=VALUE, KEY=VALUE, ...` for the message of a violation."""
     return ", ".join(f"{key}={value_text(value_of(config, key))}" for key in keys)
 
 
@@ -202,12 +211,12 @@ def _sentence(claim: str, because: str) -> str:
 
 
 def _alternatives(condition: str) -> list[list[str]]:
-    """Return the alternatives of a condition, each a list of settings that hold together."""
+    """Return a condition as a list of alternatives. Each alternative is a list of settings that all hold."""
     return [alternative.split(" and ") for alternative in condition.split(" or ")]
 
 
 def _keys(condition: str) -> tuple[str, ...]:
-    """Return the keys that a condition names, each once."""
+    """Return the keys that a condition names, without repetitions."""
     settings = [setting for alternative in _alternatives(condition) for setting in alternative]
     return tuple(dict.fromkeys(re.split("!?=", setting)[0] for setting in settings))
 
@@ -217,7 +226,7 @@ def _holds(condition: str, config: Config) -> bool:
 
 
 def _is_so(setting: str, config: Config) -> bool:
-    """Return True if a setting of a condition, such as `run.seed=1|2`, is that of the configuration."""
+    """Return True if a setting in a condition, such as `run.seed=1|2`, holds for the configuration."""
     key, separator, wanted = setting.partition("=")
     value = value_of(config, key.removesuffix("!"))
     if not separator:
@@ -226,7 +235,7 @@ def _is_so(setting: str, config: Config) -> bool:
 
 
 def _text(value: Any) -> str:
-    """Return a value of one word as a user writes it, such as `true`, `null` or the name of a choice."""
+    """Return a single value as a user writes it, such as `true`, `null` or the name of a choice."""
     if isinstance(value, Enum):
         return value.name
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""All rules about a configuration, and the check that lists all of them that it breaks."""
+"""All rules about a configuration, and the check that lists the broken rules."""
 
 from grpo_megatron.capabilities import Capabilities
 from grpo_megatron.config.command import Command
@@ -34,11 +34,11 @@ def violations(
 ) -> list[str]:
     """Return one sentence for each rule that a configuration breaks, naming the keys.
 
-    Rules that need the model's config.json are checked by preflight.model.
+    preflight.model checks the rules that need the model's config.json.
 
-    capabilities: capabilities of the machines that will run the configuration; None: those known without
-        asking the Ray cluster.
-    refused: keys that the schema refuses, which have their defaults here. Rules about them are skipped.
+    capabilities: capabilities of the machines that will run the configuration; None: what is known of them
+        without asking a Ray cluster.
+    refused: keys whose values the schema refuses; `config` has their defaults. Rules about them are skipped.
     """
     found = [
         sentence for book in _BOOKS for sentence in book.violations(config, command=command, refused=refused)

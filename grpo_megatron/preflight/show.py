@@ -8,12 +8,13 @@ from pydantic.fields import FieldInfo
 
 from grpo_megatron.config.keys import (
     default_of,
+    is_internal,
     is_section,
     known_keys,
-    nearest_key,
     nested_yaml,
     type_name,
     unit_of,
+    unknown_key_problem,
     value_text,
 )
 from grpo_megatron.config.load import DEFAULT, ResolvedConfig, must_be_legal, resolve
@@ -24,11 +25,11 @@ from grpo_megatron.preflight.rule import COMMANDS, Rule
 
 
 def show(path: str | None, overrides: list[str], only_set: bool = False) -> str:
-    """Return the resolved configuration as YAML for `config show`, each value with its origin as a comment.
+    """Return the resolved configuration as YAML, with the origin of each value as a comment.
 
-    The YAML loads to the same configuration.
+    The YAML loads to the same configuration. `config show` prints it.
 
-    only_set: leave out keys that have their default.
+    only_set: If True, leave out keys that have their default.
     """
     resolved = _legal(path, overrides)
     values, comments = {}, dict(resolved.origins)
@@ -43,7 +44,10 @@ def show(path: str | None, overrides: list[str], only_set: bool = False) -> str:
 
 
 def _legal(path: str | None, overrides: list[str]) -> ResolvedConfig:
-    """Return the settings of a file and arguments. Raises UserError if the schema refuses any of them."""
+    """Return the resolved settings of a file and of arguments.
+
+    Raises UserError if the schema refuses any of them.
+    """
     settings = resolve(path, overrides)
     must_be_legal(list(settings.refused.values()))
     return settings
@@ -54,14 +58,15 @@ def _required(key: str) -> bool:
 
 
 def explain(key: str) -> str:
-    """Return the text of `config explain` about one key; for a section, a list of its keys.
+    """Return the text of `config explain` about a key. For a section, it is a list of the section's keys.
+
+    Internal keys are explained by their names; the list leaves them out.
 
     Raises UserError for an unknown name.
     """
     known = known_keys()
     if key not in known:
-        nearest = nearest_key(key)
-        raise UserError(f"unknown key {key!r}" + (f"; did you mean {nearest!r}?" if nearest else ""))
+        raise UserError(unknown_key_problem(key))
     if is_section(known[key]):
         return _explain_section(key)
     field = known[key]
@@ -88,7 +93,11 @@ def _of_commands(rule: Rule) -> str:
 
 def _explain_section(key: str) -> str:
     known = known_keys()
-    children = {name: field for name, field in known.items() if name.rpartition(".")[0] == key}
+    children = {
+        name: field
+        for name, field in known.items()
+        if name.rpartition(".")[0] == key and not is_internal(field)
+    }
     width = max(map(len, children))
     lines = [f"{key}: {known[key].description}", ""]
     for name, field in children.items():
@@ -107,9 +116,9 @@ def _is_enum(field: FieldInfo) -> bool:
 
 
 def diff(a: str, b: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the keys whose values differ between two configuration files, for `config diff`.
+    """Return the keys whose values differ between the configuration files `a` and `b`, for `config diff`.
 
-    The format is {key: {"a": {"value", "origin"}, "b": {"value", "origin"}}}. ${references} are resolved
+    The result is {key: {"a": {"value", "origin"}, "b": {"value", "origin"}}}. ${references} are resolved
     before the comparison.
     """
     left, right = _legal(a, []), _legal(b, [])
@@ -126,9 +135,9 @@ def _entry(resolved: ResolvedConfig, key: str) -> dict[str, Any]:
 
 
 def diff_text(a: str, b: str, as_json: bool) -> tuple[str, bool]:
-    """Return (text of `config diff`, whether any key differs).
+    """Return (text of `config diff`, True if any key differs) for the configuration files `a` and `b`.
 
-    as_json: return the differences as JSON instead of text for people.
+    as_json: If True, the text is JSON instead of a list for people.
     """
     found = diff(a, b)
     if as_json:

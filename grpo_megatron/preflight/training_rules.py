@@ -51,12 +51,12 @@ _SHARING = (
 
 _EACH_GETS_ONE = (
     "every one of the megatron.data_parallel replicas must get at least one micro-batch, and with "
-    "interleaved pipeline stages one for each stage; with train.packing=false all must get equally many."
+    "interleaved pipeline stages one for each stage; with train.packing=false all must get the same number."
 )
 
 
 @TRAINING.rule(
-    f"train.ppo_mini_batch_size * rollout.n samples of an optimizer step must be enough: {_EACH_GETS_ONE}",
+    f"Each optimizer step needs enough samples (train.ppo_mini_batch_size * rollout.n): {_EACH_GETS_ONE}",
     "train.ppo_mini_batch_size",
     "rollout.n",
     *_SHARING,
@@ -67,7 +67,7 @@ def samples_can_be_shared(config: Config) -> Iterator[str]:
 
 
 @TRAINING.rule(
-    f"data.train_batch_size examples or pairs must be enough: {_EACH_GETS_ONE}",
+    f"data.train_batch_size must be large enough: {_EACH_GETS_ONE}",
     "data.train_batch_size",
     *_SHARING,
     commands=("sft", "reward-model"),
@@ -77,12 +77,17 @@ def examples_can_be_shared(config: Config) -> Iterator[str]:
 
 
 def _sharing(config: Config, count: int) -> Iterator[str]:
-    """Yield a violation if the data-parallel replicas cannot share `count` samples of an optimizer step."""
+    """Yield an error message if there are too few samples for all data-parallel replicas.
+
+    Without packing, a number of samples that cannot be divided evenly is an error too.
+
+    count: number of samples of an optimizer step.
+    """
     sizes, packing = ParallelSizes.from_config(config.megatron), config.train.packing
     step = sizes.dp * sizes.micro_batch_multiple
     if count < step or (not packing and count % step):
         wanted = f"at least {step}" if packing else f"a multiple of {step}"
-        yield f"there are {count}, and {wanted} are needed; megatron.data_parallel={sizes.dp}"
+        yield f"there are {count}, but {wanted} are needed; megatron.data_parallel={sizes.dp}"
 
 
 _LENGTHS = (
@@ -94,8 +99,8 @@ _LENGTHS = (
 
 
 @TRAINING.rule(
-    "train.max_tokens_per_micro_batch, on each of the megatron.context_parallel ranks, must hold the longest "
-    "sequence: data.max_prompt_length + rollout.max_response_length, with padding.",
+    "train.max_tokens_per_micro_batch * megatron.context_parallel must be at least the length of the "
+    "longest sequence: data.max_prompt_length + rollout.max_response_length, with padding.",
     *_LENGTHS,
     commands=_TRAIN,
 )
@@ -104,8 +109,8 @@ def longest_sequence_fits(config: Config) -> Iterator[str]:
 
 
 @TRAINING.rule(
-    "train.max_tokens_per_micro_batch, on each of the megatron.context_parallel ranks, must hold two of the "
-    "longest sequences, a pair: data.max_prompt_length + rollout.max_response_length each, with padding.",
+    "train.max_tokens_per_micro_batch * megatron.context_parallel must be at least twice the length of the "
+    "longest sequence: data.max_prompt_length + rollout.max_response_length, with padding.",
     *_LENGTHS,
     commands=("reward-model",),
 )
@@ -114,7 +119,7 @@ def longest_pair_fits(config: Config) -> Iterator[str]:
 
 
 def _fits(config: Config, sequences: int) -> Iterator[str]:
-    """Yield a violation if a micro-batch cannot hold that many of the longest sequences."""
+    """Yield an error message if a micro-batch cannot hold this number of sequences of maximum length."""
     longest = config.data.max_prompt_length + config.rollout.max_response_length
     cp, limit = config.megatron.context_parallel, config.train.max_tokens_per_micro_batch
     if limit * cp < sequences * padded_to(longest, Layout(cp=cp).sequence_multiple):
@@ -129,8 +134,8 @@ _SCHEDULE = (
     "run.total_steps",
 )
 _PARTS_FIT = (
-    "optimizer.lr_warmup_steps, plus optimizer.wsd_decay_steps with lr_schedule=wsd, must be at most the "
-    "length of the schedule: optimizer.lr_decay_steps, by default all optimizer steps of the run."
+    "optimizer.lr_warmup_steps, plus optimizer.wsd_decay_steps with lr_schedule=wsd, must not exceed the "
+    "length of the schedule (optimizer.lr_decay_steps, by default all optimizer steps of the run)."
 )
 
 
@@ -152,7 +157,7 @@ def schedule_of_sft_fits(config: Config) -> Iterator[str]:
 
 
 def _schedule_fits(config: Config, steps: int) -> Iterator[str]:
-    """Yield a violation if warm-up and decay together are longer than the learning rate schedule.
+    """Yield an error message if warm-up and decay are longer than the learning-rate schedule.
 
     steps: optimizer steps of the whole schedule.
     """
@@ -164,8 +169,8 @@ def _schedule_fits(config: Config, steps: int) -> Iterator[str]:
 
 
 @TRAINING.rule(
-    "cluster.hang_timeout must be less than megatron.collective_timeout and weight_sync.timeout: the "
-    "processes that wait for a hung one would give up first, and their errors would not name it.",
+    "cluster.hang_timeout must be less than megatron.collective_timeout and weight_sync.timeout: otherwise "
+    "the processes that wait for a hung one would give up first, and their errors would not name it.",
     "cluster.hang_timeout",
     "megatron.collective_timeout",
     "weight_sync.timeout",

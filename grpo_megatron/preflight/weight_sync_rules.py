@@ -16,7 +16,7 @@ WEIGHT_SYNC = RuleBook(
     excludes(
         "weight_sync.delta=true",
         "cluster.placement=colocated",
-        "colocated engines give back their weights, to which a delta would be applied",
+        "colocated engines release their weights, to which a delta would be applied",
         _TRAIN,
     ),
 )

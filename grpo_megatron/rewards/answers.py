@@ -33,7 +33,7 @@ _BOX_TOKEN = re.compile(
 
 
 def hashes(text: str) -> str | None:
-    """Return the rest of the line after the last `####`, where GSM8K writes its answers, or None."""
+    """Return the rest of the line after the last `####`, or None. GSM8K writes its answers there."""
     found = re.findall(r"####[ \t]*(\S[^\n]*)", text)
     return found[-1].strip() if found else None
 
@@ -41,7 +41,7 @@ def hashes(text: str) -> str | None:
 def boxed(text: str) -> str | None:
     r"""Return the contents of the last `\boxed{...}` or `\fbox{...}` that is not empty, or None.
 
-    An unclosed box after it also gives None, because the text was probably cut off within the answer.
+    Return None also if an unclosed box follows, because the text was probably cut off within the answer.
     """
     boxes, open_braces = [], []  # an open brace: the position after it for a box, else -1
     for token in _BOX_TOKEN.finditer(text):
@@ -62,9 +62,10 @@ def boxed(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """Return the last number of a text as written there, but with an ASCII minus sign, or None.
+    """Return the last number in a text, or None if there is none.
 
-    In `3-5` it is 5.
+    The number is returned as it is written in the text, such as `$1,234`, except that a minus sign becomes an
+    ASCII hyphen. The last number of `3-5` is `5`.
     """
     characters = list(text)
     for start, end in thousands_separators(text):
@@ -87,9 +88,10 @@ FINDERS: dict[str, Callable[[str], str | None]] = {
 
 
 def find_answer(text: str, ways: list[str]) -> str | None:
-    """Return the answer of the first finder that finds one, or None.
+    """Return the answer that the first successful finder finds in a text, or None if all finders fail.
 
-    ways: keys of FINDERS in the order in which they are tried (reward.answer_from, reward.response_from).
+    ways: keys of FINDERS, whose values are functions, in the order in which these are tried: the value of
+        reward.answer_from or reward.response_from.
     """
     for way in ways:
         answer = FINDERS[way](text)
@@ -101,8 +103,8 @@ def find_answer(text: str, ways: list[str]) -> str | None:
 def normalise_answer(text: str) -> str:
     r"""Return a mathematical answer in one spelling, so that answers can be compared as text.
 
-    The result is one line with plain numbers, without dollar signs and a final full stop: `\$1,234.` ->
-    `1234`, `(3,4)` -> `(3,4)`. numerals.thousands_separators decides which commas are removed.
+    The result is one line without dollar signs and without a final full stop. Its numbers are those of
+    numerals.plain_numbers, so they have no thousands separators: `\$1,234.` -> `1234`, `(3,4)` -> `(3,4)`.
     """
     text = " ".join(plain_numbers(text).replace("\\$", "").replace("$", "").split())
     return text.rstrip(" \\").removesuffix(".").rstrip(" \\")
@@ -113,10 +115,10 @@ _SPACE_WITHOUT_MEANING = re.compile(r" (?=\W)|(?<=\W) ")
 
 
 def answer_key(text: str) -> str:
-    r"""Return a key by which mathematical answers are compared as text.
+    r"""Return a key for a mathematical answer: a text by which answers are compared.
 
-    Answers that differ only in spaces or in the spelling of numbers have the same key. `(3,\, 4)` and `(3,4)`
-    are an example, `(1,234, 5)` and `(1234,5)` another.
+    Answers that differ only in spaces or in the spelling of numbers have the same key, such as `(3,\, 4)` and
+    `(3,4)`, or `(1,234, 5)` and `(1234,5)`.
     """
     text = _LATEX_SPACE.sub(" ", normalise_answer(text).replace("\\!", ""))
     return _SPACE_WITHOUT_MEANING.sub("", " ".join(text.split()))
@@ -136,21 +138,22 @@ _INTRODUCTION = r"(?<!/)(?i:answer|(?:correct|right|best)\s(?:option|choice))"
 
 
 def find_letter(text: str, letters: str, is_answer: bool = False) -> str | None:
-    r"""Return the letter of a multiple-choice question that a text chooses, or None.
+    r"""Return the letter with which a text answers a multiple-choice question, or None if there is none.
 
-    letters: the letters of the choices.
-    is_answer: True if the text is only the answer, not a whole response.
+    text: a response, or only the answer in it.
+    letters: the letters of the choices, such as `ABCD`.
+    is_answer: True if `text` is only the answer.
 
-    The first rule that finds a letter decides:
+    These places are searched in this order until a letter is found:
 
-    - with `is_answer`: the letter at the beginning of the text
-    - the letter at the beginning of the last `<answer>`
-    - the letter at the beginning of the last `\boxed{}`
-    - the letter after the last `answer is` or `answer:`
-    - the letter on the last line that contains nothing else
+    1. the beginning of the text, if `is_answer` is True
+    2. the beginning of the content of the last `<answer>` tag
+    3. the beginning of the content of the last `\boxed{}`
+    4. the place after the last `answer is`, `answer:` or a similar phrase
+    5. the last line that contains only the letter of a choice
 
-    Punctuation, fonts and the words option and choice may precede the letter. `the answer I get` does not
-    choose I.
+    Punctuation, font commands and the words "option" and "choice" may come before the letter. The word "I" in
+    `the answer I get` is not taken for the choice I.
     """
     pronoun = r"I(?:['\u2019]|\s[a-z])"
     letter = rf"(?!{pronoun})([{re.escape(letters)}])(?![^\W_]|_[^\W_]|[.,]\d)"
@@ -170,11 +173,12 @@ def find_letter(text: str, letters: str, is_answer: bool = False) -> str | None:
 
 
 def answer_finder(config: RewardConfig) -> Callable[[str], str | None] | None:
-    """Return a function that finds the answer in a response, or None if the configuration defines none.
+    """Return a function that returns the answer in a response, or None if the response has no answer.
 
-    The configuration defines it by reward.extract or reward.response_from. maj@n counts answers as equal if
-    the function returns the same text for them. That text is the `answer_key` for the reward `math`, the
-    letter for the reward `choice`, and otherwise the answer as it stands in the response.
+    Return None instead of a function if neither reward.extract nor reward.response_from is set. The metric
+    maj@n counts two answers as equal if the function returns the same text for both. That text is the
+    `answer_key` for the reward `math`, the letter for the reward `choice`, and otherwise the answer as it is
+    written in the response.
 
     Raises UserError if reward.extract is not a regular expression.
     """
@@ -183,7 +187,7 @@ def answer_finder(config: RewardConfig) -> Callable[[str], str | None] | None:
             pattern = re.compile(config.extract)
         except re.error as error:
             raise UserError(
-                f"reward.extract={config.extract!r} is not a regular expression: {error}"
+                f"reward.extract={config.extract!r} is not a valid regular expression: {error}"
             ) from error
         return lambda response: _last_match(pattern, response)
     if not config.response_from:
@@ -203,7 +207,10 @@ def answer_finder(config: RewardConfig) -> Callable[[str], str | None] | None:
 
 
 def _last_match(pattern: re.Pattern, text: str) -> str | None:
-    """Return the last match in the text, or its group 1 if the pattern has groups, or None."""
+    """Return the last match of the pattern in a text, or None if there is no match.
+
+    If the pattern has groups, return group 1 of the match.
+    """
     matches = list(pattern.finditer(text))
     found = matches[-1].group(1 if pattern.groups else 0) if matches else None
     return None if found is None else found.strip()

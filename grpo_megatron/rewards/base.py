@@ -33,12 +33,15 @@ _OF_GROUPS = {"rank": groups.Rank.make, "group_length": groups.GroupLength.make}
 # The registry holds rewards from plugins. The built-in ones are made from the configuration.
 reward_function = Registry("reward", "reward.function", built_in=(*_OF_RESPONSES, *_OF_GROUPS, MODEL))
 
-# Optional arguments. A function gets those that it has a parameter for.
+# Optional arguments of a reward function. It gets each argument for which it has a parameter.
 _OPTIONAL = ("args", "tokens", "components")
 
 
 def group_reward(name: str) -> Callable[[Callable], Callable]:
-    """Register a function that scores all responses to a prompt together: `@group_reward("name")`."""
+    """Return a decorator that registers a function which scores all responses to a prompt together.
+
+    Usage: `@group_reward("name")`.
+    """
 
     def register(function: Callable) -> Callable:
         function.of_group = True
@@ -49,25 +52,26 @@ def group_reward(name: str) -> Callable[[Callable], Callable]:
 
 @dataclass(frozen=True)
 class Reward:
-    """A term of the reward, with its function."""
+    """One term (summand) of the reward, together with its reward function."""
 
     term: Term
     function: Callable[..., Any]
     of_group: bool
     """True if the function scores all responses to a prompt together."""
     wants: frozenset[str]
-    """Those of the optional arguments `args`, `tokens` and `components` that the function takes."""
+    """Names of the optional arguments that the function takes, out of `args`, `tokens` and `components`."""
 
     @property
     def waits(self) -> bool:
-        """True if the function is async, or reads values of earlier terms, which may be async."""
+        """True if the function is async, or reads values of earlier terms, whose functions may be async."""
         return is_async(self.function) or "components" in self.wants
 
     @property
     def check_record(self) -> Callable[[str | list[str], dict], Any] | None:
-        """The function's own check of whether it can score a record, or None if it has no such check.
+        """The function's check of records, or None if it has none.
 
-        The check is called with the record's answer and fields, and raises an error if it cannot.
+        The check is called with a record's answer and other fields. It raises an error if the function cannot
+        score the record.
         """
         return getattr(self.function, "check_record", None)
 
@@ -80,19 +84,21 @@ class Reward:
 def resolve_rewards(config: RewardConfig, secrets: Mapping[str, str] | None = None) -> list[Reward]:
     """Return the rewards that workers compute, in the order in which they are computed.
 
-    There is one for each term of the reward, except the term of a reward model. Rewards of single responses
-    come before rewards of groups. Within both, async rewards and readers of earlier terms come last.
+    Each term of the configured reward gives one Reward, except the term of a reward model. Rewards of single
+    responses come before rewards of groups. Within both kinds, async rewards and rewards that read earlier
+    terms come last.
 
-    secrets: values of environment variables that the rewards read. Not needed if they are only inspected.
+    secrets: {environment variable that a reward reads: its value}. Not needed if no reward is called.
 
-    Raises UserError for an unknown function, for an option that a function does not have, and for a term that
-    reads a later one.
+    Raises UserError for an unknown function, for an unknown option of a function, and for a term that reads a
+    term that is computed later.
     """
     found = [
         _resolve(Setup(config, term, secrets or {})) for term in terms_of(config) if term.function != MODEL
     ]
-    # A worker awaits many async rewards at once. If a reward that computes came after each of them, all of
-    # these would start at the same moment, and the last ones would find their time used up by the others.
+    # A worker awaits the async rewards of many responses at once. If each were followed by a reward that
+    # computes, all of the latter would start at the same moment and run one by one, and the last of them
+    # would have no time left.
     found.sort(key=lambda reward: (reward.of_group, reward.waits))
     computed: list[str] = []
     for reward in found:
@@ -100,15 +106,15 @@ def resolve_rewards(config: RewardConfig, secrets: Mapping[str, str] | None = No
             if name not in computed:
                 before = ", ".join(computed) or "none"
                 raise UserError(
-                    f"{reward.term.key} reads the term {name!r}, which must be computed before it; the terms "
-                    f"before it are: {before}"
+                    f"{reward.term.key} uses the term {name!r}, which must be computed before it (terms "
+                    f"computed before it: {before}); add or reorder the terms in reward.terms"
                 )
         computed.append(reward.term.name)
     return found
 
 
 def resolve_reward(config: RewardConfig) -> Callable[..., Any]:
-    """Return the function that reward.function names, to be called in this process and not by a worker.
+    """Return the function that reward.function names, for a caller that does not use workers.
 
     Raises UserError for an unknown function or an unknown option.
     """
@@ -118,8 +124,8 @@ def resolve_reward(config: RewardConfig) -> Callable[..., Any]:
 def check_record(rewards: Sequence[Reward], prompt: Prompt, where: str) -> None:
     """Raise UserError if one of the rewards cannot score the record that `prompt` was made from.
 
-    rewards: rewards that have a `check_record`.
-    where: place of the record, for the message.
+    rewards: rewards whose `check_record` is not None.
+    where: place of the record, such as file and line, for the message.
     """
     for reward in rewards:
         try:
@@ -127,35 +133,37 @@ def check_record(rewards: Sequence[Reward], prompt: Prompt, where: str) -> None:
         except Exception as error:
             raise UserError(
                 f"{where}: reward {reward.name} cannot score this record: {type(error).__name__}: {error}; "
-                "correct or remove the record, or set reward.on_failure to value (its samples get "
-                "reward.failure_value) or leave_out (its samples are not used)"
+                "correct or remove the record, or set reward.on_failure=value (its samples get "
+                "reward.failure_value) or reward.on_failure=leave_out (its samples are not used)"
             ) from error
 
 
 def read_secrets(rewards: Sequence[Reward]) -> dict[str, str]:
-    """Return the values of the environment variables that the rewards need, such as tokens of servers.
+    """Return {environment variable: value} for the variables that the rewards read, such as server tokens.
 
-    White space around a value is removed, such as the newline at the end of a file that it was read from.
-    Raises UserError if a variable is not set. Raises UserError also if its value cannot be part of an HTTP
-    header.
+    White space around a value is removed, such as the newline at the end of a file with a token. Raises
+    UserError if a variable is not set, or if its value cannot be part of an HTTP header.
     """
     found = {}
     for name in (name for reward in rewards for name in getattr(reward.function, "secrets", ())):
         value = os.environ.get(name, "").strip()
         if not value:
-            raise UserError(f"the environment variable {name}, which a reward of this run needs, is not set")
+            raise UserError(
+                f"the environment variable {name}, which a reward of this run needs, is not set; set it "
+                "before you start the run"
+            )
         if not (value.isascii() and value.isprintable()):
             raise UserError(
-                f"the environment variable {name}, which a reward of this run needs, has a line break or "
-                "another character that is not printable ASCII, so it cannot be sent in an HTTP header; set "
-                "the variable to the token alone"
+                f"the environment variable {name}, which a reward of this run needs, contains a line break "
+                "or another character that is not printable ASCII, so it cannot be sent in an HTTP header; "
+                "set the variable to the token alone"
             )
         found[name] = value
     return found
 
 
 def _resolve(setup: Setup) -> Reward:
-    """Return the reward of one term. Raises UserError if its function is unknown or cannot be called."""
+    """Return the reward of the term in `setup`. Raises UserError if the function is unknown or unusable."""
     name = setup.term.function
     make = _OF_RESPONSES.get(name) or _OF_GROUPS.get(name)
     function = make(setup) if make else reward_function.get(name)
@@ -167,14 +175,14 @@ def _resolve(setup: Setup) -> Reward:
     wants = frozenset(option for option in _OPTIONAL if everything or option in parameters)
     if setup.term.args and not make and "args" not in wants:
         raise UserError(
-            f"{setup.term.key}: {name} has no parameter `args`, so it cannot take "
-            f"{', '.join(setup.term.args)}"
+            f"{setup.term.key}: {name} does not accept the options {', '.join(setup.term.args)}, because it "
+            "has no parameter `args`; remove the options, or add the parameter"
         )
     return Reward(setup.term, function, of_group, wants)
 
 
 def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function by name. Empty if it has no signature, like some C functions."""
+    """Return the parameters of a function by name. Empty if the function has no signature, as some in C."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -182,10 +190,14 @@ def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
 
 
 def _check_call(term: Term, function: Callable, of_group: bool) -> None:
-    """Raise UserError, with advice, if a user's function does not take the arguments that a reward gets."""
+    """Raise UserError, with advice, if a user's function does not take the arguments of a reward function.
+
+    term: term that names the function, for the message.
+    of_group: True if the function scores all responses to a prompt together.
+    """
     if inspect.isclass(function):
         raise UserError(
-            f"{_named(term)} is a class, but a reward must be a function; name a function, or a callable "
+            f"{_named(term)} is a class, but a reward must be a function; specify a function, or a callable "
             "object of the class"
         )
     known = _parameters(function)

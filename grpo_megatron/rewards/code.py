@@ -26,15 +26,16 @@ _SHARE_OF_TIMEOUT = 0.9
 
 
 def code(setup: Setup) -> Callable[..., dict[str, float]]:
-    """Make the reward `code`: 1.0 if the program in the response passes all tests of the record, else 0.0.
+    """Return the reward function `code`: 1.0 if the program in the response passes all tests, else 0.0.
 
-    With reward.code.score=share, the reward is the share of passed tests. Components:
+    The tests are those of the record. With reward.code.score=share, the reward is the share of passed tests.
+    Components:
 
     - `passed`: share of passed tests. With score=all, only the tests before the first failure count.
     - `timed_out`: 1 if a test was ended because of its time limit.
     - `no_code`: 1 if the response contains no program.
 
-    The reward raises ValueError if the record's tests cannot be read.
+    The function raises ValueError if the record's tests cannot be read.
     """
     options, timeout = setup.config.code, setup.config.timeout
     required_containment(options.isolation)
@@ -118,7 +119,7 @@ class StatementTest:
 
     statements: str
     function: str | None
-    """Name of the program's function that is passed to check(candidate) of the statements, or None."""
+    """Name of the program's function that is passed to check(candidate) in the statements, or None."""
 
     def program(self, source: str) -> Program:
         return Program(source, function=self.function, tests=self.statements)
@@ -133,17 +134,18 @@ _CAN_FAIL = (ast.Assert, ast.Call, ast.Raise)
 
 
 def read_tests(answer: str | list[str], record: dict) -> list[Test]:
-    """Return the tests of a record. The reference answer has one of these forms:
+    """Return the tests that a record's reference answer describes. The answer has one of these forms:
 
-    - {"inputs": [...], "outputs": [...]} as JSON, as in APPS and TACO: what the program reads and prints.
-      With "fn_name", they are the arguments and results of that function.
+    - {"inputs": [...], "outputs": [...]} as JSON text, as in APPS and TACO. The texts are stdin and stdout of
+      the program. With "fn_name", they are the arguments and results of the function of this name.
     - A list of assert statements, as in MBPP, possibly as JSON text. The fields test_imports and
       test_setup_code of the record are put before each statement.
-    - A test program, as in HumanEval. Its check(candidate) is called with the function that the field
-      entry_point of the record names.
+    - A test program, as in HumanEval. Its check(candidate) is called with the program's function that the
+      field entry_point of the record names.
 
-    Raises ValueError for anything else, and for tests that no program can fail.
+    Raises ValueError for any other answer, and for tests that no program can fail.
 
+    answer: the record's reference answer.
     record: the other fields of the record.
     """
     if isinstance(answer, str):
@@ -170,14 +172,14 @@ def read_tests(answer: str | list[str], record: dict) -> list[Test]:
         # pass it.
         if tree.body and not any(isinstance(node, _CAN_FAIL) for node in ast.walk(tree)):
             asserts = f"the test asserts nothing: {test.statements[:80]!r}"
-            raise ValueError(f"{asserts}; inputs and outputs, and lists of tests, must be written as JSON")
+            raise ValueError(f"{asserts}; write inputs and outputs, and lists of tests, as JSON")
     if not any(test.statements.strip() for test in tests):
-        raise ValueError("the reference answer has no tests")
+        raise ValueError("the reference answer contains no tests")
     return tests
 
 
 def _parsed(answer: str) -> Any:
-    """Return the answer parsed as JSON if it is an object or a list of texts, else unchanged."""
+    """Return the answer parsed from JSON if the result is a dict or a list of texts, else the text itself."""
     try:
         found = json.loads(answer)
     except ValueError:
@@ -187,7 +189,10 @@ def _parsed(answer: str) -> Any:
 
 
 def _pairs(tests: dict) -> list[Test]:
-    """Return one test for each pair of an input and an output."""
+    """Return a test for each pair of an input and an output.
+
+    tests: dict with the keys "inputs" and "outputs", and possibly "fn_name".
+    """
     inputs, outputs, function = tests.get("inputs"), tests.get("outputs"), tests.get("fn_name")
     if (
         not isinstance(inputs, list)
@@ -212,7 +217,7 @@ def _lines(text: str | list[str]) -> str:
 def _arguments(given: Any) -> list:
     """Return the arguments of a function call as a list.
 
-    given: the list itself, or text with one argument per line as JSON, as in LiveCodeBench.
+    given: the list of arguments, or a text with one argument per line as JSON, as in LiveCodeBench.
     """
     if isinstance(given, str):
         return [json.loads(line) for line in given.splitlines() if line.strip()]
@@ -224,9 +229,9 @@ def _arguments(given: Any) -> list:
 
 
 def same_output(found: str, expected: str) -> bool:
-    """Return whether two printed outputs are equal: line by line, and word by word in each line.
+    """Return True if two printed outputs have the same words in each line.
 
-    Decimal numbers, with a point or an exponent, may differ by 1e-6, relative or absolute.
+    Numbers with a decimal point or an exponent may differ by 1e-6, relative or absolute.
     """
     found_lines, expected_lines = (
         [line.split() for line in text.strip().splitlines()] for text in (found, expected)
@@ -252,9 +257,9 @@ def _same_word(found: str, expected: str) -> bool:
 
 
 def as_json(value: Any) -> Any:
-    """Return the value in the form that JSON gives it: tuples as lists, keys of dictionaries as texts.
+    """Return the value with tuples turned into lists, and keys of dicts into texts, as JSON would do.
 
-    A program's result is compared with an expected value that was read from JSON.
+    So a program's result can be compared with an expected value that was read from JSON.
     """
     if isinstance(value, (list, tuple)):
         return [as_json(item) for item in value]
@@ -264,9 +269,9 @@ def as_json(value: Any) -> Any:
 
 
 def same_value(found: Any, expected: Any) -> bool:
-    """Return whether two JSON values are equal. A float may differ by 1e-6, relative or absolute.
+    """Return True if two JSON values are equal. Floats may differ by 1e-6, relative or absolute.
 
-    1 and True are not equal, unlike in Python.
+    Unlike in Python, 1 and True are not equal.
     """
     if isinstance(found, bool) or isinstance(expected, bool):
         return found is expected

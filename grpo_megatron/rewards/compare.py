@@ -25,7 +25,7 @@ Compare = Callable[..., float | dict[str, float]]
 
 @dataclass
 class _Places:
-    """Options of a term that override reward.answer_from and reward.response_from."""
+    """Options with which a term overrides reward.answer_from and reward.response_from for itself."""
 
     answer_from: list[Literal[ANSWER_PLACES]] | None = option(None, "see reward.answer_from")
     response_from: list[Literal[ANSWER_PLACES]] | None = option(None, "see reward.response_from")
@@ -42,11 +42,11 @@ class _Letters(_Places):
 
 
 def exact_match(setup: Setup) -> Compare:
-    """Make the reward `exact_match`: 1.0 if the response's answer is a reference answer as text, else 0.0.
+    """Return the reward function `exact_match`: 1.0 if the response's answer is a reference answer, else 0.0.
 
-    The answer is the last match of reward.extract (its group 1 if it has groups), or what
-    reward.response_from finds. If neither is set, it is the whole response without surrounding white space. A
-    response without an answer scores 0.
+    The texts must be equal. The response's answer is the last match of reward.extract (its group 1 if it has
+    groups), or else the text that reward.response_from finds. If neither option is set, the answer is the
+    whole response without surrounding white space. A response without an answer scores 0.
     """
     config = _with_own(setup, _Extract)
     find = answer_finder(config) or whole
@@ -60,16 +60,18 @@ def exact_match(setup: Setup) -> Compare:
 
 
 def choice(setup: Setup) -> Compare:
-    """Make the reward `choice`: 1.0 if the response chooses the letter of a reference answer, else 0.0.
+    """Return the reward function `choice`: 1.0 if the response chooses the right letter, else 0.0.
 
-    answers.find_letter has the rules by which a text chooses a letter.
+    The right letters are those in the reference answers. answers.find_letter finds the letter in a text.
     """
     config, letters = _with_own(setup, _Letters), setup.options(_Letters).letters
 
     def golds(answer: str | list[str], record: dict) -> list[str]:
         found = [find_letter(gold, letters) for gold in _references(answer, config)]
         if None in found:
-            raise ValueError(f"the reference answer {str(answer)[-80:]!r} has none of the letters {letters}")
+            raise ValueError(
+                f"the reference answer {str(answer)[-80:]!r} contains none of the letters {letters}"
+            )
         return found
 
     def reward(prompt: str, response: str, answer: str | list[str], record: dict) -> float:
@@ -84,14 +86,15 @@ def choice(setup: Setup) -> Compare:
 
 
 def math(setup: Setup) -> Compare:
-    r"""Make the reward `math`: 1.0 if the answer equals a reference answer mathematically, else 0.0.
+    r"""Return the reward function `math`: 1.0 if the answer equals a reference answer, else 0.0.
 
-    For example, 1/2 equals 0.5. A comparison that takes longer than 5 s scores 0.0 and sets the component
-    `timed_out`.
+    The answers are compared mathematically: 1/2 equals 0.5. A comparison that takes longer than 5 s scores
+    0.0 and sets the component `timed_out`.
 
-    reward.response_from tells where the answer is. Without it, the library math-verify searches the response
-    for plain numbers, LaTeX and \boxed{}. Before math-verify reads a text, numerals.plain_numbers rewrites
-    its numbers in one spelling, and thereby decides which commas separate thousands.
+    reward.response_from says where the answer is in the response. If it is not set, the library math-verify
+    searches the response for plain numbers, LaTeX and \boxed{}. Before math-verify reads a text,
+    numerals.plain_numbers rewrites the numbers in one spelling, and so decides which commas separate
+    thousands.
     """
     from math_verify import verify
 
@@ -133,7 +136,7 @@ _COMPARE_SECONDS = 5.0
 def _parsed(text: str) -> list[Any]:
     """Return the mathematical expressions that math-verify finds in a text.
 
-    If the text contains something like `2e-1`, it is read both as 2e - 1 and as 0.2.
+    A text that contains a number such as `2e-1` is read twice, with the meanings 2e - 1 and 0.2.
     """
     from math_verify import parse
 
@@ -142,7 +145,9 @@ def _parsed(text: str) -> list[Any]:
 
 
 def _decimals(gold: list[Any]) -> int:
-    """Return to how many decimals numbers are compared: at least 6; for small ones, 5 significant digits.
+    """Return the number of decimals to which numbers are rounded before they are compared.
+
+    It is at least 6. For small reference answers it is more, so that 5 significant digits are compared.
 
     gold: the parsed reference answer.
     """
@@ -155,9 +160,9 @@ def _decimals(gold: list[Any]) -> int:
 
 
 def _with_own(setup: Setup, options: type) -> RewardConfig:
-    """Return the configuration section `reward`, in which the term's own options override equal keys.
+    """Return the configuration section `reward`, with the term's own options written over the same keys.
 
-    options: dataclass of the term's options.
+    options: the dataclass of the term's options, such as _Places.
     """
     own = {
         name: value
@@ -168,9 +173,9 @@ def _with_own(setup: Setup, options: type) -> RewardConfig:
 
 
 def _references(answer: str | list[str], config: RewardConfig) -> list[str]:
-    """Return the answer that reward.answer_from finds in each reference answer.
+    """Return the answers that reward.answer_from finds in the record's reference answer or answers.
 
-    Raises ValueError if it finds none in one of them.
+    Raises ValueError if a reference answer contains no answer.
     """
     references = []
     for text in [answer] if isinstance(answer, str) else answer:

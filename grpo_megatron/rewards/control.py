@@ -10,8 +10,8 @@ from grpo_megatron.batch.sample import Group
 def shuffle_rewards(groups: list[Group], rng: np.random.Generator) -> list[Group]:
     """Return the same samples with the step's rewards shuffled among the trajectories.
 
-    The distribution of the rewards stays the same, but they no longer say which response is better. A policy
-    that still improves learns from something other than the rewards.
+    The distribution of the rewards stays the same, but a reward no longer says which response is better. A
+    policy that still improves learns from something other than the rewards.
     """
     rewards = iter(rng.permutation([reward for group in groups for reward in group.rewards]).tolist())
 

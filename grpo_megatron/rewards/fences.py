@@ -26,9 +26,9 @@ class _Block:
 def find_program(response: str, place: CodePlace) -> str | None:
     """Return the text of the program in a response, or None if there is none.
 
-    place: where the program is: the whole response, or the first or last closed block between ``` fences with
-        the language Python. If no block names Python, blocks without a language count. Otherwise these are
-        not programs, but show for example what a program prints.
+    place: where the program is: the whole response, or the first or last closed block between ``` fences that
+        names the language Python. If no block names Python, blocks without a language are taken. If a block
+        names Python, blocks without a language are ignored, because they may show what a program prints.
     """
     if place == CodePlace.whole:
         return response if response.strip() else None
@@ -42,10 +42,11 @@ def find_program(response: str, place: CodePlace) -> str | None:
 
 
 def _blocks(text: str) -> list[_Block]:
-    """Return the closed code blocks of a text in order, in time linear in its length.
+    """Return the closed code blocks of a text in order, in time linear in the length of the text.
 
-    Models do not write strict Markdown. They open a block after a tag or words on the same line, and close it
-    on the last line of the code or before a tag. This is accepted unless it could be a line of a program.
+    Models do not write strict Markdown. They open a block after a tag or words on the same line, and close a
+    block on the last line of the code or before a tag. Such fences are accepted unless the line could belong
+    to a program.
     """
     blocks: list[_Block] = []
     language, start, opening = "", 0, ""  # `opening`: the fence of the current block, or empty
@@ -69,8 +70,12 @@ def _blocks(text: str) -> list[_Block]:
 
 
 def _closes(text: str, fence_end: int, begins_line: bool) -> bool:
-    """Return whether a fence ends the current code block.
+    """Return True if a fence closes the current code block.
 
-    It does if only tags follow it on its line. It also does if it begins its line and no word follows.
+    A fence closes the block if only tags follow on its line. It also does so if it begins its line and no
+    word follows.
+
+    fence_end: position in `text` after the fence.
+    begins_line: True if only white space stands before the fence on its line.
     """
     return bool(_REST.match(text, fence_end)) or (begins_line and not _WORD_NEXT.match(text, fence_end))

@@ -15,7 +15,10 @@ class _Regex:
 
 
 def regex(setup: Setup) -> Callable[..., float]:
-    """Make the reward `regex`: 1.0 if the pattern matches the whole stripped response, else 0.0."""
+    """Return the reward function `regex`: 1.0 if the pattern matches the whole response, else 0.0.
+
+    White space around the response is ignored.
+    """
     pattern = re.compile(setup.options(_Regex).pattern, re.DOTALL)
 
     def reward(prompt: str, response: str, answer: str | list[str], record: dict) -> float:
@@ -31,14 +34,14 @@ class _Tags:
 
 
 def tags(setup: Setup) -> Callable[..., float]:
-    """Make the reward `format`: 1.0 if the response is <think>...</think><answer>...</answer>, else 0.0.
+    """Return the reward function `format`: 1.0 if the response is made of the configured tags, else 0.0.
 
-    Other tags may be configured. Only white space may stand between two tags. Each tag must occur exactly
-    once, and its content must not be empty.
+    By default, this is `<think>...</think><answer>...</answer>`. Only white space may stand between a closing
+    tag and the next opening tag. Each tag must occur exactly once, with content that is not empty.
     """
     options = setup.options(_Tags)
     if not options.tags:
-        raise UserError(f"{setup.term.key}.tags is empty; name at least one tag")
+        raise UserError(f"{setup.term.key}.tags is empty; it must contain at least one tag")
     # Empty contents are checked afterwards. As part of the pattern, the check took quadratic time if there
     # was text between the tags.
     parts = [rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>" for tag in options.tags]
@@ -62,13 +65,16 @@ class _LinearLength:
 
 
 def linear_length(setup: Setup) -> Callable[..., float]:
-    """Make the reward `linear_length`, which depends on the length of the response in tokens.
+    """Return the reward function `linear_length`, which depends on the length of the response in tokens.
 
-    It falls linearly from 1 at the length `target` to 0 at the lengths target - width and target + width.
+    The reward falls linearly from 1 at the length `target` to 0 at the lengths target - width and
+    target + width. With `shorter_is_free`, it is 1 at all lengths below `target`.
     """
     options = setup.options(_LinearLength)
     if options.target is None or options.width is None:
-        raise UserError(f"{setup.term.key}: linear_length needs the options target and width, in tokens")
+        raise UserError(
+            f"{setup.term.key}: linear_length requires the options target and width (both in tokens)"
+        )
 
     def reward(prompt: str, response: str, answer: str | list[str], record: dict, tokens: int) -> float:
         beyond = tokens - options.target
@@ -92,8 +98,8 @@ class _CosineLength:
 class CosineLength:
     """The reward `cosine_length`, a cosine of the response's length in tokens (arXiv:2502.03373 section 3.2).
 
-    By default, a right response scores higher if it is short, and a wrong one if it is long. Another term of
-    the reward says which responses are right.
+    By default, a right response scores higher if it is short, and a wrong response scores higher if it is
+    long. Another term of the reward (`right`) says which responses are right.
     """
 
     def __init__(self, options: _CosineLength):
@@ -105,8 +111,8 @@ class CosineLength:
         options = setup.options(_CosineLength)
         if options.right is None or options.longest is None:
             raise UserError(
-                f"{setup.term.key}: cosine_length needs the options right (name of a term) and longest (in "
-                "tokens)"
+                f"{setup.term.key}: cosine_length requires the options right (name of a term) and longest "
+                "(in tokens)"
             )
         return cls(options)
 

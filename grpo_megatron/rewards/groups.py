@@ -22,9 +22,10 @@ class _Rank:
 
 
 class Rank:
-    """The reward `rank`: the share of a prompt's other responses that a response is better than, in [0, 1].
+    """The reward `rank` of a response, in [0, 1]: the share of the prompt's other responses that are worse.
 
-    An equally good response counts half. A response without others to compare it with scores 1.
+    Another response that is equally good counts half. The reward is 1 if there are no other responses. The
+    options say which value is compared, and which responses take part.
     """
 
     def __init__(self, options: _Rank):
@@ -69,8 +70,8 @@ class _GroupLength:
 class GroupLength:
     """The reward `group_length`, which prefers short responses (Kimi k1.5, arXiv:2501.12599 section 2.3.3).
 
-    It falls linearly from 0.5 for the shortest response to a prompt to -0.5 for the longest. A wrong response
-    gets at most 0. If all lengths are equal, all responses get 0.
+    The reward falls linearly with the length, from 0.5 for the shortest response to a prompt to -0.5 for the
+    longest response. A wrong response gets at most 0. If all lengths are equal, all responses get 0.
     """
 
     def __init__(self, options: _GroupLength):
@@ -81,7 +82,7 @@ class GroupLength:
     def make(cls, setup: Setup) -> "GroupLength":
         options = setup.options(_GroupLength)
         if options.right is None:
-            raise UserError(f"{setup.term.key}: group_length needs the option right (name of a term)")
+            raise UserError(f"{setup.term.key}: group_length requires the option right (name of a term)")
         return cls(options)
 
     def __call__(

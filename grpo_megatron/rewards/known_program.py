@@ -25,12 +25,12 @@ _KEYS = {
 
 
 def problem(options: CodeConfig, preamble: str) -> str | None:
-    """Return why every program would fail in the sandbox, or None if a correct program passes.
+    """Return why even a correct program fails in the sandbox, as text, or None if it passes.
 
-    The text names the configuration key at fault. Results are cached per process. Raises UserError if this
-    machine cannot isolate programs as reward.code.isolation requires.
+    The text names the configuration key at fault. This process runs the program only once for the same
+    settings. Raises UserError if this machine cannot isolate programs as reward.code.isolation requires.
 
-    preamble: code that is put before every program. Empty for none.
+    preamble: code that is put before the program; "" for none.
     """
     limits = tuple(getattr(options.limits, field.name) for field in fields(SandboxLimits))
     why = _failure(options.isolation, limits, "")
@@ -60,12 +60,16 @@ def _failure(isolation: Isolation, values: tuple[float, ...], preamble: str) -> 
 
 
 def _why(outcome: Outcome, limits: SandboxLimits) -> str:
-    """Return why the known program failed, for the message to the user."""
+    """Return why the program that adds two numbers failed, for the message to the user.
+
+    outcome: the outcome of its run.
+    limits: limits of the run.
+    """
     if outcome.ended != Ended.itself:
         keys = " or ".join(
             f"reward.code.limits.{name}={getattr(limits, name):g}" for name in _KEYS[outcome.ended]
         )
-        return f"it needs more than {keys}"
+        return f"it exceeds {keys}; raise this limit"
     lines = outcome.stderr.strip().splitlines()
     if outcome.succeeded:
         return f"it printed {shortened(repr(outcome.stdout))} instead of {_PRINTS!r}"

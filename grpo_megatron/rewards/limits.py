@@ -10,16 +10,17 @@ import psutil
 
 
 class OutOfTime(BaseException):
-    """The exception by which `time_limit` leaves its block.
+    """The error that `time_limit` raises in its block when the time is over.
 
-    It is not an Exception, because libraries such as math-verify catch every Exception and go on.
+    The class is not an Exception, because libraries such as math-verify catch every Exception and go on.
     """
 
 
 def interruptible_loop() -> asyncio.AbstractEventLoop:
     """Return an asyncio event loop that `time_limit` can interrupt.
 
-    Ray's workers use uvloop by default. An exception that is raised by a signal does not leave a uvloop loop.
+    Ray's workers use uvloop by default. An exception that a signal handler raises does not end a call of a
+    uvloop event loop.
     """
     return asyncio.SelectorEventLoop()
 
@@ -28,13 +29,14 @@ _AGAIN_SECONDS = 1.0
 
 
 class time_limit:
-    """A context manager that leaves its block after `seconds`: `with time_limit(seconds) as limit:`.
+    """A context manager that ends its block after `seconds`: `with time_limit(seconds) as limit:`.
 
-    Afterwards, limit.reached is True if the time ran out. No exception reaches the caller.
+    After the block, limit.reached is True if the time ran out. The code after the block goes on in both
+    cases, because the context manager catches the OutOfTime error that ended the block.
 
-    It uses the alarm signal (SIGALRM), so it works only in the main thread. The alarm repeats every second or
-    more slowly, in case some code catches the exception. An outer alarm, such as that of an enclosing
-    time_limit, is restored afterwards.
+    The alarm signal (SIGALRM) raises OutOfTime, so this works only in the main thread. The alarm repeats
+    every second, or every `seconds` if that is longer, in case code in the block catches the error. An alarm
+    that was set before, such as by an enclosing time_limit, is restored after the block.
     """
 
     def __init__(self, seconds: float):
@@ -68,19 +70,20 @@ _NOT_IN_THE_BLOCK = {
 class FreeMemory:
     """A detector of reward calls that leave much memory allocated after they end.
 
-    It compares with the memory that the process may still allocate when this object is created.
+    The object stores how much memory the process may still allocate at the object's creation. `is_kept`
+    compares the later amount with this one.
     """
 
     def __init__(self) -> None:
         self._at_first = _free_bytes()
 
     def is_kept(self) -> bool:
-        """Return True if the process may now allocate less than half of what it could at first."""
+        """Return True if the process may now allocate less than half of the memory that it could at first."""
         gc.collect()
         return _free_bytes() < self._at_first / 2
 
 
 def _free_bytes() -> float:
-    """Return how much private writable memory the process may still allocate, possibly infinity."""
+    """Return how many bytes of private memory the process may still allocate; infinity without a limit."""
     most, _ = resource.getrlimit(resource.RLIMIT_DATA)
     return math.inf if most == resource.RLIM_INFINITY else most - psutil.Process().memory_info().data

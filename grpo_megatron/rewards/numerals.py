@@ -42,10 +42,10 @@ _AMBIGUOUS = re.compile(r"(?!1e)\d+e[+-][1-9]")
 
 
 def plain_numbers(text: str) -> str:
-    """Return the text with its numbers in one spelling, so that equal numbers are equal as text.
+    """Return the text with its numbers in one spelling, such as -1234.5, to compare numbers as text.
 
-    In that spelling, such as -1234.5, there are no thousands separators and no exponents. Expressions of the
-    form `2e-1`, in which e may be Euler's number, stay unchanged. `with_exponents` reads those.
+    Thousands separators are removed, and numbers with exponents are written out. Expressions of the form
+    `2e-1` stay unchanged, because the e may be Euler's number. `with_exponents` writes them out, too.
     """
     pieces, position = [], 0
     for start, end in thousands_separators(text):
@@ -58,31 +58,31 @@ def plain_numbers(text: str) -> str:
 
 
 def plain_minus(text: str) -> str:
-    """Return the text with the ASCII hyphen in place of typographic minus signs."""
+    """Return the text with typographic minus signs replaced by the ASCII hyphen."""
     return text if text.isascii() else _DASH.sub("-", _MINUS.sub("-", text))
 
 
 def with_exponents(text: str) -> str:
-    """Return the text with all numbers in scientific notation written out: `2e-1` becomes 0.2."""
+    """Return the text with all numbers in scientific notation written out: `2e-1` becomes `0.2`."""
     return _SCIENTIFIC.sub(lambda found: digits(found[0]), text)
 
 
 def digits(number: str) -> str:
-    """Return a number written without an exponent: 1.5e3 -> 1500, 1e-07 -> 0.0000001."""
+    """Return a number as text without an exponent: 1.5e3 -> 1500, 1e-07 -> 0.0000001."""
     return format(Decimal(number), "f")
 
 
 def thousands_separators(text: str) -> list[tuple[int, int]]:
-    r"""Return (start, end), end exclusive, of each thousands separator in a text, in order.
+    r"""Return the positions (start, end), end exclusive, of all thousands separators in a text, in order.
 
-    A separator is a comma, `{,}` or `\,` before three digits. `{,}`, `,\!`, `\,` and thin spaces always
-    separate thousands. A plain comma may also separate the items of a list:
+    A thousands separator stands before three digits. It is a comma, `{,}`, `,\!`, `\,` or a thin space. Only
+    a plain comma can also separate the items of a list. These rules decide:
 
-    - If an item follows another comma of the same list without a space, as in `1,234,5`, all commas separate
-      items.
-    - Within brackets that contain no space, `(1,234)` and `\{100,200\}` have two items, as math-verify reads
-      them. `(10,000)` and `($1,234)` are exceptions, because items do not begin with 0 or with a currency
-      sign.
+    - If another comma of the same list is followed by an item without a space, as in `1,234,5`, all commas
+      separate items.
+    - In brackets that contain no space, the comma separates two items, as in `(1,234)` and `\{100,200\}`.
+      math-verify reads them in the same way. `(10,000)` and `($1,234)` are exceptions, because items do not
+      begin with 0 or with a currency sign.
     - Elsewhere, as in `1,234`, `x=1,234` or `(1,234, 5,678)`, the comma separates thousands.
     """
     found, commas = [], {}
@@ -101,22 +101,22 @@ def thousands_separators(text: str) -> list[tuple[int, int]]:
 
 @dataclass(slots=True)
 class _Level:
-    """The text directly between two brackets, without the brackets inside it. Positions are text offsets."""
+    """State of scanning one pair of brackets, or the text outside all brackets. Positions are offsets."""
 
     start: int = 0
-    """Position after the opening bracket."""
+    """Position after the opening bracket; 0 outside all brackets."""
     is_list: bool = False
-    """True if the bracket can hold a list: not for the braces of an argument, and not for the whole text."""
+    """True if the brackets may hold a list. False for braces of a LaTeX argument, and outside brackets."""
     num_spaces: int = 0
-    """Number of spaces between items or words. Spaces next to the brackets do not count."""
+    """Number of spaces within the brackets. Spaces next to the brackets do not count."""
     last_space_end: int = -1
-    """Position after the last space."""
+    """Position after the last space; -1 if there was no space."""
     run: list[int] = field(default_factory=list)
     """Positions of commas since the last space that may separate thousands."""
     run_has_items: bool = False
-    """True if another comma since the last space certainly separates items of a list."""
+    """True if a comma since the last space certainly separates items of a list."""
     undecided: list[int] = field(default_factory=list)
-    """Commas of earlier runs, each up to a space, in which no comma certainly separates items."""
+    """Positions of commas before the last space that, so far, may still separate thousands."""
 
     def end_run(self) -> None:
         if not self.run_has_items:
@@ -125,9 +125,9 @@ class _Level:
 
 
 def _thousands_commas(text: str, commas: dict[int, bool]) -> list[int]:
-    """Return the positions of those commas that separate thousands and not the items of a list.
+    """Return the positions of the commas that separate thousands and not the items of a list.
 
-    commas: position -> whether the digits around the comma rule out a two-item list such as `(1,234)`.
+    commas: {position of a comma: True if its number cannot be a list of two items such as `(1,234)`}.
     """
     levels, found, argument_start = [_Level()], [], -1
 

@@ -6,7 +6,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class _Stack:
-    """Another RL stack. `result` is an expression that calls one of its reward functions, named {f}."""
+    """The form of another RL stack's reward functions.
+
+    name: name of the stack
+    parameters: names of parameters by which such a function is recognized
+    result: Python expression that calls the function named {f}, in a reward function of this project
+    """
 
     name: str
     parameters: frozenset[str]
@@ -48,19 +53,19 @@ _STACKS = (
 
 
 def hint(function: str, parameters: Iterable[str]) -> str:
-    """Return advice on how to use another RL stack's reward function here, as the end of an error message.
+    """Return advice on how to use a reward function of another RL stack here, as the end of an error message.
 
-    The result is empty if the parameters match no known stack.
+    Return "" if the parameters match no known stack.
 
-    function: name of the function.
-    parameters: names of its parameters, by which the stack is recognized.
+    function: name of the reward function.
+    parameters: names of the function's parameters, by which the stack is recognized.
     """
     for stack in _STACKS:
         if stack.parameters <= set(parameters):
             result = stack.result.format(f=function)
             definition = "async def" if result.startswith("await") else "def"
             return (
-                f". It has the parameters of a reward function for {stack.name}; name a function that calls "
+                f". It has the parameters of a reward function for {stack.name}; use a function that calls "
                 f"it instead: {definition} reward(prompt, response, answer, record): return {result}"
             )
     return ""

@@ -17,8 +17,8 @@ _USER = re.compile(r"(?:[^/?#]*//)?[^/?#]*@")
 # Status codes after which the same request may succeed later.
 _BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
-# Maximal size of an answer in bytes. A reward with the maximal number of named numbers takes 13 KB, so the
-# answer to a large batch is far smaller.
+# Maximum size of an answer in bytes. A reward with the maximum number of further numbers takes 13 KB, so even
+# the answer to a large batch is far smaller.
 MAX_ANSWER = 16 << 20
 _READ_AT_ONCE = 1 << 16
 
@@ -38,11 +38,11 @@ class _Http:
 
 
 class RewardServerError(Exception):
-    """A reward server gave no valid answer. The message says why."""
+    """A reward server gave no valid answer. The message names the reason."""
 
 
 class Http:
-    """The reward `http`, which a server computes. Concurrent calls are sent in common requests.
+    """The reward `http`, which a server computes. Calls that wait at the same time are sent together.
 
     A request posts {"prompt": [...], "response": [...], "answer": [...], "record": [...]} as JSON. The answer
     must be {"rewards": [...]} with one entry per response: a number, or an object with "reward" and further
@@ -62,8 +62,8 @@ class Http:
         key, shown = f"{setup.term.key}.url", shortened(options.url.partition("?")[0])
         if _USER.match(options.url):  # checked first, because the other message shows the URL
             raise UserError(
-                f"{key} must not have a user or a password, because config.yaml would show them; set "
-                "token_env to an environment variable that holds a token"
+                f"{key} must not contain a user name or password, because config.yaml would show them; set "
+                "token_env to the name of an environment variable that contains a token"
             )
         try:
             parts = urlsplit(options.url)
@@ -71,7 +71,7 @@ class Http:
         except ValueError:  # the port is not a number or too large, or brackets contain no address
             legal = False
         if not legal:
-            raise UserError(f"{key} must be of the form http://HOST:PORT/PATH, is {shown!r}")
+            raise UserError(f"{key} must have the form http://HOST:PORT/PATH, but is {shown!r}")
         return cls(options, setup.secrets.get(options.token_env) if options.token_env else None)
 
     async def __call__(
@@ -95,7 +95,10 @@ class Http:
             task.add_done_callback(self._posts.discard)
 
     async def _post(self, batch: list[tuple[dict[str, Any], asyncio.Future]]) -> None:
-        """Request the rewards of one batch, and give each waiting call its reward or the error."""
+        """Request the rewards of one batch, and set the future of each call to its reward or to an error.
+
+        batch: (data of a response, future) for each waiting call.
+        """
         body = {name: [row[name] for row, _ in batch] for name in batch[0][0]}
         try:
             rewards = await self._rewards(body, len(batch))
@@ -113,9 +116,12 @@ class Http:
                 future.set_exception(RewardServerError(f"{self._shown} answered {shown(reward)}; {error}"))
 
     async def _rewards(self, body: dict[str, list], count: int) -> list:
-        """Return the `count` rewards for a request, retrying after errors that may be temporary.
+        """Request rewards, and try again after errors that may be temporary. Return the rewards as sent.
 
-        Raises RewardServerError if no attempt succeeds.
+        Raises RewardServerError if no attempt succeeds, or if the answer does not have `count` rewards.
+
+        body: data of the request.
+        count: number of responses in the request.
         """
         options = self._options
         for attempt in range(options.attempts):
@@ -127,18 +133,20 @@ class Http:
                 rewards = answer.get("rewards") if isinstance(answer, dict) else None
                 if not isinstance(rewards, list) or len(rewards) != count:
                     raise RewardServerError(
-                        f'{self._shown} must answer {{"rewards": [...]}} with {count} rewards, but did not'
+                        f'{self._shown} must answer {{"rewards": [...]}} with {count} rewards, but sent '
+                        "something else"
                     )
                 return rewards
         raise RewardServerError(
-            f"{self._shown} gave no rewards in {options.attempts} attempts; the last attempt: {problem}"
+            f"{self._shown} returned no rewards in {options.attempts} attempts (last problem: {problem}); "
+            "check that the server is running"
         )
 
     async def _ask(self, body: dict[str, list]) -> tuple[Any, str | None]:
-        """Send one request, and return (answer, problem), of which one is None.
+        """Send one request, and return (answer, problem).
 
-        - answer: the server's answer, parsed as JSON.
-        - problem: why there is none, if a later attempt may succeed.
+        - answer: the server's answer, parsed from JSON; None after a problem.
+        - problem: why there is no answer, as text, if a later attempt may succeed; None after an answer.
 
         Raises RewardServerError if a later attempt would fail in the same way.
         """
@@ -161,12 +169,14 @@ class Http:
                         self._redirected(response.status, response.headers.get("Location", ""))
                     )
                 if response.status != 200:
-                    raise RewardServerError(f"{self._shown} answered with status {response.status}")
+                    raise RewardServerError(
+                        f"{self._shown} answered with HTTP status {response.status}; see the server's log"
+                    )
                 encoding = response.headers.get("Content-Encoding", "identity")
                 if encoding.lower() != "identity":
                     raise RewardServerError(
-                        f"{self._shown} sent a compressed answer ({encoding[:20]!r}), which the request does "
-                        "not allow"
+                        f"{self._shown} sent a compressed answer ({encoding[:20]!r}); turn off compression "
+                        "on the server"
                     )
                 return json.loads(await self._read(response)), None
         except asyncio.TimeoutError:
@@ -174,7 +184,7 @@ class Http:
         except aiohttp.ClientError as error:
             return None, type(error).__name__
         except (ValueError, RecursionError) as error:
-            raise RewardServerError(f"{self._shown} sent an answer that is not JSON") from error
+            raise RewardServerError(f"{self._shown} sent an answer that is not valid JSON") from error
 
     def _redirected(self, status: int, location: str) -> str:
         """Return the error message for an answer that redirects to `location`."""
@@ -183,8 +193,8 @@ class Http:
         except ValueError:
             target = "an invalid URL"
         return (
-            f"{self._shown} redirects to {target} (status {status}). Redirects are not followed, because "
-            "they would send the responses to another address; set url to the address that answers"
+            f"{self._shown} redirects to {target} (status {status}), but redirects are not followed, "
+            "because they would send the responses to another address; set url to the final address"
         )
 
     async def _read(self, response) -> bytes:
@@ -193,11 +203,14 @@ class Http:
         async for data in response.content.iter_chunked(_READ_AT_ONCE):
             found += data
             if len(found) > MAX_ANSWER:
-                raise RewardServerError(f"{self._shown} answered with more than {MAX_ANSWER >> 20} MiB")
+                raise RewardServerError(
+                    f"{self._shown} sent an answer of more than {MAX_ANSWER >> 20} MiB; answer with the "
+                    "rewards only"
+                )
         return bytes(found)
 
 
 def _without_secrets(url: str) -> str:
-    """Return a URL for messages, without the parts that may be secret: the query, and user and password."""
+    """Return a URL for messages, without the parts that may be secret: user, password and query."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

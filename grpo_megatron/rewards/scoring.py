@@ -21,7 +21,7 @@ from grpo_megatron.rewards.values import NoReward, read_reward, read_rewards, sh
 
 @dataclass(frozen=True)
 class RewardTask:
-    """One response to be scored by the rewards of single responses."""
+    """A task of a reward worker: to score one response with all rewards of single responses."""
 
     uid: int
     """uid of the prompt, for messages."""
@@ -37,7 +37,7 @@ class RewardTask:
 
 @dataclass(frozen=True)
 class GroupTask:
-    """All responses to one prompt, to be scored together by the group rewards."""
+    """A task of a reward worker: to score all responses to one prompt together with the group rewards."""
 
     uid: int
     """uid of the prompt, for messages."""
@@ -52,25 +52,25 @@ class GroupTask:
     tokens: list[int]
     """Length of each response in tokens."""
     components: list[dict[str, float]]
-    """For each response, the values of the single-response rewards by the name of their term."""
+    """For each response, {name of a term: value} of the rewards of single responses."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The result of a RewardTask."""
+    """The result of a RewardTask whose rewards all succeeded."""
 
     text: str
     """Text of the response."""
     components: dict[str, float]
-    """Value of each term by its name, and the further numbers that the functions returned."""
+    """{name of a term: value}, and the further numbers that the reward functions returned, by name."""
 
 
 @dataclass(frozen=True)
 class GroupScored:
-    """The result of a GroupTask."""
+    """The result of a GroupTask whose rewards all succeeded."""
 
     values: dict[str, list[float]]
-    """Values of each group reward, by the name of its term: one number per response."""
+    """{name of the term of a group reward: its value for each response}."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class ScorerSpec:
-    """The arguments of a Scorer, sent to each worker process, which calls this object to make its Scorer."""
+    """A factory that is sent to the worker processes. Each process calls it to make its Scorer."""
 
     config: RewardConfig
     decode: Callable[[np.ndarray], str]
@@ -100,21 +100,21 @@ class ScorerSpec:
 
 
 class _Failure(Exception):
-    """A reward failed. The text of this error is the complete message to the user."""
+    """A reward failed. The text of this exception is the complete message to the user."""
 
     def failed(self, text: str = "") -> Failed:
         return Failed(str(self), text, isinstance(self.__cause__, MemoryError))
 
 
 class _TooLong(Exception):
-    """A reward took too long. This is not TimeoutError, because the reward itself may raise that."""
+    """A reward took too long. It is not a TimeoutError, because a reward function may raise TimeoutError."""
 
 
 class Scorer:
     """The object that computes rewards in a worker process. Async rewards of many tasks run concurrently.
 
-    is_worn: True if rewards left so much memory allocated that further ones fail. The worker pool then
-        replaces the process.
+    is_worn: True if reward calls have left so much memory allocated that further calls fail. The worker pool
+        then replaces the process.
     """
 
     def __init__(
@@ -135,16 +135,16 @@ class Scorer:
     ) -> list[Scored | GroupScored | Failed]:
         """Score tasks, and return their results in order, possibly only those of the first tasks.
 
-        seconds: no further task begins after this time, except the first one. No task begins either if the
-            scorer is worn (`is_worn`).
+        seconds: no further task begins after this time, but the first task always begins. No task at all
+            begins while `is_worn` is True.
         """
         return self._loop.run_until_complete(self._score_all(tasks, time.monotonic() + seconds))
 
     async def _score_all(
         self, tasks: Sequence[RewardTask | GroupTask], until: float
     ) -> list[Scored | GroupScored | Failed]:
-        async def score(number: int, task: RewardTask | GroupTask) -> Scored | GroupScored | Failed | None:
-            if self.is_worn or (number and time.monotonic() > until):
+        async def score(index: int, task: RewardTask | GroupTask) -> Scored | GroupScored | Failed | None:
+            if self.is_worn or (index and time.monotonic() > until):
                 return None
             is_first, self._memory = self._memory is None, self._memory or FreeMemory()
             found = await (self._score_group(task) if isinstance(task, GroupTask) else self._score(task))
@@ -153,7 +153,7 @@ class Scorer:
                 return found if is_first else None  # other calls' memory is not this one's fault
             return found
 
-        found = await asyncio.gather(*(score(number, task) for number, task in enumerate(tasks)))
+        found = await asyncio.gather(*(score(index, task) for index, task in enumerate(tasks)))
         return found[: found.index(None)] if None in found else found
 
     async def _score(self, task: RewardTask) -> Scored | Failed:
@@ -169,7 +169,7 @@ class Scorer:
                 try:
                     own = read_reward(found)
                 except NoReward as error:
-                    raise _returned(found, reward, where, error) from None
+                    raise _invalid_reward(found, reward, where, error) from None
                 prefix = "" if reward.term.is_whole else f"{reward.term.name}/"
                 values[reward.term.name] = own.pop("reward")
                 others |= {prefix + name: number for name, number in own.items()}
@@ -194,7 +194,7 @@ class Scorer:
                 try:
                     values[reward.term.name] = own = read_rewards(found, len(task.responses))
                 except NoReward as error:
-                    raise _returned(found, reward, where, error) from None
+                    raise _invalid_reward(found, reward, where, error) from None
                 for one, number in zip(components, own, strict=True):
                     one[reward.term.name] = number
         except _Failure as failure:
@@ -211,15 +211,18 @@ class Scorer:
                 until, reward.function, given | {name: options[name] for name in reward.wants}
             )
         except _TooLong:
-            raise _Failure(f"{failed}: took longer than reward.timeout={self._timeout} s") from None
+            raise _Failure(f"{failed}: it took longer than reward.timeout={self._timeout} s") from None
         except (Exception, SystemExit) as error:
             raise _Failure(f"{failed}: {described(error)}") from error
 
 
 async def _limited(until: float, function: Callable, arguments: dict[str, Any]) -> Any:
-    """Return the result of a function, awaited if it is async. Raises _TooLong at the deadline.
+    """Call a function, and return its result. The result is awaited if the function is async.
 
-    until: deadline, as a value of time.monotonic().
+    Raises _TooLong if the function has not returned at the deadline.
+
+    until: the deadline, as a value of time.monotonic().
+    arguments: the function's keyword arguments.
     """
     left = until - time.monotonic()
     if left <= 0:
@@ -239,13 +242,18 @@ async def _limited(until: float, function: Callable, arguments: dict[str, Any]) 
 
 
 async def _without_exit(value: Awaitable) -> Any:
-    """Await the value, with SystemExit turned into RuntimeError."""
+    """Await the value and return the result. Raise RuntimeError if the awaited code raises SystemExit."""
     try:
         return await value
     except SystemExit as error:  # it would end the event loop, and with it the scoring of all other tasks
         raise RuntimeError(f"SystemExit: {error}") from error
 
 
-def _returned(value: Any, reward: Reward, where: str, error: NoReward) -> _Failure:
-    """Return the error for a reward function that returned something that is not a reward."""
+def _invalid_reward(value: Any, reward: Reward, where: str, error: NoReward) -> _Failure:
+    """Return the exception for a reward function that returned an invalid value.
+
+    value: what the function returned.
+    where: the response or group that was scored, for the message.
+    error: says what a valid value is.
+    """
     return _Failure(f"reward {reward.name} returned {shown(value)} for {where}; {error}")

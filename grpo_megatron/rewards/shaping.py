@@ -10,9 +10,12 @@ from grpo_megatron.rewards.control import shuffle_rewards
 
 
 def shape_rewards(groups: list[Group], config: Config, step: int) -> list[Group]:
-    """Return the groups with the rewards to train on, as far as the configuration changes them.
+    """Return the groups with the rewards to train on.
 
-    step: index of the training step, which seeds the shuffling of rewards (reward.shuffle_control).
+    The overlong penalty (reward.overlong_buffer) is added to the rewards. Then they are shuffled if
+    reward.shuffle_control is set.
+
+    step: index of the training step, from 1. It seeds the shuffling.
     """
     groups = shape_overlong(groups, config.rollout.max_response_length, config.reward.overlong_buffer)
     if config.reward.shuffle_control:
@@ -23,17 +26,22 @@ def shape_rewards(groups: list[Group], config: Config, step: int) -> list[Group]
 def overlong_penalty(length: int, longest: int, buffer: int, penalty: float) -> float:
     """Return DAPO's soft overlong punishment (arXiv:2503.14476 eq. 13), in [-penalty, 0].
 
-    It is 0 up to a length of longest - buffer tokens. From there it falls linearly to -penalty at `longest`
-    tokens, and stays at -penalty beyond. All lengths are in tokens.
+    The result is 0 for lengths up to longest - buffer. From there it falls linearly to -penalty at `longest`,
+    and stays at -penalty for greater lengths.
+
+    length: length of the response in tokens.
+    longest: maximum length of a response in tokens.
+    buffer: number of tokens below `longest` in which the penalty grows.
+    penalty: the largest penalty.
     """
     return penalty * min(0.0, max(-1.0, (longest - buffer - length) / buffer))
 
 
 def shape_overlong(groups: list[Group], longest: int, config) -> list[Group]:
-    """Return the groups with `overlong_penalty` added to each trajectory's reward.
+    """Return the groups with the result of `overlong_penalty` added to each trajectory's reward.
 
-    The penalty is also logged as the component `overlong_penalty`. If a trajectory has several sequences, the
-    length of its longest one counts.
+    The penalty is also added as the component `overlong_penalty`. If a trajectory has several sequences, the
+    length of its longest sequence counts.
 
     longest: rollout.max_response_length.
     config: config.schema.OverlongBufferConfig. If its length is 0, the groups are returned unchanged.

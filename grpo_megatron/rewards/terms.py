@@ -30,9 +30,9 @@ class Term:
     function: str
     """Name of the reward function."""
     weight: float
-    """Factor of the function's value in the sum."""
+    """Factor of the function's value in the reward."""
     args: Mapping[str, Any]
-    """The function's own options."""
+    """{option of the reward function: value}, as the user configured them."""
 
     @property
     def is_whole(self) -> bool:
@@ -41,7 +41,7 @@ class Term:
 
     @property
     def key(self) -> str:
-        """Configuration key of the term's options, for messages."""
+        """Configuration key under which the term's options are, for messages."""
         return "reward.args" if self.is_whole else f"reward.terms.{self.name}"
 
 
@@ -64,7 +64,7 @@ def terms_of(config: RewardConfig) -> list[Term]:
 def model_term(terms: Sequence[Term]) -> Term | None:
     """Return the term whose value is the score of a reward model, or None if there is no such term.
 
-    Reward workers skip it: the model computes all its scores after generation.
+    Reward workers skip this term, because the reward model computes all scores after generation.
     """
     return next((term for term in terms if term.function == MODEL), None)
 
@@ -77,7 +77,7 @@ def _term(name: str, entry: Any) -> Term:
             f"{', '.join(_TAKEN)}"
         )
     if not isinstance(entry, dict) or not isinstance(entry.get("function"), str):
-        raise UserError(f"{key} must name its function, such as {{function: math, weight: 1.0}}")
+        raise UserError(f"{key} must specify a function, such as {{function: math, weight: 1.0}}")
     own = {option: entry[option] for option in ("function", "weight") if option in entry}
     read = read_options(_Entry, own, key)
     return Term(
@@ -90,15 +90,18 @@ def _term(name: str, entry: Any) -> Term:
 
 @dataclass(frozen=True)
 class Setup:
-    """The arguments from which a built-in reward function is made."""
+    """The arguments from which a built-in reward function is made: configuration, term and secrets."""
 
     config: RewardConfig
     term: Term
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Values of the environment variables that the reward reads. Empty if it is made only to be inspected."""
+    """{environment variable that the reward reads: value}. Empty if the reward function is not called."""
 
     def options(self, cls: type[Options]) -> Options:
-        """Return the term's own options as an instance of `cls`. Raises UserError for an invalid option."""
+        """Return the term's own options as an instance of the dataclass `cls`.
+
+        Raises UserError for an invalid option.
+        """
         beside = () if self.term.is_whole else ("function", "weight")
         return read_options(cls, self.term.args, self.term.key, beside)
 
@@ -106,7 +109,7 @@ class Setup:
 def total(terms: Sequence[Term], components: Mapping[str, float]) -> float:
     """Return the reward of a response: the sum of weight times value over all terms.
 
-    components: value of each term by its name, possibly among other numbers.
+    components: {name of a term: value of its function}. Other numbers in it are ignored.
 
     Raises KeyError if a term has no value yet.
     """
@@ -116,11 +119,12 @@ def total(terms: Sequence[Term], components: Mapping[str, float]) -> float:
 def read_options(
     cls: type[Options], values: Mapping[str, Any], key: str, besides: tuple[str, ...] = ()
 ) -> Options:
-    """Return a reward's options as an instance of `cls`, a `config.options.dataclass`.
+    """Return a reward's options as an instance of `cls`.
 
-    values: the options as the user gave them.
-    key: configuration key of the options, for error messages.
-    besides: names that the user may write at the same key but that are read elsewhere. Error messages suggest
+    cls: a dataclass made with config.options.dataclass.
+    values: {option: value} as the user configured them.
+    key: configuration key under which the options are, for error messages.
+    besides: other names that are allowed under the same key, and are read elsewhere. Error messages suggest
         them too.
 
     Raises UserError for an unknown option, for a value of a wrong type, and for a value outside its limits.

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
-# Maximal count of further numbers per response. Each becomes a curve of its own in the logs.
+# Maximum number of further numbers per response. Each becomes a curve of its own in the logs.
 MAX_COMPONENTS = 100
 MAX_NAME_LENGTH = 100
 # Advantages are float32, whose largest value is 3e38. A sum of rewards must stay below that.
@@ -22,12 +22,12 @@ class NoReward(Exception):
 
 
 def read_reward(value: Any, from_json: bool = False) -> dict[str, float]:
-    """Return {"reward": number, further names: numbers} from what a reward function returned.
+    """Convert the value that a reward function returned to {"reward": number, name: further number, ...}.
 
-    Raises NoReward if that is invalid.
+    Raises NoReward if the value is invalid.
 
     value: a number, or a dict of numbers with the key "reward".
-    from_json: True if the value comes from a server, whose true and false are not accepted as numbers. A
+    from_json: If True, true and false are not accepted as numbers, because the value comes from a server. A
         Python function may return a bool, such as the result of a comparison.
     """
     if not isinstance(value, dict):
@@ -41,22 +41,30 @@ def read_reward(value: Any, from_json: bool = False) -> dict[str, float]:
 
 
 def read_components(value: dict, from_json: bool = False) -> dict[str, float]:
-    """Return a dict's numbers as floats, by name, for the logs. Raises NoReward for an invalid name or value.
+    """Return {name: number} of a dict with the numbers converted to floats, for the logs.
 
-    from_json: True if true and false are not accepted as numbers.
+    Raises NoReward if a name or a number is invalid, or if there are more than MAX_COMPONENTS.
+
+    from_json: If True, true and false are not accepted as numbers.
     """
     if len(value) > MAX_COMPONENTS:
-        raise NoReward(f"it must return at most {MAX_COMPONENTS} numbers beside the reward, not {len(value)}")
+        raise NoReward(
+            f"it must return at most {MAX_COMPONENTS} numbers in addition to the reward, not {len(value)}"
+        )
     for name in value:
         if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= MAX_NAME_LENGTH:
             raise NoReward(
-                f"the name of a number must be 1 to {MAX_NAME_LENGTH} printable characters, is {shown(name)}"
+                f"the name of a number must be 1 to {MAX_NAME_LENGTH} printable characters, but is "
+                f"{shown(name)}"
             )
     return {str(name): _number(number, shown(name), from_json) for name, number in value.items()}
 
 
 def read_rewards(value: Any, count: int) -> list[float]:
-    """Return what a group reward returned as `count` floats. Raises NoReward if it is anything else."""
+    """Convert the value that a group reward returned to a list of floats.
+
+    Raises NoReward if the value is not an iterable of exactly `count` numbers.
+    """
     must = f"it must return {count} finite numbers"
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, dict)):
         raise NoReward(must)
@@ -67,7 +75,7 @@ def read_rewards(value: Any, count: int) -> list[float]:
 
 
 def shown(value: Any) -> str:
-    """Return a short repr of any value, for quoting in an error message, without control characters."""
+    """Return a short text that represents any value in an error message. It has no control characters."""
     try:
         text = _QUOTES.repr(value)
     except Exception:  # such as an int with more digits than Python writes
@@ -81,7 +89,11 @@ _QUOTES.maxother = 200  # such as a StepResult
 
 
 def _number(value: Any, name: str, from_json: bool) -> float:
-    """Return a value as a finite float. Raises NoReward if it is none, or is too large for training."""
+    """Return a value as a finite float. Raises NoReward if it is not a number or exceeds LARGEST.
+
+    name: name of the value in the message.
+    from_json: If True, true and false are not accepted as numbers.
+    """
     try:
         if hasattr(value, "item"):
             value = value.item()  # scalar of NumPy or torch; an array of several numbers raises an error
@@ -91,7 +103,9 @@ def _number(value: Any, name: str, from_json: bool) -> float:
     except OverflowError:
         number = math.inf
     except Exception:  # an object of a user's class may raise anything
-        raise NoReward(f"{name} must be a number, is {shown(value)} of type {type(value).__name__}") from None
+        raise NoReward(
+            f"{name} must be a number, but is {shown(value)} of type {type(value).__name__}"
+        ) from None
     if not abs(number) <= LARGEST:
         raise NoReward(f"{name} must be finite, and at most {LARGEST:g} in absolute value")
     return number

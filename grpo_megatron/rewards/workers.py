@@ -24,16 +24,16 @@ logger = logging.getLogger(__name__)
 
 
 class RewardWorkers:
-    """The driver's handle on the worker processes that decode and score samples."""
+    """The driver's handle for the worker processes that decode and score samples."""
 
     def __init__(self, config: RewardConfig, decode: Callable[[np.ndarray], str], places: Sequence[Place]):
         """Look up the reward functions in this process, so that a wrong name fails early, and start workers.
 
-        decode: function from int32 token ids to text, sent to the worker processes.
+        decode: function from int32 token ids to text, which is sent to the worker processes.
         places: node, process name and log file of each worker process.
 
-        Raises UserError for an unknown reward function or option. Raises UserError also if an environment
-        variable that a reward reads is not set.
+        Raises UserError for an unknown reward function or option, and for an environment variable that a
+        reward reads and that is not set.
         """
         rewards = resolve_rewards(config)
         self._config, self._decode, self._warn = config, decode, Rarely(logger)
@@ -47,13 +47,13 @@ class RewardWorkers:
         self._pool = WorkerPool(what, spec, bounds(config), places)
 
     async def score(self, prompt: Prompt, sample: Sample) -> Sample:
-        """Return the sample with its text and the values of the single-response rewards as components.
+        """Return the sample with its text, and with the values of the single-response rewards as components.
 
         The total reward is set too, unless there are group rewards or a reward model, which are computed
         later.
 
-        If a reward fails, reward.on_failure decides what happens. If that is `error`, UserError is raised for
-        the failed reward, or ProcessLost if the worker process died.
+        If a reward fails, reward.on_failure decides what happens. With `error`, UserError is raised, or
+        ProcessLost if the worker process died. Otherwise the sample is marked as failed.
         """
         found = await self._ask(
             RewardTask(prompt.uid, prompt.text, sample.response_ids, prompt.answer, prompt.fields)
@@ -66,12 +66,12 @@ class RewardWorkers:
         return sample if self._of_groups else self._total(sample, found.components)
 
     async def score_group(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Sample, ...]:
-        """Return all samples of a group with the values of the group rewards added.
+        """Return all samples of a group with the values of the group rewards added as components.
 
-        The total reward is set too, unless there is a reward model. Failures are handled as reward.on_failure
-        says.
+        The total reward is set too, unless there is a reward model. Failures are handled as in `score`.
 
-        samples: the group's samples, each as `score` returned it.
+        prompt: the group's prompt.
+        samples: the group's samples, as `score` returned them.
         """
         left = [sample for sample in samples if not sample.reward_failed]
         if not self._of_groups or not left:
@@ -105,14 +105,20 @@ class RewardWorkers:
             return Failed(f"{error} (record {task.uid})")
 
     def _total(self, sample: Sample, components: Mapping[str, float]) -> Sample:
-        """Return the sample with these components, and with its reward if all terms have a value now."""
+        """Return the sample with these components. The total reward is set unless there is a reward model."""
         shown = {name: value for name, value in components.items() if name != WHOLE}
         if not self._is_whole:
             return replace(sample, reward_components=shown)
         return sample.scored(total(self._terms, components), shown)
 
     def _failed(self, samples: Sequence[Sample], failed: Failed) -> list[Sample]:
-        """Return samples whose reward failed, marked as failed. Raises UserError with on_failure=error."""
+        """Return the samples marked as failed. Their reward is reward.failure_value, or None with leave_out.
+
+        Raises UserError if reward.on_failure=error.
+
+        samples: samples whose reward failed.
+        failed: says why.
+        """
         if self._config.on_failure == OnFailure.error:
             raise UserError(failed.why)
         what = "sample" if len(samples) == 1 else "group"
@@ -128,5 +134,5 @@ class RewardWorkers:
 
 
 def bounds(config: RewardConfig) -> Bounds:
-    """Return the limits of time, memory and file size for worker processes of rewards and environments."""
+    """Return the configured limits of time, memory and file size for processes that run user code."""
     return Bounds(config.timeout, int(config.memory_gib * 2**30), int(config.file_mib * 2**20))

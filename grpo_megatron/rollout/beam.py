@@ -17,8 +17,8 @@ from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.config.rollout import BeamConfig, EarlyStopping
 from grpo_megatron.sglang.request import Completion
 
-# (index of the live beam, its tokens so far, how many of the most likely next tokens to return) -> the
-# engine's answer, one token
+# Function that asks the engine for one more token of a beam. Its arguments: index of the beam among the
+# unfinished ones, the beam's tokens so far, and how many of the most likely next tokens to return.
 Ask = Callable[[int, list[int], int], Awaitable[Completion]]
 
 
@@ -29,9 +29,9 @@ class Beam:
     ids: tuple[int, ...] = ()
     """Token ids of the response so far, without the prompt."""
     logprobs: tuple[float, ...] = ()
-    """Log-prob of each token."""
+    """Log-prob of each token in `ids`."""
     versions: tuple[int, ...] = ()
-    """Weight version that generated each token."""
+    """Version of the weights that generated each token in `ids`."""
     total: float = 0.0
     """Sum of the log-probs."""
 
@@ -43,18 +43,19 @@ class Beam:
 
 
 class BeamSearch:
-    """The beam search for the responses to one prompt, without the calls to an engine.
+    """The state of a beam search for the responses to one prompt. The caller makes the calls to an engine.
 
     While `done` is False, the caller asks the engine for the most likely next tokens of each unfinished beam
-    in `live`, and gives the answers to `advance`.
+    in `live`, and passes the answers to `advance`.
     """
 
     def __init__(self, width: int, ends: Iterable[int], limit: int, config: BeamConfig):
         """Begin with one empty beam.
 
-        width: number of beams, and of responses that are found.
+        width: number of beams, and of responses to find.
         ends: ids of the tokens that end a response.
-        limit: maximal number of tokens of a response.
+        limit: maximum number of tokens of a response.
+        config: length penalty and stopping rule of the search.
         """
         self._width, self._ends, self._limit, self._config = width, frozenset(ends), limit, config
         # Enough candidates that `width` beams can continue, whichever candidates end.
@@ -66,7 +67,8 @@ class BeamSearch:
     def advance(self, answers: list[Completion]) -> None:
         """Extend the unfinished beams in `live` by one token, and update `live`, `finished` and `done`.
 
-        answers: the engine's answer for each beam in `live`, with the `candidates` most likely next tokens.
+        answers: the engine's answers, in the order of `live`, each with the `candidates` most likely next
+            tokens.
         """
         found = [
             (beam.total + logprob, beam, token, logprob, answer.weight_spans[0].version)
@@ -96,7 +98,7 @@ class BeamSearch:
     def _can_improve(self, length: int) -> bool:
         """Return True if an unfinished beam may still become one of the best `width` responses.
 
-        length: number of tokens of the unfinished beams.
+        length: number of tokens of each unfinished beam.
         """
         stopping = self._config.early_stopping
         if len(self.finished) < self._width:
@@ -108,11 +110,11 @@ class BeamSearch:
         return self._score(self.live[0].total, length) > self.finished[-1][0]
 
     def completions(self, group: int) -> list[Completion]:
-        """Return the found responses, the best first, in the form in which an engine returns sampled ones.
+        """Return the finished responses, the best first, as if an engine had sampled them.
 
-        group: index of the group, the first part of each Completion's key.
+        group: index of the group. A Completion has the key (group, its index in the returned list).
         """
-        return [self._completion(beam, (group, number)) for number, (_, beam) in enumerate(self.finished)]
+        return [self._completion(beam, (group, index)) for index, (_, beam) in enumerate(self.finished)]
 
     def _completion(self, beam: Beam, key: tuple[int, int]) -> Completion:
         spans, start = [], 0
@@ -130,14 +132,14 @@ class BeamSearch:
 
 
 async def run_search(search: BeamSearch, ask: Ask) -> None:
-    """Run a beam search until it is done.
+    """Run a beam search until it is done. The search then holds the responses.
 
-    ask: requests the next token of one beam from the engine. All unfinished beams are requested at once, so
-        that the engine batches them.
+    ask: requests the next token of one beam from the engine. It is called for all unfinished beams at once,
+        so that the engine batches the requests.
     """
     while not search.done:
         search.advance(
             await asyncio.gather(
-                *(ask(number, list(beam.ids), search.candidates) for number, beam in enumerate(search.live))
+                *(ask(index, list(beam.ids), search.candidates) for index, beam in enumerate(search.live))
             )
         )

@@ -37,7 +37,7 @@ BUILT_IN = ("gymnasium", "tools")
 
 
 class EnvironmentFailed(UserError):
-    """A method of an environment raised an error, took too long, or returned something invalid."""
+    """A method of an environment raised an error, exceeded its time limit, or returned an invalid value."""
 
 
 # Errors that cost only the episode, if reward.on_failure allows it. All other errors end the run.
@@ -57,17 +57,18 @@ class StepResult:
     observation: str | list[dict[str, Any]] = ""
     """What the model reads next: text, or chat messages (dicts with role and content)."""
     reward: float = 0.0
-    """Reward of this turn. The trajectory's reward is the sum over its turns."""
+    """Reward of this turn. The reward of the whole episode is the sum over its turns."""
     done: bool = False
     """True if the episode is over. `observation` is then not used."""
     components: dict[str, float] = field(default_factory=dict)
-    """Further numbers for the logs, summed over the turns."""
+    """Further numbers for the logs, by name. Each is summed over the turns of the episode."""
 
 
 class Environment(Protocol):
-    """One episode of an environment. The methods may also be plain functions, without `async`.
+    """The interface of an environment. One instance plays one episode.
 
-    The object registered by `@environment` may have two optional attributes:
+    The methods may also be plain functions, without `async`. The class or function that is registered by
+    `@environment` may have two attributes:
 
     - tools: a list of JSON schemas of functions, which the chat template shows to the model.
     - asks_reward_function: if True, reward.function scores the text of the last turn. Its reward is added to
@@ -77,13 +78,15 @@ class Environment(Protocol):
     def __init__(self, prompt: Prompt): ...
 
     async def reset(self, seed: int) -> str | list[dict[str, Any]] | None:
-        """Begin the episode, and return what the model reads after the prompt, if anything.
+        """Begin the episode, and return the first observation, which the model reads after the prompt.
+
+        The observation is a text or a list of chat messages. None means that the model reads the prompt only.
 
         seed: the same for all episodes of a group (one prompt), so that they start in the same state.
         """
 
     async def step(self, response: str) -> StepResult:
-        """Answer a turn of the model.
+        """Process a turn of the model, and return the environment's answer.
 
         response: the text of the turn, without end and padding tokens.
         """
@@ -91,12 +94,12 @@ class Environment(Protocol):
     async def close(self) -> None:
         """Release the environment's resources. A class may omit this method.
 
-        It is called last for every instance that was made, also if the episode failed.
+        `close` is called last for every instance that was made, even if the episode failed.
         """
 
 
 def resolve_environment(rollout: RolloutConfig, reward: RewardConfig) -> Callable[[Prompt], Environment]:
-    """Return the class or function that rollout.environment names, which makes an environment from a prompt.
+    """Return the class or function that rollout.environment names. It makes an environment from a prompt.
 
     Raises UserError if the name is unknown. Raises UserError also if the environment cannot be used, for
     example because a method is missing.
@@ -116,9 +119,10 @@ def resolve_environment(rollout: RolloutConfig, reward: RewardConfig) -> Callabl
 
 
 def _check_methods(made: type, setting: str) -> None:
-    """Raise UserError if an environment's class lacks a method, or has one with wrong arguments.
+    """Raise UserError if an environment's class does not have the methods of Environment.
 
-    setting: configuration key and value that name the class, for the message.
+    made: the environment's class.
+    setting: configuration key and value that name the class, for the error message.
     """
     for name, arguments in _METHODS.items():
         method = inspect.getattr_static(made, name, None)
@@ -136,9 +140,10 @@ def _check_methods(made: type, setting: str) -> None:
 
 
 def asks_reward_function(rollout: RolloutConfig, reward: RewardConfig) -> bool:
-    """Return whether a run calls reward.function: without an environment, or if its environment asks for it.
+    """Return True if a run calls reward.function.
 
-    Raises UserError if rollout.environment is unknown or cannot be used.
+    A run does so if it has no environment, or if its environment sets `asks_reward_function`. Raises
+    UserError if rollout.environment is unknown or cannot be used.
     """
     return rollout.environment is None or _asks(resolve_environment(rollout, reward))
 
@@ -148,17 +153,17 @@ def _asks(made: Callable[[Prompt], Environment]) -> bool:
 
 
 def offered_tools(rollout: RolloutConfig, reward: RewardConfig) -> list[dict[str, Any]]:
-    """Return JSON schemas of the functions that the environment offers to the model, possibly none."""
+    """Return the JSON schemas of the functions that the environment offers to the model, possibly []."""
     return list(getattr(resolve_environment(rollout, reward), "tools", ())) if rollout.environment else []
 
 
 class Environments:
-    """The worker processes that run environments, each with many instances (episodes) at a time."""
+    """The worker processes that run environments. Each process runs many instances (episodes) at a time."""
 
     def __init__(self, rollout: RolloutConfig, reward: RewardConfig, decode: Decode, places: Sequence[Place]):
         """Start the worker processes.
 
-        decode: function from int32 token ids to text, sent to the worker processes.
+        decode: function from int32 token ids to text, which is sent to the worker processes.
         places: node, process name and log file of each worker process.
 
         Raises UserError if rollout.environment is unknown or cannot be used.
@@ -166,24 +171,27 @@ class Environments:
         made = resolve_environment(rollout, reward)  # errors in the setup are raised before any work is done
         self.asks_reward_function = _asks(made)
         what, build = f"environment {rollout.environment}", partial(_Host, rollout, reward, decode)
-        # One pool per worker, because an episode must return to the process that holds its instance, and ends
-        # with it.
+        # One pool per worker, because all calls of an episode must go to the process that holds its instance.
+        # If that process dies, the episode is lost.
         self._pools = [WorkerPool(what, build, bounds(reward), [place], again=False) for place in places]
-        self._timeout, self._numbers, self._warn = (
+        self._timeout, self._episodes, self._warn = (
             reward.timeout,
             itertools.count(),
             Rarely(logger, once=True),
         )
 
     def episode(self, prompt: Prompt) -> "RemoteEnvironment":
-        """Return a handle for a new episode. Its instance is made in a worker process by `reset`."""
-        number = next(self._numbers)
-        pool = self._pools[number % len(self._pools)]
-        return RemoteEnvironment(pool, number, prompt, self._timeout, self._could_not_close)
+        """Return a handle for a new episode. Its `reset` makes the instance in a worker process."""
+        episode = next(self._episodes)
+        pool = self._pools[episode % len(self._pools)]
+        return RemoteEnvironment(pool, episode, prompt, self._timeout, self._could_not_close)
 
     def _could_not_close(self, problem: str) -> None:
-        """Tell the user, once per run, that an episode could not be closed."""
-        self._warn(f"{problem}; the run goes on, and does not report further episodes that cannot be closed")
+        """Log a warning that an episode could not be closed, on the first call only.
+
+        problem: why it could not be closed.
+        """
+        self._warn(f"{problem}; the run continues and does not report further episodes that cannot be closed")
 
     def close(self) -> None:
         for pool in self._pools:
@@ -191,39 +199,43 @@ class Environments:
 
 
 class RemoteEnvironment:
-    """The driver's handle on one episode, whose environment is an instance in a worker process.
+    """The driver's handle for one episode, whose environment is an instance in a worker process.
 
-    If something goes wrong there, all methods except `close` raise one of FAILURES.
+    If the environment or its process fails, all methods except `close` raise EnvironmentFailed, WorkerDied or
+    WorkerHangs.
     """
 
     def __init__(
         self,
         pool: WorkerPool,
-        number: int,
+        episode: int,
         prompt: Prompt,
         timeout: float,
         could_not_close: Callable[[str], None],
     ):
-        self._pool, self._number, self._prompt = pool, number, prompt
+        self._pool, self._episode, self._prompt = pool, episode, prompt
         self._timeout, self._could_not_close = timeout, could_not_close
 
     async def reset(self, seed: int) -> str | list[dict[str, Any]]:
-        """Make the instance, begin the episode, and return the first observation, possibly empty."""
+        """Make the environment's instance and begin the episode.
+
+        Return the first observation, or "" if there is none.
+        """
         return await self._call("reset", self._prompt, seed)
 
     async def step(self, response_ids: np.ndarray) -> tuple[str, StepResult]:
-        """Return (text of the model's turn, the environment's answer to it).
+        """Pass a turn of the model to the environment. Return (text of the turn, the environment's answer).
 
-        response_ids: int32, the token ids of the turn. They are decoded in the worker process.
+        response_ids: int32 token ids of the turn. The worker process decodes them.
         """
         return await self._call("step", response_ids)
 
     async def text(self, ids: np.ndarray) -> str:
-        """Return the text of int32 token ids, decoded in the worker process to spare the driver."""
+        """Return the text of int32 token ids. The worker process decodes them, which spares the driver."""
         return await self._call("text", ids)
 
     async def close(self) -> None:
-        """Close the instance in the worker process and forget it. Errors are only reported."""
+        """Close the environment's instance in the worker process, and remove it. Errors are logged only."""
         try:
             closing = asyncio.ensure_future(self._call("close"))
             # An abort waits for this. The time is enough for a running step and for the closing itself, but
@@ -235,14 +247,14 @@ class RemoteEnvironment:
                 # The close must outlive this event loop: an environment that is never closed stays in its
                 # process for as long as the process lives.
                 closing.cancel()
-                self._pool.tell(("close", self._number, ()))
+                self._pool.tell(("close", self._episode, ()))
         except ProcessLost:
             pass  # its instances are gone too; the next episode there reports that
         except UserError as error:
             self._could_not_close(str(error))
 
     async def _call(self, method: str, *arguments) -> Any:
-        result = await self._pool.call((method, self._number, arguments))
+        result = await self._pool.call((method, self._episode, arguments))
         if isinstance(result, UserError):
             raise result
         return result
@@ -252,7 +264,10 @@ class RemoteEnvironment:
 
 
 class _Host:
-    """The environment instances of one worker process, by the number of their episode."""
+    """The environment instances in one worker process, each under the number of its episode.
+
+    The driver numbers the episodes of a run from 0.
+    """
 
     def __init__(self, rollout: RolloutConfig, reward: RewardConfig, decode: Decode):
         self._name, self._timeout, self._decode = rollout.environment, reward.timeout, decode
@@ -261,30 +276,30 @@ class _Host:
         self._alive: dict[int, tuple[Any, int]] = {}  # (instance, uid of the prompt)
 
     def work(self, calls: Sequence[tuple[str, int, tuple]], seconds: float) -> list[Any]:
-        """Call methods of this object, and return their results or the UserErrors that they raise.
+        """Call methods of this object. Return the result of each call, or the UserError that it raised.
 
-        calls: (method, number of the episode, arguments) each.
-        seconds: no further call begins after this time. The result then covers only the first calls.
+        calls: (name of the method, number of the episode, arguments) of each call.
+        seconds: no further call begins after this time. The results are then those of the first calls only.
         """
         until, results = time.monotonic() + seconds, []
-        for method, number, arguments in calls:
+        for method, episode, arguments in calls:
             try:
-                results.append(getattr(self, method)(number, *arguments))
+                results.append(getattr(self, method)(episode, *arguments))
             except UserError as error:
                 results.append(error)
             if time.monotonic() > until:
                 break
         return results
 
-    def text(self, number: int, ids: np.ndarray) -> str:
+    def text(self, episode: int, ids: np.ndarray) -> str:
         return self._decode(ids)
 
-    def reset(self, number: int, prompt: Prompt, seed: int) -> str | list[dict[str, Any]]:
+    def reset(self, episode: int, prompt: Prompt, seed: int) -> str | list[dict[str, Any]]:
         where = f"environment {self._name}: reset() on record {prompt.uid}"
 
         async def make_and_reset():
             instance = self._make(prompt)
-            self._alive[number] = instance, prompt.uid  # from now on it has to be closed
+            self._alive[episode] = instance, prompt.uid  # from now on it has to be closed
             return await _awaited(instance.reset(seed))
 
         observation = self._limited(where, make_and_reset)
@@ -295,29 +310,32 @@ class _Host:
             )
         return observation or ""
 
-    def step(self, number: int, response_ids: np.ndarray) -> tuple[str, StepResult]:
-        if number not in self._alive:
+    def step(self, episode: int, response_ids: np.ndarray) -> tuple[str, StepResult]:
+        if episode not in self._alive:
             # The process's death may have been noticed by a call whose result is ignored, such as `close` of
             # another episode.
             raise WorkerDied(
-                f"environment {self._name}: the process of an episode has died between two turns, so the "
+                f"environment {self._name}: the process of an episode died between two turns, so the "
                 "episode is lost"
             )
-        instance, uid = self._alive[number]
+        instance, uid = self._alive[episode]
         response = self._decode(response_ids)
         where = f"environment {self._name}: step({response[:80]!r}) on record {uid}"
         return response, _checked(self._limited(where, lambda: _awaited(instance.step(response))), where)
 
-    def close(self, number: int) -> None:
-        instance, uid = self._alive.pop(number, (None, None))  # the instance may not even exist
+    def close(self, episode: int) -> None:
+        instance, uid = self._alive.pop(episode, (None, None))  # the instance may not even exist
         if hasattr(instance, "close"):
             where = f"environment {self._name}: close() on record {uid}"
             self._limited(where, lambda: _awaited(instance.close()))
 
     def _limited(self, where: str, call: Callable) -> Any:
-        """Return the result of an async call. Raise EnvironmentFailed if it fails or exceeds reward.timeout.
+        """Run a coroutine and return its result.
 
-        where: environment, method and record, for the message.
+        Raises EnvironmentFailed if the coroutine raises an error or exceeds reward.timeout.
+
+        where: environment, method and record, for the error message.
+        call: returns the coroutine.
         """
         try:
             # This also interrupts Python code that does not await. It works because this is the process's
@@ -345,11 +363,11 @@ def _is_observation(value: Any) -> bool:
 
 
 def _checked(result: Any, where: str) -> StepResult:
-    """Return what an environment's step() returned, with its numbers converted to plain Python numbers.
+    """Return the result of an environment's step(), with its numbers converted to plain Python numbers.
 
-    Raises EnvironmentFailed if it is not a valid StepResult.
+    Raises EnvironmentFailed if the result is not a valid StepResult.
 
-    where: environment, method and record, for the message.
+    where: environment, method and record, for the error message.
     """
     if not isinstance(result, StepResult):
         raise EnvironmentFailed(f"{where} returned {shown(result)}; it must return a StepResult")

@@ -19,20 +19,26 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.logs import Rarely
 from grpo_megatron.rewards import RewardWorkers, resolve_rewards
 from grpo_megatron.rewards.base import check_record
-from grpo_megatron.rollout.environments import FAILURES, Environments, RemoteEnvironment, asks_reward_function
+from grpo_megatron.rollout.environments import (
+    FAILURES,
+    Environments,
+    RemoteEnvironment,
+    StepResult,
+    asks_reward_function,
+)
 from grpo_megatron.rollout.history import HISTORIES, History
 from grpo_megatron.rollout.trajectory import Episode, Trajectory
 from grpo_megatron.sglang.request import Completion
 
 logger = logging.getLogger(__name__)
 
-# (token ids to continue, maximal number of new tokens, routed=number of leading ids whose experts are known)
-# -> the model's next turn
+# Function that asks the engine for the model's next turn. Its arguments: the token ids to continue, the
+# maximum number of new tokens, and routed=number of leading token ids whose MoE experts are known already.
 Respond = Callable[..., Awaitable[Completion]]
 
 
 class SingleTurn:
-    """Episodes without an environment: a prompt and one response.
+    """The player of episodes without an environment, each of which is a prompt and one response.
 
     Reward workers score each response while other responses are still being generated.
     """
@@ -41,7 +47,9 @@ class SingleTurn:
         self._rewards = rewards
 
     async def play(self, episode: Episode, respond: Respond) -> tuple[Sample, ...]:
-        """Return the episode's only sample, scored, or none if its reward failed and is left out.
+        """Generate and score one response. Return (sample,).
+
+        Return () if the reward failed and reward.on_failure=leave_out.
 
         respond: asks the engine for a turn of the model.
         """
@@ -53,10 +61,9 @@ class SingleTurn:
         return () if sample.is_left_out else (sample,)
 
     async def complete(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Sample, ...]:
-        """Return a prompt's samples with the group rewards added, without those whose reward failed.
+        """Return a prompt's samples with the group rewards added. Called when all of them are generated.
 
-        Called when all episodes of the prompt are played. Failed samples stay unless
-        reward.on_failure=leave_out.
+        With reward.on_failure=leave_out, samples whose reward failed are removed.
         """
         return tuple(
             sample for sample in await self._rewards.score_group(prompt, samples) if not sample.is_left_out
@@ -68,7 +75,7 @@ class SingleTurn:
 
 
 class MultiTurn:
-    """Episodes in which an environment answers each turn of the model, until the environment is done.
+    """The player of episodes in which an environment answers each turn of the model.
 
     The reward is the sum of the rewards of the turns. Training uses exactly the sampled tokens of each turn,
     preceded by exactly the tokens that the model read before that turn.
@@ -87,10 +94,11 @@ class MultiTurn:
     ):
         """Store what all episodes of a run need.
 
-        max_turns: limit of the model's turns per episode.
-        seed: seed of the environments' initial states.
-        history: what the model reads before each turn, see history.py.
-        rewards: scores the last turn of each episode. None if the environment does not ask for that.
+        max_turns: maximum number of the model's turns per episode.
+        seed: run.seed, from which the environments' initial states are derived.
+        history: the rule for what the model reads before each turn, see history.py.
+        rewards: scores the last turn of each episode with reward.function. None if the environment does not
+            ask for that.
         on_failure: what happens to an episode whose environment fails.
         failure_value: reward of an episode whose environment fails, with OnFailure.value.
         """
@@ -104,15 +112,17 @@ class MultiTurn:
         self._on_failure, self._failure_value, self._warn = on_failure, failure_value, Rarely(logger)
 
     async def play(self, episode: Episode, respond: Respond) -> tuple[Sample, ...]:
-        """Play an episode, and return its sequences with rewards, or none if it failed and is left out.
+        """Play an episode until it ends, and return its sequences as samples with rewards.
+
+        Return () if the environment or the reward failed and reward.on_failure=leave_out.
 
         respond: asks the engine for a turn of the model.
 
         Finish reasons of the samples:
 
         - stop: the environment is done, or has failed.
-        - max_turns: the limit of turns is reached.
-        - length: a turn was cut off, or an observation would leave no room for the next turn.
+        - max_turns: the model has had `max_turns` turns.
+        - length: a turn was cut off, or an observation would leave no tokens for the next turn.
         """
         history, trajectory = self._history(episode.prompt, self._tokenizer), Trajectory(episode)
         world = self._environments.episode(episode.prompt)
@@ -151,8 +161,8 @@ class MultiTurn:
         if not trajectory.read(first):
             raise UserError(
                 f"record {episode.prompt.uid}: the environment's first observation has {len(first) - asked} "
-                f"tokens, so none of the {episode.limit} tokens of rollout.max_response_length is left for "
-                "the model; raise the limit, or move the text to the prompt"
+                f"tokens, which leaves none of the {episode.limit} tokens of rollout.max_response_length "
+                "for the model; raise this limit, or move the text to the prompt"
             )
         reward, components, finish_reason = 0.0, {}, None
         while finish_reason is None:
@@ -188,11 +198,14 @@ class MultiTurn:
         )
 
     async def complete(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Sample, ...]:
-        """Return the samples unchanged, because an environment has already rewarded each of them."""
+        """Return the samples unchanged, because `play` has already set the reward of each."""
         return tuple(samples)
 
-    def _end(self, trajectory: Trajectory, turn: Completion, result) -> str | None:
-        """Return the finish reason if the episode ends after `turn`, else None."""
+    def _end(self, trajectory: Trajectory, turn: Completion, result: StepResult) -> str | None:
+        """Return the finish reason if the episode ends after `turn`, else None.
+
+        result: the environment's answer to `turn`.
+        """
         if turn.finish_reason == "length":
             return "length"
         if result.done:
@@ -210,9 +223,10 @@ class MultiTurn:
 
 
 def _alone(turn: Completion, sample: Sample) -> Sample:
-    """Return one turn as a sample of its own, so that reward.function scores only this turn.
+    """Return a sample that has only one turn as its response, so that reward.function scores only this turn.
 
-    sample: the sample that contains the turn. The other fields are taken from it.
+    turn: the turn.
+    sample: the sample that contains the turn. All fields that do not concern the response are taken from it.
     """
     mask = np.ones(len(turn.response_ids), dtype=np.bool_)
     return replace(
@@ -227,10 +241,11 @@ def _alone(turn: Completion, sample: Sample) -> Sample:
 
 
 def record_check(config: Config) -> RecordCheck | None:
-    """Return a function that checks, while data is loading, that the configured rewards can score a record.
+    """Return a function that raises UserError for a record that the configured rewards cannot score.
 
-    A record that they cannot score would otherwise end the run later. The result is None if a failing reward
-    does not end the run (reward.on_failure), if no reward function is called, or if none has such a check.
+    The returned function is called while data is loading, because such a record would otherwise end the run
+    later. Return None if a failing reward does not end the run (reward.on_failure), if the run calls no
+    reward function, or if no reward function has a check of records.
 
     Raises UserError for unknown rewards.
     """
@@ -245,10 +260,10 @@ def make_episodes(
 ) -> SingleTurn | MultiTurn:
     """Start the worker processes of rewards and environments, and return the object that plays episodes.
 
-    It is SingleTurn without rollout.environment, else MultiTurn.
+    The object is a MultiTurn if rollout.environment is set, else a SingleTurn.
 
     places: function from a role ("reward" or "environment") to the node, process name and log file of each
-        of its worker processes.
+        worker process with this role.
     """
     rollout = config.rollout
     if rollout.environment is None:

@@ -9,7 +9,9 @@ import numpy as np
 
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample
+from grpo_megatron.config.derived import evaluation_rollout
 from grpo_megatron.config.reward import OnFailure
+from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text, not_written, replace_text
@@ -17,30 +19,29 @@ from grpo_megatron.logs import Rarely
 from grpo_megatron.monitoring.samples import chosen, group_text
 from grpo_megatron.rewards.answers import answer_finder
 from grpo_megatron.rollout.manager import RolloutManager
-from grpo_megatron.rollout.source import training_sampling
 from grpo_megatron.rollout.statistics import majority_reward, pass_rates
 
 logger = logging.getLogger(__name__)
 
-# Score of each metric, by data set. AVERAGE is the mean over several data sets.
+# {data set: {metric: score}}. The entry AVERAGE is the mean over several data sets.
 Scores = dict[str, dict[str, float]]
 AVERAGE = "average"
 
 
 @dataclass
 class _Drawn:
-    """The responses to the prompts of one data set, one group per prompt."""
+    """The responses to the prompts of one data set."""
 
     sampled: list[Group]
-    """Groups of eval.n sampled responses."""
+    """A group with eval.n sampled responses for each prompt."""
     greedy: list[Group]
-    """Groups of one greedily decoded response. Empty unless eval.greedy is set."""
+    """A group with one greedily decoded response for each prompt. Empty unless eval.greedy is set."""
     failed: int
-    """Number of samples, in `sampled` and `greedy`, whose reward or environment failed."""
+    """Number of responses, sampled and greedy, whose reward or environment failed."""
 
 
 class Evaluation:
-    """The evaluation of a run: it samples every held-out prompt with the sampling parameters of `eval`."""
+    """Generates and scores responses to all held-out prompts, as the section `eval` configures."""
 
     def __init__(
         self,
@@ -53,11 +54,11 @@ class Evaluation:
     ):
         """Prepare the evaluation.
 
-        datasets: prompts of each data set, by its name.
+        datasets: {name of a data set: its prompts}.
         directory: folder of the run. Samples are saved in its subfolder `eval`.
         show: function (step, name, text) that displays samples to the user.
-        score: adds the scores of a reward model to groups. None if the groups come complete from the manager.
-            It is called once, after all generation, because it may need the engines' GPUs.
+        score: returns groups with the scores of a reward model added. None if there is no reward model. It is
+            called once, after all generation, because it may need the engines' GPUs.
         """
         self._manager, self._show, self._score = manager, show, score
         self.datasets = datasets
@@ -65,31 +66,29 @@ class Evaluation:
         self._find_answer = answer_finder(config.reward)
         self._counts_failures = config.reward.on_failure != OnFailure.error
         self._directory, self._warn = Path(directory) / "eval", Rarely(logger, once=True)
-        training = training_sampling(config.rollout)
-        length = config.eval.max_response_length or training.max_response_length
-        common = replace(training, max_response_length=length, same_states=True, beam=None)
-        self._sampled = replace(
-            common, n=config.eval.n, temperature=config.eval.temperature, top_p=config.eval.top_p
-        )
-        self._greedy = replace(common, n=1, temperature=0.0)
+        self._sampled = evaluation_rollout(config)
+        self._greedy = replace(self._sampled, n=1, temperature=0.0, top_p=1.0)
 
     def run(self, step: int) -> dict[str, float]:
-        """Evaluate the current weights, and return the scores as scalars for the logs, by metric name."""
+        """Evaluate the current weights, and return {"eval/METRIC": score} for the logs, see `scalars`.
+
+        step: number of training steps done so far, for the names of saved samples.
+        """
         return scalars(self.scores(step))
 
     def scores(self, step: int) -> Scores:
-        """Evaluate the current weights, and return the metrics of each data set.
+        """Evaluate the current weights, and return {data set: {metric: score}}.
 
-        If there are several data sets, their mean is added under AVERAGE. The metrics are:
+        If there are several data sets, the mean over them is added under AVERAGE. The metrics are:
 
         - "mean@n": mean reward of n samples per prompt.
-        - "pass@k" for k = 2, 4, .. n: chance that at least one of k samples passes, which means that its
-          reward is at least eval.pass_reward.
+        - "pass@k" for k = 2, 4, .. n: estimated probability that at least one of k samples has a reward of at
+          least eval.pass_reward.
         - "maj@n": mean reward of the most frequent answer among the n samples. It exists only if
           reward.response_from or reward.extract defines what a response's answer is.
-        - "greedy": mean reward with greedy decoding, with eval.greedy.
-        - "failed": number of samples whose reward failed, unless reward.on_failure=error. With
-          reward.on_failure=leave_out, they count in no other metric.
+        - "greedy": mean reward with greedy decoding. It exists only with eval.greedy.
+        - "failed": number of samples whose reward or environment failed. It exists unless
+          reward.on_failure=error. With reward.on_failure=leave_out, these samples count in no other metric.
         """
         scores = {name: self._dataset(step, name, drawn) for name, drawn in self._drawn().items()}
         if len(scores) > 1:
@@ -102,7 +101,10 @@ class Evaluation:
         return scores
 
     def _dataset(self, step: int, name: str, drawn: _Drawn) -> dict[str, float]:
-        """Return the metrics of one data set. Save and show its samples as configured."""
+        """Return {metric: score} of one data set, and save and show its samples as configured.
+
+        drawn: the responses to the data set's prompts.
+        """
         scores = self._scores(drawn.sampled)
         if drawn.greedy:
             scores["greedy"] = _mean_reward(drawn.greedy)
@@ -111,12 +113,12 @@ class Evaluation:
         if self._config.save_samples:
             self._save(step, name, drawn.sampled)
         if self._shown.samples_every:
-            for number, group in enumerate(chosen(drawn.sampled, self._shown.sample_groups)):
-                self._show(step, f"eval/{name}/{number}", group_text(group, self._shown.sample_characters))
+            for index, group in enumerate(chosen(drawn.sampled, self._shown.sample_groups)):
+                self._show(step, f"eval/{name}/{index}", group_text(group, self._shown.sample_characters))
         return scores
 
     def _drawn(self) -> dict[str, _Drawn]:
-        """Generate and score the responses to each data set, and return them by the data set's name."""
+        """Generate and score the responses to all data sets. Return {name of a data set: its responses}."""
         drawn = {name: self._draw(name, prompts) for name, prompts in self.datasets.items()}
         if self._score is None:
             return drawn
@@ -131,13 +133,17 @@ class Evaluation:
         }
 
     def _draw(self, name: str, prompts: list[Prompt]) -> _Drawn:
-        """Generate the responses to one data set.
+        """Generate the responses to the prompts of one data set, without the scores of a reward model.
 
         With reward.on_failure=leave_out, groups whose samples all failed are removed. Raises UserError if no
         group is left.
         """
-        every = self._manager.generate(prompts, self._sampled)
-        greedy = self._manager.generate(prompts, self._greedy) if self._config.greedy else []
+
+        def generated(rollout: RolloutConfig) -> list[Group]:
+            return self._manager.generate(prompts, rollout, same_states=True)
+
+        every = generated(self._sampled)
+        greedy = generated(self._greedy) if self._config.greedy else []
         failed = sum(group.failed for group in [*every, *greedy])
         failed += sum(
             sequences[0].reward_failed for group in [*every, *greedy] for sequences in group.trajectories
@@ -145,9 +151,9 @@ class Evaluation:
         sampled = [group for group in every if group.samples]
         if not sampled:
             raise UserError(
-                f"the evaluation of {name} has no samples: rewards or environments failed for all samples of "
-                f"its {len(prompts)} prompts, and reward.on_failure=leave_out removes such samples; the "
-                "messages above say what failed"
+                f"the evaluation of {name} has no samples left, because rewards or environments failed for "
+                f"all samples of its {len(prompts)} prompts and reward.on_failure=leave_out removes them; "
+                "see the messages above for the cause"
             )
         return _Drawn(sampled, [group for group in greedy if group.samples], failed)
 
@@ -165,24 +171,27 @@ class Evaluation:
         )
 
     def _answer(self, sample: Sample) -> str | None:
-        """Return the answer with which a sample votes in maj@n, or None if it has none."""
+        """Return the answer in a sample's text, for maj@n.
+
+        Return None if the text contains no answer, or if the reward failed.
+        """
         if sample.reward_failed:  # the text may be what made the reward fail
             return None
         # Text of tools from earlier turns of an episode is not the model's answer.
         return self._find_answer(sample.response_text if sample.scored_text is None else sample.scored_text)
 
     def _save(self, step: int, name: str, groups: list[Group]) -> None:
-        """Write eval/step_00000010_NAME.jsonl in the run's folder, one line per prompt.
+        """Write the samples to eval/step_00000010_NAME.jsonl in the run's folder, one line per prompt.
 
-        If the file cannot be written, for example because the disk is full, this is reported once and the run
-        goes on.
+        If the file cannot be written, for example because the disk is full, a warning is logged once, and the
+        run goes on.
         """
         path = self._directory / f"step_{step:08d}_{name}.jsonl"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             replace_text(path, "".join(_line(group) for group in groups))
         except OSError as error:
-            self._warn(not_written(path, error, "samples of evaluations are left out, and the run goes on"))
+            self._warn(not_written(path, error, "evaluation samples are not saved, and the run continues"))
 
 
 def _mean_reward(groups: list[Group]) -> float:
@@ -207,9 +216,9 @@ def _line(group: Group) -> str:
 
 
 def scalars(scores: Scores) -> dict[str, float]:
-    """Return the scores as scalars for the logs: {"eval/METRIC": score}.
+    """Return the scores for the logs as {"eval/METRIC": score}.
 
-    If there are several data sets, the names are "eval/DATASET/METRIC".
+    If there are several data sets, the keys are "eval/DATASET/METRIC".
     """
     alone = len(scores) == 1
     return {

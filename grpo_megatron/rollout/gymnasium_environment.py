@@ -17,8 +17,8 @@ observation_text = Registry("function", "rollout.gymnasium.text", call=Call(("ta
 class GymnasiumEnvironment:
     """One episode of a gymnasium task with a Discrete action space. The rewards are those of the task.
 
-    A turn that names no action is answered with the list of actions, or ends the episode
-    (rollout.gymnasium.invalid_action). The component `invalid_actions` counts such turns.
+    If a turn of the model names no action, the answer is the list of actions, or the episode ends
+    (rollout.gymnasium.invalid_action). The component `invalid_actions` counts the turns without an action.
     """
 
     def __init__(self, options: GymnasiumConfig, text: Callable[[Any, Any], str], prompt: Prompt):
@@ -28,24 +28,25 @@ class GymnasiumEnvironment:
         missing = [name for name in options.record_args if name not in prompt.fields]
         if missing:
             raise UserError(
-                f"the record has no field {missing[0]}, which rollout.gymnasium.record_args names"
+                f"the record has no field {missing[0]!r}, which rollout.gymnasium.record_args lists; add it "
+                "to the data, or remove it from the setting"
             )
         arguments = options.args | {name: prompt.fields[name] for name in options.record_args}
         self._task = gymnasium.make(options.id, disable_env_checker=True, **arguments)
         space = self._task.action_space
         if not isinstance(space, gymnasium.spaces.Discrete):
             raise UserError(
-                f"rollout.gymnasium.id={options.id} has the action space {space}; only Discrete ones are "
-                "supported"
+                f"rollout.gymnasium.id={options.id} has the action space {space}, but only Discrete action "
+                "spaces are supported; choose another environment"
             )
-        numbers = range(int(space.start), int(space.start + space.n))
-        words = options.actions or [str(number) for number in numbers]
-        if len(words) != len(numbers):
+        actions = range(int(space.start), int(space.start + space.n))
+        words = options.actions or [str(action) for action in actions]
+        if len(words) != len(actions):
             raise UserError(
-                f"rollout.gymnasium.actions has {len(words)} words for the {len(numbers)} actions of "
-                f"{options.id}"
+                f"rollout.gymnasium.actions has {len(words)} words, but {options.id} has {len(actions)} "
+                "actions; give one word for each action"
             )
-        self._actions = dict(zip(words, numbers, strict=True))
+        self._actions = dict(zip(words, actions, strict=True))
         self._seen = ""
 
     def reset(self, seed: int) -> list[dict[str, Any]]:
@@ -68,14 +69,18 @@ class GymnasiumEnvironment:
         self._task.close()
 
     def _show(self, observation: Any) -> list[dict[str, Any]]:
-        """Return the observation as a chat message of the user, and remember its text for invalid turns."""
+        """Return the observation as a chat message of the user.
+
+        The text is also stored in `_seen`, because the answer to a turn without an action repeats it.
+        """
         self._seen = self._text(self._task, observation)
         return [{"role": "user", "content": self._seen}]
 
     def _word(self, response: str) -> str | None:
-        """Return the name of an action that a turn of the model contains, or None.
+        """Return the word in a turn of the model that should name an action, or None if there is none.
 
-        It is the last match of rollout.gymnasium.action_pattern, or the whole turn if there is no pattern.
+        The word is the last match of rollout.gymnasium.action_pattern, or its group 1 if it has groups.
+        Without a pattern it is the whole turn.
         """
         if self._options.action_pattern is None:
             return response.strip()
@@ -86,14 +91,14 @@ class GymnasiumEnvironment:
 def gymnasium_environment(options: GymnasiumConfig) -> Callable[[Prompt], GymnasiumEnvironment]:
     """Return a function that makes a GymnasiumEnvironment for a prompt.
 
-    Raises UserError if gymnasium is not installed. Raises UserError also if it does not know the task
+    Raises UserError if gymnasium is not installed, or if gymnasium does not know the task
     rollout.gymnasium.id.
     """
     try:
         import gymnasium
     except ImportError as error:
         raise UserError(
-            "rollout.environment=gymnasium needs a package that is not installed: pip install gymnasium"
+            "rollout.environment=gymnasium requires the gymnasium package; run `pip install gymnasium`"
         ) from error
     text = observation_text.get(options.text) if options.text else _plain
     setting = f"rollout.gymnasium.id={options.id}"

@@ -1,4 +1,4 @@
-"""Handover between trainer and engines: the newest weights one way, shared devices both ways."""
+"""Handover between trainer and engines: the newest weights, and the memory of devices that both use."""
 
 from functools import partial
 from typing import Protocol
@@ -9,15 +9,18 @@ from grpo_megatron.weights.sync.sync import WeightSync
 
 
 class SleepingRanks(Protocol):
-    """The trainer's ranks as Handover uses them. Implemented by trainer.ranks.RankGroup."""
+    """The part of the interface of the trainer's ranks that Handover uses.
+
+    Implemented by trainer.ranks.RankGroup.
+    """
 
     def sleep(self) -> dict[str, float]: ...
 
 
 class Handover:
-    """Prepares the engines for generation and the trainer's ranks for training.
+    """Prepares the engines for generation, and the trainer's ranks for training.
 
-    metrics: memory and weight-sync metrics of the last time each of them was measured
+    metrics: {name: value} of memory use and of weight syncs, each from its last measurement
     """
 
     def __init__(
@@ -28,10 +31,10 @@ class Handover:
         sharing: DeviceSharing | None = None,
         sleeps: bool = False,
     ):
-        """Prepare handovers between engines that serve no weights yet and ranks that are awake.
+        """Store the parts. At this time, the engines have no weights yet, and the ranks are awake.
 
-        sharing: moves the devices that engines and ranks share; None: each side has its own devices.
-        sleeps: True if ranks on devices of their own release their memory while engines generate.
+        sharing: moves the memory of devices that engines and ranks share. None if they share no devices.
+        sleeps: True if ranks that share no devices with engines release their memory during generation.
         """
         self.weight_sync = weight_sync
         self._ranks, self._monitor, self._sharing, self._sleeps = ranks, monitor, sharing, sleeps
@@ -44,9 +47,9 @@ class Handover:
     def publish(self, changed: bool = True) -> None:
         """Copy the trainer's weights into the engines, which tag every sample with the weights' version.
 
-        changed: whether the weights differ from those published last; if so, they get a new version.
+        If engines and ranks share devices, the engines have the devices' memory afterwards.
 
-        If engines and ranks share devices, the engines have them afterwards.
+        changed: whether the weights differ from those published last. If so, the version increases by one.
         """
         sync = partial(self.weight_sync.run, changed)
         if self._sharing:
@@ -58,10 +61,11 @@ class Handover:
             self.weight_sync.probe()
 
     def to_engines(self) -> None:
-        """Prepare for a time in which only the engines work.
+        """Prepare for generation, during which the ranks do not work.
 
-        Engines on the ranks' devices get their memory back, and the weights published last are copied again.
-        Engines on devices of their own need nothing.
+        If engines and ranks share devices, the engines get the devices' memory back if the ranks have it. The
+        weights published last are then copied into the engines again. If they share no devices, the ranks
+        release their memory if `sleeps` is set.
         """
         if self._sharing:
             if self._sharing.state == DeviceUse.training:
@@ -71,6 +75,6 @@ class Handover:
                 self._memory |= self._ranks.sleep()
 
     def to_ranks(self) -> None:
-        """Have engines on the ranks' devices release their memory. Does nothing for other engines."""
+        """Prepare for training: if engines and ranks share devices, give the devices' memory to the ranks."""
         if self._sharing:
             self._sharing.to_ranks()

@@ -15,25 +15,28 @@ Observation = str | list[dict[str, Any]]
 
 
 class History(Protocol):
-    """The rule that decides what the model reads before each turn of one episode."""
+    """Interface of the objects that decide what the model reads before each turn of one episode."""
 
     def begin(self, observation: Observation) -> list[int]:
-        """Return the token ids that the model reads before its first turn."""
+        """Return the token ids that the model reads before its first turn: the prompt and the observation.
+
+        observation: the environment's first observation, possibly empty.
+        """
 
     def go_on(self, ids: list[int], turn: str, observation: Observation) -> list[int]:
-        """Return the token ids that the model reads before its next turn.
+        """Return all token ids that the model reads before its next turn.
 
-        ids: token ids that the model read before its last turn, followed by the ids of that turn.
+        ids: token ids that the model read before its last turn, followed by the token ids of that turn.
         turn: text of the model's last turn.
-        observation: the environment's answer to it.
+        observation: the environment's answer to that turn.
         """
 
 
 class AppendedHistory:
     """A history that keeps all earlier tokens and appends each observation (rollout.history=append).
 
-    An observation that is a text is appended verbatim. Messages are appended as the chat template renders
-    them. If the prompt is not a chat, the contents of the messages are appended verbatim.
+    An observation that is a text is appended verbatim. Chat messages are appended as the chat template
+    renders them. If the prompt is not a chat, only the contents of the messages are appended, verbatim.
     """
 
     def __init__(self, prompt: Prompt, tokenizer: PromptTokenizer):
@@ -64,7 +67,8 @@ class AppendedHistory:
 class TemplateHistory:
     """A history that renders all messages so far anew before each turn (rollout.history=template).
 
-    Whatever the chat template drops, such as the reasoning of earlier turns, the model does not read again.
+    The chat template may drop parts of earlier turns, such as the reasoning. The model does not read these
+    parts again.
     """
 
     def __init__(self, prompt: Prompt, tokenizer: PromptTokenizer):
@@ -100,18 +104,18 @@ HISTORIES = {HistoryKind.append: AppendedHistory, HistoryKind.template: Template
 
 
 def _as_messages(observation: Observation) -> list[dict[str, Any]]:
-    """Return the observation as chat messages. A text becomes a message of the user."""
+    """Return the observation as a list of chat messages. A text becomes one message with the role `user`."""
     if not isinstance(observation, str):
         return observation
     return [{"role": "user", "content": observation}] if observation else []
 
 
 def _joined(prompt: Prompt, observation: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the prompt's messages followed by an environment's first observation.
+    """Return the prompt's chat messages followed by those of an environment's first observation.
 
-    If the observation's first message has the same role as the prompt's last one, the two are merged, because
-    many templates require the roles to alternate. Raises UserError if the prompt ends with a begun turn of
-    the assistant.
+    If the observation's first message has the same role as the prompt's last message, the two are merged,
+    because many templates require alternating roles. Raises UserError if the prompt ends with an assistant
+    message, which the model should continue, and the observation is not empty.
     """
     messages = prompt.messages
     if observation and messages[-1]["role"] == "assistant":

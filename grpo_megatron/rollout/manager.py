@@ -8,134 +8,122 @@ from functools import partial
 from itertools import chain
 
 from grpo_megatron.batch.prompt import Prompt
-from grpo_megatron.batch.sample import Group, Sample
-from grpo_megatron.config.rollout import BeamConfig
+from grpo_megatron.batch.sample import Group
+from grpo_megatron.config.rollout import RolloutConfig, Strategy
 from grpo_megatron.errors import UserError
 from grpo_megatron.rollout.beam import BeamSearch, run_search
-from grpo_megatron.rollout.episodes import MultiTurn, Respond, SingleTurn
+from grpo_megatron.rollout.episodes import MultiTurn, SingleTurn
 from grpo_megatron.rollout.trajectory import Episode
 from grpo_megatron.sglang.client import EngineClient
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.sglang.request import Completion, Request
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling parameters of a rollout."""
-
-    n: int
-    """Number of responses per prompt."""
-    temperature: float
-    """0 means greedy decoding."""
-    max_response_length: int
-    """Token limit of a response, or of an episode after its prompt."""
-    stop: tuple[str, ...] = ()
-    """Strings that end a response."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end a response."""
-    top_p: float = 1.0
-    """Nucleus sampling. Below 1 only in evaluations, whose samples are not trained on."""
-    same_states: bool = False
-    """True if a prompt's environments start in the same state in every evaluation."""
-    beam: BeamConfig | None = None
-    """If set, a beam search finds the n responses of a prompt instead of sampling."""
-
-    def parameters(self) -> dict:
-        """Return SGLang's sampling parameters, except max_new_tokens, which differs from turn to turn."""
-        return {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": -1,
-            "stop": list(self.stop),
-            "stop_token_ids": list(self.stop_token_ids),
-        }
+def sampling_parameters(rollout: RolloutConfig) -> dict:
+    """Return SGLang's sampling parameters by name, except max_new_tokens, which each turn sets."""
+    return {
+        "temperature": rollout.temperature,
+        "top_p": rollout.top_p,
+        "top_k": rollout.top_k,
+        "stop": rollout.stop,
+        "stop_token_ids": rollout.stop_token_ids,
+    }
 
 
 @dataclass(frozen=True)
 class Goal:
-    """The limits within which `RolloutManager.fill` fills a batch (dynamic sampling)."""
+    """Number of groups that `RolloutManager.fill` should return, and limits for it (dynamic sampling)."""
 
     groups: int
     """Number of groups that fill the batch."""
     in_flight: float
-    """Number of groups generated at the same time, per group that is still missing."""
+    """Number of groups to generate at the same time, divided by the number that the batch still lacks."""
     most: int
-    """Maximal number of prompts to use."""
+    """Maximum number of prompts to use."""
 
 
 @dataclass
 class Filled:
-    """The result of `RolloutManager.fill`."""
+    """The result of `RolloutManager.fill`: groups for a batch, and prompts that are not in the batch."""
 
     groups: list[Group] = field(default_factory=list)
-    """Groups that were kept, at most as many as needed."""
+    """Groups that `keep` accepted, at most Goal.groups."""
     dropped: list[Prompt] = field(default_factory=list)
-    """Prompts of the groups that were not kept."""
+    """Prompts of the groups that `keep` refused."""
     aborted: list[Prompt] = field(default_factory=list)
-    """Prompts whose groups were not needed, because the batch was full before they were done."""
+    """Prompts whose groups were not needed, because the batch was full before these groups were done."""
 
 
 class StaleWeights(UserError):
-    """An engine generated with weights other than the trainer's newest."""
+    """An engine generated tokens with other weights than the trainer's newest weights."""
 
 
 class RolloutManager:
-    """The manager that plays all episodes concurrently on the engines and groups their samples by prompt."""
+    """Generates and scores samples on the engines, all of them concurrently, and groups them by prompt."""
 
     def __init__(self, engines: EnginePool, episodes: SingleTurn | MultiTurn, turn_ends: Sequence[int] = ()):
-        """Create a manager over the engines.
+        """Create a manager.
 
-        episodes: plays one episode and scores it.
-        turn_ends: ids of tokens that end a response, in addition to the end tokens in the model's files,
-            which the engines know.
+        engines: generate the turns of the model.
+        episodes: plays the episodes and scores them.
+        turn_ends: ids of tokens that end a turn of the model, in addition to the end tokens in the model's
+            files, which the engines know.
         """
         self._engines, self._episodes, self._turn_ends = engines, episodes, frozenset(turn_ends)
         self._next_group = 0
 
-    def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Group]:
-        """Return `sampling.n` scored samples for each prompt, as groups in the order of the prompts.
+    def generate(
+        self, prompts: list[Prompt], rollout: RolloutConfig, same_states: bool = False
+    ) -> list[Group]:
+        """Return `rollout.n` scored samples for each prompt, as groups in the order of the prompts.
+
+        same_states: if True, an environment's initial state depends only on the prompt, so that evaluations
+            are alike.
 
         With reward.on_failure=leave_out, failed samples are left out of their group, which may become empty.
 
-        Blocks until all are done. Raises UserError if an engine dies, or finishes nothing for
-        rollout.engine.request_timeout seconds. Raises the errors of rewards and environments.
+        Raises UserError if an engine dies, or finishes no request for rollout.engine.request_timeout seconds.
+        Raises the errors of rewards and environments.
         """
-        groups = asyncio.run(self._generate(prompts, sampling))
+        groups = asyncio.run(self._generate(prompts, rollout, same_states))
         self._next_group += len(prompts)
         return groups
 
-    async def _generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Group]:
+    async def _generate(
+        self, prompts: list[Prompt], rollout: RolloutConfig, same_states: bool
+    ) -> list[Group]:
         clients = self._engines.clients()
         return await asyncio.gather(
-            *(self._group(prompt, p, sampling, clients) for p, prompt in enumerate(prompts))
+            *(self._group(prompt, p, rollout, clients, same_states) for p, prompt in enumerate(prompts))
         )
 
     def fill(
         self,
         draw: Callable[[int], list[Prompt]],
         keep: Callable[[Group], bool],
-        sampling: Sampling,
+        rollout: RolloutConfig,
         goal: Goal,
     ) -> Filled:
-        """Sample groups until `goal.groups` of them are kept or `goal.most` prompts are used.
+        """Generate groups until `keep` has accepted `goal.groups` of them, or `goal.most` prompts are used.
 
-        This is dynamic sampling. The groups are returned in the order of their prompts.
+        This is dynamic sampling. The accepted groups are returned in the order of their prompts.
 
-        draw: function that returns the next prompts. Its argument is their number.
-        keep: function that returns whether a group counts. The first groups that it accepts fill the batch.
+        draw: function that returns the next prompts. Its argument is the number of prompts.
+        keep: function that returns True to accept a group for the batch. It is called when a group is done.
+        goal: size of the batch and limits.
 
-        Raises UserError if an engine dies or finishes nothing for rollout.engine.request_timeout seconds.
+        Raises UserError if an engine dies, or finishes no request for rollout.engine.request_timeout seconds.
         """
-        return asyncio.run(self._fill(draw, keep, sampling, goal))
+        return asyncio.run(self._fill(draw, keep, rollout, goal))
 
-    async def _fill(self, draw, keep, sampling: Sampling, goal: Goal) -> Filled:
+    async def _fill(self, draw, keep, rollout: RolloutConfig, goal: Goal) -> Filled:
         clients, filled, asked = self._engines.clients(), Filled(), 0
         running: dict[asyncio.Task[Group], Prompt] = {}
         try:
             while len(filled.groups) < goal.groups:
                 wanted = math.ceil((goal.groups - len(filled.groups)) * goal.in_flight) - len(running)
                 for prompt in draw(min(max(wanted, 0), goal.most - asked)):
-                    running[asyncio.create_task(self._group(prompt, asked, sampling, clients))] = prompt
+                    running[asyncio.create_task(self._group(prompt, asked, rollout, clients))] = prompt
                     asked += 1
                 if not running:
                     break
@@ -161,55 +149,55 @@ class RolloutManager:
         return filled
 
     async def _group(
-        self, prompt: Prompt, number: int, sampling: Sampling, clients: list[EngineClient]
+        self,
+        prompt: Prompt,
+        index: int,
+        rollout: RolloutConfig,
+        clients: list[EngineClient],
+        same_states: bool = False,
     ) -> Group:
-        """Generate, score and return the group of one prompt.
+        """Generate and score the samples of one prompt, and return them as a group.
 
-        number: index of the group within this call of `generate` or `fill`. It also selects the engine.
+        index: index of the group within this call of `generate` or `fill`. It also selects the engine.
+        clients: a client of each engine.
         """
         # All samples of a group go to one engine, whose prefix cache then holds the prompt.
-        client = clients[number % len(clients)]
-        stops = self._turn_ends.union(sampling.stop_token_ids)
-        parameters = sampling.parameters() | {"stop_token_ids": sorted(stops)}
+        client = clients[index % len(clients)]
+        stops = self._turn_ends.union(rollout.stop_token_ids)
+        parameters = sampling_parameters(rollout) | {"stop_token_ids": sorted(stops)}
 
         async def ask(member: int, ids: list[int], most: int, routed: int = 0, top: int = 0) -> Completion:
             request = Request(
-                (number, member), ids, parameters | {"max_new_tokens": most}, routed=routed, top=top
+                (index, member), ids, parameters | {"max_new_tokens": most}, routed=routed, top=top
             )
             completion = await client.generate(request)
             self._check(completion, prompt)
             return completion
 
-        if sampling.beam:
+        if rollout.strategy == Strategy.beam:
             ends = client.end_ids | stops
-            search = BeamSearch(sampling.n, ends, sampling.max_response_length, sampling.beam)
+            search = BeamSearch(rollout.n, ends, rollout.max_response_length, rollout.beam)
             asked = prompt.ids.tolist()
             await run_search(search, lambda beam, ids, top: ask(beam, asked + ids, 1, top=top))
-            responds = [partial(_found, completion) for completion in search.completions(number)]
+            responds = [partial(_found, completion) for completion in search.completions(index)]
         else:
-            responds = [partial(ask, member) for member in range(sampling.n)]
-        played = (
-            self._play(prompt, (number, member), sampling, respond) for member, respond in enumerate(responds)
+            responds = [partial(ask, member) for member in range(rollout.n)]
+        group_id = self._next_group + index
+        state = (1, prompt.uid) if same_states else (0, group_id)
+        episodes = (
+            Episode(prompt, group_id, group_id * rollout.n + member, rollout.max_response_length, state)
+            for member in range(len(responds))
         )
+        played = map(self._episodes.play, episodes, responds)
         samples = await self._episodes.complete(prompt, tuple(chain(*await asyncio.gather(*played))))
-        group = Group(self._next_group + number, prompt, samples)
-        return replace(group, failed=sampling.n - len(group.trajectories))
-
-    async def _play(
-        self, prompt: Prompt, key: tuple[int, int], sampling: Sampling, respond: Respond
-    ) -> tuple[Sample, ...]:
-        group = self._next_group + key[0]
-        episode = Episode(
-            prompt=prompt,
-            group_id=group,
-            trajectory_id=group * sampling.n + key[1],
-            limit=sampling.max_response_length,
-            state=(1, prompt.uid) if sampling.same_states else (0, group),
-        )
-        return await self._episodes.play(episode, respond)
+        group = Group(group_id, prompt, samples)
+        return replace(group, failed=rollout.n - len(group.trajectories))
 
     def _check(self, completion: Completion, prompt: Prompt) -> None:
-        """Raise UserError if the engine aborted the request, StaleWeights if it used other weights."""
+        """Raise UserError if the engine aborted the request.
+
+        Raise StaleWeights if the engine generated with other weights than the trainer's newest weights.
+        """
         if completion.finish_reason == "abort":
             raise UserError(
                 f"the engine aborted a request (prompt record {prompt.uid}); see the engine's log"
@@ -223,7 +211,7 @@ class RolloutManager:
             )
 
     def state_dict(self) -> dict:
-        """Return the id of the next group, for checkpoints. No samples are kept between steps."""
+        """Return {"next_group": id of the next group}, for checkpoints."""
         return {"next_group": self._next_group}
 
     def load_state_dict(self, state: dict) -> None:
@@ -231,8 +219,8 @@ class RolloutManager:
 
 
 async def _found(completion: Completion, ids: list[int], most: int, routed: int = 0) -> Completion:
-    """Return `completion`, which a beam search already found, in place of asking the engine.
+    """Return `completion`, which a beam search has already found. The engine is not asked.
 
-    The other parameters are unused. They are those of a `Respond` function.
+    The other parameters are unused. They exist because a `Respond` function has them.
     """
     return completion

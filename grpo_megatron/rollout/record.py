@@ -24,18 +24,19 @@ logger = logging.getLogger(__name__)
 
 _FORMAT = {"format": "grpo_megatron.rollout", "version": 1}
 _HEADER = json_text(_FORMAT) + "\n"
-# A row may have gigabytes. Its step number, and whether it is complete, are read from its two ends.
+# A row may have gigabytes. So only its two ends are read to find its step, and whether it is complete.
 _BEGINNING, _END = re.compile(rb'\{\s*"step"\s*:\s*(\d{1,18})\s*,'), re.compile(rb"\]\s*\}\s*$")
-_LONGEST = 100  # maximal bytes of a header, and of what these two expressions match
+_LONGEST = 100  # maximum number of bytes of a header, and of a match of these expressions
 
 
 class Recorder:
-    """The writer of a recording (rollout.record).
+    """The writer of a recording (rollout.record), a file with the groups of each training step.
 
-    A resumed run keeps the recorded steps up to `resumed`, the last step of its checkpoint. A new run moves
-    an earlier recording to PATH.1, PATH.2, ..., and reports this.
+    A resumed run keeps the recorded steps up to `resumed`, the step of its checkpoint, and removes later
+    steps. A new run (`resumed` is 0) renames an earlier recording to PATH.1, PATH.2 or the like, and logs
+    this.
 
-    Raises UserError if there is a file at the path that is not a recording.
+    Raises UserError if the file at `path` is not a recording.
     """
 
     def __init__(self, path: str, resumed: int = 0):
@@ -50,17 +51,19 @@ class Recorder:
             self._file.append(_HEADER)
 
     def write(self, step: int, groups: list[Group]) -> None:
-        """Append the groups of a step.
+        """Append the groups of a step to the file.
 
-        If the file cannot be written, for example because the disk is full, the step is left out of the
-        recording with a message to the user. The run goes on.
+        If the file cannot be written, for example because the disk is full, a warning is logged, and the
+        recording lacks this step. The run goes on.
         """
         try:
             self._file.append_row({"step": step, "groups": [_group_to_json(group) for group in groups]})
         except OSError as error:
             logger.warning(
                 not_written(
-                    self._file.path, error, f"step {step} is missing in the recording, and the run goes on"
+                    self._file.path,
+                    error,
+                    f"step {step} is missing from the recording, and the run continues",
                 )
             )
 
@@ -69,15 +72,15 @@ class Recorder:
 
 
 class Replay:
-    """The reader of a recording (rollout.replay). It reads a step from the file when the step is requested.
+    """The reader of a recording (rollout.replay). The groups of a step are read when they are requested.
 
-    An incomplete last line is ignored, because a killed run may have left it there.
+    An incomplete last line of the file is ignored, because a killed run may have left it there.
     """
 
     def __init__(self, path: str):
-        """Find the step number and the position of each row in the file.
+        """Open a recording, and find the row of each step in the file.
 
-        Raises UserError if the file is not a recording. Raises UserError also if one of its rows is damaged.
+        Raises UserError if the file is not a recording, or if one of its rows is damaged.
         """
         if file_problem(path):
             raise UserError(f"rollout.replay: {path} {file_problem(path)}")
@@ -88,25 +91,34 @@ class Replay:
         with open(path, "rb") as file:
             header = file.readline(_LONGEST)
             if not _is_header(header):
-                raise UserError(f"rollout.replay: {path} is not a recording of version {_FORMAT['version']}")
+                raise UserError(
+                    f"rollout.replay: {path} is not a recording that this version can read; record the "
+                    "samples again with rollout.record"
+                )
             place = len(header)
-            for number, row in enumerate(file, start=2):
+            for line, row in enumerate(file, start=2):
                 if not row.endswith(b"\n"):
                     break
                 step = _step_of(row)
                 if step is None or not _END.search(row[-_LONGEST:]):
-                    raise UserError(f"rollout.replay: {path}:{number} is damaged")
+                    raise UserError(
+                        f"rollout.replay: {path}:{line} is damaged; copy the recording again, or record the "
+                        "samples again"
+                    )
                 if step in self._places:
-                    raise UserError(f"rollout.replay: {path}:{number} is damaged (step {step} occurs twice)")
+                    raise UserError(
+                        f"rollout.replay: {path}:{line}: step {step} occurs a second time; remove the "
+                        "duplicate, or record the samples again"
+                    )
                 self._places[step] = place, len(row)
                 place += len(row)
 
     def read(self, step: int) -> list[Group]:
-        """Return the groups of a step (counted from 1). Raises UserError if it is missing or damaged."""
+        """Return the groups of a step (from 1). Raises UserError if the step is missing or damaged."""
         if step not in self._places:
             raise UserError(
-                f"rollout.replay: {self._path} holds {len(self._places)} steps, but not step {step}; lower "
-                "run.total_steps"
+                f"rollout.replay: {self._path} contains {len(self._places)} steps, but not step {step}; "
+                "lower run.total_steps"
             )
         place, length = self._places[step]
         with open(self._path, "rb") as file:
@@ -116,15 +128,16 @@ class Replay:
             return [_group_from_json(group) for group in json.loads(row)["groups"]]
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise UserError(
-                f"rollout.replay: {self._path}: step {step} is damaged ({type(error).__name__}: {error})"
+                f"rollout.replay: {self._path}: step {step} is damaged ({type(error).__name__}: {error}); "
+                "record the samples again"
             ) from error
 
 
 def must_be_free(path: str) -> None:
     """Raise UserError if a recording cannot be written to this path.
 
-    This protects a data file that rollout.record names by mistake: it would be emptied. A folder without
-    write permission is reported too.
+    This is the case if the folder cannot be written to, or if the path names a file that is not a recording.
+    That file may be a data file, named in rollout.record by mistake, and would be overwritten.
     """
     if problem := output_file_problem(path):
         raise UserError(f"rollout.record: {path} {problem}")
@@ -134,8 +147,8 @@ def must_be_free(path: str) -> None:
         found = file.read(len(_HEADER))
     if found != _HEADER.encode()[: len(found)]:
         raise UserError(
-            f"rollout.record: {path} is not a recording, and would be overwritten; move the file away, or "
-            "choose another path"
+            f"rollout.record: {path} is not a recording, and the run would overwrite it; move the file "
+            "away, or choose another path"
         )
 
 
@@ -147,7 +160,7 @@ def _is_header(line: bytes) -> bool:
 
 
 def _step_of(row: bytes) -> int | None:
-    """Return the step number of a row, or None if the row does not begin with one.
+    """Return the step number with which a row begins, or None if the row is damaged.
 
     row: the row, or only its beginning.
     """
@@ -156,10 +169,10 @@ def _step_of(row: bytes) -> int | None:
 
 
 def _end_of(path: str, last: int) -> int:
-    """Return how many bytes of a recording to keep: the header and all steps up to step `last`.
+    """Return the size in bytes of a recording's header and its steps up to step `last`.
 
-    0 means that the file does not even have a header. The search starts at the end of the file, so that the
-    kept part, which may have many gigabytes, is not read.
+    The result is 0 if the file does not have a complete header. The search starts at the end of the file, so
+    that the part to keep, which may have many gigabytes, is not read.
     """
     if not os.path.getsize(path):
         return 0
@@ -174,7 +187,7 @@ def _end_of(path: str, last: int) -> int:
 
 
 def _group_to_json(group: Group) -> dict:
-    """Return a group as plain values for JSON. prompt_ids are omitted where they equal the prompt's ids."""
+    """Return a group as values that JSON has. prompt_ids that equal the prompt's ids are omitted."""
     samples = []
     for sample in group.samples:
         item = dict(vars(sample))

@@ -1,6 +1,7 @@
 """Device sharing between engines and the trainer's ranks, which use the memory of the same devices in turns.
 
-Who has the memory changes by a fixed ring of transitions. Memory in use is measured after each.
+A fixed ring of transitions moves the memory from one side to the other and back. The memory in use is
+measured after each transition.
 """
 
 import logging
@@ -17,7 +18,7 @@ _GIB = 2**30
 
 
 class DeviceUse(Enum):
-    """Division of shared devices' memory between engines and ranks. Each value is the text for messages."""
+    """States of the devices that engines and ranks share. Each value says what both sides have in memory."""
 
     serving = "engines serve, ranks sleep"
     vacant = "engines have given back weights and KV cache, ranks sleep"
@@ -28,16 +29,16 @@ class DeviceUse(Enum):
 
 
 class Transition(NamedTuple):
-    """A transition that is allowed only in the state `before`."""
+    """A change of the devices' state from `before` to `after`. It is refused in any state but `before`."""
 
     name: str
     before: DeviceUse
     after: DeviceUse
 
 
-# The transitions form one ring. Weights are copied from memory to memory, so both sides must hold them at the
-# same time, but no more than them. Therefore the KV cache is released before the ranks wake, and comes back
-# when they sleep.
+# The transitions form one ring. Weights are copied from memory to memory, so both sides must hold weights at
+# the same time, but should hold little else. Therefore the KV cache is released before the ranks wake, and is
+# allocated again when they sleep.
 RING = (
     Transition("release", DeviceUse.serving, DeviceUse.vacant),
     Transition("wake", DeviceUse.vacant, DeviceUse.training),
@@ -50,7 +51,10 @@ _BY_NAME = {transition.name: transition for transition in RING}
 
 
 class SharingEngines(Protocol):
-    """The engines as DeviceSharing uses them. Implemented by sglang.pool.EnginePool."""
+    """The part of the interface of the engines that DeviceSharing uses.
+
+    Implemented by sglang.pool.EnginePool.
+    """
 
     def release_memory(self) -> None: ...
 
@@ -62,7 +66,10 @@ class SharingEngines(Protocol):
 
 
 class SharingRanks(Protocol):
-    """The trainer's ranks as DeviceSharing uses them. Implemented by trainer.ranks.RankGroup."""
+    """The part of the interface of the trainer's ranks that DeviceSharing uses.
+
+    Implemented by trainer.ranks.RankGroup.
+    """
 
     def wake(self) -> None: ...
 
@@ -76,12 +83,13 @@ class SharingRanks(Protocol):
 class DeviceSharing:
     """Moves the memory of shared devices between engines and trainer ranks.
 
-    Create it when the engines have started and the ranks have not. Each public method is one transition of
-    RING, except to_ranks and to_engines, which are several. A transition is recorded as a phase of the
-    monitor. It raises RuntimeError if another transition is next.
+    Create this object after the start of the engines and before the start of the ranks. Each public method
+    performs one transition of RING, except to_ranks and to_engines, which perform several. A transition is
+    recorded as a phase of the monitor. A method raises RuntimeError if its transition is not the next one.
 
-    metrics: memory in GiB after each transition, of the engine and the rank that use most. The first round is
-        also shown on the terminal.
+    state: the current state of the devices
+    metrics: {name: GiB} of memory in use after each transition, for the engine and the rank that use most.
+        The first values are also logged.
     """
 
     def __init__(self, engines: SharingEngines, monitor: Monitor):
@@ -96,7 +104,7 @@ class DeviceSharing:
             self._engines.release_memory()
 
     def started(self, ranks: SharingRanks) -> None:
-        """Receive the ranks, which have just started and are awake. This is the first `wake` transition."""
+        """Store the ranks, which have just started and are awake. The call counts as the first `wake`."""
         with self._transition("wake"):
             self._ranks = ranks
 
@@ -105,7 +113,7 @@ class DeviceSharing:
             self._ranks.wake()
 
     def resume_weights(self) -> None:
-        """Have the engines allocate memory for their weights again. It has no valid contents until `sync`."""
+        """Have the engines allocate memory for their weights again. Only `sync` fills this memory."""
         with self._transition("resume_weights"):
             # Memory is fullest here. Release what training has left, such as FP8 copies of the weights,
             # before the engines' weights come.
@@ -113,7 +121,7 @@ class DeviceSharing:
             self._engines.resume_weights()
 
     def sync(self, run: Callable[[], None]) -> None:
-        """Perform the weight sync within the transition `sync`.
+        """Call `run` as the transition `sync`.
 
         run: copies the trainer's weights into the engines.
         """
@@ -125,20 +133,20 @@ class DeviceSharing:
             self.metrics |= self._ranks.sleep()
 
     def resume_kv_cache(self) -> None:
-        """Have the engines allocate an empty KV cache, so that they serve again."""
+        """Have the engines allocate an empty KV cache, so that they can serve requests again."""
         with self._transition("resume_kv_cache"):
             self._engines.resume_kv_cache()
 
     def to_ranks(self) -> None:
-        """Give the devices' memory to the ranks, for training. Does nothing if they have it already."""
+        """Give the devices' memory to the ranks, for training. Does nothing if the ranks have it already."""
         if self.state != DeviceUse.training:
             self.release()
             self.wake()
 
     def to_engines(self, sync: Callable[[], None]) -> None:
-        """Sync the weights and give the devices' memory to the engines, for generation.
+        """Give the devices' memory to the engines, for generation, and copy the trainer's weights into it.
 
-        sync: copies the trainer's weights into the engines, which have released theirs.
+        sync: copies the trainer's weights into the engines.
         """
         self.resume_weights()
         self.sync(sync)

@@ -5,79 +5,68 @@ from dataclasses import dataclass, field
 from grpo_megatron.algorithm.advantages import smallest_group
 from grpo_megatron.algorithm.filters import filtered
 from grpo_megatron.batch.sample import Group
-from grpo_megatron.config.rollout import RolloutConfig, Shortage, Strategy
+from grpo_megatron.config.rollout import Shortage
 from grpo_megatron.config.schema import Config
 from grpo_megatron.data import PromptSource
 from grpo_megatron.errors import UserError
 from grpo_megatron.monitoring.phases import Phases
 from grpo_megatron.rewards.shaping import shape_overlong
-from grpo_megatron.rollout.manager import Filled, Goal, RolloutManager, Sampling
+from grpo_megatron.rollout.manager import Filled, Goal, RolloutManager
 from grpo_megatron.rollout.record import Recorder, Replay
-
-
-def training_sampling(config: RolloutConfig) -> Sampling:
-    """Return the configured sampling parameters of training rollouts."""
-    return Sampling(
-        n=config.n,
-        temperature=config.temperature,
-        max_response_length=config.max_response_length,
-        stop=tuple(config.stop),
-        stop_token_ids=tuple(config.stop_token_ids),
-        beam=config.beam if config.strategy == Strategy.beam else None,
-    )
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """The groups that a step sampled, and what happened to the groups that it does not use."""
+    """The groups that were sampled for a training step, and the prompts and groups that were left out."""
 
     groups: list[Group]
     """Groups to train on."""
     used: list[int] = field(default_factory=list)
-    """uids of all prompts that the step used up: those of its groups and of dropped or failed groups."""
+    """uids of all prompts that the step used up: the prompts of `groups`, of dropped and of failed groups."""
     dropped: int = 0
-    """Number of groups that dynamic sampling left out because of the filters."""
+    """Number of groups that dynamic sampling left out because algorithm.filters refused them."""
     aborted: int = 0
-    """Number of groups that dynamic sampling left out because the batch was full before they were done."""
+    """Number of groups that dynamic sampling aborted, because the batch was full before they were done."""
     failed: list[Group] = field(default_factory=list)
-    """Groups that are not trained on because failures left them too few samples to compare."""
+    """Groups that are not trained on. So many of their samples failed that too few are left to compare."""
 
 
 class EngineRollouts:
-    """Rollouts sampled by the engines with the newest weights. They are recorded if rollout.record is set."""
+    """Samples the groups of training steps from the engines, and records them if rollout.record is set."""
 
     def __init__(self, manager: RolloutManager, config: Config, resumed: int = 0):
         """Prepare sampling, and open the recording if rollout.record is set.
 
-        resumed: last step of the checkpoint that a resumed run continues from. 0 for a new run.
+        resumed: step of the checkpoint that a resumed run continues from. 0 for a new run.
         """
         self._manager, self._config = manager, config
         self._batch_size = config.data.train_batch_size
-        self._sampling = training_sampling(config.rollout)
         self._recorder = Recorder(config.rollout.record, resumed) if config.rollout.record else None
 
     def sample(self, step: int, prompts: PromptSource) -> Rollout:
-        """Sample data.train_batch_size groups.
+        """Sample the groups of a training step from the next data.train_batch_size prompts.
 
-        With dynamic sampling, only groups that algorithm.filters keep count, and further prompts are sampled
-        for the others. Raises UserError if too few groups are kept and
-        rollout.dynamic_sampling.shortage=error. Raises UserError also if no group at all is left.
+        Dynamic sampling goes on with further prompts until algorithm.filters have accepted
+        data.train_batch_size groups, or rollout.dynamic_sampling.max_batches is reached. Raises UserError if
+        it ends with fewer groups and rollout.dynamic_sampling.shortage=error. Raises UserError also if no
+        group at all is left.
 
-        step: number of the step, counted from 1.
+        step: index of the step, from 1, for the recording and for messages.
+        prompts: hands out the prompts, and takes back those that dynamic sampling did not need.
         """
         failed: list[Group] = []
         if self._config.rollout.dynamic_sampling.enabled:
             filled = self._fill(step, prompts, failed)
         else:
-            filled = Filled(self._manager.generate(prompts.next(self._batch_size), self._sampling))
+            filled = Filled(self._manager.generate(prompts.next(self._batch_size), self._config.rollout))
             failed += [group for group in filled.groups if self._is_too_small(group)]
             filled.dropped += [group.prompt for group in failed]
             filled.groups = [group for group in filled.groups if not self._is_too_small(group)]
             if not filled.groups:
                 raise UserError(
-                    f"step {step}: reward.on_failure=leave_out leaves none of the {len(failed)} groups, "
-                    "because rewards or environments failed for nearly all of their samples; the messages "
-                    "above and the workers' logs say what failed"
+                    f"step {step}: none of the {len(failed)} groups is left, because rewards or "
+                    "environments failed for nearly all samples and reward.on_failure=leave_out removes "
+                    "them; see the messages above and the workers' logs for the cause"
                 )
         prompts.settle(filled.aborted)
         if self._recorder:
@@ -86,41 +75,46 @@ class EngineRollouts:
         return Rollout(filled.groups, used, len(filled.dropped) - len(failed), len(filled.aborted), failed)
 
     def _is_too_small(self, group: Group) -> bool:
-        """Return whether failures left a group fewer samples than the advantage estimator can compare."""
+        """Return True if samples of the group failed and too few are left for the advantage estimator."""
         return group.failed > 0 and len(group.trajectories) < smallest_group(
             self._config.algorithm.adv_estimator
         )
 
     def _fill(self, step: int, prompts: PromptSource, failed: list[Group]) -> Filled:
-        """Sample until algorithm.filters keep enough groups (dynamic sampling), and return the result.
+        """Sample until algorithm.filters have accepted enough groups (dynamic sampling).
 
-        failed: list to which groups are appended that failures left too few samples.
+        Return the result of RolloutManager.fill: the accepted groups, and the prompts that were left out.
+
+        step: index of the step, for messages.
+        failed: a list, to which this method appends groups with too few samples (`_is_too_small`).
         """
-        options = self._config.rollout.dynamic_sampling
+        rollout = self._config.rollout
+        options = rollout.dynamic_sampling
         most = int(options.max_batches * self._batch_size)
 
         def keep(group: Group) -> bool:
             if self._is_too_small(group):
                 failed.append(group)
                 return False
-            return self._counts(group)
+            return self._passes_filters(group)
 
         filled = self._manager.fill(
-            prompts.next, keep, self._sampling, Goal(self._batch_size, options.over_sampling, most)
+            prompts.next, keep, rollout, Goal(self._batch_size, options.over_sampling, most)
         )
         short = self._batch_size - len(filled.groups)
         if short and (options.shortage == Shortage.error or not filled.groups):
             because = f", and failed rewards left too few samples of {len(failed)} groups" if failed else ""
             raise UserError(
-                f"step {step}: algorithm.filters left {len(filled.groups)} of the {self._batch_size} groups "
-                f"that data.train_batch_size needs, after sampling the {most} prompts that "
-                f"rollout.dynamic_sampling.max_batches allows{because}; choose easier or harder prompts, "
-                "raise max_batches or rollout.n, or set rollout.dynamic_sampling.shortage=smaller"
+                f"step {step}: algorithm.filters left only {len(filled.groups)} of the {self._batch_size} "
+                f"groups that data.train_batch_size needs, after sampling the {most} prompts that "
+                f"rollout.dynamic_sampling.max_batches allows{because}; use easier or harder prompts, raise "
+                "rollout.dynamic_sampling.max_batches or rollout.n, or set "
+                "rollout.dynamic_sampling.shortage=smaller"
             )
         return filled
 
-    def _counts(self, group: Group) -> bool:
-        """Return whether algorithm.filters keep the group, judged by its reward with the overlong penalty."""
+    def _passes_filters(self, group: Group) -> bool:
+        """Return True if algorithm.filters accept the group. They see rewards with the overlong penalty."""
         config = self._config
         shaped = shape_overlong([group], config.rollout.max_response_length, config.reward.overlong_buffer)
         return bool(filtered(shaped, config.algorithm.filters))
@@ -138,13 +132,13 @@ class EngineRollouts:
 
 
 class ReplayedRollouts:
-    """Rollouts read from a recording (rollout.replay), for a run without engines.
+    """Reads the groups of training steps from a recording (rollout.replay), for a run without engines.
 
-    It has the interface of rollout.synchronous.SynchronousRollouts.
+    The class has the interface of rollout.synchronous.SynchronousRollouts.
     """
 
     def __init__(self, path: str, phases: Phases):
-        """Open the recording. phases: measures the time of reading as `generate`."""
+        """Open the recording. phases: records the time of reading as the phase `generate`."""
         self._replay, self._phases = Replay(path), phases
         self.version: int | None = None
         self.metrics: dict[str, float] = {}

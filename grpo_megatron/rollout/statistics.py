@@ -10,18 +10,23 @@ from grpo_megatron.rollout.source import Rollout
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Return pass@k: the estimated chance that at least one of k samples is right.
+    """Return pass@k: the estimated probability that at least one of k samples is right.
 
-    `correct` of `samples` drawn samples were right. With n samples and c correct ones, the result is
-    1 - C(n-c, k) / C(n, k), the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, eq. 1).
+    The estimate is 1 - C(n-c, k) / C(n, k) for n drawn samples, of which c are right. It is the unbiased
+    estimator of Chen et al. 2021 (arXiv:2107.03374, eq. 1).
+
+    samples: number n of drawn samples.
+    correct: number c of right samples.
     """
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
 
 
 def pass_rates(groups: list[Group], pass_reward: float) -> dict[str, float]:
-    """Return {"pass@k": mean over the groups with at least k trajectories} for k = 2, 4, ..
+    """Return {"pass@k": mean of `pass_at_k` over the groups with at least k trajectories} for k = 2, 4, ...
 
-    pass_reward: a trajectory is right if its reward is at least this.
+    The largest k is at most the number of trajectories of the largest group.
+
+    pass_reward: a trajectory is right if its reward is at least this value.
     """
     counts = [
         (len(group.rewards), sum(reward >= pass_reward for reward in group.rewards)) for group in groups
@@ -36,19 +41,20 @@ def pass_rates(groups: list[Group], pass_reward: float) -> dict[str, float]:
 def majority_reward(answers: list[str | None], rewards: list[float]) -> float:
     """Return maj@n of a prompt: the reward of the most frequent answer among its n samples.
 
-    In a tie, the answer that comes first wins. If no sample has an answer, return the first sample's reward.
-    The result does not estimate maj@k for k < n.
+    In a tie, the answer that comes first wins. If no sample has an answer, the result is the first sample's
+    reward. maj@k for k < n cannot be computed from the result.
 
     answers: answer of each sample. A sample without an answer (None) does not vote.
+    rewards: reward of each sample.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     return rewards[answers.index(max(votes, key=votes.__getitem__))] if votes else rewards[0]
 
 
 def group_statistics(groups: list[Group], pass_reward: float) -> dict[str, float]:
-    """Return scalars for the logs: rewards, components, pass@k, lengths, finish reasons of the trajectories.
+    """Return {name: scalar} for the logs: rewards, components, pass@k, lengths and finish reasons.
 
-    pass_reward: a trajectory is right if its reward is at least this.
+    pass_reward: a trajectory is right if its reward is at least this value.
     """
     trajectories = [sequences for group in groups for sequences in group.trajectories]
     samples = [
@@ -83,10 +89,12 @@ def group_statistics(groups: list[Group], pass_reward: float) -> dict[str, float
 def step_statistics(
     groups: list[Group], rollout: Rollout, pass_reward: float, version: int | None
 ) -> dict[str, float]:
-    """Return all scalars about the groups that a step trains on, for the logs.
+    """Return {name: scalar} for the logs, about the groups that a step trains on or leaves out.
 
-    rollout: the rollout that the groups come from, for the counts of groups that are not trained on.
-    version: version of the weights that are being trained. None: no staleness is computed.
+    groups: the groups that the step trains on.
+    rollout: the rollout that the groups come from, with the counts of groups that are not trained on.
+    pass_reward: a trajectory is right if its reward is at least this value.
+    version: version of the weights that are being trained. If None, no staleness is computed.
     """
     scored = len(rollout.groups) + rollout.dropped
     scalars = group_statistics(groups, pass_reward)
@@ -98,9 +106,10 @@ def step_statistics(
 
 
 def staleness(groups: list[Group], version: int) -> dict[str, float]:
-    """Return how many weight versions the sampled tokens lag behind the weights that are being trained.
+    """Return the staleness of the sampled tokens: by how many versions the weights have changed since then.
 
-    The result has the mean over tokens and the maximum. It is empty if the model wrote no token.
+    The result is {"staleness/mean": mean over the tokens, "staleness/max": maximum}. It is empty if the model
+    wrote no token.
 
     version: version of the weights that are being trained.
     """

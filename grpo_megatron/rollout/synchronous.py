@@ -12,7 +12,7 @@ from grpo_megatron.rollout.source import EngineRollouts, Rollout
 
 
 class SynchronousRollouts:
-    """Everything that the training loop knows of engines: rollouts, weights, devices and evaluations.
+    """The training loop's interface to the engines: rollouts, weight syncs, device sharing and evaluations.
 
     ReplayedRollouts has the same interface, for runs without engines.
     """
@@ -29,10 +29,13 @@ class SynchronousRollouts:
     ):
         """Connect the parts that a rollout needs.
 
-        evaluation: scores held-out prompts; None: there are none.
-        score: returns groups with the rewards of a reward model on the trainer's ranks; None: the source's
-            groups have their rewards already.
-        sampled: called after each generation, when the ranks have their devices again.
+        source: samples the groups.
+        prompts: hands out the training prompts.
+        handover: prepares the engines for generation, and the ranks for training.
+        evaluation: scores held-out prompts. None if there are none.
+        score: returns the groups with the rewards of a reward model, which runs on the trainer's ranks. None
+            if there is no reward model.
+        sampled: called after each generation, when the ranks have the memory of shared devices again.
         """
         self.source, self.prompts, self.handover = source, prompts, handover
         self._phases, self._evaluation, self._score = monitor.phases, evaluation, score
@@ -40,20 +43,20 @@ class SynchronousRollouts:
 
     @property
     def version(self) -> int | None:
-        """Version of the weights that the engines serve; None if there are no engines."""
+        """Version of the weights that the engines serve; 0 before the first sync. It is never None here."""
         return self.handover.weight_sync.version
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of weight syncs, and of memory that engines and ranks handed over."""
+        """{name: value} of the last weight sync, and of the memory in use by engines and ranks."""
         return self.handover.metrics
 
     def start(self) -> None:
-        """Give the engines their first weights."""
+        """Copy the trainer's weights into the engines, which have none yet."""
         self.handover.publish()
 
     def take(self, step: int) -> Rollout:
-        """Sample the groups of a step, with rewards. The ranks can work afterwards."""
+        """Sample the groups of a step (from 1), and return them with rewards. Then the ranks can train."""
         self.handover.to_engines()
         with self._phases("generate"):
             rollout = self.source.sample(step, self.prompts)
@@ -65,11 +68,14 @@ class SynchronousRollouts:
             return replace(rollout, groups=self._score(rollout.groups))
 
     def weights_changed(self) -> None:
-        """Give the engines the trainer's new weights."""
+        """Copy the trainer's weights into the engines, after a training step has changed them."""
         self.handover.publish()
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Return the scores of the held-out prompts; empty if there are none."""
+        """Return {metric: score} on the held-out prompts; empty if there are none.
+
+        step: number of training steps done so far.
+        """
         if self._evaluation is None:
             return {}
         self.handover.to_engines()
@@ -84,7 +90,11 @@ class SynchronousRollouts:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from a checkpoint. state: the run's, of which some entries are None after a replay."""
+        """Restore the state from a checkpoint.
+
+        state: the run's state as `state_dict` returned it. Some entries are None if that run replayed a
+            recording.
+        """
         self.source.load_state_dict(state["rollouts"])
         if state["prompts"]:
             self.prompts.load_state_dict(state["prompts"])

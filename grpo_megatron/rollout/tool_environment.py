@@ -24,24 +24,25 @@ from grpo_megatron.sandbox.tool import run_python
 
 tool = Registry("tool", "rollout.tools", ("python",))
 
-# The format that the templates of Hermes and Qwen ask for. An unclosed tag is also a call, but a malformed
-# one.
+# The format that the templates of Hermes and Qwen ask for. An unclosed tag is also a call, but the call
+# is malformed.
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-# Maximal characters of a result. A tool that prints endlessly would fill the model's context.
+# Maximum number of characters of a result. A tool that prints endlessly would fill the model's context.
 _LONGEST = 4000
 
 
 class ToolCalls:
-    """One episode of rollout.environment=tools. It runs the tool calls in each turn of the model.
+    """One episode of rollout.environment=tools, which runs the tool calls in each turn of the model.
 
-    The episode ends with the first turn that contains no call. Components: tool_calls, failed_tool_calls.
+    The episode ends with the first turn that contains no call. The components `tool_calls` and
+    `failed_tool_calls` count all calls and the failed calls.
     """
 
     def __init__(self, tools: dict[str, Callable[..., Any]], seconds: float, prompt: Prompt):
         """Begin an episode.
 
         tools: functions that the model may call, by name.
-        seconds: time in each turn after which no further call is started.
+        seconds: time after which no further call is started, from the beginning of each turn's calls.
         """
         self._tools, self._seconds = tools, seconds
 
@@ -69,10 +70,12 @@ class ToolCalls:
         return StepResult(answers, done=not answers, components=components)
 
     def _run(self, text: str, end: float) -> str:
-        """Run one tool call and return its result as text. Raises ValueError for a malformed call.
+        """Run one tool call and return its result as text.
+
+        Raises ValueError if the call is malformed or comes too late. Errors of the tool are passed on.
 
         text: JSON of the call, as the model wrote it.
-        end: time of time.monotonic() after which no call is started.
+        end: value of time.monotonic() after which no call is started.
         """
         if time.monotonic() > end:
             raise ValueError("there is no time left for this call in this turn")
@@ -91,17 +94,20 @@ class ToolCalls:
 
 
 class ToolEnvironment:
-    """The factory of episodes for rollout.environment=tools. Calling it with a prompt begins an episode."""
+    """The factory of episodes for rollout.environment=tools. Calling it with a prompt makes a ToolCalls."""
 
     asks_reward_function = True
 
     def __init__(self, names: Sequence[str], reward: RewardConfig):
-        """Look up the functions of the tools that rollout.tools names.
+        """Look up the functions of the tools.
 
-        Raises UserError for an unknown name. Raises UserError also if this machine cannot run the tool.
+        names: value of rollout.tools.
+
+        Raises UserError if a name is unknown, if a function cannot be a tool, or if this machine cannot
+        isolate the programs of the tool `python`.
         """
-        # Time of a turn. A call that starts at its end gets the same time again. The rest is for its sandbox
-        # to start and end.
+        # Time of a turn. A call that starts at the end of this time gets the same time again. The remaining
+        # 20 % are for its sandbox to start and end.
         self._seconds = 0.4 * reward.timeout
         found = [
             _python(reward.code, self._seconds) if name == "python" else tool.get(name) for name in names
@@ -119,7 +125,7 @@ class ToolEnvironment:
     def tools(self) -> list[dict[str, Any]]:
         """JSON schemas of the tools, which the chat template shows to the model.
 
-        Raises UserError for a function that has no type hints, or whose docstring lacks an argument.
+        Raises UserError if a function has no type hints, or if its docstring does not describe an argument.
         """
         from transformers.utils import get_json_schema
 
@@ -127,7 +133,7 @@ class ToolEnvironment:
             return [get_json_schema(function) for function in self._tools.values()]
         except Exception as error:  # the library raises its own kinds of errors
             raise UserError(
-                "rollout.tools: a tool needs type hints, and a docstring that describes its arguments: "
+                "rollout.tools: a tool must have type hints and a docstring that describes its arguments: "
                 f"{error}"
             ) from error
 
@@ -136,14 +142,14 @@ class ToolEnvironment:
 
 
 def _check_tool(setting: str, function: Callable) -> None:
-    """Raise UserError if a tool has no name, or cannot be called with named arguments as the model does.
+    """Raise UserError if a tool has no `__name__`, or cannot be called with keyword arguments only.
 
-    setting: configuration key and value that name the tool, for the message.
+    setting: configuration key and value that name the tool, for the error message.
     """
     if not hasattr(function, "__name__"):
         raise UserError(
-            f"{setting}: a tool must be a function with a name, by which the model calls it, but "
-            f"{shortened(repr(function))} has no name"
+            f"{setting}: {shortened(repr(function))} has no name by which the model could call it; a tool "
+            "must be a named function"
         )
     try:
         arguments = tuple(inspect.signature(function).parameters)
@@ -155,7 +161,12 @@ def _check_tool(setting: str, function: Callable) -> None:
 
 
 def _python(options: CodeConfig, seconds: float) -> Callable[[str], str]:
-    """Return the built-in tool `python`, which runs a program in the sandbox for at most `seconds`."""
+    """Return the built-in tool `python`, which runs a program in the sandbox.
+
+    Raises UserError if this machine cannot isolate programs as `options` require.
+
+    seconds: time limit of a program.
+    """
     required_containment(options.isolation)
 
     def python(code: str) -> str:

@@ -11,22 +11,22 @@ from grpo_megatron.sglang.request import Completion
 
 @dataclass(frozen=True)
 class Episode:
-    """The description of an episode before it is played."""
+    """Parameters of one episode: its prompt, its ids, its token limit and its initial state."""
 
     prompt: Prompt
     """The prompt that the model reads first."""
     group_id: int
-    """Id of the group, which is all trajectories of the prompt."""
+    """Id of the group that the episode's samples belong to. A group is all trajectories of one prompt."""
     trajectory_id: int
-    """Id of the trajectory that the episode becomes."""
+    """Id of the episode's trajectory. All samples of the episode have this id."""
     limit: int
-    """Maximal number of tokens after the prompt."""
+    """Maximum number of tokens after the prompt, written by the model or by the environment."""
     state: tuple[int, ...]
-    """Key of the environment's initial state. Episodes with the same key start in the same state."""
+    """Seed of the environment's initial state. Episodes with equal seeds start in the same state."""
 
 
 class _Sequence:
-    """A sequence of tokens in the order in which the model read and wrote them, each once."""
+    """One sequence of tokens: a prompt, and the turns and observations that follow it in an episode."""
 
     def __init__(self, prompt_ids: list[int]):
         self.ids, self.turns = list(prompt_ids), 0
@@ -37,9 +37,9 @@ class _Sequence:
         self._routing: list[np.ndarray] = []
 
     def follow(self, ids: list[int]) -> bool:
-        """Append the environment's tokens: those of `ids` after the tokens that this sequence has already.
+        """Append the tokens of `ids` that follow this sequence's tokens, as tokens of the environment.
 
-        Return False, and append nothing, if `ids` does not begin with this sequence's tokens.
+        Return True if `ids` begins with this sequence's tokens. Otherwise append nothing and return False.
 
         ids: all token ids that the model reads before its next turn.
         """
@@ -66,9 +66,10 @@ class _Sequence:
 
     @property
     def routed(self) -> int:
-        """Number of leading tokens whose MoE experts the engine has reported: all that it computed so far.
+        """Number of leading tokens of `ids` whose MoE experts the engine has reported.
 
-        The last sampled token of a turn is not among them, because no forward pass has read it yet.
+        The last sampled token of a turn is not among them, because the engine chooses a token's experts in
+        the forward pass that reads the token.
         """
         return sum(map(len, self._routing))
 
@@ -89,7 +90,10 @@ class _Sequence:
 
 
 class Trajectory:
-    """The sequences of an episode. A new one begins when the model's input does not continue the last one."""
+    """The token sequences of an episode.
+
+    A new sequence begins when the input of a turn does not start with all tokens of the last sequence.
+    """
 
     def __init__(self, episode: Episode):
         self._episode = episode
@@ -101,12 +105,12 @@ class Trajectory:
 
     @property
     def ids(self) -> list[int]:
-        """All tokens of the current sequence. Do not modify the list."""
+        """All token ids of the last sequence, with its prompt. Do not modify the list."""
         return self._sequences[-1].ids
 
     @property
     def room(self) -> int:
-        """Number of tokens that the model may write next."""
+        """Maximum number of tokens of the model's next turn: what is left of the episode's token limit."""
         return self._room(len(self.ids))
 
     def _room(self, length: int) -> int:
@@ -118,9 +122,10 @@ class Trajectory:
         return self._sequences[-1].routed
 
     def read(self, ids: list[int]) -> bool:
-        """Set the token ids that the model reads before its next turn. They may begin a new sequence.
+        """Set all token ids that the model reads before its next turn.
 
-        Return False, and change nothing, if they leave the model no token to write within the limit.
+        If `ids` does not start with the tokens of the last sequence, it begins a new sequence. Return True
+        if the episode's token limit leaves tokens for the turn. Otherwise change nothing and return False.
         """
         if self._room(len(ids)) <= 0:
             return False
@@ -131,19 +136,21 @@ class Trajectory:
         return True
 
     def write(self, turn: Completion) -> None:
-        """Append a turn that the model generated to the current sequence."""
+        """Append a turn that the model generated to the last sequence."""
         self._sequences[-1].write(turn)
 
     def samples(self, finish_reason: str) -> tuple[Sample, ...]:
-        """Return the sequences as samples. Rewards and texts are still missing."""
+        """Return each sequence as a Sample with this finish reason. Rewards and texts are not set yet."""
         return tuple(sequence.sample(self._episode, finish_reason) for sequence in self._sequences)
 
 
 def _whole_routing(parts: list[np.ndarray]) -> np.ndarray | None:
-    """Return the routing of a whole sequence, [tokens, layers, experts], or None if the engine reported none.
+    """Return the MoE experts of a sequence, [tokens, layers, experts per token], or None if `parts` is empty.
 
-    parts: routing of each turn. A row is appended for the last token, which the engine sampled but never read
-        in a forward pass. Its value has no effect, because the last position predicts nothing.
+    The engine reports no experts for the last token, because no forward pass read this token. A row of any
+    experts is added for it. The row has no effect, because the last position predicts nothing.
+
+    parts: the experts of each turn as the engine reported them (Completion.routing).
     """
     if not parts:
         return None

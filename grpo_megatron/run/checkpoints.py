@@ -27,17 +27,17 @@ TRAINED = "trained.jsonl"
 
 
 class NotWritten(UserError):
-    """A checkpoint could not be written, such as to a full disk. The run can go on and try again later."""
+    """A checkpoint could not be written, for example to a full disk. The run can go on and try later."""
 
 
 @dataclass(frozen=True)
 class SaveReport:
     """Result of writing the trainer's part of a checkpoint.
 
-    seconds: from the beginning until the files were on the disk
-    waited: seconds that training stood still for it
+    seconds: time from the beginning until the files were on the disk
+    waited: seconds for which training waited
     bytes: total size of the files
-    files: size and digest of each file, by its path in the folder `actor`
+    files: {path of a file in the folder `actor`: its size and digest}
     """
 
     seconds: float
@@ -47,9 +47,10 @@ class SaveReport:
 
 
 class Saveable(Protocol):
-    """The trainer as Checkpoints uses it: it writes its state into a folder while training goes on.
+    """The part of the interface of the trainer that Checkpoints uses.
 
-    Implemented by trainer.checkpoints.TrainerCheckpoints.
+    The trainer writes its state into a folder while training goes on. Implemented by
+    trainer.checkpoints.TrainerCheckpoints.
     """
 
     def begin_checkpoint(self, folder: str) -> None: ...
@@ -60,12 +61,14 @@ class Saveable(Protocol):
 
 
 class Checkpoints:
-    """Writer of checkpoints: `step_00000010/` with `actor/`, `state.json` and `manifest.json`, in one folder.
+    """Writer of checkpoints, which are folders `step_00000010/` with `actor/`, state.json and manifest.json.
 
-    A checkpoint is written under a temporary name while training goes on, and renamed when all of it is on
-    the disk. So a folder with a final name is complete, even if the run is killed. Checkpoints beyond the
-    number to keep are deleted once a newer one is complete. If a checkpoint cannot be written, a line is
-    shown, and the next one is tried when it is due.
+    A checkpoint is written under a temporary name while training goes on, and renamed when all files are on
+    the disk. So a folder with a final name is complete, even if the run is killed. When a checkpoint is
+    complete, older checkpoints beyond the number to keep are deleted. If a checkpoint cannot be written, a
+    warning is logged, and the run goes on to the next checkpoint.
+
+    folder: the folder that contains the checkpoints
     """
 
     def __init__(
@@ -77,13 +80,13 @@ class Checkpoints:
         about: dict[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Prepare to write checkpoints of one attempt of a run.
+        """Prepare to write the checkpoints of a run, from one start until its end.
 
-        folder: the run's folder of checkpoints
-        trainer: writes its state into each checkpoint
-        resumed: the step that the run continues after; 0 for a new run
+        folder: the folder that contains the run's checkpoints
+        trainer: writes the trainer's state into each checkpoint
+        resumed: the step after which the run continues; 0 for a new run
         about: entries of state.json that are the same in all checkpoints, such as the configuration
-        clock: returns seconds; tests pass one of their own
+        clock: returns the present time in seconds; tests pass their own
         """
         self.folder = Path(folder)
         self._config, self._trainer, self._about, self._clock = (
@@ -109,31 +112,31 @@ class Checkpoints:
         return by_steps or by_time or (last and config.at_end and step != self._last_step)
 
     def note_trained(self, step: int, prompts: list[int]) -> None:
-        """Append a row to trained.jsonl: the prompts that a step has used up.
+        """Append a row with the prompts that a step has used up to trained.jsonl.
 
-        prompts: uid of each prompt, including those that a filter dropped.
+        prompts: uid of each prompt, including the prompts whose groups a filter dropped.
         """
         self._trained.append_row({"step": step, "prompts": prompts})
 
     def after_step(self, state: dict | None) -> None:
-        """Complete the last checkpoint if the ranks have written it, and begin a new one if it is due.
+        """Complete the last checkpoint if the ranks have written it, and begin a new one if `state` is given.
 
-        state: the driver's state for the new checkpoint; None if none is due.
+        state: the driver's state for state.json; None if no checkpoint is due.
         """
         self.complete_written()
         if state is not None:
             self.save(state)
 
     def complete_written(self) -> None:
-        """Rename the checkpoint that the ranks are writing to its final name, if they have finished it."""
+        """Rename the checkpoint that the ranks were writing to its final name, if they have finished."""
         if self._writing and self._trainer.checkpoint_written():
             self._complete()
 
     def save(self, state: dict) -> None:
-        """Begin a checkpoint. It is complete after `finish`, or earlier after `complete_written`.
+        """Begin to write a checkpoint, which `complete_written` or `finish` completes.
 
-        Waits for the previous checkpoint first. Does nothing if this step has a checkpoint already.
-        state: the driver's state for state.json; values that JSON has, among them "step".
+        Waits for the previous checkpoint first. Does nothing else if this step has a checkpoint already.
+        state: the driver's state for state.json, made of values that JSON has. It has the key "step".
         """
         self._complete()
         step = state["step"]
@@ -156,9 +159,9 @@ class Checkpoints:
             self._complete()
 
     def finish(self, timeout: float | None = None) -> None:
-        """Wait for the checkpoint that is being written, if there is one, and complete it.
+        """Wait until a checkpoint that is being written is on the disk, and complete it.
 
-        timeout: seconds; None: the trainer's limit for a call to its ranks.
+        timeout: seconds. If None, the time limit of the trainer's calls to its ranks holds.
 
         Raises NotWritten if the last attempt to write a checkpoint failed.
         """
@@ -199,12 +202,18 @@ class Checkpoints:
         sync_to_disk(self.folder)
 
     def _give_up(self, final: Path, error: NotWritten) -> None:
-        """Report that a checkpoint failed. Delete what was written of it, which would keep the disk full."""
+        """Log that a checkpoint failed, and delete its files, so that they do not keep the disk full.
+
+        final: the folder that the checkpoint would have got.
+        error: the reason.
+        """
         shutil.rmtree(final.with_name(f"{final.name}.partial"), ignore_errors=True)
         whole = folders(self.folder)
         kept = f"the newest checkpoint is {whole[-1].name}" if whole else "there is no checkpoint yet"
-        self._failure = NotWritten(f"{error}; {kept}, make room for the next one")
-        logger.warning(f"training goes on, but {self._failure}")
+        self._failure = NotWritten(
+            f"{error}; {kept}. Fix the cause, such as a full disk, so that the next one can be written"
+        )
+        logger.warning(f"training continues, but {self._failure}")
 
     def _remove_old(self) -> None:
         for path in folders(self.folder)[: -self._config.keep]:
@@ -217,25 +226,24 @@ def discard(folder: Path) -> None:
     """Delete a checkpoint's folder as far as possible.
 
     Some files may remain, because NFS keeps files that a process has open. The folder is therefore renamed
-    first, so that its remains are not taken for a complete checkpoint.
-    If something remains, that is logged. No error is raised, because the next start tries again.
+    first, so that remaining files are not taken for a complete checkpoint. If files remain, a warning is
+    logged. No error is raised, because the next start tries again.
     """
     try:
         if DELETED not in folder.suffixes:
-            names = (
-                f"{folder.name}{DELETED}{number}" for number in ("", *(f".{n}" for n in range(1, 10**6)))
-            )
+            suffixes = ("", *(f".{n}" for n in range(1, 10**6)))
+            names = (f"{folder.name}{DELETED}{suffix}" for suffix in suffixes)
             folder = folder.rename(
                 next(folder.with_name(name) for name in names if not folder.with_name(name).exists())
             )
     except OSError as error:
-        logger.warning(f"{folder} could not be deleted: {error}")
+        logger.warning(f"{folder} could not be deleted: {error}; delete it manually")
         return
     shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
         logger.warning(
-            f"{folder} could not be deleted wholly, such as where somebody has a file of it open; the next "
-            "start tries again"
+            f"{folder} could not be deleted completely, probably because another process has a file in it "
+            "open; the run tries again when it starts next"
         )
 
 
@@ -246,11 +254,11 @@ def folders(root: Path) -> list[Path]:
 
 
 def newest_folder(directory: str) -> Path | None:
-    """Return the folder of a run's newest complete checkpoint, or None, for messages and the status.
+    """Return the folder of a run's newest complete checkpoint, or None if there is none.
+
+    The checkpoint is not checked for damage, because the result is only shown to the user.
 
     directory: the run's folder.
-
-    The checkpoint is not checked for damage.
     """
     found = folders(Path(directory, CHECKPOINTS))
     return found[-1] if found else None

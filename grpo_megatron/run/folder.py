@@ -1,7 +1,7 @@
 """The folder of a run. It belongs to one run at a time, and contains files of this run only.
 
-A start locks the folder, chooses the checkpoint to begin from, and moves or removes what does not belong to
-the continued run.
+A start locks the folder, chooses the checkpoint to begin from, and moves or removes files that do not belong
+to the run that continues.
 """
 
 import logging
@@ -40,15 +40,16 @@ def open_run_folder(
     """Create or reopen the run's folder, and lock it against other runs while the context is open.
 
     Yields (folder, checkpoint): the absolute path, and the checkpoint to begin from (None for a new run). If
-    a new run finds an earlier run of the same name, it first moves that folder to NAME.1, NAME.2, ...
+    a new run finds the folder of an earlier run of the same name, it first renames that folder to NAME.1,
+    NAME.2 or the like.
 
-    command: the command that makes the run. It must be the one that wrote the checkpoint.
-    must_fit: raises UserError if the driver's state in a checkpoint belongs to other data. It returns a note
-        to show, or "".
+    command: the command that makes the run. A checkpoint must be from the same command.
+    must_fit: called with the driver's state from the checkpoint. It raises UserError if the state belongs to
+        other data, and returns a note to log, or "".
 
     Raises UserError if another run writes to the folder, or if the folder cannot be created. Raises UserError
-    also if the checkpoint or the run's rows are damaged or belong to another command or other data. The
-    folder's contents are then unchanged.
+    also if the checkpoint or a row of trained.jsonl is damaged, or if the checkpoint belongs to another
+    command or other data. The folder's contents are then unchanged.
     """
     folder = run_folder(config)
     try:
@@ -69,7 +70,9 @@ def open_run_folder(
             ownership.release()
             raise
     except OSError as error:
-        raise UserError(f"the run's folder {folder} cannot be made: {error}") from error
+        raise UserError(
+            f"the run folder {folder} cannot be created: {error}; choose another run.root or run.name"
+        ) from error
     try:
         if checkpoint is None:
             yield str(folder), None
@@ -84,11 +87,11 @@ def open_run_folder(
 
 
 def beginning(config: Config, command: Command) -> Checkpoint | None:
-    """Return the checkpoint that run.resume says to begin from; None for a new run. Changes no file.
+    """Return the checkpoint that run.resume says to begin from; None for a new run. Change no file.
 
-    Also checks that the rows of metrics.jsonl and trained.jsonl up to the checkpoint's step can be read.
-    Raises UserError if the checkpoint is damaged or belongs to another command. Raises UserError also if one
-    of those rows in trained.jsonl is damaged.
+    Raises UserError if the checkpoint is damaged or belongs to another command. Raises UserError also if
+    metrics.jsonl or trained.jsonl cannot be read, or if trained.jsonl has a damaged row before the end of the
+    checkpoint's step.
     """
     folder, resume = run_folder(config), config.run.resume
     if resume in ANEW:
@@ -105,16 +108,16 @@ def beginning(config: Config, command: Command) -> Checkpoint | None:
 
 
 def trim_logs(directory: str, checkpoint: Checkpoint | None) -> None:
-    """Put the run's files into the state at the checkpoint, so that the run can go on from there.
+    """Put the run's files into their state at the checkpoint, so that the run can go on from there.
 
-    Removes rows of later steps from metrics.jsonl and trained.jsonl, result.json, and half-written or
-    half-deleted checkpoints.
+    Removes the rows of later steps from metrics.jsonl and trained.jsonl. Deletes result.json, and checkpoints
+    that were only partly written or deleted.
     directory: the run's folder.
-    checkpoint: where the run goes on; None: at step 0.
+    checkpoint: the checkpoint that the run continues from. None if the run begins at step 0.
 
     Call this only after the ranks have loaded the checkpoint and `quarantine_later_checkpoints` has renamed
-    the others. A start that fails before that must leave the rows that belong to the other checkpoints.
-    Raises UserError if trained.jsonl has a damaged row before one that is kept.
+    later checkpoints. If the start fails before, the later checkpoints still need their rows. Raises
+    UserError if trained.jsonl has a damaged row before a row to keep.
     """
     folder, step = Path(directory), checkpoint.step if checkpoint else 0
     for name in (METRICS, TRAINED):
@@ -128,14 +131,14 @@ def trim_logs(directory: str, checkpoint: Checkpoint | None) -> None:
 
 
 def quarantine_later_checkpoints(directory: str, checkpoint: Checkpoint | None) -> None:
-    """Rename the run's other checkpoints of this step or later ones to `step_XXXXXXXX.aside`, `.aside.1`, ...
+    """Rename the run's checkpoints that are not older than `checkpoint` to `step_XXXXXXXX.aside` or the like.
 
-    These are damaged, or belong to steps that are now trained again. Checkpoints that have such a name
-    already stay as they are, because run.resume may name one of them.
+    `checkpoint` itself keeps its name. Every other one is damaged, or of a step that is trained again.
+    No folder is overwritten: if the name exists, `.aside.1`, `.aside.2` and so on are tried.
     directory: the run's folder.
-    checkpoint: where the run goes on; None: at step 0.
+    checkpoint: the checkpoint that the run continues from. None if the run begins at step 0.
 
-    Call this only after the ranks have loaded the checkpoint. Until then, the run may still need another one.
+    Call this only after the ranks have loaded the checkpoint. Before, the run may still need another one.
     """
     step = checkpoint.step if checkpoint else 0
     for path in folders(Path(directory, CHECKPOINTS)):
@@ -143,18 +146,18 @@ def quarantine_later_checkpoints(directory: str, checkpoint: Checkpoint | None) 
             left = path.with_name(f"{path.name}.aside")
             with writing(path):
                 left = path.rename(numbered(left) if left.exists() else left)
-            logger.info(f"set aside: {path} is now {left.name}, which no run deletes")
+            logger.info(f"{path} was renamed to {left.name}, which no run deletes")
 
 
 def kept_rows(path: Path, step: int, quiet: bool = False) -> list[str] | None:
-    """Return the rows of metrics.jsonl or trained.jsonl up to this step; None if there is no such file.
+    """Return the rows of metrics.jsonl or trained.jsonl up to this step; None if the file does not exist.
 
-    Damaged rows are dropped: the loss of a node may leave half a row or NUL bytes at the end of the file. A
-    gap in metrics.jsonl does no harm.
-    quiet: True to log nothing about damaged rows.
+    Damaged rows are dropped. The loss of a node may leave half a row or NUL bytes at the end of the file, and
+    a missing row in metrics.jsonl does no harm.
+    quiet: If True, nothing is logged about damaged rows.
 
-    Raises UserError if trained.jsonl has a damaged row before one that is kept, because the file would no
-    longer prove that no prompt was skipped. The message names the row.
+    Raises UserError, which names the row, if trained.jsonl has a damaged row before a row to keep. Without
+    that row, the file would no longer prove that no prompt was skipped.
     """
     if is_absent(path):
         return None
@@ -175,16 +178,16 @@ def kept_rows(path: Path, step: int, quiet: bool = False) -> list[str] | None:
                 raise damaged[0]
             kept.append(row.decode("utf-8"))
     if damaged and not quiet:
-        logger.warning(f"{damaged[0]}; damaged rows of {path.name} go, {len(damaged)} in all")
+        logger.warning(f"{damaged[0]}; all damaged rows of {path.name} are removed ({len(damaged)})")
     return kept
 
 
 def _step_of_row(row: bytes, where: str) -> int:
     step = parse_object(row, where).get("step")
     if not row.endswith(b"\n"):
-        raise UserError(f"{where} has no end")
+        raise UserError(f"{where}: the row is truncated")
     if type(step) is not int:
-        raise UserError(f"{where}: step must be the number of a step, is {shortened(repr(step))}")
+        raise UserError(f"{where}: step must be a step number, but is {shortened(repr(step))}")
     return step
 
 
@@ -197,11 +200,14 @@ def _has_remains(folder: Path) -> bool:
 def _move_aside(config: Config, folder: Path) -> None:
     for path in (config.model.path, config.ref.path):
         if path and folder in Path(path).absolute().parents:
-            raise UserError(f"{path} lies in the folder of this run, {folder}; choose another run.name")
+            raise UserError(
+                f"{path} is in the folder of this run, {folder}, which would be renamed; choose another "
+                "run.name"
+            )
     moved = folder.rename(numbered(folder))
     folder.mkdir()
     (moved / OWNER).rename(folder / OWNER)
     if (moved / JOBS).exists():
         # One of these jobs may have started this run, and Slurm opens a file for each of its nodes by name.
         (moved / JOBS).rename(folder / JOBS)
-    logger.info(f"moved the earlier run of this name to {moved}")
+    logger.info(f"moved the earlier run with this name to {moved}")

@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text, read_object, replace_text
-from grpo_megatron.monitoring.status import State, read_status
+from grpo_megatron.monitoring.status import STATUS, State, read_status
 from grpo_megatron.process_tree import is_running, start_mark
 from grpo_megatron.run.manifest import MANIFEST
 
@@ -29,20 +29,20 @@ _WAIT_SECONDS = 120
 
 
 class Ownership:
-    """Ownership of a run's folder until `release`. The folder is created if it does not exist.
+    """Lock on a run's folder, held until `release`. The folder is created if it does not exist.
 
-    The lock is on a file beside the folder, which may therefore be moved. It ends with this process. The
-    record owner.json in the folder tells other runs who has it.
+    A file beside the folder is locked, so that the folder can be renamed. The lock ends with this process.
+    The file owner.json in the folder tells other runs which process owns the folder.
 
-    note: a line to show to the user, if the file system has no locks; else ""
+    note: a line to show to the user if the file system has no locks; else ""
     """
 
     def __init__(self, folder: Path):
-        """Take the folder, and write this process's host and pid into owner.json.
+        """Lock the folder, and write this process's host and pid into owner.json.
 
-        If the owner's node may be lost, waits up to _WAIT_SECONDS until the file server releases the lock.
-        Raises UserError, which names the owner, if another run has the folder. Raises OSError if the folder
-        cannot be created.
+        If the folder is locked by a process that has ended, waits up to _WAIT_SECONDS until the file server
+        releases the lock. Raises UserError, which names the owner, if another run owns the folder. Raises
+        OSError if the folder cannot be created.
         """
         self.note = ""
         self._folder = folder
@@ -68,8 +68,8 @@ class Ownership:
             if _may_live(owner):
                 self._refuse(owner, f"; if that run has ended, delete {self._folder / OWNER}")
             self.note = (
-                f"{self._folder}: this file system has no locks ({error.strerror}), so a second run is known "
-                f"by {OWNER} alone"
+                f"{self._folder}: this file system does not support locks ({error.strerror}), so only the "
+                f"file {OWNER} prevents a second run from using the folder"
             )
         else:
             # Some file systems have separate locks for each node. An owner on this node is gone, because the
@@ -81,8 +81,8 @@ class Ownership:
 
     def _wait(self, owner: dict[str, Any]) -> None:
         logger.warning(
-            f"{self._folder} is locked by {_named(owner)}, which is gone or an earlier start of this job; "
-            f"waits up to {_WAIT_SECONDS} s for the file server to release that"
+            f"{self._folder} is locked by {_named(owner)}, which has ended or is an earlier start of this "
+            f"job; waiting up to {_WAIT_SECONDS} s for the file server to release the lock"
         )
         try:
             self._lock.acquire(timeout=_WAIT_SECONDS, poll_interval=1)
@@ -90,9 +90,9 @@ class Ownership:
             self._refuse(self._owner())
 
     def _goes_on(self, owner: dict[str, Any]) -> bool:
-        """Return True if an owner on another node still rewrites status.json, so that its run goes on.
+        """Return True if status.json changes within _WAIT_SECONDS, which shows that the owner's run goes on.
 
-        Watches the file for up to _WAIT_SECONDS.
+        owner: content of owner.json, which names an owner on another node.
         """
         written = None
         for _ in range(_WAIT_SECONDS):
@@ -106,7 +106,8 @@ class Ownership:
                 return False
             if written is None:
                 logger.warning(
-                    f"{self._folder} may be written to by {_named(owner)}; looks whether that goes on"
+                    f"{self._folder} may still be written to by {_named(owner)}; waiting up to "
+                    f"{_WAIT_SECONDS} s to see whether its {STATUS} changes"
                 )
                 written = status["written"]
             elif status["written"] != written:
@@ -115,7 +116,7 @@ class Ownership:
         return False
 
     def _owner(self) -> dict[str, Any]:
-        """Return the record of the folder's owner; empty if there is none, or it is damaged."""
+        """Return the content of owner.json; empty if the file does not exist or is damaged."""
         try:
             return read_object(self._folder / OWNER)
         except UserError as error:
@@ -126,8 +127,8 @@ class Ownership:
     def _refuse(self, owner: dict[str, Any], advice: str = "") -> None:
         known = _named(owner) or "it is just starting"
         raise UserError(
-            f"another run writes to {self._folder} ({known}): wait for its end, or choose another run.name"
-            f"{advice}"
+            f"another run is writing to {self._folder} ({known}); wait until it ends, or choose another "
+            f"run.name{advice}"
         )
 
 
@@ -142,10 +143,11 @@ def _self_description() -> dict[str, Any]:
 
 
 def _may_live(owner: dict[str, Any]) -> bool:
-    """Return True if the owner may still be running, judged by its record in owner.json rather than by locks.
+    """Return True if the process that owner.json names may still be running. Locks are not considered.
 
-    A process on another host counts as running, with one exception: if it belongs to an earlier start of this
-    Slurm job, it has ended.
+    A process on another host counts as running, unless it belongs to an earlier start of this Slurm job.
+
+    owner: content of owner.json.
     """
     if not owner:
         return False
@@ -159,7 +161,10 @@ def _may_live(owner: dict[str, Any]) -> bool:
 def in_use(checkpoint: Path) -> Iterator[None]:
     """Keep other runs from deleting a checkpoint while the context is open.
 
-    It holds a shared lock on the checkpoint's manifest, for which the deleting run looks (`is_in_use`).
+    The context holds a shared lock on the checkpoint's manifest. A run that deletes checkpoints looks for
+    this lock (`is_in_use`).
+
+    checkpoint: the checkpoint's folder.
     """
     with open(checkpoint / MANIFEST, "rb") as file:
         with suppress(OSError):  # no locks here

@@ -10,23 +10,25 @@ from grpo_megatron.run.stop import StopRequest
 
 
 class Training(Protocol):
-    """The training that a loop of steps makes: controller.Controller, or commands.supervised."""
+    """Interface of the training that StepLoop runs, such as controller.Controller."""
 
     def train_step(self, step: int) -> Any:
-        """Make one step, and report it to the monitor. step: index of the step, from 1."""
+        """Make one training step, and report it to the monitor. step: index of the step, from 1."""
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Return scores of the weights after `step` steps; empty if there is nothing to evaluate on."""
+        """Return {name: score} of the weights after `step` steps; empty if nothing is to be evaluated."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the driver's state for a checkpoint, as values that JSON has."""
+        """Return the driver's state for state.json of a checkpoint, made of values that JSON has."""
 
 
 class StepLoop:
     """Makes the steps of a run, with evaluations and checkpoints when they are due.
 
-    step: the last step that was begun
-    evaluations: the scores "before" and "after" training; empty until they have been measured
+    checkpoints: writes the checkpoints
+    step: index of the last step that was begun; 0 before the first step
+    evaluations: {"before": scores before training, "after": newest scores}, each {name: score}, and empty
+        before the evaluation
     """
 
     def __init__(
@@ -39,8 +41,8 @@ class StepLoop:
     ):
         """Create a loop that starts at step 0. `load_state_dict` continues from a checkpoint.
 
-        stop: request to stop the run; None: there is never one
-        to_ranks: called before a checkpoint. Engines on the ranks' devices then release their memory.
+        stop: tells whether the run has been asked to stop. If None, the run is never asked.
+        to_ranks: called before a checkpoint, so that engines on the ranks' devices release their memory.
         """
         self.checkpoints, self.step = checkpoints, 0
         self.evaluations: dict[str, dict[str, float]] = {"before": {}, "after": {}}
@@ -49,7 +51,7 @@ class StepLoop:
         self._evaluated: int | None = None  # the step after which the "after" evaluation was made
 
     def run(self, training: Training) -> None:
-        """Train until step run.total_steps. Raises Stopped after a step if the run was asked to stop."""
+        """Train until step run.total_steps. If asked to stop, raise Stopped after the current step."""
         if not self.evaluations["before"]:
             self._evaluate(training)
             self.evaluations["before"] = self.evaluations["after"]
@@ -66,7 +68,7 @@ class StepLoop:
             self._evaluate(training)
 
     def begin_step(self) -> int:
-        """Begin the next step, and return its index. For a caller that makes single steps without `run`."""
+        """Begin the next step, and return its index, from 1. `run` calls this, or a caller without `run`."""
         self.step += 1
         self._stop.step = self.step
         self._monitor.start_step(self.step)
@@ -86,7 +88,7 @@ class StepLoop:
             self.checkpoints.after_step(self._state(training) if due else None)
 
     def _leave_if_asked(self, training: Training) -> None:
-        """Save a checkpoint and raise Stopped, if the run was asked to stop."""
+        """Save a checkpoint and raise Stopped if the run has been asked to stop."""
         if self._stop.is_made:
             self._to_ranks()
             self._stop.leave(self.checkpoints, lambda: self._state(training))
@@ -97,7 +99,7 @@ class StepLoop:
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the step of a checkpoint. state: that of the driver process, from state.json."""
+        """Continue after the step of a checkpoint. state: content of the checkpoint's state.json."""
         self.step = state["step"]
         # Earlier versions of `sft` and `reward-model` did not save these.
         self.evaluations |= state.get("evaluations", {})

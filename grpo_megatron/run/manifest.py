@@ -1,6 +1,6 @@
 """manifest.json of a checkpoint: size and digest of every file, and a digest of the list.
 
-It detects damage, but no deliberate changes.
+The manifest detects damage, but no deliberate changes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,6 +15,7 @@ from grpo_megatron.paths import is_absent
 from grpo_megatron.progress import moved
 
 MANIFEST = "manifest.json"
+_DAMAGED = "the checkpoint is damaged, but an earlier one may be intact"
 _READ_BYTES = 4 * 2**20
 # Most bytes of one write. A tensor of gigabytes takes a slow disk minutes, during which the rank must be seen
 # to make progress.
@@ -22,9 +23,9 @@ _WRITE_BYTES = 64 * 2**20
 
 
 class DamagedCheckpoint(UserError):
-    """The files of a checkpoint differ from those that were written. An earlier checkpoint may be sound.
+    """The files of a checkpoint differ from the files that were written. An earlier checkpoint may be sound.
 
-    A checkpoint that cannot be read does not count as damaged, because it may be sound.
+    A checkpoint that this node cannot read does not count as damaged, because it may be sound.
     """
 
 
@@ -40,7 +41,7 @@ class FileRecord(NamedTuple):
 
 
 class DigestedFile:
-    """A file that is written from beginning to end. It computes the digest for the manifest meanwhile."""
+    """A file that is written from beginning to end, while its digest for the manifest is computed."""
 
     def __init__(self, file: BinaryIO):
         self._file, self._digest, self._size = file, xxhash.xxh3_128(), 0
@@ -62,7 +63,7 @@ class DigestedFile:
 
 
 def record_of(path: Path) -> FileRecord:
-    """Return size and digest of a file, by reading all of it. Raises OSError."""
+    """Read a whole file, and return its size and digest. Raises OSError if it cannot be read."""
     digest, size = xxhash.xxh3_128(), 0
     with open(path, "rb", buffering=0) as file:
         while data := file.read(_READ_BYTES):
@@ -73,9 +74,9 @@ def record_of(path: Path) -> FileRecord:
 
 
 def write_manifest(folder: Path, files: Mapping[str, FileRecord]) -> None:
-    """Write the manifest of a checkpoint.
+    """Write manifest.json into the folder of a checkpoint.
 
-    files: size and digest of each file, by its path in `folder`.
+    files: {path of a file in `folder`: its size and digest}.
     """
     listed = {name: list(record) for name, record in sorted(files.items())}
     text = json_text({"files": listed, "digest": _digest_of(listed)}, indent=1)
@@ -83,47 +84,47 @@ def write_manifest(folder: Path, files: Mapping[str, FileRecord]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
-    """Return the files that a checkpoint's manifest lists, after a check that all exist in the right size.
+    """Return {path of a file in `folder`: its size and digest} from a checkpoint's manifest.
 
-    Digests are not checked here, see `problems`. Raises DamagedCheckpoint, which names the file, if the
-    manifest or a file is missing or wrong. Raises UserError if a file cannot be read.
+    Checks that all files exist and have the right size. `problems` checks the digests. Raises
+    DamagedCheckpoint, which names the file, if the manifest or a file is missing or wrong. Raises UserError
+    if a file cannot be read.
     """
     path = folder / MANIFEST
     if is_absent(path):
         raise DamagedCheckpoint(
-            f"{folder} is not a whole checkpoint (it has no {MANIFEST}), or of a version that wrote none"
+            f"{folder} is not a complete checkpoint, because it has no {MANIFEST}; an earlier one may be "
+            "complete"
         )
     with reading(path):
         raw = path.read_bytes()
     try:
         content = parse_object(raw, str(path))
     except UserError as error:
-        raise DamagedCheckpoint(f"{error}; the checkpoint is damaged") from error
+        raise DamagedCheckpoint(f"{error}; {_DAMAGED}") from error
     if set(content) != {"files", "digest"} or _digest_of(content["files"]) != content["digest"]:
-        raise DamagedCheckpoint(f"{path} does not match its own digest; the checkpoint is damaged")
+        raise DamagedCheckpoint(f"{path} does not match its own digest; {_DAMAGED}")
     files = {name: FileRecord(*record) for name, record in content["files"].items()}
     for name, record in files.items():
         path = folder / name
         if is_absent(path):
-            raise DamagedCheckpoint(f"{path} does not exist; the checkpoint is damaged")
+            raise DamagedCheckpoint(f"{path} does not exist; {_DAMAGED}")
         with reading(path):
             size = path.stat().st_size
         if size != record.size:
-            raise DamagedCheckpoint(
-                f"{path} has {size} bytes, {record.size} were written; the checkpoint is damaged"
-            )
+            raise DamagedCheckpoint(f"{path} has {size} bytes, but {record.size} were written; {_DAMAGED}")
     return files
 
 
 def problems(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]) -> list[UserError]:
-    """Read files of a checkpoint completely, and return an error for each that does not match its digest.
+    """Read files of a checkpoint completely. Return an error for each file that does not match its digest.
+
+    The error is a DamagedCheckpoint if the content is wrong, or another UserError if this node cannot read
+    the file.
 
     folder: the checkpoint's folder.
-    files: what `read_manifest` returned.
-    names: the files to check.
-
-    An error is DamagedCheckpoint if the content is wrong, and another UserError if this node cannot read the
-    file.
+    files: the result of `read_manifest`.
+    names: keys of `files`: the files to check.
     """
     found: list[UserError] = []
     for name in names:
@@ -134,17 +135,17 @@ def problems(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]
             found.append(error)
             continue
         if not right:
-            found.append(
-                DamagedCheckpoint(f"{folder / name} does not match its digest; the checkpoint is damaged")
-            )
+            found.append(DamagedCheckpoint(f"{folder / name} does not match its digest; {_DAMAGED}"))
     return found
 
 
 def must_be_sound(found: Iterable[UserError]) -> None:
     """Raise one of the errors that `problems` found, if there are any.
 
-    An error of reading is raised rather than a DamagedCheckpoint. After a DamagedCheckpoint the caller would
-    pass over the checkpoint, although it may be sound.
+    If there are errors of both kinds, an error of reading is raised and no DamagedCheckpoint. After a
+    DamagedCheckpoint, the caller would skip the checkpoint, although it may be sound.
+
+    found: the result of `problems`.
     """
     in_order = sorted(found, key=lambda error: isinstance(error, DamagedCheckpoint))
     if in_order:

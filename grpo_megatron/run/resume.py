@@ -1,4 +1,4 @@
-"""Start of a run: which checkpoint it begins from, whether that is sound, and which settings have changed."""
+"""Start of a run: choice and check of the checkpoint to begin from, and the settings that have changed."""
 
 import json
 import logging
@@ -41,10 +41,10 @@ _STATE = {
 class Checkpoint:
     """A checkpoint to begin from. Its file sizes and the digest of state.json have been checked.
 
-    The digests of the ranks' files are checked when the ranks read them.
+    The digests of the ranks' files are checked when the ranks read these files.
     folder: path of the checkpoint
-    state: state of the driver process, from state.json
-    files: size and digest of each of the ranks' files, by its path in the subfolder `actor`
+    state: content of state.json, the state of the driver process
+    files: {path of a file of the ranks in the subfolder `actor`: its size and digest}
     """
 
     folder: str
@@ -64,20 +64,20 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: str | Path, command: Command) -> Checkpoint:
-    """Check the checkpoint in a folder, as far as the driver reads it, and return it.
+    """Return the checkpoint in a folder, after the checks that the class Checkpoint names.
 
-    command: the command that is to continue from it.
+    command: the command that continues from the checkpoint.
 
-    Raises UserError if the folder is no checkpoint, cannot be read, or belongs to another command. Raises
+    Raises UserError if the folder is not a checkpoint, cannot be read, or belongs to another command. Raises
     DamagedCheckpoint if a file is missing or damaged.
     """
     root = Path(folder)
     if folder_problem(root):
-        raise UserError(f"run.resume={folder} {folder_problem(root)}; it must be a checkpoint's folder")
+        raise UserError(f"run.resume={folder} {folder_problem(root)}; it must be a checkpoint folder")
     if is_absent(root / MANIFEST) or root.name.endswith(".partial"):
         raise DamagedCheckpoint(
-            f"run.resume={folder} is not a whole checkpoint (it needs {MANIFEST}), or one of an earlier "
-            "version, which had none"
+            f"run.resume={folder} is not a complete checkpoint, because it has no {MANIFEST} or its name "
+            "ends in .partial; an earlier checkpoint may be complete"
         )
     files = read_manifest(root)
     actor = {
@@ -87,8 +87,8 @@ def open_checkpoint(folder: str | Path, command: Command) -> Checkpoint:
     }
     if not actor or STATE not in files:
         raise UserError(
-            f"run.resume={folder} is no checkpoint of a run: {MANIFEST} names no {STATE} or nothing in "
-            f"{ACTOR}/"
+            f"run.resume={folder} is not a run's checkpoint, because its {MANIFEST} does not list {STATE} "
+            f"and files in {ACTOR}/; choose another checkpoint"
         )
     must_be_sound(problems(root, files, [STATE]))
     return Checkpoint(str(folder), _read_state(root / STATE, command), actor)
@@ -99,14 +99,14 @@ def _read_state(path: Path, command: Command) -> dict[str, Any]:
     absent = [key for key in _STATE[command] if key not in values]
     if absent:
         raise UserError(
-            f"{path} has no {', '.join(absent)}: this is no checkpoint of `{command}`, or of another "
-            f"version; {ANOTHER_RUN}"
+            f"{path} has no {', '.join(absent)}, because a command other than `{command}` or a different "
+            f"version wrote this checkpoint; {ANOTHER_RUN}"
         )
     step = values["step"]
     if type(step) is not int or step < 0:
         raise UserError(
-            f"{path}: step must be the number of a step, is {shortened(repr(step))}; the checkpoint is "
-            "damaged"
+            f"{path}: step must be a step number, but is {shortened(repr(step))}; the checkpoint is damaged, "
+            "but an earlier one may be intact"
         )
     return values
 
@@ -120,10 +120,10 @@ def newest_checkpoint(
 ) -> Checkpoint | None:
     """Return the newest undamaged checkpoint in a run's folder of checkpoints, or `instead` if there is none.
 
-    root: the folder of checkpoints.
-    command: the command that is to continue.
-    above: consider only checkpoints of steps after this one.
-    passed_over: folders of checkpoints that are known to be damaged already.
+    root: the folder that contains the run's checkpoints.
+    command: the command that continues from the checkpoint.
+    above: only checkpoints of steps after this step are considered.
+    passed_over: folders of checkpoints that are known to be damaged.
 
     Raises UserError if a checkpoint belongs to another command or cannot be read. Raises DamagedCheckpoint if
     all checkpoints are damaged and `instead` is None, because a silent new start would waste the training.
@@ -139,21 +139,21 @@ def newest_checkpoint(
             try:
                 return open_checkpoint(folder, command)
             except DamagedCheckpoint as error:
-                logger.warning(f"passed over: {error}")
+                logger.warning(f"skipped a checkpoint: {error}")
         damaged += 1
     if damaged and instead is None:
         raise DamagedCheckpoint(
-            f"none of the {damaged} checkpoints in {root} is sound; run.resume=none starts anew, and keeps "
-            "them"
+            f"{root} contains only damaged checkpoints ({damaged}); set run.resume=none to start from the "
+            "beginning and keep them"
         )
     return instead
 
 
 def finished_result(config: Config, command: Command) -> dict[str, Any] | None:
-    """Return result.json of an earlier start of this command if the run has made all of its steps; else None.
+    """Return the content of result.json if an earlier start has made all steps of this run; else None.
 
-    The command then returns this result without starting anything. The result is also None if run.resume is
-    not `auto`, because the run then starts anew or from another checkpoint.
+    With a result, the command returns without starting anything. If run.resume is not `auto`, return None,
+    because the run then starts anew or from another checkpoint.
 
     Raises UserError if the finished run of this name belongs to another command.
     """
@@ -167,29 +167,31 @@ def finished_result(config: Config, command: Command) -> dict[str, Any] | None:
     by = result.get("command", command)  # earlier versions did not write it
     if by != command:
         raise UserError(
-            f"{path.parent} is a finished run of `{by}`, not of `{command}`: choose another run.name, or "
-            "run.resume=none, which moves it aside"
+            f"{path.parent} is a finished run of `{by}`, not of `{command}`; choose another run.name, or set "
+            "run.resume=none, which renames the finished run"
         )
     logger.info(
-        f"{path.parent} is finished: it has made {step} steps of {wanted}; raise run.total_steps to go on, "
-        "or run.resume=none starts anew"
+        f"the run in {path.parent} is finished: it made {step} of {wanted} steps. Raise run.total_steps "
+        "to continue it, or set run.resume=none to start a new one"
     )
     return result
 
 
 def as_saved(config: Config) -> dict[str, Any]:
-    """Return the configuration as JSON values, as state.json has it, so that both can be compared."""
+    """Return the configuration as values that JSON has. A checkpoint's state.json has it in the same form."""
     return json.loads(json_text(plain(config)))
 
 
 def differences(checkpoint: Checkpoint, config: Config) -> list[str]:
-    """Return a line for each configuration key whose value has changed since the checkpoint was written.
+    """Return a line of text for each configuration key whose value has changed since the checkpoint.
 
-    run.resume is left out.
+    The key run.resume is left out.
     """
     saved, now = (
         {".".join(names): value for names, value in leaves(values)}
         for values in (checkpoint.state["config"], as_saved(config))
     )
     changed = [key for key in now if key != "run.resume" and key in saved and saved[key] != now[key]]
-    return [f"{key} is {shortened(now[key])}, was {shortened(saved[key])} in {checkpoint}" for key in changed]
+    return [
+        f"{key} is {shortened(now[key])}, but was {shortened(saved[key])} in {checkpoint}" for key in changed
+    ]

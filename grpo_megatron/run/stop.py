@@ -8,29 +8,28 @@ from typing import Any, Protocol
 from grpo_megatron.errors import Stopped
 from grpo_megatron.run.checkpoints import NotWritten, newest_folder
 
-_CONTINUES = "the same command continues"
+_CONTINUES = "the same command continues from it"
 
 
 def outlook(folder: str | None) -> str:
-    """Return what a run that ends early has reached: its newest checkpoint, and how to continue.
+    """Return the end of a run's last message if it ends early: its newest checkpoint, and how to continue.
 
-    folder: the run's folder; None: it has none yet.
-
-    The text is the end of a sentence in the run's last message.
+    folder: the run's folder; None if it does not exist yet.
     """
     try:
         checkpoint = newest_folder(folder) if folder else None
     except OSError as error:
-        return (
-            f"{folder} cannot be read ({error}), so its newest checkpoint is not known; {_CONTINUES} from it"
-        )
-    return (
-        f"its newest checkpoint is {checkpoint}, {_CONTINUES}" if checkpoint else "it had no checkpoint yet"
-    )
+        return f"{folder} cannot be read ({error}), so its newest checkpoint is not known; {_CONTINUES}"
+    if checkpoint is None:
+        return "the run has no checkpoint yet, so the same command starts it from the beginning"
+    return f"the run's newest checkpoint is {checkpoint}; {_CONTINUES}"
 
 
 class Saver(Protocol):
-    """The writer of checkpoints as StopRequest uses it. Implemented by run.checkpoints.Checkpoints."""
+    """The part of the interface of a writer of checkpoints that StopRequest uses.
+
+    Implemented by run.checkpoints.Checkpoints.
+    """
 
     folder: Path
 
@@ -40,10 +39,10 @@ class Saver(Protocol):
 
 
 class StopRequest:
-    """Tells whether the run has been asked to stop. The training loop checks it after each step.
+    """Tells whether the run has been asked to stop. The training loop checks this after each step.
 
-    signal: the signal that asked the run to stop; None if there was none
-    step: the step in progress, set by the training loop; None before the first step
+    signal: the signal that asked the run to stop; None if the run has not been asked
+    step: index of the step in progress, set by the training loop; None before the first step
     """
 
     def __init__(self) -> None:
@@ -57,6 +56,7 @@ class StopRequest:
     def leave(self, saver: Saver, state: Callable[[], dict[str, Any]]) -> None:
         """Save a checkpoint and raise Stopped. The training loop calls this between steps if `is_made`.
 
+        saver: writes the checkpoint.
         state: returns the driver's state for the checkpoint.
         """
         saved, reason = "", ""
@@ -66,20 +66,20 @@ class StopRequest:
         except NotWritten as error:
             # The run stops all the same. After an exit status of failure, a scheduler would not start the job
             # again.
-            saved, reason = ", which is not saved", f"\n{error}"
+            saved, reason = ", whose checkpoint could not be written", f"\n{error}"
         reached = outlook(str(saver.folder.parent))
         raise Stopped(
             f"stopped on request ({self.signal.name}) after step {self.step}{saved}; {reached}{reason}"
         )
 
     def must_not_be_made(self, folder: str) -> None:
-        """Raise Stopped if the run was asked to stop. Called before a lost process is replaced.
+        """Raise Stopped if the run has been asked to stop. This is called before a lost process is replaced.
 
-        After such a request the process need not be replaced. The scheduler that asked may have ended it.
+        A run that is to stop needs no replacement. The scheduler that asked may have ended the process.
         folder: the run's folder.
         """
         if self.is_made:
             raise Stopped(
-                f"stopped on request ({self.signal.name}) in step {self.step}, of which a process has ended "
-                f"too; {outlook(folder)}"
+                f"stopped on request ({self.signal.name}) in step {self.step}, during which a process of the "
+                f"run also ended; {outlook(folder)}"
             )

@@ -14,11 +14,17 @@ _READ_AT_ONCE = 1 << 16
 
 
 class Child:
-    """A contained process that runs one sandboxed program, and the output that it has written so far.
+    """A contained process that runs one sandboxed program, and the output of the process so far.
 
-    The constructor forks the process. `program` is the message that Sandbox.run sends. `channel` is a file
-    descriptor over which the program's results leave the process, or None; in the process it gets the number
-    harness.CHANNEL. Raises OSError if the process cannot be contained. Nothing of the program has run then.
+    The constructor forks the process. It raises OSError if the process cannot be contained. In that case
+    nothing of the program has run.
+
+    program: the message that Sandbox.run sends, a dict.
+    channel: file descriptor over which the program's results leave the process, or None. It has the number
+        harness.CHANNEL in the process.
+    written: {name of an output, such as "stdout": bytes that the process has written there}
+    open: {descriptor of an output pipe that is not at its end: name of the output}
+    status: exit status, or -N if signal N ended the process; None before `reap`
     """
 
     def __init__(self, program: dict, channel: int | None):
@@ -47,9 +53,11 @@ class Child:
             raise OSError(text.decode())
 
     def read(self, descriptor: int) -> None:
-        """Read what the process has written to one of its output pipes. At the end of the pipe, close it.
+        """Read from an output pipe of the process, and append the bytes to `written`.
 
-        descriptor: a key of `open`; it must be ready to be read.
+        At the end of the pipe, close the descriptor.
+
+        descriptor: a key of `open` that is ready to be read.
         """
         data = os.read(descriptor, _READ_AT_ONCE)
         if data:
@@ -63,9 +71,9 @@ class Child:
         self.open[descriptor] = name
 
     def reap(self) -> None:
-        """Collect exit status and CPU time after the process has ended, and end those that it has started."""
+        """Set `status` and `cpu_seconds` after the process has ended, and kill all that it has started."""
         if self._may_fork:
-            # They could not leave its process group, whose number stays taken until the process is reaped.
+            # The started processes cannot leave the process group. Its id is not reused before the reaping.
             os.killpg(self.pid, 9)
         _, status, usage = os.wait4(self.pid, 0)
         self.status = os.waitstatus_to_exitcode(status)
@@ -78,7 +86,7 @@ class Child:
                 break
 
     def end(self) -> None:
-        """Kill the process if it is alive, and read the rest of its output."""
+        """Kill the process if it is alive, and read the rest of its output into `written`."""
         if self.status is None:
             os.kill(self.pid, 9)
             self.reap()
@@ -88,10 +96,10 @@ class Child:
             self.read(next(iter(self.open)))
 
     def seconds_without_processor(self) -> float:
-        """Return how long the process's first thread has waited for a processor.
+        """Return for how many seconds the process's first thread has waited for a processor.
 
-        This time does not count towards the program's time limit, because a busy machine causes it. Return 0
-        if the kernel does not count it.
+        This time does not count towards the program's time limit, because it comes from other work on the
+        machine. Return 0 if the kernel does not measure this time.
         """
         try:
             with open(f"/proc/{self.pid}/schedstat", encoding="ascii") as file:
@@ -102,16 +110,22 @@ class Child:
     def num_threads(self) -> int:
         return len(os.listdir(f"/proc/{self.pid}/task"))
 
-    def num_processes(self) -> int:
-        """Return how many processes the program has: this one, and all that it has started."""
+    def has_more_processes_than(self, most: int) -> bool:
+        """Return True if the program has more than `most` processes: this one, and all that it has started.
+
+        The search ends at the first process too many. A fork bomb starts processes faster than they can all
+        be found.
+        """
         if not self._may_fork:
-            return 1
+            return most < 1
         for orphan in set(_children(os.getpid())) - {self.pid}:
             os.waitpid(orphan, os.WNOHANG)
         found = _children(os.getpid())  # the program's first process, and orphans of it
         for pid in found:  # the list grows meanwhile
+            if len(found) > most:
+                break
             found += _children(pid)
-        return len(found)
+        return len(found) > most
 
 
 def _children(pid: int) -> list[int]:
@@ -124,9 +138,9 @@ def _children(pid: int) -> list[int]:
 
 
 def _file_of(text: str) -> int:
-    """Return the descriptor of a memory file with this text, for use as stdin.
+    """Return the descriptor of a file in memory that contains this text, for use as stdin.
 
-    Unlike a pipe it needs no other process that writes to it.
+    Unlike a pipe, such a file needs no process that writes to it while the program reads.
     """
     descriptor = os.memfd_create("stdin")
     data = memoryview(text.encode("utf-8", "replace"))
@@ -145,20 +159,23 @@ def _read_all(descriptor: int) -> bytes:
 
 
 def _become(program: dict, descriptors: list[int | None], problem: int) -> None:
-    """Contain this newly forked process, run the program in it, and end it.
+    """Contain this newly forked process, run the program in it, and end the process.
 
-    descriptors: the descriptors that become 0, 1, 2 and harness.CHANNEL; None: leave that number closed.
-    problem: a pipe to which an error is written if the process cannot be contained.
     The process ends by SystemExit, so that the Python interpreter shuts down as usual.
+
+    program: the message that Sandbox.run sends.
+    descriptors: the file descriptors that get the numbers 0, 1, 2 and harness.CHANNEL, in this order. None
+        leaves the number closed.
+    problem: pipe to which an error is written if the process cannot be contained.
     """
     try:
         # Move all descriptors to high numbers first, so that none is overwritten before it is moved.
         problem = _moved_up(problem)
         kept = [None if descriptor is None else _moved_up(descriptor) for descriptor in descriptors]
         os.closerange(0, _HIGH)
-        for number, descriptor in enumerate(kept):
+        for target, descriptor in enumerate(kept):
             if descriptor is not None:
-                os.dup2(descriptor, number)
+                os.dup2(descriptor, target)
         for descriptor in kept:
             if descriptor is not None:
                 os.close(descriptor)

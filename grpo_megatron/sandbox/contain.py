@@ -6,8 +6,8 @@ import resource
 
 from grpo_megatron.sandbox import landlock, libc, namespaces, system_calls
 
-# The mechanism that keeps a program from files outside its folder. Everything else is the same with all of
-# them.
+# The mechanisms that keep a program from files outside its folder. All other restrictions are the same with
+# each mechanism.
 NAMESPACES, LANDLOCK, NOTHING = "namespaces", "landlock", "nothing"
 
 _SYSTEM_FOLDERS = (
@@ -29,14 +29,15 @@ _CAPSET = {"x86_64": 126, "aarch64": 91}
 def contain(files: str, folder: str, python_folders: list[str], limits: dict, may_fork: bool) -> None:
     """Restrict this process permanently, before it runs an untrusted program.
 
-    The process must have a single thread. Its working directory afterwards is the only folder in which it may
-    write: `folder`, or with NAMESPACES a memory file system of its own.
+    The process must have a single thread. The only folder in which the process may write becomes its working
+    directory. This is `folder`, or with NAMESPACES a new file system in memory.
 
-    files: how other files are protected: NAMESPACES, LANDLOCK or NOTHING (not at all).
+    files: how all other files are protected: NAMESPACES, LANDLOCK or NOTHING (not at all).
     folder: an empty folder for the process.
     python_folders: folders of the Python interpreter and its packages, which stay readable.
     limits: the fields of config.sandbox.SandboxLimits as a dict.
-    may_fork: allow the process to start others. They inherit the restrictions, and stay in its process group.
+    may_fork: True to allow the process to start other processes. These inherit the restrictions, and stay in
+        the process group of this process.
     Raises OSError if the kernel refuses a restriction.
     """
     readable = _outermost([*_SYSTEM_FOLDERS, *python_folders])
@@ -55,13 +56,16 @@ def contain(files: str, folder: str, python_folders: list[str], limits: dict, ma
     system_calls.no_new_privileges()
     if files == LANDLOCK:
         landlock.restrict([folder], readable, devices)
-    # Not earlier, because a change of credentials resets this setting.
+    # Do this only now, because a change of credentials resets this setting.
     system_calls.end_with_parent()
     system_calls.forbid(may_fork)
 
 
 def _outermost(paths: list[str]) -> list[str]:
-    """Return the paths that exist, without those inside another one: a folder's rule covers its contents."""
+    """Return the paths that exist, except paths inside another of the paths.
+
+    A rule for a folder covers the contents of the folder, too.
+    """
     kept: list[str] = []
     for path in sorted(set(paths), key=len):
         if os.path.exists(path) and not any(path.startswith(other + os.sep) for other in kept):
@@ -83,7 +87,7 @@ def _limit_resources(limits: dict) -> None:
         (resource.RLIMIT_MEMLOCK, 0, 0),
         (resource.RLIMIT_MSGQUEUE, 0, 0),
     ):
-        # This process may already have stricter limits, such as a reward worker's on files. They cannot be
+        # This process may already have stricter limits, such as a reward worker's on files. These cannot be
         # raised.
         own = resource.getrlimit(kind)[1]
         most = hard if own == resource.RLIM_INFINITY else min(hard, own)

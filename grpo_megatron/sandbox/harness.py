@@ -21,10 +21,10 @@ CHANNEL = 3
 
 
 def run(source: str, name: str = "__main__") -> dict[str, Any]:
-    """Execute the program as module `name` and return its global names.
+    """Execute the program as module `name`, and return {global name: value} of the module.
 
     source: source code of the program.
-    After an error of the program this process ends with status 1, as Python does.
+    If the program raises an error, this process ends with status 1, as Python would.
     """
     module = types.ModuleType(name)
     module.__file__ = "program.py"
@@ -43,8 +43,8 @@ def call(source: str, function: str, arguments: list) -> None:
     """Execute the program, call one of its functions, and write the result to CHANNEL.
 
     function: name of a global function, or of a method of a class `Solution` (as on LeetCode).
-    arguments: the function's arguments, plain data.
-    After an error of the program this process ends with status 1.
+    arguments: the function's positional arguments, as plain data.
+    If the program raises an error, this process ends with status 1.
     """
     names = run(source, "program")
     result = _or_exit(lambda: plain.dumps(_function(names, function)(*arguments)))
@@ -78,9 +78,9 @@ def _or_exit(action) -> Any:
 class Server:
     """Serves the program's functions to tests that run in another process.
 
-    Calls and results are exchanged over the socket CHANNEL. So the program sees the arguments of the calls
-    and nothing else of the tests. Objects that are not plain data stay in this process, and the tests refer
-    to them by an index.
+    Calls and results are exchanged over the socket CHANNEL, so the program sees nothing of the tests but the
+    arguments of the calls. Objects that are not plain data stay in this process, and the tests refer to such
+    an object by an index.
     """
 
     def __init__(self, source: str):
@@ -88,7 +88,7 @@ class Server:
         self._names = run(source, "program")
 
     def serve(self) -> None:
-        """Send the program's public names, then answer calls until the tests' process closes the socket."""
+        """Send the program's public names. Then answer calls until the tests' process closes the socket."""
         lines = socket.socket(fileno=CHANNEL).makefile("rwb")
         public = {name: value for name, value in self._names.items() if not name.startswith("_")}
         self._answer(lines, public)
@@ -104,10 +104,10 @@ class Server:
         return getattr(target, attribute) if attribute is not None else target(*arguments, **keywords)
 
     def _answer(self, lines, value: Any) -> None:
-        lines.write(plain.dumps(value, self._number) + b"\n")
+        lines.write(plain.dumps(value, self._encoded) + b"\n")
         lines.flush()
 
-    def _number(self, value: Any) -> list:
+    def _encoded(self, value: Any) -> list:
         if isinstance(value, Failure):
             return ["failure", [value.kind, value.text]]
         if isinstance(value, types.ModuleType):
@@ -125,14 +125,14 @@ class Failure:
 
 
 class Kept:
-    """A stand-in, in the tests' process, for an object that stays in the program's process.
+    """A stand-in, in the process of the tests, for an object that stays in the program's process.
 
-    Calls and attributes are forwarded to the object. Its truth value and equality raise TypeError: the
-    program would decide about them, and could so pass any test.
+    Calls and attributes are forwarded to the object. bool() and == raise TypeError, because the program could
+    pass any test if it decided about their results.
     """
 
-    def __init__(self, client: "Client", number: int):
-        self._client, self._number = client, number
+    def __init__(self, client: "Client", index: int):
+        self._client, self._index = client, index
 
     def __call__(self, *arguments, **keywords):
         return self._client.ask(self, None, list(arguments), keywords)
@@ -152,7 +152,7 @@ class Kept:
 
 
 class Client:
-    """Calls the program's functions for tests that run in another process, see Server."""
+    """The counterpart of Server in the tests' process. It forwards calls to the program's process."""
 
     def __init__(self):
         self._lines = socket.socket(fileno=CHANNEL).makefile("rwb")
@@ -160,10 +160,10 @@ class Client:
     def names(self, function: str | None) -> dict[str, Any]:
         """Return {name: value} of the program's global names that the tests may use.
 
-        Names of Python's modules and builtin functions, such as `all`, are left out if the program has
-        redefined them: the tests would otherwise use the program's version.
+        If the program has redefined a builtin function, such as `all`, or the name of a standard module, the
+        name is left out, so that the tests use Python's own version.
 
-        function: name of the function under test, which is always included; None: there is no such function.
+        function: name of the function under test, which is always included. None if there is none.
         """
         found = self._receive()
         return {
@@ -176,7 +176,7 @@ class Client:
         return isinstance(value, types.ModuleType) or name not in sys.stdlib_module_names
 
     def ask(self, target: Kept, attribute: str | None, arguments: list, keywords: dict) -> Any:
-        self._lines.write(plain.dumps([target, attribute, arguments, keywords], self._number) + b"\n")
+        self._lines.write(plain.dumps([target, attribute, arguments, keywords], self._encoded) + b"\n")
         self._lines.flush()
         return self._receive()
 
@@ -186,10 +186,10 @@ class Client:
             raise EOFError("the program has ended")
         return plain.loads(line, self._made)
 
-    def _number(self, value: Any) -> list:
+    def _encoded(self, value: Any) -> list:
         if not isinstance(value, Kept):
             raise TypeError(f"tests give plain data to the program, not {type(value).__name__}")
-        return ["kept", object.__getattribute__(value, "_number")]
+        return ["kept", object.__getattribute__(value, "_index")]
 
     def _made(self, value: list) -> Any:
         name, content = value
@@ -211,13 +211,13 @@ class Client:
 
 
 def test(source: str, function: str | None) -> None:
-    """Run tests, with the names of a program in another process (see Server) among their global names.
+    """Run the tests of a program that runs in another process (see Server).
 
-    This process ends with status 1 if a test fails.
+    The tests can use the program's functions by name. This process ends with status 1 if a test fails.
 
     source: source code of the tests.
-    function: name of the function under test. If the tests define `check(candidate)`, as in HumanEval, it is
-        called with this function.
+    function: name of the function under test, or None. If the tests define `check(candidate)`, as in
+        HumanEval, `check` is called with this function.
     """
     names: dict[str, Any] = {}
     _or_exit(lambda: names.update(Client().names(function)))
@@ -232,10 +232,10 @@ def test(source: str, function: str | None) -> None:
 
 
 def attach_standard_streams() -> None:
-    """Open sys.stdin, sys.stdout and sys.stderr anew on descriptors 0 to 2.
+    """Replace sys.stdin, sys.stdout and sys.stderr by new streams on the descriptors 0, 1 and 2.
 
-    After the fork, these descriptors are the program's own pipes, and Python's old streams belong to the
-    helper.
+    After the fork, these descriptors are the program's own stdin and pipes, but Python's streams are still
+    those of the helper.
     """
     for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         stream = open(descriptor, mode, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
@@ -246,7 +246,7 @@ def attach_standard_streams() -> None:
 def forget_helper() -> None:
     """Remove this project's modules and arguments from `sys`, so that the program does not find them.
 
-    Put the working directory on the import path, as Python does for a script.
+    Also put the working directory on the import path, as Python does for a script.
     """
     for name in [name for name in sys.modules if name.split(".")[0] == __name__.split(".")[0]]:
         del sys.modules[name]

@@ -1,8 +1,8 @@
 """The helper process of a Sandbox. It forks, watches and ends contained programs.
 
-The helper has one thread and few modules, and is not contained itself. For each program it forks a watcher,
-which forks the program and ends with it. So the memory of a program never contains its tests or the outcomes
-of earlier programs: it is not forked from a process that has read them.
+The helper has one thread and few modules, and is not contained itself. For each program it forks a watcher
+process. The watcher forks the program, and ends after the program. So no program is forked from a process
+that has read the program's tests or the outcomes of earlier programs, and its memory never contains these.
 """
 
 import json
@@ -24,15 +24,15 @@ _LOOK_SECONDS = 0.03  # interval of checking the limits that the kernel does not
 def main(package_folder: str, packages: list[str]) -> None:
     """Run the helper process: read programs from stdin and write their outcomes to stdout, until stdin ends.
 
-    A message is its length in bytes (8 bytes, big-endian), followed by JSON.
+    Each program and each outcome is a message: 8 bytes with its length (big-endian), followed by JSON.
 
     package_folder: the folder on Python's path that holds this project. Programs must not import from it.
     packages: folders with the packages that programs may import.
     """
     # The parent process may have blocked or ignored signals, and both are inherited.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    for number in (signal.SIGCHLD, signal.SIGXCPU):
-        signal.signal(number, signal.SIG_DFL)
+    for signum in (signal.SIGCHLD, signal.SIGXCPU):
+        signal.signal(signum, signal.SIG_DFL)
     site.setquit()  # defines exit and quit, which are missing because Python was started with -S
     sys.path[:] = [path for path in sys.path if path != package_folder] + packages
     while (program := _receive()) is not None:
@@ -51,9 +51,9 @@ def _receive() -> dict | None:
 
 
 def _read_exactly(count: int) -> bytes:
-    """Read exactly `count` bytes from stdin. Return b"" if stdin ends before.
+    """Read and return exactly `count` bytes from stdin. Return b"" if stdin ends before.
 
-    No more may be read ahead: the next message may be for the watcher, which is another process.
+    No further bytes may be read, because the next message may be for the watcher, which is another process.
     """
     found = b""
     while len(found) < count:
@@ -72,10 +72,12 @@ def _send(message: dict) -> None:
 
 
 def _run(program: dict) -> dict:
-    """Run one program and return its outcome as a message for Sandbox.run.
+    """Run one program, and return its outcome as a message for Sandbox.run (see `_outcome`).
 
-    If the program is to be tested, its tests are read from stdin after its start.
-    Return {"problem": text} if the program cannot be contained.
+    If the program has tests, these are read from stdin after the start of the program. Return
+    {"problem": text} if the program cannot be contained.
+
+    program: the message from Sandbox.run.
     """
     start = time.monotonic()
     children: list[Child] = []
@@ -90,9 +92,11 @@ def _run(program: dict) -> dict:
 
 
 def _start(program: dict, children: list[Child]) -> None:
-    """Start the program, and its tests if there are any, and add their processes to `children`.
+    """Start the process of the program, and if there are tests, the process of the tests.
 
-    The end of `children[0]` is the end of the run: it is the tests if there are any, else the program.
+    program: the message from Sandbox.run.
+    children: an empty list, to which the processes are added. If there are tests, `children[0]` is their
+        process, else the program's process. The run is over when `children[0]` ends.
     """
     if program["kind"] == "served":
         ours, channel = socket.socketpair()
@@ -114,11 +118,13 @@ def _start(program: dict, children: list[Child]) -> None:
 
 
 def _watch(children: list[Child], program: dict, start: float) -> str | None:
-    """Wait until `children[0]` ends or a child exceeds a limit, and read the children's output meanwhile.
+    """Read the output of the children until `children[0]` ends or a child exceeds a limit.
 
-    Return the name of the exceeded limit, or None if `children[0]` has ended.
+    Return the name of the exceeded limit as in sandbox.run.Ended, or None if `children[0]` has ended.
 
-    start: time.monotonic() at the start of the run.
+    children: the processes that `_start` has started.
+    program: the message from Sandbox.run, with the limits.
+    start: value of time.monotonic() at the start of the run.
     """
     most_bytes = program["limits"]["output_kib"] << 10
     look = start + _LOOK_SECONDS
@@ -153,7 +159,7 @@ def _limit_reached(child: Child, program: dict, start: float) -> str | None:
         return "time"
     if child.num_threads() > limits["threads"]:
         return "threads"
-    if child.num_processes() > program["processes"]:
+    if child.has_more_processes_than(program["processes"]):
         return "processes"
     # With namespaces the folder is a file system whose size is limited already.
     if program["containment"] != NAMESPACES:
@@ -164,7 +170,7 @@ def _limit_reached(child: Child, program: dict, start: float) -> str | None:
 
 
 def _content(folder: str) -> tuple[int, int]:
-    """Return (number of files and folders in a folder, their bytes on the disk)."""
+    """Return (count, bytes): number of files and folders in a folder, and the disk space that they use."""
     count, size = 0, 0
     for at, folders, files in os.walk(folder):
         for name in folders + files:
@@ -179,8 +185,8 @@ def _content(folder: str) -> tuple[int, int]:
 def _end_with_sandbox(children: list[Child]) -> None:
     """End all children and this process, because the process that uses the sandbox is gone.
 
-    It is called when stdin is readable while a program runs. No message is due then, so stdin must be at its
-    end.
+    This is called when stdin becomes readable while a program runs. No message is sent during that time, so
+    stdin must be at its end.
     """
     _end(children)
     os._exit(0)
@@ -192,24 +198,24 @@ def _end(children: list[Child]) -> None:
 
 
 def _outcome(children: list[Child], ended: str | None, limits: dict, seconds: float) -> dict:
-    verdict = children[0]
+    first = children[0]
     most = limits["output_kib"] << 10
     texts = {
         name: "".join(_text(child, name, most) for child in reversed(children))
         for name in ("stdout", "stderr")
     }
     if ended is None:
-        ended = next(filter(None, (_reason_of_its_own(child, limits) for child in children)), "itself")
-    result = _text(verdict, "result", most) if verdict.written.get("result") else None
-    return {"ended": ended, "status": verdict.status, "seconds": seconds, "result": result, **texts}
+        ended = next(filter(None, (_kernel_limit(child, limits) for child in children)), "itself")
+    result = _text(first, "result", most) if first.written.get("result") else None
+    return {"ended": ended, "status": first.status, "seconds": seconds, "result": result, **texts}
 
 
 def _text(child: Child, name: str, most: int) -> str:
     return child.written[name][:most].decode("utf-8", "replace")
 
 
-def _reason_of_its_own(child: Child, limits: dict) -> str | None:
-    """Return which limit that the kernel enforces has ended the child ("cpu" or "memory"), or None."""
+def _kernel_limit(child: Child, limits: dict) -> str | None:
+    """Return "cpu" or "memory" if this limit, which the kernel enforces, has ended the child; else None."""
     # A program that ignores SIGXCPU gets SIGKILL a second later.
     if child.status == -signal.SIGXCPU or (child.status == -9 and child.cpu_seconds >= limits["cpu_seconds"]):
         return "cpu"

@@ -29,21 +29,21 @@ class _PathBeneath(ctypes.Structure):
 
 
 def version() -> int:
-    """Return the version of the kernel's Landlock interface, which determines the access rights it knows.
+    """Return the version of the kernel's Landlock interface. The version decides which access rights exist.
 
-    Raises OSError before Linux 5.13, or if Landlock is disabled.
+    Raises OSError if the kernel is older than Linux 5.13, or if Landlock is disabled.
     """
     return libc.system_call("landlock_create_ruleset", _CREATE_RULESET, None, 0, 1)
 
 
 def restrict(writable: list[str], readable: list[str], devices: list[str]) -> None:
-    """Restrict this process permanently to these folders and files.
+    """Restrict the file access of this process permanently to these folders, files and devices.
 
-    The process must have called system_calls.no_new_privileges.
+    The process must have called system_calls.no_new_privileges before.
 
-    writable: folders to read and write.
-    readable: folders and files to read and execute.
-    devices: devices to read and write.
+    writable: folders in which the process may read and write.
+    readable: folders and files that the process may read and execute.
+    devices: devices that the process may read and write.
     Raises OSError if the kernel has no Landlock, or if a path does not exist.
     """
     known = version()

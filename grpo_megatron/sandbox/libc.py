@@ -7,16 +7,21 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(name: str, *arguments) -> int:
-    """Call a function of the C library, such as `mount`. Raises OSError if it returns -1."""
+    """Call a function of the C library, such as `mount`, and return its result.
+
+    Raises OSError if the function returns -1.
+    """
     result = getattr(_libc, name)(*map(_as_c, arguments))
     if result == -1:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{name}: {os.strerror(number)}")
+        error = ctypes.get_errno()
+        raise OSError(error, f"{name}: {os.strerror(error)}")
     return result
 
 
 def system_call(name: str, number: int, *arguments) -> int:
-    """Make a system call that the C library has no function for. Raises OSError if it returns -1.
+    """Make a system call for which the C library has no function, and return its result.
+
+    Raises OSError if the call returns -1.
 
     name: name of the call, for the error message.
     number: number of the call on this architecture.

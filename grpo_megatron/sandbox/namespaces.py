@@ -24,16 +24,16 @@ _USER = 1000  # within the namespace; not 0, which would have capabilities
 
 
 def enter(new_root: str, readable: list[str], devices: list[str], max_bytes: int, max_files: int) -> None:
-    """Move this process into new namespaces, in which it sees only the given files and has no network.
+    """Move this process into new namespaces, in which it has no network and sees only the given files.
 
-    Its working directory is WORK_FOLDER afterwards, the only folder in which it may write.
+    The only folder in which the process may write is WORK_FOLDER, which becomes its working directory.
 
     new_root: an empty folder, on which the new file system is mounted.
-    readable: folders and files of the machine that stay visible, read-only, at their paths.
+    readable: folders and files of the machine that stay visible at their paths, read-only.
     devices: devices of the machine that stay visible at their paths.
-    max_bytes, max_files: limits of WORK_FOLDER.
-    Raises OSError if the machine does not allow its users to create namespaces, or before Linux 5.12
-    (mount_setattr).
+    max_bytes, max_files: maximum total size, and maximum number of files and folders, in WORK_FOLDER.
+    Raises OSError if the machine does not allow its users to create namespaces, or if the kernel is older
+    than Linux 5.12 (mount_setattr).
     """
     user, group = os.geteuid(), os.getegid()
     libc.call("unshare", _NEW_NAMESPACES)
@@ -57,8 +57,8 @@ def enter(new_root: str, readable: list[str], devices: list[str], max_bytes: int
             os.symlink(WORK_FOLDER, new_root + path)
     _set_attributes(new_root, _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV, 0)
     os.chdir(new_root)
-    # pivot_root stacks the old root on top of the new one, and umount2 removes it. So no folder is needed for
-    # it.
+    # pivot_root stacks the old root on top of the new one, and umount2 removes it. So the old root needs no
+    # folder.
     libc.system_call("pivot_root", _PIVOT_ROOT[os.uname().machine], b".", b".")
     libc.call("umount2", ".", _MNT_DETACH)
     os.chdir(WORK_FOLDER)
@@ -76,7 +76,8 @@ def _mount_memory(folder: str, options: str) -> None:
 def _show(path: str, new_root: str, attributes: int) -> None:
     """Make a folder or file of the machine visible in the new file system, by a bind mount at the same path.
 
-    path: may be a symbolic link, as /lib is.
+    path: path of the folder or file, or of a symbolic link to it, such as /lib.
+    new_root: folder on which the new file system is mounted.
     attributes: mount attributes, such as _ATTR_RDONLY.
     """
     target = new_root + path

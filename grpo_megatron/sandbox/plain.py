@@ -13,19 +13,20 @@ _SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 def dumps(value: Any, other: Callable[[Any], Any] | None = None) -> bytes:
-    """Encode plain data as JSON that `loads` can decode, including types that JSON lacks, such as tuples.
+    """Encode plain data as JSON for `loads`. Plain data includes types that JSON lacks, such as tuples.
 
-    other: function that encodes a value that is not plain data as a list [name, content]. The name must be
-        one that this module does not use, such as "kept". Without `other` such a value raises TypeError.
+    other: function that encodes a value that is not plain data as a list [name, content]. `name` must differ
+        from all names that this module writes, such as "tuple". If `other` is None, a value that is not plain
+        data raises TypeError.
     """
     return json.dumps(_encoded(value, other)).encode()
 
 
 def loads(text: bytes, other: Callable[[list], Any] | None = None) -> Any:
-    """Decode the output of `dumps`.
+    """Decode the output of `dumps`, and return the value.
 
-    other: function that decodes the lists [name, content] that the `other` of `dumps` has made.
-    Raises ValueError, TypeError or RecursionError, among others, if the text was not written by `dumps`.
+    other: function that decodes a list [name, content] which the function `other` of `dumps` has made.
+    Raises ValueError, TypeError, RecursionError or another error if the text was not written by `dumps`.
     """
     return _decoded(json.loads(text), other)
 

@@ -23,7 +23,7 @@ from grpo_megatron.sandbox.contain import LANDLOCK, NAMESPACES, NOTHING
 class Ended(str, Enum):
     """The cause of a program's end: the program itself, or the limit that it exceeded.
 
-    The limits are those of config.sandbox, and Program.processes.
+    The limits are defined in config.sandbox.SandboxLimits, except `processes`, which is Program.processes.
     """
 
     itself = "itself"
@@ -38,10 +38,10 @@ class Ended(str, Enum):
 
 @dataclass(frozen=True)
 class Program:
-    """A program to run, and how to run it.
+    """A program to run in a sandbox, with its input, and with its tests or the function to call.
 
-    Tests run in a separate process. Only plain data, such as numbers, strings and lists, is exchanged between
-    the program and its tests. So the program sees only the arguments of the calls, and cannot return objects
+    Tests run in a separate process, which exchanges only plain data with the program, such as numbers,
+    strings and lists. So the program sees only the arguments of the tests' calls, and cannot return objects
     that pretend to be something else.
     """
 
@@ -50,31 +50,31 @@ class Program:
     stdin: str = ""
     """Text that the program can read from stdin."""
     files: dict[str, str] = field(default_factory=dict)
-    """{path relative to the program's working directory: contents} of files that the program finds there."""
+    """{path in the program's working directory: contents} of files that exist when the program starts."""
     function: str | None = None
-    """With `arguments`: the function to call. With `tests`: the function that they test."""
+    """Name of the function to call (with `arguments`), or of the function under test (with `tests`)."""
     arguments: list | None = None
-    """Arguments of `function`, as plain data. Its return value becomes Outcome.result."""
+    """Arguments of `function`, as plain data. The return value of `function` becomes Outcome.result."""
     tests: str | None = None
-    """Source code of the tests. They can use the program's functions as their own global names."""
+    """Source code of the tests. The tests can use the program's functions as global names."""
     processes: int = 1
-    """Largest number of processes. With 1, the program cannot start another one. Other limits are of each."""
+    """Maximum number of processes of the program. All other limits hold for each of the processes."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a program's run."""
+    """The outcome of running a program."""
 
     ended: Ended
-    """Cause of the end."""
+    """Cause of the program's end."""
     status: int
-    """Exit status, or -N if signal N ended it. With tests it is the status of the tests; 0: they passed."""
+    """Exit status of the tests, or of the program if there are none. -N if signal N ended the process."""
     stdout: str
-    """Text written to stdout, up to the limit; with tests, the program's text and then that of the tests."""
+    """Text written to stdout, up to the limit. If there are tests, the text of the tests follows."""
     stderr: str
-    """Text written to stderr, up to the limit; with tests, the program's text and then that of the tests."""
+    """Text written to stderr, up to the limit. If there are tests, the text of the tests follows."""
     seconds: float
-    """Wall-clock seconds, including the start of the program's process."""
+    """Wall-clock seconds of the run, including the start of the program's process."""
     has_result: bool = False
     """True if the called function returned plain data."""
     result: Any = None
@@ -91,7 +91,7 @@ class Outcome:
 
 _PACKAGE_FOLDER = str(Path(__file__).parents[2])
 # The helper runs with low priority, because many helpers may start at once on a busy machine. The programs
-# themselves have an even lower one.
+# have an even lower priority.
 _START = (
     "import os, sys; os.nice(19); sys.path.append(sys.argv[1]); "
     "from grpo_megatron.sandbox.helper import main; main(sys.argv[1], sys.argv[2:])"
@@ -103,7 +103,7 @@ _LEAVE_SECONDS = 10.0
 
 
 class Sandbox:
-    """A helper process that runs programs one after the other, each in its own process.
+    """A helper process that runs untrusted programs one after the other, each in a process of its own.
 
     Usage: `with Sandbox(limits) as sandbox: outcome = sandbox.run(Program(...))`.
 
@@ -119,11 +119,11 @@ class Sandbox:
     ):
         """Choose how programs are contained.
 
-        limits: limits of each program; None: the defaults.
-        isolation: the least containment that the caller accepts.
-        containment: NAMESPACES, LANDLOCK or NOTHING of contain.py, in place of `isolation`; None: the
-            strongest one that this machine supports.
-        Raises UserError if this machine cannot contain programs as `isolation` requires.
+        limits: limits of each program. If None, the defaults hold.
+        isolation: the least isolation that the caller accepts.
+        containment: NAMESPACES, LANDLOCK or NOTHING of contain.py. `isolation` is then not used. If None, the
+            strongest containment that this machine supports is used.
+        Raises UserError if this machine cannot isolate programs as `isolation` requires.
         """
         self._limits = asdict(limits or SandboxLimits())
         self._containment = containment or required_containment(isolation)
@@ -143,7 +143,7 @@ class Sandbox:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        """Close the helper's stdin. The helper then ends its programs and itself."""
+        """End the helper by closing its stdin. The helper ends its programs first."""
         self._helper.stdin.close()
         try:
             self._helper.wait(_LEAVE_SECONDS)
@@ -155,10 +155,10 @@ class Sandbox:
     def run(self, program: Program, within: float | None = None) -> Outcome:
         """Run a program and return its outcome.
 
-        within: maximum wall-clock seconds of the program; None: ten times limits.seconds. The time in which
-            the program waits for a processor counts here, but not towards limits.seconds.
+        within: maximum number of wall-clock seconds of the program; None: ten times limits.seconds. Time in
+            which the program waits for a processor counts for `within`, but not for limits.seconds.
         Raises RuntimeError if the program cannot be contained, or if the helper process has ended or does not
-        answer. Even then no program has run outside of the sandbox.
+        answer. Even then, the program has not run outside of the sandbox.
         """
         within = 10 * self._limits["seconds"] if within is None else within
         deadline = time.monotonic() + within + _ANSWER_SECONDS
@@ -226,7 +226,7 @@ class Sandbox:
 def _environment() -> dict[str, str]:
     """Return the environment variables of the helper process and of the sandboxed programs.
 
-    This process's own environment is not passed on, because it may contain API keys.
+    The environment variables of this process are not passed on, because they may contain API keys.
     """
     # The interpreter may need this to find its own libraries, on machines with environment modules.
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
@@ -280,9 +280,9 @@ _OF_FILES = "('read files', lambda: open('/etc/passwd')), ('see processes', lamb
 
 @cache
 def problem_with(containment: str) -> str | None:
-    """Return why this machine cannot contain programs in this way, or None if it can.
+    """Return why this machine cannot contain programs in this way, as text, or None if it can.
 
-    It runs a program in a sandbox that tries forbidden actions, once per process and containment.
+    To find out, a program in a sandbox tries forbidden actions. The result is cached in this process.
 
     containment: NAMESPACES, LANDLOCK or NOTHING of contain.py.
     """
@@ -304,7 +304,7 @@ def problem_with(containment: str) -> str | None:
 def required_containment(isolation: Isolation) -> str:
     """Return the strongest containment that this machine supports and that satisfies `isolation`.
 
-    The result is NAMESPACES, LANDLOCK or NOTHING of contain.py. Raises UserError if there is none.
+    The result is NAMESPACES, LANDLOCK or NOTHING of contain.py. Raises UserError if no containment does.
     """
     problems = {}
     for containment in (NAMESPACES, LANDLOCK, *([NOTHING] if isolation == Isolation.no_network else [])):
@@ -312,10 +312,10 @@ def required_containment(isolation: Isolation) -> str:
         if problems[containment] is None:
             return containment
     raise UserError(
-        "this machine cannot keep model-written programs away from its files and network. "
+        "this machine cannot keep model-written programs away from its files and network: "
         + "; ".join(f"{name}: {problem}" for name, problem in problems.items())
-        + ". Allow users to create namespaces (sysctl user.max_user_namespaces above 0, "
-        "kernel.apparmor_restrict_unprivileged_userns=0, or a container that allows unshare), or use a "
-        "kernel from 5.13 on with landlock in lsm=. reward.code.isolation=no_network needs neither, but does "
-        "not protect files"
+        + "; allow users to create namespaces (sysctl user.max_user_namespaces above 0, "
+        "kernel.apparmor_restrict_unprivileged_userns=0, or a container that allows unshare), or use "
+        "Linux 5.13 or later with landlock in lsm=, or set reward.code.isolation=no_network, which "
+        "does not protect files"
     )

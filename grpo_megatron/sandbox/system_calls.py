@@ -21,7 +21,7 @@ _FORBIDDEN = {
     "listen": (50, 201),
     "accept": (43, 202),
     "accept4": (288, 242),
-    # New processes. They could outlive this one, and each would have its own limits.
+    # New processes, which could outlive this process, and would each have limits of their own.
     "fork": (57, None),
     "vfork": (58, None),
     # Other processes of this user: their memory, signals, priorities and processors.
@@ -111,7 +111,7 @@ _COMMON_ALLOWED = {
 
 _STARTS_PROCESSES = ("fork", "vfork")
 _CLONE_THREAD = 0x10000
-# Flags for new namespaces, and CLONE_PARENT, whose child would not be one of the process that calls it.
+# Flags for new namespaces, and CLONE_PARENT, with which the new process would not be a child of its caller.
 _CLONE_APART = 0x7E020000 | 0x8000
 _AF_UNIX, _SOCK_STREAM, _SOCK_TYPE_MASK = 1, 1, 0xF
 _WHOLE = 0xFFFFFFFF
@@ -157,7 +157,7 @@ _IOCTL = {
 
 @dataclass(frozen=True)
 class _Condition:
-    """A condition on one argument of a system call. The filter refuses calls that do not meet it.
+    """A condition on one argument of a system call. The filter refuses calls that violate the condition.
 
     Only the lower 32 bits of the argument are compared, because the kernel reads these arguments as ints.
     """
@@ -167,21 +167,20 @@ class _Condition:
     values: frozenset[int]
     """The values that the argument is compared with."""
     mask: int = _WHOLE
-    """The bits of the argument that are compared."""
+    """Mask of the bits that are compared. All other bits of the argument are taken as 0."""
     refused: bool = False
-    """True if the argument must be none of the values. Otherwise it must be one of them."""
+    """If True, the argument must be none of `values`. If False, it must be one of `values`."""
     only_if: tuple[int, int] | None = None
     """(index, value): apply the condition only to calls whose argument of this index has this value."""
 
 
 def _conditional(own_pid: int, may_fork: bool) -> dict[str, tuple[tuple[int, int | None], list[_Condition]]]:
-    """Return the system calls that are allowed only with certain arguments.
+    """Return {name: (numbers, conditions)} of the system calls that are allowed only with certain arguments.
 
-    Returns {name: (numbers, conditions)}: `numbers` are the call's numbers on x86-64 and on 64-bit ARM, and
-    the call must meet all conditions.
+    `numbers` are the numbers of the call on x86-64 and on 64-bit ARM. An allowed call meets all `conditions`.
 
-    own_pid: id of the contained process, the only one that it may send signals to.
-    may_fork: allow it to start processes.
+    own_pid: id of the contained process. The process may send signals only to itself.
+    may_fork: True to allow the process to start other processes.
     """
     own = [_Condition(0, frozenset({own_pid}))]
     clone = (
@@ -252,7 +251,8 @@ def _filter(machine: str, own_pid: int, may_fork: bool) -> list[_Instruction]:
 def _checked(condition: _Condition, refusal: _Instruction) -> list[_Instruction]:
     """Return filter instructions that check one condition of a system call.
 
-    They end with `refusal` if the call violates the condition. Otherwise the filter continues after them.
+    If a call violates the condition, `refusal` is executed. Otherwise the filter goes on after the returned
+    instructions.
     """
     values = sorted(condition.values)
     # If the values are equal, a comparison skips the remaining comparisons and one more instruction.
@@ -286,11 +286,12 @@ _PR_SET_SECCOMP, _MODE_FILTER = 22, 2
 
 
 def forbid(may_fork: bool = False) -> None:
-    """Forbid dangerous system calls to this process permanently, by a seccomp filter.
+    """Install a seccomp filter that forbids dangerous system calls to this process, permanently.
 
-    may_fork: allow the process to start others, which inherit the filter.
-    The process must have called `no_new_privileges`. Raises OSError if the kernel refuses the filter, or on
-    an architecture other than x86-64 and 64-bit ARM.
+    The process must have called `no_new_privileges` before.
+
+    may_fork: True to allow the process to start other processes, which inherit the filter.
+    Raises OSError if the kernel refuses the filter, or if the architecture is not x86-64 or 64-bit ARM.
     """
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
@@ -304,7 +305,7 @@ def forbid(may_fork: bool = False) -> None:
 
 
 def no_new_privileges() -> None:
-    """Set no_new_privs in this process: it can no longer gain rights by executing a setuid program.
+    """Set no_new_privs, so that this process can no longer gain rights by executing a setuid program.
 
     The kernel requires this before a process without privileges may use seccomp or Landlock.
     """
@@ -316,5 +317,5 @@ def end_with_parent() -> None:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of descendants whose own parent has ended, so that it can reap them."""
+    """Make this process the parent of descendants whose parent has ended, so that it can reap them."""
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)

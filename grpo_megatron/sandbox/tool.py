@@ -13,15 +13,17 @@ def run_python(
     longest: int = 4000,
     within: float | None = None,
 ) -> str:
-    """Run a program in a sandbox and return its output as text for a model.
+    """Run a program in a sandbox, and return its output as text for a model.
 
-    The text includes the program's error, or the limit that it exceeded. So a failing program raises no
-    exception here.
+    If the program fails, no exception is raised. The text then includes the program's error, or the limit
+    that the program exceeded.
 
-    isolation: the least containment that the caller accepts.
+    source: source code of the program.
+    limits: limits of the program. If None, the defaults hold.
+    isolation: the least isolation that the caller accepts.
     longest: approximate maximum number of characters of stdout, and of the error.
-    within: maximum wall-clock seconds of the program; None: ten times limits.seconds.
-    Raises UserError if this machine cannot contain programs as `isolation` requires. Raises RuntimeError if
+    within: maximum number of wall-clock seconds of the program; None: ten times limits.seconds.
+    Raises UserError if this machine cannot isolate programs as `isolation` requires. Raises RuntimeError if
     the sandbox itself fails.
     """
     limits = limits or SandboxLimits()
@@ -54,7 +56,7 @@ def _why(outcome: Outcome, limits: SandboxLimits) -> str:
 def _shortened(text: str, longest: int) -> str:
     """Return the text, or only its beginning and end if it has more than `longest` characters.
 
-    The end is kept, because the last line is often the result.
+    The end is kept because the last line is often the result.
     """
     if len(text) <= longest:
         return text

@@ -17,7 +17,7 @@ from grpo_megatron.weights import fp8_blocks
 def engine_dtype(config: EngineConfig, model_path: str) -> str:
     """Return the name of the dtype that the engine computes in, such as "bfloat16".
 
-    With rollout.engine.dtype=auto it is the dtype of the checkpoint at `model_path`.
+    With rollout.engine.dtype=auto this is the dtype of the checkpoint at `model_path`.
     """
     # SGLang's own "auto" converts float32 checkpoints to float16.
     return (
@@ -30,12 +30,15 @@ def engine_dtype(config: EngineConfig, model_path: str) -> str:
 def engine_arguments(
     config: EngineConfig, model: ModelConfig, seed: int, needs_tokenizer: bool, gpu: bool, routing: bool
 ) -> dict[str, Any]:
-    """Return the arguments of sglang.Engine. An engine on several nodes also needs `node_arguments`.
+    """Return {name: value} of the arguments of sglang.Engine for one engine.
 
-    needs_tokenizer: whether the engine converts tokens to text (for stop strings).
-    gpu: whether the engine has GPUs. It is a parameter because the driver's machine may have a GPU and the
-        engine's not.
-    routing: whether requests will ask for the experts of tokens.
+    An engine on several nodes also needs `node_arguments`.
+
+    seed: random seed of the engine.
+    needs_tokenizer: True if the engine must convert tokens to text, for stop strings.
+    gpu: True if the engine has GPUs. It is a parameter because the driver's machine may have a GPU and the
+        engine's machine none.
+    routing: True if requests will ask which experts (MoE) each token was routed to.
     """
     arguments = {
         "model_path": model.path,
@@ -56,8 +59,8 @@ def engine_arguments(
         "skip_server_warmup": True,
         "log_level": "warning",
         "weight_version": "0",
-        # With fusion, a layer's shared experts are appended to the stack of routed ones. The weight map has
-        # them apart.
+        # With fusion, a layer's shared experts are appended to the stack of routed experts. The weight map
+        # has them as separate parameters.
         "disable_shared_experts_fusion": True,
         # Only stop strings need text. Without them token ids are enough, and the detokenizer stays idle.
         "skip_tokenizer_init": not needs_tokenizer,
@@ -98,11 +101,13 @@ def _on_cpu(config: EngineConfig) -> dict[str, Any]:
 
 
 def node_arguments(node: int, nodes: int, address: str) -> dict[str, Any]:
-    """Return the arguments that one node of a multi-node engine needs beside those of `engine_arguments`.
+    """Return further arguments of sglang.Engine for one node of an engine that spans several nodes.
 
-    node: index of the node.
+    They are needed in addition to those of `engine_arguments`.
+
+    node: index of the node, from 0.
     nodes: number of nodes.
-    address: host:port of the first node. SGLang may also use the ports that follow it.
+    address: host:port of the first node. SGLang may also use the ports that follow this port.
     """
     return {"nnodes": nodes, "node_rank": node, "dist_init_addr": address}
 
@@ -110,8 +115,9 @@ def node_arguments(node: int, nodes: int, address: str) -> dict[str, Any]:
 def engine_environment(config: EngineConfig, gpu: bool, threads: int = 1) -> dict[str, str]:
     """Return the environment variables with which the Ray actor of an engine must be started.
 
-    Cluster.options adds those that every actor of a run needs.
+    Cluster.options adds the variables that every actor of a run needs.
 
+    gpu: True if the engine has GPUs.
     threads: intra-op threads of each tensor-parallel rank on a CPU.
     """
     # With this, sglang.Engine(...) also returns on an engine's further nodes, once they are ready.

@@ -17,10 +17,10 @@ _POLL_SECONDS = 5.0
 class EngineClient:
     """A client of one engine with at most rollout.max_concurrency requests in flight.
 
-    It sends requests in groups and polls the engine for finished ones, so that a Ray call carries many
-    samples. EnginePool.clients creates it.
+    The client sends requests in groups and polls the engine for finished ones, so that one Ray call carries
+    many samples. EnginePool.clients creates clients.
 
-    end_ids: ids of the tokens that end a response
+    end_ids: ids of the tokens that end a response.
     """
 
     def __init__(
@@ -35,8 +35,9 @@ class EngineClient:
 
         engine: the SGLangEngine actor.
         process: name and log of the engine, for error messages.
-        batch: id of all requests of this client, higher than that of every earlier client. `abort` ends the
-            engine's requests up to this id.
+        batch: id that all requests of this client have. It is higher than the id of every earlier client.
+            `abort` ends all requests with ids up to this id.
+        end_ids: ids of the tokens that end a response.
         """
         self._engine, self._process, self._batch = engine, process, batch
         self.end_ids = end_ids
@@ -49,8 +50,8 @@ class EngineClient:
     async def generate(self, request: Request) -> Completion:
         """Send a request and return its completion.
 
-        It first waits while rollout.max_concurrency requests of this client are in flight. At most one
-        request with a given key may be in flight.
+        While rollout.max_concurrency requests of this client are in flight, the call waits before it sends.
+        At most one request with a given key may be in flight.
         Raises UserError if the engine dies. Raises UserError also if the engine finishes no request for
         rollout.engine.request_timeout seconds.
         """
@@ -106,6 +107,6 @@ class EngineClient:
                 last_progress = clock()
             elif clock() - last_progress > self._timeout:
                 raise UserError(
-                    f"{self._process.name} finished no sample for {self._timeout:.0f} s with "
-                    f"{len(self._answers)} samples in progress; its log is {self._process.log}"
+                    f"{self._process.name} finished none of its {len(self._answers)} samples in progress for "
+                    f"rollout.engine.request_timeout={self._timeout:.0f} s; its log is {self._process.log}"
                 )

@@ -1,7 +1,7 @@
 """SGLangEngine runs one SGLang engine as a Ray actor: token ids in, token ids and log-probs out.
 
 `submit` takes requests and `poll` returns the finished ones, so that one Ray call carries many samples. All
-calls to SGLang go through release.py, which hides the differences between its releases.
+calls to SGLang go through release.py, which hides the differences between SGLang's releases.
 """
 
 import asyncio
@@ -28,10 +28,10 @@ from grpo_megatron.weights.sync.messages import SyncCommand, SyncReport
 
 
 class StartReport(NamedTuple):
-    """Report of an engine that has loaded the model.
+    """The report of an engine that has loaded the model.
 
-    pid: id of the engine's process
-    end_ids: ids of the tokens that end a response
+    pid: id of the engine's process.
+    end_ids: ids of the tokens that end a response.
     """
 
     pid: int
@@ -39,7 +39,7 @@ class StartReport(NamedTuple):
 
 
 class _Scheduling:
-    """A heartbeat's ProgressSource: it tells whether SGLang's child processes make progress.
+    """Tells the engine's heartbeat whether SGLang's child processes make progress (a ProgressSource).
 
     The actor's own threads cannot tell: its event loop keeps running even if SGLang's scheduler hangs.
     """
@@ -58,7 +58,7 @@ class _Scheduling:
 
 
 def _phase(method: Callable) -> Callable:
-    """Decorate an engine method so that the heartbeat, and so the hang detector, names it while it runs."""
+    """Decorate a method of an engine so that heartbeats, and so the hang detector, name it while it runs."""
 
     @wraps(method)
     async def within(engine, *arguments):
@@ -70,7 +70,7 @@ def _phase(method: Callable) -> Callable:
 
 @ray.remote
 class SGLangEngine:
-    """The Ray actor of one engine. SGLang's scheduler and detokenizer are child processes of it."""
+    """The Ray actor of one engine. SGLang's scheduler and detokenizer are its child processes."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class SGLangEngine:
         self._heartbeat.start()
 
     async def ready(self) -> StartReport:
-        """Return when SGLang has loaded the model."""
+        """Return the engine's process id and end tokens. The call returns only after the model is loaded."""
         # SGLang's own server does this after its start. Otherwise each garbage collection traverses all
         # imported objects, which takes 0.1 to 0.3 s in each of its three processes.
         await self._control.freeze_gc()
@@ -117,15 +117,22 @@ class SGLangEngine:
         self._heartbeat.beat()
 
     def _dead(self) -> Process | None:
-        """Return a process of this engine, on any node, whose SGLang child has died; None: all are alive."""
+        """Return a process of this engine whose SGLang child process has died, or None if all are alive.
+
+        An engine has one process with SGLang children on each of its nodes.
+        """
         if not self._children.alive:
             return self._process
         return next((process for process, end in self._ends.items() if end.done()), None)
 
     async def _while_alive(self, call: str, awaitable: Awaitable, timeout: float | None = None) -> Any:
-        """Return the result of a call to SGLang, without waiting forever if SGLang dies.
+        """Wait for a call to SGLang and return its result, without waiting forever if SGLang dies.
 
         After a SIGKILL of SGLang's scheduler process, every call was seen to wait forever.
+
+        call: name of the call, for error messages.
+        awaitable: the call.
+
         Raises ProcessDied if a child process of SGLang dies on any node. Raises asyncio.TimeoutError after
         `timeout` seconds.
         """
@@ -145,7 +152,7 @@ class SGLangEngine:
         return task.result()
 
     def admit(self) -> None:
-        """Allow requests until the next weight update. A new engine refuses them until it is admitted."""
+        """Let the engine answer requests until the next weight update. A new engine refuses them at first."""
         self._admitted = True
 
     def _must_be_admitted(self) -> None:
@@ -153,12 +160,16 @@ class SGLangEngine:
         # update failed is no longer admitted.
         if not self._admitted:
             raise RuntimeError(
-                f"{self._process.name} may not serve: its weights have not been compared with the trainer's"
+                f"{self._process.name} cannot serve, because its weights have not been compared with the "
+                "trainer's"
             )
         self._memory.must_have(*MemoryPart)
 
     async def submit(self, batch: int, requests: list[Request]) -> None:
-        """Start to answer requests of a client, whose id is `batch`. `poll` returns the completions."""
+        """Start to answer requests. `poll` returns the completions.
+
+        batch: id of the client that sends the requests (EngineClient).
+        """
         # Ray may run the calls of an async actor in another order than they were made. Requests that arrived
         # after their abort used to be answered in the next step.
         for request in requests if batch > self._aborted else ():
@@ -179,7 +190,10 @@ class SGLangEngine:
     async def poll(self, batch: int, timeout: float) -> list[Completion]:
         """Return the completions since the last call. Wait up to `timeout` seconds for the first one.
 
-        The list is empty if no request finishes in time. Raises the error of a request that failed.
+        The list is empty if no request finishes in time, or if the client's requests have been aborted. If a
+        request failed, its error is raised.
+
+        batch: id of the client that polls.
         """
         if batch <= self._aborted:
             return []
@@ -210,12 +224,12 @@ class SGLangEngine:
             if len(entries) != len(ids) or any(
                 token not in (given, 0) for (_, token, _), given in zip(entries, ids, strict=True)
             ):
-                raise RuntimeError("the engine scored other tokens than it was given")
+                raise RuntimeError("the engine scored different tokens from those that it was given")
         return [np.array([logprob for logprob, _, _ in entries[1:]], dtype=np.float32) for entries in scored]
 
     @_phase
     async def begin_update(self, pause: PauseMode) -> None:
-        """Stop serving, and let the weights be replaced until `end_update`.
+        """Stop serving requests, and prepare SGLang for new weights. `end_update` ends this state.
 
         pause: what happens to running requests: they are retracted, continued in place, or aborted.
         """
@@ -225,7 +239,7 @@ class SGLangEngine:
             if pause != PauseMode.abort and not self._control.knows_spans:
                 raise UserError(
                     f"{self._process.name} has requests in flight, and this SGLang release does not report "
-                    "which tokens were generated with the old weights: set weight_sync.pause=abort, or "
+                    "which tokens were generated with the old weights; set weight_sync.pause=abort, or "
                     "install SGLang 0.5.20 or later"
                 )
             await self._while_alive("pause_generation", self._control.pause(pause))
@@ -254,7 +268,8 @@ class SGLangEngine:
     async def end_update(self, version: int, keep_cache: bool) -> None:
         """Resume serving with the new weights, whose version is `version`, and drop the prefix cache.
 
-        keep_cache: if requests are paused, keep it: they continue with the old weights' keys and values.
+        keep_cache: True to keep the prefix cache if requests are paused. These requests then continue with
+            keys and values that the old weights computed.
         """
         await self._accepted("end_weight_update", self._control.end_weight_update())
         if not (keep_cache and self._paused):
@@ -269,7 +284,10 @@ class SGLangEngine:
     async def reset(self, batch: int) -> bool:
         """Drop all requests after a failure elsewhere in the run. Return whether this engine can be kept.
 
-        It cannot if SGLang has died, or during an update, when some weights are new and some are old.
+        It cannot be kept if SGLang has died, or during a weight update, when some weights are new and some
+        are old.
+
+        batch: highest id of a client so far.
         """
         if self._updating or self._dead():
             return False
@@ -278,7 +296,10 @@ class SGLangEngine:
         return True
 
     async def abort(self, batch: int) -> None:
-        """End all requests up to this batch and discard their completions. No later one may have begun."""
+        """End all requests of clients with ids up to `batch`, and discard their completions.
+
+        No client with a higher id may have sent requests yet.
+        """
         self._aborted = batch
         self._control.abort()
         if self._tasks:
@@ -290,10 +311,11 @@ class SGLangEngine:
     async def release_memory(self) -> None:
         """Release the memory of the weights and the KV cache, so that the trainer can use it.
 
-        A weight sync must precede the next request. Raises RuntimeError while requests run.
+        Before the next request, the memory must be resumed and a weight sync must fill in the weights. Raises
+        RuntimeError while requests run.
         """
         if self._tasks:
-            raise RuntimeError(f"{self._process.name} still generates, so its memory cannot be released")
+            raise RuntimeError(f"{self._process.name} is still generating, so its memory cannot be released")
         self._admitted = False
         await self._memory.release()
 
@@ -306,10 +328,15 @@ class SGLangEngine:
         return engine_bytes(self._children)
 
     async def _accepted(self, call: str, awaitable: Awaitable[Accepted]) -> None:
-        """Wait for SGLang's answer to a call. Raises UserError if SGLang refuses the call."""
+        """Wait for SGLang's answer to a call. Raises UserError if SGLang refuses the call.
+
+        call: name of the call, for error messages.
+        """
         success, message = await self._while_alive(call, awaitable)
         if not success:
-            raise UserError(f"the engine refused {call}: {message}")
+            raise UserError(
+                f"{self._process.name} rejected {call}: {message}; its log is {self._process.log}"
+            )
 
     async def shutdown(self) -> None:
         self._control.shutdown()

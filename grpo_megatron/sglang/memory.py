@@ -28,12 +28,12 @@ class MemoryPart(Enum):
 class EngineMemory:
     """Releases and resumes the memory of an engine, and records which parts are released.
 
-    The record is needed because SGLang does not check it: it accepts requests or weights while the memory for
-    them is released, and then crashes.
+    The record is needed because SGLang keeps none: it accepts requests or weights while the memory for them
+    is released, and then crashes.
     """
 
     def __init__(self, name: str, control: EngineControl, waited_for: Callable[[str, Awaitable], Awaitable]):
-        """Record that no part is released yet.
+        """Manage the memory of a running engine, of which no part is released.
 
         name: name of the engine in error messages.
         waited_for: awaits a call to SGLang and returns its result. Its arguments are the name of the call and
@@ -43,7 +43,7 @@ class EngineMemory:
         self._released: set[MemoryPart] = set()
 
     def must_have(self, *parts: MemoryPart) -> None:
-        """Raise RuntimeError if one of these parts is released."""
+        """Raise RuntimeError if one of these parts of the engine's memory is released."""
         gone = [part.value for part in parts if part in self._released]
         if gone:
             raise RuntimeError(
@@ -51,7 +51,10 @@ class EngineMemory:
             )
 
     async def release(self) -> None:
-        """Release all parts. Raises RuntimeError if a part is released already, or if requests run."""
+        """Release all parts of the engine's memory.
+
+        Raises RuntimeError if a part is released already, or if requests run.
+        """
         self.must_have(*MemoryPart)
         await self._until_idle()
         await self._waited_for(
@@ -62,16 +65,16 @@ class EngineMemory:
     async def _until_idle(self) -> None:
         """Wait until SGLang's scheduler is idle. A busy scheduler dies if it is asked to release its memory.
 
-        Raises RuntimeError if it is still busy after ten seconds.
+        Raises RuntimeError if the scheduler is still busy after ten seconds.
         """
         for _ in range(_IDLE_POLLS):
             if (await self._waited_for("flush_cache", self._control.flush_cache()))[0]:
                 return
             await asyncio.sleep(_IDLE_POLL_SECONDS)
-        raise RuntimeError(f"{self._name} still generates, so its memory cannot be released")
+        raise RuntimeError(f"{self._name} is still generating, so its memory cannot be released")
 
     async def resume(self, part: MemoryPart) -> None:
-        """Allocate the memory of a part again. Its contents are undefined.
+        """Allocate the memory of a released part again. Its contents are undefined.
 
         Raises RuntimeError if the part is not released.
         """
@@ -84,7 +87,7 @@ class EngineMemory:
 def engine_bytes(children: Children) -> int:
     """Return the bytes of memory in use by an engine on this node.
 
-    With GPUs it is the memory in use on the fullest of the engine's GPUs, by all processes together, also
+    With GPUs this is the memory in use on the fullest of the engine's GPUs, by all processes together, also
     those of the trainer. Without GPUs it is the anonymous memory of SGLang's child processes.
 
     children: SGLang's child processes on this node.

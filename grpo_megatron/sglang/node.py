@@ -21,7 +21,7 @@ _SHARED = "/dev/shm/sgl"
 
 
 class Children:
-    """The child processes that SGLang has started in this process, found when the object is created.
+    """The child processes of this process that SGLang has started, found when the object is created.
 
     Used to detect dead engines, to measure their memory, and to delete their shared-memory files.
     """
@@ -47,10 +47,10 @@ class Children:
         return found
 
     def unlink_shared_files(self) -> None:
-        """Delete the names of the processes' shared-memory files. All of them must have opened the files.
+        """Delete the names of the processes' shared-memory files.
 
-        The files disappear when the processes end. Otherwise they would stay in /dev/shm forever, because
-        SGLang ends its processes by SIGKILL.
+        Every process must have opened its files already. The files then disappear when the processes end.
+        Otherwise they would stay in /dev/shm forever, because SGLang ends its processes by SIGKILL.
         """
         for pid in self.pids:
             with suppress(OSError):  # the process has just died, which is detected elsewhere
@@ -67,8 +67,8 @@ class Children:
 class EngineNode:
     """The Ray actor on each node after the first of an engine that spans several nodes.
 
-    It starts SGLang's scheduler processes there. They follow the schedulers on the first node, where the
-    SGLangEngine actor receives all requests.
+    The actor starts SGLang's scheduler processes on its node. They follow the schedulers on the first node,
+    where the SGLangEngine actor receives all requests.
     """
 
     def __init__(self, process: Process, arguments: dict[str, Any]):
@@ -82,7 +82,10 @@ class EngineNode:
         return os.getpid()
 
     async def end(self) -> None:
-        """Return as soon as a child process of SGLang has ended here, so that the first node notices it."""
+        """Return as soon as one of SGLang's child processes on this node has ended.
+
+        The SGLangEngine actor on the engine's first node makes this call, to notice the end.
+        """
         while self._children.alive:
             await asyncio.sleep(1.0)
 

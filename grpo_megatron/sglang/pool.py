@@ -40,7 +40,7 @@ def _free_address() -> str:
 class EnginePool:
     """The engines of a run, which all serve the same weights.
 
-    weight_version: version of the last synced weights; 0 before the first sync.
+    weight_version: version of the weights of the last sync; 0 before the first sync.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class EnginePool:
         seed: random seed of engine 0; engine i gets seed + i.
         log_dir: folder of the engines' log files.
         hang_detector: the hang detector, which monitors all engines.
-        routing: return the experts of each token in completions, if the model has experts.
+        routing: True to return the experts of each token in completions, if the model has experts.
         pause: what a weight update does to running requests.
-        shared: the engines share their devices with the trainer, so they must be able to release their memory
-            while the trainer computes (rollout.sharing).
+        shared: True if the engines share their devices with the trainer, so that they must be able to release
+            their memory while the trainer computes (rollout.sharing).
         """
         self._config, self._pause = config, pause
         self.weight_version = 0
@@ -72,8 +72,8 @@ class EnginePool:
         self._log_dir, self._hang_detector = log_dir, hang_detector
         self.nodes = tuple(slot.node for slots in cluster.engine_slots for slot in slots)
         self.processes = [
-            Process(f"engine {number}", f"{log_dir}/engine{number}.log")
-            for number in range(len(cluster.engine_nodes))
+            Process(f"engine {index}", f"{log_dir}/engine{index}.log")
+            for index in range(len(cluster.engine_nodes))
         ]
         self._engines: list = []
         # For each engine, the processes on its further nodes.
@@ -82,10 +82,10 @@ class EnginePool:
         self._settings: list[tuple[dict, list[dict]]] = []
         moe = read_architecture(model.path).moe
         self._routed_layers = moe.layers if routing and moe else None
-        for number, nodes in enumerate(cluster.engine_nodes):
+        for index, nodes in enumerate(cluster.engine_nodes):
             gpu = nodes[0][0].device is not None
             arguments = engine_arguments(
-                config.engine, model, seed + number, bool(config.stop), gpu, bool(self._routed_layers)
+                config.engine, model, seed + index, bool(config.stop), gpu, bool(self._routed_layers)
             )
             arguments["enable_memory_saver"] = shared
             options = [
@@ -101,20 +101,20 @@ class EnginePool:
             self._others.append({})
         self._start(range(len(self._settings)))
 
-    def _start(self, numbers: Iterable[int]) -> None:
+    def _start(self, indices: Iterable[int]) -> None:
         """Start the engines with these indices, each with its processes on all its nodes.
 
-        Raises ProcessLost if a node does not name a free port for an engine's rendezvous.
+        Raises ProcessLost if a node does not report a free port for an engine's rendezvous.
         """
-        addresses = self._addresses(numbers)
-        for number in numbers:
-            arguments, options = self._settings[number]
-            if number in addresses:
-                arguments = arguments | node_arguments(0, len(options), addresses[number])
+        addresses = self._addresses(indices)
+        for index in indices:
+            arguments, options = self._settings[index]
+            if index in addresses:
+                arguments = arguments | node_arguments(0, len(options), addresses[index])
             others = {}
             for node, of_node in enumerate(options[1:], 1):
                 process = Process(
-                    f"node {node} of engine {number}", f"{self._log_dir}/engine{number}-node{node}.log"
+                    f"node {node} of engine {index}", f"{self._log_dir}/engine{index}-node{node}.log"
                 )
                 others[process] = EngineNode.options(**of_node).remote(
                     process, arguments | {"node_rank": node}
@@ -122,21 +122,23 @@ class EnginePool:
             # The actor runs many calls at a time: `poll` waits in the engine while requests and updates
             # arrive.
             start = SGLangEngine.options(**options[0], max_concurrency=1000).remote
-            self._engines[number] = start(self.processes[number], arguments, self._routed_layers, others)
-            self._others[number] = others
-            self._hang_detector.add(self.processes[number], self._engines[number])
+            self._engines[index] = start(self.processes[index], arguments, self._routed_layers, others)
+            self._others[index] = others
+            self._hang_detector.add(self.processes[index], self._engines[index])
 
-    def _addresses(self, numbers: Iterable[int]) -> dict[int, str]:
-        """Return {engine index: host:port where its processes rendezvous}.
+    def _addresses(self, indices: Iterable[int]) -> dict[int, str]:
+        """Return {engine index: host:port at which the engine's processes rendezvous}.
 
-        Only engines on several nodes or with data-parallel attention need one. The first node of each is
-        asked for a free port, all nodes at the same time.
+        Only engines on several nodes, or with data-parallel attention, need an address. The first node of
+        each such engine is asked for a free port, all nodes at the same time.
+
+        indices: indices of the engines.
         """
         asked = {}
-        for number in numbers:
-            arguments, options = self._settings[number]
+        for index in indices:
+            arguments, options = self._settings[index]
             if len(options) > 1 or arguments["enable_dp_attention"]:
-                asked[number] = _free_address.options(**options[0] | {"num_gpus": 0}).remote()
+                asked[index] = _free_address.options(**options[0] | {"num_gpus": 0}).remote()
         try:
             return dict(
                 zip(
@@ -148,7 +150,8 @@ class EnginePool:
         except ray.exceptions.GetTimeoutError as error:
             limit = f"rollout.engine.start_timeout={self._config.engine.start_timeout:.0f} s"
             raise ProcessLost(
-                f"the first nodes of the engines {sorted(asked)} did not report a free port within {limit}"
+                f"the first nodes of the engines {sorted(asked)} did not report a free port within {limit}; "
+                "raise it if the nodes start slowly"
             ) from error
         except ray.exceptions.RayError as error:
             raise process_error(error, self.processes[min(asked)], "free_address") from error
@@ -159,16 +162,16 @@ class EnginePool:
         Engines that are dead, or have both old and new weights, are restarted. The others drop their
         requests. The caller must call `wait_until_ready` next, and then sync the weights.
 
-        anew: restart all engines. It is needed if they share devices with the trainer, because it is unknown
-            which memory they have released.
+        anew: True to restart all engines. This is needed if they share devices with the trainer, because it
+            is unknown which memory they have released.
         """
         resets = [engine.reset.remote(self._batch) for engine in self._engines]
         ray.wait(resets, num_returns=len(resets), timeout=_RESET_SECONDS)
-        lost = [number for number, reset in enumerate(resets) if anew or not _answered_yes(reset)]
+        lost = [index for index, reset in enumerate(resets) if anew or not _answered_yes(reset)]
         self._close(lost)
-        for number in lost:
-            # With the old seed it would repeat the random numbers of its first steps.
-            self._settings[number][0]["random_seed"] += _NEXT_SEED
+        for index in lost:
+            # With the old seed, a restarted engine would repeat the random numbers of its first steps.
+            self._settings[index][0]["random_seed"] += _NEXT_SEED
         self._start(lost)
 
     def wait_until_ready(self) -> None:
@@ -179,7 +182,7 @@ class EnginePool:
         """
         nodes = [pair for others in self._others for pair in others.items()]
         nodes += zip(self.processes, self._engines, strict=True)
-        calls = {number: node.ready.remote() for number, (_, node) in enumerate(nodes)}
+        calls = {index: node.ready.remote() for index, (_, node) in enumerate(nodes)}
         processes = [process for process, _ in nodes]
         started = gather(calls, processes, "ready", self._config.engine.start_timeout)
         self._end_ids = started[len(nodes) - 1].end_ids  # all engines, which come last, have the same model
@@ -197,16 +200,17 @@ class EnginePool:
         ]
 
     def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
-        """Return the first engine's log-probs of given token sequences.
+        """Return the first engine's log-probs of given token sequences at temperature 1.
 
-        The result for a sequence of n tokens is float32 [n - 1], at temperature 1, without its first token.
+        The result for a sequence of n tokens is float32 [n - 1], because its first token has no log-prob.
         """
         return fetch(self._engines[0].score.remote(sequences), self.processes[0], "score")
 
     def score_on_all(self, sequences: list[list[int]]) -> list[list[np.ndarray]]:
         """Return every engine's log-probs of the same token sequences, to compare them with the trainer's.
 
-        The result is indexed by engine and sequence, and its arrays are those of `score`.
+        result[i][j] belongs to engine i and sequence j. It is float32 [n - 1] for n tokens, at temperature 1,
+        because the first token has no log-prob.
         """
         return list(self._on_all("score", sequences).values())
 
@@ -218,13 +222,13 @@ class EnginePool:
         self._on_all("admit")
 
     def begin_update(self) -> None:
-        """Pause every engine and open its update session. No engine serves until `end_update`."""
+        """Pause every engine and prepare it for new weights. No engine serves requests until `end_update`."""
         self._on_all("begin_update", self._pause)
 
     def receive_weights(self, command: SyncCommand) -> list[ray.ObjectRef]:
         """Make every engine carry out a weight-sync command, between `begin_update` and `end_update`.
 
-        Return one reference per engine, to the list of its ranks' SyncReports.
+        Return one Ray reference per engine, to the list of SyncReports of the engine's ranks.
         """
         return [
             engine.receive_weights.remote(command.to_engine(index))
@@ -232,7 +236,7 @@ class EnginePool:
         ]
 
     def end_update(self, version: int) -> None:
-        """Close the update session and resume serving. Completions report `version` from now on."""
+        """End the weight update and resume serving. Completions then report weight version `version`."""
         self._on_all("end_update", version, self._pause == PauseMode.in_place)
         self.weight_version = version
 
@@ -245,35 +249,35 @@ class EnginePool:
         self._on_all("release_memory")
 
     def resume_weights(self) -> None:
-        """Allocate the memory of the weights again. A sync must fill it."""
+        """Allocate the memory of the engines' weights again. A weight sync must then fill in the weights."""
         self._on_all("resume_memory", MemoryPart.weights)
 
     def resume_kv_cache(self) -> None:
-        """Allocate the memory of the KV caches again. They are empty."""
+        """Allocate the memory of the engines' KV caches again. The caches are empty afterwards."""
         self._on_all("resume_memory", MemoryPart.kv_cache)
 
     def occupied(self) -> int:
-        """Return the bytes in use by the engine that uses most.
+        """Return the bytes of memory in use by the engine that uses the most.
 
-        These are the bytes in use on an engine's fullest GPU, or by its processes if it has no GPU.
+        An engine's value is the memory in use on its fullest GPU, or by its processes if it has no GPU.
         """
         return max(self._on_all("occupied").values())
 
     def _on_all(self, method: str, *arguments) -> dict:
         calls = {
-            number: getattr(engine, method).remote(*arguments) for number, engine in enumerate(self._engines)
+            index: getattr(engine, method).remote(*arguments) for index, engine in enumerate(self._engines)
         }
         return gather(calls, self.processes, method)
 
     def close(self) -> None:
         self._close(range(len(self._engines)))
 
-    def _close(self, numbers: Iterable[int]) -> None:
+    def _close(self, indices: Iterable[int]) -> None:
         actors = [
-            actor for number in numbers for actor in (self._engines[number], *self._others[number].values())
+            actor for index in indices for actor in (self._engines[index], *self._others[index].values())
         ]
-        for number in numbers:
-            self._hang_detector.remove(self._engines[number])
+        for index in indices:
+            self._hang_detector.remove(self._engines[index])
         if not actors:
             return
         # Ask first, so that SGLang ends its child processes. A dead actor has no children left.

@@ -23,14 +23,17 @@ Accepted = tuple[bool, str]
 
 
 class EngineControl:
-    """The calls to one SGLang engine.
+    """The calls to one SGLang engine, the same for all supported releases of SGLang.
 
     Methods that return Accepted report a refusal by the engine in their result. Errors of the other methods
     are raised as SGLang raises them.
     """
 
     def __init__(self, engine: Any):
-        """Wrap a running engine. engine: an sglang.Engine in this process."""
+        """Wrap a running engine.
+
+        engine: an sglang.Engine in this process.
+        """
         from sglang.srt.managers import io_struct
 
         self._engine, self._manager, self._requests = engine, engine.tokenizer_manager, io_struct
@@ -71,7 +74,7 @@ class EngineControl:
         self._engine.shutdown()
 
     def abort(self) -> None:
-        """End all waiting and running requests. `sample` returns what they have generated so far."""
+        """End all waiting and running requests. Calls of `sample` return what has been generated so far."""
         self._manager.abort_request(abort_all=True)
 
     @property
@@ -93,7 +96,7 @@ class EngineControl:
         return "weight_versions" in self._requests.BatchTokenIDOutput.__struct_fields__
 
     async def freeze_gc(self) -> None:
-        """Make garbage collections faster: exclude all existing objects, in all processes of the engine."""
+        """Make garbage collections faster: all processes of the engine skip the objects that exist now."""
         await self._manager.freeze_gc()
 
     async def pause(self, mode: PauseMode) -> None:
@@ -103,7 +106,10 @@ class EngineControl:
         await self._manager.continue_generation(self._requests.ContinueGenerationReqInput())
 
     async def begin_weight_update(self) -> Accepted:
-        """Open an update session. Releases before 0.5.21 have none and accept weights at any time."""
+        """Make the engine accept new weights. Return (whether the engine agreed, message).
+
+        SGLang's releases before 0.5.21 accept weights at any time, so nothing is done for them.
+        """
         if not hasattr(self._manager, "begin_weight_update"):
             return True, ""
         return await self._manager.begin_weight_update(self._requests.BeginWeightUpdateReqInput(), None)
@@ -111,7 +117,10 @@ class EngineControl:
     async def call_loader(self, payload: bytes, num_ranks: int, loader: str) -> Accepted:
         """Call a function on every tensor-parallel rank, as a custom weight loader with access to the model.
 
+        Return (whether the engine agreed, message).
+
         payload: the pickled named tensors that the function gets.
+        num_ranks: number of the engine's tensor-parallel ranks.
         loader: the import path of the function.
         """
         request = self._requests.UpdateWeightsFromTensorReqInput(
@@ -129,10 +138,10 @@ class EngineControl:
         return answer.success, answer.message
 
     async def release_memory(self, tags: list[str]) -> None:
-        """Release the memory with these tags.
+        """Release the parts of the engine's memory that have these tags.
 
-        The scheduler must be idle, and none of this memory may be released already. Otherwise SGLang crashes;
-        EngineMemory checks both.
+        The scheduler must be idle, and none of this memory may be released already. Otherwise SGLang crashes.
+        EngineMemory checks both conditions.
 
         tags: SGLang's memory tags, the values of memory.MemoryPart.
         """
@@ -141,11 +150,14 @@ class EngineControl:
         )
 
     async def resume_memory(self, tags: list[str]) -> None:
-        """Allocate the memory with these tags again. All of it must be released."""
+        """Allocate the parts of the engine's memory that have these tags again. All of them must be released.
+
+        tags: SGLang's memory tags, the values of memory.MemoryPart.
+        """
         await self._manager.resume_memory_occupation(self._requests.ResumeMemoryOccupationReqInput(tags=tags))
 
     async def tag(self, version: int) -> None:
-        """Set the weight version that samples report from now on. SGLang does not confirm it."""
+        """Set the weight version that samples report from now on. SGLang sends no confirmation."""
         if hasattr(self._manager, "update_weight_version"):
             request = self._requests.UpdateWeightVersionReqInput(
                 new_version=str(version), abort_all_requests=False

@@ -21,7 +21,8 @@ class Request:
     sampling: dict[str, Any]
     """SGLang's sampling parameters."""
     routed: int = 0
-    """Number of leading tokens whose experts (from MoE routing) the caller already has."""
+    """Number of leading tokens whose experts (MoE routing) the caller already has. The completion omits
+    them."""
     top: int = 0
     """Number of most likely tokens to return for each token of the response; 0: none."""
 
@@ -31,7 +32,7 @@ class Completion:
     """A finished request with a prompt of P tokens and a response of R tokens."""
 
     key: tuple[int, int]
-    """Key of the request."""
+    """Request.key of the request that is completed."""
     response_ids: np.ndarray
     """int32 [R], token ids of the response."""
     logprobs: np.ndarray
@@ -46,11 +47,14 @@ class Completion:
     top_ids: np.ndarray | None = None
     """int32 [R, Request.top], the most likely tokens at each position, best first; None unless requested."""
     top_logprobs: np.ndarray | None = None
-    """float32 [R, Request.top], their log-probs (after temperature)."""
+    """float32 [R, Request.top], log-probs of `top_ids` (after temperature); None unless requested."""
 
 
 def _routing(request: Request, answer: dict, has_experts: tuple[bool, ...]) -> np.ndarray:
-    """Decode SGLang's array of experts into Completion.routing, which omits the layers without experts."""
+    """Decode SGLang's array of experts into Completion.routing, which omits the layers without experts.
+
+    has_experts: for each layer of the model, True if the layer has experts.
+    """
     flat = np.frombuffer(base64.b64decode(answer["meta_info"]["routed_experts"]), dtype=np.int32)
     tokens = len(request.prompt_ids) + len(answer["output_ids"]) - 1 - request.routed
     return flat.reshape(tokens, len(has_experts), -1)[:, np.array(has_experts)].astype(np.int16)
@@ -61,7 +65,7 @@ def completion_of(request: Request, answer: dict, routed_layers: tuple[bool, ...
     logprobs = meta["output_token_logprobs"]
     ids = np.array([token for _, token, _ in logprobs], dtype=np.int32)
     if not np.array_equal(ids, answer["output_ids"]):
-        raise RuntimeError(f"engine answer {key}: the log-probs belong to other tokens than the output")
+        raise RuntimeError(f"engine answer {key}: the log-probs do not belong to the output tokens")
     return Completion(
         key=key,
         response_ids=ids,
@@ -73,14 +77,15 @@ def completion_of(request: Request, answer: dict, routed_layers: tuple[bool, ...
     )
 
 
-def _top_tokens(places: list[list[tuple[float, int, str | None]]]) -> dict[str, np.ndarray]:
+def _top_tokens(positions: list[list[tuple[float, int, str | None]]]) -> dict[str, np.ndarray]:
     """Return Completion.top_ids and Completion.top_logprobs, as keyword arguments of Completion.
 
-    places: for each token of the response, SGLang's (log-prob, id, text) of the likely tokens, best first.
+    positions: for each token of the response, SGLang's (log-prob, id, text) of the most likely tokens, best
+        first.
     """
     return {
-        "top_ids": np.array([[token for _, token, _ in place] for place in places], dtype=np.int32),
+        "top_ids": np.array([[token for _, token, _ in position] for position in positions], dtype=np.int32),
         "top_logprobs": np.array(
-            [[logprob for logprob, _, _ in place] for place in places], dtype=np.float32
+            [[logprob for logprob, _, _ in position] for position in positions], dtype=np.float32
         ),
     }

@@ -16,8 +16,8 @@ from grpo_megatron.cluster.gpu_environment import preload_environment
 def meeting_file() -> tuple[BinaryIO, str]:
     """Create the file through which an engine's processes on this node find each other (rendezvous).
 
-    It replaces SGLang's rendezvous port. Returns (file, path): the path is valid as long as this process
-    keeps the file open. The file has no name of its own, because engines are ended by SIGKILL and would leave
+    Return (file, path). The path is valid as long as this process keeps the file open. The file replaces
+    SGLang's rendezvous port. It has no name in a folder, because engines are ended by SIGKILL and would leave
     a named file behind. A named file could not be deleted after the rendezvous either, because process groups
     that are created later use it too.
     """
@@ -28,8 +28,8 @@ def meeting_file() -> tuple[BinaryIO, str]:
 def start_engine(arguments: dict[str, Any]) -> Any:
     """Start SGLang and return sglang.Engine(**arguments). Its processes are children of this process.
 
-    Used in place of sglang.Engine, because some preparation must precede the import of SGLang: for the memory
-    saver, and for a fast start on a CPU.
+    Used in place of sglang.Engine, because some preparation must come before the import of SGLang: for the
+    memory saver, and for a fast start on a CPU.
     """
     unlink_files_of_the_dead()
     if arguments.get("enable_memory_saver"):
@@ -59,7 +59,7 @@ def unlink_files_of_the_dead() -> None:
     """Delete the shared-memory files that this user's killed SGLang processes have left in /dev/shm.
 
     Such files have 24 MiB each and are named /dev/shm/sgl_shm_KIND_PID_RANDOM. They remain only if an engine
-    was killed during its start: afterwards node.Children.unlink_shared_files has deleted the names.
+    was killed during its start, because node.Children.unlink_shared_files deletes the names afterwards.
     """
     for path in Path("/dev/shm").glob("sgl_shm_*"):
         pid = path.name.split("_")[-2]

@@ -21,7 +21,10 @@ KV_SCALES = ("k_scale", "v_scale")
 
 
 def report_key(command: SyncCommand, rank: int) -> str:
-    """Return the key of a rank's SyncReport in the driver's key-value store."""
+    """Return the key of a rank's SyncReport in the driver's key-value store.
+
+    rank: tensor-parallel rank within the engine that the command is for.
+    """
     return f"report/{command.sync_id}/{command.engine}.{rank}"
 
 
@@ -44,10 +47,10 @@ def as_named_tensors(command: SyncCommand) -> bytes:
 
 
 def receive_weights(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Carry out a weight-sync command in one rank of an engine. SGLang calls it as a custom weight loader.
+    """Carry out a weight-sync command in one rank of an engine. SGLang calls this as a custom weight loader.
 
-    The SyncReport goes to the driver's key-value store, because SGLang returns nothing of a loader. It also
-    reports errors, because an exception would end SGLang's scheduler.
+    The rank's SyncReport goes to the driver's key-value store, because SGLang discards what a loader returns.
+    The report also contains the traceback of an error. An exception would end SGLang's scheduler.
 
     named_tensors: one tensor, the SyncCommand serialised by `as_named_tensors`.
     """
@@ -84,7 +87,7 @@ def _carry_out(command: SyncCommand, me: EngineRank, model: torch.nn.Module) -> 
 def reset_kv_scales(model: torch.nn.Module) -> None:
     """Set the scales of an FP8 KV cache to 1, because the trainer has no such scales.
 
-    FP8 engines have these parameters for some model families, such as Llama, Qwen2 and Mixtral. Their values
+    FP8 engines have these parameters for some model families, such as Llama, Qwen2 and Mixtral. The values
     are lost when the engine releases the memory of the weights. An engine that started with load_format=dummy
     has random values.
     """
@@ -97,7 +100,7 @@ def reset_kv_scales(model: torch.nn.Module) -> None:
 
 
 def _receiver(command: SyncCommand, me: EngineRank, model: torch.nn.Module) -> WeightReceiver:
-    """Return this rank's receiver. It is kept in the model object until the setup of syncs changes."""
+    """Return this rank's WeightReceiver. The model object keeps it while `command.setup` is the same."""
     kept: WeightReceiver | None = model.__dict__.get(_RECEIVER)
     if kept is None or kept.setup != command.setup:
         if kept is not None:

@@ -7,7 +7,7 @@ from grpo_megatron.trainer.weights import TrainerWeights
 
 
 class TrainerCheckpoints:
-    """Saving and loading of weights, optimizer states and learning-rate state."""
+    """Saves and loads weights, optimizer states and learning-rate state of all ranks."""
 
     def __init__(self, ranks: RankGroup, weights: TrainerWeights):
         self._ranks, self._weights = ranks, weights
@@ -22,18 +22,17 @@ class TrainerCheckpoints:
         self._ranks.call_alike("checkpoints.begin", folder)
 
     def checkpoint_written(self) -> bool:
-        """Return True if all ranks' files are written, or there is no checkpoint in progress.
+        """Return True if the files of all ranks are written, or if no checkpoint is in progress.
 
-        `finish_checkpoint` then returns quickly. Does not wake the ranks.
+        `finish_checkpoint` then returns quickly. This method does not wake sleeping ranks.
         """
         return all(self._ranks.group.call("checkpoints.written"))
 
     def finish_checkpoint(self, timeout: float | None = None) -> SaveReport:
-        """Wait until the files of all ranks are complete. Does not wake the ranks.
+        """Wait until the files of all ranks are complete. This method does not wake sleeping ranks.
 
-        timeout: most seconds to wait. None: the timeout of all calls.
-        Returns a SaveReport. Its times are those of the slowest rank. Its bytes and files are those of all
-        ranks together.
+        timeout: maximum number of seconds to wait. None: the timeout of other calls to the ranks.
+        Returns a report with the times of the slowest rank, and the bytes and files of all ranks together.
         Raises NotWritten if a rank could not write its file.
         """
         reports = self._ranks.group.call("checkpoints.finish", timeout=timeout)
@@ -42,9 +41,9 @@ class TrainerCheckpoints:
         return SaveReport(seconds, waited, sum(r.bytes for r in reports), files)
 
     def load_checkpoint(self, folder: str, files: dict[str, FileRecord]) -> None:
-        """Check a checkpoint's files, then load it.
+        """Check the files of a checkpoint, then load the checkpoint into all ranks.
 
-        files: {file name: its recorded size and checksum}.
+        files: {file name: recorded size and checksum of the file}.
         Raises DamagedCheckpoint, naming the file, if a file differs from its record. Nothing is loaded then.
         """
         self._ranks.call_alike("checkpoints.verify", folder, files)

@@ -28,10 +28,10 @@ class DroppedSteps:
     ) -> None:
         """Record the outcome of one optimizer step. The driver calls this after every optimizer step.
 
-        grad_norm, loss: those of this step; the error message lists them.
+        dropped: True if the step was dropped.
+        grad_norm, loss: gradient norm and loss of this step, for the error message.
         step: index of the training step, for the error message. None: unknown.
-        beyond: reasons other than the gradient, such as one sentence for each limit of the loss that was
-            exceeded.
+        beyond: sentences with reasons other than the gradient, such as a limit of the loss that was exceeded.
         Raises UserError when optimizer.max_dropped_steps steps in a row have been dropped.
         """
         if not dropped:
@@ -57,7 +57,7 @@ class DroppedSteps:
         elif any(math.isfinite(norm) for norm, _ in self._in_a_row):
             limit = self._config.max_grad_norm_to_step
             reasons.append(
-                f"A finite norm was more than optimizer.max_grad_norm_to_step={limit}: either the limit is "
+                f"A finite norm exceeded optimizer.max_grad_norm_to_step={limit}: either the limit is "
                 "too low, or training diverges; compare actor/grad_norm of good steps in metrics.jsonl."
             )
         raise UserError(

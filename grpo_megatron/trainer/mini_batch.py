@@ -26,7 +26,9 @@ class MiniBatch:
     All passes (old log-probs, reference, training) use the same partition, so that ranks can reuse what they
     computed for a micro-batch in an earlier pass.
 
-    key: (step, index of the mini-batch within the step). The ranks store such results under this key.
+    batch: the samples.
+    plan: the sequences of each micro-batch, for each data-parallel replica.
+    key: (step, index of the mini-batch within the step). Ranks keep results of earlier passes under this key.
     """
 
     batch: TrainBatch
@@ -35,11 +37,11 @@ class MiniBatch:
 
 
 def partition(config: Config, lengths: np.ndarray, cost: CostModel, pairs: bool = False) -> Schedule:
-    """Divide the sequences of one optimizer step among data-parallel replicas and their micro-batches.
+    """Return a division of an optimizer step's sequences among data-parallel replicas and micro-batches.
 
-    lengths: int64 [S], tokens of each sequence.
+    lengths: int64 [S], number of tokens of each sequence.
     cost: estimates the compute time of a sequence, so that all replicas take about equally long.
-    pairs: keep sequences 2 i and 2 i + 1 (chosen and rejected) in the same micro-batch.
+    pairs: if True, keep sequences 2i and 2i + 1 (chosen and rejected) in the same micro-batch.
     """
     sizes = ParallelSizes.from_config(config.megatron)
     return (schedule_pairs if pairs else schedule)(
@@ -55,10 +57,11 @@ def partition(config: Config, lengths: np.ndarray, cost: CostModel, pairs: bool 
 
 
 def enough(items: Sequence[Item], config: Config) -> list[Item]:
-    """Repeat items from the beginning until `partition` can give every data-parallel replica its share.
+    """Return the items, followed by items from the beginning again, so that every replica can get its share.
 
-    Only for items that are scored, not trained: a repeated item would count twice in a loss. The caller
-    ignores the results after the first len(items).
+    `partition` needs a minimum number of items for its data-parallel replicas. Use this only for items that
+    are scored, not trained, because a repeated item would count twice in a loss. Ignore the results after the
+    first len(items).
 
     items: sequences, or pairs of sequences.
     """
@@ -69,26 +72,26 @@ def enough(items: Sequence[Item], config: Config) -> list[Item]:
 
 
 def make_mini_batches(groups: list[Group], config: Config, cost: CostModel, step: int) -> list[MiniBatch]:
-    """Divide the groups of one training step into mini-batches of train.ppo_mini_batch_size groups each.
+    """Return the mini-batches of one training step, with train.ppo_mini_batch_size groups each.
 
-    groups: all samples of a prompt form a group.
-    cost: see `partition`.
+    groups: groups of samples. A group has all samples of a prompt.
+    cost: estimates the compute time of a sequence, see `partition`.
     step: index of the training step, for the keys of the mini-batches.
     Raises UserError if train.old_logprobs=current and there would be more than one optimizer step: after the
     first optimizer step, the current policy is no longer the one that generated the samples.
     """
     batch = TrainBatch.from_samples([sample for group in groups for sample in group.samples])
-    batch.number = np.arange(batch.num_tokens)
+    batch.index_in_step = np.arange(batch.num_tokens)
     group_of = np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups])
     mini_of = group_of // config.train.ppo_mini_batch_size
-    parts = [batch.select(np.flatnonzero(mini_of == number)) for number in range(mini_of[-1] + 1)]
+    parts = [batch.select(np.flatnonzero(mini_of == index)) for index in range(mini_of[-1] + 1)]
     if config.train.old_logprobs == OldLogprobs.current and len(parts) * config.train.ppo_epochs > 1:
         raise UserError(
-            f"train.old_logprobs=current needs one optimizer step per batch, but {len(groups)} prompts make "
+            f"train.old_logprobs=current needs one optimizer step per batch, but {len(groups)} prompts need "
             "several; raise train.ppo_mini_batch_size and set train.ppo_epochs=1, or choose another "
             "train.old_logprobs"
         )
     return [
-        MiniBatch(part, partition(config, part.lengths, cost), (step, number))
-        for number, part in enumerate(parts)
+        MiniBatch(part, partition(config, part.lengths, cost), (step, index))
+        for index, part in enumerate(parts)
     ]

@@ -14,10 +14,11 @@ from grpo_megatron.batch.schedule import Schedule
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.placement import Cluster
-from grpo_megatron.config.schema import MegatronConfig
-from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.config.command import Command
+from grpo_megatron.config.schema import Config
 from grpo_megatron.metrics import Max, Mean, Metrics, Sum, merge
 from grpo_megatron.model.families import read_architecture
+from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.trainer.checkpoints import TrainerCheckpoints
 from grpo_megatron.trainer.dropped_steps import DroppedSteps
 from grpo_megatron.trainer.ranks import RankGroup
@@ -25,10 +26,10 @@ from grpo_megatron.trainer.weights import TrainerWeights
 
 
 def _in_order(batch: TrainBatch, plan: Schedule, parts: list[np.ndarray]) -> np.ndarray:
-    """Join the results of all data-parallel replicas, in the order of the batch's tokens.
+    """Return the results of all data-parallel replicas, float32 [..., T], in the order of the batch's tokens.
 
-    parts: one array [..., t] per replica, with one value per token of this replica's micro-batches.
-    Returns float32 [..., T], with T = batch.num_tokens.
+    plan: the sequences of each replica.
+    parts: one array [..., t] per replica, with a value for each token of the replica's micro-batches.
     """
     out = np.empty((*parts[0].shape[:-1], batch.num_tokens), dtype=np.float32)
     for dp, part in enumerate(parts):
@@ -37,11 +38,11 @@ def _in_order(batch: TrainBatch, plan: Schedule, parts: list[np.ndarray]) -> np.
 
 
 class PolicyTrainer:
-    """The trainer as the driver sees it: passes over batches that are spread over all data-parallel replicas.
+    """The trainer as the driver sees it: passes over batches, which are divided among data-parallel replicas.
 
     A pass returns when all ranks are done. It raises if a rank failed.
 
-    ranks: the processes; puts them to sleep and wakes them
+    ranks: the processes of all ranks, with methods to put the ranks to sleep and to wake them
     weights: the trained weights, for weight sync and export
     checkpoints: saving and loading of the training state
     """
@@ -49,42 +50,43 @@ class PolicyTrainer:
     def __init__(
         self,
         cluster: Cluster,
-        spec: ActorSpec,
-        config: MegatronConfig,
-        seed: int,
+        config: Config,
+        command: Command,
         log_dir: str,
-        timeout: float,
         hang_detector: HangDetector,
         takes_turns: bool = False,
     ):
         """Start one process per rank and wait until all have built their model.
 
-        spec: what every rank builds: model, optimizer, parallel layout.
-        seed: seed of the ranks' random number generators.
+        command: decides what the ranks build from the configuration, see megatron.actor.Actor.
         log_dir: folder of the ranks' log files.
-        timeout: most seconds that one call to the ranks may take.
-        hang_detector: hang detector, which observes all ranks.
-        takes_turns: True: rollout engines use the ranks' GPUs while the ranks sleep. A call to sleeping ranks
-            then raises RuntimeError. Otherwise it wakes them.
+        hang_detector: observes the heartbeats of all ranks.
+        takes_turns: True if rollout engines use the ranks' GPUs while the ranks sleep. A call to sleeping
+            ranks then raises RuntimeError. If False, a call wakes sleeping ranks.
         """
-        self.sizes = spec.sizes
+        self.sizes = ParallelSizes.from_config(config.megatron)
         self.nodes = tuple(slot.node for slot in cluster.rank_slots)
-        self.cost_model = read_architecture(spec.model_path, reward_model=spec.scalar_head).cost_model
-        self._dropped_steps = DroppedSteps(spec.optimizer)
-        self.ranks = RankGroup(cluster, spec, config, seed, log_dir, timeout, hang_detector, takes_turns)
+        self.cost_model = read_architecture(
+            config.model.path, reward_model=command == Command.reward_model
+        ).cost_model
+        self._dropped_steps = DroppedSteps(config.optimizer)
+        self.ranks = RankGroup(cluster, config, command, log_dir, hang_detector, takes_turns)
         self.weights = TrainerWeights(self.ranks)
         self.checkpoints = TrainerCheckpoints(self.ranks, self.weights)
 
     def _split(self, batch: TrainBatch, plan: Schedule) -> list:
-        """Put each replica's micro-batches into Ray's object store. Return one reference per replica."""
+        """Put the micro-batches of each data-parallel replica into Ray's object store.
+
+        Returns one ObjectRef per replica, in the order of the replicas. Each refers to a list[TrainBatch].
+        """
         return [ray.put([batch.select(mb) for mb in plan.micro_batches[dp]]) for dp in range(self.sizes.dp)]
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Exchange the policy's weights for those of the reference model within the context.
+        """Swap the reference model's weights into the model, in place of the policy's, within the context.
 
-        Only `logprobs(reference=True)` may be called inside. Entering and leaving copy all weights, so open
-        one context for all mini-batches of a step.
+        Only `logprobs(reference=True)` may be called in the context. All weights are copied at its beginning
+        and at its end, so open one context for all mini-batches of a step.
         """
         self.ranks.call_alike("passes.begin_reference")
         yield
@@ -101,10 +103,11 @@ class PolicyTrainer:
     ) -> np.ndarray:
         """Return the log-prob of every target token, float32 [T], in the order of the batch.
 
-        reference: use the reference model's weights, not the policy's. Only within the context `reference()`.
-        key: MiniBatch.key. With it, ranks reuse prepared inputs in later passes over the same mini-batch.
+        batch: T tokens. plan: division of the batch among data-parallel replicas and micro-batches.
+        reference: if True, use the reference model's weights. This needs the context `reference()`.
+        key: MiniBatch.key. Ranks reuse prepared inputs in later passes over a mini-batch with the same key.
         keep_hidden: with `reference`, keep the reference's last hidden states on the ranks. The training pass
-            computes the exact KL from them.
+            computes the exact KL from these states.
         """
         arguments = [
             (micro_batches, reference, key, keep_hidden) for micro_batches in self._split(batch, plan)
@@ -112,10 +115,10 @@ class PolicyTrainer:
         return self._checked(_in_order(batch, plan, self.ranks.call("passes.logprobs", arguments)))
 
     def scores(self, batch: TrainBatch, plan: Schedule) -> np.ndarray:
-        """Return the reward model's score of every sequence, float32 [S].
+        """Return the reward model's score of every sequence, float32 [S], in the order of the batch.
 
-        When a reward model is trained, it computes the scores. When a policy is trained, the frozen reward
-        model on the same ranks does.
+        If a policy is trained, the frozen reward model on its ranks computes the scores. Otherwise the reward
+        model that is trained computes them.
         """
         arguments = [(micro_batches,) for micro_batches in self._split(batch, plan)]
         parts = self.ranks.call("passes.scores", arguments)
@@ -127,17 +130,18 @@ class PolicyTrainer:
     def probe(
         self, batch: TrainBatch, plan: Schedule, temperature: float, rounding: torch.dtype | None = None
     ) -> np.ndarray:
-        """Return log-prob and entropy of every target, float32 [2, T], to compare trainer and engines.
+        """Return log-prob and entropy of every target token, float32 [2, T], to compare with an engine's.
 
+        The values are in the order of the batch's T tokens.
         temperature: divides the logits, in place of the configured temperature.
-        rounding: add rounding errors of this dtype after every layer, to measure their effect. None: add
-            none.
+        rounding: dtype whose rounding errors are simulated after every layer, to measure their effect. None:
+            no rounding errors.
         """
         arguments = [(micro_batches, temperature, rounding) for micro_batches in self._split(batch, plan)]
         return self._checked(_in_order(batch, plan, self.ranks.call("passes.probe", arguments)))
 
     def _checked(self, values: np.ndarray) -> np.ndarray:
-        """Return the values. If they contain NaN, check the weights: UserError if these are not finite."""
+        """Return the values unchanged. Raise UserError if a value is NaN and a weight is not finite."""
         if np.isnan(values).any():
             self.weights.must_be_finite()
         return values
@@ -150,11 +154,13 @@ class PolicyTrainer:
         current_is_old: bool = False,
         key: tuple[int, int] | None = None,
     ) -> Metrics:
-        """Take one optimizer step on a mini-batch. Return its metrics.
+        """Take one optimizer step on a mini-batch. Return the metrics of the step.
 
-        batch: its `weight` (of each token's loss) must be set. If all weights are 0, the step is dropped.
-        current_is_old: the current policy is the one that generated the samples, so the loss takes the
-            current log-probs, detached, as the old ones.
+        batch: samples of the mini-batch, with `weight`, the weight of each token's loss. If all weights are
+            0, the step is dropped.
+        plan: division of the batch among data-parallel replicas and micro-batches.
+        current_is_old: True if the current policy generated the samples. The loss then takes the current
+            log-probs, detached, as the old log-probs.
         key: MiniBatch.key.
         Raises UserError if optimizer.max_dropped_steps steps in a row were dropped. Raises UserError also if
         the gradient norm or the loss is not finite and the weights are not finite either.
@@ -187,11 +193,14 @@ class PolicyTrainer:
         return metrics
 
     def reset_reference(self) -> None:
-        """Make the policy's current weights the reference model's weights."""
+        """Copy the policy's current weights into the reference weights."""
         self.ranks.call_alike("weights.reset_reference")
 
     def state_dict(self) -> dict:
-        """Return the part of a checkpoint's state that the driver holds, not the ranks: the dropped steps."""
+        """Return the trainer's state that the driver holds, for checkpoints: {"dropped_steps": state}.
+
+        The ranks' state (weights and optimizer) is not included.
+        """
         return {"dropped_steps": self._dropped_steps.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:

@@ -9,16 +9,17 @@ from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.placement import Cluster, Slot
 from grpo_megatron.cluster.processes import Process
 from grpo_megatron.cluster.worker_group import WorkerGroup
-from grpo_megatron.config.schema import MegatronConfig
-from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.config.command import Command
+from grpo_megatron.config.schema import Config
 from grpo_megatron.megatron.start import start_actor
 
 
 def _environment(slot: Slot, threads: int = 1) -> dict[str, str]:
-    """Return the environment variables that a rank's process must be started with.
+    """Return {name: value} of the environment variables that are specific to a rank's process.
 
-    Cluster.options adds those that all processes of a run need.
-    threads: intra-op threads of torch, if the rank runs on a CPU.
+    Cluster.options adds the variables that all processes of a run need.
+    slot: place of the process in the cluster.
+    threads: number of torch's intra-op threads, if the rank runs on a CPU.
     """
     if slot.device is not None:
         return {
@@ -34,26 +35,28 @@ def _environment(slot: Slot, threads: int = 1) -> dict[str, str]:
 
 
 class RankGroup:
-    """The processes of all trainer ranks. Each holds a megatron Actor, whose parts are called by path.
+    """The processes of all trainer ranks, each with an Actor (megatron.actor) whose methods can be called.
 
-    Ranks that sleep are woken by the next call, unless engines use their devices.
+    Ranks can sleep, which means that they free their GPU memory. The next call wakes sleeping ranks, unless
+    rollout engines use their GPUs.
 
-    group: the processes, for calls that ranks may answer while they sleep
+    group: the same processes, for calls that do not wake sleeping ranks
     """
 
     def __init__(
         self,
         cluster: Cluster,
-        spec: ActorSpec,
-        config: MegatronConfig,
-        seed: int,
+        config: Config,
+        command: Command,
         log_dir: str,
-        timeout: float,
         hang_detector: HangDetector,
         takes_turns: bool,
     ):
-        """Start one process per rank and wait until all have built their model. See PolicyTrainer."""
-        self._replicas = spec.sizes.dp
+        """Start one process per rank and wait until all have built their model.
+
+        The arguments are the same as those of PolicyTrainer.
+        """
+        self._replicas = config.megatron.data_parallel
         self.group = WorkerGroup(
             "trainer rank",
             [
@@ -61,11 +64,11 @@ class RankGroup:
                 for slot in cluster.rank_slots
             ],
             log_dir,
-            partial(start_actor, spec, seed, config.collective_timeout),
-            timeout,
+            partial(start_actor, config, command),
+            config.cluster.call_timeout,
             hang_detector,
         )
-        self._parks, self._takes_turns = config.sleep, takes_turns
+        self._parks, self._takes_turns = config.megatron.sleep, takes_turns
         self._asleep = False
 
     @property
@@ -73,7 +76,10 @@ class RankGroup:
         return self.group.processes
 
     def awake(self) -> WorkerGroup:
-        """Return the processes, awake. Raises RuntimeError if they sleep and engines use their devices."""
+        """Wake the ranks if they sleep, and return their processes.
+
+        Raises RuntimeError if the ranks sleep so that rollout engines can use their devices.
+        """
         if self._asleep and self._takes_turns:
             raise RuntimeError(
                 "the trainer's ranks are asleep, because the engines are using the devices that they share"
@@ -84,8 +90,9 @@ class RankGroup:
     def call(self, method: str, args_of_replica: list[tuple]) -> list[Any]:
         """Call a method of the Actor on all ranks. Return one result per data-parallel replica, in order.
 
-        method: path from the Actor, such as `passes.logprobs`.
-        args_of_replica: arguments for the ranks of each replica.
+        The result of a replica is the return value on the one rank that reports for it (RankInfo.reports).
+        method: attribute path of the method in the Actor, such as `passes.logprobs`.
+        args_of_replica: for each replica, the arguments for its ranks.
         """
         group = self.awake()
         results = group.call(method, [args_of_replica[rank.dp_rank] for rank in group.ranks])
@@ -95,7 +102,10 @@ class RankGroup:
         return [reports[dp] for dp in range(self._replicas)]
 
     def call_alike(self, method: str, *args) -> None:
-        """Call a method of the Actor on all ranks with the same arguments."""
+        """Call a method of the Actor on all ranks with the same arguments.
+
+        method: attribute path of the method in the Actor, such as `weights.scale`.
+        """
         self.call(method, [args] * self._replicas)
 
     def make_room(self) -> None:
@@ -103,10 +113,11 @@ class RankGroup:
         self.awake().call("memory.make_room")
 
     def sleep(self) -> dict[str, float]:
-        """Free the ranks' GPU memory for the rollout engines, until `wake`. Needs megatron.sleep.
+        """Free the ranks' GPU memory for the rollout engines, until `wake`.
 
-        Returns two metrics: the GiB that the fullest rank occupies awake, and asleep. Returns an empty dict
-        if the ranks sleep already, or if megatron.sleep is off.
+        Returns {"memory/rank_awake_gib": GiB, "memory/rank_asleep_gib": GiB}: memory that the fullest rank
+        occupies before and after. If the ranks sleep already, or if megatron.sleep is off, nothing is freed,
+        and the result is empty.
         """
         if self._asleep:
             return {}
@@ -126,7 +137,10 @@ class RankGroup:
         self._asleep = False
 
     def occupied(self) -> int:
-        """Return the GPU bytes (without a GPU: host bytes) of the fullest rank. Does not wake the ranks."""
+        """Return the bytes of GPU memory (without a GPU: host memory) of the rank that uses most memory.
+
+        This method does not wake sleeping ranks.
+        """
         return max(self.group.occupied())
 
     def close(self) -> None:

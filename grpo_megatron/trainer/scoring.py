@@ -41,7 +41,7 @@ class ModelRewards:
         """Prepare the scoring of samples.
 
         conversations: tokenizer and chat template of the reward model.
-        ranks_turn: called before the ranks are used. It puts engines that share their GPUs to sleep.
+        ranks_turn: called before the ranks are used. It puts engines that share GPUs with the ranks to sleep.
         """
         self._config, self._trainer, self._ranks_turn = config, trainer, ranks_turn
         path = config.reward.model.path
@@ -52,7 +52,7 @@ class ModelRewards:
         self._term = model_term(self._terms)
 
     def __call__(self, groups: list[Group]) -> list[Group]:
-        """Return the same groups with rewards. Raises UserError for a score that is not finite."""
+        """Return the groups with rewards in their samples. Raises UserError if a score is not finite."""
         self._ranks_turn()
         read = [self._as_read(group.prompt, sample) for group in groups for sample in group.samples]
         scores = iter(self._scores(read).tolist())
@@ -62,7 +62,7 @@ class ModelRewards:
         ]
 
     def _as_read(self, prompt: Prompt, sample: Sample) -> Sample:
-        """Return the sample with the token ids that the reward model reads.
+        """Return a copy of the sample that has the token ids for the reward model.
 
         If the conversation is longer than the reward model or a micro-batch allows, its first tokens are cut.
         """
@@ -71,8 +71,8 @@ class ModelRewards:
             where = f"record {prompt.uid}"
             if prompt.messages is None and self._config.data.chat_template != NO_TEMPLATE:
                 raise UserError(
-                    f"{where}: the prompt is token ids, which a reward model with another tokenizer cannot "
-                    "read; give the prompt as text or messages"
+                    f"{where}: the prompt consists of token ids, which a reward model with a different "
+                    "tokenizer cannot read; give the prompt as text or messages"
                 )
             tokenizer = self._conversations.tokenizer
             tools = prompt.tools if tokenizer.template and tokenizer.template.shows_tools else None
@@ -91,7 +91,11 @@ class ModelRewards:
         )
 
     def _scores(self, samples: list[Sample]) -> np.ndarray:
-        """Return the scores, float32 [S]. Raises UserError if one is not finite."""
+        """Return the reward model's scores of the S samples, float32 [S].
+
+        samples: samples with the token ids for the reward model, from `_as_read`.
+        Raises UserError if a score is not finite.
+        """
         batch = TrainBatch.from_samples(enough(samples, self._config))
         scores = self._trainer.scores(batch, partition(self._config, batch.lengths, self._cost))[
             : len(samples)
@@ -99,8 +103,8 @@ class ModelRewards:
         bad = np.count_nonzero(~np.isfinite(scores))
         if bad:
             raise UserError(
-                f"the reward model {self._config.reward.model.path} gave {bad} of {len(samples)} samples a "
-                "score that is not finite; check the weights of the reward model, and megatron.precision"
+                f"the reward model {self._config.reward.model.path} scored {bad} of {len(samples)} samples "
+                "as NaN or infinity; check the weights of the reward model, and megatron.precision"
             )
         return scores
 

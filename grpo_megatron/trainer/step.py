@@ -13,27 +13,31 @@ from grpo_megatron.trainer.policy import PolicyTrainer
 
 
 class StepTrainer:
-    """Makes the passes of each training step: old and reference log-probs, and optimizer steps.
+    """Runs the passes of each training step: computes old and reference log-probs, takes optimizer steps.
 
-    policy: all trainer ranks, which do the work
+    policy: the trainer, whose ranks compute the passes
     """
 
     def __init__(self, policy: PolicyTrainer, config: Config, phases: Phases):
-        """Prepare the passes. phases: measures their time, as `logprobs`, `train` and `reference`."""
+        """Prepare the passes.
+
+        phases: measures the time of the passes under the names `logprobs`, `train` and `reference`.
+        """
         self.policy, self._config, self._phases = policy, config, phases
 
     @property
     def cost_model(self) -> CostModel:
-        """Estimate of a sequence's compute time, by which replicas get equal shares."""
+        """Estimate of a sequence's compute time, by which sequences are divided among replicas."""
         return self.policy.cost_model
 
     def logprobs(self, mini_batches: list[MiniBatch], keep_hidden: bool = False) -> Metrics:
-        """Set each batch's log-probs of the old policy (old_logp) and of the reference model (ref_logp).
+        """Set the log-probs of the old policy (batch.old_logp) and of the reference model (batch.ref_logp).
 
-        keep_hidden: keep the reference's last hidden states on the ranks, for the exact KL in training.
+        keep_hidden: if True, keep the reference's last hidden states on the ranks, for the exact KL.
 
-        Returns metrics of the mismatch between engine and trainer if the old log-probs were recomputed;
-        otherwise empty, because the first optimizer step measures it.
+        Returns metrics of the mismatch, which is the difference between the log-probs of engine and trainer.
+        The result is empty if the old log-probs were not recomputed, because the first optimizer step then
+        measures the mismatch.
         """
         config, mismatch = self._config, []
         with self._phases("logprobs"):
@@ -53,10 +57,11 @@ class StepTrainer:
         return merge(mismatch)
 
     def train(self, step: int, mini_batches: list[MiniBatch], loss: PolicyLoss) -> list[Metrics]:
-        """Make one optimizer step per mini-batch in each of train.ppo_epochs epochs.
+        """Take one optimizer step per mini-batch in each of train.ppo_epochs epochs.
 
-        Afterwards, the current weights become the reference if ref.reset_every asks for it after this step.
+        Then copy the current weights into the reference weights, if `step` is a multiple of ref.reset_every.
 
+        step: index of the training step.
         Returns the metrics of each optimizer step, in order.
         """
         current = self._config.train.old_logprobs == OldLogprobs.current

@@ -32,13 +32,16 @@ TRAINER_DTYPES = {
 def tolerance(dtype: torch.dtype) -> int:
     """Return how far log-probs of trainer and engine may differ, as a multiple of the effect of rounding.
 
-    The multiple applies to the mean absolute change of log-probs when every layer rounds to `dtype`.
+    The effect of rounding is the mean absolute change of log-probs when every layer rounds to `dtype`.
     """
     return _FP8_TOLERANCE if dtype == torch.float8_e4m3fn else _TOLERANCE
 
 
 def served_dtype(config: Config) -> tuple[torch.dtype, str]:
-    """Return (dtype of the engines' matrix products, config key that sets it, for messages)."""
+    """Return (dtype of the engines' matrix products, configuration key that sets this dtype).
+
+    The key is for messages.
+    """
     engine = config.rollout.engine
     if engine.quantization == Quantization.fp8:
         return torch.float8_e4m3fn, "rollout.engine.quantization"
@@ -48,8 +51,8 @@ def served_dtype(config: Config) -> tuple[torch.dtype, str]:
 class WeightProbe:
     """Compares the log-probs of trainer and engines after a weight sync.
 
-    The two may share GPUs and then run one after the other. So call `ask_trainer` first, while the trainer
-    has the GPUs, and `ask_engines` when the engines serve again.
+    Trainer and engines may share GPUs, so each has a method of its own: `ask_trainer`, which must be called
+    first, while the trainer has the GPUs, and `ask_engines`, for the time when the engines serve again.
     """
 
     def __init__(
@@ -62,11 +65,9 @@ class WeightProbe:
         """
         self._trainer, self._engines = trainer, engines
         self._sequences = [sequence.tolist() for sequence in sequences]
-        self._batch = TrainBatch.from_samples(
-            [_as_sample(number, ids) for number, ids in enumerate(sequences)]
-        )
+        self._batch = TrainBatch.from_samples([_as_sample(index, ids) for index, ids in enumerate(sequences)])
         self._plan = partition(config, self._batch.lengths, trainer.cost_model)
-        # the coarser of the two
+        # The coarser dtype of the engines' and the trainer's.
         self._dtype = max(
             served_dtype(config)[0],
             TRAINER_DTYPES[config.megatron.precision],
@@ -79,9 +80,9 @@ class WeightProbe:
         self._limit = self._tolerance * float(np.abs(self._logprobs(self._dtype) - self._expected).mean())
 
     def ask_engines(self) -> dict[str, float]:
-        """Compare every engine with the trainer. `ask_trainer` must have been called.
+        """Compare the log-probs of every engine with the trainer's. `ask_trainer` must have been called.
 
-        Returns the mean absolute difference of log-probs of the worst engine, and the limit.
+        Returns {"probe_mean": mean absolute difference for the worst engine, "probe_limit": limit on it}.
         Raises RuntimeError if an engine exceeds the limit.
         """
         expected, limit = self._expected, self._limit
@@ -93,26 +94,27 @@ class WeightProbe:
         if not found[worst] <= limit:
             raise RuntimeError(
                 f"after the weight sync, engine {worst} gives the probe prompts log-probs that differ from "
-                f"the trainer's by {found[worst]:.3g} in the mean (limit {limit:.3g}, {self._tolerance} "
+                f"the trainer's by {found[worst]:.3g} on average (limit {limit:.3g}, {self._tolerance} "
                 "times the effect of the trainer's own rounding), although the checksums of all weights "
-                "agree. Either a layer of the engine computes something else, or the weight map is wrong; "
-                "`grpo-megatron selftest` looks for the cause"
+                "agree. Either a layer of the engine computes something different, or the weight map is "
+                "wrong; run `grpo-megatron selftest` to find the cause"
             )
         return {"probe_mean": found[worst], "probe_limit": limit}
 
     def _logprobs(self, rounding: torch.dtype | None) -> np.ndarray:
-        """Return the trainer's log-probs at temperature 1, float32 [tokens], without each sequence's first.
+        """Return the trainer's log-probs of all probe tokens at temperature 1, float32 [n].
 
-        rounding: see `PolicyTrainer.probe`.
+        The first token of each sequence has no log-prob, so it is left out.
+        rounding: dtype whose rounding errors are simulated, see `PolicyTrainer.probe`.
         """
         return self._trainer.probe(self._batch, self._plan, 1.0, rounding)[0][self._batch.loss_mask]
 
 
-def _as_sample(number: int, ids: np.ndarray) -> Sample:
+def _as_sample(index: int, ids: np.ndarray) -> Sample:
     count = len(ids) - 1
     return Sample(
-        group_id=number,
-        trajectory_id=number,
+        group_id=index,
+        trajectory_id=index,
         prompt_ids=np.asarray(ids[:1], dtype=np.int32),
         response_ids=np.asarray(ids[1:], dtype=np.int32),
         loss_mask=np.ones(count, dtype=bool),

@@ -11,7 +11,7 @@ from grpo_megatron.weights.sync.messages import SyncCommand
 class TrainerWeights:
     """The policy's current weights, spread over the ranks.
 
-    last_step: last step of the run in which they changed; None if they have not changed yet
+    last_step: index of the last training step that changed the weights; None if no step has changed them
     """
 
     def __init__(self, ranks: RankGroup):
@@ -33,9 +33,9 @@ class TrainerWeights:
                 else f"since the optimizer step of step {self.last_step}"
             )
             raise UserError(
-                f"{len(broken)} parameters hold NaN or infinity {since}, such as {broken[0][1]} on "
+                f"{len(broken)} parameters contain NaN or infinity {since}, such as {broken[0][1]} on "
                 f"{broken[0][0]}; continue from an earlier checkpoint with a lower optimizer.lr or "
-                "optimizer.clip_grad, or begin with an undamaged model"
+                "optimizer.clip_grad, or start from an intact model"
             )
 
     def scale(self, factor: float, share: float = 1.0) -> None:
@@ -47,7 +47,10 @@ class TrainerWeights:
         self._ranks.call_alike("weights.scale", factor, share)
 
     def send_weights(self, command: SyncCommand) -> list[ray.ObjectRef]:
-        """Start every rank's part of a weight sync to the engines. Return references to their reports."""
+        """Start every rank's part of a weight sync to the engines. Return one ObjectRef per rank.
+
+        Each refers to the SyncReport of its rank.
+        """
         return self._ranks.awake().submit("weights.send", command)
 
     def save_hf(self, folder: str) -> None:

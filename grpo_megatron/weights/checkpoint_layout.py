@@ -14,30 +14,36 @@ from grpo_megatron.model.pieces import Piece, Shape
 
 @dataclass(frozen=True)
 class SavedPart:
-    """One saved parameter, or one of the parts that it is saved in: checkpoint[key][at : at + shape]."""
+    """The place of a Megatron parameter, or of a part of a parameter, in a Megatron checkpoint.
+
+    The place is the rectangle checkpoint[key][at : at + shape].
+    """
 
     key: str
     """Key of the tensor in the checkpoint."""
     full: Shape
-    """Shape of the whole tensor under this key."""
+    """Shape of the whole tensor that the checkpoint has under `key`."""
     dtype: torch.dtype | None
-    """Dtype if it does not depend on the training precision, as for a router's bias. None: it does."""
+    """Dtype of a parameter whose dtype does not depend on the training precision, such as a router's bias.
+    None: the parameter has the training precision."""
     at: Shape
-    """Start of this part within the whole tensor."""
+    """Index of this part's first element in the whole tensor, one number per dimension."""
     shape: Shape
-    """Shape of this part, with as many dimensions as `full`; an index such as the layer has size 1."""
+    """Shape of this part, with as many dimensions as `full`. A dimension that selects one layer or expert
+    has size 1."""
     pieces: tuple[Piece, ...]
-    """The HF rectangles that the part consists of. Their `at` counts from the start of the whole tensor."""
+    """The rectangles of HF tensors that this part consists of. `Piece.at` is a position in the whole
+    tensor."""
     padded: bool
     """True if the tensor is padded, so that its size depends on the parallel layout that saved it."""
 
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The contents of a Megatron model checkpoint.
+    """Everything that a Megatron checkpoint of a model contains, except optimizer states.
 
-    parts: the parts of all parameters.
-    objects: {key: bytes} of the other objects that Megatron stores.
+    parts: the place of every parameter in the checkpoint.
+    objects: {key in the checkpoint: bytes that torch.save wrote} of everything that is not a tensor.
     """
 
     parts: list[SavedPart]
@@ -45,10 +51,13 @@ class SavedModel:
 
 
 def clipped(piece: Piece, at: Shape, shape: Shape) -> Piece | None:
-    """Return the part of a piece that lies in the rectangle local[at : at + shape] of its local tensor.
+    """Return the part of `piece` that lies in one rectangle of its local tensor, local[at : at + shape].
 
-    Return None if they do not overlap. The `at` of the returned piece counts from the start of the rectangle,
-    so that a conversion can process one rectangle of a large tensor at a time.
+    The `at` of the returned piece counts from the start of the rectangle, so that a conversion can process a
+    large tensor one rectangle at a time. Return None if the piece does not overlap the rectangle.
+
+    piece: position of a rectangle of an HF tensor in a local tensor, such as a tensor of a Megatron
+        checkpoint.
     """
     lead = len(piece.at) - len(piece.shape)
     low = np.maximum(piece.at, at)
@@ -62,11 +71,12 @@ def clipped(piece: Piece, at: Shape, shape: Shape) -> Piece | None:
 def rows_within(shape: Shape, itemsize: int, limit: int, multiple: int = 1) -> list[tuple[Shape, Shape]]:
     """Cut a tensor into rectangles of at most `limit` bytes, so that it is never in memory as a whole.
 
-    Return (start, shape) of each. The cuts are along the first dimension whose size is not 1, here called
-    rows. A rectangle has at least `multiple` rows, even if these exceed `limit`. The row count of every
-    rectangle except the last is divisible by `multiple`.
+    Return [(start, shape)]: for each rectangle the index of its first element, and its shape. The cuts are
+    along the first dimension whose size is not 1. Its indices are called rows here.
 
     itemsize: bytes of an element.
+    multiple: the number of rows of every rectangle except the last is divisible by this. A rectangle has at
+        least this many rows, even if they exceed `limit`.
     """
     axis = next((axis for axis, size in enumerate(shape) if size > 1), None)
     if axis is None:

@@ -8,19 +8,19 @@ _LEAST_EXPONENT = -126  # the smallest exponent of a normal float32 number
 
 
 def quantise(matrix: torch.Tensor, rows: int = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise a matrix to FP8 with one scale per block of `rows` x 128 elements. Returns (elements, scales).
+    """Quantise a matrix to FP8 with one scale per block of `rows` x 128 elements. Return (elements, scales).
 
-    elements: float8_e4m3fn [r, c]. An element times the scale of its block gives the original value, rounded.
+    elements: float8_e4m3fn [r, c]. An element times the scale of its block is the original value, rounded.
     scales: float32 [ceil(r / rows), ceil(c / 128)].
 
     matrix: [r, c] of any float dtype.
-    rows: rows of a block; 1 for activations.
+    rows: number of rows of a block; 1 for activations.
 
-    Rounding is to the nearest e4m3 number. The error is at most 2**-4 of the value, or 2**-10 of the scale
-    where the element is subnormal in FP8. Each scale is the smallest power of two for which the largest
-    magnitude of the block is at most 448 after division by it. TransformerEngine's blockwise recipe chooses
-    scales in the same way, so FP8 training and an engine compute with the same numbers.
-    Raises ValueError for NaN and infinity.
+    Each element is rounded to the nearest e4m3 number. The error is at most 2**-4 of the value, or 2**-10 of
+    the scale where the element is subnormal in FP8. Each scale is the smallest power of two for which the
+    largest magnitude of the block, divided by the scale, is at most 448. TransformerEngine's blockwise recipe
+    chooses scales in the same way, so FP8 training and an engine compute with the same numbers.
+    Raises ValueError if the matrix contains NaN or infinity.
     """
     height, width = matrix.shape
     padded = matrix.new_zeros(-(-height // rows) * rows, -(-width // BLOCK) * BLOCK, dtype=torch.float32)
@@ -28,7 +28,7 @@ def quantise(matrix: torch.Tensor, rows: int = BLOCK) -> tuple[torch.Tensor, tor
     blocks = padded.view(padded.shape[0] // rows, rows, padded.shape[1] // BLOCK, BLOCK)
     largest = blocks.abs().amax(dim=(1, 3))
     if not torch.isfinite(largest).all():
-        raise ValueError("it has NaN or infinite elements")
+        raise ValueError("it contains NaN or infinity")
     # largest = fraction * 2**exponent and 448 = 0.875 * 2**9. A logarithm could be rounded past a power of
     # two.
     fraction, exponent = torch.frexp(largest)
@@ -40,9 +40,9 @@ def quantise(matrix: torch.Tensor, rows: int = BLOCK) -> tuple[torch.Tensor, tor
 
 
 def settings(kept: list[str]) -> dict:
-    """Return the `quantization_config` that describes such weights in config.json, as SGLang expects it.
+    """Return the `quantization_config` of config.json that describes block-scaled FP8 weights to SGLang.
 
-    kept: names of the modules that are not quantised.
+    kept: names of the modules whose weights are not quantised.
     """
     return {
         "quant_method": "fp8",

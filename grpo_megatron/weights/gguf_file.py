@@ -18,10 +18,10 @@ from grpo_megatron.paths import file_problem
 
 @dataclass(frozen=True)
 class _Kind:
-    """The HF names of a GGUF architecture, and the differences between its tensors and HF's."""
+    """The HF names of a GGUF architecture, and the differences between GGUF's tensors and HF's tensors."""
 
     architecture: str
-    """Name in `architectures` of config.json."""
+    """Name of the architecture in the list `architectures` of config.json."""
     model_type: str
     permuted: bool = False
     """True if the two channels that RoPE rotates together are adjacent rows of the query and key projections.
@@ -68,8 +68,8 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 class GGUFFile:
     """A GGUF file of a model, read as if it were an HF checkpoint.
 
-    Raises UserError if the file is damaged, or one part of several. Raises UserError also for an architecture
-    that this project cannot train.
+    The constructor raises UserError if the file is damaged, if it is one of several files that the model is
+    split into, or if this project cannot train its architecture.
     """
 
     def __init__(self, path: str):
@@ -85,35 +85,36 @@ class GGUFFile:
             }
         except Exception as error:  # the library raises any type of error for a damaged file
             raise UserError(
-                f"{path} cannot be read ({shortened(error, 200)}); it is truncated or not a GGUF file"
+                f"{path} cannot be read ({shortened(error, 200)}); it is truncated or not a GGUF file; "
+                "download or copy it again"
             ) from error
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         parts = self._values.get("split.count", 1)
         if parts > 1:
             raise UserError(
-                f"{path} is one of {parts} parts; join them first by "
+                f"{path} is one of {parts} parts; merge them first with "
                 "`llama-gguf-split --merge FIRST_PART OUT.gguf`"
             )
         self.architecture = str(self._values.get("general.architecture"))
         if self.architecture not in _KINDS:
             raise UserError(
-                f"{path}: GGUF files of the architecture {shortened(self.architecture)} cannot be converted, "
-                f"only of {', '.join(_KINDS)}; use the model's HF checkpoint"
+                f"{path}: GGUF files for the architecture {shortened(self.architecture)} cannot be converted "
+                f"(only for {', '.join(_KINDS)}); use the model's HF checkpoint"
             )
         self._kind = _KINDS[self.architecture]
-        self._number = next(
+        self._architecture_id = next(
             number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture
         )
         self._unread = set(self._tensors)
 
     def value(self, key: str) -> Any:
-        """Return the metadata value under a full key, e.g. "general.architecture"; None if there is none."""
+        """Return the value of a metadata key, such as "general.architecture"; None if the file lacks it."""
         return self._values.get(key)
 
     def config(self) -> dict[str, Any]:
-        """Return the contents that an HF checkpoint of this model would have in config.json.
+        """Return the contents of the config.json that an HF checkpoint of this model would have.
 
-        Raises UserError if a value is missing or of the wrong type. Raises UserError also for metadata that
+        Raises UserError if a value is missing or has the wrong type. Raises UserError also for metadata that
         change the model's outputs but cannot be expressed in config.json.
         """
         prefix = f"{self.architecture}."
@@ -130,13 +131,14 @@ class GGUFFile:
             )
         if missing := sorted(needed.keys() - own.keys()):
             raise UserError(
-                f"{self.path}: the metadata key {prefix}{missing[0]} is missing; the file is damaged, or of "
-                "another kind of model"
+                f"{self.path}: the metadata key {prefix}{missing[0]} is missing; the file is damaged or for "
+                "a different kind of model, so download it again or use the model's HF checkpoint"
             )
         for key in names.keys() & own.keys():
             if not isinstance(own[key], int | float):
                 raise UserError(
-                    f"{self.path}: {prefix}{key} must be one number, is {shortened(repr(own[key]))}"
+                    f"{self.path}: {prefix}{key} must be one number, but is {shortened(repr(own[key]))}; use "
+                    "the model's HF checkpoint"
                 )
         config = {
             "architectures": [self._kind.architecture],
@@ -152,7 +154,10 @@ class GGUFFile:
         return config | self.special_tokens()
 
     def special_tokens(self) -> dict[str, int]:
-        """Return {HF name, such as "eos_token_id": token id} for config.json and generation_config.json."""
+        """Return the ids of the file's special tokens by their HF names, such as {"eos_token_id": 2}.
+
+        They belong in config.json and generation_config.json.
+        """
         ids = {name: self.value(f"tokenizer.ggml.{key}") for key, name in _TOKENS.items()}
         return {name: int(value) for name, value in ids.items() if value is not None}
 
@@ -162,7 +167,8 @@ class GGUFFile:
         for key in ("rope.dimension_count", "attention.value_length"):
             if own.get(key, head_dim) != head_dim:
                 raise UserError(
-                    f"{self.path}: {key}={own[key]} is not supported, it must equal the head size {head_dim}"
+                    f"{self.path}: {key}={own[key]} is not supported; only the head size {head_dim} can be "
+                    "used. Use the model's HF checkpoint"
                 )
         return {"head_dim": head_dim}
 
@@ -176,10 +182,12 @@ class GGUFFile:
         return {"rope_scaling": {**scaling, "rope_theta": theta}}
 
     def _llama3(self, theta: float) -> dict[str, Any]:
-        """Return HF's parameters of Llama 3's RoPE scaling, computed from the ratios stored in the file.
+        """Return HF's `rope_scaling` dict for Llama 3's RoPE scaling, without its rope_theta.
+
+        The factor is computed from the ratios of RoPE frequencies that the file stores. Raises UserError if
+        the ratios do not fit Llama 3's formula.
 
         theta: the base of RoPE's frequencies.
-        Raises UserError if the ratios are those of another scaling.
         """
         stored = self._values_of(_ROPE_FREQUENCIES).double()
         factor = float(stored.max())
@@ -189,7 +197,8 @@ class GGUFFile:
         share = ((turns - low) / (high - low)).clamp(0, 1)
         if not torch.allclose(1 / ((1 - share) / factor + share), stored, rtol=1e-3):
             raise UserError(
-                f"{self.path}: {_ROPE_FREQUENCIES} is not Llama 3's RoPE scaling, the only supported one"
+                f"{self.path}: {_ROPE_FREQUENCIES} is not Llama 3's RoPE scaling, which is the only one "
+                "supported; use the model's HF checkpoint"
             )
         return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
 
@@ -197,16 +206,17 @@ class GGUFFile:
         """Return a tensor by its HF name, dequantised to float32, with its rows in HF's order.
 
         arch: architecture of the model.
-        Raises UserError if the file does not have the tensor, or has it in an unknown quantisation.
+        Raises UserError if the file lacks the tensor, or has it in an unknown quantisation.
         """
         expert = re.search(r"\.experts\.(\d+)\.", name)
         stem, kind = name.replace(expert[0], ".experts.").rsplit(".", 1) if expert else name.rsplit(".", 1)
-        stored = f"{_names(self._number, arch.num_layers).get_name(stem)}.{kind}"
+        stored = f"{_names(self._architecture_id, arch.num_layers).get_name(stem)}.{kind}"
         values = self._values_of(stored)
         if expert:  # the file stacks all experts of a layer in one tensor
             if len(values) != arch.moe.num_experts:
                 raise UserError(
-                    f"{self.path}: {stored} has {len(values)} experts, expected {arch.moe.num_experts}"
+                    f"{self.path}: {stored} has {len(values)} experts, but the metadata specify "
+                    f"{arch.moe.num_experts}; download the file again"
                 )
             values = values[int(expert[1])]
         for projection, heads in ((".q_proj.", arch.num_heads), (".k_proj.", arch.num_kv_heads)):
@@ -216,7 +226,7 @@ class GGUFFile:
 
     def _shape(self, name: str) -> Shape:
         if name not in self._tensors:
-            raise UserError(f"{self.path}: tensor {name} is missing")
+            raise UserError(f"{self.path}: tensor {name} is missing; download the file again")
         return tuple(int(size) for size in reversed(self._tensors[name].shape))
 
     def _values_of(self, name: str) -> torch.Tensor:
@@ -226,7 +236,8 @@ class GGUFFile:
             values = gguf.dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError as error:
             raise UserError(
-                f"{self.path}: {name} has the type {tensor.tensor_type.name}, which is not supported"
+                f"{self.path}: {name} has the type {tensor.tensor_type.name}, which is not supported; use "
+                "the model's HF checkpoint"
             ) from error
         return torch.from_numpy(np.array(values, dtype=np.float32)).view(shape)
 
@@ -237,18 +248,15 @@ class GGUFFile:
 
 
 @cache
-def _names(number: gguf.MODEL_ARCH, num_layers: int) -> gguf.TensorNameMap:
-    """Return the map from HF tensor names to GGUF tensor names for an architecture.
-
-    number: the architecture as gguf's enum value.
-    """
-    return gguf.get_tensor_name_map(number, num_layers)
+def _names(architecture: gguf.MODEL_ARCH, num_layers: int) -> gguf.TensorNameMap:
+    """Return gguf's map from HF tensor names to GGUF tensor names, for an architecture and depth."""
+    return gguf.get_tensor_name_map(architecture, num_layers)
 
 
 def _plain(value: Any) -> Any:
-    """Return a float with the digits that a float32 has, such as 1e-05 for 9.999999747378752e-06.
+    """Return a float rounded to the digits that a float32 has, such as 1e-05 for 9.999999747378752e-06.
 
-    GGUF stores float32, and config.json should have the number that the user knows. Other values are returned
-    unchanged.
+    GGUF stores float32 numbers, and config.json should have the number that the user knows. Values that are
+    not floats are returned unchanged.
     """
     return float(str(np.float32(value))) if isinstance(value, float) else value

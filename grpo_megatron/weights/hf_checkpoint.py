@@ -1,22 +1,18 @@
-"""Reader and writer of HF checkpoint folders. Tensors are read one by one and written in shards."""
+"""Reader of HF checkpoint folders, one tensor at a time."""
 
-import json
-import shutil
-from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from grpo_megatron.errors import UserError
-from grpo_megatron.files import fill_buffer, json_text, sync_to_disk
+from grpo_megatron.files import fill_buffer
 from grpo_megatron.model.entries import Entry, hf_shapes
 from grpo_megatron.model.pieces import Shape, box
 from grpo_megatron.paths import folder_problem
 from grpo_megatron.weights.checkpoint_layout import rows_within
-from grpo_megatron.weights.safetensors_file import TYPES, bytes_of, save, starts
+from grpo_megatron.weights.safetensors_file import TYPES, bytes_of, starts
 from grpo_megatron.weights.stored import (
     FP8,
     SCALES,
@@ -27,8 +23,6 @@ from grpo_megatron.weights.stored import (
     scales_shape,
 )
 from grpo_megatron.weights.weight_files import (
-    INDEX,
-    SINGLE,
     files_of_tensors,
     open_safetensors,
     some,
@@ -46,9 +40,10 @@ _TORCH_TYPES = {name: dtype for dtype, name in TYPES.items()}
 
 
 class HFCheckpoint:
-    """Reads the tensors of an HF checkpoint folder (safetensors) one at a time, onto the CPU.
+    """A reader that reads the tensors of an HF checkpoint folder (safetensors) one at a time, onto the CPU.
 
-    raw: return block-scaled FP8 tensors as they are stored. By default they are dequantised to float32.
+    raw: True to return block-scaled FP8 tensors as they are stored. By default they are dequantised to
+        float32.
 
     The constructor raises UserError if the index or a file is missing, or if a file is not a safetensors
     file. It also raises UserError if a tensor that the index lists is in no file.
@@ -74,11 +69,11 @@ class HFCheckpoint:
         return set(self._where)
 
     def unread(self, entries: dict[str, Entry]) -> list[str]:
-        """Return the sorted names of stored tensors that the weight map does not use, to report them.
+        """Return the sorted names of checkpoint tensors that the weight map does not use, to report them.
 
-        Not included are the tensors of `left_out`, the scales of FP8 tensors, and two redundant tensors that
-        some tools write: the output layer of a model with a tied embedding, and the inverse frequencies of
-        RoPE.
+        The list leaves out the tensors of multi-token prediction layers, the scales of FP8 tensors, and two
+        redundant tensors that some tools write: the output layer of a model with a tied embedding, and RoPE's
+        inverse frequencies.
 
         entries: the weight map, from model.families.weight_map.
         """
@@ -89,12 +84,12 @@ class HFCheckpoint:
 
     @property
     def left_out(self) -> list[str]:
-        """The sorted names of tensors of multi-token prediction layers, which are not trained or exported."""
+        """Sorted names of the tensors of multi-token prediction layers, which are not trained or exported."""
         return sorted(name for name in self.names if name.startswith(self._stored.left_out))
 
     @property
     def notes(self) -> list[str]:
-        """Messages for the user, one line for each group of files or tensors that loading leaves out."""
+        """Messages for the user, one for each group of files or tensors that are not loaded."""
         beside = weights_beside(self.folder, self._where)
         found = [beside] if beside else []
         if self.left_out:
@@ -106,9 +101,9 @@ class HFCheckpoint:
         return found
 
     def violations(self, entries: dict[str, Entry]) -> list[str]:
-        """Compare the tensors' names, shapes and dtypes with the weight map, to find errors before loading.
+        """Compare the checkpoint's tensor names, shapes and dtypes with the weight map, before loading.
 
-        Return sentences about what is wrong; each names the folder. An empty list means that all is right.
+        Return one sentence for each error. The list is empty if everything is right.
 
         Only the headers of the files are read, with one exception: if the output layer is tied to the
         embedding but the files contain an output layer, the values of the two are compared.
@@ -122,29 +117,34 @@ class HFCheckpoint:
             hint = (
                 "; if the embedding is also the output layer, set tie_word_embeddings: true in config.json"
                 if _HEAD in missing
-                else ""
+                else "; check that config.json belongs to these weights"
             )
             found.append(
-                f"{self.folder}: tensor {some(missing)} is missing, but config.json requires it{hint}"
+                f"{self.folder}: config.json requires tensors that are missing: {some(missing)}{hint}"
             )
         unread = self.unread(entries)
         if unread:
-            found.append(f"{self.folder}: the model of config.json has no tensor {some(unread)}")
+            found.append(
+                f"{self.folder}: config.json describes a model without these tensors: {some(unread)}; check "
+                "that it belongs to these weights"
+            )
         if (
             any(entry.hf == (_EMBEDDING,) and not entry.exported for entry in entries.values())
             and self._has_other_head()
         ):
             found.append(
-                f"{self.folder}: {_HEAD} differs from {_EMBEDDING}, although config.json says that they are "
-                f"tied; set tie_word_embeddings: false in config.json to use both, or remove {_HEAD} to use "
-                f"{_EMBEDDING} for both"
+                f"{self.folder}: {_HEAD} differs from {_EMBEDDING}, although config.json ties them; set "
+                f"tie_word_embeddings: false in config.json to use both, or remove {_HEAD} to use only "
+                f"{_EMBEDDING}"
             )
         wrong, types = [], []
         for name, shape in promised.items():
             if name in self._where:
                 header = self._open(self._where[name]).get_slice(name)
                 if tuple(header.get_shape()) != shape:
-                    wrong.append(f"{name} of shape {tuple(header.get_shape())}, config.json requires {shape}")
+                    wrong.append(
+                        f"{name} of shape {tuple(header.get_shape())}, but config.json requires {shape}"
+                    )
                 if header.get_dtype() not in _LOADABLE and not (
                     header.get_dtype() == FP8 and self._stored.block
                 ):
@@ -152,7 +152,7 @@ class HFCheckpoint:
                 elif header.get_dtype() == FP8 and (problem := self._scales_problem(name, shape)):
                     wrong.append(problem)
         if wrong:
-            found.append(f"{self.folder} has {some(wrong, '; ')}")
+            found.append(f"{self.folder} has {some(wrong, '; ')}; check that config.json fits the weights")
         if types:
             found.append(
                 f"{self.folder} has {some(types)}; only {', '.join(_LOADABLE)} can be loaded, and {FP8} "
@@ -163,8 +163,8 @@ class HFCheckpoint:
     def _has_other_head(self) -> bool:
         """Return whether the files contain an output layer whose values differ from the embedding's.
 
-        Values are compared in the less precise of the two tensors' dtypes, because some tools write one of
-        the two tied tensors in float32.
+        The values are compared in the less precise of the two tensors' dtypes, because some tools write only
+        one of the two tied tensors in float32.
         """
         if not {_HEAD, _EMBEDDING} <= self.names:
             return False
@@ -179,24 +179,27 @@ class HFCheckpoint:
         return False
 
     def _scales_problem(self, name: str, shape: Shape) -> str | None:
-        """Return a sentence if the scales of this FP8 tensor are missing or have a wrong shape or dtype.
+        """Return a phrase for an error message if an FP8 tensor's scales are missing or wrong, else None.
 
-        shape: the shape of the FP8 tensor. Return None if the scales are right.
+        Scales are wrong if their shape or dtype does not fit the tensor.
+
+        name: name of the FP8 tensor.
+        shape: shape of the FP8 tensor.
         """
         if len(shape) != 2:
             return f"{name} of type {FP8}, which only matrices can have"
         if name + SCALES not in self._where:
-            return f"{name} of type {FP8} without {name + SCALES}"
+            return f"{name} of type {FP8}, but not its scales {name + SCALES}"
         header, expected = self._slice(name + SCALES), scales_shape(shape, self._stored.block)
         if tuple(header.get_shape()) != expected or header.get_dtype() not in ("F32", "BF16"):
             return (
                 f"{name + SCALES} of type {header.get_dtype()} and shape {tuple(header.get_shape())}, "
-                f"not F32 and {expected}"
+                f"but F32 and {expected} are required"
             )
         return None
 
     def _slice(self, name: str) -> Any:
-        """Return safetensors' handle of a tensor, which reads its shape, its dtype or a slice on demand.
+        """Return safetensors' handle of a tensor. The handle reads shape, dtype and elements on demand.
 
         Raises UserError if the checkpoint does not have the tensor.
         """
@@ -208,12 +211,14 @@ class HFCheckpoint:
     def header(self, name: str) -> tuple[Shape, torch.dtype]:
         """Return the (shape, dtype) of the tensor that `read` would return, without reading its elements.
 
-        Raises UserError if the checkpoint does not have the tensor, or has it in a dtype that torch lacks.
+        Raises UserError if the checkpoint lacks the tensor, or has it in a dtype that this project does not
+        read.
         """
         described = self._slice(name)
         if described.get_dtype() not in _TORCH_TYPES:
             raise UserError(
-                f"{self.folder}: {name} has the type {described.get_dtype()}, which cannot be read"
+                f"{self.folder}: {name} has the type {described.get_dtype()}, which is not supported; "
+                "convert it to one of the types " + ", ".join(_TORCH_TYPES)
             )
         dtype = torch.float32 if self._is_fp8(name) else _TORCH_TYPES[described.get_dtype()]
         return tuple(described.get_shape()), dtype
@@ -239,9 +244,9 @@ class HFCheckpoint:
     def read_into(self, name: str, start: Shape, out: torch.Tensor) -> None:
         """Fill `out` with tensor[start : start + out.shape], cast to the dtype of `out`.
 
-        It is faster than `read_slice` for whole rows that need no cast. These are read directly from the
-        file, where the safetensors library would map the file into memory and read the disk page by page.
-        Raises UserError if the file ends too early.
+        Whole rows that need no cast are read faster than by `read_slice`: directly from the file, where the
+        safetensors library would map the file into memory and read the disk page by page.
+        Raises UserError if the checkpoint does not have the tensor, or if the file ends too early.
         """
         shape, dtype = self.header(name)
         whole_rows = out.is_contiguous() and tuple(out.shape[1:]) == shape[1:]
@@ -257,132 +262,5 @@ class HFCheckpoint:
 
     def _file_of(self, name: str) -> Any:
         if name not in self._where:
-            raise UserError(f"{self.folder}: tensor {name} is missing from the checkpoint")
+            raise UserError(f"{self.folder}: tensor {name} is missing; copy or download the checkpoint again")
         return self._open(self._where[name])
-
-
-class HFWriter:
-    """Writes tensors into the files (shards) of a new HF checkpoint, each of at most `max_shard_bytes` bytes.
-
-    Several writers with different `tag`s may write to one folder, for example one per pipeline stage.
-    Afterwards the function `finish` gives all their shards the final names and writes the index.
-    """
-
-    def __init__(self, folder: str, tag: str, max_shard_bytes: int = 5 * 2**30):
-        self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.tag = tag
-        self.max_shard_bytes = max_shard_bytes
-        self.shards: list[tuple[str, dict[str, int]]] = []  # (file name, {tensor: bytes})
-        self._pending: dict[str, torch.Tensor] = {}
-        self._bytes = 0
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        size = tensor.numel() * tensor.element_size()
-        if self._pending and self._bytes + size > self.max_shard_bytes:
-            self._flush()
-        self._pending[name] = tensor.detach().cpu().contiguous()
-        self._bytes += size
-
-    def _flush(self) -> None:
-        if not self._pending:
-            return
-        name = f"part-{self.tag}-{len(self.shards):05d}.safetensors"
-        save(self.folder / name, self._pending)
-        sync_to_disk(self.folder / name)
-        sizes = {tensor: value.numel() * value.element_size() for tensor, value in self._pending.items()}
-        self.shards.append((name, sizes))
-        self._pending, self._bytes = {}, 0
-
-    def close(self) -> list[tuple[str, dict[str, int]]]:
-        """Write the remaining tensors. Return (file name, {tensor: bytes}) of this writer's shards.
-
-        The function `finish` needs the shards of all writers.
-        """
-        self._flush()
-        return self.shards
-
-
-def start(partial: str, final: str, source: str) -> None:
-    """Begin an export: create the empty folder `partial`, in which it is written.
-
-    final: the folder that `finish` renames it to, so that an incomplete export never has this name.
-    source: folder of the model that was loaded.
-    Raises UserError if `final` is `source`, because the model would be overwritten.
-    """
-    if Path(final).absolute() == Path(source).absolute():
-        raise UserError(f"{final} is the model that was loaded; export to another folder")
-    if Path(partial).exists():
-        shutil.rmtree(partial)
-    Path(partial).mkdir(parents=True)
-
-
-def finish(partial: str, shards: list[tuple[str, dict[str, int]]], final: str) -> None:
-    """Complete an export: rename all shards to HF names, write the index, and rename `partial` to `final`.
-
-    The folder is renamed only after everything is on the disk. An existing folder `final` is removed as a
-    whole before, because loaders could pick up an old index or old shards beside the new files.
-
-    shards: the results of HFWriter.close of all writers, concatenated.
-    """
-    root = Path(partial)
-    where = {}
-    for number, (part, sizes) in enumerate(shards):
-        name = shard_name(number, len(shards))
-        (root / part).rename(root / name)
-        where.update(dict.fromkeys(sizes, name))
-    write_index(root, where, sum(size for _, sizes in shards for size in sizes.values()))
-    for path in (*root.rglob("*"), root):  # other nodes have synced their shards to the disk already
-        sync_to_disk(path)
-    if Path(final).exists():
-        shutil.rmtree(final)
-    root.rename(final)
-    sync_to_disk(Path(final).absolute().parent)
-
-
-def shard_name(number: int, count: int) -> str:
-    """Return the file name by which HF's loaders find a shard.
-
-    number: index of the shard, from 0.
-    count: number of shards.
-    """
-    return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-
-
-def write_index(folder: Path, where: dict[str, str], total_bytes: int) -> None:
-    """Write the index, which tells HF's loaders the file of each tensor, unless there is a single file.
-
-    where: {tensor: file name}.
-    total_bytes: bytes of all tensors.
-    """
-    if set(where.values()) != {SINGLE}:
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": where}
-        (folder / INDEX).write_text(json_text(index, indent=2), encoding="utf-8")
-
-
-def copy_companions(
-    source: str, target: str, dtype: torch.dtype, changes: Mapping[str, Any] = MappingProxyType({})
-) -> None:
-    """Copy the files that an HF checkpoint needs beside its weights: configs, tokenizer, chat template.
-
-    config.json is adapted to the exported weights: its dtype becomes `dtype`, and quantisation and
-    multi-token prediction layers are removed.
-
-    changes: {key: value} to be set in config.json besides.
-    """
-    root = Path(target)
-    root.mkdir(parents=True, exist_ok=True)
-    for path in Path(source).iterdir():
-        if (
-            path.is_file()
-            and path.suffix in (".json", ".jinja", ".model", ".txt")
-            and not path.name.endswith(".index.json")
-        ):
-            shutil.copy2(path, root / path.name)
-    config = json.loads((root / "config.json").read_text(encoding="utf-8"))
-    config.pop("torch_dtype", None)
-    config.pop("quantization_config", None)  # exported weights are not quantised
-    if config.get("num_nextn_predict_layers"):
-        config["num_nextn_predict_layers"] = 0  # not exported, see HFCheckpoint.left_out
-    config.update(changes, dtype=str(dtype).removeprefix("torch."))
-    (root / "config.json").write_text(json_text(config, indent=2), encoding="utf-8")

@@ -15,10 +15,10 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 def finish(folder: str, parts: Iterable[str], lora: LoraConfig, base: str) -> None:
     """Complete an export of LoRA adapters: merge all shards into the one file that PEFT reads.
 
-    PEFT's adapter_config.json is written beside it.
+    PEFT's adapter_config.json is also written.
 
     folder: the folder of the export, to which HFWriters have written the shards.
-    parts: file names of the shards. They are deleted.
+    parts: file names of the shards. These files are deleted.
     base: name or path of the model that the adapters belong to.
     """
     root = Path(folder)

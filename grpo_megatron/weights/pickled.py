@@ -7,10 +7,10 @@ _LEGACY_MEGATRON = "mp_rank_[0-9]*"
 
 
 def pickled_weights(folder: str | Path) -> str | None:
-    """Return the end of an error message about pickled weights in a folder, or None if it has none.
+    """Return the end of an error message about pickled weights in a folder, or None if the folder has none.
 
-    The text begins with a verb ("holds ..."), so the caller puts the folder before it. It says how to convert
-    the weights safely.
+    The text begins with a verb ("contains ..."), so the caller puts the folder before it. It says how to
+    convert the weights safely.
     """
     root = Path(folder)
     legacy = sorted(
@@ -18,16 +18,16 @@ def pickled_weights(folder: str | Path) -> str | None:
     )
     if legacy:
         return (
-            f"holds {legacy[0].relative_to(root)}/, a checkpoint in Megatron-LM's legacy format with a "
-            "pickle for each rank; convert it with Megatron-LM: start its training script in the layout "
-            "that saved the checkpoint, with --load, --ckpt-convert-format torch_dist and "
-            "--ckpt-convert-save OUT, then use OUT/iter_XXXXXXX"
+            f"contains {legacy[0].relative_to(root)}/, a checkpoint in Megatron-LM's legacy format with one "
+            "pickle per rank; to convert it, run Megatron-LM's training script in the layout that saved the "
+            "checkpoint, with --load, --ckpt-convert-format torch_dist and --ckpt-convert-save OUT, then use "
+            "OUT/iter_XXXXXXX"
         )
     pickles = sorted(path.name for pattern in _HF for path in root.glob(pattern))
     if pickles:
         return (
-            f"holds its weights in a pickle ({pickles[0]}), which can run any code when it is read; if you "
-            "trust the source, save the weights as safetensors once, with transformers: "
+            f"stores its weights in a pickle ({pickles[0]}), which can run any code when it is read; if you "
+            "trust the source, convert the weights to safetensors once, with transformers: "
             "AutoModelForCausalLM.from_pretrained(FOLDER, dtype='auto').save_pretrained(OUT)"
         )
     return None

@@ -30,11 +30,11 @@ _NAMES = {
 
 
 def fp8_block(folder: Path, config: Fields) -> tuple[int, int] | None:
-    """Return how many (rows, columns) share a scale in an FP8 checkpoint; None if it is not quantised.
+    """Return how many (rows, columns) share a scale in an FP8 checkpoint, or None if it is not quantised.
 
     config: the contents of the checkpoint's config.json.
-    Raises UserError if the checkpoint is quantised in any other way, because it cannot be trained then. The
-    message names the method and says what to do instead.
+    Raises UserError if the checkpoint is quantised in another way, because it cannot be trained then. The
+    message names the quantisation method and says what to do instead.
     """
     settings = config.object("quantization_config") or config.object("compression_config")
     if settings is None:
@@ -49,14 +49,18 @@ def fp8_block(folder: Path, config: Fields) -> tuple[int, int] | None:
     if method in ("fp8", None) and block:
         if len(block) != 2 or min(block) < 1:
             raise UserError(
-                f"quantization_config.weight_block_size must be two positive integers, is {block}"
+                f"quantization_config.weight_block_size must be two positive integers, but is {block}"
             )
         return block[0], block[1]
     raise _refusal(_method(method or "an unnamed method", settings))
 
 
 def _method(name: str, settings: Fields) -> str:
-    """Return the usual name of a quantisation method, with its variant if the settings name one."""
+    """Return the usual name of a quantisation method, with its variant if the settings name one.
+
+    name: `quant_method` of config.json.
+    settings: `quantization_config` of config.json.
+    """
     variant = settings.text("quant_algo", None) or settings.text("format", None)
     return _NAMES.get(name, shortened(name)) + (f" ({shortened(variant)})" if variant else "")
 
@@ -69,7 +73,7 @@ def _refusal(method: str) -> UserError:
             "AutoModelForCausalLM.from_pretrained(FOLDER).dequantize().save_pretrained(OUT)"
         )
     return UserError(
-        f"the weights are quantised by {method}, which cannot be trained; {way}. The only quantised "
+        f"the weights are quantised with {method} and cannot be trained; {way}. The only quantised "
         "checkpoints that can be loaded are FP8 with block scales (quant_method fp8 with weight_block_size, "
         "as in DeepSeek-V3)"
     )

@@ -28,7 +28,7 @@ TYPES = {
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the elements of a CPU tensor as a row-major buffer of bytes. No copy if it is contiguous."""
+    """Return the elements of a CPU tensor as bytes in row-major order, without a copy if it is contiguous."""
     # as_strided: torch calls a tensor of one element contiguous whatever its stride is.
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
@@ -36,7 +36,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 def starts(path: str | Path) -> dict[str, int]:
     """Return {tensor: byte offset of its first element in the file}, which the safetensors library hides.
 
-    The file must be intact: its header is not checked.
+    The file must be intact, because its header is not checked here.
     """
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -49,15 +49,18 @@ def starts(path: str | Path) -> dict[str, int]:
 
 
 class Header:
-    """The header of a new safetensors file. Only then can its tensors be written one by one.
-
-    raw: the bytes that the file must begin with.
+    """The header of a new safetensors file. Once it is known, tensors can be written one by one.
 
     Tensors of larger dtypes come first, so that each tensor starts at a multiple of its element size.
+
+    raw: the bytes that the file must begin with.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, Shape, torch.dtype]]):
-        """Lay out the file. tensors: (name, shape, dtype) of each tensor."""
+        """Choose the place of each tensor in the file.
+
+        tensors: (name, shape, dtype) of each tensor.
+        """
         described, end = {}, 0
         for name, shape, dtype in sorted(tensors, key=lambda tensor: -tensor[2].itemsize):
             start, end = end, end + prod(shape) * dtype.itemsize
@@ -68,14 +71,14 @@ class Header:
         self._starts = {name: about["data_offsets"][0] for name, about in described.items()}
 
     def start_of(self, name: str) -> int:
-        """Return the byte offset in the file at which the tensor's elements must be written."""
+        """Return the byte offset in the file at which the elements of a tensor must be written."""
         return len(self.raw) + self._starts[name]
 
 
 def save(path: str | Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write CPU tensors to one safetensors file.
+    """Write CPU tensors to one safetensors file, with the file permissions that new files usually have.
 
-    It replaces safetensors.torch.save_file, which makes files that only their owner can read.
+    safetensors.torch.save_file is not used, because it makes files that only their owner can read.
     """
     header = Header((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
     with open(path, "wb") as file:

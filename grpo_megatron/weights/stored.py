@@ -19,7 +19,7 @@ FP8 = "F8_E4M3"  # safetensors' name of the dtype
 
 @dataclass(frozen=True)
 class Stored:
-    """The way a checkpoint's tensors are stored.
+    """The properties of a checkpoint's stored tensors that a reader must know.
 
     block: (rows, columns) that share a scale in FP8 tensors; None if the checkpoint has no FP8 tensors.
     left_out: name prefixes of layers that predict tokens beyond the next one (multi-token prediction). These
@@ -31,7 +31,7 @@ class Stored:
 
 
 def read_stored(folder: Path) -> Stored:
-    """Return how the tensors in `folder` are stored, according to its config.json if there is one.
+    """Return how the tensors in `folder` are stored, as config.json says; without config.json, unquantised.
 
     Raises UserError if config.json is damaged. Raises UserError also if the weights are quantised in another
     way than FP8 with one scale per block.
@@ -46,12 +46,14 @@ def read_stored(folder: Path) -> Stored:
         block = fp8_block(folder, config)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-    left_out = tuple(f"model.layers.{first + number}." for number in range(further))
+    left_out = tuple(f"model.layers.{first + offset}." for offset in range(further))
     return Stored(block, left_out)
 
 
 def scales_shape(shape: Shape, block: tuple[int, int]) -> Shape:
-    """Return the shape of the scales of a whole FP8 tensor. The last blocks of a dimension may be smaller.
+    """Return the shape of the tensor of scales that belongs to a whole FP8 tensor of shape `shape`.
+
+    A block at the end of a dimension may be smaller than the others.
 
     block: the (rows, columns) that share a scale.
     """
@@ -61,7 +63,8 @@ def scales_shape(shape: Shape, block: tuple[int, int]) -> Shape:
 def scales_box(start: Shape, shape: Shape, block: tuple[int, int]) -> tuple[Shape, Shape]:
     """Return (start, shape) of the scales that are needed to dequantise a rectangle of an FP8 tensor.
 
-    start, shape: the rectangle.
+    start: index of the first element of the rectangle of the FP8 tensor.
+    shape: shape of the rectangle of the FP8 tensor.
     block: the (rows, columns) that share a scale.
     """
     first = tuple(at // part for at, part in zip(start, block, strict=True))
@@ -76,8 +79,9 @@ def dequantised(
 
     Return float32 [r, c].
 
-    values: float8_e4m3fn [r, c], the rectangle of the whole tensor that begins at `start`.
-    scales: the part of the scales that `scales_box` gives for this rectangle, of any float dtype.
+    values: float8_e4m3fn [r, c], the elements of the rectangle.
+    scales: the scales that `scales_box` selects for the rectangle, of any float dtype.
+    start: index of the rectangle's first element in the whole FP8 tensor.
     block: the (rows, columns) that share a scale.
     """
     rows, columns = (

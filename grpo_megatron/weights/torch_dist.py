@@ -1,15 +1,14 @@
-"""Reader and writer of Megatron's distributed checkpoints (torch_dist).
+"""Reader of Megatron's distributed checkpoints (torch_dist).
 
 Such a checkpoint has one tensor for each key, divided into chunks. A file holds a sequence of chunks, each in
 the format of torch.save. `.metadata` lists the file and offset of every chunk. Megatron and torch load whole
-checkpoints into memory. This module reads any rectangle of a tensor without the rest, and writes chunks one
-by one.
+checkpoints into memory. This module reads any rectangle of a tensor without the rest. torch_dist_writer.py
+writes chunks one by one.
 """
 
 import io
 import os
 import pickle
-import uuid
 import zipfile
 from dataclasses import dataclass
 from math import prod
@@ -17,25 +16,20 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
 
 from grpo_megatron.errors import UserError, shortened
-from grpo_megatron.files import fill_buffer, json_text, new_file, read_object, replace_text, write_buffer
+from grpo_megatron.files import fill_buffer, read_object
 from grpo_megatron.model.pieces import Shape, box
 from grpo_megatron.paths import file_problem, folder_problem, is_absent
 from grpo_megatron.weights.safetensors_file import bytes_of
 
-_METADATA = ".metadata"
-_SETTINGS = "metadata.json"
+METADATA = ".metadata"
+SETTINGS = "metadata.json"
 # The only names that the metadata of an intact checkpoint refers to. The metadata file is a pickle, and a
 # malicious pickle could name any function to be called.
 _ALLOWED_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
@@ -52,23 +46,23 @@ _ALLOWED = {
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """The location of one chunk of a stored tensor: the rectangle [at : at + shape] of the tensor."""
+    """The location of one chunk of a stored tensor: the rectangle tensor[at : at + shape]."""
 
     at: Shape
-    """Start of the chunk within the whole tensor."""
+    """Index of the chunk's first element in the whole tensor, one number per dimension."""
     shape: Shape
     """Shape of the chunk."""
     file: str
-    """File name, relative to the checkpoint folder."""
+    """Name of the file that contains the chunk, relative to the checkpoint folder."""
     offset: int
-    """Byte offset of the chunk's torch.save archive in the file."""
+    """Byte offset in the file at which the chunk's archive, written by torch.save, begins."""
     length: int
-    """Bytes of the archive."""
+    """Size of the archive in bytes."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The dtype, the whole shape and the chunks of one tensor of a checkpoint."""
+    """The dtype, the shape and the chunks of one tensor in a checkpoint."""
 
     dtype: torch.dtype
     shape: Shape
@@ -80,27 +74,28 @@ class _Unpickler(pickle.Unpickler):
         harmless = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if harmless or (module, name) in _ALLOWED or (module in _ALLOWED_MODULES and "." not in name):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint's metadata needs")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which checkpoint metadata never needs")
 
 
 def read_metadata(folder: str | Path) -> dict[str, StoredTensor]:
-    """Return {key: its StoredTensor} for every tensor of a checkpoint, optimizer states included.
+    """Return {key: dtype, shape and chunks} of every tensor of a checkpoint, including optimizer states.
 
-    No tensor is read. Every file is checked to be long enough for its chunks. Raises UserError if the
-    checkpoint is damaged or incomplete, or not in the format torch_dist.
+    No tensor is read, but every file is checked to be long enough for its chunks. Raises UserError if the
+    checkpoint is damaged, incomplete or not in the format torch_dist.
     """
     root = Path(folder)
     problem = folder_problem(root) or (
-        file_problem(root / _METADATA) and f"has no {_METADATA}: the checkpoint is incomplete"
+        file_problem(root / METADATA) and f"has no {METADATA}, so the checkpoint is incomplete; copy it again"
     )
     if problem:
         raise UserError(f"{root} {problem}")
     backend = (
-        "torch_dist" if is_absent(root / _SETTINGS) else read_object(root / _SETTINGS).get("sharded_backend")
+        "torch_dist" if is_absent(root / SETTINGS) else read_object(root / SETTINGS).get("sharded_backend")
     )
     if backend != "torch_dist":
         raise UserError(
-            f"{root} is a checkpoint of the format {shortened(repr(backend))}; only torch_dist can be read"
+            f"{root} is a checkpoint in the format {shortened(repr(backend))}, but only torch_dist can be "
+            "read; save it again in this format"
         )
     metadata = load_metadata(root)
     try:
@@ -116,15 +111,15 @@ def read_metadata(folder: str | Path) -> dict[str, StoredTensor]:
 
 
 def load_metadata(folder: str | Path) -> Metadata:
-    """Load a checkpoint's `.metadata` without running code from its pickle, unlike torch's own reader.
+    """Load a checkpoint's `.metadata` file without running code from its pickle, unlike torch's own reader.
 
-    Raises UserError if it cannot be read.
+    Raises UserError if the file cannot be read.
     """
     try:
-        with open(Path(folder, _METADATA), "rb") as file:
+        with open(Path(folder, METADATA), "rb") as file:
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata):
-            raise TypeError(f"it contains no metadata, but an object of type {type(metadata).__name__}")
+            raise TypeError(f"it contains a {type(metadata).__name__} instead of metadata")
         return metadata
     except Exception as error:  # unpickling arbitrary bytes can raise any error
         raise _damaged(Path(folder), error) from error
@@ -132,7 +127,8 @@ def load_metadata(folder: str | Path) -> Metadata:
 
 def _damaged(root: Path, error: Exception) -> UserError:
     return UserError(
-        f"{root / _METADATA} cannot be read ({shortened(error, 200)}); the checkpoint is damaged"
+        f"{root / METADATA} cannot be read ({shortened(error, 200)}); the checkpoint is damaged, copy it "
+        "again"
     )
 
 
@@ -158,16 +154,16 @@ def _check_files(root: Path, tensors: dict[str, StoredTensor]) -> None:
     for name, end in ends.items():
         problem = file_problem(root / name)
         if problem is None and (size := os.path.getsize(root / name)) < end:
-            problem = f"is truncated: it has {size} bytes, the checkpoint's metadata requires {end}"
+            problem = f"is truncated: it has {size} bytes, but the checkpoint's metadata require {end}"
         if problem:
             raise UserError(f"{root / name} {problem}; copy the checkpoint again")
 
 
 class TorchDistReader:
-    """Reads any rectangle of the tensors of a torch_dist checkpoint, to convert it with little memory.
+    """A reader of any rectangle of the tensors of a torch_dist checkpoint, to convert it with little memory.
 
-    Its only large memory is a scratch buffer. The buffer is needed where a rectangle is not contiguous in the
-    file or must be cast.
+    The only large memory is a scratch buffer, which is needed where a rectangle is not contiguous in the file
+    or must be cast.
     """
 
     def __init__(self, folder: str | Path):
@@ -182,36 +178,39 @@ class TorchDistReader:
         self._scratch = np.empty(0, np.uint8)
 
     def read(self, key: str, start: Shape, out: torch.Tensor) -> None:
-        """Fill `out` with [start : start + out.shape] of the tensor under `key`, cast to the dtype of `out`.
+        """Fill `out` with tensor[start : start + out.shape], cast to the dtype of `out`.
 
-        out: has as many dimensions as the stored tensor.
+        key: key of the tensor in the checkpoint.
+        out: a tensor with as many dimensions as the stored tensor.
         Raises UserError if the checkpoint lacks the tensor or some of its elements, or if a file is damaged.
         """
         if key not in self.tensors:
-            raise UserError(f"{self.folder} holds no tensor {key}; it is a checkpoint of another model")
+            raise UserError(f"{self.folder} has no tensor {key}; it is a checkpoint for a different model")
         end = np.add(start, out.shape)
         lows, highs = self._corners[key][:, 0], self._corners[key][:, 1]
         filled = 0
-        for number in np.nonzero(((lows < end) & (highs > start)).all(axis=1))[0]:
-            low, high = np.maximum(lows[number], start), np.minimum(highs[number], end)
+        for index in np.nonzero(((lows < end) & (highs > start)).all(axis=1))[0]:
+            low, high = np.maximum(lows[index], start), np.minimum(highs[index], end)
             shape = tuple((high - low).tolist())
             part = out[box(tuple((low - start).tolist()), shape)]
-            self._read_chunk(key, int(number), tuple((low - lows[number]).tolist()), part)
+            self._read_chunk(key, int(index), tuple((low - lows[index]).tolist()), part)
             filled += part.numel()
         if filled < out.numel():
             raise UserError(
-                f"{self.folder}: {key} is incomplete: elements of {list(start)} to {end.tolist()} are missing"
+                f"{self.folder}: {key} is incomplete: elements between {list(start)} and {end.tolist()} are "
+                "missing; copy the checkpoint again"
             )
 
-    def _read_chunk(self, key: str, number: int, at: Shape, out: torch.Tensor) -> None:
-        """Fill `out` with [at : at + out.shape] of one chunk.
+    def _read_chunk(self, key: str, index: int, at: Shape, out: torch.Tensor) -> None:
+        """Fill `out` with chunk[at : at + out.shape], where `chunk` is one chunk of a stored tensor.
 
-        A rectangle that is contiguous in the file and in `out` is read without an intermediate buffer, if it
-        needs no cast.
+        If the rectangle is contiguous in the file and in `out` and needs no cast, it is read without an
+        intermediate buffer.
 
-        number: index of the chunk among those of the tensor.
+        key: key of the tensor in the checkpoint.
+        index: index of the chunk in StoredTensor.chunks.
         """
-        stored, chunk = self.tensors[key], self.tensors[key].chunks[number]
+        stored, chunk = self.tensors[key], self.tensors[key].chunks[index]
         strides = [prod(chunk.shape[axis + 1 :]) for axis in range(out.ndim)]
         first = int(np.dot(at, strides))
         # Elements from the rectangle's first one to its last one, gaps included.
@@ -249,15 +248,17 @@ class TorchDistReader:
     def _find_data(self, chunk: StoredChunk, dtype: torch.dtype) -> int:
         """Return the byte offset in the file at which a chunk's elements begin.
 
-        A chunk is a ZIP archive made by torch.save with one tensor. Raises an error of any type if the file
-        is damaged.
+        A chunk is a ZIP archive that torch.save wrote, with one tensor. Raises an error of any type if the
+        file is damaged.
+
+        dtype: the dtype that the metadata promise for the tensor.
         """
         with open(self.folder / chunk.file, "rb") as file:
             section = _Section(file, chunk.offset, chunk.length)
             tensor = torch.load(section, map_location="meta", weights_only=True)
             if tensor.dtype != dtype or tuple(tensor.shape) != chunk.shape or not tensor.is_contiguous():
                 raise ValueError(
-                    f"it has {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(chunk.shape)}"
+                    f"it is {tensor.dtype} {list(tensor.shape)} instead of {dtype} {list(chunk.shape)}"
                 )
             with zipfile.ZipFile(section) as archive:
                 record = next(info for info in archive.infolist() if info.filename.endswith("/data/0"))
@@ -266,7 +267,7 @@ class TorchDistReader:
                 or record.file_size != tensor.nbytes
                 or tensor.storage_offset()
             ):
-                raise ValueError("its archive does not hold exactly the tensor's elements")
+                raise ValueError("its archive does not contain exactly the tensor's elements")
             file.seek(chunk.offset + record.header_offset)
             # The fixed part of a ZIP file header. Its last four bytes are the lengths of the name and the
             # extra field.
@@ -276,7 +277,10 @@ class TorchDistReader:
 
 
 class _Section(io.RawIOBase):
-    """A read-only file object for `length` bytes of another file, so that torch.load can read one chunk."""
+    """A read-only file object for `length` bytes of another file, so that torch.load can read one chunk.
+
+    offset: position in the other file at which the bytes begin.
+    """
 
     def __init__(self, file, offset: int, length: int):
         self.file, self.offset, self.length, self.at = file, offset, length, 0
@@ -296,80 +300,3 @@ class _Section(io.RawIOBase):
         got = self.file.readinto(memoryview(buffer)[: max(self.length - self.at, 0)])
         self.at += got
         return got
-
-
-class _Remembering:
-    """An output stream for torch.save that stores a write error instead of raising it.
-
-    torch.save ends the process if a write fails while it runs. The caller raises `error` after torch.save
-    returns.
-    """
-
-    def __init__(self, file):
-        self.file, self.error = file, None
-
-    def write(self, data) -> int:
-        try:
-            if self.error is None:
-                write_buffer(self.file, data)
-        except OSError as error:
-            self.error = error
-        return len(data)
-
-    def flush(self) -> None:
-        """Do nothing: torch.save needs this method, and the owner of the file flushes it."""
-
-
-def append_tensor(file, tensor: torch.Tensor) -> tuple[int, int]:
-    """Append a tensor to an open file as one chunk of a checkpoint. Returns (offset, length) in bytes.
-
-    The tensor must cover its whole storage, because torch.save writes the storage. Raises OSError, where
-    torch.save would end the process.
-    """
-    offset, stream = file.tell(), _Remembering(file)
-    checksums = torch.serialization.get_crc32_options()
-    # torch never checks these checksums, and computes them at only a third of a disk's speed.
-    torch.serialization.set_crc32_options(False)
-    try:
-        torch.save(tensor, stream)
-    finally:
-        torch.serialization.set_crc32_options(checksums)
-    if stream.error:
-        raise stream.error
-    return offset, file.tell() - offset
-
-
-def write_metadata(
-    folder: str | Path, tensors: dict[str, StoredTensor], objects: dict[str, tuple[str, int, int]]
-) -> list[str]:
-    """Write `.metadata` and `metadata.json`, which turn the files of a folder into a torch_dist checkpoint.
-
-    Return the names of the two files.
-
-    tensors: {key: its dtype, shape and chunks in the files}.
-    objects: {key: (file name, offset, length)} of the objects that are not tensors, in bytes.
-    """
-    root = Path(folder)
-    state: dict = {key: BytesStorageMetadata() for key in objects}
-    where = {MetadataIndex(key): _StorageInfo(*place) for key, place in objects.items()}
-    for key, stored in tensors.items():
-        chunks = [ChunkStorageMetadata(torch.Size(c.at), torch.Size(c.shape)) for c in stored.chunks]
-        state[key] = TensorStorageMetadata(TensorProperties(stored.dtype), torch.Size(stored.shape), chunks)
-        for index, chunk in enumerate(stored.chunks):
-            where[MetadataIndex(key, chunk.at, index)] = _StorageInfo(chunk.file, chunk.offset, chunk.length)
-    metadata = Metadata(
-        state,
-        storage_data=where,
-        storage_meta=StorageMeta(save_id=str(uuid.uuid4())),
-        version=CURRENT_DCP_VERSION,
-    )
-    with new_file(root / _METADATA) as file:
-        pickle.dump(metadata, file)
-    settings = {
-        "sharded_backend": "torch_dist",
-        "sharded_backend_version": 1,
-        "common_backend": "torch",
-        "common_backend_version": 1,
-    }
-    replace_text(root / _SETTINGS, json_text(settings))
-    return [_METADATA, _SETTINGS]

@@ -17,29 +17,33 @@ _NAMED = 5  # maximum number of files or tensors that a message names
 
 
 def some(names: list[str], separator: str = ", ") -> str:
-    """Return at most five names as text for a message, followed by the number of names left out."""
+    """Return up to five names as text for a message, followed by the number of names that are left out."""
     more = f" (and {len(names) - _NAMED} more)" if len(names) > _NAMED else ""
     return separator.join(shortened(name, 150) for name in names[:_NAMED]) + more
 
 
 def open_safetensors(path: Path) -> Any:
-    """Open a safetensors file. Raises UserError if it is truncated or of another format."""
+    """Open a safetensors file for reading and return safetensors' handle of it.
+
+    Raises UserError if the file is truncated or has another format.
+    """
     if problem := file_problem(path):
         raise UserError(f"{path} {problem}")
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise UserError(
-            f"{path} cannot be read ({shortened(error, 200)}); it is truncated or not a safetensors file"
+            f"{path} cannot be read ({shortened(error, 200)}); it is truncated or not a safetensors "
+            "file; copy or download it again"
         ) from error
 
 
 def files_of_tensors(folder: Path) -> dict[str, Path]:
     """Return {tensor: its file} of an HF folder, read from its index or from its single weight file.
 
-    Raises UserError if there are no weights, or if a file is missing or damaged. Raises UserError also if
-    there are two sets of weights. Of two sets, transformers would load model.safetensors and SGLang the files
-    of the index, so trainer and engine would have different models.
+    Raises UserError if there are no weights, or if a file is missing or damaged. Raises UserError also if the
+    folder has two sets of weights, such as model.safetensors beside the files of an index. transformers and
+    SGLang could then load different sets, so trainer and engine would have different models.
     """
     if is_absent(folder / INDEX):
         if is_absent(folder / SINGLE):
@@ -51,32 +55,34 @@ def files_of_tensors(folder: Path) -> dict[str, Path]:
     missing = sorted({name for name in promised.values() if is_absent(folder / name)})
     if SINGLE not in promised.values() and not is_absent(folder / SINGLE):
         stale = (
-            f"; {some(missing)} of the index is missing, so the index seems to be left from another export"
+            f"; the index lists files that are missing ({some(missing)}), so it is probably from another "
+            "export"
             if missing
             else ""
         )
         raise UserError(
-            f"{folder} holds two sets of weights, {SINGLE} and the {len(set(promised.values()))} files that "
-            f"{INDEX} names{stale}. "
+            f"{folder} contains two sets of weights: {SINGLE} and the {len(set(promised.values()))} files "
+            f"that {INDEX} lists{stale}. "
             f"Move one set out of the folder: {SINGLE}, or {INDEX} and its files"
         )
     if missing:
         raise UserError(
-            f"{folder}: shard {some(missing)} is missing (named in {INDEX}); the checkpoint is "
-            "incomplete, copy or download it again"
+            f"{folder} is incomplete: {INDEX} lists files that are missing ({some(missing)}); copy or "
+            "download the checkpoint again"
         )
     found = {tensor: folder / name for tensor, name in promised.items()}
     present = {path: set(open_safetensors(path).keys()) for path in sorted(set(found.values()))}
     for tensor, path in found.items():
         if tensor not in present[path]:
             raise UserError(
-                f"{path}: tensor {shortened(tensor)} is missing, although {INDEX} says it is there"
+                f"{path}: tensor {shortened(tensor)} is missing, although {INDEX} lists it; copy or download "
+                "the checkpoint again"
             )
     return found
 
 
 def weights_beside(folder: Path, found: dict[str, Path]) -> str | None:
-    """Return a sentence that tells the user which weight files of a folder are not read; None if all are.
+    """Return a message that names the weight files of a folder that are not read; None if all are read.
 
     found: {tensor: its file}, the result of `files_of_tensors`.
     """
@@ -87,41 +93,40 @@ def weights_beside(folder: Path, found: dict[str, Path]) -> str | None:
     others = [name for name in others if name not in read]
     if not others:
         return None
-    what = SINGLE if read == {SINGLE} else f"the {len(read)} files that {INDEX} names"
-    return f"{folder}: the weights are read from {what}, not from {some(others)} beside it"
+    what = SINGLE if read == {SINGLE} else f"the {len(read)} files that {INDEX} lists"
+    return f"{folder}: the weights are read from {what}, not from {some(others)} in the same folder"
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Return {tensor: file name} from the index. Raises UserError if it has another form."""
+    """Return {tensor: file name} from an index file. Raises UserError if the contents are not an index."""
     promised = read_object(index).get("weight_map")
     if not isinstance(promised, dict):
         raise UserError(f"{index}: weight_map must be an object that maps tensors to file names")
     for tensor, name in promised.items():
         if not isinstance(name, str):
             raise UserError(
-                f"{index}: weight_map.{shortened(tensor)} must be a file name, is {shortened(repr(name))}"
+                f"{index}: weight_map.{shortened(tensor)} must be a file name, but is {shortened(repr(name))}"
             )
     return promised
 
 
 def _refuse_second_set(folder: Path, found: dict[str, Path]) -> None:
-    """Raise UserError if another safetensors file has tensors of `found`, in a folder without an index.
+    """Raise UserError if another safetensors file of the folder also has tensors of `found`.
 
-    SGLang reads all safetensors files of such a folder. If several have the same tensor, the last one read
-    wins.
+    Called for a folder without an index. SGLang reads all safetensors files of such a folder. If several
+    files have the same tensor, the last one that SGLang reads wins.
+
+    found: {tensor: its file} of model.safetensors.
     """
     for path in sorted(folder.glob("*.safetensors")):
         if path.name != SINGLE and not found.keys().isdisjoint(open_safetensors(path).keys()):
             raise UserError(
-                f"{folder} holds two sets of weights: {SINGLE} and {path.name} have the same tensors, and no "
-                f"{INDEX} says which to "
-                "read. Move one of them out of the folder"
+                f"{folder} contains two sets of weights: {SINGLE} and {path.name} have the same tensors, and "
+                f"there is no {INDEX} that says which to read. Move one of them out of the folder"
             )
 
 
 def _without_weights(folder: Path) -> str:
     if shards := sorted(path.name for path in folder.glob("model-*-of-*.safetensors")):
-        return (
-            f"holds {some(shards)} but not {INDEX}, which lists their tensors; copy or download {INDEX} again"
-        )
-    return pickled_weights(folder) or gguf_advice(folder) or f"holds neither {INDEX} nor {SINGLE}"
+        return f"contains {some(shards)} but not {INDEX}, which lists their tensors; copy or download {INDEX}"
+    return pickled_weights(folder) or gguf_advice(folder) or f"contains neither {INDEX} nor {SINGLE}"

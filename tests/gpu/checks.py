@@ -12,22 +12,22 @@ from grpo_megatron.batch.sequence_weights import token_weights
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.cluster.memory import anonymous_bytes
 from grpo_megatron.config.fp8 import FP8Config
-from grpo_megatron.config.schema import OptimizerConfig, Precision, TransformerImpl
+from grpo_megatron.config.schema import Config, OptimizerConfig, Precision, TransformerImpl
 from grpo_megatron.megatron.actor import Actor
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.megatron.state.hf_weights import iterate_hf
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from tests.configs import actor_config
 from tests.parallel.precisions import allowed_in_bf16, logprobs
 
 
-def spec_of(
+def config_of(
     model: str,
     layers: TransformerImpl = TransformerImpl.local,
     emulated: bool = False,
     precision: Precision = Precision.bf16,
     fp8: FP8Config = FP8Config(),
-) -> ActorSpec:
-    return ActorSpec(
+) -> Config:
+    return actor_config(
         model,
         ParallelSizes(),
         OptimizerConfig(lr=1e-3),
@@ -38,8 +38,8 @@ def spec_of(
     )
 
 
-def logprobs_of(spec: ActorSpec, batch: TrainBatch) -> np.ndarray:
-    return logprobs(Actor(spec), batch)
+def logprobs_of(config: Config, batch: TrainBatch) -> np.ndarray:
+    return logprobs(Actor(config), batch)
 
 
 def exact_logprobs(model: str, batch: TrainBatch) -> tuple[np.ndarray, float]:
@@ -47,7 +47,7 @@ def exact_logprobs(model: str, batch: TrainBatch) -> tuple[np.ndarray, float]:
     them.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
-    actor = Actor(spec_of(model, precision=Precision.fp32))
+    actor = Actor(config_of(model, precision=Precision.fp32))
     return logprobs(actor, batch), allowed_in_bf16(actor, batch)
 
 
@@ -66,9 +66,9 @@ class Trained:
     after: np.ndarray
 
 
-def train(spec: ActorSpec, batch: TrainBatch, steps: int = 3) -> Trained:
+def train(config: Config, batch: TrainBatch, steps: int = 3) -> Trained:
     """Train on samples that all have a positive advantage, so that their probability must rise."""
-    actor = Actor(spec)
+    actor = Actor(config)
     exported = _weights(actor)
     batch.weight = token_weights(batch, "token-mean", 40)
     batch.advantage = batch.loss_mask.astype(np.float32)
@@ -98,13 +98,13 @@ def occupied() -> int:
     return total - free
 
 
-def sleep(spec: ActorSpec, batch: TrainBatch, cycles: int) -> tuple[int, list[int], list[np.ndarray]]:
+def sleep(config: Config, batch: TrainBatch, cycles: int) -> tuple[int, list[int], list[np.ndarray]]:
     """Let an actor sleep and wake `cycles` times.
 
     Returns the bytes of weights, gradients and optimizer states, the bytes occupied in each sleep, and the
     log-probs before and after each.
     """
-    actor = Actor(spec)
+    actor = Actor(config)
     parts = [batch.select(part) for part in schedule(batch.lengths, 256).micro_batches[0]]
     batch.weight = token_weights(batch, "token-mean", 40)
     batch.advantage = batch.loss_mask.astype(np.float32)

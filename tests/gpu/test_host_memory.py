@@ -5,13 +5,13 @@ import gc
 import pytest
 import torch
 
-from grpo_megatron.config.schema import OptimizerConfig, Precision
+from grpo_megatron.config.schema import OptimizerConfig, Precision, RefConfig
 from grpo_megatron.megatron import process_groups
 from grpo_megatron.megatron.memory.host import HostArena, host_memory
 from grpo_megatron.megatron.memory.parking import Parking
 from grpo_megatron.megatron.memory.training import unique_storages
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from tests.configs import actor_config
 from tests.models import tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -74,15 +74,14 @@ def test_weights_are_exchanged_bit_for_bit(tmp_path, piece, on_host):
     models = [tiny_model(tmp_path / str(number), "qwen3", seed=number) for number in range(2)]
     process_groups.initialize(ParallelSizes(), 0, f"file://{tmp_path}/store", seed=0)
     try:
-        spec = ActorSpec(
+        config = actor_config(
             models[0],
             ParallelSizes(),
             OptimizerConfig(),
             Precision.bf16,
             with_reference=True,
-            reference_path=models[1],
-            reference_offload=on_host,
+            ref=RefConfig(path=models[1], offload=on_host),
         )
-        assert references.exchanged(spec, piece) == (True, True, True)
+        assert references.exchanged(config, piece) == (True, True, True)
     finally:
         process_groups.destroy()

@@ -10,7 +10,7 @@ from grpo_megatron.config.algorithm import AlgorithmConfig
 from grpo_megatron.config.fp8 import FP8Config, FP8Recipe
 from grpo_megatron.config.schema import Precision
 from tests.gpu import checks
-from tests.gpu.checks import spec_of
+from tests.gpu.checks import config_of
 from tests.host_syncs import difference
 from tests.models import FAMILIES, aligned_model, random_batch, tiny_model, transformers_logprobs
 from tests.parallel import syncs
@@ -29,7 +29,7 @@ def test_logprobs_equal_transformers(tmp_path, side, family):
     )
     exact, allowed = side.run(checks.exact_logprobs, model, batch)
     assert np.abs(exact - expected).max() <= 1e-4
-    bf16 = side.run(checks.logprobs_of, spec_of(model, side.layers, side.emulated), batch)
+    bf16 = side.run(checks.logprobs_of, config_of(model, side.layers, side.emulated), batch)
     assert 0 < mean_error(bf16, expected) <= allowed
 
 
@@ -44,17 +44,17 @@ def test_fp8_is_near_transformers(tmp_path, side, recipe):
     expected = transformers_logprobs(
         AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), batch
     )
-    spec = spec_of(model, side.layers, side.emulated, Precision.fp8, FP8Config(recipe=recipe))
-    fp8 = side.run(checks.logprobs_of, spec, batch)
+    config = config_of(model, side.layers, side.emulated, Precision.fp8, FP8Config(recipe=recipe))
+    fp8 = side.run(checks.logprobs_of, config, batch)
     assert not np.array_equal(
-        fp8, side.run(checks.logprobs_of, spec_of(model, side.layers, side.emulated), batch)
+        fp8, side.run(checks.logprobs_of, config_of(model, side.layers, side.emulated), batch)
     )
     assert mean_error(fp8, expected) <= 0.6
 
 
 def test_training_raises_what_was_good_and_weights_come_out(tmp_path, side):
     model, batch = aligned_model(tmp_path, "qwen3"), random_batch(vocab_size=64)
-    trained = side.run(checks.train, spec_of(model, side.layers, side.emulated), batch)
+    trained = side.run(checks.train, config_of(model, side.layers, side.emulated), batch)
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).state_dict()
     assert trained.exported.keys() == hf.keys()
     assert all(torch.equal(trained.exported[name], hf[name]) for name in hf)
@@ -65,7 +65,7 @@ def test_training_raises_what_was_good_and_weights_come_out(tmp_path, side):
 @pytest.mark.slow_when(lambda side: side == "emulated-te")
 def test_sleep_gives_back_the_memory_every_time(tmp_path, side):
     model, batch = aligned_model(tmp_path, "qwen3", num_hidden_layers=16), random_batch(vocab_size=64)
-    resident, asleep, values = side.run(checks.sleep, spec_of(model, side.layers, side.emulated), batch, 5)
+    resident, asleep, values = side.run(checks.sleep, config_of(model, side.layers, side.emulated), batch, 5)
     for after in values[1:]:
         np.testing.assert_array_equal(after, values[0])
     # The first sleep allocates what the later ones reuse. If each later sleep kept the weights again, they
@@ -77,9 +77,9 @@ def test_sleep_gives_back_the_memory_every_time(tmp_path, side):
 def test_no_micro_batch_makes_the_host_wait(tmp_path, side):
     model, batch = aligned_model(tmp_path, "qwen3"), random_batch(vocab_size=64)
     batch.weight, batch.advantage, batch.old_logp = np.ones((3, batch.num_tokens), np.float32)
-    spec = spec_of(model, side.layers, side.emulated)
+    config = config_of(model, side.layers, side.emulated)
     one, three = (
-        side.run(syncs.of_passes, spec, batch, count, PolicyLoss(AlgorithmConfig(entropy_coeff=0.01)))
+        side.run(syncs.of_passes, config, batch, count, PolicyLoss(AlgorithmConfig(entropy_coeff=0.01)))
         for count in (1, 3)
     )
     assert all(one.values()), "a pass reads its results; where nothing was seen, nothing would have been"

@@ -43,11 +43,11 @@ def test_a_cluster_without_gpus_that_was_described_with_some():
     assert probe(0, "cluster.gpu=h200", "cluster.nodes=2", "megatron.precision=fp8") == [
         "found in the Ray cluster False 1 None TransformerEngine needs CUDA, which is not available",
         "allowed",
-        "error the cluster does not allow this configuration:",
-        "  - cluster.gpu=h200, but in the Ray cluster there are none",
-        "  - cluster.nodes=2, but in the Ray cluster there are 1",
-        "  - megatron.precision=fp8 needs TransformerEngine and GPUs with FP8 matrix products (in the Ray "
-        "cluster: TransformerEngine needs CUDA, which is not available)",
+        "error this configuration does not fit the cluster; change it to meet these requirements:",
+        "  - cluster.gpu=h200, but there are no GPUs in the Ray cluster; correct or remove the setting",
+        "  - cluster.nodes=2, but only 1 found in the Ray cluster; correct or remove the setting",
+        "  - megatron.precision=fp8 needs TransformerEngine and GPUs that support FP8; otherwise set "
+        "megatron.precision=bf16 (in the Ray cluster: TransformerEngine needs CUDA, which is not available)",
     ]
 
 
@@ -57,7 +57,7 @@ def test_gpus_that_ray_counts_and_torch_does_not_find():
     """The task runs on the node that declares GPUs, and its report counts."""
     (text,) = probe(1)
     assert text.startswith("error Ray counts GPUs on node ")
-    assert text.endswith("but torch finds none there: check the node's driver and its build of torch")
+    assert text.endswith("but torch finds none there; check the node's driver and torch build")
 
 
 # A run starts Ray, and another user of the machine, who has a home of his own, tries to join it.
@@ -112,4 +112,4 @@ def test_another_user_of_the_machine_cannot_join_the_ray_of_a_run(tmp_path):
     ran, written, refused, again = filter(None, done.stdout.splitlines())
     assert (ran, written, again) == ("ran 64", "written [] False", "ran again 3")
     assert refused.startswith("refused the Ray cluster at cluster.ray_address=127.0.0.1:")
-    assert "asks for a token" in refused
+    assert "requires a token" in refused

@@ -79,7 +79,8 @@ def test_an_engine_gives_back_its_memory_and_then_answers_as_before(engines, wid
     assert full - released > 0.95 * (weights + kv_cache)
     # Nothing may use what is not there; SGLang's own scheduler would die of it.
     with pytest.raises(
-        RuntimeError, match=r"engine 0 may not serve: its weights have not been compared with the trainer's"
+        RuntimeError,
+        match=r"engine 0 cannot serve, because its weights have not been compared with the trainer's",
     ):
         engines.score(sequences)
     with pytest.raises(
@@ -225,6 +226,7 @@ def test_a_wrong_order_is_refused_by_each_side(run):
     assert len(parts.engines.score(sequences)[0]) == 2
     parts.to_ranks()
     with pytest.raises(
-        RuntimeError, match=r"engine 0 may not serve: its weights have not been compared with the trainer's"
+        RuntimeError,
+        match=r"engine 0 cannot serve, because its weights have not been compared with the trainer's",
     ):
         controller.rollouts.source.sample(4, controller.rollouts.prompts)

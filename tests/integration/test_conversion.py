@@ -46,6 +46,7 @@ def small_files(monkeypatch):
     monkeypatch.setattr(units, "_LEAST", 100_000)
     for module in ("hf_to_megatron", "megatron_to_hf", "listing", "verify"):
         monkeypatch.setattr(f"grpo_megatron.conversion.{module}.BUCKET_BYTES", 5_000)
+    monkeypatch.setattr("grpo_megatron.conversion.megatron_to_hf._COPY_BYTES", 5_000)
 
 
 @pytest.mark.slow_when(
@@ -86,7 +87,7 @@ def test_an_output_layer_is_not_lost_to_a_tied_configuration(model, tmp_path):
     said = tool(
         "convert_megatron_to_hf", tmp_path / "megatron", tmp_path / "hf", "--hf", tmp_path / "tied", status=2
     )[1]
-    assert "has an output layer (output_layer.weight) with other values than the embedding" in said
+    assert "has an output layer (output_layer.weight) that differs from the embedding" in said
     assert "set tie_word_embeddings: false" in said
     assert not (tmp_path / "hf").exists()
 
@@ -101,7 +102,7 @@ def test_a_difference_is_named(model, tmp_path):
     assert "model.layers.2.mlp.up_proj.weight: 1 of 6144 elements differ, by up to 0.5" in said
     assert "beyond the bound" in said
     said, _ = tool("inspect_checkpoint", tmp_path / "other", tmp_path / "megatron", status=1)
-    assert said == "model.layers.2.mlp.up_proj.weight: other values\n"
+    assert said == "model.layers.2.mlp.up_proj.weight: different values\n"
 
 
 @pytest.mark.slow
@@ -120,7 +121,7 @@ def test_a_checkpoint_of_another_layout(ranks, model, tmp_path, small_files):
         str(tmp_path / "step/actor"),
     )
     said = tool("convert_megatron_to_hf", tmp_path / "step", tmp_path / "hf", status=2)[1]
-    assert "give the HF folder of the checkpoint's model as --hf" in said
+    assert "give the model's HF folder with --hf" in said
     tool("convert_megatron_to_hf", tmp_path / "step", tmp_path / "hf", "--hf", model)
     assert_identical(read_all(tmp_path / "hf"), read_all(model))
     listed = json.loads(tool("inspect_checkpoint", tmp_path / "step", "--json", "--no-digest")[0])
@@ -210,14 +211,14 @@ def test_what_was_begun_is_not_continued_with_something_else(model, tmp_path, sm
     with interruption(monkeypatch, "hf_to_megatron", 1), pytest.raises(Interrupted):
         hf_to_megatron(str(source), target, 1)
     os.utime(source / "model.safetensors")
-    with pytest.raises(UserError, match=r"other files \(files\); delete it"):
+    with pytest.raises(UserError, match=r"source files \(files\); delete it"):
         hf_to_megatron(str(source), target, 1)
 
 
 def test_nothing_is_overwritten(model, tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     for name in ("convert_hf_to_megatron", "convert_megatron_to_hf"):
-        assert "is not empty; choose another folder" in tool(name, model, tmp_path, status=2)[1]
+        assert "exists and is not an empty folder; delete it" in tool(name, model, tmp_path, status=2)[1]
     assert os.listdir(tmp_path) == ["mine.txt"]
 
 
@@ -264,9 +265,9 @@ def pickled(folder: Path) -> None:
 HARM = {
     truncate: "model.safetensors cannot be read",
     overwrite_header: "model.safetensors cannot be read",
-    drop_weights: "holds neither",
-    reshape: r"lm_head.weight of shape (50, 64), config.json requires (61, 64)",
-    pickled: "save the weights as safetensors once",
+    drop_weights: "contains neither",
+    reshape: r"lm_head.weight of shape (50, 64), but config.json requires (61, 64)",
+    pickled: "convert the weights to safetensors once",
 }
 
 

@@ -48,7 +48,7 @@ def test_a_sound_machine(capsys):
         assert 1e-4 < float(rate[1]) < 1e4
     assert re.match(r"ok (gloo, 2|NCCL, \d+) processes: \d+ MiB in \S+ ms", found["all-reduce"])
     assert re.match(
-        "ok programs that a model wrote are contained by |note no `code` reward", found["sandbox"]
+        "ok programs that a model wrote are contained by |note the `code` reward is only", found["sandbox"]
     )
     if not torch.cuda.is_available():
         assert found["FP8 training"] == "note not possible: TransformerEngine is not installed"
@@ -59,7 +59,7 @@ def test_a_transformer_engine_that_ends_its_process_is_a_problem_and_no_more(pla
     planted("transformer_engine/__init__.py", "")
     planted("transformer_engine/pytorch/__init__.py", "import os; os.abort()")
     found = report(capsys, 1)
-    assert found["TransformerEngine"].startswith("problem ended by SIGABRT: ")
+    assert found["TransformerEngine"].startswith("problem its process was ended by SIGABRT: ")
     assert found["all-reduce"].startswith("ok ")
 
 
@@ -68,8 +68,8 @@ def test_a_transformer_engine_that_ends_its_process_is_a_problem_and_no_more(pla
     ("text", "says"),
     [
         ("raise RuntimeError('cuDNN 9 is not there')", "^RuntimeError: cuDNN 9 is not there$"),
-        ("import os; os._exit(0)", "^ended its process, with exit status 0$"),
-        ("import os; os._exit(3)", "^without a message$"),
+        ("import os; os._exit(0)", "^its process ended with exit status 0 but without a result$"),
+        ("import os; os._exit(3)", "^it printed no message$"),
     ],
 )
 def test_how_an_import_failed_is_said(planted, text, says):
@@ -81,7 +81,7 @@ def test_how_an_import_failed_is_said(planted, text, says):
 @pytest.mark.slow
 def test_a_library_that_hangs_is_given_up(planted):
     planted("hangs.py", "import time; time.sleep(60)")
-    with pytest.raises(probes.ProbeError, match="did not end within 1 s"):
+    with pytest.raises(probes.ProbeError, match="did not finish within 1 s"):
         probes.attempt(probes.import_of, "hangs", timeout=1.0)
 
 

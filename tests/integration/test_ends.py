@@ -86,8 +86,8 @@ def test_a_request_reaches_a_driver_that_has_started_ray(arithmetic, tmp_path):
         assert run.ended() == 75
         check_message(
             run,
-            r"stopped on request \(SIGTERM\) after step \d+; its newest checkpoint is .*, "
-            r"the same command continues$",
+            r"stopped on request \(SIGTERM\) after step \d+; the run's newest checkpoint is .*; "
+            r"the same command continues from it$",
         )
         check_gone(run)
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()

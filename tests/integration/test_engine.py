@@ -23,7 +23,7 @@ from grpo_megatron.cluster.processes import ProcessDied
 from grpo_megatron.cluster.worker_pool import worker_places
 from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.config.reward import RewardConfig
-from grpo_megatron.config.rollout import BeamConfig
+from grpo_megatron.config.rollout import BeamConfig, RolloutConfig, Strategy
 from grpo_megatron.config.schema import Config, ModelConfig
 from grpo_megatron.config.weight_sync import PauseMode, WeightSyncConfig
 from grpo_megatron.data import PromptTokenizer
@@ -33,7 +33,7 @@ from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rollout.episodes import SingleTurn
-from grpo_megatron.rollout.manager import Goal, RolloutManager, Sampling
+from grpo_megatron.rollout.manager import Goal, RolloutManager
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.sglang.request import Request
 from grpo_megatron.weights.sync.messages import SyncCommand, SyncKind
@@ -129,7 +129,7 @@ def greedy(model, prompt, length):
 
 def test_groups_come_back_in_order_with_exact_logprobs(manager, tokenizer, model):
     asked = prompts(tokenizer)
-    groups = manager.generate(asked, Sampling(n=5, temperature=0.8, max_response_length=12))
+    groups = manager.generate(asked, RolloutConfig(n=5, temperature=0.8, max_response_length=12))
     assert [group.prompt.uid for group in groups] == [0, 1, 2, 3]
     assert len({group.group_id for group in groups}) == 4
     samples = all_samples(groups)
@@ -146,12 +146,13 @@ def test_groups_come_back_in_order_with_exact_logprobs(manager, tokenizer, model
 
 def test_beam_groups_are_those_of_transformers(manager, tokenizer, model):
     asked, beam, end = prompts(tokenizer), BeamConfig(), model.config.eos_token_id
-    groups = manager.generate(asked, Sampling(n=3, temperature=1.0, max_response_length=8, beam=beam))
+    beams = RolloutConfig(n=3, max_response_length=8, strategy=Strategy.beam)
+    groups = manager.generate(asked, beams)
     for prompt, group in zip(asked, groups, strict=True):
         sequences, scores = transformers_beams(model, prompt.ids.tolist(), 3, (end,), 8, beam)
         assert [sample.response_ids.tolist() for sample in group.samples] == sequences
         assert [sample.rollout_logprobs.mean() for sample in group.samples] == pytest.approx(scores, abs=1e-5)
-    warm = manager.generate(asked, Sampling(n=3, temperature=0.7, max_response_length=8, beam=beam))
+    warm = manager.generate(asked, replace(beams, temperature=0.7))
     assert largest_difference(warm, model, 0.7) <= 1e-5
 
 
@@ -159,7 +160,7 @@ def test_a_batch_that_is_full_aborts_what_runs_and_what_waits(manager, tokenizer
     """Afterwards the engine serves as before."""
     asked = prompts(tokenizer) * 2
     handed_out = iter(asked)
-    sampling = Sampling(n=4, temperature=1.0, max_response_length=120)
+    sampling = RolloutConfig(n=4, max_response_length=120)
     filled = manager.fill(
         lambda count: [next(handed_out) for _ in range(count)],
         lambda group: group.prompt.uid != 0,
@@ -190,7 +191,7 @@ def test_requests_that_arrive_after_their_batch_was_aborted_are_not_answered(
         engine.submit.remote(batch, [Request((0, s), [1, 2, 3], {"max_new_tokens": 2}) for s in range(2)])
     )
     assert ray.get(engine.poll.remote(batch, 60.0), timeout=30) == []
-    groups = manager.generate(asked, Sampling(n=2, temperature=1.0, max_response_length=12))
+    groups = manager.generate(asked, RolloutConfig(n=2, max_response_length=12))
     assert largest_difference(groups, model, 1.0) <= 1e-5
 
 
@@ -198,11 +199,11 @@ def test_how_responses_end(manager, engines, tokenizer, model):
     asked = prompts(tokenizer)
     seven, end = tokenizer.encode("7")[0], model.config.eos_token_id
     template_ends_turns = RolloutManager(engines, manager._episodes, turn_ends=(int(seven),))
-    ends, plain = set(), Sampling(n=8, temperature=1.0, max_response_length=30)
+    ends, plain = set(), RolloutConfig(n=8, max_response_length=30)
     for used, sampling in (
         (manager, plain),
-        (manager, replace(plain, stop=("7",))),
-        (manager, replace(plain, stop_token_ids=(int(seven),))),
+        (manager, replace(plain, stop=["7"])),
+        (manager, replace(plain, stop_token_ids=[int(seven)])),
         (template_ends_turns, plain),
     ):
         for sample in all_samples(used.generate(asked, sampling)):
@@ -228,7 +229,7 @@ def open_batch(engines):
 def check_update(manager, engines, tokenizer, model, model_path):
     """Check that greedy decoding and log-probs follow the weights through an update, like transformers'."""
     asked = prompts(tokenizer)
-    sampling = Sampling(n=1, temperature=0.0, max_response_length=10)
+    sampling = RolloutConfig(n=1, temperature=0.0, max_response_length=10)
 
     def responses(groups):
         return [group.samples[0].response_ids.tolist() for group in groups]
@@ -251,7 +252,8 @@ def check_update(manager, engines, tokenizer, model, model_path):
         assert [(s.version, s.start, s.end) for s in sample.weight_spans] == [
             (41, 0, len(sample.response_ids))
         ]
-    assert largest_difference(manager.generate(asked, Sampling(4, 1.0, 10)), other, 1.0) <= 1e-5
+    sampled = manager.generate(asked, RolloutConfig(n=4, max_response_length=10))
+    assert largest_difference(sampled, other, 1.0) <= 1e-5
 
 
 def test_an_engine_follows_the_weights_through_an_update(manager, engines, tokenizer, model, arithmetic):
@@ -321,7 +323,7 @@ def test_an_engine_that_nobody_admitted_says_so_at_once(engines, tokenizer):
     engines.begin_update()
     batch = open_batch(engines)
     ray.get(engine.submit.remote(batch, [Request((0, 0), [1, 2], {"max_new_tokens": 2})]))
-    with pytest.raises(RuntimeError, match="engine 0 may not serve"):
+    with pytest.raises(RuntimeError, match="engine 0 cannot serve"):
         ray.get(engine.poll.remote(batch, 5.0))
     engines.end_update(engines.weight_version + 1)
     assert len(engines.score([[1, 2, 3]])[0]) == 2
@@ -330,7 +332,7 @@ def test_an_engine_that_nobody_admitted_says_so_at_once(engines, tokenizer):
 def test_an_update_the_engine_refuses_is_an_error(engines):
     command = SyncCommand(SyncKind.describe, 1, setup=None)
     with pytest.raises(
-        UserError, match=r"the engine refused update_weights_from_tensor: .*begin_weight_update"
+        UserError, match=r"engine 0 rejected update_weights_from_tensor: .*begin_weight_update"
     ):
         ray.get(engines.receive_weights(command))  # outside a session
 
@@ -342,7 +344,7 @@ def test_an_engine_that_is_not_in_fp8_as_planned_is_refused(engines, tmp_path):
     layouts = Layouts(read_architecture(str(tmp_path)), ParallelSizes(), EngineLayout(1, fp8=True), 1)
     resharding = Resharding(layouts, WeightSyncConfig(), folder="", call_timeout=60.0)
     engines.begin_update()
-    with pytest.raises(UserError, match=r"parameters are not those of the weight map .*No weights were sent"):
+    with pytest.raises(UserError, match=r"parameters do not match the weight map .*so no weights were sent"):
         resharding.transfer(None, engines, 1)
     engines.end_update(engines.weight_version + 1)
     resharding.close()
@@ -358,5 +360,5 @@ def test_an_engine_that_dies_is_named(manager, engines, tokenizer):
     start = time.monotonic()
     asked = prompts(tokenizer) * 60  # more than an engine finishes in a second
     with pytest.raises(ProcessDied, match=r"engine 0 died in `generate`.*; its log is .*engine0.log"):
-        manager.generate(asked, Sampling(n=8, temperature=1.0, max_response_length=200))
+        manager.generate(asked, RolloutConfig(n=8, max_response_length=200))
     assert time.monotonic() - start < 180

@@ -72,8 +72,8 @@ def test_an_aborted_episode_is_closed(closing, tmp_path):
 @pytest.mark.parametrize(
     ("do", "says"),
     [
-        ("raise at the end", "failed: ZeroDivisionError: planted at the end; the run goes on"),
-        ("spin at the end", "took longer than reward.timeout=1.0 s; the run goes on"),
+        ("raise at the end", "failed: ZeroDivisionError: planted at the end; the run continues"),
+        ("spin at the end", "took longer than reward.timeout=1.0 s; the run continues"),
     ],
 )
 def test_one_that_cannot_be_closed_is_one_message(places, tmp_path, capsys, do, says):

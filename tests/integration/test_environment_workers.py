@@ -74,7 +74,7 @@ def test_a_first_observation_follows_the_prompt(counting):
     assert sample.weight_spans == (WeightSpan(3, 2, 5),)
     with pytest.raises(
         UserError,
-        match=r"record 7: .*first observation has 3 tokens, so none of the 3 tokens of .* is left",
+        match=r"record 7: .*first observation has 3 tokens, which leaves none of the 3 tokens of",
     ):
         play(counting, Script(), prompt(first="abc?"), limit=3)
 
@@ -146,7 +146,7 @@ STEP = r"environment tests.unit.toy_environments:Obedient: step\('{}'\) on recor
         ("text", "returned 'good'; it must return a StepResult"),
         ("nothing", "returned None; it must return a StepResult"),
         ("bad observation", "returned .*observation must be text or chat messages"),
-        ("bad reward", "returned .*the reward must be a number, is 'high' of type str"),
+        ("bad reward", "returned .*the reward must be a number, but is 'high' of type str"),
         ("nan", "returned .*the reward must be finite"),
         ("bad done", "returned .*done must be true or false"),
         ("bad component", "returned .*'x' must be a number"),
@@ -221,7 +221,7 @@ def test_an_episode_whose_process_was_replaced_is_lost():
     rollout = RolloutConfig(environment="tests.unit.toy_environments:Obedient")
     (lost,) = _Host(rollout, RewardConfig(), decode).work([("step", 3, (encode("fine"),))], 1.0)
     assert isinstance(lost, ProcessLost)
-    assert "the process of an episode has died" in str(lost)
+    assert "the process of an episode died" in str(lost)
 
 
 @pytest.mark.slow
@@ -230,7 +230,7 @@ def test_one_that_cannot_be_interrupted(places):
     environments = of("Obedient", places(1), timeout=1.0)
     try:
         with pytest.raises(
-            UserError, match=r"did not return within reward.timeout=1.0 s, and cannot be interrupted"
+            UserError, match=r"did not return within reward.timeout=1.0 s and cannot be interrupted"
         ):
             play(environments, Script("deaf"))
     finally:

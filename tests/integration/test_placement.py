@@ -128,9 +128,9 @@ def test_processes_are_where_their_slots_are_and_see_their_devices(
             configured(S, group=8),
             8,
             0,
-            "megatron.tensor_parallel=8: .* must be on one node, which has 4 devices",
+            "megatron.tensor_parallel=8 exceeds the 4 devices of a node; .* set it to at most 4",
         ),
-        (configured(S, engine_tp=6), 0, 1, "rollout.engine.tensor_parallel=6: .* must be a multiple of 4"),
+        (configured(S, engine_tp=6), 0, 1, "rollout.engine.tensor_parallel=6 must be a multiple of 4"),
         (configured(C, group=3, engine_tp=2), 6, 3, "would cross nodes; make one a multiple of the other"),
     ],
 )
@@ -142,7 +142,7 @@ def test_what_would_cross_nodes_is_refused(two_nodes, config, ranks, engines, sa
 def test_what_no_node_has_room_for_is_said(two_nodes):
     """Eight devices are enough in total, but two groups of three leave only one free on each node."""
     with pytest.raises(
-        UserError, match=r"in groups of 2, 3 that are each on one node; the Ray cluster has .*'GPU': 8"
+        UserError, match=r"in groups of 2, 3 that are each on one node, and the Ray cluster has .*'GPU': 8"
     ):
         allocate(configured(S, group=3, engine_tp=2), 6, 1, timeout=2.0)
 

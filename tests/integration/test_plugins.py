@@ -187,7 +187,7 @@ def test_a_decorated_name_other_than_the_functions(tmp_path, monkeypatch):
 
 
 def test_a_filter_that_leaves_nothing():
-    with pytest.raises(UserError, match=r"'nonzero_variance'\] leave none of the step's 2 groups"):
+    with pytest.raises(UserError, match=r"'nonzero_variance'\] removed all 2 groups of the step"):
         apply_filters(
             groups([1, 1], [0.1, 0.1]), configured("algorithm.filters=[nonzero_variance]").algorithm
         )

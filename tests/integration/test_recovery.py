@@ -317,6 +317,6 @@ def test_a_node_that_leaves_ends_the_run(two_nodes, arithmetic, tmp_path, capsys
         main(["train", *arguments(arithmetic, tmp_path, "run.total_steps=1000", "checkpoint.every=1")]) == 3
     )
     assert (
-        "1 of the 2 nodes of this run have left the Ray cluster; start the run again on working nodes"
+        "the Ray cluster has lost 1 of the 2 nodes of this run; start the run again on working nodes"
         in capsys.readouterr().err
     )

@@ -60,7 +60,9 @@ def test_a_missing_shard(capsys, arithmetic, sharded, tmp_path):
     shutil.copytree(sharded, tmp_path / "m")
     gone = sorted((tmp_path / "m").glob("*.safetensors"))[1]
     gone.unlink()
-    assert f"shard {gone.name} is missing" in refusal(capsys, arithmetic, f"model.path={tmp_path}/m")
+    assert f"lists files that are missing ({gone.name})" in refusal(
+        capsys, arithmetic, f"model.path={tmp_path}/m"
+    )
 
 
 def test_a_truncated_shard(capsys, arithmetic, sharded, tmp_path):
@@ -79,7 +81,7 @@ def test_a_malformed_line(capsys, arithmetic, tmp_path):
 def test_an_empty_dataset(capsys, arithmetic, tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_text("\n")
-    assert f"{path} has no records" in refusal(capsys, arithmetic, f"data.train={path}")
+    assert f"{path} contains no records" in refusal(capsys, arithmetic, f"data.train={path}")
 
 
 def test_a_prompt_that_is_too_long(capsys, arithmetic, tmp_path):
@@ -109,7 +111,7 @@ def test_a_model_for_shorter_sequences(capsys, arithmetic):
         capsys, arithmetic, "rollout.max_response_length=4000", "train.max_tokens_per_micro_batch=8192"
     )
     assert "= 4064, but" in message
-    assert "is made for 2048 positions" in message
+    assert "supports only 2048 positions" in message
 
 
 def test_a_reward_that_does_not_exist(capsys, arithmetic):
@@ -125,7 +127,7 @@ def test_a_model_that_is_not_there_or_not_known(capsys, arithmetic, tmp_path):
     config["architectures"] = ["MambaForCausalLM"]
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
     assert (
-        "there is no weight map for the architecture MambaForCausalLM; supported: "
+        "the architecture MambaForCausalLM is not supported; supported are "
         "LlamaForCausalLM, MistralForCausalLM" in refusal(capsys, arithmetic, f"model.path={tmp_path}/m")
     )
 

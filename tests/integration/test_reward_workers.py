@@ -18,12 +18,13 @@ from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.cluster.worker_pool import worker_places
 from grpo_megatron.config.reward import OnFailure, RewardConfig
+from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.errors import ProcessLost, UserError
 from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rewards.scoring import ScorerSpec
 from grpo_megatron.rollout.episodes import SingleTurn
-from grpo_megatron.rollout.manager import RolloutManager, Sampling
+from grpo_megatron.rollout.manager import RolloutManager
 from tests.integration.helpers import letters, spelled
 from tests.integration.test_engine import running
 
@@ -61,7 +62,7 @@ FAULTS = {
         r"its process \(reward worker 0\) died \(out of memory, killed, or it called exit\); its "
         r"log is .*reward_worker0.log"
     ),
-    "deaf": "did not return within reward.timeout=2.0 s, and cannot be interrupted",
+    "deaf": "did not return within reward.timeout=2.0 s and cannot be interrupted",
     "eat": "MemoryError",
     "write": "File too large",
 }
@@ -177,7 +178,7 @@ def test_a_worker_that_is_killed_is_replaced(places, capsys):
         pids = {one.reward for one in run(workers, *["pid"] * 50)}
         assert len(pids) == 1
         assert pids != {first.reward}
-        assert "the calls that it was working on are tried once more" in capsys.readouterr().out
+        assert "the calls that it was working on are retried once" in capsys.readouterr().out
     finally:
         workers.close()
 
@@ -267,7 +268,7 @@ def test_many_rewards_at_once_do_not_slow_generation(ray_here, arithmetic, tmp_p
                 for name, episodes in turns.items():
                     manager = RolloutManager(engines, episodes)
                     begun = time.monotonic()
-                    manager.generate(asked, Sampling(n=4, temperature=1.0, max_response_length=64))
+                    manager.generate(asked, RolloutConfig(n=4, max_response_length=64))
                     if number >= 2:
                         seconds[name].append(episodes.generated - begun)
         finally:

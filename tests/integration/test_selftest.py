@@ -78,9 +78,14 @@ def test_a_sound_run(verdict):
     assert "engine and trainer agree" in found.text()
 
 
+def sampling(config, **changes):
+    """Return a configuration by which the engines sample otherwise than the trainer believes."""
+    return replace(config, rollout=replace(config.rollout, **changes))
+
+
 def test_another_temperature(controller, verdict, monkeypatch):
     source = controller.rollouts.source
-    monkeypatch.setattr(source, "_sampling", replace(source._sampling, temperature=0.8))
+    monkeypatch.setattr(source, "_config", sampling(source._config, temperature=0.8))
     (found,) = verdict().explanations
     assert found.startswith("temperature:")
     assert "at 0.8;" in found
@@ -89,7 +94,7 @@ def test_another_temperature(controller, verdict, monkeypatch):
 def test_top_p(controller, verdict, monkeypatch):
     """SGLang's log-probs are those of the whole distribution. Only the samples themselves reveal top-p."""
     source = controller.rollouts.source
-    monkeypatch.setattr(source, "_sampling", replace(source._sampling, top_p=0.7))
+    monkeypatch.setattr(source, "_config", sampling(source._config, top_p=0.7))
     found = verdict()
     assert max(found.mean) < found.limit
     assert [text.split(":")[0] for text in found.explanations] == ["top-p"]
@@ -175,7 +180,7 @@ def test_an_engine_one_version_behind(controller, verdict, monkeypatch):
     monkeypatch.setattr(weights, "scale", counted)
     with intercepted(controller, monkeypatch, send_those_before):
         (found,) = verdict().explanations
-    assert found.startswith("weight version: other weights were synced")
+    assert found.startswith("weight version: a sync of different weights")
 
 
 def test_weights_that_came_late(controller, verdict, monkeypatch):
@@ -255,4 +260,4 @@ def test_what_was_not_measured_is_null():
 
 def test_a_replay_has_no_engine(arguments, capsys):
     assert main(["selftest", *arguments, "run.name=replay", "rollout.replay=x.jsonl"]) == 2
-    assert "rollout.replay leaves no engine" in capsys.readouterr().err
+    assert "rollout.replay runs no engine" in capsys.readouterr().err

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from grpo_megatron.config.engine import EngineConfig, KVCacheDtype, Quantization
+from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.config.schema import ModelConfig
-from grpo_megatron.rollout.manager import Sampling
+from grpo_megatron.rollout.manager import sampling_parameters
 from grpo_megatron.sglang.arguments import engine_arguments, node_arguments
 from tests.tools import unpacked
 
@@ -62,9 +63,7 @@ def asked_of(release: Path | None, model: str, **changes) -> dict:
             )
             | {"attention_backend": "torch_native"}  # the platform registers its own
         )
-    sampling = Sampling(
-        n=2, temperature=1.0, max_response_length=8, stop=("x",), stop_token_ids=(3,)
-    ).parameters()
+    sampling = sampling_parameters(RolloutConfig(stop=["x"], stop_token_ids=[3]))
     path = [str(folder) for folder in (release, Path.cwd()) if folder]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(

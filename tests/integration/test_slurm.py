@@ -148,7 +148,7 @@ def test_what_cannot_run_is_refused_before_it_is_queued(slurm, arithmetic, tmp_p
     says = submit(
         env, tmp_path, "--nodes", 2, "--partition", "gold", *run_arguments(arithmetic, tmp_path), status=2
     )
-    assert "error: Slurm refuses the job: " in says
+    assert "error: Slurm rejected the job: " in says
     assert "invalid partition" in says
     assert asked(slurm, "scontrol", "show", "jobs", "-o").count("JobId=") == before
 

@@ -168,7 +168,7 @@ def test_a_turn_makes_no_call_for_which_it_has_no_time():
     [
         (["abacus"], "rollout.tools=abacus is unknown; choose one of python, "),
         ([CALCULATOR, CALCULATOR], "two functions have the same name"),
-        ([f"{HERE}:undescribed"], "a tool needs type hints, and a docstring"),
+        ([f"{HERE}:undescribed"], "a tool must have type hints and a docstring"),
     ],
 )
 def test_tools_that_cannot_be_used(names, says):

@@ -34,7 +34,7 @@ def test_a_checkpoint_of_a_run_converts_to_what_the_run_exported(ray_here, arith
     common = [f"run.root={tmp_path}", "run.name=sft", f"model.path={arithmetic}/model", "run.total_steps=3"]
     assert main(["sft", *common, *data, *layout]) == 0
     checkpoint = tmp_path / "sft" / "checkpoints" / "step_00000003"
-    assert "give the HF folder of the checkpoint's model as --hf" in tool(
+    assert "give the model's HF folder with --hf" in tool(
         "convert_megatron_to_hf", checkpoint, tmp_path / "x", status=2
     )
     tool("convert_megatron_to_hf", checkpoint, tmp_path / "hf", "--hf", arithmetic / "model")

@@ -22,7 +22,6 @@ from grpo_megatron.cluster.placement import allocate
 from grpo_megatron.cluster.processes import ProcessDied
 from grpo_megatron.config.command import Command
 from grpo_megatron.data import PromptTokenizer, load_prompts
-from grpo_megatron.megatron.spec import actor_spec
 from grpo_megatron.monitoring.charts import OTHERS, charts_of
 from grpo_megatron.preflight.check import load_config
 from grpo_megatron.rollout.record import Replay
@@ -248,7 +247,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_finished_run_ends_at_once(
     capsys.readouterr()
     assert_same(replay(arithmetic, root, "bits", "run.resume=auto"), whole, rtol=0)
     said = capsys.readouterr().out
-    assert f"passed over: {shard} does not match its digest" in said
+    assert f"skipped a checkpoint: {shard} does not match its digest" in said
     assert f"continues from {folder}/checkpoints/step_00000002" in said
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert names == ["step_00000002", "step_00000003", "step_00000003.aside"]
@@ -256,7 +255,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_finished_run_ends_at_once(
     replay(arithmetic, root, "bits", "run.resume=auto")
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 2
-    assert "is finished: it has made 3 steps of 3" in said[0]
+    assert "is finished: it made 3 of 3 steps" in said[0]
     assert json.loads(said[1]) == json.loads(last_line)
 
 
@@ -281,7 +280,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused(recorded, arithmetic, root, t
     (tmp_path / "state.json").write_text("{}")
     changes = [f"run.resume={tmp_path}", f"rollout.replay={root}/rollouts.jsonl", "run.name=refused"]
     assert main(["train", *arguments(arithmetic, root, *changes)]) == 2
-    assert "not a whole checkpoint" in capsys.readouterr().err
+    assert "not a complete checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -291,13 +290,13 @@ def test_a_rank_that_dies_is_named(recorded, arithmetic, root, tmp_path):
     The group can be started anew.
     """
     config = load_config(None, arguments(arithmetic, root, "megatron.tensor_parallel=2"))
+    config.cluster.call_timeout = 60.0
     batch = TrainBatch.from_samples(
         [s for group in Replay(f"{root}/rollouts.jsonl").read(1) for s in group.samples]
     )
     cluster = allocate(config, num_ranks=2, num_engines=0)
-    actor = PolicyTrainer(
-        cluster, actor_spec(config), config.megatron, 0, str(tmp_path), 60, HangDetector(str(tmp_path), 600)
-    )
+    detector = HangDetector(str(tmp_path), 600)
+    actor = PolicyTrainer(cluster, config, Command.train, str(tmp_path), detector)
 
     before = actor.logprobs(batch, schedule(batch.lengths, 128))
     saver = Checkpoints(str(tmp_path / "checkpoints"), config.checkpoint, actor.checkpoints)
@@ -340,7 +339,7 @@ def test_weights_that_are_not_numbers_end_the_run(recorded, arithmetic, root, tm
     assert main(["train", *arguments(arithmetic, root, *changes)]) == 2
     said = capsys.readouterr().err
     assert re.search(
-        r"1 parameters hold NaN or infinity since they were loaded, such as "
+        r"1 parameters contain NaN or infinity since they were loaded, such as "
         r"\S*norm\S* on trainer rank 0 of 1",
         said,
     )

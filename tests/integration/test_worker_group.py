@@ -115,7 +115,7 @@ def test_what_fails_names_the_rank_and_the_call(group):
 
 def test_a_call_that_takes_too_long_names_who_is_not_done(group):
     group._timeout = 2
-    with pytest.raises(UserError, match=r"`sleep` was not finished within 2 s by member 1 of 3$"):
+    with pytest.raises(UserError, match=r"^member 1 of 3 did not finish `sleep` within 2 s$"):
         group.call("sleep", [(0,), (30,), (0,)])
 
 

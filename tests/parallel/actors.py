@@ -7,22 +7,29 @@ from grpo_megatron.batch.layout import Layout
 from grpo_megatron.batch.pairs import schedule_pairs
 from grpo_megatron.batch.schedule import schedule
 from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.config.schema import Config
 from grpo_megatron.megatron.actor import Actor
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.megatron.state.hf_weights import iterate_hf
+from tests.configs import sizes_of
 
 
 def micro_batches(
-    batch: TrainBatch, spec: ActorSpec, dp_rank: int, packing: bool, max_tokens: int = 160
+    batch: TrainBatch,
+    config: Config,
+    dp_rank: int,
+    packing: bool,
+    max_tokens: int = 160,
+    pairs: bool = False,
 ) -> tuple:
-    multiple = Layout(cp=spec.sizes.cp).sequence_multiple
-    plan = (schedule_pairs if spec.scalar_head else schedule)(
+    sizes = sizes_of(config)
+    multiple = Layout(cp=sizes.cp).sequence_multiple
+    plan = (schedule_pairs if pairs else schedule)(
         batch.lengths,
         max_tokens,
-        dp=spec.sizes.dp,
+        dp=sizes.dp,
         packing=packing,
         sequence_multiple=multiple,
-        multiple_of=spec.sizes.micro_batch_multiple,
+        multiple_of=sizes.micro_batch_multiple,
     )
     return plan, [batch.select(mb) for mb in plan.micro_batches[dp_rank]]
 
@@ -44,20 +51,20 @@ def reference_logprobs(actor: Actor, parts: list[TrainBatch], **options) -> np.n
     return values
 
 
-def logprobs(spec: ActorSpec, batch: TrainBatch, packing: bool, reference: bool = False):
+def logprobs(config: Config, batch: TrainBatch, packing: bool, reference: bool = False):
     """Return the log-probs of all tokens of this replica's sequences, in the order of the batch."""
-    actor = Actor(spec)
-    plan, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing)
+    actor = Actor(config)
+    plan, parts = micro_batches(batch, config, actor.rank.dp_rank, packing)
     values = reference_logprobs(actor, parts) if reference else actor.passes.logprobs(parts)
     if values is None:
         return None
     return in_order(batch, plan, actor, values)
 
 
-def probes(spec: ActorSpec, batch: TrainBatch, temperature: float):
+def probes(config: Config, batch: TrainBatch, temperature: float):
     """Return {probe: values [T] or [2, T] of this replica's sequences, zero elsewhere}."""
-    actor = Actor(spec)
-    plan, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
+    actor = Actor(config)
+    plan, parts = micro_batches(batch, config, actor.rank.dp_rank, packing=True)
     values = {"logprobs": actor.passes.logprobs(parts), "probe": actor.passes.probe(parts, temperature, None)}
     for dtype in (torch.float32, torch.bfloat16):
         values[dtype] = actor.passes.probe(parts, temperature, dtype)
@@ -70,22 +77,22 @@ def probes(spec: ActorSpec, batch: TrainBatch, temperature: float):
     return {name: in_order(batch, plan, actor, value) for name, value in values.items()}
 
 
-def round_trip(spec: ActorSpec, folder: str, dtype):
+def round_trip(config: Config, folder: str, dtype):
     """Convert HF -> Megatron -> HF."""
-    Actor(spec).weights.save_hf(folder, dtype)
+    Actor(config).weights.save_hf(folder, dtype)
 
 
-def exported_tensors(spec: ActorSpec):
+def exported_tensors(config: Config):
     """Return {HF name: tensor} on ranks that export it, {} elsewhere."""
-    actor = Actor(spec)
+    actor = Actor(config)
     tensors = iterate_hf(actor.model.chunks, actor.model.entries)
     return {name: tensor.detach().clone() for name, tensor in tensors}
 
 
-def logprobs_and_round_trip(spec: ActorSpec, batch: TrainBatch, folder: str):
+def logprobs_and_round_trip(config: Config, batch: TrainBatch, folder: str):
     """Return one actor's log-probs of the batch, and export it as HF to `folder`."""
-    actor = Actor(spec)
-    plan, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
+    actor = Actor(config)
+    plan, parts = micro_batches(batch, config, actor.rank.dp_rank, packing=True)
     values = actor.passes.logprobs(parts)
     actor.weights.save_hf(folder)
     if values is None:
@@ -93,12 +100,12 @@ def logprobs_and_round_trip(spec: ActorSpec, batch: TrainBatch, folder: str):
     return in_order(batch, plan, actor, values)
 
 
-def train_with_reference(spec: ActorSpec, batches: list[TrainBatch], loss):
+def train_with_reference(config: Config, batches: list[TrainBatch], loss):
     """Do optimizer steps with a reference pass before each."""
-    actor = Actor(spec)
+    actor = Actor(config)
     results = []
     for batch in batches:
-        _, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
+        _, parts = micro_batches(batch, config, actor.rank.dp_rank, packing=True)
         before = reference_logprobs(actor, parts)
         results.append(actor.passes.train_step(parts, loss, step_tokens=batch.num_tokens))
         after = reference_logprobs(actor, parts)
@@ -106,14 +113,14 @@ def train_with_reference(spec: ActorSpec, batches: list[TrainBatch], loss):
     return results if actor.rank.reports else None
 
 
-def broken_weights(spec, batch):
+def broken_weights(config, batch):
     """Return what `weights.broken` reports before and after a NaN is put into the last rank's last
     parameter.
     """
-    actor = Actor(spec)
+    actor = Actor(config)
     sound = actor.weights.broken()
     name, parameter = list(actor.model.chunks[-1].named_parameters())[-1]
-    if actor.rank.rank == spec.sizes.world_size - 1:
+    if actor.rank.rank == sizes_of(config).world_size - 1:
         with torch.no_grad():
             parameter.view(-1)[-1] = torch.nan
     return sound, actor.weights.broken(), name

@@ -33,12 +33,12 @@ def fill(actor: Actor) -> None:
                 )
 
 
-def logprobs_and_export(spec, batch, folder):
+def logprobs_and_export(config, batch, folder):
     """Return (log-probs with the adapters, log-probs of the reference), and export to `folder`."""
-    actor = Actor(spec)
+    actor = Actor(config)
     base = {name: p.detach().clone() for name, p in local_parameters(actor.model.chunks).items()}
     fill(actor)
-    plan, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
+    plan, parts = micro_batches(batch, config, actor.rank.dp_rank, packing=True)
     adapted, reference = actor.passes.logprobs(parts), reference_logprobs(actor, parts)
     actor.weights.save_hf(folder)
     assert all(torch.equal(base[name], p) for name, p in local_parameters(actor.model.chunks).items()), (
@@ -49,15 +49,15 @@ def logprobs_and_export(spec, batch, folder):
     return in_order(batch, plan, actor, adapted), in_order(batch, plan, actor, reference)
 
 
-def memory_after_a_step(spec, batch, loss):
+def memory_after_a_step(config, batch, loss):
     """Return memory figures after a step.
 
     They are bytes by kind, the elements of the adapters, of the model and of the reference's memory, and the
     merged weights that changed.
     """
-    actor = Actor(spec)
+    actor = Actor(config)
     before = {name: p.detach().clone() for name, p in local_parameters(actor.model.chunks).items()}
-    _, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
+    _, parts = micro_batches(batch, config, actor.rank.dp_rank, packing=True)
     actor.passes.train_step(parts, loss, batch.num_tokens)
     after = MergedWeights(actor.model.chunks)
     changed = [name for name in before if not torch.equal(before[name], after[name])]
@@ -69,19 +69,19 @@ def memory_after_a_step(spec, batch, loss):
 
 
 def _step(actor, batch, loss):
-    _, parts = micro_batches(batch, actor.spec, actor.rank.dp_rank, packing=True)
+    _, parts = micro_batches(batch, actor.config, actor.rank.dp_rank, packing=True)
     actor.passes.train_step(parts, loss, batch.num_tokens)
     return {
         name: p.detach().clone() for name, p in local_parameters(actor.model.chunks, adapters=True).items()
     }
 
 
-def train_and_save(spec, batches, loss, folder):
+def train_and_save(config, batches, loss, folder):
     """Return the adapters after a step on each batch.
 
     The checkpoint in `folder` has those after the first step.
     """
-    actor = Actor(spec)
+    actor = Actor(config)
     fill(actor)
     found = [_step(actor, batches[0], loss)]
     actor.checkpoints.begin(folder)
@@ -89,9 +89,9 @@ def train_and_save(spec, batches, loss, folder):
     return found + [_step(actor, batch, loss) for batch in batches[1:]]
 
 
-def load_and_train(spec, batches, loss, folder):
+def load_and_train(config, batches, loss, folder):
     """Return the adapters of the checkpoint, and after a step on each batch."""
-    actor = Actor(spec)
+    actor = Actor(config)
     actor.checkpoints.load(folder)
     loaded = {
         name: p.detach().clone() for name, p in local_parameters(actor.model.chunks, adapters=True).items()
@@ -99,17 +99,17 @@ def load_and_train(spec, batches, loss, folder):
     return [loaded] + [_step(actor, batch, loss) for batch in batches]
 
 
-def refusal(spec, folder):
+def refusal(config, folder):
     """Return the message with which loading refuses the checkpoint, or None."""
     try:
-        Actor(spec).checkpoints.load(folder)
+        Actor(config).checkpoints.load(folder)
     except UserError as error:
         return str(error)
 
 
-def merged_weights(spec):
+def merged_weights(config):
     """Return {HF name: tensor with its adapter merged} of the tensors that this rank exports."""
-    actor = Actor(spec)
+    actor = Actor(config)
     fill(actor)
     merged = MergedWeights(actor.model.chunks)
     tensors = iterate_hf(actor.model.chunks, actor.model.entries, values=merged)

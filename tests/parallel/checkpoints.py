@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from grpo_megatron.config.schema import CheckpointConfig
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.actor import Actor
-from grpo_megatron.megatron.spec import TrainResult
 from grpo_megatron.megatron.state import checkpoint, checkpoint_files, shards
+from grpo_megatron.megatron.train_result import TrainResult
 from grpo_megatron.run.checkpoints import Checkpoints, SaveReport
 from grpo_megatron.run.manifest import DamagedCheckpoint
 from tests.messages import logged
@@ -58,9 +58,9 @@ def _small_pieces():
         shards._MOST_ELEMENTS = most
 
 
-def save(spec, batches, loss, folder) -> Outcome:
+def save(config, batches, loss, folder) -> Outcome:
     """Do a step on each batch. The checkpoint is saved before the last one."""
-    actor = Actor(spec)
+    actor = Actor(config)
     for batch in batches[:-1]:
         step(actor, batch, loss)
     at = _state(actor)
@@ -71,12 +71,12 @@ def save(spec, batches, loss, folder) -> Outcome:
     return Outcome(at, _state(actor), result)
 
 
-def resume(spec, batch, loss, folder, again=None) -> Outcome:
+def resume(config, batch, loss, folder, again=None) -> Outcome:
     """Load the checkpoint and do a step.
 
     again: folder to save what was loaded, or None.
     """
-    actor = Actor(spec)
+    actor = Actor(config)
     actor.checkpoints.load(folder)
     at = _state(actor)
     if again:
@@ -86,7 +86,7 @@ def resume(spec, batch, loss, folder, again=None) -> Outcome:
     return Outcome(at, _state(actor), result)
 
 
-def save_while_training(spec, batches, loss, folder, not_waiting=None) -> State:
+def save_while_training(config, batches, loss, folder, not_waiting=None) -> State:
     """Save slowly while the ranks train, use the reference and sleep.
 
     Return the state at the begin of the checkpoint.
@@ -94,7 +94,7 @@ def save_while_training(spec, batches, loss, folder, not_waiting=None) -> State:
     not_waiting: a planted fault, "weights" or "states". Code that changes these does not wait until they are
         read.
     """
-    actor = Actor(spec)
+    actor = Actor(config)
     step(actor, batches[0], loss)
     at = _state(actor)
     write, wait = torch.save, checkpoint_files.Writer.wait_until_read
@@ -123,7 +123,7 @@ def save_while_training(spec, batches, loss, folder, not_waiting=None) -> State:
         checkpoint_files.torch.save, checkpoint_files.Writer.wait_until_read = slowly, waits
         actor.checkpoints.begin(folder)
         assert not actor.checkpoints.written()
-        parts = micro_batches(batches[1], spec, actor.rank.dp_rank, packing=True)[1]
+        parts = micro_batches(batches[1], config, actor.rank.dp_rank, packing=True)[1]
         reference_logprobs(actor, parts)
         if not_waiting is None:
             actor.memory.sleep()
@@ -136,12 +136,12 @@ def save_while_training(spec, batches, loss, folder, not_waiting=None) -> State:
     return at
 
 
-def fail(spec, batches, loss, folder) -> str:
+def fail(config, batches, loss, folder) -> str:
     """Return the error of a checkpoint that cannot be written.
 
     Training goes on, and the next checkpoint is written.
     """
-    actor = Actor(spec)
+    actor = Actor(config)
     actor.checkpoints.begin(folder)
     step(actor, batches[0], loss)
     said = ""
@@ -154,11 +154,11 @@ def fail(spec, batches, loss, folder) -> str:
     return said
 
 
-def refusals(spec, other, folder) -> list[str]:
+def refusals(config, other, folder) -> list[str]:
     """Return the errors on loading a checkpoint of another model, one with only weights, and one without
     .metadata.
     """
-    actor = Actor(spec)
+    actor = Actor(config)
     folders = [f"{folder}/{name}" for name in ("other", "weights", "begun")]
     another = Actor(other)
     another.checkpoints.begin(folders[0])
@@ -176,9 +176,9 @@ def refusals(spec, other, folder) -> list[str]:
     return said
 
 
-def save_as_a_run(spec, batches, loss, folder) -> list[State]:
+def save_as_a_run(config, batches, loss, folder) -> list[State]:
     """Save a checkpoint before each step, as a run does, and return the states."""
-    actor, states = Actor(spec), []
+    actor, states = Actor(config), []
     saver = Checkpoints(folder, CheckpointConfig(every=1, async_save=False, keep=9), Kept(actor))
     for number, batch in enumerate(batches):
         states.append(_state(actor))
@@ -187,12 +187,12 @@ def save_as_a_run(spec, batches, loss, folder) -> list[State]:
     return states
 
 
-def save_to_a_full_disk(spec, batches, loss, folder) -> tuple[list[str], State]:
+def save_to_a_full_disk(config, batches, loss, folder) -> tuple[list[str], State]:
     """Save before each step like a run, while another file fills the disk until the third.
 
     Return its output and last state.
     """
-    actor, state = Actor(spec), None
+    actor, state = Actor(config), None
     root = Path(folder)
     saver = Checkpoints(
         f"{folder}/checkpoints", CheckpointConfig(every=1, async_save=False, keep=1), Kept(actor)
@@ -231,18 +231,18 @@ class ResetOutcome(NamedTuple):
     reference: np.ndarray | None
 
 
-def _logprobs(actor, spec, batch) -> ResetOutcome:
-    parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)[1]
+def _logprobs(actor, config, batch) -> ResetOutcome:
+    parts = micro_batches(batch, config, actor.rank.dp_rank, packing=True)[1]
     return ResetOutcome(actor.passes.logprobs(parts), reference_logprobs(actor, parts))
 
 
-def save_after_reset(spec, batches, loss, folder) -> ResetOutcome:
+def save_after_reset(config, batches, loss, folder) -> ResetOutcome:
     """Reset the reference between two steps, and again while the checkpoint is slowly written."""
-    actor = Actor(spec)
+    actor = Actor(config)
     step(actor, batches[0], loss)
     actor.weights.reset_reference()
     step(actor, batches[1], loss)
-    expected = _logprobs(actor, spec, batches[2])
+    expected = _logprobs(actor, config, batches[2])
     write = torch.save
 
     def slowly(value, file):
@@ -260,18 +260,18 @@ def save_after_reset(spec, batches, loss, folder) -> ResetOutcome:
     return expected
 
 
-def resume_after_reset(spec, batch, folder) -> ResetOutcome:
-    actor = Actor(spec)
+def resume_after_reset(config, batch, folder) -> ResetOutcome:
+    actor = Actor(config)
     actor.checkpoints.load(folder)
-    return _logprobs(actor, spec, batch)
+    return _logprobs(actor, config, batch)
 
 
-def random_numbers(spec, folder, resumed: bool) -> list[float]:
+def random_numbers(config, folder, resumed: bool) -> list[float]:
     """Return the numbers that a rank draws after a checkpoint.
 
     resumed: True to draw them after loading, False in the process that saves.
     """
-    actor = Actor(spec)
+    actor = Actor(config)
     if resumed:
         actor.checkpoints.load(folder)
     else:

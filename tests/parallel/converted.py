@@ -3,17 +3,17 @@
 import torch
 
 from grpo_megatron.megatron.layers.build import build_model
-from grpo_megatron.megatron.spec import ModelSpec
 from grpo_megatron.megatron.state import checkpoint
 from grpo_megatron.megatron.state.hf_weights import local_parameters
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
+from tests.configs import actor_config
 
 
 def load_and_save(sizes: ParallelSizes, hf: str, source: str, target: str) -> None:
     """Load the shards of `source` into a model like a trainer, and save them again in this layout."""
-    chunks = build_model(read_architecture(hf), ModelSpec(sizes, torch.float32))
+    chunks = build_model(read_architecture(hf), actor_config(hf, sizes))
     checkpoint.load_weights(source, chunks)
     checkpoint.save_weights(target, chunks)
 
@@ -26,7 +26,7 @@ def compare_with_mbridge(hf: str, converted: str) -> dict[str, list[str]]:
     from mbridge import AutoBridge
 
     arch, source = read_architecture(hf), HFCheckpoint(hf)
-    chunks = build_model(arch, ModelSpec(ParallelSizes(), torch.float32))
+    chunks = build_model(arch, actor_config(hf))
     checkpoint.load_weights(converted, chunks)
     bridge = AutoBridge.from_pretrained(hf, dtype=torch.float32)
     ours = local_parameters(chunks)

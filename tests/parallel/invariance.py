@@ -4,30 +4,32 @@ import importlib
 import re
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.config.command import Command
+from grpo_megatron.config.schema import Config
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.process_groups import RankInfo
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.megatron.state.hf_weights import local_parameters, whole_tensors
 from grpo_megatron.metrics import Metrics, merge, to_floats
 from grpo_megatron.model.adapters import adapter_entries
 from grpo_megatron.model.families import weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.model.pieces import box
+from tests.configs import sizes_of, with_megatron
 from tests.parallel.actors import micro_batches, reference_logprobs
 
 
 @dataclass
 class Case:
-    """One way to compute two optimizer steps. If the spec has adapters, they are compared."""
+    """One way to compute two optimizer steps. If the model has adapters, they are compared."""
 
-    spec: ActorSpec
-    """The actor's spec."""
+    config: Config
+    """The actor's configuration."""
     loss: object
     """The loss."""
     batches: list[TrainBatch]
@@ -37,13 +39,15 @@ class Case:
     max_tokens: int = 256
     """Most tokens of a micro-batch."""
     partition: ParallelSizes | None = None
-    """Layout whose micro-batches are used, if not that of spec: one rank can follow the partition of
+    """Layout whose micro-batches are used, if not that of config: one rank can follow the partition of
     several.
     """
     fault: str | None = None
     """Name of a planted fault, or None."""
     start: Callable[[Actor], None] | None = None
     """Called with the actor before the first step."""
+    command: Command = Command.train
+    """Command of the run: a policy or a reward model is trained."""
 
 
 @dataclass
@@ -64,7 +68,7 @@ class RankResult:
 
 def two_steps(case: Case) -> RankResult:
     with planted(case.fault):
-        actor = Actor(case.spec)
+        actor = Actor(case.config, case.command)
         if case.start:
             case.start(actor)
         trained = local_parameters(actor.model.chunks, adapters=bool(actor.model.adapters))
@@ -88,11 +92,14 @@ def two_steps(case: Case) -> RankResult:
 
 
 def share(case: Case, batch: TrainBatch, dp_rank: int) -> list[TrainBatch]:
-    sizes = case.partition or case.spec.sizes
-    spec = replace(case.spec, sizes=sizes)
-    ranks = [dp_rank] if case.spec.sizes.dp == sizes.dp else range(sizes.dp)
+    sizes = case.partition or sizes_of(case.config)
+    config = with_megatron(case.config, **sizes.settings())
+    ranks = [dp_rank] if sizes_of(case.config).dp == sizes.dp else range(sizes.dp)
+    pairs = case.command == Command.reward_model
     return [
-        part for rank in ranks for part in micro_batches(batch, spec, rank, case.packing, case.max_tokens)[1]
+        part
+        for rank in ranks
+        for part in micro_batches(batch, config, rank, case.packing, case.max_tokens, pairs)[1]
     ]
 
 
@@ -102,7 +109,7 @@ def owned_gradient(actor: Actor, parameter) -> tuple[int, torch.Tensor]:
     With the distributed optimizer it is a part, otherwise the whole gradient.
     """
     flat = parameter.main_grad.detach().flatten().clone()
-    if not actor.spec.distributed_optimizer:
+    if not actor.config.megatron.distributed_optimizer:
         return 0, flat
     for optimizer in actor.model.optimizer.parts():
         if parameter in optimizer.model_param_group_index_map:
@@ -247,7 +254,7 @@ def worst_difference(
 def check(arch, case: Case, results: list[RankResult], expected: RankResult) -> None:
     """Check that loss, gradients and parameters of every rank are those of one rank."""
     reporting = [result for result in results if result.rank.reports]
-    assert len(reporting) == case.spec.sizes.dp
+    assert len(reporting) == sizes_of(case.config).dp
     for step in range(len(case.batches)):
         metrics = to_floats(merge([result.loss[step] for result in reporting]))
         for name, value in to_floats(expected.loss[step]).items():
@@ -256,9 +263,9 @@ def check(arch, case: Case, results: list[RankResult], expected: RankResult) -> 
             )
         np.testing.assert_allclose([r.grad_norm[step] for r in results], expected.grad_norm[step], rtol=1e-5)
     covered: set[str] = set()
-    adapters = adapter_entries(weight_map(arch).values(), case.spec.lora)
+    adapters = adapter_entries(weight_map(arch).values(), case.config.megatron.lora)
     for result in results:
-        differences = worst_difference(arch, case.spec.sizes, result, expected, adapters)
+        differences = worst_difference(arch, sizes_of(case.config), result, expected, adapters)
         wrong = {name: f"{ratio:.1f}" for name, ratio in differences.items() if not ratio <= 1}
         assert not wrong, f"{result.rank}: beyond the tolerance by these factors: {wrong}"
         covered |= result.parameters.keys()

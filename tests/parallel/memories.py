@@ -8,7 +8,7 @@ from tests.parallel.actors import micro_batches
 
 
 def _step(actor, batch, loss):
-    parts = micro_batches(batch, actor.spec, actor.rank.dp_rank, packing=True)[1]
+    parts = micro_batches(batch, actor.config, actor.rank.dp_rank, packing=True)[1]
     actor.passes.train_step(parts, loss, batch.num_tokens)
 
 
@@ -17,9 +17,9 @@ def _parameters(actor):
         return {name: p.detach().clone() for name, p in local_parameters(actor.model.chunks).items()}
 
 
-def train(spec, batches, loss, sleeping):
+def train(config, batches, loss, sleeping):
     """Return (parameters after a step on each batch, reports of the sleep before each step)."""
-    actor = Actor(spec)
+    actor = Actor(config)
     reports = []
     for batch in batches:
         if sleeping:
@@ -29,12 +29,12 @@ def train(spec, batches, loss, sleeping):
     return _parameters(actor), reports[1:]  # before the first step the optimizer has no states
 
 
-def kept_for_backward(spec, batch, loss):
+def kept_for_backward(config, batch, loss):
     """Return (bytes that one micro-batch's forward pass keeps for the backward pass, without parameters;
     its tokens).
     """
-    actor = Actor(spec)
-    _, (part,) = micro_batches(batch, spec, 0, packing=True, max_tokens=batch.num_tokens)
+    actor = Actor(config)
+    _, (part,) = micro_batches(batch, config, 0, packing=True, max_tokens=batch.num_tokens)
     weights = {storage.data_ptr() for storage in actor.model.memory.parameters().values()}
     kept, backward = {}, []
 

@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 
 from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.config.schema import Config
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.process_groups import RankInfo
-from grpo_megatron.megatron.spec import ActorSpec, TrainResult
 from grpo_megatron.megatron.state.hf_weights import local_parameters
+from grpo_megatron.megatron.train_result import TrainResult
 from tests.parallel.actors import micro_batches
 from tests.parallel.invariance import Case, RankResult, owned_gradient, share
 
@@ -58,7 +59,7 @@ def optimized(actor: Actor, parameter: torch.nn.Parameter) -> tuple[dict, torch.
     """
     for part in actor.model.optimizer.parts():
         groups = part.optimizer.param_groups
-        if actor.spec.distributed_optimizer:
+        if actor.config.megatron.distributed_optimizer:
             if parameter not in part.model_param_group_index_map:
                 continue
             group, order = part.model_param_group_index_map[parameter]
@@ -74,15 +75,15 @@ def optimized(actor: Actor, parameter: torch.nn.Parameter) -> tuple[dict, torch.
 
 
 def step(actor: Actor, batch: TrainBatch, loss) -> TrainResult | None:
-    _, parts = micro_batches(batch, actor.spec, actor.rank.dp_rank, packing=True)
+    _, parts = micro_batches(batch, actor.config, actor.rank.dp_rank, packing=True)
     return actor.passes.train_step(parts, loss, batch.num_tokens)
 
 
 def states_after_steps(
-    spec: ActorSpec, batches: list[TrainBatch], loss
+    config: Config, batches: list[TrainBatch], loss
 ) -> tuple[list[State], list[TrainResult | None]]:
     """Return the states before the first and after every step, and the results of the steps."""
-    actor = Actor(spec)
+    actor = Actor(config)
     states, results = [state_of(actor)], []
     for batch in batches:
         results.append(step(actor, batch, loss))
@@ -90,12 +91,12 @@ def states_after_steps(
     return states, results
 
 
-def shrunk_by_decay(spec: ActorSpec, batch: TrainBatch, loss) -> dict[str, float]:
+def shrunk_by_decay(config: Config, batch: TrainBatch, loss) -> dict[str, float]:
     """Return {global name: factor by which a step with a zero gradient multiplied the parameter}.
 
     Only weight decay can do that.
     """
-    actor = Actor(spec)
+    actor = Actor(config)
     before = parameters_of(actor)
     step(actor, batch, loss)
     factors = {}
@@ -108,22 +109,22 @@ def shrunk_by_decay(spec: ActorSpec, batch: TrainBatch, loss) -> dict[str, float
     return factors
 
 
-def disagreement(spec: ActorSpec, batch: TrainBatch, loss) -> tuple[float, bool]:
+def disagreement(config: Config, batch: TrainBatch, loss) -> tuple[float, bool]:
     """Return (norm, dropped) of a rank, where the norms of two replicas lie a last bit apart on both sides
     of the limit.
     """
-    actor = Actor(spec)
-    limit = spec.optimizer.max_grad_norm_to_step
+    actor = Actor(config)
+    limit = config.optimizer.max_grad_norm_to_step
     norm = limit if dist.get_rank() == 0 else math.nextafter(limit, math.inf)
     actor.model.optimizer.inner.get_grad_norm = lambda: norm
-    _, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
+    _, parts = micro_batches(batch, config, actor.rank.dp_rank, packing=True)
     actor.passes.compute_gradients(parts, loss, batch.num_tokens)
     return norm, actor.model.optimizer.step().dropped
 
 
 def one_step(case: Case) -> tuple[dict[str, torch.Tensor], RankResult]:
     """Return the parameters before a step on the first batch of the case, and the step's result."""
-    actor = Actor(case.spec)
+    actor = Actor(case.config)
     before = parameters_of(actor)
     batch = case.batches[0]
     metrics = actor.passes.compute_gradients(
@@ -147,9 +148,9 @@ class Masters:
     dtypes: set[torch.dtype]
 
 
-def masters_after_steps(spec: ActorSpec, batch: TrainBatch, loss, steps: int) -> dict[str, Masters]:
+def masters_after_steps(config: Config, batch: TrainBatch, loss, steps: int) -> dict[str, Masters]:
     """Do many steps on one batch, and return the part of each parameter whose master this rank has."""
-    actor = Actor(spec)
+    actor = Actor(config)
     found: dict[str, Masters] = {}
     for number in range(steps + 1):
         if number:
@@ -161,7 +162,7 @@ def masters_after_steps(spec: ActorSpec, batch: TrainBatch, loss, steps: int) ->
                 continue
             _, master, moments = owned
             values = whole[name].flatten()
-            if spec.distributed_optimizer:
+            if config.megatron.distributed_optimizer:
                 part = next(
                     p for p in actor.model.optimizer.parts() if parameter in p.model_param_group_index_map
                 )
@@ -190,9 +191,9 @@ class Run:
 
 
 def rates_and_groups(
-    spec: ActorSpec, batches: list[TrainBatch], loss, load: str | None = None, save: str | None = None
+    config: Config, batches: list[TrainBatch], loss, load: str | None = None, save: str | None = None
 ) -> Run:
-    actor = Actor(spec)
+    actor = Actor(config)
     if load:
         actor.checkpoints.load(load)
     results = [step(actor, batch, loss) for batch in batches]
@@ -205,6 +206,6 @@ def rates_and_groups(
         if owned:
             group, _, state = owned
             decay[name] = group["weight_decay"]
-            if not spec.distributed_optimizer:
+            if not config.megatron.distributed_optimizer:
                 moments[name] = state["exp_avg"].clone()
     return Run(actor.rank, [result.lr for result in results if result], decay, moments)

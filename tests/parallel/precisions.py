@@ -1,6 +1,6 @@
 """Difference of log-probs in bf16 from those in fp32, and its allowed size."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -8,8 +8,8 @@ import torch
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import OptimizerConfig, Precision
 from grpo_megatron.megatron.actor import Actor
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from tests.configs import actor_config, with_megatron
 from tests.parallel.actors import in_order, micro_batches
 
 
@@ -24,7 +24,7 @@ class Errors:
 
 def logprobs(actor: Actor, batch: TrainBatch) -> np.ndarray:
     """Return the log-probs of the only rank, float32 [T]."""
-    plan, parts = micro_batches(batch, actor.spec, 0, packing=True)
+    plan, parts = micro_batches(batch, actor.config, 0, packing=True)
     return in_order(batch, plan, actor, actor.passes.logprobs(parts))
 
 
@@ -40,9 +40,10 @@ def allowed_in_bf16(actor: Actor, batch: TrainBatch) -> float:
     1,000 tokens. The bound is on the mean, and the batch must not be much smaller, because a token whose
     choice of experts flips may differ by two nats.
     """
-    _, parts = micro_batches(batch, actor.spec, 0, packing=True)
+    _, parts = micro_batches(batch, actor.config, 0, packing=True)
     exact, rounded = (
-        actor.passes.probe(parts, actor.spec.temperature, dtype)[0] for dtype in (None, torch.bfloat16)
+        actor.passes.probe(parts, actor.config.rollout.temperature, dtype)[0]
+        for dtype in (None, torch.bfloat16)
     )
     return 2 * mean_error(rounded, exact)
 
@@ -53,9 +54,9 @@ def errors_in_bf16(model: str, batch: TrainBatch, expected: np.ndarray) -> Error
 
     expected: exact log-probs, float32 [T].
     """
-    spec = ActorSpec(model, ParallelSizes(), OptimizerConfig(), Precision.fp32)
-    allowed = allowed_in_bf16(Actor(spec), batch)
-    actor = Actor(replace(spec, precision=Precision.bf16))
+    config = actor_config(model, ParallelSizes(), OptimizerConfig(), Precision.fp32)
+    allowed = allowed_in_bf16(Actor(config), batch)
+    actor = Actor(with_megatron(config, precision=Precision.bf16))
     sound = mean_error(logprobs(actor, batch), expected)
     actor.model.chunks[0].decoder.layers[0].pre_mlp_layernorm.weight.data.mul_(1.1)
     return Errors(allowed, sound, faulty=mean_error(logprobs(actor, batch), expected))

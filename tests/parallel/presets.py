@@ -14,7 +14,7 @@ from grpo_megatron.algorithm.mismatch import measure_mismatch
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import Config
 from grpo_megatron.megatron.actor import Actor
-from grpo_megatron.megatron.spec import ActorSpec, TrainResult
+from grpo_megatron.megatron.train_result import TrainResult
 from grpo_megatron.metrics import Metrics
 from tests.parallel.actors import micro_batches, reference_logprobs
 from tests.parallel.optimizers import parameters_of
@@ -36,9 +36,9 @@ class Step:
 
 
 class OneReplica:
-    def __init__(self, spec: ActorSpec, batch: TrainBatch):
-        self.actor, self.batch = Actor(spec), batch
-        self.plan, self.parts = micro_batches(batch, spec, 0, packing=True)
+    def __init__(self, config: Config, batch: TrainBatch):
+        self.actor, self.batch = Actor(config), batch
+        self.plan, self.parts = micro_batches(batch, config, 0, packing=True)
 
     def logprobs(self, reference: bool, keep_hidden: bool = False) -> np.ndarray:
         """Return the log-probs on every rank, float32 [T]."""
@@ -59,19 +59,19 @@ class OneReplica:
         return self.actor.passes.train_step(parts, loss, self.batch.num_tokens, key=(1, 0))
 
 
-def steps(config: Config, spec: ActorSpec, batch: TrainBatch, old_shift: float = 0.0, count: int = 1) -> Step:
+def steps(config: Config, batch: TrainBatch, old_shift: float = 0.0, count: int = 1) -> Step:
     """Do `count` optimizer steps on one batch with the given configuration.
 
     old_shift: added to the old log-probs, so that the policy ratio is exp(-old_shift) in the first step.
     """
-    replica = OneReplica(spec, batch)
+    replica = OneReplica(config, batch)
     loss = PolicyLoss.from_config(config.algorithm, config.mismatch, known_before=True)
-    batch.number = np.arange(batch.num_tokens)
+    batch.index_in_step = np.arange(batch.num_tokens)
     batch.old_logp = replica.logprobs(reference=False)
     batch.rollout_logp = batch.old_logp + np.where(batch.loss_mask, batch.rollout_logp, 0)
     mismatch = measure_mismatch(batch)
     batch.old_logp = batch.old_logp + np.float32(old_shift)
-    if spec.with_reference:
+    if config.algorithm.needs_reference:
         batch.ref_logp = replica.logprobs(reference=True, keep_hidden=loss.needs_full_kl)
     controller = KLController.from_config(config.algorithm.kl_ctrl)
     set_coefficients([batch], config, Correction.from_config(config.mismatch), controller)
@@ -82,11 +82,11 @@ def steps(config: Config, spec: ActorSpec, batch: TrainBatch, old_shift: float =
     return Step(batch, mismatch, results, moved)
 
 
-def reference_reset(spec: ActorSpec, batch: TrainBatch) -> dict[str, torch.Tensor]:
+def reference_reset(config: Config, batch: TrainBatch) -> dict[str, torch.Tensor]:
     """Return log-probs of policy and reference: at first, after a step, after a reset, and after another
     step.
     """
-    replica = OneReplica(spec, batch)
+    replica = OneReplica(config, batch)
     found = {}
     for when in ("first", "stepped", "reset", "stepped again"):
         if when.startswith("stepped"):

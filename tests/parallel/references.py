@@ -1,6 +1,6 @@
 """Functions that the tests of the reference run on each rank."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 import numpy as np
@@ -10,9 +10,8 @@ from grpo_megatron.algorithm.algorithm import Algorithm
 from grpo_megatron.algorithm.losses import TokenLoss
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group
-from grpo_megatron.config.schema import Config
+from grpo_megatron.config.schema import Config, ModelConfig
 from grpo_megatron.megatron.actor import Actor
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.megatron.state import reference
 from grpo_megatron.megatron.state.hf_weights import local_parameters
 from grpo_megatron.model.families import read_architecture
@@ -21,6 +20,7 @@ from grpo_megatron.trainer.mini_batch import MiniBatch, make_mini_batches
 from grpo_megatron.trainer.policy import PolicyTrainer
 from grpo_megatron.trainer.ranks import RankGroup
 from grpo_megatron.trainer.step import StepTrainer
+from tests.configs import sizes_of
 from tests.models import random_samples
 from tests.parallel.actors import micro_batches, reference_logprobs
 
@@ -39,7 +39,7 @@ class InThisProcess(PolicyTrainer):
     """A trainer of one rank that runs in this process."""
 
     def __init__(self, actor: Actor):
-        self.sizes, self.ranks = actor.spec.sizes, OneRank(actor)
+        self.sizes, self.ranks = sizes_of(actor.config), OneRank(actor)
 
     def _split(self, batch, plan):
         return [[batch.select(sequences) for sequences in plan.micro_batches[0]]]
@@ -53,9 +53,9 @@ class Step:
     weights_stayed: bool
 
 
-def before_training(config: Config, spec: ActorSpec) -> Step:
+def before_training(config: Config) -> Step:
     """Do the passes of one step as the controller does them."""
-    actor, exchanges = Actor(spec), []
+    actor, exchanges = Actor(config), []
     plain = actor.model.reference._exchange
     actor.model.reference._exchange = lambda: exchanges.append(plain())
     samples = random_samples(count=config.data.train_batch_size * 4)
@@ -63,7 +63,7 @@ def before_training(config: Config, spec: ActorSpec) -> Step:
         Group(i, Prompt(i, samples[i].prompt_ids, "", ""), tuple(samples[4 * i : 4 * i + 4]))
         for i in range(len(samples) // 4)
     ]
-    mini_batches = make_mini_batches(groups, config, read_architecture(spec.model_path).cost_model, step=1)
+    mini_batches = make_mini_batches(groups, config, read_architecture(config.model.path).cost_model, step=1)
     trainer = InThisProcess(actor)
     before = weights_of(actor)
     keep_hidden = Algorithm(config).loss.needs_full_kl
@@ -84,7 +84,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def exchanged(spec: ActorSpec, piece: int) -> tuple[bool, bool, bool]:
+def exchanged(config: Config, piece: int) -> tuple[bool, bool, bool]:
     """Exchange the weights and back, and return three truth values.
 
     They say whether the reference's weights were in the policy's place, whether they differ from the
@@ -95,10 +95,8 @@ def exchanged(spec: ActorSpec, piece: int) -> tuple[bool, bool, bool]:
     usual = dict(reference._PIECE)
     reference._PIECE.update(dict.fromkeys(usual, piece))
     try:
-        actor = Actor(spec)
-        expected = weights_of(
-            Actor(ActorSpec(spec.reference_path, spec.sizes, spec.optimizer, spec.precision))
-        )
+        actor = Actor(config)
+        expected = weights_of(Actor(replace(config, model=ModelConfig(path=config.ref.path))))
         policy = weights_of(actor)
         actor.passes.begin_reference()
         within = weights_of(actor)
@@ -108,13 +106,13 @@ def exchanged(spec: ActorSpec, piece: int) -> tuple[bool, bool, bool]:
         reference._PIECE.update(usual)
 
 
-def refusals(spec: ActorSpec, batch, loss: TokenLoss, folder: str) -> dict[str, str]:
+def refusals(config: Config, batch, loss: TokenLoss, folder: str) -> dict[str, str]:
     """Try several calls with the reference's weights in the policy's place.
 
     Return {call: error, or "" if it succeeded}.
     """
-    actor = Actor(spec)
-    _, parts = micro_batches(batch, spec, 0, packing=True)
+    actor = Actor(config)
+    _, parts = micro_batches(batch, config, 0, packing=True)
     tried = {
         "policy pass": lambda: actor.passes.logprobs(parts),
         "training": lambda: actor.passes.train_step(parts, loss, batch.num_tokens),
@@ -147,13 +145,13 @@ def said(call) -> str:
     return ""
 
 
-def gradients_of_full_kl(spec: ActorSpec, batches, loss: TokenLoss):
+def gradients_of_full_kl(config: Config, batches, loss: TokenLoss):
     """Return the gradients of each mini-batch of two steps, and how many micro-batches' hidden states were
     on the host.
     """
-    actor, gradients, on_host = Actor(spec), [], []
+    actor, gradients, on_host = Actor(config), [], []
     for step in (1, 2):
-        parts = [micro_batches(batch, spec, 0, packing=True, max_tokens=200)[1] for batch in batches]
+        parts = [micro_batches(batch, config, 0, packing=True, max_tokens=200)[1] for batch in batches]
         actor.passes.begin_reference()
         for number, own in enumerate(parts):
             actor.passes.logprobs(own, reference=True, key=(step, number), keep_hidden=True)
@@ -171,8 +169,8 @@ def gradients_of_full_kl(spec: ActorSpec, batches, loss: TokenLoss):
     return gradients, on_host
 
 
-def without_hidden(spec: ActorSpec, batch, loss: TokenLoss) -> str:
-    actor = Actor(spec)
-    _, parts = micro_batches(batch, spec, 0, packing=True)
+def without_hidden(config: Config, batch, loss: TokenLoss) -> str:
+    actor = Actor(config)
+    _, parts = micro_batches(batch, config, 0, packing=True)
     reference_logprobs(actor, parts, key=(1, 0))
     return said(lambda: actor.passes.compute_gradients(parts, loss, batch.num_tokens, key=(1, 0)))

@@ -6,14 +6,15 @@ import numpy as np
 
 from grpo_megatron.algorithm.losses import CrossEntropyLoss
 from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.config.command import Command
+from grpo_megatron.config.schema import Config
 from grpo_megatron.megatron.actor import Actor
-from grpo_megatron.megatron.spec import ActorSpec
 from tests.parallel.actors import micro_batches
 from tests.parallel.invariance import planted
 
 
 def scores(
-    spec: ActorSpec, batch: TrainBatch, folder: str | None = None, fault: str | None = None
+    config: Config, batch: TrainBatch, folder: str | None = None, fault: str | None = None
 ) -> np.ndarray | None:
     """Return the scores of this replica's sequences in the order of the batch, zero elsewhere.
 
@@ -21,10 +22,10 @@ def scores(
     fault: see invariance.FAULTS.
     """
     with planted(fault) if fault else nullcontext():
-        actor = Actor(spec)
+        actor = Actor(config, Command.reward_model)
         if folder:
             actor.weights.save_hf(folder)
-        plan, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
+        plan, parts = micro_batches(batch, config, actor.rank.dp_rank, packing=True, pairs=True)
         values = actor.passes.scores(parts)
     if values is None:
         return None
@@ -33,12 +34,12 @@ def scores(
     return out
 
 
-def scores_beside_a_policy(spec: ActorSpec, batch: TrainBatch) -> dict[str, np.ndarray] | None:
+def scores_beside_a_policy(config: Config, batch: TrainBatch) -> dict[str, np.ndarray] | None:
     """Return scores before and after an optimizer step of the policy, and the policy's log-probs around
     the first of them.
     """
-    actor = Actor(spec)
-    plan, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
+    actor = Actor(config)
+    plan, parts = micro_batches(batch, config, actor.rank.dp_rank, packing=True)
     found = {
         "logprobs": actor.passes.logprobs(parts),
         "scores": actor.passes.scores(parts),

@@ -20,13 +20,13 @@ def _train(actor, parts, batch, loss, key):
     return (metrics["actor/entropy"].total, metrics["actor/entropy"].count) if actor.rank.reports else None
 
 
-def record_flip_train(spec, batch, loss):
+def record_flip_train(config, batch, loss):
     """Return the entropy of training with flipped routers, and the routing recorded before.
 
     The routing is {layer: (tokens of the batch, their experts)}.
     """
-    actor = Actor(spec)
-    plan, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)
+    actor = Actor(config)
+    plan, parts = micro_batches(batch, config, actor.rank.dp_rank, packing=True)
     actor.passes.logprobs(parts, key=(1, 0))
     recorded = {}
     for part, kept in zip(
@@ -49,8 +49,8 @@ def _concatenate(arrays):
     return torch.cat([torch.from_numpy(array) for array in arrays]).numpy()
 
 
-def flip_train(spec, batch, loss):
-    actor = Actor(spec)
+def flip_train(config, batch, loss):
+    actor = Actor(config)
     _flip(actor)
-    parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True)[1]
+    parts = micro_batches(batch, config, actor.rank.dp_rank, packing=True)[1]
     return _train(actor, parts, batch, loss, (1, 0)), None

@@ -2,12 +2,12 @@
 
 from grpo_megatron.algorithm.losses import TokenLoss
 from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.config.schema import Config
 from grpo_megatron.megatron.actor import Actor
-from grpo_megatron.megatron.spec import ActorSpec
 from tests.host_syncs import host_syncs
 
 
-def of_passes(spec: ActorSpec, batch: TrainBatch, count: int, loss: TokenLoss) -> dict[str, list[str]]:
+def of_passes(config: Config, batch: TrainBatch, count: int, loss: TokenLoss) -> dict[str, list[str]]:
     """Return {pass: where the host would wait for the device} with `count` micro-batches that were laid out
     before.
 
@@ -15,14 +15,14 @@ def of_passes(spec: ActorSpec, batch: TrainBatch, count: int, loss: TokenLoss) -
 
     loss: with the exact KL, or without a reference.
     """
-    actor, found, key = Actor(spec), {}, (1, 0)
+    actor, found, key = Actor(config), {}, (1, 0)
     parts = [batch.select([i, i + 1]) for i in range(0, 2 * count, 2)]
     tokens = sum(part.num_tokens for part in parts)
     passes = {
         "log-probs": lambda: actor.passes.logprobs(parts, key=key),
         "training": lambda: actor.passes.compute_gradients(parts, loss, tokens, key=key),
     }
-    if spec.with_reference:
+    if config.algorithm.needs_reference:
         passes = {
             "reference": lambda: actor.passes.logprobs(parts, reference=True, key=key, keep_hidden=True)
         } | passes

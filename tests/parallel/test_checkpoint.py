@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_megatron.config.schema import OptimizerConfig, Precision
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.megatron.state.shards import rectangles
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from tests.configs import actor_config, sizes_of
 from tests.models import tiny_model
 from tests.parallel import checkpoints
 from tests.parallel.test_invariance import TOKEN, make_batch
@@ -88,10 +88,10 @@ def test_a_resumed_actor_is_the_same_bit_for_bit(ranks, models, batches, tmp_pat
     of that after a step.
     """
     model, sizes, options = SAME[layout]
-    spec = ActorSpec(models[model], sizes, **{"optimizer": OPTIMIZER, **options})
+    config = actor_config(models[model], sizes, **{"optimizer": OPTIMIZER, **options})
     folder = str(tmp_path / "checkpoint")
-    saved = ranks.run(checkpoints.save, sizes, spec, batches, TOKEN, folder)
-    resumed = ranks.run(checkpoints.resume, sizes, spec, batches[-1], TOKEN, folder)
+    saved = ranks.run(checkpoints.save, sizes, config, batches, TOKEN, folder)
+    resumed = ranks.run(checkpoints.resume, sizes, config, batches[-1], TOKEN, folder)
     for before, after in zip(saved, resumed, strict=True):
         assert_equal_states(after.at, before.at)
         assert_equal_states(after.after, before.after)
@@ -135,21 +135,21 @@ def test_a_checkpoint_loads_in_another_layout(
     """Saved again there, the checkpoint is the same tensor by tensor, and the next loss is the same."""
     (model, layout, options), others = OTHER[saving]
 
-    def spec(layout, options):
-        return ActorSpec(models[model], ParallelSizes(**layout), OPTIMIZER, **options)
+    def configured(layout, options):
+        return actor_config(models[model], ParallelSizes(**layout), OPTIMIZER, **options)
 
     if saving not in saved_by:
         folder = str(tmp_path_factory.mktemp("saved"))
         outcomes = ranks.run(
-            checkpoints.save, ParallelSizes(**layout), spec(layout, options), batches, TOKEN, folder
+            checkpoints.save, ParallelSizes(**layout), configured(layout, options), batches, TOKEN, folder
         )
         saved_by[saving] = folder, outcomes
     folder, saved = saved_by[saving]
     again = str(tmp_path_factory.mktemp("again"))
-    there = spec(*others[loading])
-    loaded = ranks.run(checkpoints.resume, there.sizes, there, batches[-1], TOKEN, folder, again)
+    there = configured(*others[loading])
+    loaded = ranks.run(checkpoints.resume, sizes_of(there), there, batches[-1], TOKEN, folder, again)
     assert_same_contents(checkpoints.global_tensors(again), checkpoints.global_tensors(folder))
-    tolerance = 1e-5 if there.precision == Precision.fp32 else 2e-2
+    tolerance = 1e-5 if there.megatron.precision == Precision.fp32 else 2e-2
     assert loss_of(loaded) == pytest.approx(loss_of(saved), rel=tolerance)
 
 
@@ -161,9 +161,9 @@ def test_a_checkpoint_is_of_the_moment_it_was_begun(ranks, models, batches, tmp_
     The test notices if they do not wait.
     """
     sizes, folder = ParallelSizes(dp=2), str(tmp_path / "checkpoint")
-    spec = ActorSpec(models["tied"], sizes, OPTIMIZER, with_reference=True, **SPLIT, **BF16)
-    begun = ranks.run(checkpoints.save_while_training, sizes, spec, batches, TOKEN, folder, not_waiting)
-    resumed = ranks.run(checkpoints.resume, sizes, spec, batches[1], TOKEN, folder)
+    config = actor_config(models["tied"], sizes, OPTIMIZER, with_reference=True, **SPLIT, **BF16)
+    begun = ranks.run(checkpoints.save_while_training, sizes, config, batches, TOKEN, folder, not_waiting)
+    resumed = ranks.run(checkpoints.resume, sizes, config, batches[1], TOKEN, folder)
     for expected, found in zip(begun, resumed, strict=True):
         if not_waiting is None:
             assert_equal_states(found.at, expected)
@@ -183,8 +183,8 @@ def test_a_disk_that_is_full_is_one_message(ranks, models, batches, tmp_path):
     sizes, folder = ParallelSizes(dp=2), tmp_path / "checkpoint"
     folder.mkdir()
     (folder / "__1_0.distcp").symlink_to("/dev/full")
-    spec = ActorSpec(models["dense"], sizes, OPTIMIZER)
-    for said in ranks.run(checkpoints.fail, sizes, spec, batches, TOKEN, str(folder)):
+    config = actor_config(models["dense"], sizes, OPTIMIZER)
+    for said in ranks.run(checkpoints.fail, sizes, config, batches, TOKEN, str(folder)):
         assert f"{folder} could not be written by rank 1: OSError: [Errno 28] No space left on device" in said
     assert not (folder / ".metadata").exists()
     assert Path(f"{folder}-next", ".metadata").exists()
@@ -209,22 +209,22 @@ def test_a_run_goes_on_beside_a_full_disk(ranks, models, batches, small_disk):
     """It reports the full disk, keeps the earlier checkpoint, leaves nothing half-written, and saves again
     once there is room.
     """
-    spec = ActorSpec(models["dense"], ParallelSizes(), OPTIMIZER)
+    config = actor_config(models["dense"], ParallelSizes(), OPTIMIZER)
     ((said, state),) = ranks.run(
-        checkpoints.save_to_a_full_disk, ParallelSizes(), spec, batches, TOKEN, str(small_disk)
+        checkpoints.save_to_a_full_disk, ParallelSizes(), config, batches, TOKEN, str(small_disk)
     )
     assert [line.split(":")[0] for line in (said[0], said[2])] == [
         "checkpoint step_00000000",
         "checkpoint step_00000002",
     ]
-    assert "training goes on, but" in said[1]
+    assert "training continues, but" in said[1]
     assert "No space left on device" in said[1]
     assert "the newest checkpoint is step_00000000" in said[1]
     assert [path.name for path in (small_disk / "checkpoints").iterdir()] == ["step_00000002"]
     (resumed,) = ranks.run(
         checkpoints.resume,
         ParallelSizes(),
-        spec,
+        config,
         batches[0],
         TOKEN,
         str(small_disk / "checkpoints" / "step_00000002" / "actor"),
@@ -233,10 +233,10 @@ def test_a_run_goes_on_beside_a_full_disk(ranks, models, batches, small_disk):
 
 
 def test_a_checkpoint_that_does_not_fit_is_one_message(ranks, models, tmp_path):
-    specs = [ActorSpec(models[name], ParallelSizes(), OPTIMIZER) for name in ("dense", "tied")]
-    (said,) = ranks.run(checkpoints.refusals, ParallelSizes(), *specs, str(tmp_path))
+    configs = [actor_config(models[name], ParallelSizes(), OPTIMIZER) for name in ("dense", "tied")]
+    (said,) = ranks.run(checkpoints.refusals, ParallelSizes(), *configs, str(tmp_path))
     expected = (
-        "the checkpoint is of another model",
+        "so it is for a different model",
         "has only weights",
         ".metadata cannot be read",
     )
@@ -255,7 +255,7 @@ def test_a_reference_that_was_reset_is_in_the_checkpoint(ranks, models, batches,
     expected = ranks.run(
         checkpoints.save_after_reset,
         first,
-        ActorSpec(models["tied"], first, **options, **SPLIT),
+        actor_config(models["tied"], first, **options, **SPLIT),
         batches,
         TOKEN,
         folder,
@@ -269,7 +269,7 @@ def test_a_reference_that_was_reset_is_in_the_checkpoint(ranks, models, batches,
     found = ranks.run(
         checkpoints.resume_after_reset,
         sizes,
-        ActorSpec(models["tied"], sizes, **options, **more),
+        actor_config(models["tied"], sizes, **options, **more),
         batches[2],
         folder,
     )
@@ -290,11 +290,12 @@ def test_a_reference_that_was_reset_is_in_the_checkpoint(ranks, models, batches,
 
 def test_a_rank_goes_on_with_its_random_numbers(ranks, models, tmp_path):
     sizes, folder = ParallelSizes(dp=2), str(tmp_path / "checkpoint")
-    spec = ActorSpec(models["dense"], sizes, OPTIMIZER)
-    saved = ranks.run(checkpoints.random_numbers, sizes, spec, folder, False)
-    assert ranks.run(checkpoints.random_numbers, sizes, spec, folder, True) == saved
+    config = actor_config(models["dense"], sizes, OPTIMIZER)
+    saved = ranks.run(checkpoints.random_numbers, sizes, config, folder, False)
+    assert ranks.run(checkpoints.random_numbers, sizes, config, folder, True) == saved
     assert (
-        ranks.run(checkpoints.random_numbers, sizes, spec, str(tmp_path / "another"), False, seed=7) != saved
+        ranks.run(checkpoints.random_numbers, sizes, config, str(tmp_path / "another"), False, seed=7)
+        != saved
     )
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from grpo_megatron.config.command import Command
 from grpo_megatron.errors import UserError
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.run.resume import newest_checkpoint, open_checkpoint
+from tests.configs import actor_config
 from tests.messages import logged
 from tests.models import tiny_model
 from tests.parallel import checkpoints
@@ -29,11 +29,11 @@ TWO = ParallelSizes(dp=2)
 def saved(ranks, tmp_path_factory):
     """A run's folder with three checkpoints of one rank."""
     root = tmp_path_factory.mktemp("saved")
-    spec = ActorSpec(tiny_model(tmp_path_factory.mktemp("model"), "qwen3"), ParallelSizes(), OPTIMIZER)
+    config = actor_config(tiny_model(tmp_path_factory.mktemp("model"), "qwen3"), ParallelSizes(), OPTIMIZER)
     ranks.run(
         checkpoints.save_as_a_run,
         ParallelSizes(),
-        spec,
+        config,
         [make_batch(seed) for seed in range(3)],
         TOKEN,
         str(root),

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from grpo_megatron.config.schema import OptimizerConfig, Precision
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.weights.stored import dequantised, scales_shape
+from tests.configs import actor_config, sizes_of
 from tests.models import FAMILIES, random_batch, tiny_model, transformers_logprobs
 from tests.parallel import actors
 from tests.parallel.test_weights import assert_identical, read_all
@@ -74,9 +74,9 @@ EXPERT_LAYOUTS = {
 
 
 def check(ranks, folder, batch, expected, sizes, out):
-    spec = ActorSpec(folder, sizes, OptimizerConfig())
+    config = actor_config(folder, sizes, OptimizerConfig())
     reported = [
-        v for v in ranks.run(actors.logprobs_and_round_trip, sizes, spec, batch, str(out)) if v is not None
+        v for v in ranks.run(actors.logprobs_and_round_trip, sizes, config, batch, str(out)) if v is not None
     ]
     assert len(reported) == sizes.dp
     # Each replica reports its own sequences, and zeros for those of others.
@@ -160,8 +160,8 @@ def test_fp8_blocks_are_loaded_as_their_values(ranks, models, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": list(block)}}
     (tmp_path / "fp8" / "config.json").write_text(json.dumps(config | fp8))
-    spec = ActorSpec(str(tmp_path / "fp8"), EXPERT_LAYOUTS["tp2sp"], OptimizerConfig())
-    ranks.run(actors.round_trip, spec.sizes, spec, str(tmp_path / "out"), None)
+    config = actor_config(str(tmp_path / "fp8"), EXPERT_LAYOUTS["tp2sp"], OptimizerConfig())
+    ranks.run(actors.round_trip, sizes_of(config), config, str(tmp_path / "out"), None)
     assert_identical(read_all(tmp_path / "out"), expected)
     exported = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "quantization_config" not in exported
@@ -171,8 +171,8 @@ def test_fp8_blocks_are_loaded_as_their_values(ranks, models, tmp_path):
 def test_the_correction_bias_is_not_rounded(ranks, models, tmp_path):
     """Rounded to bf16 like the parameters, it would choose other experts than the engine's."""
     folder = models("glm4_moe", False)[0]
-    spec = ActorSpec(folder, ParallelSizes(), OptimizerConfig(), Precision.bf16)
-    ranks.run(actors.round_trip, spec.sizes, spec, str(tmp_path / "out"), None)
+    config = actor_config(folder, ParallelSizes(), OptimizerConfig(), Precision.bf16)
+    ranks.run(actors.round_trip, sizes_of(config), config, str(tmp_path / "out"), None)
     ours, original = read_all(tmp_path / "out"), read_all(folder)
     biases = [name for name in original if name.endswith("e_score_correction_bias")]
     assert_identical({name: ours[name] for name in biases}, {name: original[name] for name in biases})

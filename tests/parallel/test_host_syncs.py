@@ -7,8 +7,9 @@ import pytest
 
 from grpo_megatron.algorithm.correction import Correction
 from grpo_megatron.config.algorithm import MismatchConfig, MismatchCorrection, MismatchRejection
-from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.config.schema import RefConfig
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from tests.configs import actor_config
 from tests.host_syncs import difference
 from tests.models import tiny_model
 from tests.parallel import syncs
@@ -41,11 +42,15 @@ def model(tmp_path_factory):
 )
 def test_no_micro_batch_makes_the_host_wait(ranks, model, sizes, loss):
     batch = make_batch(0)
-    batch.number = np.arange(batch.num_tokens)
-    spec = ActorSpec(
-        model, sizes, OPTIMIZER, with_reference=LOSSES[loss].needs_full_kl, reference_hidden_bytes=10_000
+    batch.index_in_step = np.arange(batch.num_tokens)
+    config = actor_config(
+        model,
+        sizes,
+        OPTIMIZER,
+        with_reference=LOSSES[loss].needs_full_kl,
+        ref=RefConfig(hidden_gib=1e4 / 2**30),
     )
-    one, three = (ranks.run(syncs.of_passes, sizes, spec, batch, count, LOSSES[loss]) for count in (1, 3))
+    one, three = (ranks.run(syncs.of_passes, sizes, config, batch, count, LOSSES[loss]) for count in (1, 3))
     for fewer, more in zip(one, three, strict=True):
         assert {name: difference(fewer[name], more[name]) for name in more} == {name: [] for name in more}
     # The values are read once, and counted.

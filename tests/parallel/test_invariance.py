@@ -9,10 +9,10 @@ from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.algorithm import AlgorithmConfig
-from grpo_megatron.config.schema import MoEConfig, OptimizerConfig, Recompute, RoutingReplay
-from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.config.schema import MoEConfig, OptimizerConfig, Recompute, RefConfig, RoutingReplay
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from tests.configs import actor_config
 from tests.models import tiny_model
 from tests.parallel.invariance import Case, LocalMean, check, two_steps
 
@@ -84,14 +84,14 @@ class Suite:
         self._one_rank = {}
 
     def case(self, sizes: ParallelSizes, loss, options=None, **rest) -> Case:
-        spec = ActorSpec(
+        config = actor_config(
             self.folder,
             sizes,
             OPTIMIZER,
             with_reference=loss.needs_full_kl,
             **{**self.options, **(options or {})},
         )
-        return Case(spec, loss, self.batches, **rest)
+        return Case(config, loss, self.batches, **rest)
 
     def one_rank(self, loss, **rest):
         key = str((loss, rest))
@@ -180,7 +180,7 @@ def test_full_kl_with_hidden_states_on_the_host(dense, layout):
     dense.check(
         ParallelSizes(**LAYOUTS[layout]),
         FULL_KL,
-        {"reference_hidden_bytes": 50_000 if layout == "pp2" else 0},
+        {"ref": RefConfig(hidden_gib=5e4 / 2**30 if layout == "pp2" else 0)},
     )
 
 

@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from grpo_megatron.config.lora import LoraConfig
+from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.schema import MoEConfig, OptimizerConfig, Recompute, RoutingReplay
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from tests.configs import actor_config, sizes_of
 from tests.models import random_batch, tiny_model, transformers_logprobs
 from tests.parallel import adapters
 from tests.parallel.test_invariance import TOKEN, Suite, assert_noticed, make_batch
@@ -47,7 +48,7 @@ class AdapterSuite(Suite):
 
 @pytest.fixture(scope="module")
 def suite(ranks, model):
-    return AdapterSuite(ranks, model, lora=LORA, seed=3)
+    return AdapterSuite(ranks, model, lora=LORA, run=RunConfig(seed=3))
 
 
 @pytest.mark.slow_when(lambda layout: layout != "tp2")
@@ -114,9 +115,9 @@ def exported(ranks, model, tmp_path_factory):
         random_batch(count=8),
         ParallelSizes(tp=2),
     )
-    spec = ActorSpec(model, sizes, OptimizerConfig(), lora=LORA, with_reference=True)
+    config = actor_config(model, sizes, OptimizerConfig(), lora=LORA, with_reference=True)
     (found,) = [
-        r for r in ranks.run(adapters.logprobs_and_export, sizes, spec, batch, str(folder)) if r is not None
+        r for r in ranks.run(adapters.logprobs_and_export, sizes, config, batch, str(folder)) if r is not None
     ]
     return folder, batch, *found
 
@@ -141,8 +142,8 @@ def test_peft_loads_the_adapter(model, exported):
 
 
 def test_engines_are_sent_merged_weights(ranks, model, exported):
-    spec = ActorSpec(model, ParallelSizes(), OptimizerConfig(), lora=LORA)
-    (sent,) = ranks.run(adapters.merged_weights, spec.sizes, spec)
+    config = actor_config(model, ParallelSizes(), OptimizerConfig(), lora=LORA)
+    (sent,) = ranks.run(adapters.merged_weights, sizes_of(config), config)
     merged = read_all(exported[0])
     assert sent.keys() == merged.keys()
     for name, tensor in merged.items():
@@ -150,9 +151,9 @@ def test_engines_are_sent_merged_weights(ranks, model, exported):
 
 
 def test_a_frozen_model_has_no_gradients_optimizer_states_or_second_copy(ranks, model):
-    spec = ActorSpec(model, ParallelSizes(), OptimizerConfig(lr=1e-2), lora=LORA, with_reference=True)
+    config = actor_config(model, ParallelSizes(), OptimizerConfig(lr=1e-2), lora=LORA, with_reference=True)
     bytes_, adapters_, whole, reference, changed = ranks.run(
-        adapters.memory_after_a_step, spec.sizes, spec, make_batch(0), TOKEN
+        adapters.memory_after_a_step, sizes_of(config), config, make_batch(0), TOKEN
     )[0]
     assert adapters_ < whole / 4
     assert bytes_["parameters"] == 4 * (adapters_ + whole)
@@ -166,8 +167,10 @@ def test_a_frozen_model_has_no_gradients_optimizer_states_or_second_copy(ranks, 
 
 @pytest.mark.slow
 def test_a_checkpoint_continues_in_another_layout(ranks, model, tmp_path):
-    def spec(sizes, seed):
-        return ActorSpec(model, sizes, OptimizerConfig(lr=1e-2, eps=1e-3), lora=LORA, seed=seed)
+    def configured(sizes, seed):
+        return actor_config(
+            model, sizes, OptimizerConfig(lr=1e-2, eps=1e-3), lora=LORA, run=RunConfig(seed=seed)
+        )
 
     batches, folder, one, tp2 = (
         [make_batch(0), make_batch(1)],
@@ -175,8 +178,8 @@ def test_a_checkpoint_continues_in_another_layout(ranks, model, tmp_path):
         ParallelSizes(),
         ParallelSizes(tp=2),
     )
-    saved = ranks.run(adapters.train_and_save, tp2, spec(tp2, 1), batches, TOKEN, folder)
-    (loaded,) = ranks.run(adapters.load_and_train, one, spec(one, 2), batches[1:], TOKEN, folder)
+    saved = ranks.run(adapters.train_and_save, tp2, configured(tp2, 1), batches, TOKEN, folder)
+    (loaded,) = ranks.run(adapters.load_and_train, one, configured(one, 2), batches[1:], TOKEN, folder)
     for step, adapters_ in enumerate(loaded):
         for name, whole in adapters_.items():
             shards = [rank[step][name] for rank in saved]
@@ -210,9 +213,11 @@ def test_a_checkpoint_continues_in_another_layout(ranks, model, tmp_path):
     ids=["none any more", "none yet", "other layers"],
 )
 def test_a_checkpoint_with_other_adapters_is_refused(ranks, model, tmp_path, saved, loaded, message):
-    def spec(lora):
-        return ActorSpec(model, ParallelSizes(), OptimizerConfig(), lora=lora)
+    def configured(lora):
+        return actor_config(model, ParallelSizes(), OptimizerConfig(), lora=lora)
 
-    ranks.run(adapters.train_and_save, ParallelSizes(), spec(saved), [make_batch(1)], TOKEN, str(tmp_path))
-    (refused,) = ranks.run(adapters.refusal, ParallelSizes(), spec(loaded), str(tmp_path))
+    ranks.run(
+        adapters.train_and_save, ParallelSizes(), configured(saved), [make_batch(1)], TOKEN, str(tmp_path)
+    )
+    (refused,) = ranks.run(adapters.refusal, ParallelSizes(), configured(loaded), str(tmp_path))
     assert re.search(message, refused)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from grpo_megatron.config.schema import OptimizerConfig, Precision
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from tests.configs import actor_config
 from tests.models import tiny_model
 from tests.parallel import memories
 from tests.parallel.test_invariance import TOKEN, make_batch
@@ -38,8 +38,8 @@ def test_sleeping_and_offloading_change_nothing(ranks, models, tmp_path, layout,
     batches = [make_batch(seed) for seed in range(3)]
 
     def run(optimizer, sleeping):
-        spec = ActorSpec(model, sizes, optimizer, offload_folder=str(tmp_path), **options)
-        return ranks.run(memories.train, sizes, spec, batches, TOKEN, sleeping)
+        config = actor_config(model, sizes, optimizer, offload_folder=str(tmp_path), **options)
+        return ranks.run(memories.train, sizes, config, batches, TOKEN, sleeping)
 
     plain = run(OptimizerConfig(lr=1e-3), sleeping=False)
     changed = run(OptimizerConfig(lr=1e-3, offload=offload), sleeping=True)

@@ -13,11 +13,12 @@ from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.batch.schedule import schedule
 from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.placement import allocate
-from grpo_megatron.config.schema import Config, LrSchedule, OptimizerConfig, Precision
+from grpo_megatron.config.command import Command
+from grpo_megatron.config.schema import ClusterConfig, LrSchedule, OptimizerConfig, Precision
 from grpo_megatron.errors import UserError
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.trainer.policy import PolicyTrainer
+from tests.configs import actor_config, sizes_of
 from tests.models import tiny_model
 from tests.parallel import optimizers
 from tests.parallel.invariance import worst_difference
@@ -65,11 +66,11 @@ def test_norms_and_biases_do_not_decay(ranks, families, layout, decay_embeddings
     """
     family, sizes, distributed = GROUPS[layout]
     optimizer = OptimizerConfig(lr=0.5, weight_decay=0.1, decay_embeddings=decay_embeddings)
-    spec = ActorSpec(families[family], sizes, optimizer, distributed_optimizer=distributed)
+    config = actor_config(families[family], sizes, optimizer, distributed_optimizer=distributed)
     batch = make_batch(0)
     batch.weight = np.zeros_like(batch.weight)
     found: dict[str, float] = {}
-    for result in ranks.run(optimizers.shrunk_by_decay, sizes, spec, batch, TOKEN):
+    for result in ranks.run(optimizers.shrunk_by_decay, sizes, config, batch, TOKEN):
         assert all(
             found.setdefault(name, factor) == pytest.approx(factor, abs=1e-6)
             for name, factor in result.items()
@@ -140,7 +141,7 @@ def test_a_clipped_step_is_the_references(ranks, suites, layout):
     suite = suites[model]
     one = suite.case(ParallelSizes(), TOKEN)
     before, expected = ranks.run(
-        optimizers.one_step, ParallelSizes(), replace(one, spec=replace(one.spec, optimizer=CLIPPED))
+        optimizers.one_step, ParallelSizes(), replace(one, config=replace(one.config, optimizer=CLIPPED))
     )[0]
     norm = math.sqrt(sum(float(flat.double().square().sum()) for _, flat in expected.gradients.values()))
     assert norm > 3 * CLIPPED.clip_grad
@@ -148,7 +149,7 @@ def test_a_clipped_step_is_the_references(ranks, suites, layout):
     results = [
         result
         for _, result in ranks.run(
-            optimizers.one_step, sizes, replace(case, spec=replace(case.spec, optimizer=CLIPPED))
+            optimizers.one_step, sizes, replace(case, config=replace(case.config, optimizer=CLIPPED))
         )
     ]
 
@@ -202,19 +203,19 @@ def assert_same_bits(states, others) -> None:
         assert not different
 
 
-def check_dropping(ranks, spec, fault: str) -> None:
+def check_dropping(ranks, config, fault: str) -> None:
     """Compare a good, a bad and a good step with only the two good ones."""
     first, second = make_batch(0), make_batch(1)
     batches = [first, with_fault(make_batch(2), fault), second]
-    found = ranks.run(optimizers.states_after_steps, spec.sizes, spec, batches, TOKEN)
-    without = ranks.run(optimizers.states_after_steps, spec.sizes, spec, [first, second], TOKEN)
+    found = ranks.run(optimizers.states_after_steps, sizes_of(config), config, batches, TOKEN)
+    without = ranks.run(optimizers.states_after_steps, sizes_of(config), config, [first, second], TOKEN)
     for (states, _), (expected, _) in zip(found, without, strict=True):
         assert_same_bits([states[1], states[2], states[3]], [expected[1], expected[1], expected[2]])
         assert any(
             not torch.equal(tensor, states[2].tensors[name]) for name, tensor in states[3].tensors.items()
         )
     replicas = [results for _, results in found if results[0]]
-    assert len(replicas) == spec.sizes.dp
+    assert len(replicas) == sizes_of(config).dp
     assert [[result.dropped for result in results] for results in replicas] == [[False, True, False]] * len(
         replicas
     )
@@ -234,7 +235,7 @@ def check_dropping(ranks, spec, fault: str) -> None:
 @pytest.mark.parametrize("layout", DROPPING)
 def test_a_nan_on_one_replica_drops_the_step_on_all(ranks, folder, layout, fault):
     sizes, options = DROPPING[layout]
-    check_dropping(ranks, ActorSpec(folder, sizes, WARMING_UP, **options), fault)
+    check_dropping(ranks, actor_config(folder, sizes, WARMING_UP, **options), fault)
 
 
 @pytest.mark.slow
@@ -242,32 +243,31 @@ def test_a_nan_on_one_replica_drops_the_step_on_all(ranks, folder, layout, fault
 def test_a_norm_over_the_limit_drops_the_step(ranks, folder, layout):
     sizes, options = DROPPING[layout]
     check_dropping(
-        ranks, ActorSpec(folder, sizes, replace(WARMING_UP, max_grad_norm_to_step=100.0), **options), "large"
+        ranks,
+        actor_config(folder, sizes, replace(WARMING_UP, max_grad_norm_to_step=100.0), **options),
+        "large",
     )
 
 
 def test_replicas_with_norms_a_last_bit_apart_drop_together(ranks, folder):
     sizes = ParallelSizes(dp=2)
-    spec = ActorSpec(folder, sizes, OptimizerConfig(max_grad_norm_to_step=1.0))
-    outcomes = ranks.run(optimizers.disagreement, sizes, spec, make_batch(0), TOKEN)
+    config = actor_config(folder, sizes, OptimizerConfig(max_grad_norm_to_step=1.0))
+    outcomes = ranks.run(optimizers.disagreement, sizes, config, make_batch(0), TOKEN)
     assert outcomes == [(1.0, True), (math.nextafter(1.0, 2.0), True)]
 
 
 @pytest.mark.slow
 def test_too_many_dropped_steps_stop_the_run(folder, tmp_path):
     """Both `train` and `sft` step with PolicyTrainer."""
-    config = Config()
-    sizes = ParallelSizes(dp=2)
+    optimizer, limits = OptimizerConfig(max_dropped_steps=2), ClusterConfig(call_timeout=120)
+    config = actor_config(folder, ParallelSizes(dp=2), optimizer, cluster=limits)
     cluster = allocate(config, num_ranks=2, num_engines=0)
     try:
-        spec = ActorSpec(folder, sizes, OptimizerConfig(max_dropped_steps=2))
         actor = PolicyTrainer(
             cluster,
-            spec,
-            config.megatron,
-            seed=0,
+            config,
+            Command.train,
             log_dir=str(tmp_path),
-            timeout=120,
             hang_detector=HangDetector(str(tmp_path), 600),
         )
         good, bad = make_batch(0), with_fault(make_batch(2), "advantage")
@@ -300,10 +300,10 @@ def test_updates_below_the_resolution_of_bf16_add_up(ranks, folder, distributed)
     Without masters, each update of less than half of that would be lost.
     """
     steps, sizes = 8, ParallelSizes(dp=2)
-    spec = ActorSpec(
+    config = actor_config(
         folder, sizes, OptimizerConfig(lr=1e-4), Precision.bf16, distributed_optimizer=distributed
     )
-    results = ranks.run(optimizers.masters_after_steps, sizes, spec, make_batch(0), TOKEN, steps)
+    results = ranks.run(optimizers.masters_after_steps, sizes, config, make_batch(0), TOKEN, steps)
     assert {name for result in results for name in result} >= {
         "decoder.layers.0.mlp.linear_fc1.weight",
         "output_layer.weight",
@@ -340,10 +340,10 @@ def cosine(k: int) -> float:
 def test_a_checkpoint_continues_the_schedule_with_the_present_settings(ranks, folder, tmp_path, distributed):
     sizes, batches = ParallelSizes(dp=2), [make_batch(seed) for seed in range(3)]
 
-    def run(config: OptimizerConfig, batches, **where):
-        spec = ActorSpec(folder, sizes, config, distributed_optimizer=distributed)
+    def run(optimizer: OptimizerConfig, batches, **where):
+        config = actor_config(folder, sizes, optimizer, distributed_optimizer=distributed)
         return ranks.run(
-            optimizers.rates_and_groups, sizes, spec, batches, TOKEN, where.get("load"), where.get("save")
+            optimizers.rates_and_groups, sizes, config, batches, TOKEN, where.get("load"), where.get("save")
         )
 
     checkpoint = str(tmp_path / "checkpoint")

@@ -5,9 +5,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.config.schema import OptimizerConfig
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from tests.configs import actor_config
 from tests.models import random_batch, tiny_qwen3, transformers_logprobs
 from tests.parallel import actors
 
@@ -38,8 +39,8 @@ def model(request, tmp_path_factory):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_logprobs_equal_transformers(ranks, model, batch, layout, packing):
     sizes = LAYOUTS[layout]
-    spec = ActorSpec(model, sizes, OptimizerConfig(), temperature=0.7)
-    results = [r for r in ranks.run(actors.logprobs, sizes, spec, batch, packing) if r is not None]
+    config = actor_config(model, sizes, OptimizerConfig(), rollout=RolloutConfig(temperature=0.7))
+    results = [r for r in ranks.run(actors.logprobs, sizes, config, batch, packing) if r is not None]
     ours = sum(results)  # replicas hold disjoint sequences, zero elsewhere
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     difference = np.abs(ours - transformers_logprobs(hf, batch, temperature=0.7)).max()

@@ -11,12 +11,12 @@ from grpo_megatron.config.schema import (
     Precision,
     Recompute,
 )
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.planner.activations import kept_by_layer, layers_of
 from grpo_megatron.planner.memory import memory
 from grpo_megatron.planner.states import training_states
+from tests.configs import actor_config, sizes_of
 from tests.models import tiny_model
 from tests.parallel import memories
 from tests.parallel.test_invariance import TOKEN, make_batch
@@ -74,11 +74,11 @@ def resident(ranks, folder, family, tied, megatron, optimizer):
     """(Architecture, bytes by kind of each rank between two steps)"""
     model = tiny_model(folder / "model", family, tied, hidden_size=256, intermediate_size=512)
     options = {"precision": megatron.precision, "distributed_optimizer": megatron.distributed_optimizer}
-    spec = ActorSpec(
+    config = actor_config(
         str(model), ParallelSizes.from_config(megatron), optimizer, offload_folder=str(folder), **options
     )
     batches = [make_batch(seed) for seed in range(2)]
-    found = ranks.run(memories.train, spec.sizes, spec, batches, TOKEN, True)
+    found = ranks.run(memories.train, sizes_of(config), config, batches, TOKEN, True)
     return read_architecture(model), [reports[0]["before"] for _, reports in found]
 
 
@@ -129,12 +129,12 @@ def test_activations_are_about_what_real_layers_keep(ranks, tmp_path, case):
     """torch's layers keep more: probabilities, angles, a copy here and there."""
     family, recompute = KEPT[case]
     model = tiny_model(tmp_path / "model", family, hidden_size=256, intermediate_size=512)
-    arch, megatron = read_architecture(model), MegatronConfig(precision=Precision.fp32, **recompute)
-    spec = ActorSpec(model, ParallelSizes(), OptimizerConfig(lr=1e-3), **recompute)
-    ((kept, tokens),) = ranks.run(memories.kept_for_backward, spec.sizes, spec, make_batch(0), TOKEN)
-    ((dense, experts),) = layers_of(arch, spec.sizes)
+    arch = read_architecture(model)
+    config = actor_config(model, ParallelSizes(), OptimizerConfig(lr=1e-3), **recompute)
+    ((kept, tokens),) = ranks.run(memories.kept_for_backward, sizes_of(config), config, make_batch(0), TOKEN)
+    ((dense, experts),) = layers_of(arch, sizes_of(config))
     expected = tokens * (
-        dense * kept_by_layer(arch, megatron, False)
-        + (experts and experts * kept_by_layer(arch, megatron, True))
+        dense * kept_by_layer(arch, config.megatron, False)
+        + (experts and experts * kept_by_layer(arch, config.megatron, True))
     )
     assert 0.95 <= kept / expected <= 1.6, (kept, expected)

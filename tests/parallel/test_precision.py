@@ -6,8 +6,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from grpo_megatron.config.schema import OptimizerConfig, Precision
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from tests.configs import actor_config
 from tests.models import FAMILIES, aligned_model, random_batch, tiny_qwen3, transformers_logprobs
 from tests.parallel import actors, precisions
 from tests.parallel.test_invariance import TOKEN, make_batch
@@ -37,7 +37,7 @@ def test_bf16_follows_fp32(ranks, tmp_path, layout, distributed):
     batches = [make_batch(seed) for seed in range(3)]
 
     def run(sizes, precision):
-        spec = ActorSpec(
+        config = actor_config(
             model,
             sizes,
             OptimizerConfig(lr=1e-3, eps=1e-3),
@@ -45,7 +45,7 @@ def test_bf16_follows_fp32(ranks, tmp_path, layout, distributed):
             with_reference=True,
             distributed_optimizer=distributed,
         )
-        return steps(ranks.run(actors.train_with_reference, sizes, spec, batches, TOKEN))
+        return steps(ranks.run(actors.train_with_reference, sizes, config, batches, TOKEN))
 
     exact = run(ParallelSizes(), Precision.fp32)
     half = run(two, Precision.bf16)

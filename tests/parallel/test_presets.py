@@ -1,6 +1,7 @@
 """Every preset with the real actor, and the limits that drop a step."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,11 +10,11 @@ from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.load import PRESETS
-from grpo_megatron.config.schema import OptimizerConfig
-from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.config.schema import OptimizerConfig, RefConfig
 from grpo_megatron.metrics import merge, to_floats
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.preflight.check import load_config
+from tests.configs import actor_config, sizes_of
 from tests.models import tiny_model
 from tests.parallel import presets
 from tests.parallel.test_invariance import Suite
@@ -60,8 +61,11 @@ def folders(tmp_path_factory):
 
 
 def run(ranks, folders, config, sizes, batch, **options):
-    spec = ActorSpec(folders[0], sizes, OPTIMIZER, with_reference=True, reference_path=folders[1])
-    found = ranks.run(presets.steps, sizes, config, spec, batch, *options.values())
+    actor = actor_config(folders[0], sizes, OPTIMIZER, ref=RefConfig(path=folders[1]))
+    config = replace(
+        config, model=actor.model, ref=actor.ref, megatron=actor.megatron, optimizer=actor.optimizer
+    )
+    found = ranks.run(presets.steps, sizes, config, batch, *options.values())
     reporting = [step.results[0].metrics for step in found if step.results[0] is not None]
     return found, to_floats(merge(reporting))
 
@@ -133,7 +137,7 @@ INVARIANT = {
 
 @pytest.fixture(scope="module")
 def suite(ranks, folders):
-    return Suite(ranks, folders[0], reference_path=folders[1])
+    return Suite(ranks, folders[0], ref=RefConfig(path=folders[1]))
 
 
 # The losses themselves are in test_invariance; CP divides the sequences that some are sums over.
@@ -161,7 +165,7 @@ def test_extreme_ratios_drop_the_step(ranks, folders, sizes):
         assert set(step.moved.values()) == {0.0}
         for result in filter(None, step.results):
             assert result.dropped
-            assert result.beyond == ("actor/ratio=7.389 is more than 7.0",)
+            assert result.beyond == ("actor/ratio=7.389 exceeds its limit 7.0",)
     config.algorithm.early_stop_imp_ratio = 8.0
     found, _ = run(ranks, folders, config, sizes, scored_batch(), old_shift=-2.0)
     assert all(max(step.moved.values()) > 0 for step in found)
@@ -188,8 +192,8 @@ def test_reference_reset(ranks, folders, options):
     batch = scored_batch()
     batch.weight = np.where(batch.loss_mask, 1 / 256, 0).astype(np.float32)
     batch.advantage = np.where(batch.loss_mask, 1, 0).astype(np.float32)
-    spec = ActorSpec(folders[0], ParallelSizes(tp=2), OPTIMIZER, with_reference=True, **options)
-    logps = ranks.run(presets.reference_reset, spec.sizes, spec, batch)[0]
+    config = actor_config(folders[0], ParallelSizes(tp=2), OPTIMIZER, with_reference=True, **options)
+    logps = ranks.run(presets.reference_reset, sizes_of(config), config, batch)[0]
     mask = batch.loss_mask
     logps = {name: values[mask] for name, values in logps.items()}
     np.testing.assert_array_equal(logps["first: reference"], logps["first: policy"])

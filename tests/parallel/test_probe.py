@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_megatron.config.schema import OptimizerConfig
-from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from tests.configs import actor_config
 from tests.models import random_batch, tiny_qwen3
 from tests.parallel import actors
 
@@ -30,8 +30,8 @@ def probes(ranks, batch, tmp_path_factory):
     model = tiny_qwen3(tmp_path_factory.mktemp("model"))
 
     def run(sizes, **options):
-        spec = ActorSpec(model, sizes, OptimizerConfig(), temperature=1.3, **options)
-        results = [r for r in ranks.run(actors.probes, sizes, spec, batch, TEMPERATURE) if r is not None]
+        config = actor_config(model, sizes, rollout=RolloutConfig(temperature=1.3), **options)
+        results = [r for r in ranks.run(actors.probes, sizes, config, batch, TEMPERATURE) if r is not None]
         return {name: sum(result[name] for result in results) for name in results[0]}
 
     return run
@@ -45,8 +45,8 @@ def expected(probes):
 def test_on_one_rank(ranks, batch, expected, tmp_path_factory):
     logp, entropy = expected["probe"]
     model = tiny_qwen3(tmp_path_factory.mktemp("model"))
-    spec = ActorSpec(model, ParallelSizes(), OptimizerConfig(), temperature=TEMPERATURE)
-    (same,) = ranks.run(actors.logprobs, ParallelSizes(), spec, batch, True)
+    config = actor_config(model, rollout=RolloutConfig(temperature=TEMPERATURE))
+    (same,) = ranks.run(actors.logprobs, ParallelSizes(), config, batch, True)
     np.testing.assert_array_equal(logp, same)  # as if the temperature were the configured one
     assert np.abs(logp - expected["logprobs"]).max() > 0.01
     assert (entropy >= 0).all()
@@ -80,7 +80,7 @@ def test_the_distributed_optimizers_gathering_does_not_undo_a_change(probes):
 @pytest.mark.slow
 def test_a_weight_that_is_no_number_is_found_on_its_rank(ranks, batch, tmp_path):
     sizes = LAYOUTS["pp2vpp2"]
-    spec = ActorSpec(tiny_qwen3(tmp_path), sizes, OptimizerConfig())
-    first, last = ranks.run(actors.broken_weights, sizes, spec, batch)
+    config = actor_config(tiny_qwen3(tmp_path), sizes)
+    first, last = ranks.run(actors.broken_weights, sizes, config, batch)
     assert first[:2] == ([], [])
     assert last[:2] == ([], [last[2]])

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import OptimizerConfig
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from tests.configs import actor_config
 from tests.models import transformers_logprobs
 from tests.parallel import actors
 from tests.parallel.test_weights import assert_identical, read_all
@@ -77,9 +77,9 @@ def test_the_model_knows_what_it_was_trained_on(batch, expected):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_logprobs_equal_transformers(ranks, smollm2, batch, expected, layout, packing):
     sizes = LAYOUTS[layout]
-    spec = ActorSpec(str(smollm2), sizes, OptimizerConfig())
+    config = actor_config(str(smollm2), sizes, OptimizerConfig())
     found = [
-        values for values in ranks.run(actors.logprobs, sizes, spec, batch, packing) if values is not None
+        values for values in ranks.run(actors.logprobs, sizes, config, batch, packing) if values is not None
     ]
     difference = np.abs(sum(found) - expected).max()  # replicas hold disjoint sequences, zero elsewhere
     print(f"{layout}: {difference:.1e}")
@@ -92,7 +92,7 @@ def test_export_is_bit_identical(ranks, smollm2, tmp_path, layout):
     ranks.run(
         actors.round_trip,
         sizes,
-        ActorSpec(str(smollm2), sizes, OptimizerConfig()),
+        actor_config(str(smollm2), sizes, OptimizerConfig()),
         str(tmp_path / "hf"),
         None,
     )

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_megatron.config.schema import Config, OptimizerConfig, Precision
-from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.config.schema import Config, OptimizerConfig, Precision, RefConfig
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from tests.configs import actor_config
 from tests.models import tiny_model
 from tests.parallel import references
 from tests.parallel.test_invariance import FULL_KL, TOKEN, make_batch
@@ -22,19 +22,19 @@ def models(tmp_path_factory):
     return [tiny_model(tmp_path_factory.mktemp("model"), "qwen3", seed=seed) for seed in range(2)]
 
 
-def with_reference(models, sizes=ONE, **options) -> ActorSpec:
-    return ActorSpec(models[0], sizes, OPTIMIZER, with_reference=True, reference_path=models[1], **options)
+def with_reference(models, sizes=ONE, precision=Precision.fp32, ref: dict | None = None, **options) -> Config:
+    reference = RefConfig(path=models[1], **(ref or {}))
+    return actor_config(models[0], sizes, OPTIMIZER, precision, with_reference=True, ref=reference, **options)
 
 
 @pytest.mark.slow_when(lambda mini_batches: mini_batches == 1)
 @pytest.mark.parametrize("mini_batches", [1, 3])
 def test_a_step_exchanges_the_weights_twice_however_many_mini_batches(ranks, models, mini_batches):
-    config = Config()
-    config.algorithm.use_kl_loss = True
+    config = with_reference(models)
     config.data.train_batch_size, config.train.ppo_mini_batch_size = 6, 6 // mini_batches
     config.rollout.n = 4
     config.train.max_tokens_per_micro_batch = 100
-    step = ranks.run(references.before_training, ONE, config, with_reference(models))[0]
+    step = ranks.run(references.before_training, ONE, config)[0]
     assert step.exchanges == 2
     assert len(step.mini_batches) == mini_batches
     assert step.weights_stayed
@@ -50,18 +50,18 @@ def test_a_step_exchanges_the_weights_twice_however_many_mini_batches(ranks, mod
     ("sizes", "options"),
     [
         pytest.param(ONE, {}, id="one"),
-        pytest.param(ONE, {"reference_offload": False, "precision": Precision.bf16}, id="bf16 on the device"),
+        pytest.param(ONE, {"ref": {"offload": False}, "precision": Precision.bf16}, id="bf16 on the device"),
         pytest.param(ParallelSizes(dp=2), {"distributed_optimizer": True, "overlap": True}, id="dp2 overlap"),
     ],
 )
 def test_weights_are_exchanged_bit_for_bit(ranks, models, sizes, options, piece):
-    spec = with_reference(models, sizes, **options)
-    assert ranks.run(references.exchanged, sizes, spec, piece) == [(True, True, True)] * sizes.world_size
+    config = with_reference(models, sizes, **options)
+    assert ranks.run(references.exchanged, sizes, config, piece) == [(True, True, True)] * sizes.world_size
 
 
 def test_nothing_takes_the_references_weights_for_the_policys(ranks, models, tmp_path):
-    spec = with_reference(models)
-    said = ranks.run(references.refusals, ONE, spec, make_batch(0), TOKEN, str(tmp_path))[0]
+    config = with_reference(models)
+    said = ranks.run(references.refusals, ONE, config, make_batch(0), TOKEN, str(tmp_path))[0]
     assert "call begin_reference before" in said.pop("reference pass")
     assert {name: text for name, text in said.items() if "call end_reference first" not in text} == {}
     assert len(said) == 10
@@ -75,8 +75,8 @@ def test_hidden_states_beyond_the_bound_wait_on_the_host_and_change_nothing(rank
     size = sum(batch.num_tokens for batch in batches) * 64 * 4
     found = {}
     for bound in (size, size // 2, 0):
-        spec = with_reference(models, reference_hidden_bytes=bound)
-        found[bound], on_host = ranks.run(references.gradients_of_full_kl, ONE, spec, batches, FULL_KL)[0]
+        config = with_reference(models, ref={"hidden_gib": bound / 2**30})
+        found[bound], on_host = ranks.run(references.gradients_of_full_kl, ONE, config, batches, FULL_KL)[0]
         assert len(set(on_host)) == 1, "the second step has the bound of the first"
         assert (on_host[0] > 0) == (bound < size)
         assert size - bound <= on_host[0] <= size

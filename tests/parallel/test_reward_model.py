@@ -10,11 +10,14 @@ from transformers import AutoModelForSequenceClassification
 from grpo_megatron.algorithm.preferences import PreferenceLoss
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.config.command import Command
+from grpo_megatron.config.reward import MODEL, RewardConfig, RewardModelConfig
+from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.schema import OptimizerConfig, Recompute
 from grpo_megatron.data.preferences import pair_batch
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from tests.configs import actor_config
 from tests.models import tiny_model
 from tests.parallel import reward_models
 from tests.parallel.invariance import FAULTS, Case, check, two_steps
@@ -57,8 +60,8 @@ class Suite:
         self._expected = None
 
     def case(self, sizes: ParallelSizes, options=None, **rest) -> Case:
-        spec = ActorSpec(self.folder, sizes, OPTIMIZER, scalar_head=True, **(options or {}))
-        return Case(spec, LOSS, self.batches, max_tokens=200, **rest)
+        config = actor_config(self.folder, sizes, OPTIMIZER, **(options or {}))
+        return Case(config, LOSS, self.batches, max_tokens=200, command=Command.reward_model, **rest)
 
     @property
     def expected(self):
@@ -73,8 +76,8 @@ class Suite:
     def scores(
         self, sizes: ParallelSizes, folder: str | None = None, fault: str | None = None, **options
     ) -> np.ndarray:
-        spec = replace(self.case(sizes).spec, **options)
-        parts = self.ranks.run(reward_models.scores, sizes, spec, self.batches[0], folder, fault)
+        config = replace(self.case(sizes).config, **options)
+        parts = self.ranks.run(reward_models.scores, sizes, config, self.batches[0], folder, fault)
         return sum(part for part in parts if part is not None)
 
 
@@ -163,9 +166,9 @@ def test_an_export_scores_alike_in_transformers_and_when_it_is_loaded_again(rank
     ours = suite.scores(sizes, folder=str(tmp_path / "hf"))
     np.testing.assert_allclose(ours, transformers_scores(str(tmp_path / "hf"), suite.batches[0]), atol=1e-5)
     # A reward model keeps its head: another seed, from which a new one would be made, changes nothing.
-    again = Suite(ranks, str(tmp_path / "hf")).scores(ParallelSizes(), seed=1)
+    again = Suite(ranks, str(tmp_path / "hf")).scores(ParallelSizes(), run=RunConfig(seed=1))
     np.testing.assert_allclose(ours, again, atol=1e-5)
-    assert np.abs(suite.scores(ParallelSizes(), seed=1) - ours).max() > 0.1
+    assert np.abs(suite.scores(ParallelSizes(), run=RunConfig(seed=1)) - ours).max() > 0.1
 
 
 @pytest.mark.slow
@@ -176,9 +179,10 @@ def test_a_frozen_one_scores_beside_a_policy_of_another_architecture(ranks, tied
     sizes, batch = ParallelSizes(**LAYOUTS.get(layout, {})), replace(tied.batches[0])
     batch.loss_mask = np.append(batch.tokens[1:] != 0, False)  # all tokens are targets of the policy
     batch.weight = batch.loss_mask.astype(np.float32) / batch.num_tokens
-    spec = ActorSpec(policy, sizes, OPTIMIZER, reward_model=str(tmp_path / "reward"))
+    model = RewardModelConfig(path=str(tmp_path / "reward"))
+    config = actor_config(policy, sizes, OPTIMIZER, reward=RewardConfig(function=MODEL, model=model))
     [found] = [
-        r for r in ranks.run(reward_models.scores_beside_a_policy, sizes, spec, batch) if r is not None
+        r for r in ranks.run(reward_models.scores_beside_a_policy, sizes, config, batch) if r is not None
     ]
     expected = transformers_scores(str(tmp_path / "reward"), batch)[found["order"]]
     np.testing.assert_allclose(found["scores"], expected, atol=1e-5)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from grpo_megatron.config.schema import MoEConfig, Recompute, RoutingReplay
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from tests.configs import actor_config
 from tests.models import tiny_model
 from tests.parallel import routings
 from tests.parallel.test_invariance import OPTIMIZER, TOKEN, make_batch
@@ -28,8 +28,8 @@ def model(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("model"), "qwen3_moe")
 
 
-def spec(model, sizes, moe, **options):
-    return ActorSpec(model, sizes, OPTIMIZER, moe=moe, **options)
+def configured(model, sizes, moe, **options):
+    return actor_config(model, sizes, OPTIMIZER, moe=moe, **options)
 
 
 def whole(results, batch, k=2):
@@ -52,7 +52,11 @@ def test_training_follows_the_old_policys_routing(ranks, model, layout, recomput
     """The routers are negated between the two passes. The replay must not notice."""
     sizes, batch = LAYOUTS[layout], make_batch(0)
     results = ranks.run(
-        routings.record_flip_train, sizes, spec(model, sizes, OLD_POLICY, recompute=recompute), batch, TOKEN
+        routings.record_flip_train,
+        sizes,
+        configured(model, sizes, OLD_POLICY, recompute=recompute),
+        batch,
+        TOKEN,
     )
     routing = whole([recorded for _, recorded in results], batch)
     with_experts = [0, 2, 3]
@@ -61,11 +65,11 @@ def test_training_follows_the_old_policys_routing(ranks, model, layout, recomput
     # One rank, given the recorded routing, computes the same entropy with flipped routers...
     given = replace(batch, routing=routing[:, with_experts])
     (same, _), *_ = ranks.run(
-        routings.flip_train, ParallelSizes(), spec(model, ParallelSizes(), ENGINE), given, TOKEN
+        routings.flip_train, ParallelSizes(), configured(model, ParallelSizes(), ENGINE), given, TOKEN
     )
     # ... and, left to choose, another.
     (other, _), *_ = ranks.run(
-        routings.flip_train, ParallelSizes(), spec(model, ParallelSizes(), MoEConfig()), batch, TOKEN
+        routings.flip_train, ParallelSizes(), configured(model, ParallelSizes(), MoEConfig()), batch, TOKEN
     )
     entropies = [metrics for metrics, _ in results if metrics is not None]
     ours = sum(total for total, _ in entropies) / sum(count for _, count in entropies)
@@ -77,7 +81,7 @@ def test_training_follows_the_old_policys_routing(ranks, model, layout, recomput
 def test_the_bias_and_groups_of_sigmoid_routing_do_not_change_a_replay(ranks, tmp_path):
     """The same for a model whose own choice also depends on a bias of the experts and on groups of them."""
     model, sizes, batch = tiny_model(tmp_path, "deepseek_v3"), LAYOUTS["tp2sp"], make_batch(0)
-    results = ranks.run(routings.record_flip_train, sizes, spec(model, sizes, OLD_POLICY), batch, TOKEN)
+    results = ranks.run(routings.record_flip_train, sizes, configured(model, sizes, OLD_POLICY), batch, TOKEN)
     routing = whole([recorded for _, recorded in results], batch, k=4)[:, 1:]
     assert (np.diff(np.sort(routing, axis=2), axis=2) > 0).all()
     # 4 of 8 experts out of 2 of the 4 groups are both experts of these groups.
@@ -85,7 +89,7 @@ def test_the_bias_and_groups_of_sigmoid_routing_do_not_change_a_replay(ranks, tm
     assert (pairs[..., 0] // 2 == pairs[..., 1] // 2).all()
     given = replace(batch, routing=routing)
     (same, _), *_ = ranks.run(
-        routings.flip_train, ParallelSizes(), spec(model, ParallelSizes(), ENGINE), given, TOKEN
+        routings.flip_train, ParallelSizes(), configured(model, ParallelSizes(), ENGINE), given, TOKEN
     )
     ((total, count), _) = results[0]
     np.testing.assert_allclose(total / count, same[0] / same[1], rtol=1e-5)
@@ -96,20 +100,26 @@ def test_without_a_recorded_pass_there_is_nothing_to_follow(ranks, model):
         ranks.run(
             routings.flip_train,
             ParallelSizes(),
-            spec(model, ParallelSizes(), OLD_POLICY),
+            configured(model, ParallelSizes(), OLD_POLICY),
             make_batch(0),
             TOKEN,
         )
 
 
 def test_samples_without_routing_are_refused(ranks, model):
-    with pytest.raises(AssertionError, match="the samples carry none"):
+    with pytest.raises(AssertionError, match="the samples have none"):
         ranks.run(
-            routings.flip_train, ParallelSizes(), spec(model, ParallelSizes(), ENGINE), make_batch(0), TOKEN
+            routings.flip_train,
+            ParallelSizes(),
+            configured(model, ParallelSizes(), ENGINE),
+            make_batch(0),
+            TOKEN,
         )
 
 
 def test_routing_of_another_model_is_refused(ranks, model):
     batch = make_batch(0, experts=(2, 4, 2))  # the model has 3 layers with experts
     with pytest.raises(AssertionError, match="routing for 2 layers"):
-        ranks.run(routings.flip_train, ParallelSizes(), spec(model, ParallelSizes(), ENGINE), batch, TOKEN)
+        ranks.run(
+            routings.flip_train, ParallelSizes(), configured(model, ParallelSizes(), ENGINE), batch, TOKEN
+        )

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_megatron.config.schema import OptimizerConfig, Precision
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from tests.configs import actor_config, sizes_of
 from tests.models import tiny_qwen3
 from tests.parallel import actors
 
@@ -41,8 +41,8 @@ def assert_identical(ours, original):
 def test_round_trip_is_bit_identical(ranks, tmp_path, layout, tied):
     # 61 words: TP 2 does not divide the vocabulary
     model = tiny_qwen3(tmp_path / "model", tied=tied)
-    spec = ActorSpec(model, LAYOUTS[layout], OptimizerConfig())
-    ranks.run(actors.round_trip, spec.sizes, spec, str(tmp_path / "out"), None)
+    config = actor_config(model, LAYOUTS[layout], OptimizerConfig())
+    ranks.run(actors.round_trip, sizes_of(config), config, str(tmp_path / "out"), None)
     assert_identical(read_all(tmp_path / "out"), read_all(model))
     from transformers import AutoModelForCausalLM
 
@@ -51,16 +51,16 @@ def test_round_trip_is_bit_identical(ranks, tmp_path, layout, tied):
 
 def test_round_trip_of_bf16_weights_trained_in_fp32(ranks, tmp_path):
     model = tiny_qwen3(tmp_path / "model", dtype=torch.bfloat16)
-    spec = ActorSpec(model, ParallelSizes(tp=2), OptimizerConfig(), Precision.fp32)
-    ranks.run(actors.round_trip, spec.sizes, spec, str(tmp_path / "out"), torch.bfloat16)
+    config = actor_config(model, ParallelSizes(tp=2), OptimizerConfig(), Precision.fp32)
+    ranks.run(actors.round_trip, sizes_of(config), config, str(tmp_path / "out"), torch.bfloat16)
     assert_identical(read_all(tmp_path / "out"), read_all(model))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_tensor_is_exported_by_one_rank(ranks, tmp_path, layout):
     model = tiny_qwen3(tmp_path)
-    spec = ActorSpec(model, LAYOUTS[layout], OptimizerConfig())
-    per_rank = ranks.run(actors.exported_tensors, spec.sizes, spec)
+    config = actor_config(model, LAYOUTS[layout], OptimizerConfig())
+    per_rank = ranks.run(actors.exported_tensors, sizes_of(config), config)
     names = [name for sent in per_rank for name in sent]
     assert len(names) == len(set(names))
     assert_identical({name: tensor for sent in per_rank for name, tensor in sent.items()}, read_all(model))

@@ -6,20 +6,20 @@ import numpy as np
 import torch
 
 from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.config.schema import Config
 from grpo_megatron.megatron import micro_batch
 from grpo_megatron.megatron.actor import Actor
-from grpo_megatron.megatron.spec import ActorSpec
 from tests.parallel import syncs
 from tests.parallel.actors import micro_batches
 from tests.te.training import FirstStep, first_step
 
 
-def calls_of(spec: ActorSpec, batch: TrainBatch, loss) -> tuple[FirstStep, dict[str, int]]:
+def calls_of(config: Config, batch: TrainBatch, loss) -> tuple[FirstStep, dict[str, int]]:
     """Return the first step, and how often each emulated kernel was called."""
     import transformer_engine_torch
 
     transformer_engine_torch.calls.update(dict.fromkeys(transformer_engine_torch.calls, 0))
-    return first_step(spec, batch, loss, None), dict(transformer_engine_torch.calls)
+    return first_step(config, batch, loss, None), dict(transformer_engine_torch.calls)
 
 
 @contextmanager
@@ -41,24 +41,24 @@ def real_lengths():
 
 
 def first_step_with_real_lengths(
-    spec: ActorSpec, batch: TrainBatch, loss, padding_statistics: float
+    config: Config, batch: TrainBatch, loss, padding_statistics: float
 ) -> FirstStep:
     with real_lengths():
-        return first_step(spec, batch, loss, None, padding_statistics)
+        return first_step(config, batch, loss, None, padding_statistics)
 
 
-def syncs_with_real_lengths(spec: ActorSpec, batch: TrainBatch, count: int, loss) -> dict[str, list[str]]:
+def syncs_with_real_lengths(config: Config, batch: TrainBatch, count: int, loss) -> dict[str, list[str]]:
     with real_lengths():
-        return syncs.of_passes(spec, batch, count, loss)
+        return syncs.of_passes(config, batch, count, loss)
 
 
-def train_sleep_and_refer(spec: ActorSpec, batch: TrainBatch, loss) -> list[dict]:
+def train_sleep_and_refer(config: Config, batch: TrainBatch, loss) -> list[dict]:
     """Check that training leaves the reference unchanged, and that making room and sleeping change no value.
 
     Returns the memory before both and after each.
     """
-    actor = Actor(spec)
-    _, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True, max_tokens=256)
+    actor = Actor(config)
+    _, parts = micro_batches(batch, config, actor.rank.dp_rank, packing=True, max_tokens=256)
 
     def logprobs(reference: bool = False) -> np.ndarray:
         if not reference:

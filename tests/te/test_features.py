@@ -18,6 +18,7 @@ from grpo_megatron.config.schema import (
 )
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from tests.configs import with_megatron
 from tests.host_syncs import difference
 from tests.models import aligned_model
 from tests.parallel import checkpoints, routings, syncs
@@ -26,7 +27,7 @@ from tests.parallel.test_checkpoint import assert_equal_states, loss_of
 from tests.parallel.test_invariance import TOKEN, make_batch
 from tests.parallel.test_routing_replay import whole
 from tests.te import features, training
-from tests.te.test_training import EXPERT_LAYOUTS, LAYOUTS, ONE, PRECISIONS, te_spec
+from tests.te.test_training import EXPERT_LAYOUTS, LAYOUTS, ONE, PRECISIONS, te_config
 
 pytestmark = pytest.mark.slow
 
@@ -59,22 +60,22 @@ def finite(results) -> bool:
 @pytest.mark.parametrize("layout", ["one", "cp2"])
 def test_what_padding_leaves_in_memory_reaches_nothing(te_ranks, models, batch, layout, precision):
     sizes = LAYOUTS.get(layout, ONE)
-    spec = te_spec(models["qwen3"], sizes, precision)
-    assert finite(te_ranks.run(training.first_step, sizes, spec, batch, LOSS, None, np.nan))
+    config = te_config(models["qwen3"], sizes, precision)
+    assert finite(te_ranks.run(training.first_step, sizes, config, batch, LOSS, None, np.nan))
     if layout == "cp2":
         assert not finite(
-            te_ranks.run(features.first_step_with_real_lengths, sizes, spec, batch, LOSS, np.nan)
+            te_ranks.run(features.first_step_with_real_lengths, sizes, config, batch, LOSS, np.nan)
         )
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("layout", ["tp2sp", "cp2"])
 def test_no_micro_batch_makes_the_host_wait(te_ranks, models, batch, layout, precision):
-    sizes, numbered = LAYOUTS[layout], replace(batch, routing=None, number=np.arange(batch.num_tokens))
-    spec = te_spec(models["qwen3"], sizes, precision)
+    sizes, numbered = LAYOUTS[layout], replace(batch, routing=None, index_in_step=np.arange(batch.num_tokens))
+    config = te_config(models["qwen3"], sizes, precision)
 
     def per_micro_batch(passes):
-        counted = [te_ranks.run(passes, sizes, spec, numbered, count, TOKEN) for count in (1, 3)]
+        counted = [te_ranks.run(passes, sizes, config, numbered, count, TOKEN) for count in (1, 3)]
         return {name: difference(*(ranks[0][name] for ranks in counted)) for name in counted[0][0]}
 
     assert per_micro_batch(syncs.of_passes) == {"reference": [], "log-probs": [], "training": []}
@@ -88,8 +89,8 @@ def test_the_kernels_meant_are_those_that_run(te_ranks, models, batch):
     """These are the ring's under context parallelism, one product for all experts, rotation in one kernel,
     Adam's.
     """
-    spec = te_spec(models["qwen3_moe"], LAYOUTS["cp2"], "tensorwise", moe=ENGINE)
-    for result, calls in te_ranks.run(features.calls_of, LAYOUTS["cp2"], spec, batch, LOSS):
+    config = te_config(models["qwen3_moe"], LAYOUTS["cp2"], "tensorwise", moe=ENGINE)
+    for result, calls in te_ranks.run(features.calls_of, LAYOUTS["cp2"], config, batch, LOSS):
         assert finite([result])
         wanted = (
             "te_general_grouped_gemm",
@@ -121,14 +122,14 @@ def plain(te_ranks, models, batch):
 
 
 def of_experts(models, precision):
-    return te_spec(models["qwen3_moe"], precision=precision, moe=ENGINE)
+    return te_config(models["qwen3_moe"], precision=precision, moe=ENGINE)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "tensorwise", "blockwise"])
 @pytest.mark.parametrize("recompute", RECOMPUTES)
 def test_recomputation_changes_nothing(te_ranks, models, batch, plain, recompute, precision):
-    spec, expected = replace(of_experts(models, precision), **RECOMPUTES[recompute]), plain(precision)
-    (again,) = te_ranks.run(training.first_step, ONE, spec, batch, LOSS, None)
+    config, expected = with_megatron(of_experts(models, precision), **RECOMPUTES[recompute]), plain(precision)
+    (again,) = te_ranks.run(training.first_step, ONE, config, batch, LOSS, None)
     entries = weight_map(read_architecture(models["qwen3_moe"]), transformer_engine=True)
     whole = in_hf_names(entries, expected.gradients)
     assert min(training.cosines(entries, ONE, again, whole).values()) > 1 - 1e-6
@@ -142,7 +143,7 @@ def test_reference_and_sleep(te_ranks, models, batch, precision):
     None is used after its weight changed.
     """
     (reports,) = te_ranks.run(
-        features.train_sleep_and_refer, ONE, te_spec(models["qwen3"], precision=precision), batch, LOSS
+        features.train_sleep_and_refer, ONE, te_config(models["qwen3"], precision=precision), batch, LOSS
     )
     for report in reports:
         assert report["full"]["fp8_casts"] > 0.5 * report["full"]["parameters"]
@@ -156,7 +157,7 @@ def test_reference_and_sleep(te_ranks, models, batch, precision):
 def test_the_reference_of_experts_begins_as_the_policy(te_ranks, models, batch, layout, precision):
     sizes = EXPERT_LAYOUTS[layout]
     results = te_ranks.run(
-        training.first_step, sizes, te_spec(models["qwen3_moe"], sizes, precision), batch, LOSS, None
+        training.first_step, sizes, te_config(models["qwen3_moe"], sizes, precision), batch, LOSS, None
     )
     assert {result.difference for result in results} - {None} == {0.0}
 
@@ -172,16 +173,16 @@ CHECKPOINTS = {
 def test_a_checkpoint_goes_on_bit_for_bit_and_loads_in_another_layout(te_ranks, models, tmp_path, precision):
     family, sizes, options = CHECKPOINTS[precision]
     batches = [make_batch(seed, (3, 4, 2)) for seed in range(3)]
-    spec = te_spec(
+    config = te_config(
         models[family], sizes, precision, moe=ENGINE if family == "qwen3_moe" else MoEConfig(), **options
     )
     folder = str(tmp_path / "checkpoint")
-    saved = te_ranks.run(checkpoints.save, sizes, spec, batches, TOKEN, folder)
-    resumed = te_ranks.run(checkpoints.resume, sizes, spec, batches[-1], TOKEN, folder)
+    saved = te_ranks.run(checkpoints.save, sizes, config, batches, TOKEN, folder)
+    resumed = te_ranks.run(checkpoints.resume, sizes, config, batches[-1], TOKEN, folder)
     for before, after in zip(saved, resumed, strict=True):
         assert_equal_states(after.at, before.at)
         assert_equal_states(after.after, before.after)
-    elsewhere = replace(spec, sizes=ONE, distributed_optimizer=False, overlap=False)
+    elsewhere = with_megatron(config, **ONE.settings(), distributed_optimizer=False, overlap=False)
     (alone,) = te_ranks.run(checkpoints.resume, ONE, elsewhere, batches[-1], TOKEN, folder)
     assert loss_of([alone]) == pytest.approx(loss_of(saved), rel=0.02, abs=0.02)
 
@@ -189,11 +190,11 @@ def test_a_checkpoint_goes_on_bit_for_bit_and_loads_in_another_layout(te_ranks, 
 def test_training_follows_the_old_policys_routing(te_ranks, tmp_path):
     """The routers are negated between the passes, as in the test with local layers."""
     sizes, batch, model = EXPERT_LAYOUTS["tp2sp"], make_batch(0), aligned_model(tmp_path, "qwen3_moe")
-    recording = te_spec(model, sizes, moe=MoEConfig(routing_replay=RoutingReplay.old_policy))
+    recording = te_config(model, sizes, moe=MoEConfig(routing_replay=RoutingReplay.old_policy))
     results = te_ranks.run(routings.record_flip_train, sizes, recording, batch, TOKEN)
     routing = whole([recorded for _, recorded in results], batch)[:, [0, 2, 3]]
     assert (routing >= 0).all()
-    following = te_spec(model, moe=ENGINE)
+    following = te_config(model, moe=ENGINE)
     (same, _), *_ = te_ranks.run(routings.flip_train, ONE, following, replace(batch, routing=routing), TOKEN)
     (other, _), *_ = te_ranks.run(routings.flip_train, ONE, replace(following, moe=MoEConfig()), batch, TOKEN)
     entropies = [metrics for metrics, _ in results if metrics is not None]
@@ -207,27 +208,27 @@ def test_layers_that_stay_in_bf16(te_ranks, models, batch, ends):
     """Their products are not FP8. If all layers are among them, nothing is FP8."""
     first, last = ends
     fp8 = FP8Config(bf16_first_layers=first, bf16_last_layers=last)
-    spec = replace(te_spec(models["qwen3"], precision="tensorwise"), fp8=fp8)
-    ((_, calls),) = te_ranks.run(features.calls_of, ONE, spec, batch, LOSS)
+    config = with_megatron(te_config(models["qwen3"], precision="tensorwise"), fp8=fp8)
+    ((_, calls),) = te_ranks.run(features.calls_of, ONE, config, batch, LOSS)
     ((_, of_all),) = te_ranks.run(
-        features.calls_of, ONE, te_spec(models["qwen3"], precision="tensorwise"), batch, LOSS
+        features.calls_of, ONE, te_config(models["qwen3"], precision="tensorwise"), batch, LOSS
     )
     assert calls["quantize"] == of_all["quantize"] * (4 - first - last) // 4
 
 
 def test_gradients_in_e4m3_are_others(te_ranks, models, batch):
-    spec = te_spec(models["qwen3"], precision="tensorwise")
-    (hybrid,) = te_ranks.run(training.first_step, ONE, spec, batch, LOSS, None)
-    e4m3 = replace(spec, fp8=FP8Config(format=FP8Format.e4m3))
+    config = te_config(models["qwen3"], precision="tensorwise")
+    (hybrid,) = te_ranks.run(training.first_step, ONE, config, batch, LOSS, None)
+    e4m3 = with_megatron(config, fp8=FP8Config(format=FP8Format.e4m3))
     (other,) = te_ranks.run(training.first_step, ONE, e4m3, batch, LOSS, None)
     assert other.norms[0] != hybrid.norms[0]
     assert other.norms[0] == pytest.approx(hybrid.norms[0], rel=0.02)
 
 
 def test_fp32_is_refused_and_auto_takes_local_layers(te_ranks, models, batch):
-    spec = replace(te_spec(models["qwen3"]), precision=Precision.fp32)
-    with pytest.raises(AssertionError, match="precision=fp32 needs the local layers"):
-        te_ranks.run(training.first_step, ONE, spec, batch, LOSS, None)
-    auto = replace(spec, transformer_impl=TransformerImpl.auto, optimizer=OptimizerConfig())
+    config = with_megatron(te_config(models["qwen3"]), precision=Precision.fp32)
+    with pytest.raises(AssertionError, match="precision=fp32 is not possible with"):
+        te_ranks.run(training.first_step, ONE, config, batch, LOSS, None)
+    auto = with_megatron(replace(config, optimizer=OptimizerConfig()), transformer_impl=TransformerImpl.auto)
     ((_, calls),) = te_ranks.run(features.calls_of, ONE, auto, batch, LOSS)
     assert calls["generic_gemm"] == 0

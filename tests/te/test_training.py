@@ -7,11 +7,18 @@ from safetensors.torch import load_file
 
 from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.config.fp8 import FP8Config, FP8Recipe
-from grpo_megatron.config.schema import MoEConfig, OptimizerConfig, Precision, RoutingReplay, TransformerImpl
-from grpo_megatron.megatron.spec import ActorSpec
+from grpo_megatron.config.schema import (
+    Config,
+    MoEConfig,
+    OptimizerConfig,
+    Precision,
+    RoutingReplay,
+    TransformerImpl,
+)
 from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.preflight.fp8_sizes import kind
+from tests.configs import actor_config
 from tests.models import FAMILIES, aligned_model
 from tests.parallel.invariance import in_hf_names
 from tests.parallel.test_families import EXPERTS
@@ -43,12 +50,14 @@ LEAST_COSINE = {precision: 0.999 if precision == "bf16" else 0.99 for precision 
 ROUTINGS = {"qwen3_moe": (3, 4, 2), "mixtral": (4, 4, 2), "glm4_moe": (3, 4, 2), "deepseek_v3": (3, 8, 4)}
 
 
-def te_spec(folder, sizes=ONE, precision="bf16", **options) -> ActorSpec:
+def te_config(folder, sizes=ONE, precision="bf16", **options) -> Config:
     layers = {"transformer_impl": TransformerImpl.transformer_engine} | (PRECISIONS | {"float32": FLOAT32})[
         precision
     ]
     optimizer = OptimizerConfig(lr=1e-3, eps=1e-3)
-    return ActorSpec(folder, sizes, optimizer, emulate_kernels=True, with_reference=True, **layers, **options)
+    return actor_config(
+        folder, sizes, optimizer, emulate_kernels=True, with_reference=True, **layers, **options
+    )
 
 
 class Family:
@@ -64,9 +73,9 @@ class Family:
         self.entries, self._local_entries = weight_map(arch, transformer_engine=True), weight_map(arch)
 
     def run(self, sizes: ParallelSizes, precision: str, folder=None, padding_statistics: float = 0.0):
-        spec = te_spec(self.folder, sizes, precision, moe=self._moe)
+        config = te_config(self.folder, sizes, precision, moe=self._moe)
         return self._ranks.run(
-            first_step, sizes, spec, self.batch, PolicyLoss(), folder and str(folder), padding_statistics
+            first_step, sizes, config, self.batch, PolicyLoss(), folder and str(folder), padding_statistics
         )
 
     def one_rank(self, precision: str):
@@ -161,7 +170,7 @@ def test_a_planted_fault_is_noticed(families, te_ranks, precision):
     results = te_ranks.run(
         first_step_with_unsummed_norms,
         sizes,
-        te_spec(model.folder, sizes, precision),
+        te_config(model.folder, sizes, precision),
         model.batch,
         PolicyLoss(),
     )

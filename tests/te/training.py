@@ -7,10 +7,9 @@ import torch
 
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.fp8 import FP8Recipe
-from grpo_megatron.config.schema import Precision
+from grpo_megatron.config.schema import Config, Precision
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.process_groups import RankInfo
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.megatron.state.hf_weights import local_parameters
 from grpo_megatron.megatron.trained_model import TrainedModel
 from grpo_megatron.megatron.without_gpu.emulation import packed_attention
@@ -35,7 +34,7 @@ class FirstStep:
 
 
 def first_step(
-    spec: ActorSpec,
+    config: Config,
     batch: TrainBatch,
     loss,
     folder: str | None,
@@ -47,16 +46,16 @@ def first_step(
     The gradients are those of the first step.
     """
     packed_attention.PADDING_STATISTICS = padding_statistics
-    actor = Actor(spec, build=build)
+    actor = Actor(config, build=build)
     if folder:
         actor.weights.save_hf(folder)
-    _, parts = micro_batches(batch, spec, actor.rank.dp_rank, packing=True, max_tokens=256)
+    _, parts = micro_batches(batch, config, actor.rank.dp_rank, packing=True, max_tokens=256)
     policy = actor.passes.logprobs(parts)
     actor.passes.begin_reference()
     reference = actor.passes.logprobs(parts, reference=True)
     actor.passes.end_reference()
     gradients, norms = {}, []
-    if spec.precision == Precision.fp8 and spec.fp8.recipe == FP8Recipe.delayed:
+    if config.megatron.precision == Precision.fp8 and config.megatron.fp8.recipe == FP8Recipe.delayed:
         # It scales gradients by earlier ones. With none, most of them are too small for E5M2.
         actor.passes.compute_gradients(parts, loss, batch.num_tokens, current_is_old=True)
     for step in range(2):
@@ -70,7 +69,7 @@ def first_step(
     return FirstStep(actor.rank, gradients, difference, norms)
 
 
-def first_step_with_unsummed_norms(spec: ActorSpec, batch: TrainBatch, loss) -> FirstStep:
+def first_step_with_unsummed_norms(config: Config, batch: TrainBatch, loss) -> FirstStep:
     """Do the same with a planted fault: a norm's gradient on each rank is that of the rank's own tokens."""
 
     class Faulty(TrainedModel):
@@ -81,7 +80,7 @@ def first_step_with_unsummed_norms(spec: ActorSpec, batch: TrainBatch, loss) -> 
                         parameter.sequence_parallel = False
             super()._set_up_training()
 
-    return first_step(spec, batch, loss, None, build=Faulty)
+    return first_step(config, batch, loss, None, build=Faulty)
 
 
 def cosines(entries, sizes, result: FirstStep, whole: dict[str, torch.Tensor]) -> dict[str, float]:

@@ -22,7 +22,8 @@ def test_an_interface_has_its_address():
 def test_an_interface_that_is_not_there_is_an_error_with_those_that_are():
     with pytest.raises(
         UserError,
-        match=r"^network interface ib7 does not exist on node .+; the node has (.+, )?lo \(127\.0\.0\.1\)",
+        match=r"^network interface ib7 does not exist on node .+; choose one that it has: "
+        r"(.+, )?lo \(127\.0\.0\.1\)",
     ):
         address.of_interface("ib7")
 

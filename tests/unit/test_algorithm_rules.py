@@ -76,7 +76,7 @@ def test_an_unknown_preset_names_the_known_ones():
             "must be known before training",
         ),
         (["algorithm.kl_ctrl.type=adaptive"], "coefficient of the KL in the reward"),
-        (["ref.reset_every=5"], "there is a reference model only for a KL"),
+        (["ref.reset_every=5"], "a reference model is used only for a KL"),
         (["mismatch.correction=tis", "train.old_logprobs=rollout"], "twice"),
         (["mismatch.ratio_high=3"], "only with mismatch.correction!=none"),
         (

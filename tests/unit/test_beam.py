@@ -14,7 +14,6 @@ from grpo_megatron.config.rollout import BeamConfig, EarlyStopping
 from grpo_megatron.rollout.beam import BeamSearch
 from grpo_megatron.rollout.episodes import SingleTurn
 from grpo_megatron.rollout.manager import Goal, RolloutManager, StaleWeights
-from grpo_megatron.rollout.source import training_sampling
 from grpo_megatron.sglang.request import Completion
 from tests.models import tiny_model, transformers_beams
 
@@ -135,17 +134,17 @@ def asked(number):
 
 
 def prepared(engine, *changes):
-    """Return the manager, and its sampling settings."""
+    """Return the manager, and the section of the configuration by which it samples."""
     config = read_config(
         None, ["model.path=m", "data.train=d", "rollout.strategy=beam", "rollout.n=3", *changes]
     )
     manager = RolloutManager(engine, SingleTurn(Rewards()))
-    return manager, training_sampling(config.rollout)
+    return manager, config.rollout
 
 
 def sampled(engine, *changes):
-    manager, sampling = prepared(engine, *changes)
-    return manager.generate(asked(4), sampling)
+    manager, rollout = prepared(engine, *changes)
+    return manager.generate(asked(4), rollout)
 
 
 def test_a_group_is_what_one_search_finds(model):
@@ -166,12 +165,12 @@ def test_a_group_is_what_one_search_finds(model):
 
 def test_a_batch_is_filled_with_groups_of_beams(model):
     engine = Engine(model, slow=1)
-    manager, sampling = prepared(engine, "rollout.max_response_length=5")
+    manager, rollout = prepared(engine, "rollout.max_response_length=5")
     prompts = iter(asked(8))
     filled = manager.fill(
         lambda count: [next(prompts) for _ in range(count)],
         lambda group: group.prompt.uid != 0,
-        sampling,
+        rollout,
         Goal(2, 2, 8),
     )
     assert [len(group.samples) for group in filled.groups] == [3, 3]

@@ -57,16 +57,14 @@ def test_fp8_depends_on_the_gpu_that_was_named():
     for gpu in GPUS:
         assert bool(broken(FP8, f"cluster.gpu={gpu}")) == gpu.startswith("a100")
     (sentence,) = broken(FP8, "cluster.gpu=a100-80g")
-    assert sentence.startswith(
-        "megatron.precision=fp8 needs TransformerEngine and GPUs with FP8 matrix products"
-    )
+    assert sentence.startswith("megatron.precision=fp8 needs TransformerEngine and GPUs that support FP8")
     assert "(with cluster.gpu=a100-80g: FP8 needs compute capability 8.9" in sentence
     assert "TransformerEngine needs CUDA" in broken(FP8, "cluster.gpu=none")[0]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 def test_without_facts_this_machine_decides_unless_a_cluster_is_to_be_joined():
-    assert "FP8 matrix products (here" in broken(FP8)[0]
+    assert "megatron.precision=bf16 (here" in broken(FP8)[0]
     assert broken(FP8, "cluster.ray_address=10.0.0.1:6379") == []
     assert broken(FP8, "cluster.nodes=2") == []
 
@@ -80,7 +78,10 @@ def test_the_large_configuration_is_legal_on_this_machine(capsys):
     assert status == 2
     assert "2 violations" in text
     assert "compute capability 8.9" in text
-    assert "needs 128 GPUs; with cluster.gpu=a100-80g there are 64" in text
+    assert (
+        "need 128 GPUs with cluster.placement=colocated, but there are only 64 with cluster.gpu=a100-80g"
+        in text
+    )
 
 
 def test_check_says_when_it_does_not_know_the_cluster(capsys):
@@ -97,10 +98,13 @@ TWO_NODES = ["cluster.gpu=h200", "cluster.nodes=2", "cluster.gpus_per_node=8"]
     ("overrides", "says"),
     [
         ([*NODE_OF_8, "megatron.data_parallel=7"], None),
-        ([*NODE_OF_8, "megatron.data_parallel=8"], "needs 9 GPUs; with cluster.gpu=h200 there are 8"),
+        (
+            [*NODE_OF_8, "megatron.data_parallel=8"],
+            "need 9 GPUs with cluster.placement=separate, but there are only 8",
+        ),
         ([*NODE_OF_8, "megatron.data_parallel=8", "cluster.placement=colocated"], None),
         ([*NODE_OF_8, "megatron.data_parallel=8", "rollout.replay=r.jsonl"], None),
-        ([*NODE_OF_8, "rollout.engine.num_engines=9", "cluster.placement=colocated"], "needs 9 GPUs"),
+        ([*NODE_OF_8, "rollout.engine.num_engines=9", "cluster.placement=colocated"], "need 9 GPUs"),
         ([*NODE_OF_8, "megatron.tensor_parallel=3"], None),
         ([*TWO_NODES, "megatron.tensor_parallel=3", "megatron.data_parallel=2"], None),
         (
@@ -112,7 +116,7 @@ TWO_NODES = ["cluster.gpu=h200", "cluster.nodes=2", "cluster.gpus_per_node=8"]
             "groups of 16 ranks",
         ),
         ([*TWO_NODES, "rollout.engine.tensor_parallel=8"], None),
-        ([*TWO_NODES, "rollout.engine.tensor_parallel=12"], "it must be a multiple of 8"),
+        ([*TWO_NODES, "rollout.engine.tensor_parallel=12"], "must be a multiple of 8"),
         ([*TWO_NODES, "rollout.engine.tensor_parallel=16", "cluster.placement=colocated"], None),
         (
             [
@@ -137,7 +141,7 @@ def test_fine_tuning_has_no_engines():
     assert broken(*NODE_OF_8, "megatron.data_parallel=8", command=Command.sft) == []
     (sentence,) = broken(*NODE_OF_8, "megatron.data_parallel=16", command=Command.sft)
     assert "16 ranks" in sentence
-    assert "there are 8" in sentence
+    assert "but only 8 GPUs" in sentence
 
 
 def test_a_cluster_that_is_not_as_described_is_refused():
@@ -146,14 +150,15 @@ def test_a_cluster_that_is_not_as_described_is_refused():
     assert contradictions(said, found) == []
     assert contradictions(said, replace(found, nodes=4)) == []
     assert contradictions(said, replace(found, nodes=1, gpus_per_node=4)) == [
-        "cluster.nodes=2, but in the Ray cluster there are 1",
-        "cluster.gpus_per_node=8, but in the Ray cluster there are 4",
+        "cluster.nodes=2, but only 1 found in the Ray cluster; correct or remove the setting",
+        "cluster.gpus_per_node=8, but only 4 found in the Ray cluster; correct or remove the setting",
     ]
     assert contradictions(said, replace(found, gpu=GPUS["a100-80g"])) == [
-        "cluster.gpu=h200, but the GPUs in the Ray cluster have compute capability 8.0"
+        "cluster.gpu=h200, but the GPUs in the Ray cluster have compute capability 8.0; correct or "
+        "remove the setting"
     ]
     without = Capabilities.of_facts("none", 2, None)
-    assert "there are none" in contradictions(said, without)[0]
+    assert "there are no GPUs" in contradictions(said, without)[0]
     assert "there are GPUs" in contradictions(config("cluster.gpu=none"), found)[0]
     assert contradictions(config(), found) == contradictions(config(), without) == []
 

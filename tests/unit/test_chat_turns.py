@@ -176,19 +176,19 @@ def test_a_chat_that_is_learned_has_the_tokens_of_the_template(folders, tmp_path
         (
             "deepseek",
             [said("<think>hm</think>4")],
-            "the chat template cuts off a part of an assistant message's content",
+            "the chat template drops part of an assistant message's content",
         ),
         (
             "r1",
             [said("4")],
-            "shows the prompt in another form once the assistant's message follows",
+            "renders the prompt differently when the assistant's message follows",
         ),
         ("llama3", [called(None, "not JSON")], "the arguments of a tool call are 'not JSON'"),
         ("llama3", [said(None, tool_calls="?")], "has the tool_calls '?'; they must be a list of objects"),
         ("llama3", [said(None, tool_calls=[{"id": "1"}])], "has a tool call without a name"),
         ("chatml", [said(None)], "field 'response': message 0 of the response has no content"),
         ("chatml", [said("4"), ASKED], "whose first and last message are the assistant's"),
-        ("chatml", "[{'role': 'assistant', 'content': '4'}]", "is a list of messages as Python prints it"),
+        ("chatml", "[{'role': 'assistant', 'content': '4'}]", "is a list of messages in Python syntax"),
     ],
 )
 def test_what_a_template_cannot_show_is_refused(folders, tmp_path, kind, response, complaint):
@@ -200,7 +200,7 @@ def test_what_a_template_cannot_show_is_refused(folders, tmp_path, kind, respons
 def test_a_template_argument_that_contradicts_the_response_is_refused(folders, tmp_path):
     record = {"prompt": [ASKED], "response": [said("4", reasoning_content="2+2")]}
     with pytest.raises(
-        UserError, match="shows the prompt in another form once the assistant's message follows"
+        UserError, match="renders the prompt differently when the assistant's message follows"
     ):
         learned(folders["qwen3"], record, tmp_path, chat_template_args={"enable_thinking": False})
     record["response"] = [said("4")]

@@ -90,7 +90,7 @@ def contents(saver) -> dict[str, str]:
     found = {}
     for folder in saver.folder.iterdir():
         if folder.name.endswith(".partial"):
-            with pytest.raises(UserError, match="not a whole checkpoint"):
+            with pytest.raises(UserError, match="not a complete checkpoint"):
                 open_checkpoint(folder, Command.sft)
         else:
             assert open_checkpoint(folder, Command.sft).step == int(folder.name.split("_")[1])
@@ -245,7 +245,7 @@ def test_after_one_that_failed_training_goes_on_and_the_next_one_is_tried(saver,
     run_step(saver, trainer, 4)
     run_step(saver, trainer, 6)  # completes that of step 4
     assert (
-        "training goes on, but no space left; the newest checkpoint is step_00000002"
+        "training continues, but no space left; the newest checkpoint is step_00000002"
         in capsys.readouterr().out
     )
     assert contents(saver) == {"step_00000002": "2"}
@@ -310,8 +310,8 @@ def test_a_request_to_stop_is_one_with_a_full_disk_too(saver, trainer):
         stop.leave(saver, lambda: state_of(3))
     first, second = str(stopped.value).splitlines()
     assert first == (
-        "stopped on request (SIGUSR1) after step 3, which is not saved; "
-        f"its newest checkpoint is {saver.folder}/step_00000002, the same command continues"
+        "stopped on request (SIGUSR1) after step 3, whose checkpoint could not be written; the run's newest "
+        f"checkpoint is {saver.folder}/step_00000002; the same command continues from it"
     )
     assert second.startswith("no space left")
 
@@ -338,7 +338,7 @@ def test_what_was_trained_is_noted(saver, capsys):
         saver.note_trained(2, [7])
         saver.note_trained(3, [8])
     assert path.read_text() == '{"step": 1, "prompts": [4, 2]}\n'
-    assert capsys.readouterr().out.count("could not be written (File too large); its rows wait") == 1
+    assert capsys.readouterr().out.count("could not be written (File too large); the rows are kept") == 1
     saver.note_trained(4, [9])
     rows = [json.loads(row) for row in path.read_text().splitlines()]
     assert [(row["step"], row["prompts"]) for row in rows] == [(1, [4, 2]), (2, [7]), (3, [8]), (4, [9])]

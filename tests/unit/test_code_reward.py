@@ -196,7 +196,7 @@ def test_comparing_results(found, expected, same):
         ("so it is 5", "neither Python code nor JSON with inputs and outputs: 'so it is 5'"),
         ('{"inputs": ["1"], "outputs": []}', "as many inputs as outputs"),
         ('{"tests": ["1"]}', "as many inputs as outputs.*keys tests"),
-        ("{'inputs': ['1'], 'outputs': ['1']}", "asserts nothing: \"{'inputs'.*must be written as JSON"),
+        ("{'inputs': ['1'], 'outputs': ['1']}", "asserts nothing: \"{'inputs'.*lists of tests, as JSON"),
         ("['assert f() == 1']", "asserts nothing"),
         (["assert f() == 1", "f == 1"], "asserts nothing: 'f == 1'"),
         ('{"fn_name": "f", "inputs": [5], "outputs": [5]}', "list of its arguments, not '5'"),

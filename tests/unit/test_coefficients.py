@@ -85,13 +85,13 @@ def test_the_kl_in_the_reward_by_hand(batches):
 
 
 def test_concatenating_mini_batches(batches):
-    batches[0].number, batches[1].number = np.arange(5), np.arange(5, 9)
+    batches[0].index_in_step, batches[1].index_in_step = np.arange(5), np.arange(5, 9)
     batches[0].policy_factor = np.ones(5, np.float32)
     whole = TrainBatch.concatenate(batches)
     assert whole.lengths.tolist() == [2, 3, 2, 2]
-    assert whole.number.tolist() == list(range(9))
+    assert whole.index_in_step.tolist() == list(range(9))
     assert whole.policy_factor is None  # not known of all
     for part, sequences in zip(batches, ([0, 1], [2, 3]), strict=True):
         again = whole.select(sequences)
-        for name in ("tokens", "loss_mask", "group_id", "reward", "cu_seqlens", "number"):
+        for name in ("tokens", "loss_mask", "group_id", "reward", "cu_seqlens", "index_in_step"):
             np.testing.assert_array_equal(getattr(again, name), getattr(part, name))

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from grpo_megatron.cli import main
-from grpo_megatron.config.keys import default_of, is_section, known_keys, type_name, value_text
+from grpo_megatron.config.keys import default_of, is_internal, is_section, known_keys, type_name, value_text
 from grpo_megatron.config.load import resolve
 from grpo_megatron.preflight.docs import COMMAND
 from grpo_megatron.preflight.keys import choices, interacting_keys, limits
@@ -115,6 +115,14 @@ def test_show_without_a_file_names_what_has_no_value(capsys):
         "x" * 300,
         "1e-6",
         "[a]",
+        "?</search>",
+        "<|im_end|>",
+        "-",
+        "a:",
+        "*x",
+        "&x",
+        "!x",
+        "# x",
     ],
 )
 def test_text_of_every_kind_survives_show(text, capsys, tmp_path):
@@ -168,6 +176,7 @@ def test_explain_a_section_lists_its_keys(capsys):
 def test_explain_suggests_the_nearest_key(capsys):
     assert "did you mean 'rollout.temperature'" in config(capsys, "explain", "rollout.temprature", status=2)
     assert "did you mean 'algorithm.kl_loss_coef'" in config(capsys, "explain", "kl_loss_coef", status=2)
+    assert "is now called ref.path" in config(capsys, "explain", "model.reference_path", status=2)
 
 
 @pytest.mark.slow_but(20)
@@ -205,7 +214,7 @@ def test_limits_and_choices_come_from_the_schema():
     assert limits("optimizer.clip_grad") == "must be at least 0"
     assert limits("optimizer.beta1") == "must be at least 0 and less than 1"
     assert limits("data.train_weights") == "each must be greater than 0"
-    assert limits("run.name") == "must be the name of one folder, without a slash"
+    assert limits("run.name") == "must be a folder name without a slash"
     assert limits("algorithm.entropy_coeff") == ""
     assert choices("rollout.engine.dtype") == ["auto", "float32", "bfloat16", "float16"]
     assert choices("train.old_logprobs") == ["recompute", "rollout", "current"]
@@ -278,7 +287,15 @@ def test_docs_are_current():
     )
 
 
-def test_docs_have_every_key(capsys):
+def test_an_internal_key_can_be_set_and_explained_and_is_in_no_list(capsys):
+    key = "megatron.emulate_kernels"
+    assert [name for name, field in known_keys().items() if is_internal(field)] == [key]
+    assert resolve(None, [f"{key}=true"]).values[key] is True
+    assert f"{key}\n  true: " in config(capsys, "explain", key)
+    assert key not in config(capsys, "explain", "megatron")
+
+
+def test_docs_have_every_key_but_the_internal_ones(capsys):
     text = config(capsys, "docs")
     for key in leaf_keys():
-        assert f"| `{key}` |" in text
+        assert (f"| `{key}` |" in text) != is_internal(known_keys()[key])

@@ -148,28 +148,31 @@ def test_rotary_frequencies_are_transformers(name, tmp_path):
 REFUSED = [
     (
         {"rope_scaling": YARN, "rope_theta": 3000.0, "rope_parameters": THETA},
-        "rope_scaling: rope type 'yarn' is not supported",
+        "rope_scaling: rope_type 'yarn' is not supported",
     ),
     (
         {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {}},
-        "rope_scaling: rope type 'linear'",
+        "rope_scaling: rope_type 'linear'",
     ),
-    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling: rope type 'dynamic'"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling: rope_type 'dynamic'"),
     (
         {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}},
-        "rope_parameters: rope type 'longrope'",
+        "rope_parameters: rope_type 'longrope'",
     ),
-    ({"rope_parameters": {"rope_type": "proportional"}}, "rope_parameters: rope type 'proportional'"),
+    ({"rope_parameters": {"rope_type": "proportional"}}, "rope_parameters: rope_type 'proportional'"),
     (
         {"rope_scaling": LLAMA3 | ORIGINAL, "rope_parameters": THETA},
         "rope_parameters.rope_theta=3000 would be lost",
     ),
-    ({"rope_scaling": YARN, "rope_parameters": THETA}, "Move the keys of rope_scaling into rope_parameters"),
+    ({"rope_scaling": YARN, "rope_parameters": THETA}, "move the keys of rope_scaling into rope_parameters"),
     (
         {"rope_parameters": {"full_attention": THETA, "sliding_attention": {"rope_theta": 1e4}}},
-        r"other values for each type of layer \(full_attention, sliding_attention\)",
+        r"different values for different types of layers \(full_attention, sliding_attention\)",
     ),
-    ({"rope_scaling": {"full_attention": THETA}}, "rope_scaling has other values for each type of layer"),
+    (
+        {"rope_scaling": {"full_attention": THETA}},
+        "rope_scaling has different values for different types of layers",
+    ),
     ({"rope_theta": None}, "key rope_theta is missing"),
     ({"rope_scaling": [1]}, "rope_scaling must be an object"),
 ]

@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from grpo_megatron.cli import main
-from grpo_megatron.config.keys import known_keys, nearest_key
+from grpo_megatron.config.earlier_versions import REMOVED_KEYS, REMOVED_VALUES, RENAMED_KEYS
+from grpo_megatron.config.keys import choices_of, known_keys, nearest_key
 from grpo_megatron.config.load import resolve
 
 # (as written, the key that was meant)
@@ -55,7 +56,6 @@ MISSPELT = [
 
 # (as written, what the message must say beside the key)
 ILL_TYPED = [
-    ("weight_sync.transport=object_store", "can no longer be object_store; use auto, which sends"),
     ("rollout.n=four", "integer"),
     ("rollout.n=4.5", "integer"),
     ("rollout.n=true", "integer"),
@@ -88,6 +88,20 @@ ILL_TYPED = [
 ]
 
 
+# (what an earlier version took, what the message must say)
+OF_EARLIER_VERSIONS = [
+    ("cluster.sync_bucket_bytes=1", "cluster.sync_bucket_bytes is now called weight_sync.bucket_bytes"),
+    ("model.reference_path=m", "model.reference_path is now called ref.path"),
+    ("ref.ahead=true", "ref.ahead no longer exists; delete it"),
+    ("mismatch.correction=rejection", "rejection; use mismatch.rejection=seq_geometric_ratio"),
+    ("rollout.tools=[python, calculator]", "calculator; replace it with examples.calculator:calculator"),
+    (
+        "weight_sync.transport=object_store",
+        "can no longer be object_store; use weight_sync.transport=auto, which sends",
+    ),
+]
+
+
 def as_file(written: str, path) -> None:
     """Return the same setting as nested YAML."""
     key, _, value = written.partition("=")
@@ -111,7 +125,7 @@ def both_ways(capsys, tmp_path, written):
     as_file(written, path)
     in_file = refusal(capsys, "--config", str(path))
     # A rule speaks of keys alone; what the schema refuses, it refuses at its place.
-    assert str(path) in in_file or "not legal" in in_file
+    assert str(path) in in_file or "invalid" in in_file
     return in_file, refusal(capsys, written)
 
 
@@ -137,6 +151,24 @@ def test_a_value_of_a_wrong_type_is_refused_with_the_right_one(written, expected
     for message in both_ways(capsys, tmp_path, written):
         assert key in message
         assert expected in message
+
+
+@pytest.mark.slow_but(2)
+@pytest.mark.parametrize(("written", "expected"), OF_EARLIER_VERSIONS)
+def test_what_an_earlier_version_took_is_refused_with_its_successor(written, expected, capsys, tmp_path):
+    for message in both_ways(capsys, tmp_path, written):
+        assert expected in message
+
+
+def test_successors_exist_and_what_they_replace_does_not():
+    known = known_keys()
+    assert set(RENAMED_KEYS.values()) <= known.keys()
+    assert not (RENAMED_KEYS.keys() | REMOVED_KEYS.keys()) & known.keys()
+    assert {key for key, _ in REMOVED_VALUES} <= known.keys()
+    for key, value in REMOVED_VALUES:
+        assert value not in choices_of(known[key].annotation)
+    written = {setting.partition("=")[0] for setting, _ in OF_EARLIER_VERSIONS}
+    assert written == {*RENAMED_KEYS, *REMOVED_KEYS, *(key for key, _ in REMOVED_VALUES)}
 
 
 def test_there_are_as_many_as_promised():
@@ -181,14 +213,14 @@ FILES = [
     ("rollout: {n: 2024-13-45}\n", "integer"),
     ("rollout: {n: 1:30}\n", "integer"),
     ("rollout:\n  n: ???\n", "rollout.n has no value"),
-    ("optimizer: {lr: .nan}\n", "c.yaml:1: optimizer.lr must be a finite number, is .nan"),
+    ("optimizer: {lr: .nan}\n", "c.yaml:1: optimizer.lr must be a finite number, but is .nan"),
     ("run: {name: *n}\n", "undefined alias 'n'"),
     ("eval: {<<: 5}\n", "not valid YAML"),
     ("run: !!python/object:os.system {name: a}\n", "could not determine a constructor for the tag"),
     ("run: {name: !ours a}\n", "could not determine a constructor for the tag '!ours'"),
     ("a: 1\n---\nb: 2\n", "another document"),
     ("%YAML 9.9\n---\nrun: {}\n", "not valid YAML"),
-    (b"\xff\xfe", "c.yaml is not valid YAML: invalid start byte at byte 0"),
+    (b"\xff\xfe", "c.yaml is not UTF-8 text (invalid start byte at byte 0)"),
     (bytes(range(128)), "not valid YAML"),
 ]
 
@@ -222,8 +254,8 @@ def test_files_that_mean_nothing_are_refused(text, part, capsys, tmp_path):
         ("data.train=[d.jsonl, 5]", "data.train must be"),
         ("data.train=5", "data.train must be"),
         ("rollout.engine.tensor_parallel=0", "rollout.engine.tensor_parallel"),
-        ("algorithm.adv_estimator=..:x", "'..' is not the name of a module"),
-        ("rollout.environment=a b:x", "'a b' is not the name of a module"),
+        ("algorithm.adv_estimator=..:x", "'..' is not a module name"),
+        ("rollout.environment=a b:x", "'a b' is not a module name"),
     ],
 )
 def test_arguments_that_mean_nothing_are_refused(argument, part, capsys):
@@ -243,9 +275,9 @@ def test_what_is_given_as_a_file_and_is_none(capsys, tmp_path):
     for path, part in (
         (tmp_path, "is a folder, not a file"),
         (tmp_path / "none", "does not exist"),
-        (tmp_path / "link", "is a link that leads nowhere"),
+        (tmp_path / "link", "is a broken symbolic link"),
         (tmp_path / "pipe", "is not a regular file"),
-        ("README.md/c.yaml", "cannot exist, because a part of the path is a file"),
+        ("README.md/c.yaml", "cannot exist, because part of the path is a file"),
         ("x" * 300, "cannot be read: File name too long"),
     ):
         assert f"--config {path} {part}" in refusal(capsys, "--config", str(path))

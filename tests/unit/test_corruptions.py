@@ -144,18 +144,24 @@ CONFIG = [
         for bad in ("x", 0, float("nan"), float("inf"))
     ),
     ({"num_hidden_layers": 10**9}, "num_hidden_layers must be an integer from 1 to"),
-    ({"num_hidden_layers": 9000, "layer_types": None}, "promises at least 9000 tensors"),
+    ({"num_hidden_layers": 9000, "layer_types": None}, "requires at least 9000 tensors"),
     ({"num_hidden_layers": 3, "layer_types": None}, "model.layers.2.input_layernorm.weight"),
-    ({"num_hidden_layers": 1, "layer_types": None}, "the model of config.json has no tensor model.layers.1."),
-    ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide num_attention_heads=4"),
+    (
+        {"num_hidden_layers": 1, "layer_types": None},
+        "describes a model without these tensors: model.layers.1.",
+    ),
+    ({"num_key_value_heads": 3}, "num_attention_heads=4 is not divisible by num_key_value_heads=3"),
     ({"head_dim": 15}, "must be even"),
     (
         {"head_dim": 32},
-        "model.layers.0.self_attn.q_proj.weight of shape (64, 64), config.json requires (128, 64)",
+        "model.layers.0.self_attn.q_proj.weight of shape (64, 64), but config.json requires (128, 64)",
     ),
-    ({"head_dim": None, "num_attention_heads": 6}, "num_attention_heads=6 does not divide hidden_size=64"),
-    ({"vocab_size": 30}, "model.embed_tokens.weight of shape (31, 64), config.json requires (30, 64)"),
-    ({"intermediate_size": 64}, "mlp.gate_proj.weight of shape (128, 64), config.json requires (64, 64)"),
+    (
+        {"head_dim": None, "num_attention_heads": 6},
+        "hidden_size=64 is not divisible by num_attention_heads=6",
+    ),
+    ({"vocab_size": 30}, "model.embed_tokens.weight of shape (31, 64), but config.json requires (30, 64)"),
+    ({"intermediate_size": 64}, "mlp.gate_proj.weight of shape (128, 64), but config.json requires (64, 64)"),
     ({"rope_parameters": None, "rope_theta": None}, "key rope_theta is missing"),
     ({"rope_parameters": [1]}, "rope_parameters must be an object"),
     ({"rope_parameters": {"rope_theta": "x"}}, "rope_parameters.rope_theta must be"),
@@ -164,22 +170,25 @@ CONFIG = [
     ({"rope_parameters": {**LLAMA3, "factor": None}}, "key rope_parameters.factor is missing"),
     (
         {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 8}},
-        "low_freq_factor of the rope scaling must be less",
+        "rope_parameters: low_freq_factor must be less",
     ),
     ({"dtype": "int4"}, "dtype 'int4' is not supported"),
     ({"dtype": ["float32"]}, "dtype must be text"),
     ({"architectures": "Qwen3ForCausalLM"}, "architectures must be a list"),
     ({"architectures": [["x"]]}, "architectures must be a list"),
-    ({"architectures": []}, "there is no weight map for the architecture (none)"),
+    ({"architectures": []}, "the architecture (none) is not supported"),
     ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
     ({"attention_bias": True}, "attention_bias=true"),
     ({"hidden_act": {"a": 1}}, "hidden_act must be text"),
     ({"architectures": ["Qwen3MoeForCausalLM"]}, "key num_local_experts is missing"),
     (
         {"architectures": ["MixtralForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 3},
-        "more than the 2 experts",
+        "num_experts_per_tok=3 exceeds the number of experts, 2",
     ),
-    ({"architectures": ["Qwen2ForCausalLM"]}, "tensor model.layers.0.self_attn.q_proj.bias"),
+    (
+        {"architectures": ["Qwen2ForCausalLM"]},
+        "tensors that are missing: model.layers.0.self_attn.q_proj.bias",
+    ),
 ]
 
 
@@ -228,11 +237,11 @@ def test_a_wrong_index(capsys, files, model):
     for promised, said in (
         (None, "weight_map must be an object"),
         ([1], "weight_map must be an object"),
-        ({**right, names[0]: 5}, f"weight_map.{names[0]} must be a file name, is 5"),
-        ({**right, names[0]: "gone.safetensors"}, "shard gone.safetensors is missing"),
+        ({**right, names[0]: 5}, f"weight_map.{names[0]} must be a file name, but is 5"),
+        ({**right, names[0]: "gone.safetensors"}, "lists files that are missing (gone.safetensors)"),
         ({**right, names[0]: "text.safetensors"}, "text.safetensors cannot be read"),
         ({**right, names[0]: "folder"}, "folder is a folder, not a file"),
-        ({**right, names[0]: "a\0b"}, "is not a path"),
+        ({**right, names[0]: "a\0b"}, "is not a valid path"),
         ({**right, "extra.weight": "model.safetensors"}, "tensor extra.weight is missing, although"),
         ({}, "tensor"),
     ):
@@ -253,11 +262,11 @@ def change_tensors(folder, change) -> None:
 Q = "model.layers.0.self_attn.q_proj.weight"
 DOWN = "model.layers.1.mlp.down_proj.weight"
 TENSORS = [
-    (lambda t: t.pop(Q), f"tensor {Q} is missing, but config.json requires it"),
-    (lambda t: t.clear(), "promises at least 2 tensors, the checkpoint has 0"),
-    (lambda t: t.update(extra=torch.zeros(1)), "the model of config.json has no tensor extra"),
-    (lambda t: t.update({DOWN: t[DOWN].T}), f"{DOWN} of shape (128, 64), config.json requires (64, 128)"),
-    (lambda t: t.update({Q: t[Q].flatten()}), f"{Q} of shape (4096,), config.json requires (64, 64)"),
+    (lambda t: t.pop(Q), f"config.json requires tensors that are missing: {Q}"),
+    (lambda t: t.clear(), "requires at least 2 tensors, but it has 0"),
+    (lambda t: t.update(extra=torch.zeros(1)), "describes a model without these tensors: extra"),
+    (lambda t: t.update({DOWN: t[DOWN].T}), f"{DOWN} of shape (128, 64), but config.json requires (64, 128)"),
+    (lambda t: t.update({Q: t[Q].flatten()}), f"{Q} of shape (4096,), but config.json requires (64, 64)"),
     (lambda t: t.update({Q: t[Q][:0]}), f"{Q} of shape (0, 64)"),
     (lambda t: t.update({Q: t[Q].to(torch.int8)}), f"{Q} of type I8; only F64, F32, F16, BF16 can be loaded"),
     (lambda t: t.update({Q: t[Q].to(torch.float8_e4m3fn)}), f"{Q} of type F8_E4M3; only"),
@@ -308,7 +317,7 @@ def test_things_of_a_wrong_kind_in_place_of_a_file(capsys, files, model):
         assert f"{model / name} is a folder, not a file" in check(capsys, files, model)[1]
         (model / name).rmdir()
         (model / name).symlink_to("nowhere")
-        assert f"{model / name} is a link that leads nowhere" in check(capsys, files, model)[1]
+        assert f"{model / name} is a broken symbolic link" in check(capsys, files, model)[1]
         (model / name).unlink()
         os.mkfifo(model / name)
         assert f"{model / name} is not a regular file" in check(capsys, files, model)[1]
@@ -334,7 +343,7 @@ def test_what_some_tools_add_is_tolerated(capsys, files, model):
 def test_the_reference_is_checked_too(capsys, files, model):
     change_tensors(model, lambda t: t.pop(Q))
     status, text = check(capsys, files, files / "model", f"ref.path={model}", "algorithm.use_kl_loss=true")
-    assert (status, f"{model}: tensor {Q} is missing" in text) == (2, True)
+    assert (status, f"{model}: config.json requires tensors that are missing: {Q}" in text) == (2, True)
     text = check(capsys, files, files / "model", f"ref.path={model}/config.json")[1]
     assert f"ref.path: {model}/config.json is a file, not a folder" in text
 

@@ -33,7 +33,7 @@ def write(path, *lines):
     ("line", "complaint"),
     [
         ('{"prompt": "1+1", "answer": "2"', "not valid JSON"),
-        ('["1+1", "2"]', "expected an object, got list"),
+        ('["1+1", "2"]', "expected a JSON object, got list"),
         ('{"question": "1+1", "answer": "2"}', "field 'prompt' is missing"),
     ],
 )
@@ -97,7 +97,7 @@ def test_policies_for_long_prompts(tmp_path, tokenizer):
         "<assistant>",
     ]
     assert counts == {"skipped": 0, "truncated": 1}
-    with pytest.raises(UserError, match="no prompt is left, all 2"):
+    with pytest.raises(UserError, match="no prompts are left because all 2"):
         load(OverlongPrompts.skip, longest=2)
 
 
@@ -136,7 +136,10 @@ def test_parquet_reads_like_jsonl(tmp_path):
 
 
 def test_sources_that_are_not_data(tmp_path):
-    with pytest.raises(UserError, match=r"must be .jsonl, .json, .parquet or hf:NAME, not .csv"):
+    with pytest.raises(
+        UserError,
+        match=r"must be a .jsonl, .json or .parquet file or hf:NAME, but this file has the extension .csv",
+    ):
         read_records(write(tmp_path / "p.csv", "a,b"), [])
     with pytest.raises(UserError, match="does not exist"):
         read_records(str(tmp_path / "none.parquet"), [])
@@ -244,14 +247,14 @@ def test_a_recording_reads_back_exactly(tmp_path):
 
 def test_recordings_that_cannot_be_used(tmp_path):
     path, _ = recorded(tmp_path)
-    with pytest.raises(UserError, match="holds 2 steps, but not step 3"):
+    with pytest.raises(UserError, match="contains 2 steps, but not step 3"):
         Replay(path).read(3)
     with pytest.raises(UserError, match="not a recording"):
         Replay(write(tmp_path / "x.jsonl", '{"prompt": 1}'))
     lines = Path(path).read_text().splitlines()
     with pytest.raises(UserError, match=r"b.jsonl:2 is damaged"):
         Replay(write(tmp_path / "b.jsonl", lines[0], lines[1][:200]))
-    with pytest.raises(UserError, match=r"d.jsonl:3 is damaged \(step 1"):
+    with pytest.raises(UserError, match=r"d.jsonl:3: step 1 occurs a second time"):
         Replay(write(tmp_path / "d.jsonl", lines[0], lines[1], lines[1]))
     with pytest.raises(UserError, match="step 1 is damaged"):
         Replay(write(tmp_path / "e.jsonl", lines[0], '{"step": 1, "groups": [}]}')).read(1)
@@ -274,7 +277,7 @@ def test_half_a_row_of_a_killed_run_is_taken_back(tmp_path, left, resumed, kept)
     path, _ = recorded(tmp_path)
     whole = Path(path).read_text()
     Path(path).write_text(whole + left)
-    with pytest.raises(UserError, match="holds 2 steps"):
+    with pytest.raises(UserError, match="contains 2 steps"):
         Replay(path).read(3)
     Recorder(path, resumed).close()
     assert Path(path).read_text() == "".join(whole.splitlines(keepends=True)[: 1 + kept])
@@ -297,7 +300,7 @@ def test_half_a_header_is_written_again(tmp_path, found):
     path = tmp_path / "r.jsonl"
     path.write_text(found)
     Recorder(str(path), resumed=3).close()
-    with pytest.raises(UserError, match="holds 0 steps"):
+    with pytest.raises(UserError, match="contains 0 steps"):
         Replay(str(path)).read(1)
 
 
@@ -316,7 +319,7 @@ def test_a_step_that_has_no_room_is_left_out_of_a_recording(tmp_path, capsys):
     with no_file_beyond(len(whole) + 50):
         recorder.write(3, groups)
     assert Path(path).read_text() == whole
-    assert "step 3 is missing in the recording" in capsys.readouterr().out
+    assert "step 3 is missing from the recording" in capsys.readouterr().out
     recorder.write(4, groups)
     recorder.close()
     assert len(Replay(path).read(4)) == 2

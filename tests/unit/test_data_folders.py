@@ -46,9 +46,9 @@ def test_a_folder_that_save_to_disk_wrote_is_read(saved, source, rows):
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [
-        ("one::train", "a single data set written by save_to_disk, so it has no splits; use hf:"),
+        ("one::train", "a single dataset written by save_to_disk, so it has no splits; use hf:"),
         ("one:main", "has no configuration 'main'; use hf:FOLDER::SPLIT"),
-        ("several::dev", "has no split 'dev'; its splits are test, train. Choose one with hf:"),
+        ("several::dev", "has no split 'dev'; its splits are test, train; choose one with hf:"),
         ("several::train[:2]", "has no split 'train[:2]'; its splits are test, train"),
         ("named", "has no split 'train'; its splits are first, second"),
         ("nothing", "/nothing does not exist"),
@@ -58,7 +58,7 @@ def test_a_part_that_such_a_folder_does_not_have(saved, source, complaint):
     with pytest.raises(UserError) as caught:
         read_records(f"hf:{saved}/{source}", [])
     assert complaint in str(caught.value)
-    assert "is the hub reachable" not in str(caught.value)
+    assert "that the hub can be reached" not in str(caught.value)
 
 
 def test_files_whose_columns_differ_are_named_with_the_librarys_reason(tmp_path):
@@ -99,7 +99,7 @@ def test_check_reads_folders_that_are_here(saved, tmp_path):
     assert any("record 0: field 'question' is missing" in violation for violation in report.violations)
     report = checked(f"{saved}/one")
     assert any(
-        f"{saved}/one is a folder, not a file; name the files in it, or hf:{saved}/one" in one
+        f"{saved}/one is a folder, not a file; give the files in it, or hf:{saved}/one" in one
         for one in report.violations
     )
     report = checked("hf:openai/gsm8k:main:train", f"hf:{tmp_path}/nothing")

@@ -10,10 +10,11 @@ from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.config.data import DataConfig
 from grpo_megatron.config.reward import RewardConfig
+from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.rewards.scoring import RewardTask, ScorerSpec
 from grpo_megatron.rollout.episodes import SingleTurn
-from grpo_megatron.rollout.manager import RolloutManager, Sampling
+from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.tool_environment import ToolEnvironment
 from grpo_megatron.sglang.request import Completion
 from tests.unit.chat_templates import PAD, TEMPLATES, save_tokenizer
@@ -169,6 +170,6 @@ def test_responses_end_where_the_template_ends_turns(folders, kind, end):
         engine, own = Engine(), PromptTokenizer(folders[kind], DataConfig(chat_template=template))
         manager = RolloutManager(engine, SingleTurn(Rewards()), own.turn_ends)
         asked = Prompt(0, np.array([1], np.int32), "", "")
-        manager.generate([asked], Sampling(n=1, temperature=1.0, max_response_length=3, stop_token_ids=(7,)))
+        manager.generate([asked], RolloutConfig(n=1, max_response_length=3, stop_token_ids=[7]))
         expected = sorted({7, *(tokenizer.tokenizer.convert_tokens_to_ids(token) for token in ends)})
         assert [parameters["stop_token_ids"] for parameters in engine.parameters] == [expected]

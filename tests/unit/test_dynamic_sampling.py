@@ -251,7 +251,7 @@ def test_over_many_steps_every_prompt_is_used_once_an_epoch():
 def test_it_is_bounded():
     engine, prompts = Engine(), source()
     sampled = rollouts(engine, lambda uid: uid in (0, 1), "rollout.dynamic_sampling.max_batches=2.5")
-    with pytest.raises(UserError, match=r"step 1: .* left 2 of the 4 groups .* the 10 prompts"):
+    with pytest.raises(UserError, match=r"step 1: .* left only 2 of the 4 groups .* the 10 prompts"):
         sampled.sample(1, prompts)
     assert len(engine.asked) == 10 * 2
     smaller = rollouts(
@@ -263,7 +263,7 @@ def test_it_is_bounded():
     prompts = source()
     found = smaller.sample(1, prompts)
     assert (uids(found), found.dropped, found.aborted) == ([0, 1], 8, 0)
-    with pytest.raises(UserError, match="left 0 of the 4 groups"):  # nothing can be trained on
+    with pytest.raises(UserError, match="left only 0 of the 4 groups"):  # nothing can be trained on
         smaller.sample(2, prompts)
 
 

@@ -88,7 +88,7 @@ def test_an_edited_file_is_refused(suffix, edit, tmp_path):
     assert f"data.train: the records of {source} have changed since the checkpoint was written" in str(
         raised.value
     )
-    assert "run.resume=none starts anew" in str(raised.value)
+    assert "run.resume=none to start over" in str(raised.value)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])

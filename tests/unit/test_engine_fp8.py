@@ -39,13 +39,13 @@ def test_a_model_of_whole_blocks_is_taken(found):
 
 def test_other_dtypes_are_refused(found):
     (sentence,) = found(overrides=[])
-    assert "in bfloat16, which is float32 here: set rollout.engine.dtype=bfloat16" in sentence
+    assert "in bfloat16, but they compute in float32; set rollout.engine.dtype=bfloat16" in sentence
 
 
 def test_latent_attention_is_refused(found):
     (sentence,) = found("deepseek_v3")
     assert (
-        "latent attention, which MODEL has: SGLang absorbs kv_b_proj into other products after loading"
+        "latent attention, which MODEL has, because SGLang merges kv_b_proj into other products after loading"
         in sentence
     )
 
@@ -81,13 +81,13 @@ def test_parts_of_experts_are_those_of_their_own_ranks(found):
         gate, down = sentences
         assert (
             f"with {where} rank 0 has [0, 64) x [0, 256) of "
-            "model.layers.1.mlp.experts.3.gate_proj.weight, which cuts" in gate
+            "model.layers.1.mlp.experts.3.gate_proj.weight, which splits" in gate
         )
         assert "[0, 256) x [0, 64) of model.layers.1.mlp.experts.3.down_proj.weight" in down
-        assert gate.endswith("divide it over fewer ranks, or set it to none")
+        assert gate.endswith("use fewer ranks, or set rollout.engine.quantization=none")
     sentences = found("qwen3_moe", [BF16], **{**EXPERTS, "moe_intermediate_size": 192})
     assert len(sentences) == 4
-    assert all(sentence.endswith("128 x 128; set it to none") for sentence in sentences)
+    assert all(sentence.endswith("128 x 128; set rollout.engine.quantization=none") for sentence in sentences)
 
 
 @pytest.mark.parametrize("side", ["megatron", "rollout.engine"])
@@ -98,10 +98,10 @@ def test_ranks_with_parts_of_blocks_are_named_once_for_each_kind_of_layer(found,
     keys, gate, down = sentences
     assert (
         f"with {key}=2 rank 0 has [0, 64) x [0, 256) of "
-        "model.layers.1.self_attn.k_proj.weight, which cuts blocks" in keys
+        "model.layers.1.self_attn.k_proj.weight, which splits blocks" in keys
     )
     assert "[0, 192) x [0, 256) of model.layers.1.mlp.gate_proj.weight" in gate
-    assert down.endswith("divide it over fewer ranks, or set it to none")
+    assert down.endswith("use fewer ranks, or set rollout.engine.quantization=none")
 
 
 def test_sizes_that_are_not_of_whole_blocks_are_refused(found):

@@ -29,13 +29,13 @@ def violations(model, command, *more):
         ("qwen3_moe", {"mlp_only_layers": [1]}, "layers without experts"),
         ("mixtral", {"head_dim": None}, None),
         ("mixtral", {"head_dim": None, "tied": True}, "tied embeddings"),
-        ("mixtral", {"head_dim": 24}, "head_dim of 24, which SGLang's Mixtral ignores: it takes .* = 16"),
+        ("mixtral", {"head_dim": 24}, "head_dim of 24, which SGLang's Mixtral ignores; it uses .* = 16"),
         ("qwen3", {"tied": True, "head_dim": 24}, None),
         ("deepseek_v3", {}, None),
         (
             "deepseek_v3",
             {"rms_norm_eps": 1e-5},
-            "rms_norm_eps=1e-05, which SGLang takes for the norms of latents",
+            "rms_norm_eps=1e-05, which SGLang also uses for the norms of latents",
         ),
         ("glm4_moe", {"rms_norm_eps": 1e-5}, None),
     ],
@@ -57,7 +57,7 @@ def test_beams_find_enough_tokens(tmp_path):
     assert violations(model, Command.train, "rollout.strategy=sampling", "rollout.n=31") == []
     for more in (["rollout.n=31"], ["rollout.n=21", "rollout.stop_token_ids=[5]"]):
         (rule,) = violations(model, Command.train, "rollout.strategy=beam", *more)
-        assert "has 61 in all: lower rollout.n" in rule
+        assert "has only 61; lower rollout.n" in rule
     assert violations(model, Command.eval, "data.eval=e.jsonl", "rollout.strategy=beam", "rollout.n=31") == []
 
 
@@ -101,7 +101,7 @@ def test_what_sglang_would_not_find_or_keep_otherwise(tmp_path):
         (
             "qwen3",
             {"tensor_parallel": 2, "data_parallel_attention": 2},
-            "SGLang's qwen3 does not divide attention so; those that do",
+            "SGLang does not support this for qwen3, only for",
         ),
         ("glm4_moe", {"tensor_parallel": 8, "data_parallel_attention": 2, "expert_parallel": 4}, None),
         ("glm4_moe", {"tensor_parallel": 3, "expert_parallel": 3}, "attention heads"),

@@ -26,11 +26,11 @@ def test_an_environment_is_legal():
         (["rollout.environment=frozen_lake"], "is unknown; choose one of"),
         ([WORLD, "rollout.max_turns=0"], "rollout.max_turns must be greater than 0"),
         (["rollout.max_turns=3"], "only with rollout.environment .rollout.max_turns=3"),
-        ([WORLD, "reward.function=math"], "rewards the model itself .reward.function=math"),
-        ([WORLD, "reward.extract=x"], "rewards the model itself .reward.extract=x"),
+        ([WORLD, "reward.function=math"], "rewards the model itself; remove them .reward.function=math"),
+        ([WORLD, "reward.extract=x"], "rewards the model itself; remove them .reward.extract=x"),
         (
             [WORLD, "reward.response_from=[boxed]"],
-            "rewards the model itself .reward.response_from=",
+            "rewards the model itself; remove them .reward.response_from=",
         ),
         (
             [WORLD, "rollout.tools=[python,x:y]"],
@@ -47,7 +47,7 @@ def test_an_environment_is_legal():
                 "rollout.environment=tools",
                 "reward.terms={right: {function: math}, best: {function: rank, by: right}}",
             ],
-            "reward rank of reward.terms.best compares the answers to a prompt",
+            "reward rank of reward.terms.best compares the responses to a prompt",
         ),
         (["rollout.history=template"], "rollout.history has an effect only with rollout.environment"),
         (
@@ -56,7 +56,7 @@ def test_an_environment_is_legal():
         ),
         (
             [WORLD, "rollout.history=template", "data.overlong_prompts=truncate_left"],
-            "cannot be cut; use skip or error",
+            "cannot be cut; set data.overlong_prompts=skip",
         ),
     ],
 )

@@ -13,6 +13,7 @@ from grpo_megatron.batch.sample import Group
 from grpo_megatron.commands.evaluate import evaluate, table
 from grpo_megatron.config.command import Command
 from grpo_megatron.config.data import DataConfig
+from grpo_megatron.config.derived import evaluation_rollout
 from grpo_megatron.config.load import read_config
 from grpo_megatron.config.reward import RewardConfig
 from grpo_megatron.config.rollout import RolloutConfig, Strategy
@@ -114,17 +115,29 @@ def test_the_answer_of_a_response(reward, response, answer):
     assert (find and find(response)) == answer
 
 
+def test_the_evaluation_samples_as_its_section_says():
+    training = RolloutConfig(n=8, strategy=Strategy.beam, temperature=0.7, top_p=0.9, top_k=50, stop=["x"])
+    config = Config(rollout=training, eval=EvalConfig(n=2, temperature=0.0, top_p=0.5))
+    found = evaluation_rollout(config)
+    sampled = {"n": 2, "strategy": Strategy.sampling, "temperature": 0.0, "top_p": 0.5, "top_k": -1}
+    assert found == replace(training, **sampled)
+    assert found.max_response_length == training.max_response_length
+    config.eval.max_response_length = 7
+    assert evaluation_rollout(config) == replace(found, max_response_length=7)
+
+
 class Engines:
     """Engines whose responses are the words of the prompt's text.
 
     A response is right if it equals the answer; the first response is the greedy one.
     """
 
-    def generate(self, prompts, sampling):
-        assert sampling.beam is None
+    def generate(self, prompts, rollout, same_states):
+        assert rollout.strategy == Strategy.sampling
+        assert same_states
         groups = []
         for prompt in prompts:
-            texts = prompt.text.split()[: sampling.n]
+            texts = prompt.text.split()[: rollout.n]
             samples = (
                 replace(sample, response_text=text).scored(float(text == prompt.answer), {})
                 for sample, text in zip(random_samples(count=len(texts)), texts, strict=True)
@@ -172,8 +185,8 @@ def test_the_vote_is_over_what_was_scored(tmp_path):
     """A tool returned 1 in every episode, but two of the last turns say 2."""
 
     class Episodes(Engines):
-        def generate(self, prompts, sampling):
-            (group,) = super().generate(prompts, sampling)
+        def generate(self, prompts, rollout, same_states):
+            (group,) = super().generate(prompts, rollout, same_states)
             samples = (
                 replace(s, response_text=f"{s.response_text} 1", scored_text=s.response_text)
                 for s in group.samples
@@ -233,7 +246,7 @@ def test_responses_are_no_longer_than_the_model_can_be(tmp_path, command, data, 
     found = [
         sentence
         for sentence in architecture_violations(config, arch, command)
-        if "is made for 256 positions" in sentence
+        if "supports only 256 positions" in sentence
     ]
     assert [sentence.split()[2] for sentence in found] == [f"{section}.max_response_length" for section in of]
 
@@ -249,7 +262,7 @@ def test_samples_that_have_no_room_are_left_out(tmp_path, capsys):
     group = Group(
         0, Prompt(3, np.array([1]), "1+1", "2"), tuple(s.scored(1.0, {}) for s in random_samples(count=2))
     )
-    engines = SimpleNamespace(generate=lambda prompts, sampling: [group])
+    engines = SimpleNamespace(generate=lambda prompts, rollout, same_states: [group])
     evaluation = evaluation_of(engines, {"held_out": [group.prompt]}, tmp_path, n=2)
     with no_file_beyond(50):
         assert evaluation.run(1)["eval/mean@2"] == evaluation.run(2)["eval/mean@2"] == 1.0

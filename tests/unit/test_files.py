@@ -101,7 +101,9 @@ def test_a_reader_sees_the_old_file_or_the_whole_new_one(tmp_path):
 
 def test_a_full_disk_is_named():
     with (
-        pytest.raises(UserError, match=r"^/run/hf cannot be written: No space left on device; make room"),
+        pytest.raises(
+            UserError, match=r"^/run/hf cannot be written: No space left on device; free some space"
+        ),
         writing("/run/hf"),
         open(FULL, "w", encoding="utf-8") as file,
     ):

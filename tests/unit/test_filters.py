@@ -60,7 +60,7 @@ def test_filters_come_first_and_the_overlong_filter_last(overlong):
 def test_filters_that_leave_nothing_say_so():
     options = AlgorithmConfig(filters=["nonzero_variance"])
     with pytest.raises(
-        UserError, match=r"\['nonzero_variance'\] leave none of the step's 2 groups.*dynamic_sampling"
+        UserError, match=r"\['nonzero_variance'\] removed all 2 groups of the step.*dynamic_sampling"
     ):
         apply_filters([group(0, 1, 1), group(1, 0, 0)], options)
 

@@ -62,5 +62,5 @@ def test_zeros_and_tiny_numbers_stay_finite():
 def test_what_has_no_scale_is_refused(wrong):
     weight = torch.ones(128, 128)
     weight[3, 4] = wrong
-    with pytest.raises(ValueError, match="NaN or infinite"):
+    with pytest.raises(ValueError, match="contains NaN or infinity"):
         quantise(weight)

@@ -38,7 +38,7 @@ def test_each_matrix_that_cannot_be_taken_is_named_once(tmp_path):
     )  # 4 heads of 20: a multiple of 16
     assert (
         "a side of mlp.linear_fc1 is 200 on each rank "
-        "(megatron.tensor_parallel=1), which is no multiple of 16" in found[0]
+        "(megatron.tensor_parallel=1), which is not a multiple of 16" in found[0]
     )
     assert "a side of mlp.linear_fc2 is 100" in found[1]
     # 160 rows of Q, K and V and 40 columns of the projection on each rank
@@ -57,7 +57,7 @@ def test_blocks_do_not_begin_within_a_ranks_part(tmp_path):
     assert broken(tmp_path, "megatron.fp8.recipe=blockwise") == []
     found = broken(tmp_path, "megatron.fp8.recipe=blockwise", *TP2)
     assert "is 192" in found[0]
-    assert "no multiple of 128" in found[0]
+    assert "not a multiple of 128" in found[0]
     assert broken(tmp_path, "megatron.fp8.recipe=tensorwise", *TP2) == []
 
 
@@ -66,6 +66,6 @@ def test_layers_in_bf16_are_there(models):
     assert broken(models["qwen3"], "megatron.fp8.bf16_first_layers=4") == []
     assert broken(models["qwen3"], "megatron.fp8.bf16_first_layers=2", *pipeline) == []
     assert (
-        "bf16_last_layers=3, but a pipeline stage has 2"
+        "bf16_last_layers=3, but a pipeline stage has only 2"
         in broken(models["qwen3"], "megatron.fp8.bf16_last_layers=3", *pipeline)[0]
     )

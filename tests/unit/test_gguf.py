@@ -202,12 +202,12 @@ REFUSED = {
     "yarn": (
         {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0},
         {},
-        "rope type 'yarn' is not supported",
+        "rope_type 'yarn' is not supported",
     ),
     "linear": (
         {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
         {},
-        "rope type 'linear'",
+        "rope_type 'linear'",
     ),
     "an unknown key": (
         {"llama.attention.sliding_window": 64},
@@ -218,18 +218,22 @@ REFUSED = {
     "a part of several": (
         {"split.count": 3},
         {},
-        "is one of 3 parts; join them first by `llama-gguf-split --merge",
+        "is one of 3 parts; merge them first with `llama-gguf-split --merge",
     ),
     "no epsilon": (
         {"llama.attention.layer_norm_rms_epsilon": None},
         {},
         "metadata key llama.attention.layer_norm_rms_epsilon is missing",
     ),
-    "text for a number": ({"llama.block_count": "two"}, {}, "llama.block_count must be one number, is 'two'"),
+    "text for a number": (
+        {"llama.block_count": "two"},
+        {},
+        "llama.block_count must be one number, but is 'two'",
+    ),
     "another architecture": (
         {"general.architecture": "gemma2"},
         {},
-        "of the architecture gemma2 cannot be converted",
+        "for the architecture gemma2 cannot be converted",
     ),
     "a tensor of another model": (
         {},
@@ -269,9 +273,9 @@ def test_a_damaged_file_is_refused(llama, tmp_path):
 def test_a_tokenizer_that_splits_otherwise_is_refused(llama, hf_tokenizer, tmp_path):
     file = write_gguf(tmp_path / "model.gguf", llama, {"tokenizer.ggml.pre": "chameleon"})
     said = run_tool("convert_gguf_to_hf", file, tmp_path / "out", status=2)[1]
-    assert "(chameleon) is not supported; give a folder with the model's HF tokenizer as --tokenizer" in said
+    assert "chameleon is not supported; give the folder of the model's HF tokenizer with --tokenizer" in said
     said = run_tool("convert_gguf_to_hf", file, tmp_path / "out", "--tokenizer", llama, status=2)[1]
-    assert f"{llama} holds no tokenizer" in said
+    assert f"{llama} contains no tokenizer" in said
     run_tool("convert_gguf_to_hf", file, tmp_path / "out", "--tokenizer", hf_tokenizer)
 
 
@@ -324,7 +328,7 @@ def test_every_place_that_meets_a_gguf_file_names_the_tool(llama, tmp_path):
         with pytest.raises(UserError, match=r"convert_gguf_to_hf\.py"):
             read_architecture(str(path))
     shutil.copy(Path(llama, "config.json"), folder)
-    with pytest.raises(UserError, match="holds GGUF files only"):
+    with pytest.raises(UserError, match="contains only GGUF files"):
         HFCheckpoint(str(folder))
     shutil.copy(Path(llama, "model.safetensors"), folder)
     HFCheckpoint(str(folder))

@@ -95,12 +95,12 @@ def test_observations_and_actions_of_any_discrete_task():
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({**LAKE, "actions": ["L", "R"]}, "actions has 2 words for the 4 actions of FrozenLake-v1"),
-        ({**LAKE, "record_args": ["map"]}, "the record has no field map"),
+        ({**LAKE, "actions": ["L", "R"]}, "actions has 2 words, but FrozenLake-v1 has 4 actions"),
+        ({**LAKE, "record_args": ["map"]}, "the record has no field 'map'"),
         ({"id": "phys2d/CartPole-v99"}, "rollout.gymnasium.id=phys2d/CartPole-v99"),
         ({"id": "Lake-v1"}, "rollout.gymnasium.id=Lake-v1: .*Lake"),
         ({"id": "no_such_module:Lake-v1"}, "rollout.gymnasium.id=no_such_module:Lake-v1 cannot be imported"),
-        ({"id": "Pendulum-v1"}, "has the action space Box.*; only Discrete ones are supported"),
+        ({"id": "Pendulum-v1"}, "has the action space Box.*, but only Discrete action spaces are supported"),
         (
             {**LAKE, "text": "examples.frozen_lake:nothing"},
             "rollout.gymnasium.text=.* has no function nothing",
@@ -120,7 +120,7 @@ def test_what_is_missing_is_said_before_a_run():
         "load_config(None, ['model.path=m', 'data.train=d.jsonl', 'rollout.environment=gymnasium'])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
-    assert "needs a package that is not installed: pip install gymnasium" in done.stderr
+    assert "requires the gymnasium package; run `pip install gymnasium`" in done.stderr
     with pytest.raises(UserError, match=r"rollout.gymnasium.id=Lake-v1: "):
         load_config(
             None,

@@ -21,7 +21,9 @@ LIMIT = 600.0
 
 
 def watched(name: str, silent: float = 0.0, **beat) -> Watched:
-    return Watched(Process(name, "log"), SimpleNamespace(), Beat(number=1, role=name, **beat), silent)
+    return Watched(
+        Process(name, "log"), SimpleNamespace(), Beat(sequence_number=1, role=name, **beat), silent
+    )
 
 
 def ranks(*still: float, phase="train_step", **beat) -> list[Watched]:
@@ -138,13 +140,13 @@ def test_phases_nest_and_those_of_one_name_are_one_span():
             raise ValueError("planted")
     heartbeat._look()
     assert heartbeat._beat.phase is None
-    assert [(span.number, span.phase) for span in heartbeat._spans] == [
+    assert [(span.sequence_number, span.phase) for span in heartbeat._spans] == [
         (1, "generate"),
         (2, "failed"),
         (3, "train_step"),
     ]
     assert heartbeat._spans[2].seconds >= heartbeat._spans[0].seconds >= 0.01
-    beat = Beat(number=3, role="rank 0", stacks="a\nb", spans=list(heartbeat._spans))
+    beat = Beat(sequence_number=3, role="rank 0", stacks="a\nb", spans=list(heartbeat._spans))
     assert Beat.decode(beat.encode()) == beat
 
 

@@ -1,4 +1,4 @@
-"""Rules that a linter does not check: sizes, first words of docstrings, fields, paths of one machine."""
+"""Rules that a linter does not check: sizes, docstrings, fields, help of options, paths of one machine."""
 
 import ast
 import re
@@ -103,11 +103,24 @@ def shared_names(sources: dict[str, str]) -> dict[str, list[str]]:
     return {name: paths for name, paths in found.items() if len(paths) > 1}
 
 
+def options_without_help(tree: ast.Module) -> list[str]:
+    """Return the calls of argparse's add_argument that do not say what the option is for."""
+    return [
+        f"{ast.unparse(node.args[0])} has no help"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "add_argument"
+        and not any(keyword.arg == "help" for keyword in node.keywords)
+    ]
+
+
 def complaints(source: str) -> list[str]:
     lines = source.splitlines()
     found = [f"{len(lines)} lines"] if len(lines) > MOST_LINES_OF_A_FILE else []
     tree = ast.parse(source)
     found += docstrings_without_a_subject(tree) + undocumented_fields(tree) + large_classes(tree)
+    found += options_without_help(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = node.end_lineno - node.lineno + 1
@@ -157,6 +170,9 @@ def test_each_rule_is_noticed():
         == []
     )
     assert complaints(f"class Large:\n{methods}    def p(self): ...\n") == ["Large of 16 public methods"]
+    assert complaints("p.add_argument('--a', type=int)\np.add_argument('b', help='B')\n") == [
+        "'--a' has no help"
+    ]
     assert complaints('"""Whose end comes first."""\n') == ["the docstring of the module begins with 'whose'"]
     assert complaints('def f():\n    """Of those, the last."""\n') == ["the docstring of f begins with 'of'"]
     same = {"a.py": "class Part:\n    pass\n", "b.py": "class Part:\n    pass\n\n\nclass _Own:\n    pass\n"}

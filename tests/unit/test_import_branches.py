@@ -103,7 +103,7 @@ def test_nothing_is_written_of_what_was_not_read_without_acceptance(tmp_path):
     tool("-", "--env", "DEVICE=gpu", "--from", "verl", *overrides, "--out", out, stdin=SCRIPT, status=0)
     assert yaml.safe_load(out.read_text())["algorithm"]["kl_loss_coef"] == 0.002
     _, report = tool("-", "--env", "DEVICE", stdin=SCRIPT, status=2)
-    assert "--env DEVICE must be NAME=VALUE" in report
+    assert "--env DEVICE must have the form NAME=VALUE" in report
 
 
 # parts of scripts: what is known, what is open, what is not read
@@ -152,7 +152,7 @@ def test_a_script_of_another_is_not_the_program_itself():
         f"bash run_common.sh {' '.join(('algorithm.adv_estimator=grpo', 'actor_rollout_ref.rollout.n=8'))}"
     )
     assert any(
-        "run_common.sh: another program than verl's main_ppo" in line for line in result.changes_training
+        "run_common.sh: a different program from verl's main_ppo" in line for line in result.changes_training
     )
 
 

@@ -244,10 +244,10 @@ def test_verl_values(arguments, expected, tmp_path):
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
             "use_dynamic_bsz",
         ),
-        ("trainer.n_gpus_per_node=3", "trainer.n_gpus_per_node", "no multiple"),
+        ("trainer.n_gpus_per_node=3", "trainer.n_gpus_per_node", "not a multiple"),
         ("data.train_batch_size=$BATCH", "data.train_batch_size", "not known here"),
         ("actor_rollout_ref.rollout.n=$N", "actor_rollout_ref.rollout.n", "not known here"),
-        ("trainer.resume_from_path=/ckpt", "trainer.resume_from_path", "not ours"),
+        ("trainer.resume_from_path=/ckpt", "trainer.resume_from_path", "cannot be resumed here"),
         ("algorithm.use_kl_in_reward=maybe", "algorithm.use_kl_in_reward", "neither true nor false"),
     ],
 )
@@ -305,5 +305,5 @@ def test_the_tool_reads_standard_input_and_says_what_is_illegal():
     )
     out, report = tool("-", "--accept", stdin=command, status=2)
     assert yaml.safe_load(out)["model"] == {"path": "/m"}
-    assert "always gets the advantage 0 (rollout.n=1" in report
-    assert "data.train must name the file" in report
+    assert "always gets the advantage 0; raise rollout.n (rollout.n=1" in report
+    assert "data.train must be set to the training prompts" in report

@@ -85,7 +85,7 @@ def test_the_vectorized_estimators_are_the_same(theirs, ours):
 def test_the_scale_of_seq_mean_token_sum_norm():
     norm = f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"
     key = f"{ACTOR}.loss_scale_factor"
-    assert "another scale" in reason(verl(norm, f"{key}=100", "data.max_response_length=64"), key)
+    assert "a different scale" in reason(verl(norm, f"{key}=100", "data.max_response_length=64"), key)
     for same in (verl(norm, f"{key}=64", "data.max_response_length=64"), verl(f"{key}=100")):
         assert any(line.startswith(f"{key}=") for line in same.absorbed)
 
@@ -222,12 +222,20 @@ def test_in_bypass_mode_only_the_policy_term_loses_tokens(tmp_path):
             "rollout_rs",
             "one criterion",
         ),
-        ({"rollout_rs": "token_k1"}, "rollout_rs", "needs"),
-        ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 2.0}, "rollout_rs", "no such criterion"),
-        ({"rollout_rs": "token_k3", "rollout_rs_threshold": "0.1_0.2"}, "rollout_rs", "upper bound only"),
+        ({"rollout_rs": "token_k1"}, "rollout_rs", "requires"),
+        (
+            {"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 2.0},
+            "rollout_rs",
+            "this criterion does not exist",
+        ),
+        ({"rollout_rs": "token_k3", "rollout_rs_threshold": "0.1_0.2"}, "rollout_rs", "only an upper bound"),
         ({"rollout_rs": "token_k3", "rollout_rs_threshold": "much"}, "rollout_rs", "not a number"),
-        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "-1_2.0"}, "rollout_rs", "not positive"),
-        ({"rollout_is": "geometric"}, "rollout_is", "no such weight"),
+        (
+            {"rollout_rs": "token_k1", "rollout_rs_threshold": "-1_2.0"},
+            "rollout_rs",
+            "must be greater than 0",
+        ),
+        ({"rollout_is": "geometric"}, "rollout_is", "this weight does not exist"),
         ({"rollout_is": "token", "bypass_mode": "true"}, "rollout_is", "ppo_clip"),
         (
             {

@@ -64,7 +64,10 @@ def test_a_file_of_another_system_is_named(name, text):
     with pytest.raises(UserError) as error:
         read_settings(text)
     assert f"this is a file of {name} (" in str(error.value)
-    assert "only launch files of verl and RLinf can be imported. docs/config.md has" in str(error.value)
+    assert (
+        "only launch files of verl and RLinf can be imported; start from a configuration in docs/recipes.md"
+        in str(error.value)
+    )
 
 
 def test_each_system_that_is_named_has_a_file_here():
@@ -88,7 +91,7 @@ def test_a_file_of_which_most_keys_are_unknown_is_none_of_theirs():
     """A file of an unknown system used to be taken for RLinf's, because it has a section `data` too."""
     settings = read_settings("generation: {temperature: 1, top_p: 1, n: 4}\ndata: {shuffle: true}\n")
     with pytest.raises(
-        UserError, match="only 1 of 4 keys are RLinf's: this is a part of a configuration, or"
+        UserError, match="only 1 of 4 keys are RLinf keys; give a complete RLinf configuration"
     ):
         import_settings(RLINF, settings)
 

@@ -36,7 +36,7 @@ def test_a_text_that_is_neither_is_refused(text):
     [
         ("- 1", "list"),
         ("", "NoneType"),
-        ("a: [", "no valid YAML"),
+        ("a: [", "not valid YAML"),
         ("a: &x [*x]", "YAML"),
         ("a: " + "[" * 3000, "YAML"),
         ("{~: 1}", "YAML"),
@@ -173,7 +173,7 @@ def test_what_hydra_itself_has_written_is_read(tmp_path):
         assert (found.program, found.base) == ("main_ppo", {"name": "ppo_megatron_trainer"})
     assert import_settings(SYSTEMS["verl"], found).values["moe.routing_replay"] == "engine"
     assert read_settings((folder / ".hydra" / "overrides.yaml").read_text()).values == found.values
-    with pytest.raises(UserError, match=r"without \.hydra/overrides\.yaml"):
+    with pytest.raises(UserError, match=r"contains no \.hydra/overrides\.yaml"):
         read_hydra_folder(tmp_path)
 
 

@@ -56,7 +56,7 @@ def test_what_an_rlinf_file_has_beyond_ours_is_said():
     result = imported(RLINF, RLINF_FILE)
     assert result.unknown == ["my_own_section.switch=True"]
     assert "no fp16" in line_about(left(result), "actor.model.precision")
-    assert "means nothing to RLinf" in line_about(left(result), "runner.max_tokens_per_mbs")
+    assert "RLinf ignores this" in line_about(left(result), "runner.max_tokens_per_mbs")
     assert "data_parallel" in line_about(left(result), "cluster.num_nodes")
     assert "config.json" in line_about(left(result), "actor.model.normalization")
     assert "mini-batches per step -> prompts per mini-batch" in line_about(

@@ -144,8 +144,8 @@ def test_a_key_of_rlinf_that_has_a_counterpart_is_carried_over(theirs, ours):
 @pytest.mark.parametrize(
     ("system", "key", "value", "says"),
     [
-        (VERL, f"{ROLLOUT}.data_parallel_size", 4, "give tensor_parallel as their product"),
-        (VERL, f"{ROLLOUT}.expert_parallel_size", 64, "TP * DP there"),
+        (VERL, f"{ROLLOUT}.data_parallel_size", 4, "set rollout.engine.tensor_parallel to this product"),
+        (VERL, f"{ROLLOUT}.expert_parallel_size", 64, "TP * DP in verl"),
         (VERL, f"{ROLLOUT}.pipeline_model_parallel_size", 2, "no pipeline stages"),
         (VERL, f"{ROLLOUT}.nnodes", 2, "cluster.placement=separate"),
         (VERL, f"{ROLLOUT}.agent.num_workers", 4, "reward.workers"),
@@ -181,7 +181,7 @@ def test_a_key_that_is_not_carried_over_names_what_serves_its_purpose(system, ke
         (VERL, f"{MEGATRON}.qat.enable", True, "not quantized"),
         (VERL, f"{ACTOR}.fsdp_config.qat.enable", True, "not quantized"),
         (VERL, f"{ROLLOUT}.quantization", "torchao", "fp8"),
-        (VERL, f"{ROLLOUT}.response_length", 64, "another limit"),
+        (VERL, f"{ROLLOUT}.response_length", 64, "a different limit"),
         (VERL, f"{ACTOR}.fsdp_config.dtype", "float16", "megatron.precision"),
         (VERL, f"{OPTIM}.optimizer", "muon", "AdamW"),
         (VERL, f"{OPTIM}.exp_avg_dtype", "bf16", "float32"),

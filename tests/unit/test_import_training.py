@@ -59,8 +59,8 @@ ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "roll
         ("reward_model.sandbox_fusion.url", "u", "sandbox"),
         ("algorithm.adv_estimator", "gae", "no critic"),
         ("algorithm.use_pf_ppo", True, "drawn again"),
-        (f"{ROLLOUT}.top_p", 0.9, "another distribution"),
-        (f"{ROLLOUT}.top_k", 50, "another distribution"),
+        (f"{ROLLOUT}.top_p", 0.9, "the distribution that is sampled from"),
+        (f"{ROLLOUT}.top_k", 50, "the distribution that is sampled from"),
         (f"{ROLLOUT}.multi_turn.enable", True, "rollout.environment"),
         (f"{ROLLOUT}.multi_turn.tool_config_path", "t.yaml", "rollout.environment"),
         (f"{ROLLOUT}.agent.default_agent_loop", "tool_agent", "rollout.environment"),
@@ -149,7 +149,7 @@ def test_another_trainer_and_another_base_configuration_must_be_accepted():
         GIVEN,
     )
     assert shipped.changes_training == []
-    with pytest.raises(UserError, match="no reinforcement learning"):
+    with pytest.raises(UserError, match="not a reinforcement learning program"):
         verl(program="verl.trainer.fsdp_sft_trainer")
 
 
@@ -206,7 +206,7 @@ def test_what_cannot_be_read_or_written_is_one_error(tmp_path):
     listed.write_text("- 1\n")
     for arguments, message in (
         (["/nowhere.sh"], "cannot be read"),
-        ([tmp_path], "a folder without .hydra/overrides.yaml"),
+        ([tmp_path], "contains no .hydra/overrides.yaml"),
         ([binary], "cannot be read"),
         ([listed], "expected YAML sections"),
         (["-", "reward.funktion=x"], "unknown key"),

@@ -48,7 +48,7 @@ def test_nobody_listens(monkeypatch):
 @pytest.mark.parametrize("address", ["head", "head:", ":6379", "head:99999", "head:0", "local"])
 def test_what_is_no_address(address, monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    with pytest.raises(UserError, match=rf"^cluster\.ray_address={address} must be HOST:PORT, as"):
+    with pytest.raises(UserError, match=rf"^cluster\.ray_address={address} must have the form HOST:PORT, as"):
         connect(address, 0)
 
 
@@ -70,17 +70,17 @@ def no_token():
     [
         (
             no_token,
-            r"^the Ray cluster at cluster\.ray_address=127\.\S+ asks for a token, .* set "
-            r"RAY_AUTH_MODE=token and RAY_AUTH_TOKEN",
+            r"^the Ray cluster at cluster\.ray_address=127\.\S+ requires a token, .* set "
+            r"RAY_AUTH_MODE=token and the RAY_AUTH_TOKEN",
         ),
         (
             lambda: not_joined("RPC error: InvalidAuthToken: Authentication token is missing or incorrect"),
-            "asks for a token",
+            "requires a token",
         ),
         (
             lambda: not_joined("TimedOut"),
             r"cannot join .* at cluster\.ray_address=127\.\S+: Failed to connect to Ray cluster at head:1; "
-            r"the cluster must be running, with the same version of Ray",
+            r"check that it is running the same version of Ray",
         ),
     ],
 )
@@ -97,7 +97,7 @@ def test_a_folder_whose_name_is_too_long_for_sockets(variable, somebody_listens,
     raises(monkeypatch, lambda: validate_socket_filepath(f"{folder}/ray/session/sockets/plasma_store"))
     with pytest.raises(
         UserError,
-        match=rf"^the name of Ray's socket {folder}/\S+ is too long for the system; "
+        match=rf"^the path of Ray's socket {folder}/\S+ is too long for the system; "
         rf"set {variable} to a folder",
     ):
         connect(None, 2)
@@ -111,7 +111,7 @@ def test_a_folder_that_cannot_be_made(variable, monkeypatch):
     raises(monkeypatch, lambda: pytest.fail("Ray has no place for its files"))
     with pytest.raises(
         UserError,
-        match=rf"^Ray's files cannot be written to /proc/nope: .*; set {variable} to a folder that can be",
+        match=rf"^Ray's files cannot be written to /proc/nope: .*; set {variable} to a writable folder$",
     ):
         connect(None, 2)
 

@@ -16,6 +16,8 @@ import pytest
 from grpo_megatron.monitoring.status import read_status
 from tests.tools import default_signals
 
+NOTHING_YET = "the run has no checkpoint yet, so the same command starts it from the beginning"
+
 # The driver runs this command. It starts a process that no parent watches, in a session of its own, and a
 # child of that process.
 PROGRAM = """
@@ -153,7 +155,7 @@ def test_a_defect_is_one_message_that_names_its_traceback(kept, tmp_path):
     status, errors = kept("fail later").end()
     assert (status, errors) == (
         1,
-        f"error: unexpected RuntimeError: first line\nwhere it came from is in {tmp_path}/logs/driver.log\n",
+        f"error: unexpected RuntimeError: first line\nits traceback is in {tmp_path}/logs/driver.log\n",
     )
     log = (tmp_path / "logs" / "driver.log").read_text()
     assert log.startswith("raw output of a library\nTraceback")
@@ -164,7 +166,7 @@ def test_a_defect_is_one_message_that_names_its_traceback(kept, tmp_path):
 def test_a_defect_before_there_is_a_folder_keeps_its_traceback_too(kept):
     status, errors = kept("fail").end()
     assert status == 1
-    log = Path(re.search(r"where it came from is in (\S+)", errors)[1])
+    log = Path(re.search(r"its traceback is in (\S+)", errors)[1])
     assert "planted defect" in log.read_text()
     log.unlink()
 
@@ -173,8 +175,8 @@ def test_a_full_disk_is_one_message_wherever_it_is_met(kept, tmp_path):
     status, errors = kept("full").end()
     assert status == 2
     assert errors == (
-        f"error: no space left on the disk of {tmp_path}, or of a temporary folder; make "
-        "room; it had no checkpoint yet\n"
+        f"error: no space left on the disk of {tmp_path}, or of a temporary folder; free some space; "
+        f"{NOTHING_YET}\n"
     )
 
 
@@ -187,8 +189,8 @@ def test_a_request_to_stop_is_answered_after_the_step(kept, tmp_path, who, by):
     status, errors = run.end()
     assert status == 75
     said = (
-        rf"{by.name}: stopping after step (\d+) .*\nstopped on request \({by.name}\) after step \1; "
-        rf"its newest checkpoint is .*\n"
+        rf"{by.name}: the run stops after step (\d+) .*\nstopped on request \({by.name}\) after step \1; "
+        rf"the run's newest checkpoint is .*\n"
     )
     assert re.fullmatch(said, errors)
     assert len(list((tmp_path / "checkpoints").iterdir())) == 1
@@ -205,7 +207,7 @@ def test_a_step_that_takes_too_long_is_not_waited_for(kept, tmp_path):
     assert status == 75
     assert 3 <= time.monotonic() - start < 30
     assert errors.endswith(
-        f"newest checkpoint is {tmp_path}/checkpoints/step_00000006, the same command continues\n"
+        f"newest checkpoint is {tmp_path}/checkpoints/step_00000006; the same command continues from it\n"
     )
 
 
@@ -216,7 +218,7 @@ def test_before_the_first_step_nothing_is_waited_for(kept):
     status, errors = run.end()
     assert (status, errors) == (
         75,
-        "stopped on request (SIGTERM) with no step to finish; it had no checkpoint yet\n",
+        f"stopped on request (SIGTERM) while no step was in progress; {NOTHING_YET}\n",
     )
 
 
@@ -228,13 +230,13 @@ def test_a_second_interrupt_leaves_at_once(kept):
     run.keeper.send_signal(signal.SIGINT)
     status, errors = run.end()
     assert status == 130
-    assert errors.splitlines()[1:] == ["interrupted; it had no checkpoint yet"]
+    assert errors.splitlines()[1:] == [f"interrupted; {NOTHING_YET}"]
 
 
 @pytest.mark.parametrize(
     ("what", "by", "state", "said"),
     [
-        ("wait", [signal.SIGTERM], "interrupted", "stopped on request (SIGTERM) with no step to finish; "),
+        ("wait", [signal.SIGTERM], "interrupted", "stopped on request (SIGTERM) while no step was "),
         pytest.param(
             "long step",
             [signal.SIGTERM],
@@ -245,7 +247,9 @@ def test_a_second_interrupt_leaves_at_once(kept):
         pytest.param(
             "long step", [signal.SIGINT] * 2, "interrupted", "interrupted; ", marks=pytest.mark.slow
         ),
-        pytest.param("needs its port", [], "failed", "Ray's GCS closed its port", marks=pytest.mark.slow),
+        pytest.param(
+            "needs its port", [], "failed", "the run cannot continue, because", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_status_says_how_the_guard_has_ended_the_run(kept, tmp_path, what, by, state, said):
@@ -309,7 +313,7 @@ def test_a_driver_that_does_not_react_is_ended_by_the_keeper(kept):
     for _ in range(2):
         run.keeper.send_signal(signal.SIGINT)
         time.sleep(1)
-    assert run.end() == (130, "interrupted; it had no checkpoint yet\n")
+    assert run.end() == (130, f"interrupted; {NOTHING_YET}\n")
 
 
 @pytest.mark.parametrize("by", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.slow)])
@@ -320,7 +324,7 @@ def test_a_driver_that_is_killed_has_its_end_told_by_the_keeper(kept, by):
     status, errors = run.end()
     assert status == 128 + by
     assert re.fullmatch(
-        rf"error: the driver \(process {driver}\) was killed by {by.name}.*; it had no checkpoint yet\n",
+        rf"error: the driver \(process {driver}\) was killed by {by.name}.*; {NOTHING_YET}\n",
         errors,
     )
 
@@ -337,7 +341,7 @@ def test_a_driver_whose_keeper_is_killed_ends_what_it_started(kept):
     run.keeper.kill()
     status, errors = run.end()
     assert status == -signal.SIGKILL
-    assert errors == "error: the process that started the driver was killed; it had no checkpoint yet\n"
+    assert errors == f"error: the process that started the driver was killed; {NOTHING_YET}\n"
 
 
 @pytest.mark.parametrize(
@@ -352,8 +356,8 @@ def test_the_end_of_a_process_that_the_run_needs_is_told(kept, what):
     status, errors = run.end()
     assert status == 3
     assert re.fullmatch(
-        rf"error: sh \(process {needed.pid}\) was killed by SIGKILL, and the run with it; "
-        rf"it had no checkpoint yet\n",
+        rf"error: the run cannot continue, because sh \(process {needed.pid}\) was killed by SIGKILL; "
+        rf"{NOTHING_YET}\n",
         errors,
     )
 
@@ -367,7 +371,7 @@ def test_a_port_that_the_run_needs_is_missed(kept):
     status, errors = kept("needs its port").end()
     assert status == 3
     assert re.fullmatch(
-        r"error: Ray's GCS closed its port \d+, and the run with it; it had no checkpoint yet\n", errors
+        rf"error: the run cannot continue, because Ray's GCS closed its port \d+; {NOTHING_YET}\n", errors
     )
 
 

@@ -24,7 +24,7 @@ REFUSED = [
     ("print = None", "TypeError: 'NoneType' object is not callable"),
     ("import os; os.fork()", "PermissionError"),
     ("raise RuntimeError('\033[31mred')", "RuntimeError: \N{REPLACEMENT CHARACTER}\\[31mred"),
-    ("x = bytes(2**30)", "it needs more than reward.code.limits.memory_mib=1024"),
+    ("x = bytes(2**30)", "it exceeds reward.code.limits.memory_mib=1024"),
 ]
 
 
@@ -52,7 +52,7 @@ def test_a_limit_that_would_fail_every_program_is_refused(preamble, limit):
     (sentence,) = violations(
         "reward.function=code", f"reward.code.preamble={json.dumps(preamble)}", f"reward.code.limits.{limit}"
     )
-    assert sentence.endswith(f"it needs more than reward.code.limits.{limit}")
+    assert sentence.endswith(f"it exceeds reward.code.limits.{limit}; raise this limit")
     assert ("reward.code.preamble makes" in sentence) == bool(preamble)
 
 
@@ -84,7 +84,7 @@ def test_a_term_is_looked_at_too():
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("reward.memory_gib=1e-9", "reward.memory_gib must be at least 0.0625, is 1e-9"),
+        ("reward.memory_gib=1e-9", "reward.memory_gib must be at least 0.0625, but is 1e-9"),
         ("reward.memory_gib=0.001", "reward.memory_gib must be at least 0.0625"),
         ("reward.file_mib=1e-9", "reward.file_mib must be at least 1,"),
         ("reward.file_mib=0.001", "reward.file_mib must be at least 1,"),

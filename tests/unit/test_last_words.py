@@ -74,7 +74,7 @@ BROKEN = (
 @pytest.mark.parametrize(
     ("log", "report", "how", "lines"),
     [
-        (NOISE, BROKEN, "probably by SIGKILL, sent by hand", []),
+        (NOISE, BROKEN, "probably killed by SIGKILL, sent manually", []),
         (NOISE + "one\ntwo\nthree\nfour\n" + NOISE, BROKEN, "by SIGKILL", ["two", "three", "four"]),
         (
             NOISE + CRASH + NOISE,

@@ -50,11 +50,11 @@ def violations(tmp_path, *changes, command=Command.train):
         # Seen from outside.
         (
             ["rollout.engine.max_total_tokens=8"],
-            "rollout.engine.max_total_tokens must hold the longest request",
+            "rollout.engine.max_total_tokens must be large enough for the longest request",
         ),
         (
             ["rollout.temperature=1e-300"],
-            "rollout.temperature must be at least 0.01, is 1e-300",
+            "rollout.temperature must be at least 0.01 and at most 100: training divides the logits by it",
         ),
         (
             ["rollout.record=/proc/nope/x"],
@@ -63,7 +63,7 @@ def violations(tmp_path, *changes, command=Command.train):
         (
             ["megatron.sleep=true", "megatron.offload_folder=README.md"],
             "megatron.offload_folder=README.md is a file, not a folder; it must be a folder that "
-            "the run can make and write to",
+            "the run can create and write to",
         ),
         # Of the same kinds.
         (
@@ -75,8 +75,9 @@ def violations(tmp_path, *changes, command=Command.train):
             ["rollout.engine.max_total_tokens=40", "eval.max_response_length=30", "data.eval=/nowhere.jsonl"],
             "data.max_prompt_length=16, eval.max_response_length=30; at least 48 are needed",
         ),
-        (["rollout.temperature=1e-5"], "rollout.temperature must be at least 0.01"),
-        (["rollout.temperature=1e38"], "rollout.temperature must be at most 100"),
+        (["rollout.temperature=1e-5"], "(rollout.temperature=1.0e-05)"),
+        (["rollout.temperature=1e38"], "(rollout.temperature=1.0e+38)"),
+        (["rollout.temperature=-1"], "rollout.temperature must be at least 0, but is -1"),
         (["megatron.offload_folder=/proc/nope"], "megatron.offload_folder=/proc/nope cannot be written to: "),
         (
             ["weight_sync.transport=disk", "weight_sync.folder=README.md"],
@@ -88,12 +89,12 @@ def violations(tmp_path, *changes, command=Command.train):
         ),
         (
             ["run.root=README.md/runs"],
-            "run.root=README.md/runs cannot exist, because a part of the path is a file",
+            "run.root=README.md/runs cannot exist, because part of the path is a file",
         ),
         (["run.root=/proc/nope"], "run.root=/proc/nope cannot be written to: "),
         (
             ["rollout.record=README.md/x"],
-            "rollout.record: README.md/x cannot exist, because a part of the path is a file, not a folder",
+            "rollout.record: README.md/x cannot exist, because part of the path is a file, not a folder",
         ),
         (["rollout.record=docs"], "rollout.record: docs is a folder, not a file"),
         (
@@ -193,7 +194,8 @@ def test_a_folder_of_the_nodes_is_for_the_ranks_to_say(tmp_path):
         Parking("README.md")
     assert (
         str(raised.value)
-        == f"megatron.offload_folder=README.md is a file, not a folder (on {socket.gethostname()})"
+        == f"megatron.offload_folder=README.md is a file, not a folder (on {socket.gethostname()}); "
+        "choose another folder"
     )
 
 
@@ -210,10 +212,10 @@ def test_places_to_write_to(tmp_path):
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
     assert output_folder_problem(tmp_path / "a" / "b") is None
     assert output_folder_problem(tmp_path / "file") == "is a file, not a folder"
-    assert "cannot exist, because a part of the path is a file" in output_folder_problem(
+    assert "cannot exist, because part of the path is a file" in output_folder_problem(
         tmp_path / "file" / "x"
     )
-    assert "is a link that leads nowhere" in output_folder_problem(tmp_path / "nowhere")
+    assert "is a broken symbolic link" in output_folder_problem(tmp_path / "nowhere")
     assert output_file_problem(tmp_path / "file") is None
     assert output_file_problem(tmp_path / "a" / "b") is None
     assert output_file_problem(tmp_path) == "is a folder, not a file"

@@ -11,6 +11,7 @@ from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.load import read_config
 from grpo_megatron.config.reward import OnFailure, RewardConfig
+from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.errors import UserError
 from grpo_megatron.preflight.check import check
 from grpo_megatron.preflight.rules import violations
@@ -18,7 +19,7 @@ from grpo_megatron.rewards import group_reward
 from grpo_megatron.rollout.environments import EnvironmentFailed
 from grpo_megatron.rollout.episodes import MultiTurn, SingleTurn
 from grpo_megatron.rollout.evaluation import Evaluation
-from grpo_megatron.rollout.manager import RolloutManager, Sampling
+from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.record import Replay
 from grpo_megatron.rollout.source import EngineRollouts, Rollout
 from grpo_megatron.rollout.statistics import group_statistics, pass_rates, step_statistics
@@ -70,9 +71,7 @@ def prompts(*texts):
 
 def generated(episodes, *texts, n=3):
     asked = prompts(*texts)
-    return RolloutManager(Engine(asked), episodes).generate(
-        asked, Sampling(n=n, temperature=1.0, max_response_length=9)
-    )
+    return RolloutManager(Engine(asked), episodes).generate(asked, RolloutConfig(n=n, max_response_length=9))
 
 
 def single_turns(function="score", **options):
@@ -211,7 +210,7 @@ def test_a_group_with_too_few_for_the_estimator_is_left_out(estimator, tmp_path)
 
 
 def test_a_step_without_any_group_is_an_error():
-    with pytest.raises(UserError, match=r"step 1: reward.on_failure=leave_out leaves none of the 2 groups"):
+    with pytest.raises(UserError, match=r"step 1: none of the 2 groups is left"):
         sampled(configured("data.train_batch_size=2"), "x x x", "1 x x")
 
 
@@ -235,7 +234,7 @@ def test_dynamic_sampling_replaces_groups_that_are_too_small():
     assert found.dropped == 1
     with pytest.raises(
         UserError,
-        match=r"left 1 of the 2 groups .*, and failed rewards left too few samples of 3 groups; choose",
+        match=r"left only 1 of the 2 groups .*, and failed rewards left too few samples of 3 groups; use",
     ):
         sampled(
             configured(*given, "rollout.dynamic_sampling.max_batches=2"), "x x x", "1 2 x", "x x x", "x x x"
@@ -280,7 +279,7 @@ def test_an_evaluation_counts_what_is_left(tmp_path):
 def test_an_evaluation_of_nothing_is_an_error(tmp_path):
     with pytest.raises(
         UserError,
-        match=r"the evaluation of held_out has no samples: .* failed for all samples of its 1 prompts",
+        match=r"the evaluation of held_out has no samples left, .* failed for all samples of its 1 prompts",
     ):
         evaluated(tmp_path, "x x x")
 

@@ -57,13 +57,13 @@ def test_no_text_is_empty_unless_it_may_be(key):
 
 
 NONSENSE = [
-    ("run.name", "", "must be the name of one folder"),
-    ("run.name", "../../x", "must be the name of one folder"),
-    ("run.name", "..", "must be the name of one folder"),
-    ("run.name", "a/b", "must be the name of one folder"),
-    ("run.name", "x" * 256, "must be the name of one folder"),
+    ("run.name", "", "must be a folder name"),
+    ("run.name", "../../x", "must be a folder name"),
+    ("run.name", "..", "must be a folder name"),
+    ("run.name", "a/b", "must be a folder name"),
+    ("run.name", "x" * 256, "must be a folder name"),
     ("run.root", " ", "must be a path"),
-    ("run.root", "~/runs", "no ~ for the home folder"),
+    ("run.root", "~/runs", "without ~ for the home folder"),
     ("run.seed", -1, "must be at least 0"),
     ("run.seed", 2**31, "must be at most 2147483647"),
     ("run.total_steps", 0, "must be greater than 0"),

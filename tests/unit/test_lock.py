@@ -78,7 +78,7 @@ def test_a_job_that_was_put_back_waits_for_the_lock_of_its_lost_node(folder, mon
 def test_it_does_not_wait_for_ever(folder, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     lock_is_held(monkeypatch, 121)
-    with pytest.raises(UserError, match=r"another run writes to .* Slurm job 7"):
+    with pytest.raises(UserError, match=r"another run is writing to .* Slurm job 7"):
         own(folder)
 
 
@@ -88,7 +88,7 @@ def test_another_job_does_not_wait_for_a_lock(job, folder, monkeypatch):
     if job:
         monkeypatch.setenv("SLURM_JOB_ID", job)
     lock_is_held(monkeypatch, 1)
-    with pytest.raises(UserError, match="another run writes to"):
+    with pytest.raises(UserError, match="another run is writing to"):
         own(folder)
 
 
@@ -98,13 +98,13 @@ def test_locks_of_this_node_alone_do_not_let_two_runs_in(job, folder, sleeps, mo
     if job:
         monkeypatch.setenv("SLURM_JOB_ID", job)
     sleeps.append(lambda: write(folder, written=time.time()))
-    with pytest.raises(UserError, match=r"another run writes to .*host there"):
+    with pytest.raises(UserError, match=r"another run is writing to .*host there"):
         own(folder)
     assert json.loads((folder / "owner.json").read_text()) == THERE
     sleeps.clear()  # it is killed
     said = own(folder)
     assert len(said) == 1
-    assert "may be written to by host there" in said[0]
+    assert "may still be written to by host there" in said[0]
 
 
 @pytest.mark.parametrize(

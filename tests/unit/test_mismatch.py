@@ -122,7 +122,7 @@ def test_worst_tokens_at_both_ends_of_a_sequence_show_no_token_of_the_neighbours
 def test_what_is_done_about_it(action, says, stops):
     given = ragged(4, spread=0.5)
     batch = given.batch
-    batch.number, batch.tokens = np.arange(batch.num_tokens), np.arange(batch.num_tokens) + 100
+    batch.index_in_step, batch.tokens = np.arange(batch.num_tokens), np.arange(batch.num_tokens) + 100
     config = Config().mismatch
     metrics = measure_mismatch(batch)
     largest = metrics["mismatch/max"].result()

@@ -158,7 +158,7 @@ def test_a_reward_model_with_another_tokenizer_needs_a_template(folders, tmp_pat
     for template in ("tokenizer", f"{tmp_path}/t.jinja"):
         data = DataConfig(chat_template=template)
         with pytest.raises(
-            UserError, match=r"^reward\.model\.path: .*bare: .* no chat template; put .*chat_template\.jinja"
+            UserError, match=r"^reward\.model\.path: .*bare: .* no chat template, .* put .*template\.jinja"
         ):
             conversations_of(str(folder), folders["policy"], data)
     conversations_of(str(folder), folders["policy"], DataConfig(chat_template="none"))
@@ -169,7 +169,7 @@ def test_a_reward_model_with_another_tokenizer_needs_a_template(folders, tmp_pat
 
 def test_prompts_of_token_ids_have_no_text_for_another_tokenizer(folders):
     score, _ = setup(folders, "other", Ranks())
-    with pytest.raises(UserError, match="prompt is token ids"):
+    with pytest.raises(UserError, match="prompt consists of token ids"):
         score(groups(folders, said=[7, 8]))
     setup(folders, "same", Ranks())[0](groups(folders, said=[7, 8]))
 
@@ -207,7 +207,7 @@ def test_fewer_samples_than_replicas_need(folders, packing):
 
 def test_a_score_that_is_no_number_ends_the_run(folders):
     score, _ = setup(folders, "same", Ranks(score=lambda length: np.nan))
-    with pytest.raises(UserError, match="2 of 2 samples a score that is not finite"):
+    with pytest.raises(UserError, match="2 of 2 samples as NaN or infinity"):
         score(groups(folders))
 
 
@@ -227,7 +227,7 @@ def violations(folders, path: str, *overrides: str, command: Command = Command.t
 
 def test_a_language_model_is_no_reward_model(folders):
     (sentence,) = violations(folders, folders["policy"])
-    assert "is a language model; a reward model of it is made by" in sentence
+    assert "is a language model, not a reward model; train a reward model from it with" in sentence
 
 
 def test_a_reward_model_that_does_not_divide(folders, tmp_path):
@@ -237,14 +237,17 @@ def test_a_reward_model_that_does_not_divide(folders, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = violations(folders, str(tmp_path), "megatron.pipeline_parallel=2", "data.train_batch_size=32")
     assert any(
-        "cannot be divided as megatron.* says" in sentence and "layers" in sentence for sentence in found
+        "does not fit the parallel sizes in megatron.*" in sentence and "layers" in sentence
+        for sentence in found
     )
-    assert any("score.weight is missing" in sentence for sentence in found)  # of a language model's weights
+    assert any("missing: score.weight" in sentence for sentence in found)  # of a language model's weights
 
 
 def test_a_classifier_of_two_labels_is_no_reward_model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForSequenceClassification"]}))
-    with pytest.raises(UserError, match=r"a reward model has one label, config\.json has 2"):
+    with pytest.raises(
+        UserError, match=r"a reward model must have one label, but id2label or num_labels sets 2"
+    ):
         read_architecture(str(tmp_path))
 
 
@@ -259,7 +262,7 @@ def test_a_reward_model_writes_nothing(folders):
     config = read_config(None, [f"model.path={folders['same']}", "data.train=d.jsonl"])
     for command in (Command.train, Command.sft, Command.eval):
         found = model_violations(config, read_architecture(folders["same"]), command)
-        assert any(f"cannot be the model of `{command}`" in sentence for sentence in found)
+        assert any(f"`{command}` cannot use it" in sentence for sentence in found)
 
 
 def test_its_tokenizer_is_looked_at_where_the_policy_is_here(folders):

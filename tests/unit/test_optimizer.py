@@ -55,6 +55,10 @@ def adam(config: OptimizerConfig) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
 
+def scheduled(config: OptimizerConfig):
+    return lr_scheduler(adam(config), config, config.lr_decay_steps)
+
+
 def next_rates(scheduler, count: int) -> list[float]:
     """Do the next `count` steps and return their rates."""
     rates = []
@@ -69,33 +73,27 @@ def next_rates(scheduler, count: int) -> list[float]:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_rate_of_every_step(name):
     config, rates = SCHEDULES[name]
-    assert next_rates(lr_scheduler(adam(config), config), len(rates)) == pytest.approx(rates, abs=1e-6)
+    assert next_rates(scheduled(config), len(rates)) == pytest.approx(rates, abs=1e-6)
 
 
 def test_without_warm_up_the_decay_begins_at_once():
     config = replace(CONFIG, lr_schedule=LrSchedule.linear, lr_warmup_steps=0, lr_decay_steps=4)
-    assert next_rates(lr_scheduler(adam(config), config), 5) == pytest.approx([0.8, 0.6, 0.4, 0.2, 0.2])
+    assert next_rates(scheduled(config), 5) == pytest.approx([0.8, 0.6, 0.4, 0.2, 0.2])
 
 
 @pytest.mark.parametrize("schedule", [LrSchedule.linear, LrSchedule.cosine])
 def test_a_schedule_that_is_all_warm_up(schedule):
     config = replace(CONFIG, lr_schedule=schedule, lr_decay_steps=4)
-    assert next_rates(lr_scheduler(adam(config), config), 6) == pytest.approx([*WARM_UP, 0.2, 0.2])
-
-
-def test_a_decaying_schedule_needs_its_length():
-    config = replace(CONFIG, lr_schedule=LrSchedule.cosine, lr_decay_steps=None)
-    with pytest.raises(ValueError, match="lr_decay_steps"):
-        lr_scheduler(adam(config), config)
+    assert next_rates(scheduled(config), 6) == pytest.approx([*WARM_UP, 0.2, 0.2])
 
 
 def resumed(config: OptimizerConfig, after: int, old: OptimizerConfig):
     """Return a scheduler of `config` that continues a run of `old` after so many steps, from its saved
     states.
     """
-    saved = lr_scheduler(adam(old), old)
+    saved = scheduled(old)
     next_rates(saved, after)
-    scheduler = lr_scheduler(adam(config), config)
+    scheduler = scheduled(config)
     scheduler.optimizer.load_state_dict(saved.optimizer.state_dict())
     continue_schedule(scheduler, config, saved.state_dict())
     return scheduler
@@ -124,7 +122,7 @@ CHANGES = {
 def test_resuming_takes_the_present_settings(change):
     old = SCHEDULES["cosine"][0]
     config = replace(old, **CHANGES[change])
-    undisturbed = next_rates(lr_scheduler(adam(config), config), 20)
+    undisturbed = next_rates(scheduled(config), 20)
     scheduler = resumed(config, 6, old)
     decayed, undecayed = scheduler.optimizer.param_groups
     assert decayed["betas"] == (config.beta1, config.beta2)
@@ -144,7 +142,7 @@ BROKEN = {
     ),
     "negative lr_min": (
         ["optimizer.lr_min=-1"],
-        "optimizer.lr_min must be at least 0, is -1",
+        "optimizer.lr_min must be at least 0, but is -1",
     ),
     "warm-up": (
         [COSINE, "optimizer.lr_warmup_steps=9", "optimizer.lr_decay_steps=8"],
@@ -154,14 +152,17 @@ BROKEN = {
         [COSINE, "optimizer.lr_warmup_steps=9", "run.total_steps=8"],
         "optimizer.lr_warmup_steps=9, optimizer.wsd_decay_steps=null; the schedule has 8 steps",
     ),
-    "no length": (["optimizer.lr_decay_steps=0"], "optimizer.lr_decay_steps must be greater than 0, is 0"),
+    "no length": (
+        ["optimizer.lr_decay_steps=0"],
+        "optimizer.lr_decay_steps must be greater than 0, but is 0",
+    ),
     "wsd without a decay": (
         ["optimizer.lr_schedule=wsd"],
         "optimizer.lr_schedule=wsd needs optimizer.wsd_decay_steps",
     ),
     "wsd decay of nothing": (
         ["optimizer.wsd_decay_steps=0"],
-        "optimizer.wsd_decay_steps must be greater than 0, is 0",
+        "optimizer.wsd_decay_steps must be greater than 0, but is 0",
     ),
     "wsd decay too long": (
         ["optimizer.lr_schedule=wsd", "optimizer.wsd_decay_steps=101"],
@@ -173,11 +174,11 @@ BROKEN = {
     ),
     "never a step": (
         ["optimizer.max_grad_norm_to_step=0"],
-        "optimizer.max_grad_norm_to_step must be greater than 0, is 0",
+        "optimizer.max_grad_norm_to_step must be greater than 0, but is 0",
     ),
     "no dropped step": (
         ["optimizer.max_dropped_steps=0"],
-        "optimizer.max_dropped_steps must be greater than 0, is 0",
+        "optimizer.max_dropped_steps must be greater than 0, but is 0",
     ),
     "unknown schedule": (["optimizer.lr_schedule=polynomial"], "lr_schedule"),
     "unknown decay": (["optimizer.wsd_decay_style=polynomial"], "wsd_decay_style"),
@@ -245,5 +246,5 @@ def test_norms_over_the_limit_are_explained():
     watch = DroppedSteps(OptimizerConfig(max_dropped_steps=1, max_grad_norm_to_step=10.0))
     with pytest.raises(UserError, match=re.escape("gradient norms 1234, losses 0.5")) as caught:
         watch.note(True, 1234.0, 0.5, None)
-    assert "more than optimizer.max_grad_norm_to_step=10.0" in str(caught.value)
+    assert "exceeded optimizer.max_grad_norm_to_step=10.0" in str(caught.value)
     assert "NaN" not in str(caught.value)

@@ -78,7 +78,7 @@ def test_a_port_that_is_taken_is_passed_over():
             pytest.skip("there is no room behind the port that the system chose")
         assert free_ports(2, taken - 1) > taken
         assert free_ports(2, taken) > taken
-    with pytest.raises(OSError, match="no 3 consecutive ports"):
+    with pytest.raises(OSError, match="does not have 3 consecutive free ports"):
         free_ports(3, 65535)
 
 

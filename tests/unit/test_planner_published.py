@@ -44,7 +44,7 @@ def test_the_benchmark_of_mlperf_is_refused_by_its_family_and_its_experts_fit(tm
         json.dumps(model | {"architectures": ["Qwen3_5MoeForConditionalGeneration"]})
     )
     config = read_config(None, [*MLPERF, f"model.path={tmp_path}"])
-    with pytest.raises(UserError, match="no weight map for the architecture Qwen3_5Moe"):
+    with pytest.raises(UserError, match="the architecture Qwen3_5Moe"):
         planned_architecture(config)
     (tmp_path / "config.json").write_text(json.dumps(model | LIKE_QWEN35_397B))
     arch = planned_architecture(config)

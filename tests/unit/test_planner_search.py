@@ -130,7 +130,7 @@ def test_a_reward_model_for_which_there_is_no_room_is_refused(tmp_path):
     ) in text
     assert all(fits(read_config(path, [*model, *scored, *words])) for words in suggestions(text))
     config = read_config(path, [*model, *scored, "reward.model.path=configs/models/qwen3-8b"])
-    assert "configs/models/qwen3-8b is a language model; a reward model of it" in refusal(config)
+    assert "configs/models/qwen3-8b is a language model, not a reward model" in refusal(config)
 
 
 def refusal(config):
@@ -291,7 +291,7 @@ def test_nodes_gpu_and_lengths_of_the_command_line(capsys):
     assert (status, out) == (2, "")
     assert err == (
         "error: the mean response length must be above 0 and at most the longest one (7168 tokens), "
-        "got 1e+06\n"
+        "but is 1e+06\n"
     )
 
 
@@ -312,7 +312,7 @@ def test_every_configuration_is_planned_or_refused_in_one_message(path, capsys, 
     arguments += scored_by(tmp_path) if path.stem == "reward_model_grpo" else []
     status, out, err = run(capsys, *arguments)
     refused = {
-        "quickstart_fp8": "the emulation is only for machines without a GPU",
+        "quickstart_fp8": "kernels are emulated only on machines without a GPU",
         "qwen2.5_0.5b_gsm8k_lora": "leave megatron.lora.rank out",
     }
     if path.stem in refused:
@@ -327,7 +327,7 @@ def test_every_configuration_is_planned_or_refused_in_one_message(path, capsys, 
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["--gpu", "none"], "the planner does not cover machines without a GPU"),
+        (["--gpu", "none"], "the planner needs a cluster with GPUs"),
         (["--nodes", "0"], "cluster.nodes"),
         (
             ["--gpu", "H100"],

@@ -59,8 +59,8 @@ def test_the_picture_shows_a_curve_for_each_run(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{0}/none"], "holds no TensorBoard logs"),
-        (["{0}/a", "--scalar", "eval/mean"], "has no scalar eval/mean; it has eval/mean@4"),
+        (["{0}/none"], "contains no TensorBoard logs"),
+        (["{0}/a", "--scalar", "eval/mean"], "has no scalar eval/mean; set --scalar to one of eval/mean@4"),
         (["{0}/a", "x/a={0}/a", "a={0}/a"], "two curves are called a"),
     ],
 )

@@ -76,7 +76,7 @@ def test_a_function_of_another_stack_is_recognised_and_the_advice_works(function
     (sentence,) = violations(f"reward.function={HERE}:{function}")
     assert "the reward is called with (prompt=..., response=..., answer=..., record=..." in sentence
     assert (
-        f"It has the parameters of a reward function for {stack}; name a function that calls it instead: "
+        f"It has the parameters of a reward function for {stack}; use a function that calls it instead: "
         in sentence
     )
     names = dict(globals())
@@ -196,16 +196,17 @@ REFUSED = [
     ),
     (
         "algorithm.adv_estimator=HERE:waits",
-        "the advantage estimator is async, but must be a normal function, because its result is not awaited",
+        "the advantage estimator must be a normal function, not an async one, because its result is not "
+        "awaited",
     ),
     (
         "algorithm.surrogate=os:getcwd",
         r"the surrogate is called with \(terms, options\), but its signature \(\)",
     ),
-    ("algorithm.surrogate=HERE:waits", "the surrogate is async"),
+    ("algorithm.surrogate=HERE:waits", "the surrogate must be a normal function"),
     ("algorithm.filters=[os:getcwd]", r"algorithm.filters=os:getcwd: the filter is called with \(groups\)"),
     ("algorithm.filters=[nonzero_variance,HERE:of_two]", "missing a required argument: 'answer'"),
-    ("algorithm.filters=[HERE:waits_for_groups]", "the filter is async"),
+    ("algorithm.filters=[HERE:waits_for_groups]", "the filter must be a normal function"),
     (
         "reward.function=os:getcwd",
         "but its signature .* does not accept these arguments: got an unexpected keyword argument 'prompt'",
@@ -226,7 +227,7 @@ REFUSED = [
     ),
     (
         "reward.function=HERE:Judge",
-        "is a class, but a reward must be a function; name a function, or a callable object of the class",
+        "is a class, but a reward must be a function; specify a function, or a callable object of the class",
     ),
     ("reward.function=HERE:judge", "got an unexpected keyword argument 'record'"),
     (
@@ -242,8 +243,8 @@ REFUSED = [
     ),
     ("rollout.environment=HERE:OfNothing", r"the environment is called with \(prompt\)"),
     ("rollout.tools=[HERE:twice]", "rollout.tools=HERE:twice: the tool is called with "),
-    ("rollout.tools=[HERE:searches]", "rollout.tools=HERE:searches: the tool is async"),
-    ("rollout.tools=[HERE:half]", "rollout.tools=HERE:half: a tool must be a function with a name"),
+    ("rollout.tools=[HERE:searches]", "rollout.tools=HERE:searches: the tool must be a normal function"),
+    ("rollout.tools=[HERE:half]", "rollout.tools=HERE:half: .* has no name by which the model could call it"),
 ]  # fmt: skip
 
 

@@ -204,7 +204,7 @@ def test_weights_and_margins_of_a_batch(tmp_path, conversations):
         ({"prompt": PROMPT, "chosen": [], "rejected": "3"}, "field 'chosen'"),
         (
             {"prompt": PROMPT, "chosen": ASKED, "rejected": "3"},
-            "ends with a message of 'user', not of the assistant",
+            "must have the role assistant, but has 'user'",
         ),
         (
             {"prompt": PROMPT, "chosen": "", "rejected": "3"},
@@ -241,7 +241,7 @@ def test_what_is_too_long_or_alike_is_left_out_and_counted(tmp_path, conversatio
     )
     assert len(pairs) == 1
     assert counts == {"too long": 2, "with two responses that are alike": 1}
-    with pytest.raises(UserError, match="no pair is left"):
+    with pytest.raises(UserError, match="no pairs are left"):
         load(tmp_path, conversations, records[2])
 
 

@@ -116,14 +116,15 @@ def test_template_arguments_on_the_command_line(tmp_path):
     [
         (
             {"chat_template": "Tokenizer"},
-            "data.chat_template=Tokenizer: there is no such file; the other values are tokenizer and none",
+            "data.chat_template=Tokenizer: there is no such file; give the path of a template "
+            "file, or set data.chat_template=tokenizer",
         ),
         ({"chat_template": "none", "system_prompt": "s"}, "data.system_prompt needs a chat template"),
         (
             {"chat_template": "none", "chat_template_args": {"a": 1}},
             "data.chat_template_args needs a chat template",
         ),
-        ({"chat_template_args": {"tokenize": True}}, "data.chat_template_args: tokenize cannot be set"),
+        ({"chat_template_args": {"tokenize": True}}, "data.chat_template_args cannot contain tokenize"),
     ],
 )
 def test_settings_that_do_not_go_together(chat, settings, complaint):
@@ -134,12 +135,12 @@ def test_settings_that_do_not_go_together(chat, settings, complaint):
     ("template", "complaint"),
     [
         ("", "is an empty file"),
-        ("{% for %}", "the chat template cannot be read: TemplateSyntaxError"),
+        ("{% for %}", "the chat template is not valid Jinja: TemplateSyntaxError"),
         (
             "{{ raise_exception('roles must alternate') }}",
-            "f:1: the chat template fails: TemplateError: roles must alternate",
+            "f:1: the chat template failed: TemplateError: roles must alternate",
         ),
-        ("{{ messages[7]['content'] + 1 }}", "f:1: the chat template fails: UndefinedError"),
+        ("{{ messages[7]['content'] + 1 }}", "f:1: the chat template failed: UndefinedError"),
         (" {# nothing #} \n", "f:1: the prompt is empty"),
     ],
 )
@@ -160,7 +161,7 @@ def test_a_prompt_of_token_ids_is_taken_as_it_is(chat, tmp_path):
 def test_ids_beyond_the_models_vocabulary(chat, tmp_path):
     known = len(PromptTokenizer(chat).tokenizer)
     assert (
-        f"f:1: token id {known} of the prompt is not in the model's vocabulary, 0 to {known - 1}"
+        f"f:1: token id {known} of the prompt is outside the model's vocabulary (0 to {known - 1}"
         in refused(chat, None, [1, known])
     )
     assert "token id -1" in refused(chat, None, [-1])
@@ -187,20 +188,20 @@ def test_parts_of_a_message_that_are_text_are_joined(chat):
     [
         ("", "the prompt is empty"),
         (" \n\t", "the prompt is empty"),
-        ([], "the prompt is empty, a list without messages"),
+        ([], "the prompt is an empty list"),
         (
             5,
             "the prompt must be a string, a list of messages with role and content, or "
-            "a list of token ids; it is 5",
+            "a list of token ids, but it is 5",
         ),
         ({"role": "user", "content": "1"}, "the prompt must be a string"),
         (["1", "2"], "the prompt must be a string"),
         ([1, 2.5], "the prompt must be a string"),
         ([True, False], "the prompt must be a string"),
-        ([{"content": "1"}], "message 0 of the prompt has no role; its keys are ['content']"),
+        ([{"content": "1"}], "message 0 of the prompt has no role (its keys are ['content']); add one"),
         ([{"role": None, "content": "1"}], "message 0 of the prompt has no role"),
         ([{"role": "user"}], "message 0 of the prompt has no content"),
-        (message(7), "message 0 of the prompt has the content 7, not text"),
+        (message(7), "message 0 of the prompt has the content 7, which is not text"),
         (
             message([{"type": "image_url", "image_url": "x"}]),
             "message 0 of the prompt has a part of type 'image_url'; only text can be used",
@@ -224,7 +225,9 @@ def test_a_folder_without_a_tokenizer(tmp_path):
     model = tiny_qwen3(tmp_path / "m")
     for template in ("tokenizer", "none"):
         assert "has no tokenizer" in refused(str(model), DataConfig(chat_template=template))
-    assert "is not a folder with a tokenizer" in refused(str(tmp_path / "nothing"), None)
+    assert "is not a folder; it must be a model folder with a tokenizer" in refused(
+        str(tmp_path / "nothing"), None
+    )
     (tmp_path / "m" / "tokenizer.json").write_text("{")
     assert "the tokenizer cannot be loaded" in refused(str(model), None)
 
@@ -264,7 +267,7 @@ def test_examples_use_the_same_prompts_and_end_their_responses(base, tmp_path):
     assert [example.group_id for example in examples] == [0, 1, 2]
     assert left_out == 1
     (tmp_path / "b.jsonl").write_text('{"prompt": "1", "response": "234"}\n')
-    with pytest.raises(UserError, match=r"b\.jsonl: no example is left, all 1 are too long"):
+    with pytest.raises(UserError, match=r"b\.jsonl: no examples are left because all 1 are too long"):
         load_examples(config, tokenizer)
     config.data.overlong_prompts, data.max_prompt_length = OverlongPrompts.truncate_left, 2
     with pytest.raises(
@@ -277,7 +280,7 @@ def test_examples_use_the_same_prompts_and_end_their_responses(base, tmp_path):
     assert left_out == 0
     (tmp_path / "b.jsonl").write_text('{"prompt": "1", "response": ["2"]}\n')
     with pytest.raises(
-        UserError, match=r"b.jsonl:1: field 'response' must be a string, or a list .*; it is \['2'\]"
+        UserError, match=r"b.jsonl:1: field 'response' must be a string, or a list .*, but is \['2'\]"
     ):
         load_examples(config, tokenizer)
 

@@ -123,11 +123,11 @@ def test_a_lost_process_is_replaced(error, says, tmp_path):
     [
         (
             given.ObjectStoreFullError("Failed to put object"),
-            "Ray's object store is full; give it more memory",
+            "Ray's object store is full; enlarge /dev/shm",
         ),
         (
             given.OutOfDiskError("Local disk is full"),
-            "the disk with Ray's temporary folder is full; make room",
+            "the disk with Ray's temporary folder is full; free some space",
         ),
         (
             given.RuntimeEnvSetupError("[Errno 28] No space left on device"),
@@ -164,7 +164,7 @@ def of_a_task(
             "trainer rank 1 of 2 was lost in `train_step`",
         ),
         (given.OutOfMemoryError(OOM), ProcessDied, "out of memory: 61.44 of 62.54 GB"),
-        (given.OutOfDiskError("full"), UserError, "make room"),
+        (given.OutOfDiskError("full"), UserError, "free some space"),
         (
             ValueError("no such layer\nmore"),
             RuntimeError,
@@ -213,6 +213,6 @@ def test_rays_own_memory_monitor(monkeypatch):
         found = process_error(raised.value, PROCESS, "eat")
         assert isinstance(found, ProcessDied)
         assert "was out of memory: " in str(found)
-        assert "the processes with most memory on that node: " in str(found)
+        assert "the processes that used the most memory on that node: " in str(found)
     finally:
         ray.shutdown()

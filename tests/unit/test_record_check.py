@@ -52,7 +52,7 @@ BAD = [
         {"answer": ""},
         r"reward.answer_from",
     ),
-    (["reward.function=choice"], {"answer": "B"}, {"answer": "Z"}, "'Z' has none of the letters"),
+    (["reward.function=choice"], {"answer": "B"}, {"answer": "Z"}, "'Z' contains none of the letters"),
 ]  # fmt: skip
 each = pytest.mark.parametrize(("options", "good", "bad", "says"), BAD)
 
@@ -82,7 +82,7 @@ def test_a_record_that_cannot_be_scored_is_named_before_a_run(model, tmp_path, o
     given = [*arguments(model, tmp_path, good, bad, key=key), *options]
     with pytest.raises(UserError, match=rf"p\.jsonl:2: reward .*cannot score this record: .*{says}") as found:
         _Data(read_config(None, given))
-    assert "correct or remove the record, or set reward.on_failure to value " in str(found.value)
+    assert "correct or remove the record, or set reward.on_failure=value " in str(found.value)
     assert str(found.value) in check(None, given).violations
     _Data(read_config(None, [*given, "reward.on_failure=value"]))
     _Data(read_config(None, [*arguments(model, tmp_path, good, key=key), *options]))

@@ -88,11 +88,15 @@ def test_an_array_longer_than_the_blocks_it_is_read_in(tmp_path):
     ("name", "content", "complaint"),
     [
         ("p.jsonl", LINES + '{"prompt": "3+', "p.jsonl:3: not valid JSON (Unterminated string"),
-        ("p.jsonl", LINES.replace("\n", "\r\n") + "\r\n[1]", "p.jsonl:4: expected an object, got list"),
+        ("p.jsonl", LINES.replace("\n", "\r\n") + "\r\n[1]", "p.jsonl:4: expected a JSON object, got list"),
         ("p.jsonl", LINES.encode() + b'{"prompt": "\xff"}', "p.jsonl:3: not valid UTF-8"),
         ("p.jsonl", LINES.encode("utf-16"), "p.jsonl: the file is UTF-16"),
         ("p.jsonl", '{"prompt": "1", "prompt": "2"}', "p.jsonl:1: key 'prompt' occurs twice"),
-        ("p.jsonl", '{"prompt": ' + "[" * 100000 + "]" * 100000 + "}", "p.jsonl:1: nested too deeply"),
+        (
+            "p.jsonl",
+            '{"prompt": ' + "[" * 100000 + "]" * 100000 + "}",
+            "p.jsonl:1: the record is nested too deeply",
+        ),
         (
             "p.jsonl",
             '{"prompt": ' + "[" * 100 + "]" * 100 + "}",
@@ -101,27 +105,31 @@ def test_an_array_longer_than_the_blocks_it_is_read_in(tmp_path):
         (
             "p.jsonl",
             '{"prompt": "1\\ud800"}',
-            "p.jsonl:1: field 'prompt' has half of a surrogate pair ('\\ud800')",
+            "p.jsonl:1: field 'prompt' contains half of a surrogate pair ('\\ud800')",
         ),
         (
             "p.jsonl",
             '{"prompt": "1", "a": {"\\udc00": 1}}',
-            "p.jsonl:1: field 'a' has half of a surrogate pair",
+            "p.jsonl:1: field 'a' contains half of a surrogate pair",
         ),
         ("p.jsonl", '{"prompt": ' + "1" * 5000 + "}", "p.jsonl:1: Exceeds the limit"),
         ("p.jsonl", '{"prompt": null}', "p.jsonl:1: field 'prompt' is null"),
         ("p.jsonl", '{"Prompt": "1"}', "p.jsonl:1: field 'prompt' is missing; the record has 'Prompt'"),
         ("p.jsonl", b"\x00" * 40, "p.jsonl:1: not valid JSON"),
-        ("p.jsonl", b"\xef\xbb\xbf \n", "p.jsonl has no records"),
-        ("p.json", " [ ] ", "p.json has no records"),
-        ("p.json", "[1]", "p.json: record 0: expected an object, got int"),
+        ("p.jsonl", b"\xef\xbb\xbf \n", "p.jsonl contains no records"),
+        ("p.json", " [ ] ", "p.json contains no records"),
+        ("p.json", "[1]", "p.json: record 0: expected a JSON object, got int"),
         ("p.json", json.dumps([A])[:-1] + ",]", "p.json: record 1: not valid JSON"),
-        ("p.json", json.dumps([A, B])[:-20], "p.json: record 1: the file ends within the array"),
-        ("p.json", json.dumps([A]) + "\n" + LINES, "p.json: there is more after the end of the array"),
+        ("p.json", json.dumps([A, B])[:-20], "p.json: record 1: the file ends in the middle of the array"),
+        ("p.json", json.dumps([A]) + "\n" + LINES, "p.json: there is more text after the end of the array"),
         ("p.json", '[{"prompt": "1"]}', "p.json: record 0: not valid JSON"),
         ("p.json", '{\n  "data": []\n}', "p.json:1: not valid JSON"),
         ("p.jsonl.gz", b"\x1f\x8b", "is compressed"),
-        ("p.txt", "1", "data must be .jsonl, .json, .parquet or hf:NAME, not .txt"),
+        (
+            "p.txt",
+            "1",
+            "data must be a .jsonl, .json or .parquet file or hf:NAME, but this file has the extension .txt",
+        ),
     ],
 )
 def test_files_that_cannot_be_read(tmp_path, name, content, complaint):
@@ -129,7 +137,7 @@ def test_files_that_cannot_be_read(tmp_path, name, content, complaint):
 
 
 def test_a_folder_and_a_file_that_may_not_be_read(tmp_path):
-    assert f"is a folder, not a file; name the files in it, or hf:{tmp_path}" in refused(tmp_path)
+    assert f"is a folder, not a file; give the files in it, or hf:{tmp_path}" in refused(tmp_path)
 
 
 def test_values_of_parquet_columns_become_plain_python(tmp_path):
@@ -174,8 +182,10 @@ def test_parquet_files_that_cannot_be_read(tmp_path):
     bad = pyarrow.Array.from_buffers(pyarrow.string(), 1, pyarrow.array([b"\xff"]).buffers())
     assert "p.parquet: record 0 cannot be read" in refused(write_table(path, [bad], ["prompt"]))
     write_table(path, pyarrow.table([[1], [2]], names=["prompt", "prompt"]).columns, ["prompt", "prompt"])
-    assert "several columns 'prompt'" in refused(path)
-    assert "has no records" in refused(write_table(path, {"prompt": pyarrow.array([], pyarrow.string())}))
+    assert "several columns named 'prompt'" in refused(path)
+    assert "contains no records" in refused(
+        write_table(path, {"prompt": pyarrow.array([], pyarrow.string())})
+    )
     assert "field 'prompt' is null" in refused(write_table(path, {"prompt": ["1", None]}))
 
 
@@ -214,7 +224,7 @@ def test_verls_own_files(tmp_path, tokenizer):
         load_prompts(path, tokenizer, DataConfig())
     with pytest.raises(
         UserError,
-        match=r"field 'reward_model' is \{'style'.*To name a field of an object, write data.answer_key",
+        match=r"field 'reward_model' is \{'style'.*to use a field inside an object, set data.answer_key",
     ):
         load_prompts(path, tokenizer, DataConfig(answer_key="reward_model"))
 
@@ -271,7 +281,7 @@ def test_a_file_that_changes_during_the_run(tmp_path, tokenizer):
     again, _ = load_prompts(path, tokenizer, DataConfig())
     with open(path, "a") as file:
         file.write("{}\n")
-    with pytest.raises(UserError, match=r"p.jsonl has been changed since it was opened"):
+    with pytest.raises(UserError, match=r"p.jsonl has changed since it was opened"):
         again[0]
 
 

@@ -113,7 +113,7 @@ def test_every_command_looks_whether_its_data_are_the_checkpoints(command, tmp_p
     [(name, must_fit)] = asked
     assert name == command
     must_fit(state(4))
-    with pytest.raises(UserError, match="the checkpoint's data had 3 records"):
+    with pytest.raises(UserError, match="the data has changed from 3 records"):
         must_fit(state(3))
 
 
@@ -127,7 +127,6 @@ def place(monkeypatch):
     checkpoints = SimpleNamespace(load_checkpoint=lambda *given: ranks.load(*given))
     trainer = SimpleNamespace(checkpoints=checkpoints, close=lambda: None)
     monkeypatch.setattr(assemble, "PolicyTrainer", lambda *_: trainer)
-    monkeypatch.setattr(assemble, "actor_spec", lambda *_: None)
     monkeypatch.setattr(assemble, "_throughput", lambda _: None)
 
     def make(tmp_path, resume, load) -> assemble.RunContext:

@@ -170,7 +170,7 @@ def test_a_run_that_was_killed_while_it_wrote(tmp_path):
 @pytest.mark.parametrize(
     ("metrics", "said"),
     [
-        (None, "no run has been in this folder"),
+        (None, "so it is not the folder of a run"),
         ("damaged\n", "metrics.jsonl:1 is not valid JSON"),
         ('{"step": 1, "a": 1}\n{"a": 1}\n', "metrics.jsonl:2: step must be"),
         ('{"step": 1, "a": "b"}\n', "metrics.jsonl:1: a must be a number"),

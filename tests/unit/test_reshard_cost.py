@@ -89,18 +89,17 @@ def test_a_sync_planned_on_paper(capsys):
     links, _ = run_tool("plan_weight_sync", *arguments, "--links")
     assert "rank 0 (node0) -> rank 0 of engine 0: " in links
     assert (
-        "does not divide the model's 80 layers"
+        "(model chunks: 3, layers: 80)"
         in run_tool("plan_weight_sync", *arguments[:-1], "tp=8,pp=3", status=2)[1]
     )
     assert (
-        "must be NAME=NUMBER with a positive number; names are tp, pp"
+        "must have the form NAME=NUMBER with a positive number, where NAME is one of tp, pp"
         in run_tool("plan_weight_sync", *arguments[:-1], "tp=8,xp=3", status=2)[1]
     )
 
 
 @pytest.mark.slow
 def test_the_documented_table_is_that_of_the_tool():
-    """Only the rows with the fewest nodes are compared, because the plans for all take minutes."""
     table, _ = run_tool("plan_weight_sync", "--table", "--nodes", 16)
     page = Path("docs/weight-sync.md").read_text(encoding="utf-8")
     assert len(table.splitlines()) == 7

@@ -36,9 +36,9 @@ def test_a_whole_checkpoint_is_opened(tmp_path):
         (b"", "is not valid JSON"),
         (b"[1]", "expected a JSON object"),
         (b"{}", "has no step, totals"),
-        ({**STATE, "step": "3"}, "step must be the number of a step"),
-        ({**STATE, "step": -1}, "step must be the number of a step"),
-        ({"step": 3, "order": {}, "tokens": 0}, "this is no checkpoint of `train`"),
+        ({**STATE, "step": "3"}, "step must be a step number, but is"),
+        ({**STATE, "step": -1}, "step must be a step number, but is"),
+        ({"step": 3, "order": {}, "tokens": 0}, "a command other than `train` or a different version"),
     ],
 )
 def test_a_state_that_does_not_fit_is_one_message(state, said, capsys, tmp_path):
@@ -54,10 +54,10 @@ def test_a_state_that_does_not_fit_is_one_message(state, said, capsys, tmp_path)
 
 @pytest.mark.slow
 def test_a_folder_that_is_no_checkpoint(tmp_path):
-    for folder, said in ((tmp_path, "not a whole checkpoint"), (tmp_path / "none", "does not exist")):
+    for folder, said in ((tmp_path, "not a complete checkpoint"), (tmp_path / "none", "does not exist")):
         with pytest.raises(UserError, match=said):
             open_checkpoint(folder, Command.train)
-    with pytest.raises(UserError, match="not a whole checkpoint"):
+    with pytest.raises(UserError, match="not a complete checkpoint"):
         open_checkpoint(checkpoint(tmp_path / "step_00000003.partial", state_of(3)), Command.train)
 
 
@@ -89,7 +89,7 @@ def test_a_damaged_one_is_passed_over_or_refused_by_name(name, damage, tmp_path)
         assert beginning(config_of(tmp_path), Command.train).step == 2
     assert len(said) == 1
     assert str(newest) in said[0]
-    assert said[0].startswith("passed over: ")
+    assert said[0].startswith("skipped a checkpoint: ")
     with pytest.raises(DamagedCheckpoint, match=str(newest)):
         beginning(config_of(tmp_path, str(newest)), Command.train)
 
@@ -135,7 +135,7 @@ def test_a_truncated_file_is_damage_though_this_command_does_not_read_it(tmp_pat
     )
     open_checkpoint(folder, Command.train)
     os.truncate(folder / "notes", 999)
-    with pytest.raises(DamagedCheckpoint, match="notes has 999 bytes, 1000 were written"):
+    with pytest.raises(DamagedCheckpoint, match="notes has 999 bytes, but 1000 were written"):
         open_checkpoint(folder, Command.train)
 
 
@@ -184,7 +184,8 @@ def test_where_all_are_damaged_nothing_begins(tmp_path):
     for step in (2, 4):
         _flip(folder / "checkpoints" / f"step_0000000{step}" / "state.json")
     with pytest.raises(
-        UserError, match=r"none of the 2 checkpoints .* is sound; run\.resume=none starts anew"
+        UserError,
+        match=r"contains only damaged checkpoints \(2\); set run\.resume=none to start from the beginning",
     ):
         beginning(config_of(tmp_path), Command.train)
     assert beginning(config_of(tmp_path, "none"), Command.train) is None
@@ -287,8 +288,8 @@ def test_what_is_configured_otherwise_is_said(tmp_path):
     assert differences(start, config) == []
     config.optimizer.lr, config.data.train, config.run.resume = 0.5, ["a", "b"], "none"
     assert differences(start, config) == [
-        f"data.train is ['a', 'b'], was None in {tmp_path}/c",
-        f"optimizer.lr is 0.5, was {config_of(tmp_path).optimizer.lr} in {tmp_path}/c",
+        f"data.train is ['a', 'b'], but was None in {tmp_path}/c",
+        f"optimizer.lr is 0.5, but was {config_of(tmp_path).optimizer.lr} in {tmp_path}/c",
     ]
 
 
@@ -313,7 +314,7 @@ def test_a_finished_run_ends_at_once(result, resume, finished, tmp_path, capsys)
 def test_a_finished_run_of_another_command_is_not_this_one(tmp_path):
     (run_with(tmp_path) / "result.json").write_text(json.dumps({"step": 200, "command": "sft"}))
     with pytest.raises(
-        UserError, match=r"is a finished run of `sft`, not of `train`: choose another run\.name"
+        UserError, match=r"is a finished run of `sft`, not of `train`; choose another run\.name"
     ):
         finished_result(config_of(tmp_path), Command.train)
     assert finished_result(config_of(tmp_path, "none"), Command.train) is None

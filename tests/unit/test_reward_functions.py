@@ -44,7 +44,7 @@ def test_choice_of_places_and_letters():
     assert value("choice", r"answer is A \boxed{B}", "A", response_from=["boxed"]) == 0.0
     assert value("choice", r"answer is A \boxed{\text{(B) } 12}", "B", response_from=["boxed"]) == 1.0
     assert value("choice", "answer is 2", ["1", "2"], letters="123") == 1.0
-    with pytest.raises(ValueError, match="has none of the letters"):
+    with pytest.raises(ValueError, match="contains none of the letters"):
         value("choice", "A", "Paris")
 
 

@@ -111,17 +111,17 @@ def test_a_request_is_tried_again(server, todo):
 @pytest.mark.parametrize(
     ("todo", "says", "requests"),
     [
-        ("500", "gave no rewards in 3 attempts; the last attempt: status 500", 3),
-        ("403", "answered with status 403", 1),
-        ("garbage", "sent an answer that is not JSON", 1),
-        ("deep", "sent an answer that is not JSON", 1),
-        ("few", r'must answer {"rewards": [...]} with 1 rewards, but did not', 1),
-        ("endless", "answered with more than 16 MiB", 1),
-        ("compressed", "sent a compressed answer ('gzip'), which the request does not allow", 1),
+        ("500", "returned no rewards in 3 attempts (last problem: status 500)", 3),
+        ("403", "answered with HTTP status 403", 1),
+        ("garbage", "sent an answer that is not valid JSON", 1),
+        ("deep", "sent an answer that is not valid JSON", 1),
+        ("few", r'must answer {"rewards": [...]} with 1 rewards, but sent something else', 1),
+        ("endless", "sent an answer of more than 16 MiB", 1),
+        ("compressed", "sent a compressed answer ('gzip'); turn off compression", 1),
         ("301", "redirects to 'http://127.0.0.1:", 1),
         (
             "307 to //10.0.0.1/other?key=hidden",
-            "redirects to 'http://10.0.0.1/other' (status 307). Redirects are not followed",
+            "redirects to 'http://10.0.0.1/other' (status 307), but redirects are not followed",
             1,
         ),
         ("307 to http://[bad/", "redirects to an invalid URL", 1),
@@ -207,7 +207,7 @@ def test_no_redirect_is_followed(server, status):
     finally:
         other.close()
     assert f"redirects to 'http://127.0.0.1:{other.port}/next' (status {status})" in found.why
-    assert "set url to the address that answers" in found.why
+    assert "set url to the final address" in found.why
     assert "hidden" not in found.why
     assert other.asked == []
 
@@ -216,7 +216,7 @@ def test_an_answer_without_end_is_not_read(server):
     """384 MiB used to be read in 4 s, and more until attempt_timeout."""
     server.todo = ["endless"]
     (found,) = asked(server, "one")
-    assert "answered with more than 16 MiB" in found.why
+    assert "sent an answer of more than 16 MiB" in found.why
     assert server.written < MAX_ANSWER + (16 << 20)  # what is on the way between the two
 
 
@@ -240,14 +240,14 @@ def test_a_large_answer_is_read(server):
         ("1" * 400, "the reward must be finite, and at most 1e+30 in absolute value"),
         ('{"score": 1}', "it must return a number, or a dict with 'reward'"),
         ('{"reward": "1"}', "the reward must be a number"),
-        ('{"reward": 1, "right": true}', "'right' must be a number, is True of type bool"),
-        ('{"reward": 1, "parts": {"form": 1}}', "'parts' must be a number, is {'form': 1} of type dict"),
-        ('{"reward": 1, "\\u001b[2J": 1}', r"must be 1 to 100 printable characters, is '\x1b[2J'"),
-        ('{"reward": 1, "\\ud800": 1}', r"must be 1 to 100 printable characters, is '\ud800'"),
-        ('{"reward": 1, "": 1}', "must be 1 to 100 printable characters, is ''"),
+        ('{"reward": 1, "right": true}', "'right' must be a number, but is True of type bool"),
+        ('{"reward": 1, "parts": {"form": 1}}', "'parts' must be a number, but is {'form': 1} of type dict"),
+        ('{"reward": 1, "\\u001b[2J": 1}', r"must be 1 to 100 printable characters, but is '\x1b[2J'"),
+        ('{"reward": 1, "\\ud800": 1}', r"must be 1 to 100 printable characters, but is '\ud800'"),
+        ('{"reward": 1, "": 1}', "must be 1 to 100 printable characters, but is ''"),
         (
             json.dumps({"reward": 1} | dict.fromkeys(map(str, range(100_000)), 1)),
-            "at most 100 numbers beside the reward, not 100000",
+            "at most 100 numbers in addition to the reward, not 100000",
         ),
     ],
 )  # fmt: skip

@@ -95,8 +95,8 @@ def test_one_function_with_options():
 @pytest.mark.parametrize(
     ("terms", "says"),
     [
-        ({"right": {"weight": 1}}, r"reward.terms.right must name its function"),
-        ({"right": "math"}, r"reward.terms.right must name its function"),
+        ({"right": {"weight": 1}}, r"reward.terms.right must specify a function"),
+        ({"right": "math"}, r"reward.terms.right must specify a function"),
         (
             {"right": RIGHT | {"wieght": 1}},
             r"reward.terms.right: unknown option 'wieght'; did you mean 'weight'\?",
@@ -122,38 +122,41 @@ def test_one_function_with_options():
             {"right": {"function": "exactly"}},
             r"reward.function=exactly is unknown; choose one of exact_match, math",
         ),
-        ({"a": {"function": f"{HERE}:score", "x": 1}}, r"reward.terms.a: .*:score has no parameter `args`"),
-        ({"a": {"function": "cosine_length"}}, r"reward.terms.a: cosine_length needs the options right"),
+        (
+            {"a": {"function": f"{HERE}:score", "x": 1}},
+            r"reward.terms.a: .*:score does not accept the options x, because it has no parameter `args`",
+        ),
+        ({"a": {"function": "cosine_length"}}, r"reward.terms.a: cosine_length requires the options right"),
         (
             {"a": {"function": "cosine_length", "right": "b", "longest": 9}},
-            r"reads the term 'b', which must be computed before it; the terms before it are: none",
+            r"uses the term 'b', which must be computed before it \(terms computed before it: none\)",
         ),
-        ({"a": {"function": "group_length"}}, r"reward.terms.a: group_length needs the option right"),
-        ({"a": {"function": "rank", "by": "b"}}, r"reward.terms.a reads the term 'b'"),
+        ({"a": {"function": "group_length"}}, r"reward.terms.a: group_length requires the option right"),
+        ({"a": {"function": "rank", "by": "b"}}, r"reward.terms.a uses the term 'b'"),
         ({"form": {"function": "format", "tags": []}}, r"reward.terms.form.tags is empty"),
-        ({"a": {"function": "linear_length"}}, r"linear_length needs the options target and width"),
+        ({"a": {"function": "linear_length"}}, r"linear_length requires the options target and width"),
         (
             {"a": {"function": "http", "url": "ftp://x"}},
-            r"reward.terms.a.url must be of the form http://HOST",
+            r"reward.terms.a.url must have the form http://HOST",
         ),
         (
             {"a": {"function": "http", "url": "http://me:secret@x/"}},
-            r"reward.terms.a.url must not have a user or a password",
+            r"reward.terms.a.url must not contain a user name or password",
         ),
         (
             {"a": {"function": "http", "url": "htp//me:secret@x/"}},
-            r"reward.terms.a.url must not have a user or a password",
+            r"reward.terms.a.url must not contain a user name or password",
         ),
         (
             {"a": {"function": "http", "url": "me:secret@x"}},
-            r"reward.terms.a.url must not have a user or a password",
+            r"reward.terms.a.url must not contain a user name or password",
         ),
         (
             {"a": {"function": "http", "url": "http://x:99999/@?key=secret"}},
-            r"form http://HOST:PORT/PATH, is 'http://x:99999/@'",
+            r"form http://HOST:PORT/PATH, but is 'http://x:99999/@'",
         ),
-        ({"a": {"function": "http", "url": "http://x:port/"}}, r"reward.terms.a.url must be of the form"),
-        ({"a": {"function": "http", "url": "http://[x/"}}, r"reward.terms.a.url must be of the form"),
+        ({"a": {"function": "http", "url": "http://x:port/"}}, r"reward.terms.a.url must have the form"),
+        ({"a": {"function": "http", "url": "http://[x/"}}, r"reward.terms.a.url must have the form"),
     ],
 )
 def test_what_is_no_term(terms, says):
@@ -177,7 +180,8 @@ def test_from_the_command_line():
 
 def test_options_of_one_function_need_a_parameter():
     with pytest.raises(
-        UserError, match=r"reward.args: .*:score has no parameter `args`, so it cannot take factor"
+        UserError,
+        match=r"reward.args: .*:score does not accept the options factor, because it has no parameter",
     ):
         resolve_rewards(RewardConfig(function=f"{HERE}:score", args={"factor": 1}))
 

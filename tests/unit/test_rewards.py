@@ -194,7 +194,7 @@ def test_numbers_and_components():
         ("raise", "failed on record 7 .*'raise'.*ZeroDivisionError: planted"),
         ("exit", "failed on record 7 .*SystemExit: 3"),
         ("nan", "returned nan for record 7.*must be finite"),
-        ("text", "the reward must be a number, is 'good' of type str"),
+        ("text", "the reward must be a number, but is 'good' of type str"),
         ("nothing", "must return a number, or a dict with 'reward'"),
         ("sleep", "took longer than reward.timeout=3.0 s"),
         ("late", "took longer than reward.timeout=3.0 s"),

@@ -95,6 +95,7 @@ BROKEN = [
     ],
     ["reward.function=code", "reward.code.limits.seconds=30"],
     ["rollout.top_k=20"],
+    ["rollout.temperature=0"],
     ["rollout.replay=r.jsonl", "data.eval=e.jsonl"],
     ["rollout.replay=r.jsonl", "rollout.record=s.jsonl"],
     ["rollout.max_turns=3"],

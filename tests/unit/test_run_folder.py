@@ -73,7 +73,7 @@ def test_one_that_was_set_aside_stays_when_the_run_begins_from_it(tmp_path, caps
     quarantine_later_checkpoints(
         str(folder), open_checkpoint(checkpoints / "step_00000004.aside", Command.train)
     )
-    assert capsys.readouterr().out.startswith(f"set aside: {first} is now step_00000004.aside.2")
+    assert capsys.readouterr().out.startswith(f"{first} was renamed to step_00000004.aside.2")
     assert (checkpoints / "step_00000004.aside" / "course").read_text() == "1"
     assert (checkpoints / "step_00000004.aside.1" / "course").read_text() == "2"
     assert beginning(config_of(tmp_path), Command.train).step == 2
@@ -201,7 +201,7 @@ def test_a_folder_that_cannot_be_made(name, tmp_path):
     (tmp_path / "file").write_text("")
     config = config_of(tmp_path)
     config.run.name = name
-    with pytest.raises(UserError, match="cannot be made"), open_run_folder(config, Command.train):
+    with pytest.raises(UserError, match="cannot be created"), open_run_folder(config, Command.train):
         pass
 
 
@@ -256,7 +256,7 @@ def owner(tmp_path):
 def test_a_second_run_of_a_name_is_refused_and_changes_nothing(owner, tmp_path, resume):
     folder = run_with(tmp_path, 2, metrics=rows(1, 2, 3))
     owned = (folder / "owner.json").read_bytes()
-    refusal = pytest.raises(UserError, match=f"another run writes to {folder} .*pid {owner.pid}")
+    refusal = pytest.raises(UserError, match=f"another run is writing to {folder} .*pid {owner.pid}")
     with refusal, open_run_folder(config_of(tmp_path, resume), Command.train):
         pass
     assert (folder / METRICS).read_text() == rows(1, 2, 3)
@@ -276,7 +276,7 @@ def test_a_folder_that_is_moved_aside_stays_locked(tmp_path):
     with open_run_folder(config_of(tmp_path, "none"), Command.train):
         assert (tmp_path / f"{NAME}.1" / METRICS).exists()
         assert not (tmp_path / f"{NAME}.1" / "owner.json").exists()
-        with pytest.raises(UserError, match=f"another run writes to {folder} .*pid {os.getpid()}"):
+        with pytest.raises(UserError, match=f"another run is writing to {folder} .*pid {os.getpid()}"):
             Ownership(folder)
 
 
@@ -315,11 +315,11 @@ def test_without_locks_the_owner_is_asked_for(owner, job, refused, tmp_path, mon
     (folder / "owner.json").write_text(json.dumps(owner) if owner else '{"half')
     if refused:
         with pytest.raises(
-            UserError, match=r"another run writes .*; if that run has ended, delete .*owner\.json"
+            UserError, match=r"another run is writing .*; if that run has ended, delete .*owner\.json"
         ):
             Ownership(folder)
         return
     with open_run_folder(config_of(tmp_path), Command.train):
         assert json.loads((folder / "owner.json").read_text())["pid"] == os.getpid()
-    assert "this file system has no locks" in capsys.readouterr().out
+    assert "this file system does not support locks" in capsys.readouterr().out
     assert not (folder / "owner.json").exists()

@@ -1,5 +1,6 @@
 """The sandbox in use: many at once, left early, as a tool, and on machines that cannot contain a program."""
 
+import itertools
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from grpo_megatron.config.sandbox import Isolation, SandboxLimits
-from grpo_megatron.sandbox import system_calls
+from grpo_megatron.sandbox import child, system_calls
 from grpo_megatron.sandbox.run import Ended, Program, Sandbox, required_containment
 from grpo_megatron.sandbox.tool import run_python
 from tests.sandboxes import processes
@@ -126,6 +127,17 @@ def test_a_program_that_may_start_processes(containment):
         wait_until(lambda: len(processes() - before) == 1, "more is left than the helper")
         assert "Operation not permitted" in sandbox.run(Program("import os\nos.fork()")).stderr
     assert processes() == before
+
+
+def test_a_fork_bomb_is_found_although_it_grows_faster_than_its_processes_can_be_listed(monkeypatch):
+    """The search once followed a bomb until the machine had no process ids left."""
+    numbers = itertools.count(2)
+    monkeypatch.setattr(child, "_children", lambda pid: [next(numbers), next(numbers)])
+    monkeypatch.setattr(child.os, "waitpid", lambda pid, options: (0, 0))
+    program = object.__new__(child.Child)
+    program._may_fork, program.pid = True, 1
+    assert program.has_more_processes_than(32)
+    assert next(numbers) < 200
 
 
 # A machine without namespaces and Landlock. A separate filter refuses them here, made by the code under test.

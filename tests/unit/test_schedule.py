@@ -190,7 +190,9 @@ def test_thousands_of_sequences_in_a_micro_batch():
 
 
 def test_too_long_a_sequence_is_named():
-    with pytest.raises(UserError, match="sequence 1 has 200 tokens, but a micro-batch may hold 100; raise"):
+    with pytest.raises(
+        UserError, match="sequence 1 has 200 tokens, but a micro-batch holds at most 100; raise"
+    ):
         schedule([10, 200], 100)
     with pytest.raises(
         UserError, match=r"sequence 0 has 99 tokens \(104 with the padding of context parallelism\)"
@@ -201,7 +203,7 @@ def test_too_long_a_sequence_is_named():
 @pytest.mark.parametrize(
     ("lengths", "options", "message"),
     [
-        ([10], {"dp": 2}, "1 sequences cannot be shared by 2 .* at least 2 are needed"),
+        ([10], {"dp": 2}, "1 sequences cannot be divided among 2 .* at least 2 are needed"),
         (
             [10] * 7,
             {"dp": 2, "multiple_of": 4},

@@ -21,12 +21,12 @@ def test_what_is_no_array_is_refused(spec):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--config", "configs/quickstart.yaml"], "how many nodes? Give --nodes"),
+        (["--config", "configs/quickstart.yaml"], "the number of nodes is not set; give --nodes"),
         (["--config", "nowhere.yaml", "--nodes", 1], "nowhere.yaml"),
         (["--config", "configs/quickstart.yaml", "--nodes", 1, "run.nmae=x"], "run.name"),
         (
             ["--config", "configs/quickstart.yaml", "--nodes", 1, "cluster.gpu=h100-80g"],
-            "but how many of a node? Give --gpus-per-node",
+            "needs the number of GPUs per node; give --gpus-per-node",
         ),
         (
             ["--config", "configs/quickstart.yaml", "--nodes", 1, "megatron.precision=fp8"],
@@ -34,31 +34,31 @@ def test_what_is_no_array_is_refused(spec):
         ),
         (
             ["--config", "configs/quickstart.yaml", "--nodes", 1, "--time", "1h"],
-            "--time 1h: it must be MINUTES",
+            "--time 1h must have the form MINUTES",
         ),
         (
             ["--config", "configs/quickstart.yaml", "--nodes", 1, "--requeue", "--time", "11"],
-            "less than a minute after",
+            "must be more than a minute longer than --stop-before",
         ),
         (
             ["--config", "configs/quickstart.yaml", "--nodes", 1, "--array", "1", "run.root=a{task}"],
-            "{task} goes into run.name",
+            "put {task} into run.name",
         ),
         (
             ["--config", "configs/quickstart.yaml", "--nodes", 1, "--env", "A-B=1"],
-            "--env A-B=1: it must be NAME=VALUE",
+            "--env A-B=1 must have the form NAME=VALUE",
         ),
         (
             ["--config", "configs/quickstart.yaml", "--nodes", 1, "--sbatch-arg", "gpu"],
-            "an option of sbatch begins with -",
+            "an sbatch option must start with -",
         ),
         (
             ["--config", "configs/quickstart.yaml", "--nodes", 1, "--pyxis", "a.sqsh", "--mount", "b:c"],
-            "--mount b:c: it must be",
+            "--mount b:c must have the form",
         ),
         (
             ["--config", "configs/llama3_70b_16node.yaml", "--nodes", 8, ABSENT],
-            "needs 128 GPUs; with cluster.gpu=h100-80g there are 64",
+            "but there are only 64 with cluster.gpu=h100-80g",
         ),
         (
             ["--config", "configs/llama3_70b_16node.yaml", "--gpus-per-node", 4, ABSENT],
@@ -66,11 +66,11 @@ def test_what_is_no_array_is_refused(spec):
         ),
         (
             ["--config", "configs/quickstart.yaml", "--nodes", 1, "--requeue", "run.resume=here"],
-            "--dependency-chain) need run.resume=auto",
+            "each job would start over; set run.resume=auto",
         ),
         (
             ["--config", "configs/quickstart.yaml", "--nodes", 1, "--cpus-per-node", 2],
-            "this run needs 3 on a node",
+            "this run needs at least 3",
         ),
         (
             ["--config", "configs/llama3_70b_16node.yaml", "--cpus-per-node", 7, ABSENT],
@@ -127,16 +127,19 @@ def test_nothing_is_queued_where_the_logs_cannot_be_written(capsys, root, why):
         (["--requeue"], "an evaluation cannot be continued"),
         (["--dependency-chain", 2], "an evaluation cannot be continued"),
         (["--stop-before", 90], "an evaluation cannot be continued"),
-        (["rollout.engine.num_engines=9"], "9 GPUs are needed; with cluster.gpu=h100-80g there are 8"),
+        (
+            ["rollout.engine.num_engines=9"],
+            "9 GPUs are needed, but there are only 8 with cluster.gpu=h100-80g",
+        ),
         (
             ["rollout.engine.num_engines=1", "rollout.engine.tensor_parallel=12", "--nodes", 2],
             "on one node or on several whole nodes",
         ),
         (
             ["rollout.engine.tensor_parallel=3", "rollout.engine.num_engines=2", "--cpus-per-node", 5],
-            "needs 6 on a node",
+            "needs at least 6",
         ),
-        (["reward.function=model", "reward.model.path=r"], "cannot name the function model in eval"),
+        (["reward.function=model", "reward.model.path=r"], "cannot use the function model in eval"),
     ],
 )
 def test_an_evaluation_that_cannot_be_is_refused(capsys, arguments, says):
@@ -145,14 +148,11 @@ def test_an_evaluation_that_cannot_be_is_refused(capsys, arguments, says):
 
 def test_what_could_not_be_checked_is_said(capsys):
     assert main(["--config", "configs/llama3_70b_16node.yaml", "--dry-run", ABSENT]) == 0
-    assert (
-        "not checked: memory: /nowhere is not a folder here; --architecture names one"
-        in capsys.readouterr().err
-    )
+    assert "not checked: memory: /nowhere does not exist here; give a folder" in capsys.readouterr().err
     unused = ("--architecture", "configs/models/llama-3.1-70b", "run.root=setup.py", "run.resume=none")
     assert main(["--config", "configs/quickstart.yaml", "--nodes", "1", "--dry-run", *unused]) == 0
     says = capsys.readouterr().err
-    assert "not checked: memory: --architecture is of no use" in says
+    assert "not checked: memory: --architecture has no effect" in says
     assert f"not checked: run.root: {Path('setup.py').absolute()} is a file, not a folder" in says
 
 
@@ -166,6 +166,6 @@ def test_without_the_reward_model_the_memory_is_not_known(capsys):
     )
     assert main(["--config", "configs/qwen3_8b_1node.yaml", "--dry-run", *model]) == 0
     assert (
-        "not checked: memory: the reward model /nowhere, which takes its share of it, is not"
+        "not checked: memory: the folder of the reward model, /nowhere, does not exist here"
         in capsys.readouterr().err
     )

@@ -221,7 +221,10 @@ def test_metrics_of_another_type_are_damage(tmp_path, capsys):
 
 
 def test_folders_without_a_run(tmp_path, capsys):
-    for folder, said in ((tmp_path, "no run has been"), (tmp_path / "none", "does not exist")):
+    for folder, said in (
+        (tmp_path, "so it is not the folder of a run"),
+        (tmp_path / "none", "does not exist"),
+    ):
         assert main(["status", str(folder)]) == 2
         assert said in capsys.readouterr().err
 

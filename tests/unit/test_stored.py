@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grpo_megatron.model.families import read_architecture, weight_map
-from grpo_megatron.weights import hf_checkpoint
+from grpo_megatron.weights import hf_writer
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 from grpo_megatron.weights.stored import dequantised, scales_box, scales_shape
 from tests.models import tiny_model
@@ -86,8 +86,12 @@ def test_fp8_is_read_as_its_values(original, tmp_path):
 @pytest.mark.parametrize(
     ("change", "settings", "says"),
     [
-        (lambda t: t.pop(NAME + "_scale_inv"), FP8, f"{NAME} of type F8_E4M3 without {NAME}_scale_inv"),
-        (lambda t: t.update({NAME + "_scale_inv": torch.ones(2, 2)}), FP8, "not F32 and"),
+        (
+            lambda t: t.pop(NAME + "_scale_inv"),
+            FP8,
+            f"{NAME} of type F8_E4M3, but not its scales {NAME}_scale_inv",
+        ),
+        (lambda t: t.update({NAME + "_scale_inv": torch.ones(2, 2)}), FP8, "but F32 and"),
         (
             lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)}),
             FP8,
@@ -97,7 +101,7 @@ def test_fp8_is_read_as_its_values(original, tmp_path):
         (
             lambda t: t.update({"model.norm.weight_scale_inv": torch.ones(1)}),
             FP8,
-            "the model of config.json has no tensor model.norm.weight_scale_inv",
+            "describes a model without these tensors: model.norm.weight_scale_inv",
         ),
     ],
 )
@@ -125,7 +129,7 @@ def test_layers_that_predict_further_tokens_are_left_out_and_named(original, tmp
     )
     assert HFCheckpoint(original).notes == []
     _, violations = changed(original, tmp_path, further, num_nextn_predict_layers=0)
-    assert "the model of config.json has no tensor model.layers.4.eh_proj.weight" in violations[0]
+    assert "describes a model without these tensors: model.layers.4.eh_proj.weight" in violations[0]
 
 
 def test_an_export_can_be_read_by_whom_other_files_can(tmp_path):
@@ -139,7 +143,7 @@ def test_an_export_can_be_read_by_whom_other_files_can(tmp_path):
         "d": torch.zeros(0, 3),
         "e": torch.randn(4, 2).T,
     }
-    writer = hf_checkpoint.HFWriter(str(tmp_path / "hf"), "0")
+    writer = hf_writer.HFWriter(str(tmp_path / "hf"), "0")
     for name, tensor in tensors.items():
         writer.add(name, tensor)
     ((name, _),) = writer.close()
@@ -164,8 +168,8 @@ def test_an_export_is_on_the_disk_before_it_is_in_place(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", noted)
     partial = str(final) + ".partial"
-    hf_checkpoint.start(partial, str(final), "elsewhere")
-    writer = hf_checkpoint.HFWriter(partial, "0", max_shard_bytes=8)
+    hf_writer.start(partial, str(final), "elsewhere")
+    writer = hf_writer.HFWriter(partial, "0", max_shard_bytes=8)
     for name in ("a", "b"):
         writer.add(name, torch.zeros(2))
     shards = writer.close()
@@ -173,7 +177,7 @@ def test_an_export_is_on_the_disk_before_it_is_in_place(tmp_path, monkeypatch):
     assert [name for name, _ in synced] == parts  # by the node that has written them
     Path(partial, "adapter").mkdir()
     Path(partial, "adapter", "adapter_config.json").write_text("{}")
-    hf_checkpoint.finish(partial, shards, str(final))
+    hf_writer.finish(partial, shards, str(final))
     written = {path.name for path in final.rglob("*")}
     assert len(parts) == 2
     assert written | {"hf.partial"} <= {name for name, in_place in synced if not in_place}

@@ -49,7 +49,7 @@ def test_a_repeated_warning_is_shown_rarely(once, shown, capsys):
         warn(f"warning {number}")
     lines = capsys.readouterr().out.splitlines()
     assert [int(line.split()[1]) for line in lines] == shown
-    assert ["th time" in line for line in lines] == [number > 1 for number in shown]
+    assert ["times so far" in line for line in lines] == [number > 1 for number in shown]
 
 
 class FakeTerminal(io.StringIO):

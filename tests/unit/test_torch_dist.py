@@ -13,14 +13,8 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.pieces import box
 from grpo_megatron.weights.checkpoint_layout import rows_within
-from grpo_megatron.weights.torch_dist import (
-    StoredChunk,
-    StoredTensor,
-    TorchDistReader,
-    append_tensor,
-    read_metadata,
-    write_metadata,
-)
+from grpo_megatron.weights.torch_dist import StoredChunk, StoredTensor, TorchDistReader, read_metadata
+from grpo_megatron.weights.torch_dist_writer import append_tensor, write_metadata
 
 
 def write(folder, tensors: dict[str, torch.Tensor], cuts: dict[str, list[list[int]]]) -> None:
@@ -112,7 +106,7 @@ DAMAGE = {
     ),
     "the metadata runs code": (
         lambda path: replace_metadata(path, pickle.dumps(_Harmful())),
-        "names posix.mkdir",
+        "refers to posix.mkdir",
     ),
     "the metadata is gone": (lambda path: (path / ".metadata").unlink(), "the checkpoint is incomplete"),
     "another format": (

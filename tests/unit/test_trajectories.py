@@ -389,7 +389,7 @@ def test_a_template_that_hides_turns_can_put_nothing_behind_them(tokenizer, tmp_
     deaf = PromptTokenizer(
         tokenizer.tokenizer.name_or_path, DataConfig(chat_template=str(tmp_path / "deaf.jinja"))
     )
-    with pytest.raises(UserError, match="does not show a turn of the model as it was written"):
+    with pytest.raises(UserError, match="changes the model's turns"):
         deaf.after_turn(message("x"))
 
 

@@ -4,9 +4,8 @@ Logits exist one tile (some tokens x some words) at a time. The forward pass kee
 vocabulary; the backward pass computes each tile again. A forward pass costs two all-reduces over TP, of
 [t]-sized tensors; a backward pass costs none.
 
-A tile spans only part of the vocabulary, for two reasons. Whole rows of a large vocabulary leave so few
-tokens to a tile that the products become slow. And the gradient of a block of words can be finished, in
-float32, before the next block begins.
+A tile spans only part of the vocabulary: with whole rows, few tokens would fit in a tile, and products would
+be slow. Also, the gradient of a block of words can be finished in float32 before the next block begins.
 """
 
 from dataclasses import dataclass
@@ -28,19 +27,19 @@ _GPU_TILE = (128 << 20, 4096)
 class Tiling:
     """Division of this TP rank's [t, words] logits into tiles, so that only one tile is in memory at a time.
 
-    Rows of the weight that only pad the vocabulary are in no tile.
+    A word is a vocabulary entry. Rows of the weight that only pad the vocabulary are in no tile.
     """
 
     start: int
     """Id of this rank's first word."""
     words: int
-    """Words of this rank, without padding."""
+    """Number of this rank's words, without padding."""
     tokens: int
     """Number of tokens t."""
     chunk_tokens: int
-    """Most tokens of a tile."""
+    """Maximum number of tokens in a tile."""
     chunk_vocab: int
-    """Most words of a tile."""
+    """Maximum number of words in a tile."""
 
     @classmethod
     def of(cls, weight, tokens: int, vocab_size: int, group, chunk_tokens, chunk_vocab) -> "Tiling":
@@ -53,7 +52,7 @@ class Tiling:
             chunk_vocab = max(1, tile_bytes // (4 * min(chunk_tokens, max(1, tokens))))
         if chunk_tokens < 1 or chunk_vocab < 1:
             raise ValueError(
-                f"chunk_tokens and chunk_vocab must be at least 1, are {chunk_tokens} and {chunk_vocab}"
+                f"chunk_tokens and chunk_vocab must be at least 1, but are {chunk_tokens} and {chunk_vocab}"
             )
         return cls(start, words, tokens, min(chunk_tokens, tokens), min(chunk_vocab, words))
 
@@ -73,9 +72,9 @@ class Tiling:
         return _Scratch(torch.empty(self.chunk_tokens * self.chunk_vocab, dtype=dtype, device=like.device))
 
     def columns(self, target: torch.Tensor, words: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Find the target tokens' columns in a tile with these words.
+        """Return (column, inside): where the n target tokens lie in a tile with these words.
 
-        Returns (column, inside): int64 [n, 1], 0 for a target outside of the tile; bool [n], True inside.
+        column: int64 [n, 1], 0 for targets outside the tile. inside: bool [n], False for these.
         """
         column = target - (self.start + words.start)
         inside = (column >= 0) & (column < words.stop - words.start)
@@ -84,7 +83,7 @@ class Tiling:
 
 @dataclass(frozen=True)
 class _Scratch:
-    """Memory of one tile. Each call returns it as a [rows, columns] matrix, so all tiles reuse it."""
+    """Memory of one tile, which all tiles reuse. A call returns a [rows, columns] matrix in this memory."""
 
     memory: torch.Tensor
 
@@ -93,10 +92,10 @@ class _Scratch:
 
 
 class _Projection:
-    """Computes the logits of one tile, divided by the temperature, as float32.
+    """Function (tokens, words) -> logits of this tile, divided by the temperature, as float32.
 
-    The result is in memory that the next call overwrites.
-    exact: keep the float32 sums of the matrix product. Otherwise they are rounded to the weight's dtype.
+    The next call overwrites the result. exact: if True, keep the float32 sums of the matrix product. If
+    False, round them to the weight's dtype.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class _Projection:
 
 
 class _Sums:
-    """Running sums over the vocabulary, float32 [t] each, of a = z - max z and c = r - max r.
+    """Running sums over the vocabulary, float32 [t] each, of functions of a = z - max z and c = r - max r.
 
     z and r are logits / temperature of policy and reference. When the maxima grow, the sums are rescaled
     (Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", extended to the other sums):
@@ -147,10 +146,10 @@ class _Sums:
         self.sums = torch.zeros(5 if with_reference else 3, tokens, dtype=torch.float32, device=device)
 
     def add(self, tokens: slice, z, r, column, inside, scratch: _Scratch) -> None:
-        """Add a tile to the sums of its tokens.
+        """Add the logits of one tile to the running sums of the tile's tokens.
 
-        z: the policy's tile of logits. r: the reference's tile, or None. Both are overwritten.
-        column, inside: from Tiling.columns.
+        z: the policy's logits in this tile. r: the reference's logits, or None. Both are overwritten.
+        column, inside: from Tiling.columns. scratch: memory for intermediate values.
         """
         self.sums[2, tokens] += torch.where(inside, z.gather(1, column)[:, 0], 0.0)
         peak = torch.stack([z.amax(1), r.amax(1)]) if self.with_reference else z.amax(1)[None]
@@ -166,7 +165,7 @@ class _Sums:
         sums[1] += a.mul_(exp).sum(1)
 
     def reduce(self, group) -> None:
-        """Add up the sums of all TP ranks, each of which has only its own words. Collective."""
+        """Add up the running sums of all TP ranks, which share the vocabulary. All must call this."""
         if group.size() > 1:
             highest = self.maximum.clone()
             dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
@@ -187,22 +186,22 @@ class _Sums:
 
 @dataclass(frozen=True)
 class HeadTask:
-    """Inputs of FusedHead other than tensors that may need a gradient."""
+    """Arguments of the autograd function FusedHead that are not differentiated."""
 
     target: torch.Tensor
     """int64 [t]: id of the word whose log-prob is computed."""
     temperature: float
-    """Logits are divided by this."""
+    """Divisor of the logits."""
     vocab_size: int
-    """Number of words, without padding."""
+    """Number of vocabulary entries (words), without padding."""
     tiling: Tiling
     """Tiles of this rank's logits."""
     group: dist.ProcessGroup
-    """TP group that the words are divided over."""
+    """TP group, whose ranks share the vocabulary."""
     into_main_grad: bool
-    """True: add the weight's gradient to its `main_grad`."""
+    """If True, add the weight's gradient to its `main_grad`."""
     exact: bool
-    """True: do not round logits to the weight's dtype, see `_Projection`."""
+    """If True, do not round logits to the weight's dtype."""
 
 
 class FusedHead(torch.autograd.Function):
@@ -289,12 +288,12 @@ class FusedHead(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Coefficients:
-    """Coefficients from which the backward pass computes the loss's gradient in a tile's logits.
+    """Coefficients of the loss's gradient with respect to logits:
 
     d loss / d logits of word j = e^a_j (constant + linear a_j + ref c_j) + target [j = target]
-    Each is float32 [t], or None if the outputs that need it are unused. They combine the three derivatives of
-    `FusedHead`, with log p = a - log_norm and log q = c - log_ref_norm. They include the division by the norm
-    and by the temperature, which thus costs [t] and not [t, V].
+    Each is float32 [t], or None if the loss uses no output that needs the coefficient. They combine the three
+    derivatives of `FusedHead`, with log p = a - log_norm and log q = c - log_ref_norm (see `_Sums`), and
+    include the division by norm and temperature.
     """
 
     constant: torch.Tensor
@@ -322,7 +321,10 @@ class _Coefficients:
         return cls(constant * scale, linear, ref, target)
 
     def grad_logits(self, tokens: slice, a, c, column, inside, scratch: _Scratch | None) -> torch.Tensor:
-        """Return the gradient of one tile's logits, in the memory of `a`."""
+        """Return the loss's gradient with respect to one tile's logits. This overwrites `a` and `c`.
+
+        a, c: the tile's a and c of `_Sums`. column, inside: from Tiling.columns. scratch: memory to work in.
+        """
         if self.linear is None:
             grad = a.exp_().mul_(self.constant[tokens, None])
         else:
@@ -337,9 +339,9 @@ class _Coefficients:
 
 
 class _WeightGradient:
-    """Gradient of the output weight, summed over tokens in float32, one tile's words after the other.
+    """Gradient of the output weight, summed over tokens in float32, one block of words after the other.
 
-    parameter: the gradient is added to its `main_grad`. None: the gradient is a new tensor.
+    parameter: parameter to whose `main_grad` the gradient is added. None: the gradient is a new tensor.
     """
 
     def __init__(self, weight: torch.Tensor, tiling: Tiling, parameter: torch.nn.Parameter | None):
@@ -358,9 +360,9 @@ class _WeightGradient:
     def add(
         self, words: slice, grad_logits: torch.Tensor, hidden: torch.Tensor, first: bool, last: bool
     ) -> None:
-        """Add the gradient of one tile. All tiles with the same words must follow each other.
+        """Add one tile's gradient: grad_logits.T @ hidden, with grad_logits [n, words] and hidden [n, h].
 
-        first, last: True if the tile is the first, or the last, with these words.
+        Tiles with the same words must follow each other. first, last: True for the first and last such tile.
         """
         out = self.out[words]
         sums = out if self.block is None else self.block[: len(out)]
@@ -372,9 +374,9 @@ class _WeightGradient:
     def result(self) -> torch.Tensor | None:
         """Return the gradient for autograd.
 
-        If the gradient went into main_grad, autograd only needs some tensor, so that the parameter's hooks
-        run. Its values are undefined, or zeros if Megatron has marked the parameter as `zero_out_wgrad`.
-        Megatron's LinearWithGradAccumulationAndAsyncCommunication does the same.
+        If the gradient is in main_grad, return a placeholder instead, so that the parameter's hooks run:
+        undefined values, or zeros if Megatron has marked the parameter as `zero_out_wgrad`. Without DDP's
+        hooks, return None. Megatron's linear layers do the same.
         """
         if self.parameter is None:
             return self.out
@@ -386,10 +388,7 @@ class _WeightGradient:
 
 
 def _add_product(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, overwrite: bool = False) -> None:
-    """Compute out += left @ right in place, or out = left @ right with `overwrite`.
-
-    out: float32. left and right may have a narrower dtype.
-    """
+    """Compute out += left @ right in place, or out = left @ right if `overwrite` is True. out is float32."""
     if out.dtype == left.dtype:
         out.addmm_(left, right, beta=0 if overwrite else 1)
     elif overwrite:

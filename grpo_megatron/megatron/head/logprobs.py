@@ -33,17 +33,17 @@ def hand_out_hidden_states(model) -> None:
 
 
 class HeadOutput(NamedTuple):
-    """Result of `token_logprobs`: one value per computed token, float32, natural logarithm.
+    """Result of `token_logprobs`: float32 tensors with one value per computed token.
 
-    The values are equal on every TP rank.
+    The values are equal on every TP rank. Logarithms are natural.
     """
 
     logp: torch.Tensor
-    """Log-prob of the target."""
+    """Log-prob of the target token."""
     entropy: torch.Tensor
-    """Entropy of the distribution."""
+    """Entropy of the distribution p over the vocabulary."""
     kl: torch.Tensor | None
-    """sum_v p_v (log p_v - log q_v) over all words, q the reference's distribution. None: no reference."""
+    """Exact KL to the reference's distribution q: sum_v p_v (log p_v - log q_v). None without a reference."""
 
 
 def token_logprobs(
@@ -63,28 +63,27 @@ def token_logprobs(
 ) -> HeadOutput:
     """Return log-prob of each target, entropy of each distribution and, with a reference, the exact KL.
 
-    Distributions are softmax(logits / temperature) over vocab_size words, in float32 whatever the weights'
+    Distributions are softmax(logits / temperature) over the vocabulary, in float32 whatever the weights'
     dtype. The result is differentiable (once) in hidden and weight. An output that the loss does not use
-    costs nothing in the backward pass. Every TP rank must compute the same loss from the result.
+    costs nothing in the backward pass. All TP ranks must call this and compute the same loss from the result.
 
-    hidden: [t, h]; with sequence_parallel [t / tp, h], this rank's part.
+    hidden: last hidden states [t, h]; with sequence_parallel [t / tp, h], this TP rank's part.
     weight: [V_padded / tp, h], this rank's rows of the output projection (of the embedding if tied).
     target: int64 [t], ids below vocab_size. Any other id has log-prob NaN.
     reference: (hidden, weight) of the reference model, of the same shapes. No gradient flows into them. They
         must stay unchanged until the backward pass, which reads them again.
-    chunk_tokens, chunk_vocab: size of a tile. None: 8 MiB of float32 logits and at most 1024 tokens on a CPU,
-        128 MiB and 4096 tokens on a GPU. Results differ by rounding only.
+    chunk_tokens, chunk_vocab: maximum size of the tiles in which logits are computed. None: 8 MiB of float32
+        logits and at most 1024 tokens on a CPU, 128 MiB and 4096 tokens on a GPU.
     accumulate_into_main_grad: add the weight's gradient to `weight.main_grad` (DDP's buffer), as Megatron's
         gradient_accumulation_fusion does. `weight.grad` is then meaningless.
-    exact_logits: do not round logits to the weight's dtype. The gradient's products still use that dtype.
-    positions: int64 [n], the tokens to compute. Outputs are then [n], and other tokens cost nothing. None:
-        all t.
+    exact_logits: if True, do not round logits to the weight's dtype. The gradient's products still use it.
+    positions: int64 [n], indices of the tokens to compute. Outputs are then [n]. None: compute all t tokens.
 
     Raises ValueError if shapes do not match, if temperature or a chunk size is not positive, or if main_grad
     is missing.
     """
     if temperature <= 0:
-        raise ValueError(f"temperature must be above 0, is {temperature}")
+        raise ValueError(f"temperature must be above 0, but is {temperature}")
     if accumulate_into_main_grad and not hasattr(weight, "main_grad"):
         raise ValueError("accumulate_into_main_grad: the weight has no main_grad")
     hidden = _all_tokens(hidden, sequence_parallel, tp_group).to(weight.dtype)
@@ -102,9 +101,10 @@ def token_logprobs(
 
 
 def _of_reference(reference, hidden, weight, sequence_parallel: bool, tp_group):
-    """Return (hidden states of all tokens, weight) of the reference model, both detached.
+    """Return (hidden states of all t tokens, output weight) of the reference model, both detached.
 
-    Returns (None, None) without a reference. Raises ValueError if the shapes differ from the policy's.
+    reference: see `token_logprobs`. If it is None, the result is (None, None).
+    hidden, weight: the policy's. Raises ValueError if the reference's shapes differ from the policy's.
     """
     if reference is None:
         return None, None
@@ -122,7 +122,9 @@ def _of_reference(reference, hidden, weight, sequence_parallel: bool, tp_group):
 def _all_tokens(hidden, sequence_parallel: bool, group):
     """Return the hidden states of all t tokens, [t, h], on every TP rank.
 
-    The backward pass sums the TP ranks' gradients, because each rank computes only those of its own words.
+    The backward pass adds up the gradients of all TP ranks, because each rank computes only the gradient
+    through its own part of the vocabulary.
+    hidden: [t, h]; with sequence_parallel [t / tp, h].
     """
     if sequence_parallel:
         return tensor_parallel.gather_from_sequence_parallel_region(

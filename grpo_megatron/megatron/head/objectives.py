@@ -13,11 +13,11 @@ from megatron.core import parallel_state as mpu
 from grpo_megatron.algorithm.losses import TokenLoss
 from grpo_megatron.algorithm.preferences import PreferenceLoss
 from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.config.schema import Config
 from grpo_megatron.megatron.head.logprobs import HeadOutput, token_logprobs
 from grpo_megatron.megatron.head.score import ScoreHead
 from grpo_megatron.megatron.layers.build import output_weight
 from grpo_megatron.megatron.micro_batch import MicroBatch, set_loss_inputs, set_pair_inputs
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.metrics import Metrics, Sum
 from grpo_megatron.model.architecture import Architecture
 
@@ -30,26 +30,31 @@ class Head:
     """Head of a language model: log-prob, entropy and optionally KL per target token, from hidden states."""
 
     weight: Callable[[], torch.Tensor]
-    """Returns this TP rank's rows of the output projection, [V_padded / tp, h]."""
+    """Function that returns this TP rank's rows of the output projection, [V_padded / tp, h]."""
     vocab_size: int
-    """Number of words, without padding."""
+    """Size of the vocabulary, without padding."""
     sequence_parallel: bool
-    """True: hidden states are split over the TP ranks."""
+    """True if hidden states are split over the TP ranks."""
     temperature: float
-    """Logits are divided by this."""
+    """Divisor of the logits."""
     exact_logits: bool = False
-    """True: do not round logits to the weight's dtype, see token_logprobs."""
+    """If True, do not round logits to the weight's dtype."""
     reference_weight: Callable[[], torch.Tensor] | None = None
-    """Returns the reference's output projection, for the exact KL. None: no KL."""
+    """Function that returns the reference's output projection, for the exact KL. None: compute no KL."""
 
     def __call__(self, hidden: torch.Tensor, micro_batch: MicroBatch) -> HeadOutput:
-        """Compute log-prob and entropy of all t target tokens. hidden: [1, t, h], under SP [1, t / tp, h]."""
+        """Return log-prob and entropy of all t target tokens of this CP rank, each [t].
+
+        hidden: last hidden states [1, t, h]; with sequence parallelism [1, t / tp, h].
+        """
         return self._values(hidden, micro_batch.target, None, None)
 
     def of_trained(self, hidden: torch.Tensor, micro_batch: MicroBatch, with_kl: bool) -> HeadOutput:
-        """Compute only the target tokens whose loss counts, so prompts cost nothing. Return zeros elsewhere.
+        """Return log-prob and entropy, each [t], of the target tokens whose loss counts, and zeros elsewhere.
 
-        with_kl: compute the exact KL too; the micro-batch must have the reference's hidden states.
+        The tokens of a prompt thus cost nothing.
+        hidden: as in `__call__`.
+        with_kl: if True, return the exact KL too. The micro-batch must have the reference's hidden states.
         """
         reference = (micro_batch.hidden_of_reference(), self.reference_weight()) if with_kl else None
         found = self._values(hidden, micro_batch.target, micro_batch.trained, reference)
@@ -68,7 +73,7 @@ class Head:
             mpu.get_tensor_model_parallel_group(),
             self.sequence_parallel,
             reference=reference,
-            # Only weights that DDP trains have a main_grad: not frozen ones, and not those of a reward model.
+            # Weights that DDP trains have a main_grad. Frozen weights and a frozen model's weights have none.
             accumulate_into_main_grad=hasattr(weight, "main_grad"),
             exact_logits=self.exact_logits,
             positions=positions,
@@ -76,20 +81,21 @@ class Head:
 
 
 def _spread(values: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
-    """Return a [t] tensor with the values [n] at micro_batch.trained and zeros elsewhere."""
+    """Return a [t] tensor with `values` [n] at the indices micro_batch.trained, and zeros elsewhere."""
     return values.new_zeros(len(micro_batch.target)).index_copy(0, micro_batch.trained, values)
 
 
-def make_head(chunks: list, arch: Architecture, spec: ActorSpec) -> Head | ScoreHead:
+def make_head(chunks: list, arch: Architecture, config: Config) -> Head | ScoreHead:
     """Return the head of the trained model: Head for a language model, ScoreHead for a reward model.
 
     chunks: this rank's model chunks. The head reads the last chunk's output weight at each call, because the
-        weight may be swapped with the reference's.
+        reference's weight may have taken its place.
     """
-    weight, sequence_parallel = (lambda: output_weight(chunks[-1])), spec.sizes.sequence_parallel
+    weight, sequence_parallel = (lambda: output_weight(chunks[-1])), config.megatron.sequence_parallel
     if arch.scalar_head:
         return ScoreHead(weight, sequence_parallel)
-    return Head(weight, arch.vocab_size, sequence_parallel, spec.temperature, spec.fp32_head)
+    temperature, exact = config.rollout.temperature, config.model.fp32_head
+    return Head(weight, arch.vocab_size, sequence_parallel, temperature, exact)
 
 
 def make_objective(
@@ -99,10 +105,11 @@ def make_objective(
     batches: list[TrainBatch],
     current_is_old: bool,
 ) -> Objective:
-    """Store the loss's inputs in the micro-batches, and return the objective of one training pass.
+    """Return the objective of one training pass: (hidden states, micro-batch) -> (weighted loss, metrics).
 
-    prepared: the micro-batches of `batches`, as `lay_out` made them.
-    current_is_old: take the current log-probs as those of the old policy (train.old_logprobs=current).
+    The loss's inputs are first stored in the micro-batches.
+    prepared, batches: the same micro-batches, after and before preparation by `lay_out`.
+    current_is_old: if True, the current log-probs serve as the old policy's (train.old_logprobs=current).
     """
     for micro_batch, batch in zip(prepared, batches, strict=True):
         if isinstance(head, ScoreHead):
@@ -113,7 +120,7 @@ def make_objective(
 
 
 def _of_tokens(head: Head, loss: TokenLoss) -> Objective:
-    """Return the objective of a policy: the sum of weight times loss over this CP rank's target tokens."""
+    """Return the objective of a policy. It adds up weight times loss over this CP rank's target tokens."""
 
     def objective(hidden: torch.Tensor, micro_batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:
         new = head.of_trained(hidden, micro_batch, loss.needs_full_kl)
@@ -126,7 +133,7 @@ def _of_tokens(head: Head, loss: TokenLoss) -> Objective:
 
 
 def _of_pairs(head: ScoreHead, loss: PreferenceLoss) -> Objective:
-    """Return the objective of a reward model: the sum of weight times loss over a micro-batch's pairs.
+    """Return the objective of a reward model. It adds up weight times loss over a micro-batch's pairs.
 
     Every CP rank computes the whole value, but only the gradient through its own tokens.
     """

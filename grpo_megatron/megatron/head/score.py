@@ -1,6 +1,6 @@
-"""Head of a reward model: one score per sequence, w . (hidden state of its last token), w of shape [1, h].
+"""Head of a reward model: the score of a sequence is w . (hidden state of its last token), with w [1, h].
 
-As in transformers' *ForSequenceClassification, the hidden state is the one after the final norm.
+As in transformers' *ForSequenceClassification, the hidden state is taken after the final norm.
 """
 
 from collections.abc import Callable
@@ -21,9 +21,9 @@ from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 
 
 class ScoreOutput(MegatronModule):
-    """Output layer of a reward model: returns hidden states [t, 1, h], and owns w, which ScoreHead applies.
+    """Output layer of a reward model. It returns its input, the hidden states [t, 1, h], unchanged.
 
-    Every TP rank holds all of w.
+    It also holds the weight w [1, h], from which ScoreHead computes scores. Every TP rank holds all of w.
     """
 
     def __init__(self, config):
@@ -38,9 +38,9 @@ class ScoreOutput(MegatronModule):
 
 
 def put_scalar_head(model) -> None:
-    """Turn a GPTModel of a language model into one of a reward model, before weights are loaded.
+    """Turn a language model (a GPTModel) into a reward model, in place, before weights are loaded.
 
-    Its output projection is replaced by ScoreOutput, so that it returns hidden states [1, t, h].
+    ScoreOutput replaces the output projection, so that the model returns hidden states [1, t, h].
     """
     model.output_layer = ScoreOutput(model.config)
 
@@ -48,9 +48,10 @@ def put_scalar_head(model) -> None:
 def load_reward_model(chunks, folder: str, entries: dict[str, Entry], seed: int) -> None:
     """Fill the parameters of a reward model from an HF checkpoint.
 
-    folder: checkpoint of a reward model, or of a language model. In the second case the score head is new.
-    entries: the weight map of the reward model.
-    seed: seed of a new score head.
+    folder: checkpoint of a reward model, or of a language model. A language model has no score head, so the
+        score head then gets random values.
+    entries: weight map of the reward model, {Megatron name: entry}.
+    seed: seed of these random values.
     """
     has_head = read_architecture(folder).scalar_head
     load_hf(chunks, HFCheckpoint(folder), entries, left_out=() if has_head else (SCALAR_HEAD,))
@@ -60,7 +61,7 @@ def load_reward_model(chunks, folder: str, entries: dict[str, Entry], seed: int)
 
 @torch.no_grad()
 def _initialise(weight: torch.Tensor, seed: int) -> None:
-    """Fill w from a normal distribution with variance 1 / (h + 1) (Stiennon et al. 2020, arXiv:2009.01325).
+    """Fill `weight` [1, h] from a normal distribution with variance 1 / (h + 1) (arXiv:2009.01325).
 
     The values are the same in every parallel layout.
     """
@@ -70,22 +71,22 @@ def _initialise(weight: torch.Tensor, seed: int) -> None:
 
 @dataclass(frozen=True)
 class ScoreHead:
-    """Computes the score of each sequence of a micro-batch from its hidden states.
+    """Head of a reward model: computes the score of each sequence from its last token's hidden state.
 
-    weight: returns w, [1, h].
-    sequence_parallel: True: hidden states are split over the TP ranks.
+    weight: function that returns the head's weight w, [1, h].
+    sequence_parallel: True if hidden states are split over the TP ranks.
     """
 
     weight: Callable[[], torch.Tensor]
     sequence_parallel: bool
 
     def __call__(self, hidden: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
-        """Return the scores, float32 [S], equal on every TP and CP rank.
+        """Return the scores of the micro-batch's S sequences, float32 [S], equal on every TP and CP rank.
 
-        hidden: [1, t, h], under SP [1, t / tp, h].
+        hidden: last hidden states [1, t, h]; with sequence parallelism [1, t / tp, h].
 
         A score's gradient flows into the hidden state of the sequence's last token and into w, both only on
-        the CP rank that holds this token. Gradients are summed over CP ranks, so the result is exact.
+        the CP rank that holds this token. Gradients are summed over CP ranks, so their sum is exact.
         """
         pack = micro_batch.pack
         rows, sequences = pack.last_tokens(mpu.get_tensor_model_parallel_rank())

@@ -20,7 +20,7 @@ from grpo_megatron.batch.layout import Pack, on_device
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotary embedding with a backward pass that saves only cos and sin, not x.
+    """Autograd function of the rotary embedding, which saves only cos and sin for the backward pass, not x.
 
     x: [t, heads, d]. cos, sin: [t, 1, d], with the first half of sin's channels negated.
     """
@@ -42,10 +42,10 @@ def _rotated(x, cos, sin):
 
 
 def rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Apply the rotary embedding to queries or keys x [t, heads, d].
+    """Return queries or keys x [t, heads, d] rotated by the rotary embedding.
 
-    rotation: (cos, sin) from PackedSequences.rotation. If they have r < d channels, only the first r channels
-        of x are rotated.
+    rotation: (cos, sin) from PackedSequences.rotation. If cos and sin have r < d channels, only the first r
+        channels of x are rotated.
     """
     turned = rotation[0].shape[-1]
     if turned == x.shape[-1]:
@@ -55,11 +55,13 @@ def rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torc
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """Attention of n sequences (or sections of one) of equal size, computed by one kernel call.
+    """Sizes of one kernel call, which computes attention for n sequences, or n sections of sequences.
 
-    Each has q consecutive queries and k keys. The queries belong to the last q of the k keys, so attention is
-    plainly causal if q = k. The keys are the first n * k rows of the tensor with index `part` into which the
-    pack's keys are split.
+    n: number of sequences or sections, which all have the same size.
+    q: number of consecutive queries of each sequence or section.
+    k: number of keys of each sequence or section. The queries are at the last q of the k positions.
+    part: index of the tensor whose first n * k rows are the keys. The pack's keys are split into several
+        tensors (PackedSequences.key_sizes).
     """
 
     n: int
@@ -70,9 +72,9 @@ class AttentionBatch:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's description of a pack, plus the batches in which PackedAttention computes its attention.
+    """Megatron's description of a pack of sequences, plus the batches in which attention is computed.
 
-    query_rows, key_rows and inverse reorder rows. They are None where the order does not change.
+    query_rows, key_rows and inverse reorder rows. They are None if the order does not change.
     """
 
     position_ids: torch.Tensor | None = None
@@ -82,16 +84,16 @@ class PackedSequences(PackedSeqParams):
     query_rows: torch.Tensor | None = None
     """int64: for each query of the concatenated batches, its row in this rank's part of the pack.
 
-    Sequences shorter than the longest one of their batch repeat their last row.
+    Sequences shorter than the longest sequence of their batch repeat their last row.
     """
     key_rows: torch.Tensor | None = None
     """int64: order of the keys, gathered from all CP ranks, before they are split into parts."""
     key_sizes: tuple[int, ...] = ()
-    """Number of keys of each part, see AttentionBatch.part."""
+    """Number of keys in each tensor into which the keys are split (see AttentionBatch.part)."""
     inverse: torch.Tensor | None = None
     """int64 [t]: for each token of the pack, its row in the batches' concatenated outputs."""
     short: bool = False
-    """True: compute batches by batched matrix products. False: use torch's flash kernel."""
+    """True to compute batches by batched matrix products, False to use torch's flash kernel."""
     _kept: dict = field(default_factory=dict, repr=False)
     """Cached rotations and masks, which are the same in every layer."""
 
@@ -101,7 +103,8 @@ class PackedSequences(PackedSeqParams):
         """Return (cos, sin) of each token's rotation times `factor`, both [t, 1, d], for `rotate`.
 
         frequencies: angle per position of each channel pair, in radians, [d / 2].
-        The result is cached by dtype, so frequencies and factor must be the same in every layer.
+        dtype: dtype of the result, by which the result is cached. So frequencies and factor must be the same
+            in every layer.
         """
         if dtype not in self._kept:
             angle = self.position_ids.to(frequencies.dtype)[:, None] * frequencies.to(
@@ -114,7 +117,7 @@ class PackedSequences(PackedSeqParams):
         return self._kept[dtype]
 
     def mask(self, batch: AttentionBatch, dtype: torch.dtype) -> torch.Tensor:
-        """Return the causal mask [q, k] to add to the attention scores: -inf on later keys, else 0.
+        """Return the causal mask [q, k] to add to the batch's attention scores: -inf on later keys, else 0.
 
         The mask is cached, so that all layers save the same tensor for the backward pass.
         """
@@ -141,12 +144,12 @@ _MASKED_QUERIES = 1024
 def describe_pack(
     pack: Pack, device: torch.device, own_attention: bool = True, equal_only: bool | None = None
 ) -> PackedSequences:
-    """Describe a pack for the attention of all layers, with tensors on `device`.
+    """Return the description of a pack that the attention of all layers uses, with tensors on `device`.
 
-    own_attention: True: PackedAttention computes attention and needs batches. False: TransformerEngine does.
-    equal_only: without CP, compute only neighbouring sequences of equal length together. This needs no
-        padding and no reordering, but more kernel calls. None: True on a CPU for packs with long sequences,
-        where a kernel call costs little in comparison.
+    own_attention: True if PackedAttention computes attention, False if TransformerEngine does.
+    equal_only: if True and there is no CP, compute only neighbouring sequences of equal length together. This
+        needs no padding and no reordering, but more kernel calls. None: True on a CPU for packs with long
+        sequences, where a kernel call costs little in comparison.
     """
     cu_seqlens = on_device(torch.from_numpy(pack.cu_seqlens), device)
     cu_seqlens_padded = on_device(torch.from_numpy(pack.cu_seqlens_padded), device)
@@ -154,7 +157,7 @@ def describe_pack(
     plan = {}
     if not own_attention:
         # Padding counts as tokens here. The kernel writes no statistics for rows outside of all sequences.
-        # Under CP, what the memory held there (NaN at worst) then spread from the padding to every gradient.
+        # Under CP, whatever that memory held (NaN at worst) would spread from the padding to every gradient.
         # This also saves TransformerEngine's comparisons with the real lengths: two synchronisations per
         # layer.
         cu_seqlens, cu_seqlens_padded = cu_seqlens_padded, None
@@ -181,7 +184,7 @@ def describe_pack(
 
 
 def _whole_sequences(pack: Pack, device: torch.device, groups: list[np.ndarray]) -> dict:
-    """Return the fields of PackedSequences for a pack without CP, with batches of whole sequences.
+    """Return {field: value} of PackedSequences for a pack without CP, with batches of whole sequences.
 
     groups: for each batch, the indices of its sequences.
     """
@@ -218,10 +221,10 @@ def _similar(lengths: np.ndarray, share: float) -> list[np.ndarray]:
 
 
 def _masked_stretches(pack: Pack, device: torch.device) -> dict:
-    """Return the fields of PackedSequences under CP.
+    """Return {field: value} of PackedSequences for a pack under CP.
 
-    A batch is a section of at most _MASKED_QUERIES queries of one sequence on this rank, with the keys of all
-    CP ranks up to its last query.
+    Each batch is a section of one sequence: at most _MASKED_QUERIES queries on this rank, and the keys of all
+    CP ranks up to the last of these queries.
     """
     batches = []
     firsts, lengths = pack.pieces(pack.layout.cp_rank)
@@ -244,12 +247,12 @@ class PackedAttention(MegatronModule):
 
     forward: query [t, heads, d], key [t, kv_heads, d] and value [t, kv_heads, e] of one TP and CP rank, not
         yet rotated -> [t, heads * e].
-    rope_frequencies: float32 [d / 2] or fewer, the same in all layers. None: the inputs are rotated already.
+    rope_frequencies: float32 [at most d / 2], the same in all layers. None: the inputs are rotated already.
 
     Megatron's own rotation of packs is not used: it asks for the lengths of all sequences (a synchronisation)
     and computes cosines twice in every layer. Padding comes after a sequence's real tokens, where the causal
-    mask hides it. Under CP every rank gathers the keys and values of the pack. No mask is larger than 1024
-    times a sequence.
+    mask hides it. Under CP every rank gathers the keys and values of the pack. A mask has at most 1024 rows,
+    and one column per key of a sequence.
     """
 
     def __init__(
@@ -303,9 +306,9 @@ class PackedAttention(MegatronModule):
         return _take(torch.cat(outputs), packed.inverse)
 
     def _attend(self, packed: PackedSequences, batch: AttentionBatch, query, key, value) -> torch.Tensor:
-        """Compute the attention of one batch. Return [n * q, heads * e].
+        """Return the attention output of one batch, [n * q, heads * e].
 
-        query: [n * q, heads, d]. key: [at least n * k, kv_heads, d]. value: [like key, kv_heads, e].
+        query: [n * q, heads, d]. key: [at least n * k, kv_heads, d]. value: [rows of key, kv_heads, e].
         """
         seen = batch.n * batch.k
         if seen < len(key):
@@ -327,7 +330,7 @@ class PackedAttention(MegatronModule):
 class _ShortAttention(torch.autograd.Function):
     """Attention softmax(scale * q k^T + mask) v for short sequences on a CPU, by batched matrix products.
 
-    It replaces torch's flash kernel there, because it is twice as fast.
+    On a CPU this is twice as fast as torch's flash kernel.
     query [n, q, heads, d], key [n, k, kv_heads, d], value [n, k, kv_heads, e], float32 mask [q, k] ->
     [n * q, heads * e]. The query heads that share a kv head become rows of one matrix. bf16 inputs are
     computed in float32, so that scores are not rounded.
@@ -363,14 +366,14 @@ class _ShortAttention(torch.autograd.Function):
 
 
 def _rows_of_heads(x: torch.Tensor, groups: int = 1) -> torch.Tensor:
-    """Reshape [n, length, kv_heads * groups, d] to [n * kv_heads, groups * length, d]."""
+    """Return x [n, length, kv_heads * groups, d] reordered to [n * kv_heads, groups * length, d]."""
     return x.unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3).flatten(0, 1)
 
 
 def _heads_of_rows(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Reshape [n * kv_heads, groups * length, d] to [n, length, heads, d], which undoes `_rows_of_heads`.
+    """Return x [n * kv_heads, groups * length, d] reordered to [n, length, heads, d]: undo `_rows_of_heads`.
 
-    shape: [n, length, heads, any].
+    shape: shape of the result. Its last size is ignored.
     """
     n, length, heads, _ = shape
     kv_heads, d = len(x) // n, x.shape[-1]

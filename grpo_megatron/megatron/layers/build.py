@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from grpo_megatron.capabilities import Capabilities
 from grpo_megatron.config.lora import LoraConfig
-from grpo_megatron.config.schema import Precision, TransformerImpl
+from grpo_megatron.config.schema import Config, MegatronConfig, Precision, TransformerImpl
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.head.logprobs import hand_out_hidden_states
 from grpo_megatron.megatron.head.score import put_scalar_head
@@ -26,36 +26,38 @@ from grpo_megatron.megatron.layers.lora import AdaptedColumns, AdaptedGateUp, Ad
 from grpo_megatron.megatron.layers.modules import RMSNorm, SwiGLU
 from grpo_megatron.megatron.layers.router import Router
 from grpo_megatron.megatron.layers.transformer_config import transformer_config
-from grpo_megatron.megatron.spec import ModelSpec
 from grpo_megatron.model.architecture import Architecture
 
 
-def uses_transformer_engine(
-    impl: TransformerImpl, precision: Precision, emulate_kernels: bool = False
-) -> bool:
-    """Return True if the model is built from TransformerEngine's layers, False if from Megatron's local ones.
+def uses_transformer_engine(megatron: MegatronConfig) -> bool:
+    """Return True to build the model from TransformerEngine's layers, False for Megatron's local layers.
 
     `auto` chooses TransformerEngine if this machine can run it, but not in fp32: there it has no fused
-    attention, and its matrix products round their operands to TF32.
+    attention, and its matrix products round their operands to TF32. Adapters need the local layers.
 
     Raises UserError if the configuration needs TransformerEngine or FP8 and this machine cannot run it. The
     check before the run misses this if cluster.gpu describes another machine. Raises UserError also for
     TransformerEngine's layers with precision fp32.
     """
-    here = Capabilities.of_this_machine().emulating(emulate_kernels)
+    impl, precision = megatron.transformer_impl, megatron.precision
+    here = Capabilities.of_this_machine().emulating(megatron.emulate_kernels)
     if precision == Precision.fp8 and here.fp8_problem:
         raise UserError(
             "megatron.precision=fp8 is not possible on the machine of this rank: "
-            f"{here.fp8_problem}; use bf16"
+            f"{here.fp8_problem}; set megatron.precision=bf16"
         )
+    if megatron.lora.rank:
+        return False
     if impl == TransformerImpl.transformer_engine and here.transformer_engine_problem:
         raise UserError(
             "megatron.transformer_impl=transformer_engine is not possible on the machine of this rank: "
-            f"{here.transformer_engine_problem}; use local or auto"
+            f"{here.transformer_engine_problem}; set megatron.transformer_impl=local or "
+            "megatron.transformer_impl=auto"
         )
     if impl == TransformerImpl.transformer_engine and precision == Precision.fp32:
         raise UserError(
-            "megatron.precision=fp32 needs the local layers: megatron.transformer_impl=local or auto"
+            "megatron.precision=fp32 is not possible with megatron.transformer_impl=transformer_engine; set "
+            "megatron.transformer_impl=local or megatron.transformer_impl=auto"
         )
     if impl == TransformerImpl.auto:
         return precision != Precision.fp32 and here.transformer_engine_problem is None
@@ -63,10 +65,10 @@ def uses_transformer_engine(
 
 
 def _add_adapters(attention, mlp, lora: LoraConfig) -> None:
-    """Replace the layers that lora.targets names by layers with LoRA adapters.
+    """Add LoRA adapters to the layers that lora.targets names, by changing the layers' classes in the specs.
 
-    attention, mlp: Megatron's submodule specs, changed in place. mlp None: a layer with experts, whose MLP
-        gets no adapters.
+    attention, mlp: Megatron's submodule specs, changed in place. mlp is None for a layer with experts, which
+        get no adapters.
     """
     for submodules, layer, target, adapted in (
         (attention, "linear_qkv", "q_proj", AdaptedColumns),
@@ -78,30 +80,30 @@ def _add_adapters(attention, mlp, lora: LoraConfig) -> None:
             setattr(submodules, layer, ModuleSpec(module=adapted, params={"lora": lora}))
 
 
-def _layer_spec(arch: Architecture, config: TransformerConfig, spec: ModelSpec, num_experts: int | None):
+def _layer_spec(arch: Architecture, lora: LoraConfig, transformer_engine: bool, num_experts: int | None):
     """Return Megatron's spec of one transformer layer.
 
-    It uses TransformerEngine's modules, or Megatron's local ones with this project's norm, attention and
-    activation, which support packed sequences on a CPU too.
-    num_experts: None: a dense layer.
+    The layer consists of TransformerEngine's modules, or of Megatron's local modules with this project's
+    norm, attention and activation, which support packed sequences on a CPU too.
+    num_experts: number of the layer's experts. None for a dense layer.
     """
-    if spec.transformer_engine:
+    if transformer_engine:
         layer_spec = get_gpt_layer_with_transformer_engine_spec(
             num_experts=num_experts,
             moe_grouped_gemm=True,
-            qk_layernorm=config.qk_layernorm,
+            qk_layernorm=arch.qk_norm,
             multi_latent_attention=arch.latent is not None,
         )
     else:
         layer_spec = get_gpt_layer_local_spec(
-            num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+            num_experts=num_experts, qk_layernorm=arch.qk_norm, normalization="RMSNorm"
         )
         layer = layer_spec.submodules
         layer.input_layernorm = RMSNorm
         layer.pre_mlp_layernorm = RMSNorm
         attention = layer.self_attention.submodules
         attention.core_attention = partial(PackedAttention, rope_frequencies=arch.rope_frequencies())
-        if config.qk_layernorm:
+        if arch.qk_norm:
             attention.q_layernorm = RMSNorm
             attention.k_layernorm = RMSNorm
         # The activation belongs to a dense layer's MLP, or to the MLPs of experts and shared experts.
@@ -110,10 +112,10 @@ def _layer_spec(arch: Architecture, config: TransformerConfig, spec: ModelSpec, 
             (mlp.experts.submodules, mlp.shared_experts.submodules) if num_experts else (mlp,)
         ):
             with_activation.activation_func = SwiGLU
-        if spec.lora.rank:
-            _add_adapters(attention, None if num_experts else mlp, spec.lora)
+        if lora.rank:
+            _add_adapters(attention, None if num_experts else mlp, lora)
     if arch.latent is not None:
-        layer_spec.submodules.self_attention = _latent_attention(arch, spec.transformer_engine)
+        layer_spec.submodules.self_attention = _latent_attention(arch, transformer_engine)
     if num_experts:
         layer_spec.submodules.mlp.submodules.router = partial(
             Router, correction_bias=arch.moe.correction_bias
@@ -134,40 +136,52 @@ def _latent_attention(arch: Architecture, transformer_engine: bool) -> ModuleSpe
 
 
 def _block_spec(
-    arch: Architecture, config: TransformerConfig, spec: ModelSpec, vp_stage: int | None
+    arch: Architecture,
+    megatron_config: TransformerConfig,
+    lora: LoraConfig,
+    transformer_engine: bool,
+    vp_stage: int | None,
 ) -> TransformerBlockSubmodules:
-    """Return the specs of the layers of one model chunk and of the final norm.
+    """Return Megatron's specs of the transformer layers in one model chunk, and of the final norm.
 
     vp_stage: index of the virtual pipeline stage. None: the rank has only one chunk.
     """
-    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    first = get_transformer_layer_offset(megatron_config, vp_stage=vp_stage)
     has_experts = arch.moe.layers if arch.moe else (False,) * arch.num_layers
-    layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    layers = range(first, first + get_num_layers_to_build(megatron_config, vp_stage=vp_stage))
     specs = [
-        _layer_spec(arch, config, spec, arch.moe.num_experts if has_experts[i] else None) for i in layers
+        _layer_spec(arch, lora, transformer_engine, arch.moe.num_experts if has_experts[i] else None)
+        for i in layers
     ]
-    if spec.transformer_engine:
+    if transformer_engine:
         from megatron.core.extensions.transformer_engine import TENorm
 
         return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 
-def build_model(arch: Architecture, spec: ModelSpec) -> list[GPTModel]:
-    """Build this rank's model chunks in forward order: one, or several with a virtual pipeline.
+def build_model(
+    arch: Architecture, config: Config, transformer_engine: bool = False, without_memory: bool = False
+) -> list[GPTModel]:
+    """Return this rank's model chunks in forward order: one chunk, or several with a virtual pipeline.
 
-    Parameters are uninitialised; weights.load_hf fills them. The last stage returns hidden states instead of
+    Their parameters are uninitialised; `load_hf` fills them. The last stage returns hidden states instead of
     logits, because the head computes log-probs without storing all logits.
+    transformer_engine: result of `uses_transformer_engine`. False: Megatron's local layers.
+    without_memory: True: build on torch's meta device, to read names and shapes only.
     """
-    config = transformer_config(arch, spec)
-    rotated_by_megatron = spec.transformer_engine and arch.latent is None
+    megatron = config.megatron
+    megatron_config = transformer_config(arch, config, transformer_engine, without_memory)
+    rotated_by_megatron = transformer_engine and arch.latent is None
     chunks = []
-    for number in range(spec.sizes.vpp):
-        vp_stage = number if spec.sizes.vpp > 1 else None
+    for index in range(megatron.virtual_pipeline):
+        vp_stage = index if megatron.virtual_pipeline > 1 else None
         chunk = GPTModel(
-            config=config,
-            transformer_layer_spec=_block_spec(arch, config, spec, vp_stage),
-            vocab_size=arch.padded_vocab_size(spec.sizes.tp),
+            config=megatron_config,
+            transformer_layer_spec=_block_spec(
+                arch, megatron_config, megatron.lora, transformer_engine, vp_stage
+            ),
+            vocab_size=arch.padded_vocab_size(megatron.tensor_parallel),
             max_sequence_length=arch.max_positions,
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -184,9 +198,11 @@ def build_model(arch: Architecture, spec: ModelSpec) -> list[GPTModel]:
             chunk.rotary_pos_emb.inv_freq = arch.rope_frequencies().to(chunk.rotary_pos_emb.inv_freq.device)
         if chunk.post_process:
             (put_scalar_head if arch.scalar_head else hand_out_hidden_states)(chunk)
-        if spec.transformer_engine:
+        if transformer_engine:
             _fuse_weight_gradients(chunk)
-        chunks.append(chunk if config.use_cpu_initialization else chunk.cuda(torch.cuda.current_device()))
+        chunks.append(
+            chunk if megatron_config.use_cpu_initialization else chunk.cuda(torch.cuda.current_device())
+        )
     return chunks
 
 
@@ -202,11 +218,11 @@ def _fuse_weight_gradients(chunk: GPTModel) -> None:
 
 
 def output_weight(chunk: GPTModel) -> torch.Tensor:
-    """Return the weight of the head, of which `objectives.make_head` computes log-probs or scores.
+    """Return the weight with which the head computes log-probs or scores from hidden states.
 
+    For a language model, these are this TP rank's rows of the output projection (of the embedding if the two
+    are tied), [V_padded / tp, h]. For a reward model, it is the weight of the score head, [1, h].
     chunk: the model chunk of the last pipeline stage.
-    Language model: this TP rank's rows of the output projection, [V_padded / tp, h]. They are the embedding's
-    rows if the two are tied. Reward model: the weight of the score head, [1, h].
     """
     if chunk.share_embeddings_and_output_weights:
         return chunk.shared_embedding_or_output_weight()

@@ -28,7 +28,7 @@ from grpo_megatron.model.architecture import LATENT_NORM_EPS, Architecture
 
 @dataclass(frozen=True)
 class LatentAttentionParts:
-    """Classes from which LatentAttention is built, so that it works with either kind of layers.
+    """Classes from which LatentAttention is built: TransformerEngine's, or Megatron's local ones.
 
     column_parallel, row_parallel: classes of the tensor-parallel linear layers.
     core: class of the attention over heads; it must not apply a rotary embedding.
@@ -42,7 +42,7 @@ class LatentAttentionParts:
 class _Replicated(torch.nn.Linear):
     """Linear layer without bias that is not split over TP: every TP rank holds the whole weight.
 
-    Under sequence parallelism each rank applies it to its own tokens.
+    Under sequence parallelism each rank applies the layer to its own tokens.
     """
 
     def __init__(self, config, rows: int, columns: int):
@@ -51,13 +51,13 @@ class _Replicated(torch.nn.Linear):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def reset_parameters(self) -> None:
-        """Do nothing: values come from the checkpoint, and the meta device has no memory for others."""
+        """Leave the weight uninitialised, because its values come from the checkpoint."""
 
 
 class LatentAttention(MegatronModule):
     """Attention whose keys and values, and optionally queries, come from low-rank latents.
 
-    The rotary embedding applies to a few channels only. Those of the key are shared by all heads.
+    The rotary embedding applies to a few channels only. All heads share the rotated channels of the key.
 
     forward: hidden states [t, 1, h], under sequence parallelism [t / tp, 1, h] -> (the same shape, None).
     The constructor takes the arguments that Megatron's transformer layer passes to its attention. Parameters
@@ -117,7 +117,7 @@ class LatentAttention(MegatronModule):
         )
 
     def _make_core(self, submodules, layer_number, cp_comm_type, pg_collection, arch: Architecture):
-        """Build the attention over this TP rank's heads, with the architecture's sizes and softmax scale."""
+        """Return the module that computes attention over this TP rank's heads."""
         return submodules.core(
             config=self.config,
             layer_number=layer_number,
@@ -154,6 +154,7 @@ class LatentAttention(MegatronModule):
         """Return (query, key, value) of this TP rank's heads, with the rotary embedding applied.
 
         query and key: [t, heads, plain_dim + rotated_dim]. value: [t, heads, value_dim].
+        hidden: as in `forward`. packed: the pack's PackedSequences.
         """
         latent = self.latent
         if latent.query_rank is None:
@@ -178,8 +179,9 @@ class LatentAttention(MegatronModule):
         return query, key, value.contiguous()
 
     def _halves(self, x: torch.Tensor) -> torch.Tensor:
-        """Reorder channels [..., d] as `rotate` expects them, if the checkpoint has them in adjacent pairs.
+        """Return x [..., d] with its channels in the order that `rotate` expects.
 
-        `rotate` pairs channel i with channel i + d / 2.
+        `rotate` pairs channel i with channel i + d / 2. Checkpoints with latent.interleaved pair adjacent
+        channels.
         """
         return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if self.latent.interleaved else x

@@ -26,14 +26,14 @@ from grpo_megatron.model.pieces import box
 
 
 class _Adapted:
-    """Base class of column-parallel and row-parallel layers with an adapter.
+    """Base class of column-parallel and row-parallel linear layers with a LoRA adapter.
 
     Shapes: weight [out, in], lora_a [rank, in], lora_b [out, rank]. out and in are the sizes of this TP
     rank's shard of the weight.
     """
 
     def _add_adapter(self, lora: LoraConfig, whole: str) -> None:
-        """Create the adapter's matrices, uninitialised; `attach` fills them.
+        """Create the adapter's matrices lora_a and lora_b, uninitialised. `attach` fills them.
 
         whole: name of the matrix that is not split over TP, "lora_a" or "lora_b".
         """
@@ -46,9 +46,9 @@ class _Adapted:
         getattr(self, whole).sequence_parallel = self.sequence_parallel
 
     def _with_adapter(self, output: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-        """Return the frozen layer's `output` plus the adapter's.
+        """Return `output`, the frozen layer's output, plus the adapter's output.
 
-        low: [..., rank], the product of the same tokens' inputs with A.
+        low: [..., rank], the product of the layer's input with lora_a.
         """
         return torch.add(output, F.linear(low, self.lora_b), alpha=self.alpha / self.rank)
 
@@ -57,12 +57,15 @@ class _Adapted:
         product = self.lora_b.float() @ self.lora_a.float()
         return product.mul_(self.alpha / self.rank).add_(self.weight).to(self.weight.dtype)
 
-    def _sharded(
+    def _mark_as_split(
         self, state: dict, name: str, axis: int, prefix: str, offsets: tuple, metadata: dict
     ) -> None:
-        """Correct the checkpoint entry of an adapter matrix that is split over TP along `axis`.
+        """Correct `state`, the result of Megatron's sharded_state_dict, for an adapter matrix that TP splits.
 
-        Megatron's sharded_state_dict describes it as a whole matrix, because it does not know the adapter.
+        Megatron does not know the adapter, so its entry in `state` says that every TP rank has the whole
+        matrix. The new entry says that the matrix is split along `axis`.
+        name: "lora_a" or "lora_b".
+        prefix, offsets, metadata: the arguments of sharded_state_dict.
         """
         key, groups = f"{prefix}{name}", {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
         tensor = getattr(self, name)
@@ -92,15 +95,15 @@ class AdaptedColumns(tp.ColumnParallelLinear, _Adapted):
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        self._sharded(state, "lora_b", 0, prefix, sharded_offsets, metadata)
+        self._mark_as_split(state, "lora_b", 0, prefix, sharded_offsets, metadata)
         return state
 
 
 class AdaptedGateUp(AdaptedColumns):
-    """Joint gate and up projection of the MLP with an adapter.
+    """Linear layer that computes the MLP's gate and up projection together, with an adapter.
 
     Each TP rank holds its rows of the gate projection, then its rows of the up projection. Megatron's MLP
-    tells checkpoints about this order for weight and bias only, so this class does it for lora_b.
+    describes this order to checkpoints for weight and bias only, so this class describes it for lora_b.
     """
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
@@ -128,7 +131,7 @@ class AdaptedRows(tp.RowParallelLinear, _Adapted):
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        self._sharded(state, "lora_a", 1, prefix, sharded_offsets, metadata)
+        self._mark_as_split(state, "lora_a", 1, prefix, sharded_offsets, metadata)
         return state
 
 
@@ -137,7 +140,8 @@ def attach(chunks, entries: dict[str, Entry], seed: int) -> None:
 
     A is uniform in +-1 / sqrt(in) as in PEFT, with the same values in every parallel layout. B is zero, so
     that the adapters do not change the model's output at first.
-    entries: weight-map entries of the adapters, by Megatron name.
+    entries: {Megatron name: weight map entry} of the adapters.
+    seed: seed of A's values.
     """
     parameters, group = local_parameters(chunks, adapters=True), mpu.get_tensor_model_parallel_group()
     for name, parameter in parameters.items():
@@ -167,8 +171,9 @@ def _first_value(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 class MergedWeights(Mapping):
     """Mapping {Megatron name: current value of this rank's shard}, with adapters merged into the weights.
 
-    Weight syncs and HF exports read the weights through it. Merging happens when a name is looked up. The
-    last merged tensor is kept, because code that packs slices of a tensor looks it up repeatedly.
+    Weight syncs and HF exports read the weights through this mapping. Adapters are merged when a name is
+    looked up. The last merged tensor is kept, because code that packs slices of a tensor looks up its name
+    repeatedly.
     """
 
     def __init__(self, chunks):
@@ -195,9 +200,9 @@ class MergedWeights(Mapping):
 
 
 def description(chunks) -> dict | None:
-    """Return the rank, alpha and layer names of the adapters, for comparison when a checkpoint is resumed.
+    """Return {"rank": int, "alpha": float, "layers": names of the adapted layers}, or None without adapters.
 
-    Returns None without adapters.
+    Checkpoints store this description, so that a resumed run can compare it with its own adapters.
     """
     found = {
         name.rsplit(".")[-1]: module
@@ -210,22 +215,24 @@ def description(chunks) -> dict | None:
 
 
 def check_checkpoint(folder: str, saved: dict | None, chunks) -> None:
-    """Raise UserError if a checkpoint has other adapters than these model chunks: weights would be lost.
+    """Raise UserError if a checkpoint has other adapters than the model, because weights would be lost.
 
-    saved: `description` of the model when the checkpoint was written.
+    folder: folder of the checkpoint, for the message.
+    saved: `description` of the saved model.
+    chunks: model chunks of this rank.
     """
     ours = description(chunks)
     if saved != ours:
         raise UserError(
-            f"{folder} was saved with {_in_words(saved)}, but this run has {_in_words(ours)}: "
+            f"{folder} was saved with {_in_words(saved)}, but this run has {_in_words(ours)}; "
             "set megatron.lora as in the run that saved the checkpoint "
             "(to start from the weights alone, use that run's hf/ as model.path)"
         )
 
 
-def _in_words(of: dict | None) -> str:
+def _in_words(saved: dict | None) -> str:
     return (
-        f"adapters of rank {of['rank']} and alpha {of['alpha']} on {', '.join(of['layers'])}"
-        if of
+        f"adapters of rank {saved['rank']} and alpha {saved['alpha']} on {', '.join(saved['layers'])}"
+        if saved
         else "no adapters"
     )

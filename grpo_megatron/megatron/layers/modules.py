@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMS norm with the constructor that Megatron's layer specs expect."""
+    """RMS norm whose constructor takes the arguments that Megatron passes to a layer's norm."""
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-5, **unused):
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
@@ -20,7 +20,7 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise x [..., hidden_size]. Shape and dtype do not change."""
+        """Return x [..., hidden_size], normalised. Shape and dtype do not change."""
         if x.is_cpu and x.dtype == torch.float32:
             return _FloatRMSNorm.apply(x, self.weight, self.eps)
         return super().forward(x)
@@ -29,7 +29,7 @@ class RMSNorm(torch.nn.RMSNorm):
 class _FloatRMSNorm(torch.autograd.Function):
     """RMS norm of float32 tensors on a CPU.
 
-    It replaces torch's rms_norm, which is a longer chain of operations there and so slower.
+    It replaces torch's rms_norm, which takes more operations on a CPU and so is slower.
     """
 
     @staticmethod
@@ -65,8 +65,8 @@ class SwiGLU(MegatronModule):
 class _SwiGLU(torch.autograd.Function):
     """Autograd function of SwiGLU with fewer copies than Megatron's.
 
-    Megatron's version adds an offset of zero, keeps that copy too, and concatenates the halves of the
-    gradient.
+    Megatron's version adds an offset of zero, keeps the result for the backward pass, and concatenates the
+    halves of the gradient.
     """
 
     @staticmethod

@@ -12,8 +12,9 @@ import torch
 def rounding_noise(chunks: list[torch.nn.Module], dtype: torch.dtype, seed: int = 0):
     """Add a rounding error of `dtype` to every layer's output within the context.
 
-    Rounding to nearest errs by up to half an eps of the value, so outputs are multiplied by 1 + u, with u
-    uniform in [-eps / 2, eps / 2]. Layers are the modules without children. Integer outputs pass unchanged.
+    Rounding to the nearest number changes a value by up to eps / 2 of the value. So outputs are multiplied by
+    1 + u, with u uniform in [-eps / 2, eps / 2]. Layers are the modules without children. Integer outputs do
+    not change.
     """
     generators: dict[torch.device, torch.Generator] = {}
     half = torch.finfo(dtype).eps / 2

@@ -17,18 +17,24 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 
 class Routing(Enum):
-    """Source of the choice of experts in a pass over micro-batches."""
+    """Source of the choice of experts in a pass over micro-batches.
 
-    own = "own"  # the routers choose
-    record = "record"  # the routers choose, and the choice is kept with the micro-batch
-    given = "given"  # the choice that is kept with the micro-batch
+    own: the routers choose.
+    record: the routers choose, and the choice is stored in the micro-batch.
+    given: the choice that is stored in the micro-batch is used again.
+    """
+
+    own = "own"
+    record = "record"
+    given = "given"
 
 
 class _Choice:
-    """Records and replays one router's choice of experts. It has the interface of Megatron's `router_replay`.
+    """Recorder of one router's choice of experts, which can also make the router use a given choice.
 
+    It has the interface of Megatron's `router_replay`.
     given: int64 [t, k], experts to use in the next forward pass. None: the router chooses.
-    record: True: keep the choice in `recorded`.
+    record: if True, the next forward pass stores its choice in `recorded`, int64 [t, k].
     """
 
     def __init__(self):
@@ -39,10 +45,11 @@ class _Choice:
         self._to_recompute: deque[torch.Tensor] = deque()
 
     def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
-        """Return (scores of the chosen experts [t, k], their indices [t, k]).
+        """Return (scores of the k chosen experts of each token [t, k], indices of these experts [t, k]).
 
-        Megatron's top-k calls this instead of choosing.
-        default_compute_topk: Megatron's own choice.
+        Megatron's router calls this instead of its own top-k function.
+        scores: scores of all experts, [t, experts].
+        default_compute_topk: Megatron's own top-k function.
         """
         indices = self._given_to_this_pass()
         if indices is None:
@@ -54,12 +61,13 @@ class _Choice:
         return values, indices
 
     def _given_to_this_pass(self) -> torch.Tensor | None:
-        """Return the experts to use in this pass, or None if the router chooses.
+        """Return the experts to use in this pass, int64 [t, k], or None if the router chooses.
 
-        A backward pass that recomputes activations must use what the same micro-batch's forward pass was
-        given. By then `given` belongs to a later micro-batch, and Megatron does not say which micro-batch it
-        recomputes. But a stage runs its backward passes in the order of its forward passes, so a queue gives
-        the right one. A training forward pass without gradients is one that will be recomputed.
+        A backward pass that recomputes activations must use the same experts as the forward pass of the same
+        micro-batch. By then `given` belongs to a later micro-batch, and Megatron does not say which
+        micro-batch it recomputes. But a stage runs its backward passes in the order of its forward passes, so
+        a queue returns the right experts. Megatron recomputes exactly the training forward passes that run
+        without gradients, so these passes put their experts into the queue.
         """
         if self.given is None:
             return None
@@ -76,14 +84,16 @@ class _Choice:
 
 
 class Router(TopKRouter):
-    """Megatron's top-k router with replay, and with auxiliary losses that do not depend on the layout.
+    """Megatron's top-k router, extended in two ways.
 
-    Let T be the tokens of a micro-batch over all TP and CP ranks, and M those of the step. The losses'
-    gradient is that of the sum over micro-batches of (T / M) * loss. Megatron scales by the tokens of one
-    rank, so its auxiliary losses shrink with the number of ranks under sequence or context parallelism.
+    A recorded choice of experts can be replayed. And the auxiliary losses do not depend on the parallel
+    layout: the training loss contains the sum of (T / M) * loss over the step's micro-batches, with T the
+    micro-batch's tokens over all TP and CP ranks, and M the tokens of the step. Megatron's own T counts the
+    tokens of one rank, so its auxiliary losses shrink with the number of ranks under sequence or context
+    parallelism.
 
-    correction_bias: add `expert_bias`, float32 [experts], to the scores when experts are chosen, but not to
-        their weights (arXiv:2408.15664). It is a buffer: training does not change it.
+    correction_bias: if True, the buffer `expert_bias`, float32 [experts], is added to the scores when experts
+        are chosen, but not when they are weighted (arXiv:2408.15664). Training does not change this bias.
     """
 
     def __init__(self, config, pg_collection=None, *, correction_bias: bool = False):
@@ -96,9 +106,9 @@ class Router(TopKRouter):
             self.register_buffer("expert_bias", self.weight.new_zeros(len(self.weight), dtype=torch.float32))
 
     def _apply(self, fn, recurse=True):
-        """Convert the module's dtype or device, but keep the correction bias in float32.
+        """Convert the dtype or device of the module by `fn`, but keep the correction bias in float32.
 
-        With a rounded bias, the router would choose other experts than the engine does.
+        Returns the module. With a rounded bias, the router would choose other experts than the engine does.
         """
         bias = self.expert_bias
         super()._apply(fn, recurse)
@@ -148,7 +158,10 @@ def is_correction_bias(name: str) -> bool:
 
 
 def routers(chunk) -> Iterator[tuple[int, Router]]:
-    """Yield (layer index in the whole model, from 0; router) of a model chunk's layers with experts."""
+    """Yield (layer index, router) of each layer with experts in a model chunk.
+
+    The layer index counts from 0 in the whole model.
+    """
     for layer in chunk.decoder.layers:
         router = getattr(layer.mlp, "router", None)
         if router is not None:
@@ -158,7 +171,7 @@ def routers(chunk) -> Iterator[tuple[int, Router]]:
 def set_routing(chunk, routing: Routing, given: dict[int, torch.Tensor] | None) -> None:
     """Tell the routers of a model chunk whether to choose, record or replay in the next forward pass.
 
-    given: {layer index: int64 [t, k]}, experts of this rank's tokens; used with Routing.given only.
+    given: {layer index: int64 [t, k]}, experts of this rank's tokens. It is used with Routing.given only.
     """
     for layer, router in routers(chunk):
         router.router_replay.given = given[layer] if routing == Routing.given else None
@@ -166,7 +179,7 @@ def set_routing(chunk, routing: Routing, given: dict[int, torch.Tensor] | None) 
 
 
 def recorded_routing(chunk) -> dict[int, torch.Tensor]:
-    """Return the experts chosen in the last forward pass, {layer index: int64 [t, k]}.
+    """Return {layer index: int64 [t, k]}: the experts that the last forward pass chose for each token.
 
     That pass must have run with Routing.record.
     """
@@ -174,9 +187,11 @@ def recorded_routing(chunk) -> dict[int, torch.Tensor]:
 
 
 def take_loss_sums(chunks) -> dict[str, torch.Tensor]:
-    """Return {loss name: sum} of the routers' auxiliary losses, for the metrics, and reset the sums.
+    """Return the sums of the routers' auxiliary losses, and reset these sums.
 
-    A sum is over tokens, layers and all micro-batches since the last call. This also clears recorded choices.
+    Returns {"load_balancing_loss": sum, "z_loss": sum}, without the losses that were not computed. A sum is
+    over this rank's layers and all micro-batches since the last call. This also clears the recorded choices
+    of experts.
     """
     sums: dict[str, torch.Tensor] = {}
     for chunk in chunks:

@@ -3,22 +3,24 @@
 import torch
 import torch.nn.functional as F
 
-from grpo_megatron.config.schema import Recompute
-from grpo_megatron.megatron.spec import ModelSpec
+from grpo_megatron.config.schema import Config, MegatronConfig, Precision, Recompute
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 
 def _pipeline_layout(arch: Architecture, sizes: ParallelSizes) -> list[list[str]] | None:
-    """Return an uneven division of layers among pipeline stages in Megatron's notation. None: an even one."""
+    """Return the layers of each model chunk, such as [["embedding", "decoder"], ["decoder", "loss"]].
+
+    Return None if the layers are divided evenly, which is Megatron's default.
+    """
     if not sizes.pipeline_layers:
         return None
     chunks = [["decoder"] * layers for layers in sizes.chunk_layers(arch.num_layers)]
     return [["embedding", *chunks[0]], *chunks[1:-1], [*chunks[-1], "loss"]]
 
 
-def _parallel_settings(arch: Architecture, spec: ModelSpec) -> dict:
-    sizes = spec.sizes
+def _parallel_settings(arch: Architecture, config: Config) -> dict:
+    sizes = ParallelSizes.from_config(config.megatron)
     return {
         "tensor_model_parallel_size": sizes.tp,
         "pipeline_model_parallel_size": sizes.pp,
@@ -31,14 +33,14 @@ def _parallel_settings(arch: Architecture, spec: ModelSpec) -> dict:
         "sequence_parallel": sizes.sequence_parallel,
         # Packs differ in length, so pipeline stages must exchange shapes. Megatron then insists on the
         # alltoall dispatcher, for dense models too.
-        "variable_seq_lengths": sizes.pp > 1 and not spec.constant_length,
+        "variable_seq_lengths": sizes.pp > 1 and not config.train.constant_length_packs,
         "moe_token_dispatcher_type": "alltoall",
         # On gloo this would free the storage of a tensor that is still being sent.
         "deallocate_pipeline_outputs": torch.cuda.is_available(),
     }
 
 
-def _expert_settings(arch: Architecture, spec: ModelSpec) -> dict:
+def _expert_settings(arch: Architecture, config: Config, transformer_engine: bool) -> dict:
     if arch.moe is None:
         return {}
     sigmoid = {}
@@ -59,31 +61,31 @@ def _expert_settings(arch: Architecture, spec: ModelSpec) -> dict:
         # Softmax over the chosen experts equals the softmax over all experts, scaled to sum to 1.
         "moe_router_pre_softmax": not arch.moe.normalize,
         "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "aux_loss" if spec.aux_loss_coeff else "none",
-        "moe_aux_loss_coeff": spec.aux_loss_coeff,
-        "moe_z_loss_coeff": spec.z_loss_coeff or None,
-        "expert_model_parallel_size": spec.sizes.ep,
-        "expert_tensor_parallel_size": spec.sizes.etp,
-        "moe_grouped_gemm": spec.transformer_engine,
+        "moe_router_load_balancing_type": "aux_loss" if config.moe.aux_loss_coeff else "none",
+        "moe_aux_loss_coeff": config.moe.aux_loss_coeff,
+        "moe_z_loss_coeff": config.moe.z_loss_coeff or None,
+        "expert_model_parallel_size": config.megatron.expert_parallel,
+        "expert_tensor_parallel_size": config.megatron.expert_tensor_parallel,
+        "moe_grouped_gemm": transformer_engine,
         **sigmoid,
     }
 
 
-def _recompute_settings(spec: ModelSpec) -> dict:
-    if spec.recompute == Recompute.none:
+def _recompute_settings(megatron: MegatronConfig) -> dict:
+    if megatron.recompute == Recompute.none:
         return {}
-    if spec.recompute == Recompute.selective:
-        return {"recompute_granularity": "selective", "recompute_modules": list(spec.recompute_modules)}
+    if megatron.recompute == Recompute.selective:
+        return {"recompute_granularity": "selective", "recompute_modules": list(megatron.recompute_modules)}
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def _fp8_settings(spec: ModelSpec) -> dict:
-    if spec.fp8 is None:
+def _fp8_settings(megatron: MegatronConfig) -> dict:
+    if megatron.precision != Precision.fp8:
         return {}
-    first, last = spec.fp8.bf16_first_layers, spec.fp8.bf16_last_layers
+    first, last = megatron.fp8.bf16_first_layers, megatron.fp8.bf16_last_layers
     return {
-        "fp8": spec.fp8.format.value,
-        "fp8_recipe": spec.fp8.recipe.value,
+        "fp8": megatron.fp8.format.value,
+        "fp8_recipe": megatron.fp8.recipe.value,
         # TransformerEngine's own defaults. Megatron's would keep only the last step's amax.
         "fp8_amax_history_len": 1024,
         "fp8_amax_compute_algo": "max",
@@ -93,12 +95,13 @@ def _fp8_settings(spec: ModelSpec) -> dict:
     }
 
 
-def _fusions(arch: Architecture, spec: ModelSpec) -> dict:
+def _fusions(arch: Architecture, transformer_engine: bool) -> dict:
     """Return the settings of Megatron's fused kernels, which only TransformerEngine's layers use.
 
-    With local layers, modules.py and attention.py replace activation, norm and attention.
+    Only TransformerEngine's layers use these kernels. With local layers, modules.py and attention.py replace
+    activation, norm and attention.
     """
-    fused = spec.transformer_engine
+    fused = transformer_engine
     return {
         # Without fusion, Megatron asks for the lengths of all sequences in every layer and pass.
         "apply_rope_fusion": fused and arch.latent is None,
@@ -107,16 +110,16 @@ def _fusions(arch: Architecture, spec: ModelSpec) -> dict:
         "use_te_activation_func": not fused,  # use the layer spec's activation, modules.SwiGLU
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
-        # Set per layer instead, see model._fuse_weight_gradients.
+        # Set per layer instead, see build._fuse_weight_gradients.
         "gradient_accumulation_fusion": False,
     }
 
 
-def transformer_config(arch: Architecture, spec: ModelSpec):
-    """Return Megatron's TransformerConfig for this model."""
+def transformer_config(arch: Architecture, config: Config, transformer_engine: bool, without_memory: bool):
+    """Return Megatron's TransformerConfig for this model. The arguments are those of `build_model`."""
     from megatron.core.transformer import TransformerConfig
 
-    params_dtype = spec.params_dtype
+    params_dtype = torch.float32 if config.megatron.precision == Precision.fp32 else torch.bfloat16
     return TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
@@ -139,13 +142,13 @@ def transformer_config(arch: Architecture, spec: ModelSpec):
         bf16=params_dtype == torch.bfloat16,
         # Weights come from the checkpoint: skip Megatron's random initialisation.
         perform_initialization=False,
-        use_cpu_initialization=spec.without_memory or not torch.cuda.is_available(),
+        use_cpu_initialization=without_memory or not torch.cuda.is_available(),
         # Our loss function divides by nothing. Megatron divides by the token count it is given
         # (see forward_backward.py).
         calculate_per_token_loss=True,
-        **_fusions(arch, spec),
-        **_fp8_settings(spec),
-        **_parallel_settings(arch, spec),
-        **_expert_settings(arch, spec),
-        **_recompute_settings(spec),
+        **_fusions(arch, transformer_engine),
+        **_fp8_settings(config.megatron),
+        **_parallel_settings(arch, config),
+        **_expert_settings(arch, config, transformer_engine),
+        **_recompute_settings(config.megatron),
     )

@@ -28,9 +28,9 @@ class _Pages(mmap.mmap):
 
 
 def host_memory(size: int) -> torch.Tensor:
-    """Allocate a uint8 tensor of `size` > 0 bytes in host memory, page-locked with CUDA.
+    """Return a new uint8 tensor of `size` > 0 bytes in host memory, which is page-locked with CUDA.
 
-    It replaces torch's `pin_memory`, which allocates powers of two: 70 GB would take 128.
+    It replaces torch's `pin_memory`, which allocates powers of two: 70 GB would take 128 GB.
     Page-locking is slow, so keep the tensor and reuse it in every step.
     """
     return torch.frombuffer(_Pages(size), dtype=torch.uint8)
@@ -38,9 +38,9 @@ def host_memory(size: int) -> torch.Tensor:
 
 @dataclass
 class HostArena:
-    """Allocator of host tensors that are released together. It keeps its memory for the next step's tensors.
+    """Allocator of host tensors that are released together. It keeps its memory for later tensors.
 
-    block_bytes: the allocator asks for memory in blocks of at least this size.
+    block_bytes: minimum size of the blocks in which the allocator asks for memory.
     """
 
     block_bytes: int = 1 << 30
@@ -48,16 +48,16 @@ class HostArena:
     _used: list[int] = field(default_factory=list)
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialised host tensor of this tensor's shape and dtype."""
+        """Return an uninitialised host tensor with the shape and dtype of `tensor`."""
         size = -(-tensor.nbytes // 64) * 64  # aligned, so that a tensor of any dtype may follow
-        number = next((i for i, block in enumerate(self._blocks) if len(block) - self._used[i] >= size), None)
-        if number is None:
-            number = len(self._blocks)
+        index = next((i for i, block in enumerate(self._blocks) if len(block) - self._used[i] >= size), None)
+        if index is None:
+            index = len(self._blocks)
             self._blocks.append(host_memory(max(size, self.block_bytes)))
             self._used.append(0)
-        start = self._used[number]
-        self._used[number] += size
-        return self._blocks[number][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        start = self._used[index]
+        self._used[index] += size
+        return self._blocks[index][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def clear(self) -> None:
         """Release all tensors that `like` returned. Their memory will be overwritten by later tensors."""

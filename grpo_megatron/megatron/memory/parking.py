@@ -19,10 +19,10 @@ from grpo_megatron.paths import output_folder_problem
 
 
 class Parking:
-    """Frees the memory of tensor storages and restores it later. Contents wait on the host or in files.
+    """Frees the memory of tensor storages and restores it later. Meanwhile the contents are saved elsewhere.
 
-    folder: folder of the files. None: pinned host memory with CUDA; without it, files in the system's folder
-        for temporary files, because without a GPU it is host memory that must be freed.
+    folder: folder of files for the contents. None: pinned host memory with CUDA. Without CUDA, host memory is
+        what must be freed, so None means files in the system's folder for temporary files.
 
     The files have no names, so they vanish with the process. Ranks are ended by SIGKILL, which would leave
     named files on the disk.
@@ -33,9 +33,12 @@ class Parking:
         self._folder, self._in_files = folder, folder is not None or not torch.cuda.is_available()
         if folder is not None:
             if problem := output_folder_problem(folder):  # checked on this node; the driver may be on another
-                raise UserError(f"megatron.offload_folder={folder} {problem} (on {socket.gethostname()})")
+                raise UserError(
+                    f"megatron.offload_folder={folder} {problem} (on {socket.gethostname()}); choose another "
+                    "folder"
+                )
             Path(folder).mkdir(parents=True, exist_ok=True)
-        # {name: (file of the contents, if in a file; [(storage, its bytes, its copy, if in memory)])}
+        # {name: (file with the contents or None, [(storage, size in bytes, copy in host memory or None)])}
         self._parked: dict[
             str, tuple[BinaryIO | None, list[tuple[torch.UntypedStorage, int, torch.Tensor | None]]]
         ] = {}
@@ -43,7 +46,8 @@ class Parking:
     def park(self, name: str, storages: dict[int, torch.UntypedStorage], keep: bool = True) -> None:
         """Save the contents of the storages, and free their memory until `unpark(name)`.
 
-        keep: False: do not save the contents; `unpark` fills the storages with zeros.
+        storages: {address: storage}.
+        keep: if False, do not save the contents. `unpark` then fills the storages with zeros.
         """
         if name in self._parked:
             raise RuntimeError(f"{name} is parked already")
@@ -51,13 +55,13 @@ class Parking:
         file = tempfile.TemporaryFile(dir=self._folder) if self._in_files and keep else None  # noqa: SIM115 - open until unpark
         copies: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []
         self._parked[name] = file, copies
-        for number, storage in enumerate(storages.values()):
+        for index, storage in enumerate(storages.values()):
             size, copy = storage.nbytes(), None
             if file:
                 host = storage.cpu()  # must live until it is written
                 file.write(_host_bytes(host))
             elif keep:
-                copy = self._pin(f"{name}-{number}", storage)
+                copy = self._pin(f"{name}-{index}", storage)
             storage.resize_(0)
             copies.append((storage, size, copy))
         if file:
@@ -65,7 +69,7 @@ class Parking:
         return_to_system()
 
     def unpark(self, name: str) -> None:
-        """Give the storages parked under `name` their memory and contents back, if there are any."""
+        """Restore memory and contents of the storages that were parked as `name`. Do nothing if none were."""
         file, copies = self._parked.pop(name, (None, []))
         for storage, size, copy in copies:
             storage.resize_(size)
@@ -103,12 +107,15 @@ def _as_tensor(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _host_bytes(storage: torch.UntypedStorage):
-    """Return a host storage as a writable buffer. Unlike Tensor.numpy(), this keeps the storage resizable."""
+    """Return a writable buffer over a storage in host memory.
+
+    Unlike Tensor.numpy(), this does not prevent the storage from being resized later.
+    """
     return (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
 
 
 def return_to_system() -> None:
-    """Release the memory that torch (without CUDA: glibc) caches, so that other processes can have it."""
+    """Release the memory that torch (without CUDA: glibc) caches, so that other processes can use it."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     elif sys.platform == "linux":

@@ -8,7 +8,7 @@ from grpo_megatron.megatron.trained_model import TrainedModel
 
 
 class RankMemory:
-    """Memory of one rank, for engines that share its device."""
+    """Frees and restores the device memory of one rank, for rollout engines that share its device."""
 
     def __init__(self, model: TrainedModel, mini_batches: MiniBatchStore):
         self._model, self._mini_batches = model, mini_batches
@@ -20,12 +20,13 @@ class RankMemory:
         return_to_system()
 
     def sleep(self) -> dict[str, Bytes]:
-        """Free the device memory of weights, gradients and optimizer states until `wake`. Collective.
+        """Free the device memory of weights, gradients and optimizer states until `wake`.
 
-        Rollout engines use the memory in the meantime. Until `wake`, only `RankCheckpoints.written` and
-        `RankCheckpoints.finish` may be called.
+        All ranks must call this. Rollout engines use the memory in the meantime. Until `wake`, only
+        `RankCheckpoints.written` and `RankCheckpoints.finish` may be called.
         Returns {"before": {kind: bytes}, "asleep": {kind: bytes}}: memory before and after. The kinds are
-        those of TrainingMemory.resident, and "occupied" for all memory of this process.
+        "parameters", "gradients", "optimizer", "fp8_casts" (see TrainingMemory), and "occupied" for all
+        memory of this process.
         """
         model = self._model
         report = {"before": model.memory.resident() | {"occupied": occupied()}}
@@ -37,5 +38,5 @@ class RankMemory:
         return report | {"asleep": model.memory.resident() | {"occupied": occupied()}}
 
     def wake(self) -> None:
-        """Bring weights, gradients and optimizer states back after `sleep`. Collective."""
+        """Bring weights, gradients and optimizer states back after `sleep`. All ranks must call this."""
         self._model.memory.wake()

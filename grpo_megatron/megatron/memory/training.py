@@ -12,17 +12,20 @@ Bytes = dict[str, int]
 
 
 def unique_storages(tensors) -> dict[int, torch.UntypedStorage]:
-    """Return {address: storage} of the tensors. Tensors that are views of each other share one storage."""
+    """Return {address: storage} of the tensors. Tensors that are views of one storage count once.
+
+    None and empty tensors are left out.
+    """
     storages = (tensor.untyped_storage() for tensor in tensors if tensor is not None)
     return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
 
 
 class TrainingMemory:
-    """Device memory of a DDP-wrapped model and its optimizer: measures it, and moves it to the host and back.
+    """Measures the device memory of a DDP-wrapped model and its optimizer, and frees it for a while.
 
-    `sleep` frees it for the rollout engines. With an offloaded optimizer, the optimizer's states are on the
-    device only during an optimizer step. Methods look up the tensors at each call, because some appear only
-    with the first step.
+    `sleep` frees the memory for the rollout engines. With an offloaded optimizer, the optimizer's states are
+    on the device only during an optimizer step. Methods look up the tensors at each call, because some
+    tensors appear only with the first step.
 
     The kinds of memory are
     parameters: the weights.
@@ -34,7 +37,9 @@ class TrainingMemory:
     def __init__(self, ddp: list, optimizer, offload_optimizer: bool, folder: str | None):
         """Register model and optimizer, and move an offloaded optimizer's states to the host at once.
 
-        offload_optimizer: keep the states in device memory only within `optimizer_at_hand`.
+        ddp: DDP-wrapped model chunks.
+        optimizer: Optimizer of these chunks.
+        offload_optimizer: keep the optimizer's states in device memory only within `optimizer_at_hand`.
         folder: folder for the contents of freed memory. None: host memory (without CUDA, a temporary folder).
         """
         self._ddp, self._optimizer, self._offload = ddp, optimizer, offload_optimizer
@@ -78,12 +83,15 @@ class TrainingMemory:
         )
 
     def drop_fp8_casts(self) -> None:
-        """Drop the FP8 copies of the weights. The next micro-batch makes them again."""
+        """Free the FP8 copies of the weights. The next micro-batch creates new copies."""
         for casts in self._casts():
             casts.clear()
 
     def resident(self) -> Bytes:
-        """Return {kind: bytes} of what is in device memory now, by the kinds of the class docstring."""
+        """Return {kind: bytes} that are in device memory now.
+
+        The kinds are "parameters", "gradients", "optimizer" and "fp8_casts", see the class.
+        """
         kinds = {
             "parameters": self.parameters(),
             "gradients": self.gradients(),
@@ -96,7 +104,7 @@ class TrainingMemory:
 
     @contextmanager
     def optimizer_at_hand(self):
-        """Bring an offloaded optimizer's states to the device within the context, to step or to save."""
+        """Keep an offloaded optimizer's states on the device within the context, for a step or checkpoint."""
         self._parking.unpark("optimizer")
         try:
             yield

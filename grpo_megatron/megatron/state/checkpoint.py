@@ -23,7 +23,7 @@ _REFERENCE = "reference."
 
 
 class RankCheckpoints:
-    """Training checkpoints of one rank. At most one is being written at a time."""
+    """Writer and reader of one rank's part of training checkpoints. It writes one checkpoint at a time."""
 
     def __init__(self, model: TrainedModel):
         self._model = model
@@ -33,53 +33,60 @@ class RankCheckpoints:
         return [ddp.module for ddp in model.ddp], model.optimizer, model.reference
 
     def begin(self, folder: str) -> None:
-        """Start writing weights, optimizer and learning-rate state as they are now. Collective.
+        """Start writing the current weights, optimizer state and learning-rate state to `folder`.
 
-        A thread writes them while other methods may be called. Methods that change what is still to be
-        written wait for the thread. The checkpoint is complete when `finish` has returned.
+        All ranks must call this. A thread writes the files, while other methods may be called. Methods that
+        change tensors which the thread has yet to read wait for the thread. The checkpoint is complete when
+        `finish` has returned.
         """
         model = self._model
         if model.writer:
             raise RuntimeError("the previous checkpoint is not finished: call finish first")
         with model.settled_weights(), model.memory.optimizer_at_hand():
             model.writer = save(folder, *self._content())
-            if model.spec.optimizer.offload:
+            if model.config.optimizer.offload:
                 model.until_saved()
 
     def written(self) -> bool:
-        """Return True if this rank has written its file, or no checkpoint is in progress."""
+        """Return True if this rank has written its file, or if no checkpoint is in progress."""
         return self._model.writer is None or self._model.writer.done()
 
     def finish(self) -> SaveReport:
-        """Wait until the checkpoint of `begin` is on disk. Collective. May be called while asleep.
+        """Wait until the checkpoint that `begin` started is on disk. Return the report on this rank's file.
 
-        Raises NotWritten on all ranks if any rank could not write. The message names these ranks.
+        All ranks must call this. It may be called while the rank's device memory is freed (RankMemory.sleep).
+        Raises NotWritten on all ranks if any rank could not write its file. The message names these ranks.
         """
         writer, self._model.writer = self._model.writer, None
         return writer.finish()
 
     def verify(self, folder: str, files: dict[str, FileRecord]) -> None:
-        """Check a checkpoint's files before `load`. Collective. Raises DamagedCheckpoint.
+        """Raise DamagedCheckpoint if a checkpoint's files are damaged. Call this before `load`, on all ranks.
 
-        files: {file name: its recorded size and checksum}.
+        files: {file name: recorded size and checksum of the file}.
         """
         checkpoint_files.verify(folder, files)
 
     def load(self, folder: str) -> None:
-        """Restore weights, optimizer, learning-rate state, and a reference that was reset. Collective."""
+        """Restore weights, optimizer state and learning-rate state from a checkpoint.
+
+        All ranks must call this. Reference weights are restored too if the checkpoint has them, that is if
+        they had been reset when it was written.
+        """
         self._model.until_saved()
         with self._model.settled_weights(), self._model.memory.optimizer_at_hand():
             load(folder, *self._content())
 
 
 def save(folder: str, chunks, optimizer, reference: ReferenceWeights | None = None) -> Writer:
-    """Start writing a checkpoint on all ranks. The caller must call `finish` of the returned Writer.
+    """Start writing this rank's part of a checkpoint. Return the Writer, whose `finish` the caller must call.
 
+    All ranks must call this.
     folder: folder to write. The caller renames it when all writers have finished, so that a crash leaves no
         half-written checkpoint under the final name.
     chunks: model chunks of this rank.
-    optimizer: None: save the weights only.
-    reference: its weights are saved too if they are no longer those of the HF checkpoint in the
+    optimizer: Optimizer of these chunks. None: save the weights only.
+    reference: reference weights. They are saved if they are no longer those of the HF checkpoint in the
         configuration.
     """
     begun = time.perf_counter()
@@ -110,9 +117,12 @@ def save(folder: str, chunks, optimizer, reference: ReferenceWeights | None = No
 
 
 def load(folder: str, chunks, optimizer, reference: ReferenceWeights | None = None) -> None:
-    """Restore weights and, unless None, optimizer, learning-rate state and reference from a checkpoint.
+    """Restore the weights of a checkpoint, which any parallel layout may have written.
 
-    The checkpoint may come from a run with another parallel layout.
+    All ranks must call this.
+    chunks: model chunks of this rank, which are filled in place.
+    optimizer: Optimizer whose state and learning-rate schedule are restored too. None: restore only weights.
+    reference: reference weights, which are restored if the checkpoint has any.
     Raises UserError if the checkpoint is of another model, or damaged. Raises UserError also if an optimizer
     is given and the checkpoint has only weights.
     """
@@ -122,7 +132,8 @@ def load(folder: str, chunks, optimizer, reference: ReferenceWeights | None = No
         common = read_common(folder)
         if "optimizer_steps" not in common:
             raise UserError(
-                f"{folder} has only weights, or is from an older version: a run cannot continue from it"
+                f"a run cannot continue from {folder}, which has only weights or is from an older version; "
+                "choose another checkpoint"
             )
         lora.check_checkpoint(folder, common.get("lora"), chunks)
         _fill_optimizer_state(optimizer)
@@ -148,17 +159,17 @@ def load(folder: str, chunks, optimizer, reference: ReferenceWeights | None = No
 
 
 def save_weights(folder: str, chunks) -> None:
-    """Save the model's weights only. The files are complete on return. Collective."""
+    """Save the model's weights only. The files are complete on return. All ranks must call this."""
     save(folder, chunks, None).finish()
 
 
 def load_weights(folder: str, chunks) -> None:
-    """Load the model's weights from what `save` or `save_weights` wrote."""
+    """Load the model's weights from a checkpoint that `save` or `save_weights` wrote, into its parameters."""
     load(folder, chunks, None)
 
 
 def _serialised(value) -> bytes:
-    """Serialise a value that is no tensor, such as TransformerEngine's FP8 scales, in Megatron's format."""
+    """Return a value that is not a tensor, such as FP8 scales, as bytes in Megatron's format."""
     buffer = io.BytesIO()
     torch.save([value], buffer)
     return buffer.getvalue()
@@ -171,7 +182,7 @@ def _deserialised(buffer: io.BytesIO):
 
 
 def _fill_optimizer_state(optimizer) -> None:
-    """Create Adam's moments, which otherwise appear with the first step.
+    """Create Adam's moments, as zeros, if the optimizer has taken no step yet.
 
     A checkpoint needs these tensors to save from and to load into.
     """

@@ -31,27 +31,22 @@ from grpo_megatron.megatron.state.shards import Rectangle
 from grpo_megatron.progress import moved
 from grpo_megatron.run.checkpoints import NotWritten, SaveReport
 from grpo_megatron.run.manifest import DigestedFile, FileRecord, must_be_sound, problems, record_of
-from grpo_megatron.weights.torch_dist import (
-    StoredChunk,
-    StoredTensor,
-    append_tensor,
-    load_metadata,
-    write_metadata,
-)
+from grpo_megatron.weights.torch_dist import StoredChunk, StoredTensor, load_metadata
+from grpo_megatron.weights.torch_dist_writer import append_tensor, write_metadata
 
 # File for everything that is not a tensor. Megatron's own loader asks for this name.
 _COMMON = "common.pt"
 
 
 class _Written(NamedTuple):
-    """Location of one rectangle of a tensor, or of one object, in the file of the rank that wrote it."""
+    """Location of a rectangular part of a tensor, or of an object, in the file of the rank that wrote it."""
 
     name: str
-    """Global name of the tensor or object."""
+    """Name of the tensor or object in the checkpoint."""
     at: int
     """Offset in the file in bytes."""
     length: int
-    """Length in bytes."""
+    """Length in the file in bytes."""
     shape: tuple[int, ...] | None = None
     """Shape of the whole tensor. None for an object."""
     dtype: torch.dtype | None = None
@@ -65,9 +60,9 @@ class _Written(NamedTuple):
 class Writer:
     """Writes one rank's file of a checkpoint in a thread, so that training goes on meanwhile.
 
-    It reads the weights and optimizer states that training uses, without copying them all first. Code that
-    changes them must call `wait_until_read` before. Weights are written first, because they may be swapped
-    with the reference's long before the optimizer's states change.
+    The thread reads the weights and optimizer states that training uses, without copying them all first. Code
+    must call `wait_until_read` before it changes them. Weights are written first, because they may be swapped
+    with the reference's weights long before the optimizer's states change.
     """
 
     def __init__(
@@ -79,11 +74,11 @@ class Writer:
         common: dict,
         begun: float,
     ):
-        """Start the thread.
+        """Start the thread that writes the file.
 
         folder: folder of the checkpoint; the same on all ranks.
-        weights, states: this rank's rectangles of the weights and of the optimizer's states.
-        objects: {global name: bytes} of everything that is not a tensor.
+        weights, states: the parts of weights and optimizer states that this rank must write.
+        objects: {name in the checkpoint: bytes} of everything that is not a tensor.
         common: values that apply to all ranks, such as the learning-rate schedule. Rank 0 writes them.
         begun: time.perf_counter() when saving began, for the report.
         """
@@ -130,8 +125,8 @@ class Writer:
     def _write(self, file: DigestedFile, pieces: list[Rectangle]) -> None:
         for piece in pieces:
             host = piece.data.cpu()  # no copy where the live memory is the host's
-            # The tensor to write must be all of its storage. A copy would be, but its page faults cost more
-            # than the writing.
+            # The tensor to write must fill its whole storage. A copy would, but the page faults of a copy
+            # cost more than the writing.
             memory = (ctypes.c_char * host.nbytes).from_address(host.data_ptr())
             at, length = append_tensor(file, torch.frombuffer(memory, dtype=host.dtype).view(host.shape))
             self._written.append(
@@ -160,9 +155,10 @@ class Writer:
         return not self._thread.is_alive()
 
     def finish(self) -> SaveReport:
-        """Wait for all ranks' files, then let rank 0 write the checkpoint's metadata. Collective.
+        """Wait for the files of all ranks, then let rank 0 write the checkpoint's metadata.
 
-        Raises NotWritten on all ranks if any rank could not write its file.
+        All ranks must call this. Returns the report on this rank's file; on rank 0 it includes the metadata's
+        files. Raises NotWritten on all ranks if any rank could not write its file.
         """
         begun = time.perf_counter()
         self._thread.join()
@@ -201,9 +197,11 @@ class Writer:
 def _contents(
     files: dict[str, list[_Written]],
 ) -> tuple[dict[str, StoredTensor], dict[str, tuple[str, int, int]]]:
-    """Return (tensors, objects) in all ranks' files, in the form that write_metadata takes.
+    """Return the contents of all ranks' files, in the form that write_metadata takes.
 
-    Raises RuntimeError if the rectangles of a tensor do not have as many elements as the tensor.
+    files: {file name: what its rank wrote}.
+    Returns (tensors, objects): {tensor name: StoredTensor} and {object name: (file name, offset, length)}.
+    Raises RuntimeError if the written parts of a tensor do not have as many elements as the tensor.
     """
     parts, objects = defaultdict(list), {}
     for file, items in files.items():
@@ -226,10 +224,10 @@ def _contents(
 
 
 class _Targets:
-    """Tells torch's FileSystemReader where to put what it reads: the methods it calls on a "load planner".
+    """Load planner for torch's FileSystemReader: tells the reader where to put the data that it reads.
 
-    pieces: {tensor name: the rectangles to fill}.
-    objects: {name: content} of the objects that were read.
+    pieces: {tensor name: parts of the tensor to fill}.
+    objects: {object name: content} of the objects that were read.
     """
 
     def __init__(self, pieces: dict[str, list[Rectangle]]):
@@ -248,9 +246,10 @@ class _Targets:
 
 
 def verify(folder: str, files: dict[str, FileRecord]) -> None:
-    """Check all files of a checkpoint against their records. Each rank reads its share of them. Collective.
+    """Check all files of a checkpoint against their records. Each rank reads a share of the files.
 
-    files: {file name: its recorded size and checksum}.
+    All ranks must call this.
+    files: {file name: recorded size and checksum of the file}.
     Raises DamagedCheckpoint on all ranks if a file differs from its record. Raises UserError on all ranks if
     a file cannot be read.
     """
@@ -263,12 +262,12 @@ def verify(folder: str, files: dict[str, FileRecord]) -> None:
 def read(
     folder: str, pieces: list[Rectangle], objects: list[str], optional: Sequence[str] = ()
 ) -> dict[str, io.BytesIO]:
-    """Read rectangles of tensors, and objects, from a checkpoint that any parallel layout may have written.
+    """Read parts of tensors, and objects, from a checkpoint that any parallel layout may have written.
 
-    pieces: rectangles to fill in place.
+    pieces: rectangular parts of tensors, whose `data` is filled in place.
     objects: names of objects to read.
-    optional: names of further objects to read if the checkpoint has them.
-    Returns {name: content} of the objects.
+    optional: names of further objects, which are read if the checkpoint has them.
+    Returns {object name: content}.
     Raises UserError if the checkpoint lacks a tensor or object, if a tensor has another shape, or if a file
     is damaged.
     """
@@ -283,8 +282,8 @@ def read(
     for name in (*by_name, *objects):
         if name not in metadata.state_dict_metadata:
             raise UserError(
-                f"{folder} has no {name}: the checkpoint is of another model or megatron.precision, or "
-                f"has only weights; {ANOTHER_RUN}"
+                f"{folder} has no {name}, so it is for a different model or megatron.precision, or contains "
+                f"only weights; {ANOTHER_RUN}"
             )
     for name, parts in by_name.items():
         saved = metadata.state_dict_metadata[name]
@@ -302,7 +301,7 @@ def read(
     try:
         reader.read_data(LoadPlan(items), targets)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        raise UserError(f"{folder} is damaged or cannot be read: {error}") from error
+        raise UserError(f"{folder} is damaged or cannot be read: {error}; use another checkpoint") from error
     return targets.objects
 
 
@@ -312,8 +311,13 @@ def _object_item(name: str) -> ReadItem:
 
 
 def read_common(folder: str) -> dict:
-    """Return the `common` values of the Writer that wrote a checkpoint. Raises UserError if damaged."""
+    """Return a checkpoint's values that apply to all ranks, which are the argument `common` of Writer.
+
+    Raises UserError if the values cannot be read.
+    """
     try:
         return torch.load(Path(folder, _COMMON), weights_only=True)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        raise UserError(f"{folder} is incomplete or damaged: {_COMMON} cannot be read ({error})") from error
+        raise UserError(
+            f"{folder} is incomplete or damaged: {_COMMON} cannot be read ({error}); use another checkpoint"
+        ) from error

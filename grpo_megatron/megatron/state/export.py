@@ -7,39 +7,39 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from grpo_megatron.config.schema import Config
 from grpo_megatron.data.conversations import pad_token
 from grpo_megatron.megatron.layers.lora import MergedWeights
 from grpo_megatron.megatron.process_groups import rank_info
-from grpo_megatron.megatron.spec import ActorSpec
 from grpo_megatron.megatron.state.hf_weights import iterate_hf, local_parameters
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.entries import Entry
 from grpo_megatron.model.families import reward_architecture
-from grpo_megatron.weights import hf_checkpoint, peft_checkpoint
+from grpo_megatron.weights import hf_writer, peft_checkpoint
 
 
 def save_hf(
     chunks,
     entries: dict[str, Entry],
-    spec: ActorSpec,
+    config: Config,
     arch: Architecture,
     folder: str,
     dtype: torch.dtype,
     adapters: dict[str, Entry],
 ) -> None:
-    """Write the current weights as an HF checkpoint. Collective over all ranks.
+    """Write the current weights as an HF checkpoint. All ranks must call this.
 
-    The files are written to `folder`.partial, which then replaces `folder`, so a crash leaves the old one.
+    The files are written to `folder`.partial, which then replaces `folder`, so a crash leaves the old folder.
     chunks: model chunks of this rank.
-    entries: the weight map {Megatron name: entry}.
-    spec: names the original model, whose configuration and tokenizer are copied.
+    entries: weight map of the model, {Megatron name: entry}.
+    config: names the original model, whose configuration and tokenizer are copied.
     dtype: dtype of the written tensors.
-    adapters: weight-map entries of the LoRA adapters. They are merged into the weights, and also written to
-        `folder`/adapter on their own.
+    adapters: {Megatron name: weight map entry} of the LoRA adapters. They are merged into the weights, and
+        also written separately to `folder`/adapter.
     """
-    rank, partial, model_path = rank_info(), f"{folder}.partial", spec.model_path
+    rank, partial, model_path = rank_info(), f"{folder}.partial", config.model.path
     if rank.rank == 0:
-        hf_checkpoint.start(partial, folder, model_path)
+        hf_writer.start(partial, folder, model_path)
     dist.barrier()
     shards = _write(partial, iterate_hf(chunks, entries, dtype, MergedWeights(chunks)))
     if adapters:
@@ -47,11 +47,12 @@ def save_hf(
         parts = _write(f"{partial}/adapter", iterate_hf(chunks, adapters, dtype, own))
     if rank.rank == 0:
         if adapters:
-            peft_checkpoint.finish(f"{partial}/adapter", [name for name, _ in parts], spec.lora, model_path)
-        hf_checkpoint.copy_companions(
+            names, lora = [name for name, _ in parts], config.megatron.lora
+            peft_checkpoint.finish(f"{partial}/adapter", names, lora, model_path)
+        hf_writer.copy_companions(
             model_path, partial, dtype, _of_reward_model(arch, model_path) if arch.scalar_head else {}
         )
-        hf_checkpoint.finish(partial, shards, folder)
+        hf_writer.finish(partial, shards, folder)
     dist.barrier()
 
 
@@ -66,13 +67,13 @@ def _of_reward_model(arch: Architecture, model_path: str) -> dict[str, Any]:
 
 
 def _write(folder: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, dict[str, int]]]:
-    """Write this rank's tensors as its own safetensors files. Collective, because all ranks exchange names.
+    """Write this rank's tensors to safetensors files of this rank. All ranks must call this.
 
     tensors: (HF name, tensor) pairs; may be empty on a rank.
-    Returns the files of all ranks in the order of pipeline stages: (file, {tensor name: bytes}).
+    Returns (file name, {tensor name: size in bytes}) for each file of all ranks, by pipeline stage.
     """
     rank = rank_info()
-    writer = hf_checkpoint.HFWriter(folder, f"{rank.rank:05d}")
+    writer = hf_writer.HFWriter(folder, f"{rank.rank:05d}")
     for name, tensor in tensors:
         writer.add(name, tensor)
     shards = writer.close()  # empty where nothing was gathered

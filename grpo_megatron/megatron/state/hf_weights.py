@@ -28,7 +28,8 @@ _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
 def local_parameters(chunks, adapters: bool = False) -> dict[str, torch.nn.Parameter]:
     """Return {global name: parameter} of this rank's model chunks.
 
-    adapters: True: only the LoRA adapters' parameters. False: all others.
+    A global name is Megatron's name with the layer and expert indices of the whole model.
+    adapters: if True, return only the LoRA adapters' parameters. If False, return all other parameters.
     """
     return _under_global_names(
         chunks, lambda chunk: ((n, p) for n, p in chunk.named_parameters() if is_adapter(n) == adapters)
@@ -36,9 +37,10 @@ def local_parameters(chunks, adapters: bool = False) -> dict[str, torch.nn.Param
 
 
 def local_weights(chunks) -> dict[str, torch.Tensor]:
-    """Return {global name: tensor} of what an HF checkpoint contains of this rank's model.
+    """Return {global name: tensor} of this rank's tensors that an HF checkpoint contains.
 
-    These are the parameters without adapters, and the routers' correction biases, which are buffers.
+    These are the parameters without adapters, and the routers' correction biases, which are buffers. A global
+    name is Megatron's name with the layer and expert indices of the whole model.
     """
     biases = _under_global_names(
         chunks, lambda chunk: ((n, b) for n, b in chunk.named_buffers() if is_correction_bias(n))
@@ -47,9 +49,11 @@ def local_weights(chunks) -> dict[str, torch.Tensor]:
 
 
 def _under_global_names(chunks, named: Callable) -> dict:
-    """Return {global name: tensor}. Megatron's own names count layers per chunk and experts per rank.
+    """Return {global name: tensor} of tensors in the model chunks.
 
-    named: chunk -> (Megatron's name, tensor) pairs.
+    A global name has the layer and expert indices of the whole model. Megatron's own names count layers per
+    chunk and experts per rank.
+    named: function that returns (Megatron's own name, tensor) pairs of a chunk.
     """
     first_expert = mpu.get_expert_model_parallel_rank()
     found = {}
@@ -59,12 +63,14 @@ def _under_global_names(chunks, named: Callable) -> dict:
                 _, _, local, rest = name.split(".", 3)
                 layer = chunk.decoder.layers[int(local)]
                 if rest.startswith(_EXPERTS):
-                    number, rest = rest.removeprefix(_EXPERTS).split(".", 1)
-                    rest = f"{_EXPERTS}{first_expert * layer.mlp.num_local_experts + int(number)}.{rest}"
-                elif grouped := _GROUPED.fullmatch(rest):
-                    matrix, number = grouped.groups()
+                    local_expert, rest = rest.removeprefix(_EXPERTS).split(".", 1)
                     rest = (
-                        f"{_EXPERTS}{first_expert * layer.mlp.num_local_experts + int(number)}."
+                        f"{_EXPERTS}{first_expert * layer.mlp.num_local_experts + int(local_expert)}.{rest}"
+                    )
+                elif grouped := _GROUPED.fullmatch(rest):
+                    matrix, local_expert = grouped.groups()
+                    rest = (
+                        f"{_EXPERTS}{first_expert * layer.mlp.num_local_experts + int(local_expert)}."
                         f"{matrix}.weight"
                     )
                 name = f"decoder.layers.{layer.layer_number - 1}.{rest}"
@@ -75,19 +81,20 @@ def _under_global_names(chunks, named: Callable) -> dict:
 def _entry_of(entries: dict[str, Entry], name: str) -> Entry:
     if name not in entries:
         raise UserError(
-            f"the weight map has no entry for Megatron's parameter {name}; "
-            "the map of this architecture is incomplete"
+            f"the weight map has no entry for Megatron's parameter {name}; add "
+            "it to the map of this architecture in grpo_megatron/model/families"
         )
     return entries[name]
 
 
 def mark_parallel(chunks, entries: dict[str, Entry]) -> None:
-    """Tell Megatron which parameters are split over TP, and which belong to experts.
+    """Set the attributes by which Megatron knows which parameters are split over TP or belong to experts.
 
-    Megatron sets the TP mark while it initialises weights, which we skip. Without the mark the gradient norm
-    counts a split parameter on the first TP rank only, so it is silently too small. The expert mark decides
-    which ranks sum the gradient. Megatron sets it only with expert_parallel > 1. Without the mark, TP ranks
-    that each hold the whole expert would keep the gradients of their own tokens.
+    Megatron sets the TP attribute while it initialises weights, which this project skips. Without it, the
+    gradient norm would count a split parameter on the first TP rank only, and be silently too small. The
+    expert attribute decides which ranks sum the gradient. Megatron sets it only with expert_parallel > 1.
+    Without it, TP ranks that each hold the whole expert would keep the gradients of their own tokens.
+    entries: weight map of the model, {Megatron name: entry}.
     """
     for name, parameter in local_parameters(chunks).items():
         entry = _entry_of(entries, name)
@@ -101,10 +108,10 @@ def mark_parallel(chunks, entries: dict[str, Entry]) -> None:
 def load_hf(
     chunks, checkpoint: HFCheckpoint, entries: dict[str, Entry], left_out: Container[str] = ()
 ) -> None:
-    """Load an HF checkpoint into this rank's parameters: each gets its slice, cast to the parameter's dtype.
+    """Fill this rank's parameters with their slices of an HF checkpoint, cast to each parameter's dtype.
 
-    entries: the weight map {global name: entry}.
-    left_out: global names of parameters that the checkpoint does not have. They are not filled.
+    entries: weight map of the model, {Megatron name: entry}.
+    left_out: Megatron names of parameters that are not filled, because the checkpoint does not have them.
 
     Raises UserError if names, shapes or types in the checkpoint differ from the weight map. Without this
     check, tensors that no entry reads would be lost silently.
@@ -121,8 +128,8 @@ def load_hf(
         if parameter.shape != entry.megatron_shape(group.size()):
             raise UserError(
                 f"{name} has shape {tuple(parameter.shape)} in Megatron, but "
-                f"{entry.megatron_shape(group.size())} in the weight map, which is wrong for this "
-                "architecture"
+                f"{entry.megatron_shape(group.size())} in the weight map; correct the map of this "
+                "architecture in grpo_megatron/model/families"
             )
         pieces = entry.megatron_pieces(group.size(), group.rank())
         if sum(piece.numel for piece in pieces) < parameter.numel():
@@ -132,7 +139,7 @@ def load_hf(
 
 
 def _split_over(entry: Entry):
-    """Return the process group whose ranks each hold one shard of a parameter."""
+    """Return the process group over whose ranks the entry's parameter is split."""
     return mpu.get_expert_tensor_parallel_group() if entry.expert else mpu.get_tensor_model_parallel_group()
 
 
@@ -142,17 +149,17 @@ def iterate_hf(
     dtype: torch.dtype | None = None,
     values: Mapping[str, torch.Tensor] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (HF name, full tensor) of all parameters, for HF exports. Collective.
+    """Yield (HF name, full tensor) of all parameters, for HF exports.
 
-    Each tensor is gathered and yielded on one rank only. Exhaust the iterator on all ranks.
-    entries: the weight map {global name: entry}.
-    dtype: dtype of the tensors, except for float32 buffers. None: unchanged.
-    values: {global name: this rank's shard}. None: the values in the chunks.
+    Each tensor is yielded on one rank only. All ranks must exhaust the iterator.
+    entries: weight map of the model, {Megatron name: entry}.
+    dtype: dtype of the tensors, except for float32 buffers. None: do not change the dtype.
+    values: {Megatron name: this rank's shard} of the parameters. None: the values in the chunks.
 
-    The first rank of the group that holds a parameter's shards yields it, in the first replica. The other
-    ranks of the group send their shards. At most one gathered parameter is in memory beyond what the consumer
-    keeps. Experts come last, so that a rank that yields only experts has sent all its other shards before its
-    consumer makes it wait.
+    In the first data-parallel replica, the first rank of the group over which a parameter is split yields its
+    tensors. The other ranks of the group send their shards to this rank. At most one gathered parameter is in
+    memory beyond what the consumer keeps. Experts come last, so that a rank that yields only experts has sent
+    all its other shards before its consumer makes it wait.
     """
     rank = rank_info()
     values = local_weights(chunks) if values is None else values
@@ -173,12 +180,12 @@ def iterate_hf(
 
 
 def whole_tensors(entry: Entry, shards: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """Assemble the HF tensors of one Megatron parameter. Return (HF name, full tensor) pairs.
+    """Return (HF name, full tensor) for each HF tensor of which one Megatron parameter consists.
 
-    shards: all shards of the parameter in rank order; a single one if it is not split.
+    shards: all shards of the parameter in rank order; a single shard if the parameter is not split.
     """
     full = {hf: shards[0].new_empty(shape) for hf, shape in zip(entry.hf, entry.shapes, strict=True)}
-    for number, shard in enumerate(shards):
-        for piece in entry.megatron_pieces(len(shards), number):
+    for rank, shard in enumerate(shards):
+        for piece in entry.megatron_pieces(len(shards), rank):
             full[piece.hf][box(piece.start, piece.shape)] = piece.of(shard)
     return list(full.items())

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from grpo_megatron.batch.layout import Layout
+from grpo_megatron.config.schema import Config, MegatronConfig, Precision
 from grpo_megatron.megatron import process_groups
 from grpo_megatron.megatron.layers.attention import describe_pack
 from grpo_megatron.megatron.layers.build import build_model, output_weight
 from grpo_megatron.megatron.layers.router import Routing, set_routing
-from grpo_megatron.megatron.spec import ModelSpec
 from grpo_megatron.megatron.state import checkpoint
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
@@ -24,13 +24,14 @@ def logits_of(folder: str, arch: Architecture, sequences: list[torch.Tensor]) ->
     """Load a whole model on this rank and return its logits of all tokens, float32 [t, vocabulary].
 
     folder: folder of the Megatron checkpoint.
-    sequences: token ids; the rows of the result are those of the first sequence, then of the second, ...
+    sequences: token ids of each sequence. The result has the rows of the first sequence, then those of the
+        second sequence, and so on.
     """
     pack = Layout().pack(np.array([len(tokens) for tokens in sequences]))
     with tempfile.TemporaryDirectory() as store:
         process_groups.initialize(ParallelSizes(), 0, f"file://{store}/store", seed=0)
         try:
-            chunks = build_model(arch, ModelSpec(ParallelSizes(), torch.float32))
+            chunks = build_model(arch, Config(megatron=MegatronConfig(precision=Precision.fp32)))
             checkpoint.load_weights(folder, chunks)
             (model,), device = chunks, next(chunks[0].parameters()).device
             if arch.moe:

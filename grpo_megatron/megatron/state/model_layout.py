@@ -13,31 +13,33 @@ from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 
+from grpo_megatron.config.schema import Config, MegatronConfig, Precision
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron import process_groups
 from grpo_megatron.megatron.layers.build import build_model
-from grpo_megatron.megatron.spec import ModelSpec
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.families import weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.model.pieces import Piece
 from grpo_megatron.weights.checkpoint_layout import SavedModel, SavedPart, clipped
 
-# Dtype of the parameters of the model built here. It must differ from that of what stays in float32.
-_PARAMETERS = torch.bfloat16
+# Precision and dtype of the parameters of the model built here. The dtype must not be float32, the dtype of
+# the buffers, because `_part` tells the two apart by it.
+_PRECISION, _PARAMETERS = Precision.bf16, torch.bfloat16
 
 
 def saved_model(arch: Architecture) -> SavedModel:
-    """Describe the contents of a Megatron checkpoint of this architecture.
+    """Return which tensors and other objects a Megatron checkpoint of this architecture contains.
 
-    All parallel layouts save the same tensors, only cut differently, so the description for one rank
-    suffices.
+    All parallel layouts save the same tensors, only cut differently, so the result for one rank is valid for
+    all layouts.
     """
     with tempfile.TemporaryDirectory() as folder:
         process_groups.initialize(ParallelSizes(), 0, f"file://{folder}/store", seed=0)
         try:
             with torch.device("meta"):
-                (model,) = build_model(arch, ModelSpec(ParallelSizes(), _PARAMETERS, without_memory=True))
+                config = Config(megatron=MegatronConfig(precision=_PRECISION))
+                (model,) = build_model(arch, config, without_memory=True)
             group = mpu.get_data_parallel_group(with_context_parallel=True)
             state = model.sharded_state_dict(metadata={"dp_cp_group": group, "singleton_local_shards": False})
             return _read(model, state, weight_map(arch))
@@ -56,8 +58,8 @@ def _read(model, state: dict, entries: dict) -> SavedModel:
             continue
         if name not in entries:
             raise UserError(
-                f"the weight map has no entry for Megatron's parameter {name}; "
-                "the map of this architecture is incomplete"
+                f"the weight map has no entry for Megatron's parameter {name}; add "
+                "it to the map of this architecture in grpo_megatron/model/families"
             )
         tensors = nested_values(value.build()) if isinstance(value, ShardedTensorFactory) else [value]
         pieces = entries[name].megatron_pieces(1, 0)
@@ -66,10 +68,10 @@ def _read(model, state: dict, entries: dict) -> SavedModel:
 
 
 def _part(tensor, parameter: torch.Tensor, pieces: list[Piece]) -> SavedPart:
-    """Describe one of Megatron's tensors in the checkpoint, and the HF tensors that it consists of.
+    """Return the name, shape and offset of a tensor in the checkpoint, and the HF tensors it consists of.
 
-    tensor: Megatron's ShardedTensor; its data is a view of the parameter.
-    pieces: where slices of HF tensors lie in the parameter.
+    tensor: Megatron's ShardedTensor, whose data is a view of the parameter.
+    pieces: parts of HF tensors, with their positions in the parameter.
     """
     view, lead = tensor.data, tensor.prepend_axis_num
     if view.stride() != parameter.stride():

@@ -25,11 +25,12 @@ class ReferenceWeights:
     """
 
     def __init__(self, chunks, on_host: bool = True, same_model: bool = True):
-        """Take the current values of the model's chunks as the reference.
+        """Copy the current values of the model's parameters as the reference weights.
 
-        on_host: keep the values in host memory between uses, otherwise next to the parameters.
-        same_model: policy and reference start from the same checkpoint. With adapters, only the adapters'
-            initial values are then stored, because frozen parameters are equal in both models.
+        chunks: model chunks of this rank.
+        on_host: if True, keep the copy in host memory, otherwise in device memory.
+        same_model: True if policy and reference start from the same checkpoint. With adapters, only the
+            adapters' initial values are then stored, because frozen parameters are equal in both models.
         """
         adapters = local_parameters(chunks, adapters=True)
         held = adapters if adapters and same_model else local_weights(chunks) | adapters
@@ -46,20 +47,20 @@ class ReferenceWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the reference's values take."""
+        """Bytes of memory that the reference weights take."""
         return sum(other.nbytes for other in self._others)
 
     def _pieces(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield (policy's bytes, reference's bytes) of all parameters, in pieces of at most `size` bytes.
 
-        The two are uint8 views of the same elements of a parameter.
+        Both are uint8 views of the values of the same elements of a parameter.
         """
         for parameter, other in zip(self._parameters, self._others, strict=True):
             own = parameter.detach().view(-1).view(torch.uint8)
             yield from zip(own.split(size), other.split(size), strict=True)
 
     def take_current(self) -> None:
-        """Make the parameters' current values the reference's."""
+        """Copy the parameters' current values into the reference weights."""
         self._take()
         self.is_initial = False
 
@@ -70,8 +71,9 @@ class ReferenceWeights:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        """Swap the values of policy and reference. With CUDA this returns at once: only device work waits.
+        """Swap the values of policy and reference.
 
+        With CUDA this returns before the copies are done; later work on the current stream waits for them.
         Each byte crosses the link once in each direction, and both directions are busy at the same time:
         while one piece of the policy moves out, the reference's next piece moves in.
         """
@@ -82,8 +84,8 @@ class ReferenceWeights:
         size = _PIECE[device.type]
         staging = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
         emptied = [None, None]
-        for number, (own, other) in enumerate(self._pieces(size)):
-            slot = number % 2
+        for index, (own, other) in enumerate(self._pieces(size)):
+            slot = index % 2
             held = staging[slot][: len(own)]
             with backend.stream(inward):
                 if emptied[slot] is not None:
@@ -99,10 +101,10 @@ class ReferenceWeights:
         current.wait_stream(outward)
 
     def held_value(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the reference's value of a parameter, on the host or the device, wherever it is kept.
+        """Return the stored reference value of a parameter, in host or device memory, wherever it is kept.
 
-        Returns None if the policy's value is also the reference's (frozen parameters with adapters). Must not
-        be called within `in_place`, where the two are swapped.
+        Returns None if no value is stored, because policy and reference share it (frozen parameters, with
+        adapters). Must not be called within `in_place`, where the values of policy and reference are swapped.
         """
         index = next((i for i, own in enumerate(self._parameters) if own is parameter), None)
         return None if index is None else self._others[index].view(parameter.dtype).view(parameter.shape)
@@ -114,7 +116,7 @@ class ReferenceWeights:
 
     @contextmanager
     def in_place(self):
-        """Make the model compute with the reference weights within the context."""
+        """Swap the reference weights into the model. Swap the policy's weights back when the context ends."""
         self._exchange()
         try:
             yield
@@ -123,9 +125,9 @@ class ReferenceWeights:
 
 
 class ReferencePasses:
-    """State between `Passes.begin_reference` and `end_reference`: the model has the reference's weights.
+    """Record of whether the model has the reference weights: from Passes.begin_reference to end_reference.
 
-    It holds the contexts that must be closed at the end.
+    It holds the contexts that are entered at the beginning and exited at the end.
     """
 
     def __init__(self) -> None:
@@ -136,7 +138,7 @@ class ReferencePasses:
         return self._contexts is not None
 
     def require_policy(self) -> None:
-        """Raise RuntimeError if the model has the reference's weights: callers need the policy's."""
+        """Raise RuntimeError if the model has the reference weights, not those of the policy."""
         if self.begun:
             raise RuntimeError("the model has the reference's weights: call end_reference first")
 

@@ -10,9 +10,10 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 
 def name() -> str:
-    """Return the name of this rank's states in a checkpoint.
+    """Return the name under which a checkpoint stores this rank's random states.
 
-    It contains the layout. A run with another layout finds no such name, and keeps its own states.
+    The name contains the parallel layout. A run with another layout does not find the name, so it keeps the
+    random states with which it began.
     """
     tp, pp = mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size()
     return f"random_states.tp{tp}.pp{pp}.{dist.get_rank()}_{dist.get_world_size()}"

@@ -24,7 +24,10 @@ _MOST_ELEMENTS = 4 * 2**20
 
 @dataclass(frozen=True)
 class Rectangle:
-    """Rectangular part of a global tensor, with its values in memory."""
+    """Rectangular part of a global tensor, with its values in memory.
+
+    A global tensor is a parameter, or an optimizer state of it, as it would be without parallelism.
+    """
 
     name: str
     """Name of the global tensor."""
@@ -35,12 +38,14 @@ class Rectangle:
     data: torch.Tensor
     """Contiguous view of the weights or optimizer states in use, with as many axes as the global tensor."""
     padded: bool
-    """True: the global shape depends on the layout, because it is padded with zeros."""
+    """True if the global shape depends on the parallel layout, because it is padded with zeros."""
 
 
 class _Shard(NamedTuple):
-    """Part of this rank's parameter (or buffer) that is one rectangle of a global tensor.
+    """Part of a parameter (or buffer) of this rank that is one rectangle of a global tensor.
 
+    A global tensor is the parameter as it would be without parallelism.
+    parameter: the whole parameter on this rank.
     place: Megatron's description of the rectangle: name, shape and offset in the global tensor.
     """
 
@@ -92,16 +97,16 @@ def rectangles(
         yield from _within_row(last, 0, tail, shape)
 
 
-def _within_row(number: int, start: int, stop: int, shape: tuple[int, ...]):
+def _within_row(row: int, start: int, stop: int, shape: tuple[int, ...]):
     for offset, size in rectangles(start, stop, shape[1:]):
-        yield (number, *offset), (1, *size)
+        yield (row, *offset), (1, *size)
 
 
 def sharded_model(chunks) -> tuple[list[_Shard], list[dict[str, ShardedObject]]]:
-    """Ask Megatron what a checkpoint must contain of this rank's model.
+    """Return (shards, objects): what a checkpoint must contain of this rank's model, according to Megatron.
 
-    Returns (shards, objects): shards are the parts of all parameters and buffers. Objects are all that is not
-    a tensor, {name within the chunk: object}, one dict per model chunk.
+    shards: the parts of all parameters and buffers, which are rectangles of global tensors.
+    objects: for each model chunk, {name within the chunk: object} of everything that is not a tensor.
     """
     metadata = {
         "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
@@ -121,9 +126,10 @@ def sharded_model(chunks) -> tuple[list[_Shard], list[dict[str, ShardedObject]]]
 
 
 def _own_shares(shards: list[_Shard]) -> dict[int, range]:
-    """Return {id(parameter): range of its flat elements that this rank writes}.
+    """Return {id(parameter): range of the parameter's flat elements that this rank writes to a checkpoint}.
 
-    Data-parallel replicas have equal parameters, so each replica writes an equal share of the elements.
+    Data-parallel replicas have equal parameters, so each replica writes an equal share of the elements. A
+    parameter of which this rank writes nothing may be missing.
     """
     shares = {}
     for expert in (False, True):
@@ -153,10 +159,12 @@ def _own_shares(shards: list[_Shard]) -> dict[int, range]:
 def _pieces(
     prefix: str, shard: _Shard, values: torch.Tensor, first: int, wanted: range
 ) -> Iterator[Rectangle]:
-    """Yield the rectangles for a range of the shard's parameter, each of at most _MOST_ELEMENTS elements.
+    """Yield rectangles of the shard's global tensor, each of at most _MOST_ELEMENTS elements.
 
+    Together they are the elements of the shard that are in the range `wanted`.
     prefix: put before the global tensor's name.
-    values: flat values of the parameter (or of its optimizer state), from element `first` on.
+    values: flat values of the parameter (or of an optimizer state of it), from the parameter's flat element
+        `first` on.
     wanted: range of the parameter's flat elements.
     """
     place, begin = shard.place, shard.start
@@ -178,10 +186,11 @@ def _pieces(
             at += count
 
 
-def _shares(shards: list[_Shard], writing: bool) -> dict[int, range]:
-    """Return {id of a parameter: range of its elements, in flat order} that this rank writes or reads.
+def _elements(shards: list[_Shard], writing: bool) -> dict[int, range]:
+    """Return {id(parameter): range of the parameter's flat elements} that this rank writes or reads.
 
-    writing: True: only this rank's share, so that replicas write each element once. False: all it holds.
+    writing: if True, this rank's share of the elements, so that replicas together write each element once. If
+        False, all elements that the rank holds.
     """
     if writing:
         return _own_shares(shards)
@@ -194,14 +203,16 @@ def weight_pieces(
     prefix: str = "",
     values_of: Callable[[torch.Tensor], torch.Tensor | None] = torch.Tensor.detach,
 ) -> list[Rectangle]:
-    """Return the rectangles of the weights that this rank writes to a checkpoint, or reads from it.
+    """Return the rectangular parts of weights that this rank must write to a checkpoint, or read from one.
 
-    writing: True: only this rank's share, so that replicas write each element once. False: all it holds.
-    prefix: put before the names of the global tensors.
-    values_of: parameter -> contiguous values to save or fill instead of the parameter's own, or None to leave
-        the parameter out. Used for the reference's weights.
+    shards: result of `sharded_model`.
+    writing: if True, return this rank's share of the elements, so that replicas together write each element
+        once. If False, return all elements that the rank holds.
+    prefix: put before the names of the weights in the checkpoint.
+    values_of: function from a parameter to the contiguous values to save, or to fill, instead of the
+        parameter's own values. It returns None to leave the parameter out. Used for reference weights.
     """
-    shares = _shares(shards, writing)
+    shares = _elements(shards, writing)
     pieces = []
     for shard in shards:
         values = values_of(shard.parameter) if id(shard.parameter) in shares else None
@@ -211,12 +222,15 @@ def weight_pieces(
 
 
 def optimizer_pieces(shards: list[_Shard], optimizer, writing: bool) -> list[Rectangle]:
-    """Return the rectangles of the optimizer's states that this rank writes to or reads from a checkpoint.
+    """Return the rectangular parts of optimizer states that this rank must write to a checkpoint, or read.
 
-    The states are Adam's moments, and the fp32 master weights where weights are not fp32.
-    writing: True: only this rank's share, so that replicas write each element once. False: all it holds.
+    The states are Adam's moments, and fp32 master weights for parameters that are not fp32.
+    shards: result of `sharded_model`.
+    optimizer: Optimizer of the model.
+    writing: if True, return this rank's share of the elements, so that replicas together write each element
+        once. If False, return all elements that the rank holds.
     """
-    shares = _shares(shards, writing)
+    shares = _elements(shards, writing)
     pieces = []
     for shard in shards:
         found = _optimizer_state(optimizer, shard.parameter)
@@ -232,20 +246,20 @@ def optimizer_pieces(shards: list[_Shard], optimizer, writing: bool) -> list[Rec
 def _optimizer_state(
     optimizer, parameter: torch.Tensor
 ) -> tuple[int, range | None, dict[str, torch.Tensor]] | None:
-    """Find the optimizer's states of a parameter on this rank. Return None if there are none.
+    """Return (first, own, states), the optimizer states of a parameter on this rank. None: there are none.
 
-    Otherwise returns (first, own, states):
-    first: index of the parameter's flat element at which the states begin.
-    own: range of the elements whose states only this replica has. None: every replica has all states.
-    states: {name: flat state}.
+    first: index, in the flattened parameter, of the element at which the states begin.
+    own: range of elements whose states no other data-parallel replica has. None: every replica has all
+        states.
+    states: {name of the state: flat values}.
     """
     for part in optimizer.parts():
         own = None
         if hasattr(part, "model_param_group_index_map"):
             if parameter not in part.model_param_group_index_map:
                 continue
-            group, number = part.model_param_group_index_map[parameter]
-            optimized = part.optimizer.param_groups[group]["params"][number]
+            group, index = part.model_param_group_index_map[parameter]
+            optimized = part.optimizer.param_groups[group]["params"][index]
             placed = part._get_model_param_range_map(parameter)["param"]
             own = range(placed.start, placed.end)
         else:

@@ -11,46 +11,51 @@ from grpo_megatron.weights.sync.sender import WeightSender, sender_for
 
 
 class RankWeights:
-    """Access to the policy's current weights. All methods are collective."""
+    """Sends, exports, changes and checks the policy's current weights. All ranks must call each method."""
 
     def __init__(self, model: TrainedModel):
         self._model = model
         self._sender: WeightSender | None = None
 
     def send(self, command: SyncCommand) -> SyncReport:
-        """Do this rank's part of a weight sync to the engines, and return its report to the driver.
+        """Do this rank's part of a weight sync to the engines, as the driver's command says.
 
-        The sender and its connections are kept until a command with another setup comes.
+        Returns this rank's report. The connections to the engines are kept until a command with another
+        setup comes.
         """
         model = self._model
         with model.settled_weights(), torch.no_grad():
-            with_te = model.model_spec.transformer_engine
+            with_te = model.transformer_engine
             self._sender = sender_for(command.setup, self._sender, model.rank.rank, model.device, with_te)
             return self._sender.send(command, MergedWeights(model.chunks), model.heartbeat.tick)
 
     def save_hf(self, folder: str, dtype: torch.dtype | None = None) -> None:
-        """Write the current weights as an HF checkpoint. Collective.
+        """Write the current weights as an HF checkpoint. All ranks must call this.
 
-        dtype: dtype of the written tensors. None: that of the parameters. Raises UserError if the disk fails.
+        dtype: dtype of the written tensors. None: dtype of the parameters.
+        Raises UserError if the disk fails.
         """
         model = self._model
         with writing(folder), model.settled_weights():
-            dtype = dtype or model.model_spec.params_dtype
-            export.save_hf(model.chunks, model.entries, model.spec, model.arch, folder, dtype, model.adapters)
+            dtype = dtype or model.params_dtype
+            export.save_hf(
+                model.chunks, model.entries, model.config, model.arch, folder, dtype, model.adapters
+            )
 
     def reset_reference(self) -> None:
-        """Make the policy's current weights the reference model's weights. Collective."""
+        """Copy the policy's current weights into the reference weights. All ranks must call this."""
         model, reference = self._model, self._model.require_reference()
         model.until_saved(weights_only=True)  # the checkpoint's weights include the reference's
         with model.settled_weights():
             reference.take_current()
 
     def scale(self, factor: float, share: float = 1.0) -> None:
-        """Multiply every parameter by `factor`, so that the self-test can sync changed weights. Collective.
+        """Multiply every parameter by `factor`, so that the self-test can sync changed weights.
 
-        The optimizer's master weights do not change, so the next optimizer step undoes the change.
-        share: fraction of the elements to multiply, chosen at random. Below 1, replicas then differ, and
-            nothing may be trained afterwards.
+        All ranks must call this. The optimizer's master weights do not change, so the next optimizer step
+        undoes the change.
+        share: fraction of the elements to multiply, chosen at random. If it is below 1, replicas differ
+            afterwards, so nothing may be trained.
         """
         self._model.until_saved(weights_only=True)
         with self._model.settled_weights(), torch.no_grad():
@@ -61,7 +66,10 @@ class RankWeights:
                     parameter.mul_(torch.where(torch.rand_like(parameter) < share, factor, 1.0))
 
     def broken(self) -> list[str]:
-        """Return the names of this rank's parameters that contain NaN or infinity. Collective."""
+        """Return the names of this rank's parameters that contain NaN or infinity.
+
+        All ranks must call this.
+        """
         with self._model.settled_weights():
             named = [item for chunk in self._model.chunks for item in chunk.named_parameters()]
             return [name for name, parameter in named if not parameter.isfinite().all()]

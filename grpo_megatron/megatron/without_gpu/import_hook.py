@@ -17,9 +17,9 @@ from typing import Any
 class Changes:
     """Changes to make to modules while they are imported.
 
-    rewriters: {prefix of module names: class that transforms the module's syntax tree}.
+    rewriters: {prefix of module names: class that transforms the syntax trees of these modules}.
     names: {name: value} of global variables that rewritten modules get in addition.
-    mend: {module name: functions to call with the module right after it is loaded, to replace its functions}.
+    mend: {module name: functions that are called with the module right after it is loaded, and change it}.
     """
 
     rewriters: dict[str, type[ast.NodeTransformer]] = field(default_factory=dict)
@@ -66,9 +66,10 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def changes() -> Changes:
-    """Return the Changes that apply to this process's imports; install the import hook at the first call.
+    """Return the Changes for this process's imports. The first call also installs the import hook.
 
-    Callers add to them. An addition has no effect on modules that were imported before.
+    Callers add their changes to the returned object. A change has no effect on modules that were imported
+    before.
     """
     for finder in sys.meta_path:
         if isinstance(finder, _Finder):

@@ -78,7 +78,8 @@ class _Nvtx:
 class CpuCuda(types.ModuleType):
     """Replacement for ``torch.cuda`` inside Megatron on a machine without CUDA.
 
-    Rewritten modules see it in place of torch.cuda. Names it does not define come from the real torch.cuda.
+    Rewritten modules see this object in place of torch.cuda. Names that it does not define come from the real
+    torch.cuda.
     """
 
     Stream = _Stream
@@ -140,7 +141,7 @@ def _is_name(node, name):
 
 
 class CudaToCpu(ast.NodeTransformer):
-    """Syntax tree transformer that makes one Megatron module use the CPU where it says CUDA."""
+    """Syntax tree transformer that makes a Megatron module use the CPU instead of CUDA."""
 
     def visit_Call(self, node):
         func = node.func
@@ -215,7 +216,7 @@ def _patch_mappings(module):
 
 
 def install() -> None:
-    """Register the patches that Megatron needs on this machine, to be applied when it is imported.
+    """Register the patches that Megatron needs on this machine. They are applied when Megatron is imported.
 
     A second call does nothing. Raises RuntimeError if Megatron was imported before, because its modules then
     already refer to ``torch.cuda``.
@@ -239,7 +240,7 @@ def install() -> None:
 def must_be_new(prefix: str) -> None:
     """Raise RuntimeError if a module whose name starts with `prefix` was already imported.
 
-    The patches change modules while these are imported, so they would have no effect afterwards.
+    Patches change a module while it is imported, so they would have no effect on a module imported before.
     """
     loaded = next((name for name in sys.modules if name.startswith(prefix)), None)
     if loaded:

@@ -1,6 +1,6 @@
 """Fixes that megatron-core 0.16.1 needs if TransformerEngine is not installed, with CUDA or without.
 
-`cpu.install` registers them, and the import hook applies them.
+`patches.install` registers them, and the import hook applies them.
 """
 
 import importlib.util
@@ -9,12 +9,12 @@ import torch
 
 
 class TorchAdam(torch.optim.Optimizer):
-    """Adam/AdamW that replaces FusedAdam of TransformerEngine or apex where neither is installed.
+    """Adam or AdamW, in place of the FusedAdam of TransformerEngine or apex, if neither is installed.
 
-    It has their interface and state layout, because Megatron's distributed optimizer relies on both.
-    Kingma & Ba 2015; Loshchilov & Hutter 2019 (decoupled decay) with ``adam_w_mode``. The step
-    counter lives in the parameter group, the moments (float32, shape of the parameter) in
-    ``state[p]["exp_avg"]`` and ``["exp_avg_sq"]``.
+    It has FusedAdam's interface and state layout, because Megatron's distributed optimizer relies on both.
+    The step counter is in the parameter group. The moments (with shape and dtype of the parameter) are
+    ``state[p]["exp_avg"]`` and ``state[p]["exp_avg_sq"]``.
+    adam_w_mode: True for AdamW (Loshchilov & Hutter 2019), False for Adam (Kingma & Ba 2015).
     """
 
     def __init__(

@@ -50,12 +50,12 @@ def read_architecture(model_path: str, reward_model: bool = False) -> Architectu
     config = read_object(path)
     names = config.get("architectures") or ["(none)"]
     if not isinstance(names, list) or not isinstance(names[0], str):
-        raise UserError(f"{path}: architectures must be a list of names, is {shortened(repr(names))}")
+        raise UserError(f"{path}: architectures must be a list of names, but is {shortened(repr(names))}")
     if names[0] not in _BY_ARCHITECTURE | _REWARD_MODELS:
         supported = ", ".join([*_BY_ARCHITECTURE, *_REWARD_MODELS])
         raise UserError(
-            f"{path}: there is no weight map for the architecture {shortened(names[0])}; supported: "
-            f"{supported} (docs/adding-a-model.md says how to add one)"
+            f"{path}: the architecture {shortened(names[0])} is not supported; supported are {supported} "
+            "(docs/adding-a-model.md explains how to add one)"
         )
     try:
         if names[0] in _REWARD_MODELS:
@@ -72,11 +72,13 @@ def _must_have_one_label(config: Fields) -> None:
     # transformers does not write id2label if there are two labels, its default.
     count = len(labels) if labels else config.integer("num_labels", 2)
     if count != 1:
-        raise UserError(f"a reward model has one label, config.json has {count} (id2label, num_labels)")
+        raise UserError(f"a reward model must have one label, but id2label or num_labels sets {count}")
 
 
 def reward_architecture(arch: Architecture) -> str:
-    """Return the transformers class of a reward model of this family, for `architectures` in config.json.
+    """Return the name of transformers' class for reward models of this family.
+
+    Exported checkpoints have the name in `architectures` of config.json.
 
     Raises UserError if transformers has no such class.
     """
@@ -84,8 +86,8 @@ def reward_architecture(arch: Architecture) -> str:
     if family.reward_architecture is None:
         known = ", ".join(name for name, family in _BY_NAME.items() if family.has_classifier)
         raise UserError(
-            f"transformers has no {arch.family} for sequence classification, so a reward model of it could "
-            f"not be exported; families that have one: {known}"
+            f"a {arch.family} reward model could not be exported, because transformers has no {arch.family} "
+            f"for sequence classification; use a model of one of these families: {known}"
         )
     return family.reward_architecture
 
@@ -93,8 +95,8 @@ def reward_architecture(arch: Architecture) -> str:
 def weight_map(arch: Architecture, transformer_engine: bool = False) -> dict[str, Entry]:
     """Return {Megatron name: entry} of all parameters of a model, in the order of the forward pass.
 
-    transformer_engine: Megatron uses TransformerEngine's layers instead of its local ones. They contain the
-        norm before a linear layer, so its Megatron name is different.
+    transformer_engine: True if Megatron uses TransformerEngine's layers instead of its local layers. In
+        TransformerEngine, a linear layer contains the norm before it, so the norm has another Megatron name.
     """
     entries = _BY_NAME[arch.family].entries(arch)
     if transformer_engine:
@@ -105,7 +107,10 @@ def weight_map(arch: Architecture, transformer_engine: bool = False) -> dict[str
 
 
 def _transformer_engine_name(name: str, arch: Architecture) -> str:
-    """Return the name that a parameter of Megatron's local layers has in TransformerEngine's layers."""
+    """Return the Megatron name of a parameter in TransformerEngine's layers.
+
+    name: name of the same parameter in Megatron's local layers.
+    """
     fused = {} if arch.latent else {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     layer = name.removeprefix("decoder.layers.").split(".")[0]
     if arch.moe is None or (layer.isdigit() and not arch.moe.layers[int(layer)]):

@@ -15,9 +15,10 @@ Block = Callable[[Architecture, str, str], list[Entry]]
 
 
 def same(hf: str, shape: Shape, megatron: str, axis: int | None) -> Entry:
-    """Return the entry of a tensor that has the same content in HF, Megatron and the engine.
+    """Return the weight map entry of a tensor that has the same content in HF, Megatron and the engine.
 
-    The engine's name is HF's. `axis` is the axis split over tensor-parallel ranks in both; None: not split.
+    hf: name in HF and in the engine.
+    axis: axis that is split over tensor-parallel ranks in Megatron and in the engine; None: not split.
     """
     return Entry((hf,), (shape,), megatron, axis, hf, axis)
 
@@ -54,7 +55,7 @@ def decoder(arch: Architecture, attention: Block, mlp: Block, experts: Block | N
 
 
 def attention(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
-    """Return the entries of one layer's grouped-query attention, and of both norms of the layer.
+    """Return the weight map entries of one layer's grouped-query attention, and of both norms of the layer.
 
     Q/K norms and the QKV bias are included if the architecture has them.
 
@@ -93,7 +94,10 @@ def attention(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
 
 
 def mlp(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
-    """Return the entries of one layer's SwiGLU MLP. `hf` and `megatron` are the layer's names."""
+    """Return the weight map entries of one layer's SwiGLU MLP.
+
+    hf, megatron: name of the layer in HF and in Megatron.
+    """
     return _swiglu(arch.hidden_size, arch.ffn_hidden_size, f"{hf}.mlp", f"{megatron}.mlp")
 
 
@@ -107,12 +111,13 @@ def _swiglu(hidden: int, ffn: int, hf: str, megatron: str) -> list[Entry]:
 
 
 def experts(block: str, gate: str, up: str, down: str) -> Block:
-    """Return a function for `decoder` that returns the entries of one layer's router and experts.
+    """Return a function that returns the weight map entries of one layer's router and experts.
 
-    The experts are SwiGLU MLPs. Shared experts are included if the architecture has them.
+    It is meant for the argument `experts` of `decoder`. The experts are SwiGLU MLPs. Shared experts are
+    included if the architecture has them.
 
     block: HF's name of the module with the experts, within the layer.
-    gate, up, down: HF's names of an expert's projections.
+    gate, up, down: HF's names of the projections in an expert.
     """
 
     def entries(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
@@ -130,9 +135,9 @@ def experts(block: str, gate: str, up: str, down: str) -> Block:
             names = f"{hf}.{block}.shared_experts", f"{megatron}.mlp.shared_experts"
             found += _swiglu(hidden, arch.moe.shared_ffn_hidden_size, *names)
         engine, shapes = f"{hf}.{block}.experts", ((ffn, hidden),) * 2
-        for number in range(count):
-            expert = Expert(number, count)
-            theirs, ours = f"{hf}.{block}.experts.{number}", f"{megatron}.mlp.experts.local_experts.{number}"
+        for index in range(count):
+            expert = Expert(index, count)
+            theirs, ours = f"{hf}.{block}.experts.{index}", f"{megatron}.mlp.experts.local_experts.{index}"
             gate_up, downs = (
                 (f"{theirs}.{gate}.weight", f"{theirs}.{up}.weight"),
                 (f"{theirs}.{down}.weight",),

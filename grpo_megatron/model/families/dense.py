@@ -8,8 +8,9 @@ from grpo_megatron.model.families.family import Family
 
 
 def _dense(name: str, architecture: str, defaults: dict[str, Any], **differences: bool) -> Family:
-    """Return a family whose layers are those of Llama, but for `differences`.
+    """Return a family whose layers are the same as Llama's, except for `differences`.
 
+    name, architecture, defaults: see Family.
     differences: keyword arguments of reading.decoder, such as qk_norm.
     """
     return Family(

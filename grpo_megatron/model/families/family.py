@@ -11,16 +11,19 @@ from grpo_megatron.model.entries import Entry
 
 @dataclass(frozen=True)
 class Family:
-    """A model family: how to read its config.json, and how its weights are named and arranged."""
+    """A model family: how to read its models' config.json, and how their weights are named and arranged."""
 
     name: str
     """Common name, such as `qwen2`."""
     architecture: str
-    """Name in `architectures` of config.json."""
+    """Name of the transformers class, as in `architectures` of config.json."""
     read: Callable[[Fields], Architecture]
-    """Reads config.json. Raises UserError for unsupported settings that change the forward pass."""
+    """Function that reads config.json. It raises UserError for unsupported settings."""
     entries: Callable[[Architecture], list[Entry]]
-    """Returns the weight map in the order of the forward pass, with the names of Megatron's local layers."""
+    """Function that returns the weight map entries in the order of the forward pass.
+
+    The Megatron names are those of Megatron's local layers.
+    """
     defaults: Mapping[str, Any]
     """{key: value} for keys that config.json may lack: transformers' defaults. Sizes have no default."""
     has_classifier: bool = True

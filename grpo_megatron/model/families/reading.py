@@ -19,27 +19,31 @@ def decoder(
 ) -> Architecture:
     """Return the architecture of a decoder with rotary embeddings, RMS norms and SwiGLU.
 
-    windowed: the family's default for whether a sliding window in config.json is used (use_sliding_window).
+    config: the model's config.json.
+    family, qk_norm, qkv_bias, moe, latent: see Architecture.
+    windowed: the family's default for use_sliding_window: whether a sliding window in config.json is used.
     rotary_share: the family's default for partial_rotary_factor, the share of a head's channels that is
-        rotated; 1: the family has no such key.
+        rotated. 1: the family has no such key.
 
     Raises UserError for settings that are not supported.
     """
     # Refuse settings that would change the forward pass and are not implemented.
     if config.flag("attention_bias", False) and not qkv_bias:
         raise UserError(
-            "attention_bias=true puts a bias on the attention's output projection too, which is not supported"
+            "attention_bias=true is not supported, because it adds a bias to the attention's output "
+            "projection"
         )
     if config.flag("mlp_bias", False):
         raise UserError("mlp_bias=true is not supported")
     activation = config.text("hidden_act", "silu")
     if activation != "silu":
-        raise UserError(f"hidden_act={shortened(activation)} is not supported, only silu")
+        raise UserError(f"hidden_act={shortened(activation)} is not supported; only silu can be used")
     theta, scaling, share = rope(config, rotary_share, yarn=latent is not None)
     num_heads, num_kv_heads, head_dim = heads(config) if latent is None else _latent_heads(config, latent)
     if int(head_dim * share) % 2:
         raise UserError(
-            f"partial_rotary_factor={share:g} of the {head_dim} channels of a head is not an even number"
+            f"partial_rotary_factor={share:g} is not supported: it must select an even number of the "
+            f"{head_dim} channels of a head"
         )
     return Architecture(
         family=family,
@@ -70,18 +74,21 @@ def num_layers(config: Fields) -> int:
 
 
 def top_k(config: Fields, num_experts: int) -> int:
-    """Return the number of experts of each token. Raises UserError if it exceeds the number of experts."""
+    """Return the number of experts for each token, num_experts_per_tok in config.json.
+
+    Raises UserError if it is more than `num_experts`.
+    """
     chosen = config.integer("num_experts_per_tok")
     if chosen > num_experts:
-        raise UserError(f"num_experts_per_tok={chosen} is more than the {num_experts} experts")
+        raise UserError(f"num_experts_per_tok={chosen} exceeds the number of experts, {num_experts}")
     return chosen
 
 
 def sigmoid_experts(config: Fields) -> MoE:
-    """Return the router and experts of DeepSeek-V3 (arXiv:2412.19437), which GLM-4.5 has too.
+    """Return router and experts of a model like DeepSeek-V3 (arXiv:2412.19437), such as GLM-4.5.
 
-    The first `first_k_dense_replace` layers have a dense MLP instead. Raises UserError for settings that are
-    not supported.
+    The first `first_k_dense_replace` layers have a dense MLP instead of experts. Raises UserError for
+    settings that are not supported.
     """
     num_experts, ffn = config.integer("n_routed_experts"), config.integer("moe_intermediate_size")
     chosen, dense = (
@@ -90,13 +97,15 @@ def sigmoid_experts(config: Fields) -> MoE:
     )
     for key, expected in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if config.text(key, expected) != expected:
-            raise UserError(f"{key}={shortened(config.text(key, None))} is not supported, only {expected}")
+            raise UserError(
+                f"{key}={shortened(config.text(key, None))} is not supported; only {expected} can be used"
+            )
     if config.integer("moe_layer_freq", 1) != 1:
-        raise UserError("moe_layer_freq other than 1 is not supported")
+        raise UserError("moe_layer_freq must be 1; other values are not supported")
     if not config.flag("norm_topk_prob", True) or chosen == 1:
         raise UserError(
-            "norm_topk_prob=false and num_experts_per_tok=1 are not supported: Megatron scales the weights "
-            "to sum to 1"
+            "norm_topk_prob=false and num_experts_per_tok=1 are not supported, because Megatron always "
+            "scales the experts' weights to sum to 1"
         )
     groups, top_groups = config.integer("n_group"), config.integer("topk_group")
     if top_groups >= groups:
@@ -104,8 +113,8 @@ def sigmoid_experts(config: Fields) -> MoE:
     elif num_experts % groups or chosen != 2 * top_groups or chosen > num_experts // groups * top_groups:
         raise UserError(
             f"n_group={groups}, topk_group={top_groups}, n_routed_experts={num_experts} and "
-            f"num_experts_per_tok={chosen} are not supported together: the groups must be equal and hold "
-            "enough experts, and two be chosen of each chosen group"
+            f"num_experts_per_tok={chosen} are not supported together: the groups must be of equal size and "
+            "contain enough experts, and num_experts_per_tok must be twice topk_group"
         )
     return MoE(
         num_experts=num_experts,
@@ -125,59 +134,62 @@ def sigmoid_experts(config: Fields) -> MoE:
 def _latent_heads(config: Fields, latent: Latent) -> tuple[int, int, int]:
     """Return (heads, KV heads, channels of a query or key head) of latent attention.
 
-    Each head has a key of its own, so both numbers are equal. Raises UserError if config.json says otherwise.
+    Each query head has a key head of its own, so both numbers are equal. Raises UserError if they are not
+    equal in config.json.
     """
     count = config.integer("num_attention_heads")
     kv_heads = config.integer("num_key_value_heads", count)
     if kv_heads != count:
         raise UserError(
-            f"num_key_value_heads={kv_heads} must be num_attention_heads={count} with latent attention"
+            f"num_key_value_heads={kv_heads} must equal num_attention_heads={count} in a model with latent "
+            "attention"
         )
     return count, count, latent.plain_dim + latent.rotated_dim
 
 
 def _max_positions(config: Fields, windowed: bool) -> int:
-    """Return the longest sequence in tokens. A sliding window in use lowers it to the window's length."""
+    """Return the maximum length of a sequence in tokens: the context length, or a shorter sliding window.
+
+    windowed: the family's default for use_sliding_window.
+    """
     positions = config.integer("max_position_embeddings")
     window = config.integer("sliding_window", None)
     return min(positions, window) if window and config.flag("use_sliding_window", windowed) else positions
 
 
 def heads(config: Fields) -> tuple[int, int, int]:
-    """Return (heads, KV heads, channels of a head) of grouped-query attention.
+    """Return (number of query heads, number of KV heads, channels of a head) of grouped-query attention.
 
     Raises UserError for numbers that do not divide each other, or an odd number of channels.
     """
     hidden, count = config.integer("hidden_size"), config.integer("num_attention_heads")
     kv_heads = config.integer("num_key_value_heads", count)
     if count % kv_heads:
-        raise UserError(f"num_key_value_heads={kv_heads} does not divide num_attention_heads={count}")
+        raise UserError(f"num_attention_heads={count} is not divisible by num_key_value_heads={kv_heads}")
     head_dim = config.integer("head_dim", None)
     if head_dim is None:
         if hidden % count:
             raise UserError(
-                f"num_attention_heads={count} does not divide hidden_size={hidden}, and there is no head_dim"
+                f"hidden_size={hidden} is not divisible by num_attention_heads={count}; add head_dim"
             )
         head_dim = hidden // count
     if head_dim % 2:
-        raise UserError(
-            f"the dimension of a head must be even for rotary embeddings, is {head_dim} (head_dim)"
-        )
+        raise UserError(f"head_dim must be even for rotary embeddings, but is {head_dim}")
     return count, kv_heads, head_dim
 
 
 def rope(config: Fields, rotary_share: float, yarn: bool) -> tuple[float, RopeScaling | Yarn | None, float]:
-    """Return (base of the rotary embedding, its frequency scaling, share of a head's channels it rotates).
+    """Return (base, frequency scaling, share of a head's channels that is rotated) of the rotary embedding.
 
     The scaling is None if frequencies are not scaled. Raises UserError for settings that are not supported.
 
-    rotary_share: the family's default for the share; 1: the family has no such setting.
-    yarn: whether YaRN scaling is supported.
+    rotary_share: the family's default for the share. 1: the family has no setting for the share.
+    yarn: True if YaRN scaling is supported for this model.
     """
     name, parameters = _rope_parameters(config)
     share = parameters.number("partial_rotary_factor", config.number("partial_rotary_factor", rotary_share))
     if share > 1 or (share < 1 and rotary_share == 1):
-        raise UserError("partial_rotary_factor other than 1 is not supported")
+        raise UserError("partial_rotary_factor must be 1 for this model; other values are not supported")
     theta = parameters.number("rope_theta", None) or config.number("rope_theta")
     kind = parameters.text("rope_type", None) or parameters.text("type", "default")
     if kind == "default":
@@ -189,7 +201,7 @@ def rope(config: Fields, rotary_share: float, yarn: bool) -> tuple[float, RopeSc
         return theta, _yarn(parameters, positions), share
     if kind != "llama3":
         supported = "default, llama3, yarn" if yarn else "default, llama3"
-        raise UserError(f"{name}: rope type {shortened(kind)!r} is not supported; supported: {supported}")
+        raise UserError(f"{name}: rope_type {shortened(kind)!r} is not supported; supported are {supported}")
     scaling = RopeScaling(
         factor=parameters.number("factor"),
         low_freq_factor=parameters.number("low_freq_factor"),
@@ -197,44 +209,44 @@ def rope(config: Fields, rotary_share: float, yarn: bool) -> tuple[float, RopeSc
         original_max_positions=positions,
     )
     if scaling.low_freq_factor >= scaling.high_freq_factor:
-        raise UserError("low_freq_factor of the rope scaling must be less than its high_freq_factor")
+        raise UserError(f"{name}: low_freq_factor must be less than high_freq_factor")
     return theta, scaling, share
 
 
 def _rope_parameters(config: Fields) -> tuple[str, Fields]:
-    """Return (key of config.json that describes the rotary embedding, the object under that key).
+    """Return (name of the config.json key that describes the rotary embedding, object under that key).
 
     The choice follows transformers. Version 5 writes rope_parameters. Older versions write rope_theta, and
     rope_scaling if frequencies are scaled. If both objects are present and not empty, transformers uses
-    rope_scaling only. Raises UserError if settings in rope_parameters would be lost by that.
+    rope_scaling only. Raises UserError if settings in rope_parameters would then be lost.
     """
     scaling, parameters = config.object("rope_scaling"), config.object("rope_parameters")
     name, chosen = ("rope_scaling", scaling) if scaling else ("rope_parameters", parameters or Fields({}))
     if chosen.nested:
         raise UserError(
-            f"{name} has other values for each type of layer ({', '.join(map(shortened, chosen.nested))}), "
-            "which is not supported"
+            f"{name} has different values for different types of layers "
+            f"({', '.join(map(shortened, chosen.nested))}), which is not supported"
         )
     for key in ("rope_theta", "partial_rotary_factor") if scaling and parameters else ():
         given = parameters.number(key, None)
         if given not in (None, scaling.number(key, None) or config.number(key, None)):
             raise UserError(
-                f"rope_parameters.{key}={given:g} would be lost: beside rope_scaling, transformers and "
-                "SGLang ignore rope_parameters. Move the keys of rope_scaling into rope_parameters, and "
-                "delete rope_scaling"
+                f"rope_parameters.{key}={given:g} would be lost, because transformers and SGLang ignore "
+                "rope_parameters if there is also rope_scaling; move the keys of rope_scaling into "
+                "rope_parameters, and delete rope_scaling"
             )
     return name, chosen
 
 
 def _yarn(parameters: Fields, original_max_positions: int) -> Yarn:
     if parameters.number("attention_factor", None) or not parameters.flag("truncate", True):
-        raise UserError("attention_factor and truncate=false of the rope scaling are not supported")
+        raise UserError("attention_factor and truncate=false are not supported for YaRN RoPE scaling")
     factor = parameters.number("factor")
     scores, cosines = parameters.number("mscale_all_dim", None), parameters.number("mscale", None)
     if (scores is None) != (cosines is None):
         raise UserError(
-            "mscale and mscale_all_dim of the rope scaling are only supported together: alone they are read "
-            "differently"
+            "mscale and mscale_all_dim of YaRN RoPE scaling are only supported together, because libraries "
+            "interpret one of them alone differently"
         )
 
     def grown(share: float) -> float:

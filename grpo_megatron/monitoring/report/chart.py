@@ -1,4 +1,4 @@
-"""Line charts as SVG, for a page that must not load any other file."""
+"""Line charts as SVG, for a page that must not load other files."""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Line:
     """One line of a chart.
 
     label: name of the scalar, for the legend.
-    curve: its values by step.
+    curve: the scalar's values by step.
     dashed: True for a line of the other run in a comparison.
     """
 
@@ -77,17 +77,18 @@ def line_chart(lines: Sequence[Line]) -> Markup:
 
 
 def _colours(lines: Sequence[Line]) -> dict[str, str]:
-    """Return {label: colour}. A scalar has the same colour in both runs of a comparison."""
+    """Return {label: colour}. The lines of a scalar have the same colour for both runs of a comparison."""
     labels = dict.fromkeys(line.label for line in lines)
-    return {label: COLOURS[number % len(COLOURS)] for number, label in enumerate(labels)}
+    return {label: COLOURS[index % len(COLOURS)] for index, label in enumerate(labels)}
 
 
 def nice_ticks(low: float, high: float, whole: bool = False) -> list[float]:
     """Return about three to seven round numbers for the ticks of an axis from `low` to `high`.
 
-    They are 1, 2 or 5 times a power of ten apart. They include the round numbers at or just beyond both ends.
+    The numbers are 1, 2 or 5 times a power of ten apart. The first is at or just below `low`, and the last at
+    or just above `high`.
 
-    whole: return only integers, and none beyond the ends.
+    whole: If True, return only integers, and none outside `low` to `high`.
     """
     raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(raw))
@@ -108,7 +109,7 @@ def _range(values: list[float]) -> tuple[float, float]:
 
 
 def _thinned(curve: Curve) -> list[tuple[float, float]]:
-    """Return the curve with at most _MOST_POINTS points, each the mean of neighbouring ones."""
+    """Return the curve with at most _MOST_POINTS points. Each point is the mean of neighbouring points."""
     size = math.ceil(len(curve) / _MOST_POINTS)
     if size <= 1:
         return curve

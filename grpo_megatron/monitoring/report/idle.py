@@ -13,9 +13,9 @@ Interval = tuple[float, float]
 def busy_shares(events: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Return {driver phase: {role: share of the phase in which a process of that role was busy}}.
 
-    The report computes idle shares from it. A process is busy while it is in a phase of its own. The share,
-    from 0 to 1, is the mean over the role's processes. A role is a process's name up to its number: `trainer
-    rank 3 of 8` has the role `trainer rank`. The result is empty if only the driver recorded phases.
+    A process is busy while it is in a phase of its own. The share, from 0 to 1, is the mean over the role's
+    processes. A role is a process's name up to its number: `trainer rank 3 of 8` has the role `trainer rank`.
+    The result is empty if only the driver recorded phases.
 
     events: events of timeline.json, in the Trace Event Format.
     """
@@ -27,13 +27,13 @@ def busy_shares(events: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]
             spans[event["pid"]].append((event["name"], event["ts"], event["ts"] + event["dur"], event["tid"]))
     phases: dict[str, list[Interval]] = defaultdict(list)
     roles: dict[str, list[list[Interval]]] = defaultdict(list)
-    for number, own in spans.items():
-        if names.get(number) == DRIVER:
+    for pid, own in spans.items():
+        if names.get(pid) == DRIVER:
             for name, start, end, line in own:
                 if line == 0:
                     phases[name].append((start, end))
         else:
-            roles[_role(names.get(number, ""))].append(_union([(start, end) for _, start, end, _ in own]))
+            roles[_role(names.get(pid, ""))].append(_union([(start, end) for _, start, end, _ in own]))
     if not roles:
         return {}
     return {
@@ -43,13 +43,13 @@ def busy_shares(events: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]
 
 
 def _role(process: str) -> str:
-    """Return a process's name up to its number."""
+    """Return the name of a process up to its number, such as `trainer rank` of `trainer rank 3 of 8`."""
     words = process.split()
     return " ".join(words[: next((i for i, word in enumerate(words) if word.isdigit()), len(words))])
 
 
 def _mean_share(phase: list[Interval], processes: list[list[Interval]]) -> float:
-    """Return the share of a driver phase in which a process is busy, in the mean over the processes.
+    """Return the share of a driver phase in which a process is busy: the mean over the processes, 0 to 1.
 
     phase: all intervals of the phase.
     processes: the busy intervals of each process, sorted and without overlaps.
@@ -63,7 +63,7 @@ def _mean_share(phase: list[Interval], processes: list[list[Interval]]) -> float
 def _union(intervals: list[Interval]) -> list[Interval]:
     """Return the union of the intervals, sorted and without overlaps.
 
-    So the time of a phase within another phase counts once.
+    The time of a phase within another phase thus counts once.
     """
     merged: list[Interval] = []
     for start, end in sorted(intervals):
@@ -77,7 +77,7 @@ def _union(intervals: list[Interval]) -> list[Interval]:
 def _overlap(left: list[Interval], right: list[Interval]) -> float:
     """Return the total length of the intersection of two lists of intervals.
 
-    Both lists must be sorted and have no overlaps of their own.
+    Each list must be sorted and without overlaps.
     """
     total, i, j = 0.0, 0, 0
     while i < len(left) and j < len(right):

@@ -1,4 +1,4 @@
-"""HTML page about a run. Style and charts are inside it, so that it can be mailed and opened anywhere.
+"""HTML page about a run. Style and charts are part of the page, so that it can be mailed and opened anywhere.
 
 The templates escape all text that the run wrote, because prompts and responses may contain HTML.
 """
@@ -15,7 +15,7 @@ from grpo_megatron.monitoring.report.idle import busy_shares
 from grpo_megatron.monitoring.report.read import RecordedRun
 from grpo_megatron.monitoring.report.rendering import parts
 
-# Number of texts that a section shows, and the smallest number for each name in it. Without the second, the
+# Number of texts that a section shows, and the smallest number for each name in it. Without this minimum, the
 # last name would hide the others, because a section may have several groups in a step, or several data sets.
 _TEXTS, _TEXTS_OF_A_NAME = 4, 2
 _NO_PHASES = ("time/step", "time/monitor")
@@ -28,8 +28,8 @@ def page(run: RecordedRun, other: RecordedRun | None = None, changes: Changes | 
     """Return an HTML page about a run.
 
     other: a run to compare with. Its curves are drawn dashed.
-    changes: keys whose values differ between the two configurations, or a text that says why they are not
-        known.
+    changes: {key: (value in `run`, value in `other`)} of the configuration keys that differ, or a text that
+        says why they are not known.
     """
     sections = [("Result", _results(run, other))]
     if other:
@@ -60,7 +60,7 @@ def _chart(names: list[str], run: RecordedRun, other: RecordedRun | None) -> Mar
 
 
 def _results(run: RecordedRun, other: RecordedRun | None) -> Markup:
-    """Return a table of the first and last values of the evaluations, the reward and the SFT loss."""
+    """Return an HTML table of the first and last values of the evaluations, the reward and the SFT loss."""
     names = [
         name
         for name in run.curves
@@ -88,7 +88,7 @@ def _changes(changes: Changes | str, name: str, other: str) -> Markup:
 
 
 def _phases(run: RecordedRun) -> Markup:
-    """Return a bar for each phase of a step, with its mean seconds and its share of the step.
+    """Return HTML with a bar for each phase of a step: its mean seconds, and its share of the step.
 
     A sentence about the time of monitoring and a table of idle shares follow.
     """
@@ -121,9 +121,9 @@ def _phases(run: RecordedRun) -> Markup:
 
 
 def _idle(run: RecordedRun) -> tuple[list[str], list[list[str]]] | None:
-    """Return head and rows of a table of each driver phase's idle share of ranks, engines and workers.
+    """Return (head, rows) of a table: the idle share of ranks, engines and workers in each driver phase.
 
-    None if only the driver recorded phases.
+    Returns None if only the driver recorded phases.
     """
     shares = busy_shares(run.timeline)
     if not shares:
@@ -136,9 +136,9 @@ def _idle(run: RecordedRun) -> tuple[list[str], list[list[str]]] | None:
 
 
 def _texts(run: RecordedRun, wanted: Callable[[str], bool]) -> Markup:
-    """Return the last few texts of each wanted name as HTML, the newest step first.
+    """Return the last few texts of each wanted name as HTML, with the newest step first.
 
-    wanted: returns True for the names to show, such as names that begin with `samples/`.
+    wanted: function that returns True for the names to show, such as names that begin with `samples/`.
     """
     named = _by_name(run, wanted)
     most = max(_TEXTS // max(1, len(named)), _TEXTS_OF_A_NAME)
@@ -149,7 +149,7 @@ def _texts(run: RecordedRun, wanted: Callable[[str], bool]) -> Markup:
 def _first_and_last_texts(run: RecordedRun, wanted: Callable[[str], bool]) -> Markup:
     """Return the first and the last text of each wanted name as HTML, to compare before and after training.
 
-    wanted: returns True for the names to show.
+    wanted: function that returns True for the names to show.
     """
     return _shown([row for rows in _by_name(run, wanted).values() for row in (rows[:1] + rows[1:][-1:])])
 

@@ -18,18 +18,18 @@ Curve = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The recorded data of a run, as read from its folder."""
+    """Data that a run has recorded in its folder."""
 
     folder: Path
     """The run's folder."""
     curves: dict[str, Curve]
-    """Name of the scalar -> its curve. A step that was written several times has the last value."""
+    """{name of a scalar: its curve}. If a step was written several times, the curve has the last value."""
     texts: list[dict[str, Any]]
-    """Rows {"step", "name", "text"}."""
+    """Texts that the run has shown, as dicts with "step", "name" and "text"."""
     config: str | None
-    """The resolved configuration as YAML; None if the folder has none."""
+    """The resolved configuration as YAML; None if the folder has no config.yaml."""
     timeline: list[dict[str, Any]]
-    """Events of timeline.json."""
+    """Events of timeline.json, in the Trace Event Format."""
 
     @property
     def name(self) -> str:
@@ -37,22 +37,22 @@ class RecordedRun:
 
     @property
     def steps(self) -> int:
-        """Number of the last recorded step; 0 if there is none."""
+        """Number of the last recorded step; 0 if no step was recorded."""
         return max((curve[-1][0] for curve in self.curves.values()), default=0)
 
 
 def read_run(folder: str) -> RecordedRun:
-    """Read the recorded data of a run from its folder.
+    """Return the data that a run has recorded in its folder.
 
-    Raises UserError if the folder has no metrics.jsonl, or if a row of it is damaged. An incomplete last row
-    is ignored, because it may have been cut off when the run was killed.
+    Raises UserError if the folder has no metrics.jsonl, or if a row of that file is damaged. An incomplete
+    last row is ignored, because the run may have been killed while it wrote the row.
     """
     problem = folder_problem(folder)
     if problem:
         raise UserError(f"{folder} {problem}; it must be the folder of a run")
     path = Path(folder)
     if is_absent(path / METRICS):
-        raise UserError(f"{folder} has no {METRICS}: no run has been in this folder")
+        raise UserError(f"{folder} contains no {METRICS}, so it is not the folder of a run; check the path")
     if file_problem(path / METRICS):
         raise UserError(f"{path / METRICS} {file_problem(path / METRICS)}")
     config = path / CONFIG
@@ -69,17 +69,21 @@ def _curves(path: Path) -> dict[str, Curve]:
     """Return {name of the scalar: its curve} from metrics.jsonl. Raises UserError for a damaged row."""
     found: dict[str, dict[int, float]] = {}
     rows = path.read_bytes().splitlines(keepends=True)
-    for number, raw in enumerate(rows, start=1):
-        if number == len(rows) and not raw.endswith(b"\n"):
+    for line, raw in enumerate(rows, start=1):
+        if line == len(rows) and not raw.endswith(b"\n"):
             break
-        row = parse_object(raw, f"{path}:{number}")
+        row = parse_object(raw, f"{path}:{line}")
         step = row.pop("step", None)
         if type(step) is not int:
-            raise UserError(f"{path}:{number}: step must be the number of a step, is {shortened(repr(step))}")
+            raise UserError(
+                f"{path}:{line}: step must be the number of a step, but is {shortened(repr(step))}; correct "
+                "or remove the line"
+            )
         for name, value in row.items():
             if type(value) not in (int, float) and value is not None:
                 raise UserError(
-                    f"{path}:{number}: {shortened(name)} must be a number, is {shortened(repr(value))}"
+                    f"{path}:{line}: {shortened(name)} must be a number, but is {shortened(repr(value))}; "
+                    "correct or remove the line"
                 )
             found.setdefault(name, {})[step] = float(float_or_nan(value))
     return {name: sorted(points.items()) for name, points in found.items()}

@@ -1,4 +1,4 @@
-"""The templates of the report. They escape every text that they show, unless a template made it."""
+"""The templates of the report. They escape every text that they show, unless a template made the text."""
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 

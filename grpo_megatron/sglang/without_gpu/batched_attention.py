@@ -1,9 +1,9 @@
 """An attention backend for SGLang on CPUs that computes the sequences of a batch together.
 
-SGLang's own `torch_native` loops over the sequences in Python, in every layer and for every token. With a
-hundred running requests these loops take most of a step. This backend groups sequences of similar length into
-blocks. It gathers the keys and values of a block into one padded tensor and computes one block at a time. The
-results agree with those of `torch_native` up to rounding.
+SGLang's own backend `torch_native` loops over the sequences in Python, in every layer and for every token.
+With a hundred running requests these loops take most of a step. The backend in this module groups sequences
+of similar length into blocks. It gathers the keys and values of a block into one padded tensor and computes
+one block at a time. The results agree with those of `torch_native` up to rounding.
 
 Written for SGLang 0.5.23. Imported only in SGLang's own processes.
 """
@@ -27,29 +27,34 @@ _MASKED_QUERIES = 512
 class Block:
     """n sequences whose attention is computed together, with up to L tokens each, of which up to E are new.
 
-    New tokens are those whose keys and values were not cached before this step.
+    New tokens are tokens whose keys and values were not cached before this step.
     """
 
     rows: torch.Tensor
-    """int64 [n, E]: batch index of each new token's query. Shorter sequences repeat their last index."""
+    """int64 [n, E]: index in the batch of each new token's query. A sequence with fewer than E new tokens
+    is padded by repeating its last index."""
     real: torch.Tensor
-    """int64: the positions in flattened `rows` that are not padding."""
+    """int64 [new tokens]: positions in `rows.flatten()` that are not padding."""
     slots: torch.Tensor
-    """int64 [n, L]: pool slots of keys and values, padded at the end with slot 0, which is never used."""
+    """int64 [n, L]: slots in SGLang's pool of each token's keys and values. Shorter sequences are padded
+    with slot 0, which SGLang never uses."""
     lengths: torch.Tensor
-    """int64 [n]: tokens of each sequence."""
+    """int64 [n]: number of tokens of each sequence."""
     prefix: torch.Tensor
-    """int64 [n]: cached tokens of each sequence."""
+    """int64 [n]: number of cached tokens of each sequence."""
     _head_slots: dict[int, torch.Tensor] = field(default_factory=dict)
     """Cache of `head_slots`: {heads: result}."""
     _padding: dict[int, torch.Tensor] = field(default_factory=dict)
     """Cache of `padding`: {heads: result}."""
 
     def head_slots(self, heads: int) -> torch.Tensor:
-        """Return where the keys or values of each head are, to gather them with one index_select.
+        """Return the rows of SGLang's pool that hold the keys (or values) of the block, sequence by sequence.
 
-        The result is int64 [n * heads * L], row indices of the pool viewed as [slots * heads, head_dim]. It
-        is computed once per batch and used in every layer.
+        The result is int64 [n * heads * L], with the heads of a sequence one after the other. It indexes the
+        pool viewed as [slots * heads, head_dim], so that one index_select gathers everything. It is computed
+        once per batch and used in every layer.
+
+        heads: number of KV heads.
         """
         if heads not in self._head_slots:
             self._head_slots[heads] = (self.slots[:, None] * heads + torch.arange(heads)[:, None]).flatten()
@@ -59,6 +64,8 @@ class Block:
         """Return the additive attention mask, float32 [n * heads, 1, L]: -inf after a sequence's end, else 0.
 
         It is computed once per batch and used in every layer.
+
+        heads: number of KV heads.
         """
         if heads not in self._padding:
             behind = torch.arange(self.slots.shape[1]) >= self.lengths[:, None]
@@ -179,8 +186,8 @@ def extend_attention(
 class BatchedAttention(TorchNativeAttnBackend):
     """The attention backend of CPU engines: SGLang's `torch_native`, but computed on blocks of sequences.
 
-    Cross-attention, encoders and sliding windows, which the models of this project do not have, still use the
-    methods of `torch_native`.
+    Cross-attention, encoders and sliding windows are left to the methods of `torch_native`. The models of
+    this project do not have them.
     """
 
     def init_forward_metadata(self, forward_batch):

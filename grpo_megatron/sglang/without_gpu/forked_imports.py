@@ -1,4 +1,4 @@
-"""Imports of the process that SGLang's processes on a CPU are forked from, see `forking`."""
+"""Imports of the process from which SGLang's processes are forked on a CPU, see `forking`."""
 
 import ctypes
 import gc

@@ -19,7 +19,7 @@ _IMPORTS = "grpo_megatron.sglang.without_gpu.forked_imports"
 def prepare() -> None:
     """Start the process from which SGLang's processes will be forked, and return immediately.
 
-    It gets the current environment and imports SGLang in the background.
+    The process gets the current environment and imports SGLang in the background.
     """
     forkserver.set_forkserver_preload([_IMPORTS])
     forkserver.ensure_running()
@@ -49,9 +49,10 @@ def forking(engine: type) -> type:
 def _run(environment: dict[str, str], function: Callable, *arguments) -> Any:
     """Run the main function of an SGLang process in a forked process, as if the process had been spawned.
 
-    Child processes of this process are spawned, not forked.
+    Child processes of the forked process are spawned, not forked.
 
     environment: the environment of the engine's process. SGLang may have set variables since `prepare`.
+    function: the main function. Its result is returned.
     """
     # Set only the variables that changed: once the whole environment has been set, a process title cannot be
     # set.

@@ -1,6 +1,6 @@
 """FP8 linear layers and experts for SGLang on a CPU.
 
-They replace Triton kernels; the rest is SGLang's own code.
+They replace Triton kernels. Everything else is SGLang's own code.
 
 A weight has one scale per block of 128 x 128. The input of a matrix product has one scale per 128 features of
 a token. Sums are float32. Linear layers and experts choose the scale of an input differently, like the GPU
@@ -24,7 +24,10 @@ from grpo_megatron.weights.fp8_blocks import quantise
 
 
 def register() -> None:
-    """Replace SGLang's FP8 functions, which need Triton, for layers created from now on in this process."""
+    """Make SGLang use the FP8 linear layers and experts of this module, in this process.
+
+    They replace functions that need Triton. Only layers that are created from now on use them.
+    """
     fp8_utils.triton_w8a8_block_fp8_linear = linear
     fused_moe.fused_experts = experts
 
@@ -44,8 +47,8 @@ def linear(
     input: [..., n] of any float dtype.
     weight: float8_e4m3fn [out, n].
     block_size: (rows, columns) of the weight that share a scale.
-    weight_scale: one scale per block.
-    Raises NotImplementedError for an input that is quantised already.
+    weight_scale: float32, one scale per block of the weight.
+    input_scale: must be None. Raises NotImplementedError for an input that is quantised already.
     """
     if input_scale is not None:
         raise NotImplementedError("FP8 products on a CPU do not support an input that is already quantised")
@@ -74,10 +77,12 @@ def experts(
     w1: gate and up projections, float8_e4m3fn [experts, 2f, h].
     w2: down projections, float8_e4m3fn [experts, h, f].
     topk_output: indices and weights of each token's experts. The index of an expert on another rank is -1.
+    w1_scale, w2_scale: one scale per block of `w1` and `w2`.
+    block_shape: (rows, columns) of a block.
 
-    These values are rounded to the input's dtype: the output of the first product, of SwiGLU, of the second
-    product times the expert's weight, and the sum over a token's experts. The model's routed scaling factor
-    is not applied here, because the model applies it itself where there is no CUDA.
+    Four values are rounded to the input's dtype: the output of the first product, the output of SwiGLU, the
+    output of the second product times the expert's weight, and the sum over a token's experts. The model's
+    routed scaling factor is not applied here, because without CUDA the model applies it itself.
     """
     config = moe_runner_config
     unlike = {name for name, value in others.items() if value is not None and value is not False}
@@ -85,12 +90,12 @@ def experts(
         raise NotImplementedError(f"FP8 experts on a CPU do not support {sorted(unlike)} and {config}")
     dtype, (weights, chosen, _) = hidden_states.dtype, topk_output
     x, out = _rounded(hidden_states, block_shape[1]), torch.zeros_like(hidden_states, dtype=torch.float32)
-    for number in chosen[chosen >= 0].unique().tolist():
-        tokens, places = (chosen == number).nonzero(as_tuple=True)
-        gate_up = (x[tokens] @ _multiplied(w1[number], w1_scale[number], block_shape).t()).to(dtype)
+    for expert in chosen[chosen >= 0].unique().tolist():
+        tokens, places = (chosen == expert).nonzero(as_tuple=True)
+        gate_up = (x[tokens] @ _multiplied(w1[expert], w1_scale[expert], block_shape).t()).to(dtype)
         gate, up = gate_up.float().chunk(2, dim=-1)
         inner = _rounded((silu(gate) * up).to(dtype), block_shape[1])
-        down = inner @ _multiplied(w2[number], w2_scale[number], block_shape).t()
+        down = inner @ _multiplied(w2[expert], w2_scale[expert], block_shape).t()
         out.index_add_(0, tokens, (down * weights[tokens, places, None]).to(dtype).float())
     return out.to(dtype)
 

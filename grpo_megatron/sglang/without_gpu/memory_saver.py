@@ -27,7 +27,10 @@ _PROT_NONE, _PROT_READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
 
 
 class _Recorded(TorchDispatchMode):
-    """A context that records the storages of all CPU tensors created within it, into the given dict."""
+    """A context manager that records the storages of all CPU tensors that are created inside its context.
+
+    storages: dict that the storages are added to.
+    """
 
     def __init__(self, storages: dict[int, StorageWeakRef]):
         super().__init__()
@@ -45,8 +48,8 @@ class _Recorded(TorchDispatchMode):
 class HostMemorySaver(_TorchMemorySaverAdapterNoop):
     """The memory saver of CPU engines, a stand-in for the package torch_memory_saver, which needs CUDA.
 
-    A region is the memory of all tensors with one tag. `pause` releases it, and its contents are lost. It is
-    zero after `resume`.
+    A region is the memory of all tensors with one tag. `pause` releases the memory of a region, and its
+    contents are lost. After `resume` the memory is filled with zeros.
     """
 
     enabled = True
@@ -56,7 +59,7 @@ class HostMemorySaver(_TorchMemorySaverAdapterNoop):
 
     @contextmanager
     def region(self, tag: str, enable_cpu_backup: bool = False) -> Iterator[None]:
-        """Return a context in which new tensors belong to the region `tag`."""
+        """Return a context. `pause` and `resume` with this tag act on the tensors that are created inside."""
         if enable_cpu_backup:
             raise NotImplementedError("the memory saver of CPU engines does not support enable_cpu_backup")
         storages = self._regions[tag]
@@ -75,9 +78,12 @@ class HostMemorySaver(_TorchMemorySaverAdapterNoop):
             _system("mprotect", start, size, _PROT_READ_WRITE)
 
     def _pages(self, tag: str) -> Iterator[tuple[int, int]]:
-        """Yield (address, bytes) of the memory pages that lie completely within a storage of the region.
+        """Yield (address, bytes) of the memory pages that lie completely within a tensor's storage.
 
-        Only these are released, because the first and last page of a storage may also contain other data.
+        Only these pages are released, because the first and last page of a storage may also contain other
+        data.
+
+        tag: select the tensors that were created in a `region` with this tag.
         """
         page = mmap.PAGESIZE
         for address, reference in self._regions[tag].items():
@@ -106,7 +112,7 @@ def register() -> HostMemorySaver:
 def weights_region():
     """Return a context in which new tensors count as weights, so that they are released with the weights.
 
-    It has no effect if this engine was started without the memory saver.
+    The context has no effect if this engine was started without the memory saver.
     """
     from sglang.srt.runtime_context import get_exec
 

@@ -1,8 +1,8 @@
 """Faster versions of SGLang's small operators for float32 on CPUs.
 
 In a decoding step the tensors are so small that an operator's launch overhead dominates. SGLang's native
-forms launch eight operators for a norm and thirty for a rotary embedding. The versions here launch fewer.
-Other dtypes and the special cases of these classes keep the native forms.
+versions launch eight operators for a norm and thirty for a rotary embedding. The versions here launch fewer.
+Other dtypes and the special cases of these classes keep the native versions.
 
 Written for SGLang 0.5.23. Imported only in SGLang's own processes.
 """
@@ -21,7 +21,7 @@ from torch.nn.functional import linear, silu
 
 
 def register(platform_key: str) -> None:
-    """Replace SGLang's slow operators by those of this module, in this process, from now on.
+    """Replace SGLang's slow operators with those of this module, in this process, from now on.
 
     platform_key: the key of the CPU platform in SGLang's operators, TorchCpuPlatform.get_dispatch_key_name.
     """
@@ -52,7 +52,7 @@ def _scalar(value: float) -> torch.Tensor:
 
 
 def rms_norm(self: RMSNorm, x, residual=None, post_residual_addition=None, quant_linear=None):
-    """Return the RMS norm of x [..., h]; with a residual, (norm of x + residual, x + residual).
+    """Return RMSNorm(x) for x [..., h]. With a residual, return (RMSNorm(x + residual), x + residual).
 
     It replaces RMSNorm's native forward for float32 and launches fewer operators.
     """
@@ -95,17 +95,17 @@ def rotate(self: RotaryEmbedding, positions, query, key, offsets=None, fused_set
 
 
 def experts(self: UnquantizedFusedMoEMethod, layer, dispatch_output):
-    """Compute the experts of an MoE layer. It replaces SGLang's native form, wrong under expert parallelism.
+    """Return the output of an MoE layer's experts, as SGLang's StandardCombineInput.
 
-    With expert parallelism the index of an expert on another rank is -1. SGLang's native form would take it
-    for the index of one of this rank's experts.
+    It replaces SGLang's native version, which is wrong under expert parallelism: the index of an expert on
+    another rank is -1, and the native version takes it for the index of one of this rank's experts.
     """
     x, (weights, chosen, _) = dispatch_output.hidden_states, dispatch_output.topk_output
     if not (chosen < 0).any():
         return self.forward_native(layer, dispatch_output)
     out = torch.zeros_like(x)
-    for number, (gate_up, down) in enumerate(zip(layer.w13_weight, layer.w2_weight, strict=True)):
-        tokens, places = (chosen == number).nonzero(as_tuple=True)
+    for expert, (gate_up, down) in enumerate(zip(layer.w13_weight, layer.w2_weight, strict=True)):
+        tokens, places = (chosen == expert).nonzero(as_tuple=True)
         gate, up = linear(x[tokens], gate_up).chunk(2, dim=-1)
         out.index_add_(0, tokens, linear(silu(gate) * up, down) * weights[tokens, places, None].to(x.dtype))
     return StandardCombineInput(hidden_states=out)

@@ -24,7 +24,7 @@ def activate() -> str | None:
 
 
 def _allocate_plain(dims, dtype, device, pin_memory, allocator, registration_granularity_bytes=None):
-    """Allocate SGLang's host buffer for the routed experts of tokens.
+    """Allocate and return SGLang's host buffer for the experts that tokens are routed to.
 
     It replaces SGLang's function, which also registers the buffer with CUDA.
     """

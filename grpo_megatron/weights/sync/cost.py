@@ -1,8 +1,8 @@
 """Cost model of a weight sync: bytes over each kind of link, estimated seconds, and their lower bound.
 
-The model assumes that all GPUs send and receive at the same time. Between nodes a GPU has the bandwidth of
-its own network card, within a node that of the fabric (NVLink). Every message adds a latency. The busiest GPU
-determines the time.
+The model assumes that all GPUs send and receive at the same time. A GPU has the bandwidth of its own network
+card between nodes, and that of the fabric (NVLink) within a node. Every message adds a latency. The busiest
+GPU determines the time.
 """
 
 from collections import Counter
@@ -35,20 +35,20 @@ class Cost:
     fabric_gb: float
     """GB sent within nodes, in total."""
     sent_gb: float
-    """GB sent by the GPU that sends most, within and between nodes."""
+    """GB sent, within and between nodes, by the GPU that sends the most."""
     received_gb: float
-    """GB received by the GPU that receives most, within and between nodes."""
+    """GB received, within and between nodes, by the GPU that receives the most."""
     messages: int
-    """Number of messages sent by the GPU that sends most messages."""
+    """Number of messages sent by the GPU that sends the most messages."""
     bound: float
-    """Seconds that a sync between these layouts takes at least, whatever the plan."""
+    """Lower bound of the seconds of a sync between the same layouts, whatever the reshard plan."""
     seconds: float
-    """Estimated seconds of a sync with the reshard plan."""
+    """Estimated seconds of a sync that follows the reshard plan."""
 
 
 @dataclass
 class _Traffic:
-    """Bytes and messages per GPU in one sync. The keys are trainer ranks and EngineRanks."""
+    """Counters of bytes and messages in one sync. The keys are GPUs: trainer ranks and EngineRanks."""
 
     network_out: Counter = field(default_factory=Counter)
     """Bytes sent to other nodes."""
@@ -85,8 +85,9 @@ class _Traffic:
 
 
 def cost(layouts: Layouts, machine: Machine, bucket_bytes: int, itemsize: int = 2) -> Cost:
-    """Return the estimated cost of one sync with the reshard plan for these layouts.
+    """Return the estimated cost of one weight sync with the reshard plan for these layouts.
 
+    machine: speed of the hardware.
     bucket_bytes: weight_sync.bucket_bytes, the maximum bytes of a message.
     itemsize: bytes of an element of the engines' dtype.
     """
@@ -124,12 +125,13 @@ def cost(layouts: Layouts, machine: Machine, bucket_bytes: int, itemsize: int = 
 
 
 def _bound(layouts: Layouts, traffic: _Traffic, machine: Machine, model_bytes: int) -> float:
-    """Return the seconds that any plan for these layouts takes at least (Cost.bound).
+    """Return a lower bound of the seconds that a sync takes, whatever the plan (Cost.bound).
 
     Each engine rank must receive its parameters, and the trainer must send each element at least once. With
     `layouts.within_nodes`, all data that a node's trainer ranks lack must come through that node's network
     cards, and each engine rank must read its parameters over the fabric.
 
+    traffic: the traffic of the reshard plan for these layouts.
     model_bytes: bytes of all weights in the engines' dtype.
     """
     if not layouts.within_nodes:
@@ -147,10 +149,12 @@ _MOST_GROUPS = 16
 
 
 def broadcast_is_cheaper(layouts: Layouts, bucket_bytes: int, machine: Machine = Machine()) -> bool:
-    """Return whether broadcasts to all engines are at least 10 % faster than sending to each separately.
+    """Return whether broadcasts are at least 10 % faster than sending to each engine separately.
 
-    They are faster for a small model with many engines, for example. The result is False if an engine rank
-    would be in too many process groups, because broadcasts need one per link.
+    Broadcasts pay off for a small model with many engines, for example. The result is False if an engine rank
+    would be in too many process groups, because broadcasts need one process group per link.
+
+    bucket_bytes: weight_sync.bucket_bytes, the maximum bytes of a message.
     """
     together = replace(layouts, multicast=True)
     groups = Counter(
@@ -166,7 +170,7 @@ def on_nodes(layouts: Layouts, gpus_per_node: int, colocated: bool) -> Layouts:
 
     Nodes are filled one after the other, first with the trainer's ranks and then with the engines' ranks.
 
-    colocated: the engines use the same GPUs as the trainer, and get weights through shared memory.
+    colocated: True if the engines use the same GPUs as the trainer, and get weights through shared memory.
     """
     ranks = layouts.sizes.world_size
     first = 0 if colocated else ranks

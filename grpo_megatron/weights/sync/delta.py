@@ -1,8 +1,8 @@
 """Lossless delta encoding of parcels: only elements that changed since the last sync are sent, compressed.
 
-An RL step at a small learning rate leaves most bf16 weights unchanged. A delta payload holds a bitmap of the
-changed elements and their new values, both compressed. If that is not smaller than the parcel, the whole
-parcel is sent.
+A parcel is a buffer of packed weights, and its payload is what is sent for it. An RL step at a small learning
+rate leaves most bf16 weights unchanged. A delta payload holds a bitmap of the changed elements and their new
+values, both compressed. If that is not smaller than the parcel, the payload is the whole parcel.
 """
 
 import struct
@@ -20,14 +20,20 @@ _LEVEL = 1
 
 
 def max_payload(parcel: Parcel) -> int:
-    """Return the bytes of a parcel's largest possible payload: all of the parcel, and a footer."""
+    """Return the largest number of bytes that may be sent for a parcel: the whole parcel and a footer.
+
+    A parcel is one message of packed weights.
+    """
     return parcel.total_bytes + _FOOTER.size
 
 
 def _elements(parcel: Parcel, buffer: torch.Tensor) -> np.ndarray:
-    """View a parcel's data as unsigned integers, so that elements can be compared bit by bit.
+    """Return a parcel's data as unsigned integers, so that elements can be compared bit by bit.
 
-    The integers are as wide as the smallest dtype in the parcel. On a CPU the memory is shared.
+    The integers are as wide as the smallest dtype in the parcel. If `buffer` is on a CPU, the result shares
+    its memory.
+
+    buffer: uint8, the packed parcel.
     """
     size = min(dtype.itemsize for dtype in parcel.dtypes)
     return (
@@ -39,9 +45,9 @@ def _elements(parcel: Parcel, buffer: torch.Tensor) -> np.ndarray:
 
 
 class Encoder:
-    """Encodes the parcels of a trainer rank. It keeps a copy of the last sent weights in host memory.
+    """The delta encoder of a trainer rank's weights. It keeps a copy of the last sent weights in host memory.
 
-    sent_bytes: bytes of all payloads since the last `begin`.
+    sent_bytes: sum of the sizes of all payloads since the last call of `begin`.
     """
 
     def __init__(self):
@@ -49,18 +55,24 @@ class Encoder:
         self.sent_bytes = 0
 
     def begin(self, full: bool) -> None:
-        """Begin a sync.
+        """Prepare for the next weight sync.
 
-        full: send whole parcels, because receivers may lack the weights of the last sync.
+        full: True to send whole parcels in this sync, because receivers may lack the weights of the last
+            sync.
         """
         self.sent_bytes = 0
         if full:
             self._sent.clear()
 
     def encode(self, parcel: Parcel, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the bytes to send for a parcel, uint8 [bytes], for `decode`.
+        """Return the payload to send for a parcel, uint8 [bytes]. `decode` restores the parcel from it.
 
-        buffer: the packed parcel with its digests, and room for `max_payload` bytes.
+        A parcel is one message of packed weights. The payload holds the elements that changed since the last
+        sync, compressed. If the last sync is unknown, or if the payload would not be smaller, it holds the
+        whole parcel.
+
+        buffer: uint8, the packed parcel with its digests, followed by room for the footer (`max_payload`
+            bytes in all). A payload with the whole parcel is a view of this buffer.
         """
         elements, key = _elements(parcel, buffer), (parcel.link.name, parcel.index)
         before = self._sent.get(key)
@@ -79,9 +91,11 @@ class Encoder:
     def _changes(
         parcel: Parcel, buffer: torch.Tensor, elements: np.ndarray, changed: np.ndarray
     ) -> torch.Tensor | None:
-        """Return a payload with only the changed elements, or None if it would not be smaller.
+        """Return a payload with only the changed elements; None if it would not be smaller than the parcel.
 
-        changed: bool, for each of the elements whether it changed since the last sync.
+        buffer: uint8, the packed parcel with its digests (checksums).
+        elements: the parcel's data as unsigned integers, from `_elements`.
+        changed: bool, one per element: True if the element changed since the last sync.
         """
         if np.count_nonzero(changed) * elements.itemsize >= parcel.data_bytes:
             return None
@@ -96,9 +110,10 @@ class Encoder:
 
 
 def decode(parcel: Parcel, payload: torch.Tensor, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the packed parcel that `Encoder.encode` made this payload from, uint8 [>= total_bytes].
+    """Restore a packed parcel with its digests from an `Encoder.encode` payload. Return uint8 [total_bytes].
 
-    parameters: {engine's name: the receiver's parameter}, with the values of the last sync.
+    parameters: {name of an engine's parameter: this rank's part of it}, with the values of the last sync. A
+        delta payload contains only the elements that differ from these values.
     """
     kind, size = _FOOTER.unpack(payload[-_FOOTER.size :].cpu().numpy().tobytes())
     if kind == _FULL:

@@ -1,4 +1,4 @@
-"""Protocols of the parts of a weight sync: trainer, engines and comparison of their outputs."""
+"""Protocols of the parts of a weight sync: the trainer, the engines, and a comparison of their outputs."""
 
 from typing import Protocol
 
@@ -9,22 +9,27 @@ from grpo_megatron.weights.sync.messages import SyncCommand
 
 
 class WeightSource(Protocol):
-    """The trainer, whose ranks are `processes`. Implemented by trainer.weights.TrainerWeights."""
+    """The trainer, as a weight sync uses it. Implemented by trainer.weights.TrainerWeights.
+
+    processes: the trainer's ranks.
+    """
 
     processes: list[Process]
 
     def send_weights(self, command: SyncCommand) -> list[ray.ObjectRef]:
-        """Make every trainer rank carry out its side of a command.
+        """Make every trainer rank carry out its side of a weight-sync command.
 
-        Return one reference per rank, to its SyncReport.
+        Return one Ray reference per rank, to the rank's SyncReport.
         """
 
 
 class WeightTarget(Protocol):
-    """The engines. `processes` has one process per engine. Implemented by sglang.pool.EnginePool.
+    """The engines, as a weight sync uses them. Implemented by sglang.pool.EnginePool.
 
     Between `begin_update` and `end_update` (the update session) the engines serve no requests. If anything
     fails in between, their weights are undefined, and they must not serve again.
+
+    processes: one process per engine.
     """
 
     processes: list[Process]
@@ -32,28 +37,28 @@ class WeightTarget(Protocol):
     def begin_update(self) -> None: ...
 
     def receive_weights(self, command: SyncCommand) -> list[ray.ObjectRef]:
-        """Make every engine carry out its side of a command.
+        """Make every engine carry out its side of a weight-sync command.
 
-        Return one reference per engine, to the list of its ranks' SyncReports.
+        Return one Ray reference per engine, to the list of SyncReports of the engine's ranks.
         """
 
     def end_update(self, version: int) -> None:
-        """Resume serving. The engines' samples report `version` as their weight version from now on."""
+        """Resume serving. From now on, the engines' samples report `version` as their weight version."""
 
 
 class Probe(Protocol):
     """A comparison of what the trainer and the engines compute after a weight sync.
 
-    It detects errors that checksums cannot: right weights that an engine uses differently. Implemented by
-    trainer.weight_probe.WeightProbe. The two steps are separate methods, because trainer and engines may have
-    to take turns on devices that they share.
+    It detects errors that checksums cannot: weights that arrived intact, but that an engine uses differently.
+    Implemented by trainer.weight_probe.WeightProbe. The two steps are separate methods, because trainer and
+    engines may have to take turns on devices that they share.
     """
 
     def ask_trainer(self) -> None:
-        """Compute the expected outputs with the trainer, and keep them."""
+        """Compute outputs with the trainer, and keep them as the values that `ask_engines` expects."""
 
     def ask_engines(self) -> dict[str, float]:
-        """Compute the same outputs with the engines, compare them, and return {metric: value}.
+        """Compute the outputs of `ask_trainer` with the engines, and compare them. Return {metric: value}.
 
-        Raises RuntimeError if they differ from the trainer's.
+        Raises RuntimeError if the outputs differ too much.
         """

@@ -14,9 +14,9 @@ from grpo_megatron.weights.sync.plan import Layouts
 
 
 class SyncKind(Enum):
-    """The work that a SyncCommand asks of the trainer's and the engines' ranks.
+    """The work that a SyncCommand asks of trainer ranks and engine ranks.
 
-    describe: report the names, shapes and dtypes of the engine's parameters; for engine ranks only.
+    describe: report the names, shapes and dtypes of the engine's parameters. It is sent to engine ranks only.
     transfer: copy the weights and compare digests (checksums).
     verify: compare digests only. No weights are sent.
     """
@@ -33,24 +33,25 @@ class SyncSetup:
     layouts: Layouts
     """How the trainer and the engines divide the model."""
     transport: Transport
-    """What carries the parcels; not `auto`."""
+    """The transport that carries the packed weights; never Transport.auto."""
     store: StoreAddress
     """Address of the driver's key-value store."""
     bucket_bytes: int
-    """Maximum bytes of data in a parcel."""
+    """Maximum bytes of data in a parcel, which is one message of packed weights."""
     timeout: float
-    """Seconds that one parcel may take."""
+    """Maximum seconds that one message of packed weights may take."""
     dtypes: tuple[tuple[str, torch.dtype], ...] = ()
-    """(engine's parameter, its dtype) of every parameter; empty until the engines have described them."""
+    """(name of an engine's parameter, its dtype) for every parameter. Empty until the engines have
+    reported them."""
     folder: str = ""
-    """Folder in which parcels are written as files; only for Transport.disk."""
+    """Folder in which parcels are written as files. Used only by Transport.disk."""
     delta: bool = False
-    """Send only the elements that changed since the last sync, compressed."""
+    """True to send only the elements that changed since the last sync, compressed."""
 
     def payload_bytes(self, parcel: Parcel, kind: SyncKind = SyncKind.transfer) -> int:
-        """Return the maximum bytes that a parcel takes in a sync of this kind.
+        """Return the maximum number of bytes that are sent for a parcel in a sync of this kind.
 
-        SyncKind.verify sends only the digests of a parcel, 8 bytes each.
+        A parcel is one message of packed weights. SyncKind.verify sends only its digests, 8 bytes each.
         """
         if kind == SyncKind.verify:
             return 8 * len(parcel.tensor_spans)
@@ -62,18 +63,19 @@ class SyncSetup:
 
 @dataclass(frozen=True)
 class SyncCommand:
-    """A command of the driver process to a trainer rank or an engine rank: its side of one weight sync."""
+    """The driver's command to a trainer rank or an engine rank to carry out its side of one weight sync."""
 
     kind: SyncKind
-    """What to do."""
+    """The work to do."""
     sync_id: int
-    """Number of the command within the run. It makes the sync's keys in the key-value stores unique."""
+    """Id of the command, unique within the run. It is part of the sync's keys in key-value stores."""
     setup: SyncSetup
     """Settings, the same in every command of a run."""
     engine: int = -1
     """Index of the engine that receives the command; -1 for trainer ranks."""
     full: bool = True
-    """True if some engine may lack the weights of the last sync, so that deltas cannot be applied."""
+    """True if some engine may lack the weights of the last sync, so that whole parcels must be sent
+    instead of deltas."""
 
     def to_engine(self, engine: int) -> "SyncCommand":
         return replace(self, engine=engine)
@@ -84,21 +86,25 @@ class SyncReport:
     """The report of a trainer rank or an engine rank after it has carried out a SyncCommand."""
 
     link_checksums: dict[str, int] = field(default_factory=dict)
-    """{link name: checksum of all data sent, or received, over the link (the sum of its digests modulo
-    2^64)}. The driver compares the checksums of both sides."""
+    """{name of a link: checksum of all data that the rank sent or received over the link}. A link is a
+    trainer rank with the engine ranks that get the same bytes from it. Its checksum is the sum of the
+    digests of these bytes modulo 2^64. The driver compares the checksums of sender and receivers."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """{activity, such as "pack" or "all": seconds}."""
+    """{activity, such as "pack", or "all" for the whole sync: seconds that it took}."""
     bytes: int = 0
-    """Payload bytes that the rank sent or received."""
+    """Number of payload bytes that the rank sent or received."""
     parameters: dict[str, tuple[tuple[int, ...], torch.dtype]] | None = None
-    """{engine's parameter: (shape, dtype)}; only for SyncKind.describe."""
+    """{name of an engine's parameter: (shape, dtype)} in a report on SyncKind.describe, else None."""
     wrong: tuple[str, ...] = ()
-    """Names of the HF tensors that an engine rank has with another digest than the sender."""
+    """Names of the HF tensors whose digest (checksum) on this engine rank differs from the sender's."""
     error: str = ""
     """Traceback if the command failed, else empty."""
 
     def add_digests(self, link: str, digests: list[int]) -> None:
-        """Add the digests of a parcel to the checksum of its link."""
+        """Add the digests of one message to the checksum of its link in `link_checksums`.
+
+        link: name of the link, which is a sender with its receivers.
+        """
         self.link_checksums[link] = (self.link_checksums.get(link, 0) + sum(digests)) % DIGEST_MODULUS
 
     def add_seconds(self, activity: str, seconds: float) -> None:

@@ -1,8 +1,8 @@
 """Parcels: rectangles of many tensors packed into one buffer, with a digest (checksum) per tensor.
 
-The sender packs a parcel from its parameters, and the receiver unpacks it into its own in the same order.
-Then the receiver packs the parcel again from its parameters and compares digests. So a digest covers the
-weights as they are stored in the engine, not only the bytes that were transferred.
+The sender packs a parcel from its parameters. The receiver unpacks the parcel into its own parameters, in the
+same order. Then the receiver packs the parcel again from its parameters and compares digests. So a digest
+covers the weights as they are stored in the engine, not only the bytes that were transferred.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,11 +25,11 @@ _ALIGNMENT = 16
 
 
 class TensorSpan(NamedTuple):
-    """A span of a parcel's buffer whose contents belong to one HF tensor.
+    """A range of a parcel's buffer (packed weights) whose contents belong to one HF tensor.
 
-    hf: name of the tensor.
-    start: first word of 8 bytes.
-    end: word after the last one.
+    hf: name of the HF tensor.
+    start: index of the range's first 8-byte word in the buffer.
+    end: index after its last 8-byte word.
     """
 
     hf: str
@@ -39,27 +39,28 @@ class TensorSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Parcel:
-    """The layout of one transfer over a link.
+    """The layout of one message of a weight sync: rectangles of several parameters, packed into one buffer.
 
-    A buffer of `total_bytes` holds the parts, followed by one int64 digest for each of `tensor_spans`.
+    The buffer has `total_bytes` bytes. It holds the rectangles (`parts`), followed by one int64 digest
+    (checksum) for each of `tensor_spans`.
     """
 
     link: Link
-    """The link that the parcel is sent over."""
+    """The sender and the receivers of the message."""
     index: int
-    """Index among the parcels of the link."""
+    """Index of the message among the messages of the same link, from 0."""
     parts: tuple[Part, ...]
-    """The rectangles in the parcel."""
+    """The rectangles that the message contains, in the order of the buffer."""
     dtypes: tuple[torch.dtype, ...]
-    """Dtype of each part, which is that of the engine's parameter."""
+    """Dtype of each rectangle of `parts` in the buffer, which is the dtype of the engine's parameter."""
     offsets: tuple[int, ...]
-    """Byte offset of each part in the buffer."""
+    """Byte offset of each rectangle of `parts` in the buffer."""
     data_bytes: int
-    """Bytes of all parts, including the gaps between them."""
+    """Bytes of all rectangles in the buffer, including the gaps between them."""
 
     @cached_property
     def tensor_spans(self) -> list[TensorSpan]:
-        """The span of each group of consecutive parts of one HF tensor. Each has one digest."""
+        """Ranges of the buffer that have one digest (checksum) each. A range belongs to one HF tensor."""
         ends = (*self.offsets[1:], self.data_bytes)
         found: list[TensorSpan] = []
         for part, start, end in zip(self.parts, self.offsets, ends, strict=True):
@@ -78,39 +79,41 @@ class Parcel:
             yield part, buffer[offset : offset + size].view(dtype).view(part.move.shape)
 
     def pack(self, parameters: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> None:
-        """Copy the parts from the sender's parameters into the buffer, cast to the engine's dtypes.
+        """Copy this message's rectangles from the sender's parameters into a buffer, in the engine's dtypes.
 
-        The digests at the end of the buffer are not written.
+        The digests (checksums) at the end of the buffer are not written.
 
-        parameters: {Megatron name: this rank's shard}.
-        buffer: uint8 [>= total_bytes].
+        parameters: {Megatron name: this trainer rank's shard}.
+        buffer: uint8 [total_bytes or more].
         """
         self._clear_gaps(buffer)
         for part, view in self._views(buffer):
             view.copy_(part.move.source(parameters[part.megatron]))
 
     def pack_again(self, parameters: dict[str, torch.Tensor], buffer: torch.Tensor) -> None:
-        """Copy the parts from the receiver's parameters back into a buffer.
+        """Copy this message's rectangles from the receiver's parameters back into a buffer.
 
-        Used to compute the digests of what the engine really holds, and as the basis of a delta.
+        Used to compute the digests (checksums) of what the engine really holds, and to decode deltas. The
+        digests at the end of the buffer are not written.
 
-        parameters: {engine's name: this rank's parameter}.
-        buffer: uint8 [>= total_bytes]; its digests are not written.
+        parameters: {name of an engine's parameter: this rank's part of it}.
+        buffer: uint8 [total_bytes or more].
         """
         self._clear_gaps(buffer)
         for part, view in self._views(buffer):
             view.copy_(part.move.target(parameters[part.engine]))
 
     def unpack(self, buffer: torch.Tensor, parameters: dict[str, torch.Tensor]) -> None:
-        """Copy the parts from the buffer into the receiver's parameters.
+        """Copy this message's rectangles from a buffer into the receiver's parameters.
 
-        parameters: {engine's name: this rank's parameter}, written in place.
+        buffer: uint8 [total_bytes or more], the packed message.
+        parameters: {name of an engine's parameter: this rank's part of it}, written in place.
         """
         for part, view in self._views(buffer):
             part.move.target(parameters[part.engine]).copy_(view)
 
     def _clear_gaps(self, buffer: torch.Tensor) -> None:
-        """Set the bytes between parts to 0, because digests include them."""
+        """Set the bytes between the message's rectangles in the buffer to 0, because digests include them."""
         ends = (*self.offsets[1:], self.data_bytes)
         for part, dtype, start, end in zip(self.parts, self.dtypes, self.offsets, ends, strict=True):
             used = start + part.move.numel * dtype.itemsize
@@ -118,13 +121,14 @@ class Parcel:
                 buffer[used:end] = 0
 
     def digests(self, buffer: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """Return the digest (checksum) of each of `tensor_spans`, int64 [spans], computed from the buffer.
+        """Return the digest (checksum) of each of this message's `tensor_spans`, int64 [tensor_spans].
 
         The buffer is read as int64 words. The digest is the sum of (2k + 1) * word k modulo 2^64 over the
-        words of the span, where k is the word's index in the buffer. An odd factor is invertible modulo
-        2^64, so a change of one word always changes the digest. The factors of any two words differ, so
-        swapped words are detected too.
+        words of the span, where k is the word's index in the buffer. An odd factor is invertible modulo 2^64,
+        so a change of one word always changes the digest. The factors of any two words differ, so swapped
+        words are detected too.
 
+        buffer: uint8 [total_bytes or more], the packed message.
         factors: the numbers 2k + 1, from `odd_factors`.
         """
         words = buffer[: self.data_bytes].view(torch.int64)
@@ -136,14 +140,14 @@ class Parcel:
         return torch.stack([products[start:end].sum() for _, start, end in self.tensor_spans])
 
     def sent_digests(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the view of the buffer that holds the sender's digests, int64 [spans]."""
+        """Return the part of `buffer` that holds the sender's digests, as a view, int64 [tensor_spans]."""
         return buffer[self.data_bytes : self.total_bytes].view(torch.int64)
 
 
 def odd_factors(parcels: list[Parcel], device: torch.device) -> torch.Tensor:
-    """Return the factors 1, 3, 5, ... that Parcel.digests needs, enough for the largest of the parcels.
+    """Return the factors 1, 3, 5, ... for Parcel.digests, as many as the largest of these parcels needs.
 
-    The result is int64 [words]. It is computed once and used for all parcels.
+    The result is int64 [8-byte words of the largest parcel]. It is computed once and used for all parcels.
     """
     words = max((parcel.data_bytes for parcel in parcels), default=0) // 8
     return torch.arange(1, 2 * words, 2, dtype=torch.int64, device=device)
@@ -152,11 +156,13 @@ def odd_factors(parcels: list[Parcel], device: torch.device) -> torch.Tensor:
 def make_parcels(
     link: Link, parts: list[Part], dtypes: dict[str, torch.dtype], max_bytes: int
 ) -> list[Parcel]:
-    """Divide the parts that are sent over a link into parcels of at most `max_bytes` of data.
+    """Divide the rectangles that are sent over a link into parcels of at most `max_bytes` bytes of data.
 
-    A larger part is cut by rows. A single row larger than `max_bytes` gets a parcel of its own.
+    A parcel is one message of packed weights. A larger rectangle is cut by rows. A single row larger than
+    `max_bytes` gets a parcel of its own.
 
-    dtypes: {engine's parameter: its dtype}. Data is transferred in this dtype.
+    parts: the rectangles that the link's sender copies to its receivers.
+    dtypes: {name of an engine's parameter: its dtype}. Data is sent in this dtype.
     """
     whole_bytes = max(_ALIGNMENT, max_bytes // _ALIGNMENT * _ALIGNMENT)  # parts are padded to the alignment
     parcels: list[Parcel] = []
@@ -184,7 +190,7 @@ def make_parcels(
 
 
 def _cut(part: Part, max_numel: int) -> Iterator[Part]:
-    """Cut a part by rows into parts of at most `max_numel` elements, but at least one row."""
+    """Cut a rectangle by rows, and yield rectangles of at most `max_numel` elements, but at least one row."""
     move = part.move
     step = max(1, max_numel // prod(move.shape[1:]))
     if move.shape[0] <= step:
@@ -212,14 +218,15 @@ def _moved(at: tuple[int, ...], dimensions: int, rows: int) -> tuple[int, ...]:
 def parcels_in_order(
     plan: ReshardPlan, links: dict[Link, list[Part]], dtypes: dict[str, torch.dtype], max_bytes: int
 ) -> list[Parcel]:
-    """Return all parcels of these links in the order in which sender and receivers process them.
+    """Return all parcels of some links in the order in which sender and receivers process them.
 
-    All parcels of the plan have one global order. Every process handles its own parcels in this order, so
-    that processes cannot deadlock. In the global order, neighbouring parcels tend to have different senders
-    and different receivers, so that transfers run in parallel.
+    A parcel is one message of packed weights. All parcels of the plan have one global order. Every process
+    handles the parcels that it sends or receives in this order, so that processes cannot deadlock. In the
+    global order, neighbouring parcels tend to have different senders and different receivers, so that
+    transfers run in parallel.
 
-    links: {link: parts that are sent over it}, from ReshardPlan.
-    dtypes: {engine's parameter: its dtype}.
+    links: {link: rectangles that are sent over it}, from ReshardPlan.
+    dtypes: {name of an engine's parameter: its dtype}.
     max_bytes: maximum bytes of data in a parcel.
     """
 

@@ -25,7 +25,7 @@ from grpo_megatron.weights.sync.ranks import TrainerRanks
 class EngineRank(NamedTuple):
     """A tensor-parallel rank of one engine.
 
-    engine: index of the engine.
+    engine: index of the engine among all engines.
     rank: tensor-parallel rank within the engine.
     """
 
@@ -39,9 +39,9 @@ class EngineRank(NamedTuple):
 class Link(NamedTuple):
     """A trainer rank and the engine ranks that receive the same bytes from it.
 
-    sender: the trainer rank.
+    sender: the trainer rank that has the bytes.
     receivers: the engine ranks.
-    relay_rank: the trainer rank that gives the bytes to the receivers. It is the sender itself, except with
+    relay_rank: the trainer rank that hands the bytes to the receivers. It is the sender itself, except with
         `Layouts.within_nodes` if the sender is on another node than the receivers.
     """
 
@@ -51,7 +51,7 @@ class Link(NamedTuple):
 
     @property
     def name(self) -> str:
-        """An identifier of the link that is the same in every process, for use in keys and file names."""
+        """Identifier of sender and receivers, the same in every process, for use in keys and file names."""
         first = self.receivers[0]
         others = f"+{zlib.crc32(repr(self.receivers).encode()):08x}" if len(self.receivers) > 1 else ""
         return f"{self.sender}-{first.engine}.{first.rank}{others}"
@@ -63,7 +63,7 @@ class Part:
 
     megatron: name of the Megatron parameter.
     engine: name of the engine's parameter.
-    move: the rectangle's location in both, and in the HF tensor.
+    move: the rectangle's place in both parameters and in the HF tensor.
     """
 
     megatron: str
@@ -84,19 +84,21 @@ class Layouts:
     num_engines: int
     """Number of engines."""
     multicast: bool = False
-    """True: bytes that several engines need are sent once, by a broadcast, through shared memory, or in a
-    file. False: each engine gets its own copy, from a data-parallel replica that is chosen for it."""
+    """If True, bytes that several engines need are sent once, by a broadcast, through shared memory, or in
+    a file. If False, each engine gets a separate copy, from a data-parallel replica of the trainer that is
+    chosen for the engine."""
     within_nodes: bool = False
-    """True (for shared memory): engine ranks get all bytes from trainer ranks on their own node. Bytes from
-    other nodes are first sent to a relay rank there."""
+    """If True (for shared memory), engine ranks get all bytes from trainer ranks on their own node. Bytes
+    from another node are first sent to a trainer rank on the engine's node, the relay rank."""
     rank_nodes: tuple[str, ...] = ()
-    """Node of every trainer rank; empty if everything is on one node. An engine rank gets a shard from a
-    trainer rank on its own node if there is one that holds it."""
+    """Name of the node of every trainer rank; empty if everything is on one node. An engine rank gets a
+    shard from a trainer rank on its own node, if one there holds the shard."""
     engine_nodes: tuple[str, ...] = ()
-    """Node of every engine rank, engine by engine; empty if everything is on one node."""
+    """Name of the node of every engine rank, all ranks of engine 0 first; empty if everything is on one
+    node."""
 
     def node_of(self, receiver: EngineRank) -> str | None:
-        """Return the node of an engine rank, or None if nodes are not given."""
+        """Return the name of an engine rank's node, or None if the layouts do not name nodes."""
         return (
             self.engine_nodes[receiver.engine * self.engine.tp + receiver.rank] if self.engine_nodes else None
         )
@@ -105,21 +107,21 @@ class Layouts:
 class ReshardPlan:
     """The plan of a weight sync: which trainer rank sends which rectangles to which engine ranks.
 
-    It covers every element of every engine rank's parameters exactly once.
+    The plan covers every element of every engine rank's parameters exactly once.
     """
 
     def __init__(self, layouts: Layouts, transformer_engine: bool = False):
         """Compute the plan for a trainer and its engines.
 
-        transformer_engine: the trainer's parameters have the names of TransformerEngine's layers.
+        transformer_engine: True if the trainer's parameters have the names of TransformerEngine's layers.
         Raises ValueError if `layouts.within_nodes` is set and an engine's node has no trainer rank.
         """
         self.layouts = layouts
         alone = set(layouts.engine_nodes) - set(layouts.rank_nodes)
         if layouts.within_nodes and alone:
             raise ValueError(
-                "within_nodes needs a trainer rank on every engine's node, but there is none on "
-                f"{sorted(alone)}"
+                f"there is no trainer rank on the engine nodes {sorted(alone)}, but within_nodes needs one "
+                "on each"
             )
         entries = weight_map(layouts.arch, transformer_engine).values()
         self._exported = [entry for entry in entries if entry.exported]
@@ -133,27 +135,37 @@ class ReshardPlan:
 
     @cached_property
     def engine_shapes(self) -> dict[str, Shape]:
-        """{engine's parameter: its shape on one rank}."""
+        """{name of an engine's parameter: its shape on each engine rank}."""
         return engine_shapes(self.entries, self.layouts.engine)
 
     def outgoing(self, rank: int) -> dict[Link, list[Part]]:
-        """Return {link: parts} that a trainer rank sends from its own shards."""
+        """Return what a trainer rank sends from its own shards, as {link: rectangles that are sent over it}.
+
+        A link is a trainer rank with the engine ranks that receive the same bytes from it.
+        """
         return self._collected(self._links(sender=rank))
 
     def relayed(self, rank: int) -> dict[Link, list[Part]]:
-        """Return {link: parts} that a trainer rank receives from other nodes and relays to its own node."""
+        """Return what a trainer rank gets from other nodes and relays to its own node, as {link: rectangles}.
+
+        A link is the sending trainer rank with the engine ranks that receive the same bytes from it.
+        """
         links = self._collected(self._links(relay_rank=rank)) if self.has_relays else {}
         return {link: parts for link, parts in links.items() if link.sender != rank}
 
     def incoming(self, receiver: EngineRank) -> dict[Link, list[Part]]:
-        """Return {link: parts} that an engine rank receives."""
+        """Return what an engine rank receives, as {link: rectangles that it receives over the link}.
+
+        A link is a trainer rank with the engine ranks that receive the same bytes from it.
+        """
         return self._collected(self._links(receiver=receiver))
 
     def quantised(self, rank: int) -> dict[str, list[Move]]:
-        """Return {Megatron name: moves} of the parameters that a trainer rank quantises for FP8 engines.
+        """Return how a trainer rank reorders the rows of weights before it quantises them for FP8 engines.
 
-        The moves reorder the rows of its shard so that the rows of each HF tensor are adjacent
-        (`model.block_scaled.stacked_by_tensor`). Empty if the engines do not use FP8.
+        The result is {Megatron name: copies from the shard into the reordered shard}, for each weight to
+        quantise. It is empty if the engines do not use FP8. In the reordered shard, the rows of each HF
+        tensor are adjacent (`model.block_scaled.stacked_by_tensor`).
         """
         found = {}
         for entry in self._exported if self.layouts.engine.fp8 else ():
@@ -165,11 +177,12 @@ class ReshardPlan:
         return found
 
     def volumes(self, itemsize: int) -> dict[Link, int]:
-        """Return {link: bytes sent over it} of the whole plan, for the cost model and for checks.
+        """Return {link: bytes sent over it} for the whole plan, for the cost model and for checks.
 
-        It is much cheaper than listing every part, so it also works for thousands of ranks.
+        A link is a trainer rank with the engine ranks that receive the same bytes from it. This is much
+        cheaper than listing every rectangle, so it also works for thousands of ranks.
 
-        itemsize: bytes of an element of the engine's dtype.
+        itemsize: bytes of an element of the engines' dtype.
         """
         found: dict[Link, int] = defaultdict(int)
         for index, entry in enumerate(self.entries):
@@ -194,9 +207,10 @@ class ReshardPlan:
     def _links(
         self, sender: int | None = None, receiver: EngineRank | None = None, relay_rank: int | None = None
     ) -> Iterator[tuple[Link, Part]]:
-        """Yield (link, part) of the whole plan, or only those with this sender, receiver or relay rank.
+        """Yield (link, rectangle sent over it) for the whole plan, or for the selected links only.
 
-        None: no restriction.
+        A link is a trainer rank with the engine ranks that receive the same bytes from it. Each argument
+        selects the links with this sender, receiver or relay rank. None selects all.
         """
         for index, entry in enumerate(self.entries):
             for shard in range(self._ranks.shards(entry)):
@@ -212,33 +226,38 @@ class ReshardPlan:
                             yield link, part
 
     def _links_to(
-        self, senders: dict[int, tuple[int, ...]], ranks: Sequence[int], relay_rank: int | None = None
+        self, senders: dict[int, tuple[int, ...]], tp_ranks: Sequence[int], relay_rank: int | None = None
     ) -> Iterator[Link]:
         """Yield the links over which a rectangle is sent to the engine ranks that need it.
 
-        senders: {trainer rank that sends it: indices of the receiver groups that it sends to}.
-        ranks: the tensor-parallel ranks that need it.
-        relay_rank: yield only the links with this relay rank; None: all.
+        senders: {trainer rank that sends the rectangle: the groups of engine ranks that it sends to, as
+            indices into `_receiver_groups`}.
+        tp_ranks: tensor-parallel ranks, within each engine, that need the rectangle.
+        relay_rank: yield only the links with this relay rank; None: all links.
         """
         for sender, groups in senders.items():
             for group in groups:
                 if relay_rank is None or self._may_relay(relay_rank, group):
-                    for receivers in self._receivers(group, ranks):
+                    for receivers in self._receivers(group, tp_ranks):
                         link = Link(sender, receivers, self._relay_rank(sender, receivers[0]))
                         if relay_rank in (None, link.relay_rank):
                             yield link
 
     def _may_relay(self, rank: int, group: int) -> bool:
-        """Return whether a trainer rank is on the node of a receiver group, and so may relay to it.
+        """Return whether a trainer rank is on the node of a group of engine ranks, and so may relay to it.
 
-        group: index of the group.
+        group: index of the group in `_receiver_groups`.
         """
         layouts = self.layouts
         return layouts.node_of(self._receiver_groups[group][0]) == layouts.rank_nodes[rank]
 
-    def _receivers(self, group: int, ranks: Sequence[int]) -> Iterator[tuple[EngineRank, ...]]:
-        """Yield the receivers of each link to a receiver group, for a rectangle that these ranks need."""
-        everyone = tuple(one for one in self._receiver_groups[group] if one.rank in ranks)
+    def _receivers(self, group: int, tp_ranks: Sequence[int]) -> Iterator[tuple[EngineRank, ...]]:
+        """Yield the receivers of each link by which a rectangle is sent to a group of engine ranks.
+
+        group: index of the group in `_receiver_groups`.
+        tp_ranks: tensor-parallel ranks, within each engine, that need the rectangle.
+        """
+        everyone = tuple(one for one in self._receiver_groups[group] if one.rank in tp_ranks)
         if self.layouts.multicast:
             yield from [everyone] if everyone else []
         else:
@@ -256,7 +275,7 @@ class ReshardPlan:
 
     @property
     def has_relays(self) -> bool:
-        """True if some parcels may reach their receivers through a relay rank other than their sender."""
+        """True if some weights may reach their receivers through another trainer rank than their sender."""
         return self.layouts.within_nodes and len(set(self.layouts.rank_nodes)) > 1
 
     @cached_property
@@ -268,10 +287,10 @@ class ReshardPlan:
 
     @cached_property
     def _receiver_groups(self) -> list[tuple[EngineRank, ...]]:
-        """The receiver groups. The engine ranks of a group get a given shard from the same trainer rank.
+        """The engine ranks in groups. All ranks of a group get a given shard from the same trainer rank.
 
         Without multicast, a group is the ranks of one engine on one node. With multicast and `within_nodes`,
-        it is all engine ranks on one node. With multicast alone, it is all engine ranks.
+        a group is all engine ranks on one node. With multicast alone, all engine ranks are one group.
         """
         layouts, found = self.layouts, defaultdict(list)
         for one in self.engine_ranks:
@@ -285,11 +304,13 @@ class ReshardPlan:
         )
 
     def _needed(self, entry: Entry, shard: int, receiver: EngineRank | None) -> dict[Move, list[int]]:
-        """Return {rectangle of this shard: tensor-parallel ranks of an engine that need it}.
+        """Return {rectangle of a shard: tensor-parallel ranks, within each engine, that need it}.
 
         Ranks that need the same rectangle at different positions of their parameters get separate entries.
 
-        receiver: return only the rectangles that this engine rank needs; None: all.
+        entry: the weight map entry of the parameter.
+        shard: index of the trainer's shard.
+        receiver: return only the rectangles that this engine rank needs; None: all rectangles.
         """
         layout, parts = self.layouts.engine, self._ranks.shards(entry)
         source, needed = entry.megatron_pieces(parts, shard), defaultdict(list)
@@ -304,10 +325,11 @@ class ReshardPlan:
 
     @cached_property
     def _senders(self) -> dict[tuple[int, int], dict[int, tuple[int, ...]]]:
-        """{(index of entry, shard): {trainer rank that sends it: indices of the groups that receive it}}.
+        """The trainer ranks that send each shard, and the groups of engine ranks that they send it to.
 
-        Among the ranks that may send to a group, the one with the least to send so far is chosen, so that the
-        load is balanced.
+        The format is {(index in `entries`, index of the shard): {trainer rank: indices in
+        `_receiver_groups`}}. Among the ranks that may send to a group, the one with the fewest elements to
+        send so far is chosen, so that the load is balanced.
         """
         load: dict[tuple[int, ...], dict[int, int]] = {}
         chosen = {}
@@ -325,11 +347,14 @@ class ReshardPlan:
         return chosen
 
     def _serving(self, holders: tuple[int, ...], group: int) -> tuple[int, ...]:
-        """Return which of the trainer ranks `holders` may send to a receiver group.
+        """Return which trainer ranks of `holders` may send a shard to a group of engine ranks.
 
-        group: index of the group.
-        If the group is on one node and some holders are too, these are the holders on that node. Otherwise it
-        is every n-th holder for n groups, so that different groups have different senders.
+        If the group is on one node and some holders are on that node too, these holders are returned.
+        Otherwise the holders are divided among the n groups (every n-th holder), so that different groups
+        have different senders.
+
+        holders: the trainer ranks that hold the shard.
+        group: index of the group in `_receiver_groups`.
         """
         rank_nodes, engine_nodes = self.layouts.rank_nodes, self.layouts.engine_nodes
         nodes = (

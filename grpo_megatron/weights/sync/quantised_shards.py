@@ -10,21 +10,23 @@ from grpo_megatron.weights.fp8_blocks import quantise
 
 
 class QuantisedShards(Mapping):
-    """The shards of a trainer rank as a mapping {name: tensor}, to pack parcels for FP8 engines from.
+    """A trainer rank's shards as a mapping {name: tensor} that quantises linear weights to FP8 on demand.
 
-    Beside {Megatron name: shard} it has the FP8 elements and the scales of linear weights, under the names of
-    `elements_name` and `scales_name` (model.block_scaled). A weight is quantised when it is first read. Only
-    the last one is cached, because packing reads slices of one parameter many times in a row.
+    Parcels for FP8 engines are packed from it. Besides {Megatron name: shard} it contains the FP8 elements
+    and the scales of each linear weight, under the names that `elements_name` and `scales_name`
+    (model.block_scaled) return. A weight is quantised when one of these names is read. Only the last
+    quantised weight is cached, because packing reads slices of one parameter many times in a row.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], orders: dict[str, list[Move]]):
         """Wrap the shards of a rank.
 
-        orders: {Megatron name: how to reorder the shard's rows before it is quantised}, the result of
+        parameters: {Megatron name: shard}.
+        orders: {Megatron name: copies that reorder the shard's rows before it is quantised}, the result of
             ReshardPlan.quantised for this rank.
         """
         self._parameters, self._orders = parameters, orders
-        self._sources = {name(of): of for of in orders for name in (elements_name, scales_name)}
+        self._sources = {name(weight): weight for weight in orders for name in (elements_name, scales_name)}
         self._source, self._kept = "", {}
 
     def __getitem__(self, name: str) -> torch.Tensor:

@@ -8,7 +8,7 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 @dataclass(frozen=True)
 class TrainerRanks:
-    """Megatron's assignment of parameter shards to ranks, from which every process computes the reshard plan.
+    """Megatron's assignment of parameter shards to trainer ranks, from which the reshard plan is computed.
 
     Consecutive ranks differ first in their tensor-parallel rank, then in the context-, data- and
     pipeline-parallel rank. For experts the order is expert-tensor, expert, data and pipeline parallel.
@@ -18,7 +18,10 @@ class TrainerRanks:
     num_layers: int
 
     def stage(self, entry: Entry) -> int:
-        """Return the index of the pipeline stage that has this parameter."""
+        """Return the index of the pipeline stage that has this parameter.
+
+        entry: the weight map entry of the parameter.
+        """
         if entry.megatron.startswith("embedding."):
             return 0
         if not entry.megatron.startswith("decoder.layers."):
@@ -28,24 +31,30 @@ class TrainerRanks:
             if layer < layers:
                 return chunk % self.sizes.pp
             layer -= layers
-        raise ValueError(f"{entry.megatron} does not exist: the model has only {self.num_layers} layers")
+        raise ValueError(
+            f"{entry.megatron} does not exist, because the model has only {self.num_layers} layers"
+        )
 
     def shards(self, entry: Entry) -> int:
-        """Return the number of shards that tensor parallelism divides a parameter into; 1: not divided."""
+        """Return the number of shards that tensor parallelism divides a parameter into; 1: not divided.
+
+        entry: the weight map entry of the parameter.
+        """
         if entry.axis is None:
             return 1
         return self.sizes.etp if entry.expert else self.sizes.tp
 
     def holders(self, entry: Entry, shard: int) -> tuple[int, ...]:
-        """Return the trainer ranks that have this shard of a parameter, each a full copy of it.
+        """Return all trainer ranks that hold a copy of one shard of a parameter.
 
-        shard: index of the shard.
+        entry: the weight map entry of the parameter.
+        shard: index of the shard, from 0.
         """
         sizes, stage = self.sizes, self.stage(entry)
         per_stage = sizes.world_size // sizes.pp
         if entry.expert:
             split, width = sizes.etp, sizes.etp * sizes.ep
-            inner = sizes.etp * (entry.expert.number // (entry.expert.count // sizes.ep))
+            inner = sizes.etp * (entry.expert.index // (entry.expert.count // sizes.ep))
         else:
             split, width, inner = sizes.tp, sizes.tp, 0
         own = range(split) if entry.axis is None else (shard,)

@@ -13,9 +13,9 @@ from grpo_megatron.weights.sync.transports import parcel_receiver
 
 
 class WeightReceiver:
-    """Receives and verifies the weights of one engine rank.
+    """The receiver of one engine rank's weights. It writes them into the parameters and verifies them.
 
-    It is kept from sync to sync, because setting up its parcels and its connections takes long.
+    The object is kept from sync to sync, because setting up its buffers and connections takes long.
     """
 
     def __init__(self, setup: SyncSetup, me: EngineRank, device: torch.device):
@@ -28,11 +28,12 @@ class WeightReceiver:
         self._scratch = torch.empty(largest, dtype=torch.uint8, device=device)
 
     def receive(self, command: SyncCommand, parameters: dict[str, torch.Tensor]) -> SyncReport:
-        """Receive all parcels, write them into the parameters, and compare digests with the sender's.
+        """Receive all weights, write them into the parameters, and compare digests with the sender's.
 
-        For SyncKind.verify the sender sends only digests, and the parameters stay as they are.
+        For SyncKind.verify the sender sends only digests (checksums), and the parameters stay as they are.
 
-        parameters: {engine's name: this rank's parameter}, written in place.
+        parameters: {name of an engine's parameter: this rank's part of it}, written in place.
+
         Return the report for the driver. It names the HF tensors whose digests differ.
         """
         started, report, wrong = time.perf_counter(), SyncReport(), []
@@ -59,7 +60,11 @@ class WeightReceiver:
     def _load(
         self, parcel: Parcel, payload: torch.Tensor, parameters: dict[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Write a parcel into the parameters. Return the sender's digests, int64 [tensor spans]."""
+        """Write received weights into the parameters. Return the sender's digests, int64 [tensor_spans].
+
+        parcel: layout of a message of packed weights.
+        payload: the bytes that were received for it.
+        """
         buffer = delta.decode(parcel, payload, parameters) if self.setup.delta else payload
         parcel.unpack(buffer, parameters)
         return parcel.sent_digests(buffer).clone()

@@ -28,8 +28,8 @@ _SHOWN = 5
 class Resharding:
     """Transfers the trainer's weights: its ranks send slices of their shards directly to the engine ranks.
 
-    Each engine rank writes the slices into its own parameters. This object runs in the driver process: it
-    sends the commands and compares the checksums of both sides.
+    Each engine rank writes the slices into its own parameters. This object runs in the driver process. It
+    sends the commands to the ranks and compares the checksums of both sides.
     """
 
     def __init__(self, layouts: Layouts, config: WeightSyncConfig, folder: str, call_timeout: float):
@@ -56,21 +56,24 @@ class Resharding:
         self._clear_folder()  # a killed run of the same name may have left files
 
     def transfer(self, source: WeightSource, target: WeightTarget, version: int) -> dict[str, float]:
-        """Transfer all weights, compare digests, and return {metric: value}.
+        """Transfer all weights from the trainer (`source`) to the engines (`target`), and verify them.
 
-        It must be called between `begin_update` and `end_update` of the engines.
+        The weights are verified by digests (checksums). Return metrics of the sync, such as {"sent_gb": 15.2,
+        "engine_load_seconds": 0.8}. The engines must be between `begin_update` and `end_update`.
 
-        version: version of the weights.
-        Raises UserError if the engines' parameters are not as planned. Raises RuntimeError if an engine's
-        weights differ from the trainer's after the transfer. The messages name the tensors.
+        version: version number of the trainer's weights, see WeightSync.version.
+        Raises UserError if the engines' parameters differ from the plan in name, shape or dtype. Raises
+        RuntimeError if an engine's weights differ from the trainer's after the transfer. The messages name
+        the parameters or tensors.
         """
         return self._run(SyncKind.transfer, source, target, version)
 
     def verify(self, source: WeightSource, target: WeightTarget, version: int) -> dict[str, float]:
         """Check that the engines have the trainer's weights, by sending only digests (checksums).
 
-        version: version of the weights. Return the same metrics as `transfer`.
-        Raises RuntimeError if the weights differ.
+        Return the same metrics as `transfer`. Raises RuntimeError if the weights differ.
+
+        version: version number of the trainer's weights, see WeightSync.version.
         """
         return self._run(SyncKind.verify, source, target, version)
 
@@ -96,15 +99,18 @@ class Resharding:
         return SyncCommand(kind, self._sync_id, self._setup, full=self._delivered != version - 1)
 
     def _reports(self, references: list[ray.ObjectRef], processes: list[Process]) -> list:
-        """Wait for the processes and return their results in order. Raises the error of one that failed."""
+        """Wait for one remote call per process and return the results in order.
+
+        Raises the error of a process whose call failed.
+        """
         return list(
             gather(dict(enumerate(references)), processes, "weight sync", self._call_timeout).values()
         )
 
     def _check_parameters(self, target: WeightTarget) -> None:
-        """Check that the engines have the planned parameters, and remember the parameters' dtypes.
+        """Check that the engines have the planned parameters, and store the parameters' dtypes in the setup.
 
-        Raises UserError that names the parameters which differ.
+        Raises UserError that names the parameters which differ from the plan.
         """
         command = self._command(SyncKind.describe, version=0)
         reports = _by_rank(self._reports(target.receive_weights(command), target.processes))
@@ -113,10 +119,9 @@ class Resharding:
         if different:
             more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
             raise UserError(
-                "the engines' parameters are not those of the weight map in grpo_megatron/model/families "
-                f"({len(different)} differ: {'; '.join(different[:_SHOWN])}{more}). No weights were sent. "
-                "Another release of SGLang may have changed them: install the one in requirements/, or "
-                "correct the map"
+                "the engines' parameters do not match the weight map in grpo_megatron/model/families "
+                f"({len(different)} differ: {'; '.join(different[:_SHOWN])}{more}), so no weights were sent. "
+                "Install the SGLang release from requirements/, or correct the map"
             )
         dtypes = {name: dtype for own in described.values() for name, (_, dtype) in own.items()}
         self._setup = replace(self._setup, dtypes=tuple(sorted(dtypes.items(), key=lambda item: item[0])))
@@ -124,7 +129,7 @@ class Resharding:
     def _compare_links(self, sent: list[SyncReport], received: dict[EngineRank, SyncReport]) -> None:
         """Raise RuntimeError unless each engine rank received all that the trainer ranks sent to it.
 
-        sent: one report per trainer rank.
+        sent: the reports of all trainer ranks.
         received: the report of each engine rank.
         """
         checksums = {link: checksum for report in sent for link, checksum in report.link_checksums.items()}
@@ -137,8 +142,8 @@ class Resharding:
             )
             if different:
                 raise RuntimeError(
-                    f"the link checksums of {', '.join(different[:_SHOWN])} differ: {me} did not load what "
-                    "the trainer sent"
+                    f"{me} did not load the weights that the trainer sent: the checksums of these links "
+                    f"differ: {', '.join(different[:_SHOWN])}; try another weight_sync.transport"
                 )
 
     @cached_property
@@ -151,13 +156,13 @@ class Resharding:
         return found
 
     def close(self) -> None:
-        """Remove the files that the trainer ranks have written, for the case that they died before."""
+        """Delete the files of the transport `disk` that dead trainer ranks could not delete."""
         self._clear_folder()
 
     def _clear_folder(self) -> None:
-        """Remove the files of all syncs, and then the folder if it is empty; only for Transport.disk.
+        """Delete the files that the transport `disk` has written, and then their folder if it is empty.
 
-        Other files in it are kept, because the user chose the folder.
+        Other files in the folder are kept, because the user chose the folder.
         """
         if self._setup.transport == Transport.disk:
             for left in Path(self._setup.folder).glob("sync????????"):
@@ -169,9 +174,11 @@ class Resharding:
 def parameter_differences(
     plan: ReshardPlan, described: dict[EngineRank, dict[str, tuple[tuple[int, ...], torch.dtype]]]
 ) -> list[str]:
-    """Compare the parameters of the engines with the plan. Return one sentence for each that differs.
+    """Return one sentence for each engine parameter whose name, shape or dtype differs from the plan.
 
-    described: {engine rank: {parameter: (shape, dtype)}}. Only the first rank with a difference is named.
+    If a parameter differs on several ranks, the sentence names only the first of them.
+
+    described: {engine rank: {parameter: (shape, dtype)}}, as the engines have reported their parameters.
     """
     shapes, found = plan.engine_shapes, {}
     dtypes = {entry.engine: entry.engine_dtype for entry in plan.entries if entry.engine_dtype}
@@ -180,38 +187,48 @@ def parameter_differences(
             shape, dtype = own.get(name, ("none", None))
             planned = shapes.get(name, "none")
             if shape != planned:
-                found.setdefault(name, f"{me} has {name} of shape {shape}, expected {planned}")
+                found.setdefault(name, f"{me} has {name} of shape {shape} instead of {planned}")
             elif dtype != dtypes.get(name, dtype):
-                found.setdefault(name, f"{me} has {name} in {dtype}, expected {dtypes[name]}")
+                found.setdefault(name, f"{me} has {name} in {dtype} instead of {dtypes[name]}")
     return list(found.values())
 
 
 def _compare_digests(received: dict[EngineRank, SyncReport]) -> None:
-    """Raise RuntimeError that names the tensors whose digests differ from the sender's, if there are any."""
+    """Raise RuntimeError if the digests (checksums) of some tensors differ between engines and trainer.
+
+    The message names these tensors.
+
+    received: the report of each engine rank.
+    """
     wrong = [f"{name} at {me}" for me, report in received.items() for name in report.wrong]
     if wrong:
         more = f" (and {len(wrong) - _SHOWN} more)" if len(wrong) > _SHOWN else ""
         raise RuntimeError(
-            "after the weight sync, the engines' digests differ from the trainer's for "
-            f"{', '.join(wrong[:_SHOWN])}{more}; the engines do not have the trainer's weights and may "
-            "not serve"
+            "after the weight sync, the engines do not have the trainer's weights: the digests differ for "
+            f"{', '.join(wrong[:_SHOWN])}{more}; try another weight_sync.transport"
         )
 
 
 def _by_rank(reports) -> dict[EngineRank, SyncReport]:
-    """Return {engine rank: its report}. reports: for each engine, the list of its ranks' reports."""
+    """Return {engine rank: its report}.
+
+    reports: for each engine, the list of its ranks' reports.
+    """
     return {
-        EngineRank(e, rank): report
-        for e, of_engine in enumerate(reports)
-        for rank, report in enumerate(of_engine)
+        EngineRank(engine, rank): report
+        for engine, engine_reports in enumerate(reports)
+        for rank, report in enumerate(engine_reports)
     }
 
 
 def _metrics(sent: list[SyncReport], received: list[SyncReport]) -> dict[str, float]:
-    """Return the metrics of a sync, {name: value}.
+    """Return the metrics of a sync as {name: value}, with names such as "sent_gb" and "engine_load_seconds".
 
-    They are the GB that the trainer sent and that the engines received, and for each activity the seconds of
-    the slowest trainer rank and of the slowest engine rank.
+    The metrics are the GB that the trainer sent, the GB that the engines received, and for each activity the
+    seconds of the slowest trainer rank and of the slowest engine rank.
+
+    sent: the reports of all trainer ranks.
+    received: the reports of all engine ranks.
     """
     seconds = {
         f"{side}_{what}_seconds": max(report.seconds.get(what, 0.0) for report in reports)
@@ -226,12 +243,12 @@ def _metrics(sent: list[SyncReport], received: list[SyncReport]) -> dict[str, fl
 
 
 def choose_transport(config: WeightSyncConfig, layouts: Layouts) -> tuple[Transport, Layouts]:
-    """Choose what carries the parcels. Returns (transport, layouts): the layouts are adapted to it.
+    """Choose the transport that carries the weights. Return (transport, layouts adapted to the transport).
 
-    With `weight_sync.transport=auto` it is shared memory if every engine node has a trainer rank, else
-    process groups. Process groups broadcast if the cost model in weights.sync.cost says that this is faster.
-    Otherwise they send point to point. Raises UserError if shared memory is configured but an engine node has
-    no trainer rank.
+    With `weight_sync.transport=auto` the transport is shared memory if every engine node has a trainer rank,
+    else process groups. Process groups broadcast if the cost model in weights.sync.cost says that this is
+    faster. Otherwise they send point to point. Raises UserError if shared memory is configured but an engine
+    node has no trainer rank.
     """
     remote = sorted(set(layouts.engine_nodes) - set(layouts.rank_nodes))
     transport = config.transport
@@ -239,8 +256,9 @@ def choose_transport(config: WeightSyncConfig, layouts: Layouts) -> tuple[Transp
         transport = Transport.groups if remote else Transport.shared_memory
     if transport == Transport.shared_memory and remote:
         raise UserError(
-            "weight_sync.transport=shared_memory needs a trainer rank on every engine's node, but there is "
-            f"none on {', '.join(remote[:_SHOWN])}; use groups or auto"
+            "weight_sync.transport=shared_memory needs a trainer rank on every engine node, but there is "
+            f"none on {', '.join(remote[:_SHOWN])}; set weight_sync.transport=groups or "
+            "weight_sync.transport=auto"
         )
     multicast = transport != Transport.groups or broadcast_is_cheaper(layouts, config.bucket_bytes)
     within_nodes = transport == Transport.shared_memory

@@ -17,13 +17,15 @@ from grpo_megatron.weights.sync.transports.groups import Relay
 class WeightSender:
     """Sends the weights of one trainer rank to the engine ranks that need them.
 
-    It is kept from sync to sync, because setting up its parcels and its connections takes long.
+    The object is kept from sync to sync, because setting up its buffers and connections takes long.
     """
 
     def __init__(self, setup: SyncSetup, rank: int, device: torch.device, transformer_engine: bool = False):
-        """Compute the rank's parcels and open its connections.
+        """Compute the messages that a trainer rank sends, and open its connections.
 
-        transformer_engine: the rank's parameters have the names of TransformerEngine's layers.
+        rank: the trainer rank.
+        device: device of the buffers in which weights are packed.
+        transformer_engine: True if the rank's parameters have the names of TransformerEngine's layers.
         """
         self.setup, self._rank = setup, rank
         plan = ReshardPlan(setup.layouts, transformer_engine)
@@ -42,12 +44,13 @@ class WeightSender:
         parameters: Mapping[str, torch.Tensor],
         advance: Callable[[], None] = lambda: None,
     ) -> SyncReport:
-        """Send this rank's weights, and relay the parcels of ranks on other nodes to engines on this node.
+        """Send this rank's weights, and relay weights of ranks on other nodes to engines on this node.
 
-        For SyncKind.verify, send only the digests of the weights.
+        For SyncKind.verify, send only the digests (checksums) of the weights.
 
         parameters: {Megatron name: this rank's current shard, with LoRA adapters merged}.
-        advance: called before each parcel, to report progress to the hang detector.
+        advance: called before each message, to report progress to the hang detector.
+
         Return the report for the driver.
         """
         started, report = time.perf_counter(), SyncReport()
@@ -72,9 +75,11 @@ class WeightSender:
     def _send_own(
         self, parcel: Parcel, parameters: Mapping[str, torch.Tensor], kind: SyncKind, report: SyncReport
     ) -> None:
-        """Pack one of this rank's own parcels and send it, to the engines or to the relay rank on their node.
+        """Pack one message of this rank's weights and send it to the engines, or to a relay rank near them.
 
-        Digests, bytes and seconds are added to the report.
+        The message's digests, bytes and seconds are added to `report`.
+
+        parcel: layout of the message.
         """
         sender = self._transport if parcel.link.relay_rank == self._rank else self._relay
         buffer = sender.buffer(self.setup.payload_bytes(parcel))
@@ -108,9 +113,9 @@ def sender_for(
     device: torch.device,
     transformer_engine: bool,
 ) -> WeightSender:
-    """Return the sender to use for a sync: the last one if it has this setup, else a new one.
+    """Return the WeightSender for a sync: `last` if it was made for this setup, else a new one.
 
-    last: the sender of the last sync, which is closed if it cannot be used again; None at the first sync.
+    last: the sender of the last sync, which is closed if it cannot be used again; None before the first sync.
     """
     if last is not None and last.setup == setup:
         return last

@@ -23,7 +23,7 @@ class WeightSync:
     ):
         """Connect a trainer (`source`) to the engines (`target`).
 
-        resharding: transfers the weights from one to the other.
+        resharding: transfers the weights from the trainer to the engines.
         probe: compares what trainer and engines compute; None: no comparison.
         probe_every: use the probe after the first sync, and then after every `probe_every`-th sync; 0: never.
         """
@@ -35,10 +35,10 @@ class WeightSync:
     def run(self, changed: bool = True) -> None:
         """Copy the trainer's current weights into the engines.
 
-        Samples of the engines report the version of these weights from now on. The caller must call `probe`
+        From now on, the engines' samples report the version of these weights. The caller must call `probe`
         once the engines can answer requests.
 
-        changed: whether the weights differ from those of the last sync; if so, the version increases by one.
+        changed: whether the weights differ from those of the last sync. If so, the version increases by one.
         Raises an error if a rank or an engine fails, if an engine refuses some weights, or if a checksum
         differs. The engines cannot be used after such an error.
         """
@@ -60,7 +60,7 @@ class WeightSync:
     def probe(self) -> None:
         """Compare what the engines and the trainer compute, if `probe_every` asks for it after this sync.
 
-        The results are added to `metrics`. Raises RuntimeError if they differ.
+        The results are added to `metrics`. Raises RuntimeError if trainer and engines differ too much.
         """
         if self._probing:
             started = time.perf_counter()

@@ -59,7 +59,7 @@ class _Hopper(patches.CpuCuda):
 
 
 class _ToCpu(patches.CudaToCpu):
-    """Syntax tree transformer that makes a TransformerEngine module use the CPU where it says CUDA.
+    """Syntax tree transformer that makes a TransformerEngine module use the CPU instead of CUDA.
 
     It handles more expressions than CudaToCpu, which is written for Megatron.
     """
@@ -78,7 +78,7 @@ class _ToCpu(patches.CudaToCpu):
 
 
 class _InOrder:
-    """Replacement for torch's `_coalescing_manager`, which gloo lacks: collectives run one by one."""
+    """Replacement for torch's `_coalescing_manager`, which gloo lacks. Collectives run one after another."""
 
     def __init__(self, group=None, device=None, async_ops=False):
         pass
@@ -123,7 +123,9 @@ def _mend_quantization(module):
 
 
 def install() -> None:
-    """Make ``transformer_engine`` importable in this process. Must run before the first import of Megatron.
+    """Make ``transformer_engine`` importable in this process, with its compiled kernels emulated in torch.
+
+    It must run before the first import of Megatron.
 
     A second call does nothing. Raises UserError if the emulation is impossible on this machine, for example
     because it has CUDA, or because TransformerEngine's wheel is not unpacked.

@@ -86,7 +86,7 @@ class _Missing:
 
 
 class MissingModule(types.ModuleType):
-    """Placeholder for a module that is imported but not needed: every name exists, but raises when called."""
+    """Placeholder for a module that is imported but not used. Every name exists, but raises when called."""
 
     def __init__(self, name: str):
         super().__init__(name)
@@ -103,7 +103,7 @@ class Extension(MissingModule):
     """Module that is imported in place of `transformer_engine_torch`.
 
     functions: {name: emulated function}.
-    calls: {name: number of calls}, by which tests see which kernels ran.
+    calls: {name of an emulated function: number of its calls}. Tests read this to see which kernels ran.
     """
 
     def __init__(self, functions: dict[str, Callable]):

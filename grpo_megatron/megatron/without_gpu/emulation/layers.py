@@ -25,9 +25,9 @@ def _check_sizes(*shapes: tuple[int, ...]) -> None:
 
 
 def _product(a, transa: bool, b, transb: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (op(b) op(a), b) in float32, where op transposes if transb or transa is set.
+    """Return (op(b) @ op(a), values of b), both float32. op transposes a matrix if transa (transb) is True.
 
-    cuBLAS, whose arguments these are, is column-major, so a and b change places in torch.
+    The arguments are those of cuBLAS, which is column-major, so a and b change places in torch.
     """
     left, right = operand(a, not transa), operand(b, transb)
     if is_quantized(a) or is_quantized(b):
@@ -44,10 +44,11 @@ def generic_gemm(
     workspace_size, accumulate, split_accumulator, *, comm_overlap=None, comm_type=None, extra_output=None,
     bulk_overlap=False, alpha=1.0, beta=None,
 ):  # fmt: skip
-    """Compute a matrix product as the extension's general GEMM does.
+    """Compute the matrix product of A and B, with the arguments of TransformerEngine's extension.
 
-    Returns (out, gradient of the bias, None, extra_output). With `grad`, the gradient of the bias is computed
-    if a bias is given. Otherwise the bias is added to the product.
+    Returns (product, gradient of the bias, None, extra_output). The product is quantized if a quantizer is
+    given, and otherwise stored in `out` if that is given. If `grad` is True, the gradient of a given bias is
+    computed. If `grad` is False, the bias is added to the product, and its gradient is None.
     """
     if gelu or comm_overlap is not None:
         raise NotImplementedError("products with GELU or with overlapped communication are not emulated")
@@ -85,8 +86,8 @@ def te_general_grouped_gemm(
 ):  # fmt: skip
     """Compute one matrix product per expert, into `out`. Return the biases unchanged.
 
-    single_output: True: out[0] has the results of all experts, with m_splits[i] rows for expert i. False:
-        out[i] has the result of expert i.
+    single_output: if True, out[0] gets the results of all experts, with m_splits[i] rows for expert i. If
+        False, out[i] gets the result of expert i.
     """
     if any(b.numel() for b in bias):
         raise NotImplementedError("grouped products with biases are not emulated")
@@ -101,7 +102,7 @@ def te_general_grouped_gemm(
 def rmsnorm_fwd(x, weight, eps, output, quantizer, out_dtype, sm_margin, zero_centered):
     """Compute the RMS norm. Return (x / rms(x) * weight, None, 1 / rms(x) of each row).
 
-    zero_centered: True: the stored weight is the factor minus 1.
+    zero_centered: if True, the factor is weight + 1 instead of weight.
     """
     values = x.float()
     inverse = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
@@ -114,7 +115,10 @@ def rmsnorm_fwd(x, weight, eps, output, quantizer, out_dtype, sm_margin, zero_ce
 
 
 def rmsnorm_bwd(grad, x, inverse, weight, sm_margin, zero_centered):
-    """Compute the backward pass of rmsnorm_fwd. Return (gradient of x, gradient of the weight)."""
+    """Compute the backward pass of rmsnorm_fwd. Return (gradient of x, gradient of the weight).
+
+    inverse: 1 / rms(x) of each row, from the forward pass.
+    """
     values, grads = (tensor.float().reshape(-1, x.shape[-1]) for tensor in (x, grad))
     inverse = inverse.reshape(-1, 1)
     normed = values * inverse
@@ -124,9 +128,10 @@ def rmsnorm_bwd(grad, x, inverse, weight, sm_margin, zero_centered):
 
 
 def _positions(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """Return, for each row that a CP rank holds, its position in its sequence.
+    """Return, for each row that a CP rank holds, the row's position in its sequence: int64 [t].
 
-    A sequence is cut into 2 cp chunks; rank r holds the chunks r and 2 cp - 1 - r, counted from 0.
+    A sequence is cut into 2 * cp chunks. Rank r holds the chunks r and 2 * cp - 1 - r, counted from 0.
+    cu_seqlens: cumulative lengths of the whole sequences, over all CP ranks.
     """
     parts = []
     for length in (cu_seqlens[1:] - cu_seqlens[:-1]).tolist():
@@ -151,9 +156,9 @@ def _rotate(x, freqs, layout, interleaved, cu_seqlens, cp_size, cp_rank, directi
 
 
 def fused_rope_forward(x, freqs, start_positions, layout, interleaved, cu_seqlens, cp_size, cp_rank):
-    """Apply the rotary embedding to x [t, heads, d] of a pack.
+    """Return x [t, heads, d] of a pack of sequences after the rotary embedding.
 
-    freqs: [s, 1, 1, at most d], angles of the positions 0 to s - 1. Further channels are not rotated.
+    freqs: [s, 1, 1, r], angles of the positions 0 to s - 1. Only the first r channels of x are rotated.
     cu_seqlens: cumulative lengths of the whole sequences, over all CP ranks.
     """
     return _rotate(x, freqs, layout, interleaved, cu_seqlens, cp_size, cp_rank, 1)
@@ -164,9 +169,9 @@ def fused_rope_backward(grad, freqs, start_positions, layout, interleaved, cu_se
 
 
 def fused_multi_row_padding(source, target, rows, padded_rows):
-    """Copy each expert's rows to `target` and pad them with zero rows to the multiple that FP8 needs.
+    """Copy the rows of each expert from `source` to `target`, followed by zero rows as padding for FP8.
 
-    rows, padded_rows: number of rows of each expert, without and with padding.
+    rows, padded_rows: number of rows of each expert in `source` and in `target`.
     """
     for part, place in zip(source.split(rows), target.split(padded_rows), strict=True):
         place[: len(part)] = part
@@ -179,7 +184,7 @@ def fused_multi_row_unpadding(source, target, padded_rows, rows):
 
 
 def multi_tensor_l2norm(chunk_size, overflow, lists, per_tensor):
-    """Return (L2 norm of all tensors together [1], norm of each tensor)."""
+    """Return (L2 norm of all tensors together [1], L2 norm of each tensor [n]). lists: [list of tensors]."""
     norms = torch.stack([tensor.float().norm() for tensor in lists[0]]) if lists[0] else torch.zeros(1)
     return norms.norm().view(1), norms
 

@@ -21,9 +21,10 @@ def get_fused_attn_backend(*args):
 
 
 def _sequences(cu, cu_padded, cu_keys, cu_keys_padded):
-    """Return (slice of query rows, slice of key rows) for each sequence that has both.
+    """Return a list of (slice of query rows, slice of key rows), one pair for each sequence that has both.
 
-    cu, cu_keys: cumulative real lengths. cu_padded, cu_keys_padded: cumulative padded lengths, or None.
+    cu, cu_keys: cumulative real lengths of queries and keys.
+    cu_padded, cu_keys_padded: cumulative padded lengths. None: there is no padding.
     """
     both = []
     for ends, padded in ((cu, cu_padded), (cu_keys, cu_keys_padded)):
@@ -44,7 +45,10 @@ def _is_causal(mask) -> bool:
 
 
 def _scores(query, key, scale: float, causal: bool) -> torch.Tensor:
-    """Return the attention scores [heads, q, k]. Several query heads share one key head."""
+    """Return the attention scores [heads, q, k]. Several query heads may share one key head.
+
+    query: [q, heads, d]. key: [k, kv_heads, d].
+    """
     key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
     if causal:  # aligned to the top left
@@ -56,10 +60,10 @@ def fused_attn_fwd(
     max_q, max_kv, training, scale, dropout, fast_zero_fill, layout, bias_type, mask, softmax_type, window,
     cu_q, cu_kv, query, key, value, dtype, cu_q_padded, cu_kv_padded, *rest,
 ):  # fmt: skip
-    """Compute attention, as cuDNN's fused kernel does.
+    """Compute attention over a pack of sequences, as cuDNN's fused kernel does.
 
-    Returns [output, statistics, random state]: statistics are the log of each row's softmax denominator,
-    float32 [t, heads, 1]. The random state is of dropout, which is not used.
+    Returns [output, statistics, random state]. The statistics are the log of each row's softmax denominator,
+    float32 [t, heads, 1]. The random state is zeros, because dropout is not emulated.
     """
     if query.dtype not in (torch.bfloat16, torch.float16):
         raise RuntimeError(f"fused attention needs bf16 or fp16, got {query.dtype}")
@@ -84,8 +88,8 @@ def fused_attn_bwd(
 ):  # fmt: skip
     """Compute the backward pass of fused_attn_fwd.
 
-    auxiliary: its first tensor has the statistics of the forward pass.
-    Returns [gradient of the query, of the key, of the value, None, None].
+    auxiliary: list whose first tensor is the statistics of the forward pass.
+    Returns [gradient of the query, gradient of the key, gradient of the value, None, None].
     """
     statistics, causal = auxiliary[0], _is_causal(mask)
     statistics = statistics[..., None] if statistics.dim() == 2 else statistics
@@ -126,7 +130,7 @@ def _half(cu_seqlens, which: int) -> torch.Tensor:
 
 
 def thd_read_half_tensor(tensor, cu_seqlens, half):
-    """Return the first (half=0) or second (half=1) half of each sequence.
+    """Return the rows of the first (half=0) or second (half=1) half of each sequence.
 
     tensor: [t, heads, d], or keys and values together, [2, t, heads, d].
     """
@@ -134,7 +138,10 @@ def thd_read_half_tensor(tensor, cu_seqlens, half):
 
 
 def thd_get_partitioned_indices(cu_seqlens, total, world, rank):
-    """Return the rows of the whole pack that a CP rank holds, int32: chunks rank and 2 world - 1 - rank."""
+    """Return the indices, int32, of the rows of the whole pack that a CP rank holds.
+
+    Each sequence is cut into 2 * world chunks. The rank holds the chunks rank and 2 * world - 1 - rank.
+    """
     rows, ends = [], cu_seqlens.tolist()
     for start, end in pairwise(ends):
         chunk = (end - start) // (2 * world)
@@ -144,9 +151,10 @@ def thd_get_partitioned_indices(cu_seqlens, total, world, rank):
 
 
 def thd_second_half_lse_correction(statistics, of_step, cu_seqlens, packed):
-    """Extend the statistics [heads, t] of the second halves, in place, by the keys of one step of the ring.
+    """Include the keys of one step of ring attention in the second halves' softmax statistics, in place.
 
-    of_step: statistics of the second halves over the keys of this step only.
+    statistics: [heads, t], log of each row's softmax denominator over the keys of earlier steps.
+    of_step: the same for the rows of the sequences' second halves, over the keys of this step only.
     """
     rows = _half(cu_seqlens, 1)
     statistics[:, rows] = torch.logaddexp(statistics[:, rows], of_step[:, : len(rows)])
@@ -160,10 +168,11 @@ def thd_read_second_half_lse(statistics, cu_seqlens, packed, length):
 
 
 def thd_out_correction(output, of_step, statistics, statistics_of_step, cu_seqlens, only_second_half, packed):
-    """Add the attention over the keys of one ring step to `output`, in place.
+    """Add the attention over the keys of one step of ring attention to `output`, in place.
 
-    It is weighted by this step's share of the softmax over all keys.
-    statistics: those over all keys. statistics_of_step: those over this step's keys.
+    The addend `of_step` is weighted by the step's share of the softmax over all keys.
+    statistics: log of each row's softmax denominator over all keys.
+    statistics_of_step: the same over this step's keys.
     """
     rows = _half(cu_seqlens, 1) if only_second_half else torch.arange(len(output))
     part = of_step.view(-1, *output.shape[1:])[: len(rows)].float()
@@ -172,10 +181,11 @@ def thd_out_correction(output, of_step, statistics, statistics_of_step, cu_seqle
 
 
 def thd_grad_correction(grad, of_step, cu_seqlens, first, second):
-    """Combine the gradient of one ring step with `grad`, in place.
+    """Combine the gradient of one step of ring attention with `grad`, in place.
 
-    first, second: what to do with the first and second half of each sequence: "add", "copy" or "none".
-    of_step: gradient of this step; it has no rows for a half with "none".
+    first, second: what to do in the first and second half of each sequence: "add" the step's gradient, "copy"
+        the step's gradient over `grad`, or "none".
+    of_step: gradient of this step. It has no rows for a half with "none".
     """
     both = "none" not in (first, second)
     for half, how in enumerate((first, second)):

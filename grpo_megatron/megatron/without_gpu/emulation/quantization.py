@@ -33,7 +33,8 @@ def is_quantized(tensor) -> bool:
 def _scale(amax: torch.Tensor, top: float, power_of_two: bool) -> torch.Tensor:
     """Return the FP8 scale: the factor that maps `amax` to `top`, the largest FP8 number.
 
-    It is 1 where amax is 0 or not finite. power_of_two: round it down to a power of two.
+    The scale is 1 where amax is 0 or not finite.
+    power_of_two: if True, round the scale down to a power of two.
     """
     scale = torch.where((amax == 0) | ~torch.isfinite(amax), torch.ones_like(amax), top / amax).clamp_max(
         _LARGEST
@@ -47,7 +48,7 @@ def _cast(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torc
 
 
 def _transposed(rows: torch.Tensor) -> torch.Tensor:
-    """Move the last axis to the front, as TransformerEngine stores transposes: [..., n] to [n, ...]."""
+    """Return `rows` [..., n] as [n, ...]: with the last axis in front, as TransformerEngine's transposes."""
     flat = rows.reshape(-1, rows.shape[-1]).t().contiguous()
     return flat.view(rows.shape[-1], *rows.shape[:-1])
 
@@ -126,8 +127,8 @@ def _store_blocks(tensor: torch.Tensor, quantizer, output) -> None:
 def _block_values(tensor, columnwise: bool) -> torch.Tensor:
     """Return the float32 values of a block-wise quantized tensor.
 
-    columnwise: read the copy that is stored by columns, otherwise the one by rows. With blocks of 1 x 128 the
-        two copies are rounded differently.
+    columnwise: if True, read the copy that is quantized by columns. If False, read the copy that is quantized
+        by rows. With blocks of 1 x 128 the two copies are rounded differently.
     """
     if tensor._data_format == BlockScaleFormat.COMPACT:
         raise RuntimeError("a quantized tensor in the compact format cannot be multiplied, only gathered")
@@ -149,7 +150,7 @@ def _block_values(tensor, columnwise: bool) -> torch.Tensor:
 def operand(tensor, columnwise: bool) -> torch.Tensor:
     """Return the float32 values of a matrix product's operand, quantized or not.
 
-    columnwise: if it has a copy by rows and one by columns, read the one by columns.
+    columnwise: if True and there are two copies, quantized by rows and by columns, read the copy by columns.
     """
     if not is_quantized(tensor):
         return tensor.float()
@@ -170,7 +171,7 @@ def quantize(tensor, quantizer, output=None, noop=None):
 def _internal(tensor, quantizer):
     """Return the tensor as a Float8TensorStorage, which the real extension returns for internal quantizers.
 
-    That class is no torch.Tensor.
+    That class is not a torch.Tensor.
     """
     from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
@@ -184,7 +185,10 @@ def _internal(tensor, quantizer):
 
 
 def split_quantize(tensor, sections, quantizers):
-    """Cast the rows of each expert with its own quantizer. sections: number of rows of each expert."""
+    """Return the FP8 tensors of all experts: the rows of each expert, cast with the expert's quantizer.
+
+    sections: number of rows of each expert.
+    """
     return [
         quantize(part, quantizer) for part, quantizer in zip(tensor.split(sections), quantizers, strict=True)
     ]
@@ -207,8 +211,10 @@ def bgrad_quantize(grad, quantizer):
 def fused_amax_and_scale_update_after_reduction(amaxes, histories, scales, algorithm, dtype, margin):
     """Compute the next step's FP8 scales for the recipe "delayed scaling", in place.
 
-    amaxes: this step's largest absolute values of all tensors, which are stored in the histories.
-    algorithm: "max": scale by the largest value of the history. Otherwise by this step's.
+    amaxes: this step's largest absolute value of each tensor, which is stored in the tensor's history.
+    algorithm: "max" computes the scale from the largest value of the history, any other name from this step's
+        value.
+    margin: the scale is divided by 2 ** margin.
     """
     top = torch.finfo(FP8[dtype]).max
     for history, scale, of_step in zip(

@@ -13,7 +13,11 @@ from grpo_megatron.weights.sync.transports.shared_memory import SharedMemoryRece
 
 
 def parcel_sender(setup: SyncSetup, rank: int, parcels: list[Parcel], device: torch.device) -> ParcelSender:
-    """Return the sending side of the configured transport, for these parcels of a trainer rank."""
+    """Return the sending side of the configured transport for a trainer rank.
+
+    parcels: the messages of packed weights that the rank sends to engine ranks.
+    device: device of the buffers in which the weights are packed.
+    """
     if setup.transport == Transport.disk:
         return DiskSender(setup.connect(), setup.folder, device)
     if setup.transport == Transport.groups:
@@ -26,7 +30,12 @@ def parcel_sender(setup: SyncSetup, rank: int, parcels: list[Parcel], device: to
 def parcel_receiver(
     setup: SyncSetup, me: EngineRank, parcels: list[Parcel], device: torch.device
 ) -> ParcelReceiver:
-    """Return the receiving side of the configured transport, for these parcels of an engine rank."""
+    """Return the receiving side of the configured transport for an engine rank.
+
+    me: the engine rank.
+    parcels: the messages of packed weights that the engine rank receives.
+    device: device of the engine's parameters.
+    """
     if setup.transport == Transport.disk:
         return DiskReceiver(setup.connect(), setup.folder, device, setup.timeout)
     if setup.transport == Transport.groups:

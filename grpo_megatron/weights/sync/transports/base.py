@@ -1,4 +1,4 @@
-"""Protocols of the two sides of a transport, which every transport implements by one class each."""
+"""Protocols of the two sides of a transport. Every transport implements each side by one class."""
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -14,55 +14,70 @@ PayloadBytes = Callable[[Parcel], int]
 
 
 class ParcelSender(Protocol):
-    """The sending side of a transport, in the process of a trainer rank.
+    """The sending side of a transport for packed weights, in the process of a trainer rank.
 
-    For each parcel the caller calls `buffer` and then `send`, in the order of parcels.parcels_in_order.
+    For each message (a parcel) the caller first calls `buffer`, packs weights into the buffer, and then calls
+    `send`. Messages are sent in the order of parcels.parcels_in_order.
     """
 
     def begin(self, sync_id: int) -> None:
-        """Begin a weight sync. sync_id: that of its SyncCommand, which no other sync of the run has."""
+        """Begin a weight sync.
+
+        sync_id: id of the sync's SyncCommand, which no other sync of the run has.
+        """
 
     def buffer(self, size: int) -> torch.Tensor:
-        """Return a buffer, uint8 [size], to fill with the next parcel. Wait until a buffer is free.
+        """Wait until a buffer is free, and return it: uint8 [size], to be filled with the next message.
 
-        Raises TimeoutError if no buffer becomes free in time, because receivers have not read older parcels.
+        Raises TimeoutError if no buffer becomes free in time, because receivers have not read older messages.
         """
 
     def send(self, parcel: Parcel, payload: torch.Tensor) -> None:
-        """Send the payload (the bytes to transfer) of a parcel.
+        """Send the bytes of a message: packed weights, a delta, or only digests (checksums).
 
-        payload: the buffer that `buffer` returned last, a part of it, or another tensor of at most its size.
-            The caller must not write to it afterwards.
+        parcel: layout of the message.
+        payload: the bytes, in the tensor that `buffer` returned last, in a part of it, or in another tensor
+            of at most its size. The caller must not write to this tensor afterwards.
         """
 
     def finish(self) -> None:
-        """Wait until no parcel of this sync is in flight. Files are complete when `send` returns already."""
+        """Wait until all messages of this sync have left their buffers.
+
+        The transport through files returns at once, because a file is complete when `send` returns.
+        """
 
     def close(self) -> None: ...
 
 
 class ParcelReceiver(Protocol):
-    """The receiving side of a transport, in the process of one tensor-parallel rank of an engine."""
+    """The receiving side of a transport for packed weights, in the process of an engine rank."""
 
     def receive(
         self, sync_id: int, parcels: list[Parcel], payload_bytes: PayloadBytes
     ) -> Iterator[tuple[Parcel, torch.Tensor]]:
-        """Yield (parcel, payload) for each of the parcels, in the order given. A payload is uint8 [bytes].
+        """Yield (parcel, payload) for each of the messages `parcels`, in the order given.
 
-        sync_id: that of the SyncCommand, as for ParcelSender.begin.
+        payload: uint8 [bytes]: packed weights, a delta, or only digests (checksums). It is valid until the
+            next message is requested, because its buffer is then used again.
 
-        A payload is valid until the next one is requested, because its buffer is then used again.
-        Raises TimeoutError if the next parcel does not arrive in time. The timeout is per parcel, so a whole
-        sync may take longer.
+        sync_id: id of the sync's SyncCommand, as for ParcelSender.begin.
+        parcels: layouts of the messages.
+        payload_bytes: function that returns the maximum bytes of a message.
+
+        Raises TimeoutError if the next message does not arrive in time. The timeout is per message, so a
+        whole sync may take longer.
         """
 
     def close(self) -> None: ...
 
 
 def parcel_key(sync_id: int, parcel: Parcel, state: str) -> str:
-    """Return the key under which sender and receiver store a state of a parcel in the key-value store.
+    """Return the key that announces, in the key-value store, that a message has reached a state.
 
-    state: such as "sent" or "taken".
+    The sender or a receiver sets the key, and the other side waits for it.
+
+    parcel: layout of the message.
+    state: name of the state, such as "sent" or "taken".
     """
     return f"{sync_id}/{parcel.link.name}/{parcel.index}/{state}"
 

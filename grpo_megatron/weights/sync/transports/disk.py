@@ -31,11 +31,13 @@ def _name(parcel: Parcel) -> str:
 
 
 class DiskSender:
-    """A sender that writes each parcel to a file. The files of a sync are deleted when the next sync begins.
+    """The sending side of the transport through files (a base.ParcelSender), with one file per message.
+
+    The files of a sync are deleted when the next sync begins.
 
     store: the driver's key-value store, in which complete files are announced.
-    folder: the folder of this run below weight_sync.folder.
-    device: the device of the buffers in which parcels are packed.
+    folder: this run's subfolder of weight_sync.folder.
+    device: the device of the buffers in which weights are packed.
     """
 
     def __init__(self, store: dist.Store, folder: str, device: torch.device):
@@ -59,7 +61,8 @@ class DiskSender:
                 file.write(payload.cpu().numpy())
         except OSError as error:
             raise UserError(
-                f"weights cannot be written to {path}: {error}; weight_sync.folder needs room for the model"
+                f"weights cannot be written to {path}: {error}; set weight_sync.folder to a writable folder "
+                "with enough space for the model"
             ) from error
         key = parcel_key(self._sync_id, parcel, "written")
         self._written[key] = path
@@ -77,10 +80,10 @@ class DiskSender:
 
 
 class DiskReceiver:
-    """A receiver that reads each parcel from its file.
+    """The receiving side of the transport through files (a base.ParcelReceiver).
 
     store: the driver's key-value store, in which the senders announce complete files.
-    folder: the folder of this run below weight_sync.folder.
+    folder: this run's subfolder of weight_sync.folder.
     device: the device to which the contents are copied.
     timeout: maximum seconds to wait for one file.
     """
@@ -99,8 +102,8 @@ class DiskReceiver:
     def _read(self, path: Path) -> np.ndarray:
         """Return the contents, uint8 [bytes], of a file that its sender has announced.
 
-        If another node wrote it, the file may become visible here only after a delay. Raises TimeoutError if
-        it does not.
+        A file that another node wrote may become visible on this node only after a delay. Raises TimeoutError
+        if the file does not become visible in time.
         """
         deadline = time.monotonic() + self._timeout
         while True:
@@ -109,8 +112,8 @@ class DiskReceiver:
             except FileNotFoundError as error:
                 if time.monotonic() > deadline:
                     raise TimeoutError(
-                        f"{path} did not appear on this node within {self._timeout:.0f} s after it was "
-                        "written elsewhere; all nodes must share weight_sync.folder"
+                        f"{path} did not appear on this node within {self._timeout:.0f} s after another "
+                        "process wrote it; weight_sync.folder must be on a file system that all nodes share"
                     ) from error
                 time.sleep(_RETRY_SECONDS)
 

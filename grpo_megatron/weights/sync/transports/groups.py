@@ -5,7 +5,7 @@ There are three kinds of process groups:
 - Point to point: one group per pipeline stage, with the ranks of the stage and all engine ranks.
 - Multicast: one group per link, in which the sender broadcasts.
 - Relay: one group of all trainer ranks, which brings parcels to the relay rank on the receivers' node. It is
-  used where parcels are handed over within nodes.
+  used where engine ranks get all parcels from trainer ranks on their own node (Layouts.within_nodes).
 
 Pipeline stages and replicas send in parallel. A sender packs the next parcel while the previous ones are in
 flight.
@@ -30,11 +30,11 @@ Member = int | EngineRank  # a trainer rank, or an engine rank
 
 
 class _Route(NamedTuple):
-    """The process group that a link uses.
+    """The process group over which a sender and its receivers (a link) communicate.
 
     name: name of the group, the same in all processes.
     members: the group's trainer ranks and engine ranks, in the order of their ranks in the group.
-    target: the member that the sender sends to; None: it broadcasts to all.
+    target: the member that the sender sends to. None: the sender broadcasts to all members.
     """
 
     name: str
@@ -62,7 +62,10 @@ def _stage(layouts: Layouts, stage: int, target: Member | None) -> _Route:
 def _groups_of(layouts: Layouts, me: Member, links: list[Link]) -> dict[str, list[Member]]:
     """Return {name: members} of each process group that process `me` must join.
 
-    Members that `me` exchanges nothing with are listed too, because all members must create a group together.
+    Members with which `me` exchanges no data are listed too, because all members must create a group
+    together.
+
+    links: the senders and receivers of everything that `me` sends or receives.
     """
     routes = [_route(layouts, link) for link in links]
     if layouts.within_nodes:
@@ -75,10 +78,11 @@ def _groups_of(layouts: Layouts, me: Member, links: list[Link]) -> dict[str, lis
 class Groups:
     """The process groups of a weight sync that this process is a member of.
 
-    The constructor creates them, and waits for all members of each group.
+    The constructor creates the groups, and waits for all members of each group.
 
     me: this process, a trainer rank or an engine rank.
-    parcels: those that it sends or receives.
+    parcels: the messages of packed weights that this process sends or receives.
+    device: device of the buffers that are sent or received.
     """
 
     def __init__(self, setup: SyncSetup, me: Member, parcels: list[Parcel], device: torch.device):
@@ -99,7 +103,11 @@ class Groups:
         return dist.ProcessGroupNCCL(store, rank, size, options)
 
     def transfer(self, link: Link, payload: torch.Tensor, sending: bool) -> dist.Work:
-        """Start to send or receive one payload over a link. The caller must `wait` for the result."""
+        """Start to send or receive bytes between sender and receivers. Pass the returned work to `wait`.
+
+        payload: the tensor to send, or the tensor to receive into.
+        sending: True in the sender's process.
+        """
         route = _route(self._layouts, link)
         group, places = self._groups[route.name], self._places[route.name]
         if route.target is None:
@@ -117,7 +125,8 @@ class Groups:
             work.wait(self._timeout)
         except RuntimeError as error:
             raise TimeoutError(
-                f"{what} failed, or did not arrive within {self._timeout.total_seconds():.0f} s: {error}"
+                f"the transfer of {what} failed or took longer than {self._timeout.total_seconds():.0f} s: "
+                f"{error}"
             ) from error
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
@@ -127,9 +136,9 @@ class Groups:
 
 
 class _Ring:
-    """A ring of buffers for parcels, which are used again and again.
+    """A fixed number of buffers that messages of packed weights use in turn.
 
-    Allocating memory for each parcel would take as long as the copy into it.
+    Allocating memory for each message would take as long as the copy into it.
     """
 
     def __init__(self, device: torch.device):
@@ -140,7 +149,10 @@ class _Ring:
         )
 
     def take(self, size: int) -> torch.Tensor:
-        """Return a buffer, uint8 [size]. It reuses the memory of the buffer of _IN_FLIGHT + 1 calls ago."""
+        """Return the next buffer, uint8 [size].
+
+        Its memory is that of the buffer that was returned _IN_FLIGHT + 1 calls before.
+        """
         self._next = (self._next + 1) % len(self._buffers)
         if len(self._buffers[self._next]) < size:
             self._buffers[self._next] = torch.empty(size, dtype=torch.uint8, device=self._device)
@@ -150,7 +162,7 @@ class _Ring:
 class GroupSender:
     """The sending side of the transport over process groups (a base.ParcelSender).
 
-    variable: True for deltas: payloads vary in size, so the size is sent before each payload.
+    variable: True if messages vary in size, as deltas do. The size is then sent before each message.
     """
 
     def __init__(self, groups: Groups, variable: bool):
@@ -187,7 +199,7 @@ class GroupSender:
 class GroupReceiver:
     """The receiving side of the transport over process groups (a base.ParcelReceiver).
 
-    variable: True for deltas: payloads vary in size, so the size is received before each payload.
+    variable: True if messages vary in size, as deltas do. The size is then received before each message.
     """
 
     def __init__(self, groups: Groups, variable: bool):
@@ -221,12 +233,12 @@ class GroupReceiver:
 
 
 class Relay(GroupSender):
-    """The transport between trainer ranks, over a process group of all of them.
+    """The transport of packed weights between trainer ranks, over a process group of all trainer ranks.
 
     If trainer and engines share GPUs, an NCCL group cannot contain both. An engine then takes its weights
-    from a trainer rank on its own node, the relay rank (`Link.relay_rank`). As a sender, this object sends
-    this rank's parcels to the relay ranks on other nodes. `take` receives the parcels that this rank must
-    relay to engines on its own node.
+    from a trainer rank on its own node, the relay rank (`Link.relay_rank`). The inherited methods send this
+    rank's messages (parcels) to the relay ranks on other nodes. `take` receives the messages that this rank
+    must relay to engines on its own node.
     """
 
     def __init__(self, setup: SyncSetup, rank: int, parcels: list[Parcel], device: torch.device):
@@ -235,7 +247,11 @@ class Relay(GroupSender):
         self._setup, self._receiver = setup, GroupReceiver(groups, setup.delta)
 
     def take(self, parcel: Parcel, kind: SyncKind) -> torch.Tensor:
-        """Receive the payload of a parcel that this rank relays, and return it."""
+        """Receive a message that this rank must relay to engines, and return its bytes, uint8 [bytes].
+
+        parcel: layout of the message.
+        kind: kind of the weight sync.
+        """
         payload_bytes = partial(self._setup.payload_bytes, kind=kind)
         ((_, payload),) = self._receiver.receive(0, [parcel], payload_bytes)
         return payload

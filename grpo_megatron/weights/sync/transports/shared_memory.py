@@ -28,7 +28,7 @@ _STORAGE_DEVICE = 6
 
 
 def _make(size: int, device: torch.device) -> tuple[torch.Tensor, Any, IO | None]:
-    """Allocate shared memory of `size` bytes on a device. Returns (memory, handle, file).
+    """Allocate shared memory of `size` bytes on a device. Return (memory, handle, file).
 
     memory: uint8 [size].
     handle: the argument with which `_open` maps the memory in another process.
@@ -46,11 +46,13 @@ def _make(size: int, device: torch.device) -> tuple[torch.Tensor, Any, IO | None
 
 
 def _open(handle: Any, device: torch.device) -> torch.Tensor:
-    """Map a sender's memory into this process, for use on `device`.
+    """Map a sender's shared memory into this process, for use on `device`. Return it as uint8 [bytes].
 
     A CUDA IPC handle contains the device's index in the sender's process. A trainer rank sees one GPU, so the
     index is always 0. An engine's scheduler sees all GPUs of its engine, and index 0 may be another
     scheduler's GPU. So the index in the handle is replaced.
+
+    handle: the handle that `_make` returned in the sender's process.
     """
     if device.type != "cpu":
         rebuild, arguments = handle
@@ -61,18 +63,21 @@ def _open(handle: Any, device: torch.device) -> torch.Tensor:
 
 
 def _settle(memory: torch.Tensor) -> None:
-    """Wait until all copies on the memory's device are done, before another process is told about them."""
+    """Wait until all copies on the memory's device are done. Called before another process reads them."""
     if memory.device.type != "cpu":
         torch.get_device_module(memory.device).synchronize(memory.device)
 
 
 class SharedMemorySender:
-    """A sender that fills slots in shared memory on its own device.
+    """The sending side of the transport through shared memory (a base.ParcelSender).
+
+    Weights are packed into slots: a few buffers in shared memory on the sender's device, used in turn.
 
     store: the driver's key-value store. The sender puts the handle of its memory, and the address of its own
         store, there.
     rank: this trainer rank.
-    slot_bytes: bytes of the largest payload.
+    slot_bytes: bytes of the largest message.
+    device: device of the shared memory.
     timeout: maximum seconds to wait until receivers have read a slot.
     """
 
@@ -120,18 +125,20 @@ class SharedMemorySender:
 
 
 class _RankMemory(NamedTuple):
-    """The shared memory and the key-value store of a trainer rank that this receiver gets parcels from."""
+    """The shared memory and the key-value store of a trainer rank from which a receiver reads weights."""
 
     memory: torch.Tensor
     store: dist.Store
 
 
 class SharedMemoryReceiver:
-    """A receiver that reads parcels from the shared memory of the trainer ranks on its node.
+    """The receiving side of the transport through shared memory (a base.ParcelReceiver).
+
+    It reads weights from the shared memory of the trainer ranks on its node.
 
     store: the driver's key-value store, in which senders put the handles of their memory.
     device: the device of the engine's parameters.
-    timeout: maximum seconds to wait for one parcel.
+    timeout: maximum seconds to wait for one message.
     """
 
     def __init__(self, store: dist.Store, device: torch.device, timeout: float):

@@ -1,0 +1,29 @@
+"""Keys and values of earlier versions. The loader refuses them and says what to use instead."""
+
+# {earlier name of a key: its name now}
+RENAMED_KEYS = {
+    "cluster.sync_bucket_bytes": "weight_sync.bucket_bytes",
+    "model.reference_path": "ref.path",
+}
+# {key without a successor: what to do}
+REMOVED_KEYS = {
+    "ref.ahead": "delete it; the reference's log-probs are computed after generation",
+}
+# {(key, value): what to use instead}. A value may also be an item of a list.
+REMOVED_VALUES = {
+    ("mismatch.correction", "rejection"): "use mismatch.rejection=seq_geometric_ratio",
+    ("rollout.tools", "calculator"): "replace it with examples.calculator:calculator",
+    (
+        "weight_sync.transport",
+        "object_store",
+    ): "use weight_sync.transport=auto, which sends each engine rank its own slices and compares their "
+    "digests",
+}
+
+
+def removed_value_problem(key: str, value: object) -> str | None:
+    """Return what to use instead of an earlier version's value, or of such an item of a list; else None."""
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, str) and (key, item) in REMOVED_VALUES:
+            return f"{key} can no longer be {item}; {REMOVED_VALUES[key, item]}"
+    return None

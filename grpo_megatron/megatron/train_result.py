@@ -1,0 +1,23 @@
+"""Result of a training step. The driver process imports this module too, so it must not import Megatron."""
+
+from dataclasses import dataclass
+
+from grpo_megatron.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Result of one optimizer step, as one rank of each data-parallel replica returns it."""
+
+    grad_norm: float
+    """Gradient norm before clipping, over all ranks."""
+    lr: float
+    """Learning rate of the step."""
+    dropped: bool
+    """True: the step was dropped and changed nothing."""
+    metrics: Metrics
+    """Metrics of this data-parallel replica, as Python numbers instead of tensors."""
+    beyond: tuple[str, ...] = ()
+    """One sentence for each limit of the loss that was exceeded, over all replicas."""
+    occupied: int = 0
+    """Bytes of GPU memory (without a GPU: host memory) of the rank that returns this result."""

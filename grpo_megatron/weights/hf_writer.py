@@ -1,0 +1,150 @@
+"""Writer of HF checkpoint folders, in shards."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from grpo_megatron.errors import UserError
+from grpo_megatron.files import json_text, sync_to_disk
+from grpo_megatron.weights.safetensors_file import save
+from grpo_megatron.weights.weight_files import INDEX, SINGLE
+
+
+class HFWriter:
+    """A writer that writes tensors into the files (shards) of a new HF checkpoint.
+
+    Several writers with different tags may write to one folder, for example one per pipeline stage.
+    Afterwards the function `finish` gives all shards their final names and writes the index.
+
+    tag: part of the names of this writer's files.
+    max_shard_bytes: maximum bytes of a shard. A larger tensor gets a shard of its own.
+    """
+
+    def __init__(self, folder: str, tag: str, max_shard_bytes: int = 5 * 2**30):
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.tag = tag
+        self.max_shard_bytes = max_shard_bytes
+        self.shards: list[tuple[str, dict[str, int]]] = []  # (file name, {tensor: bytes})
+        self._pending: dict[str, torch.Tensor] = {}
+        self._bytes = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if self._pending and self._bytes + size > self.max_shard_bytes:
+            self._flush()
+        self._pending[name] = tensor.detach().cpu().contiguous()
+        self._bytes += size
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        name = f"part-{self.tag}-{len(self.shards):05d}.safetensors"
+        save(self.folder / name, self._pending)
+        sync_to_disk(self.folder / name)
+        sizes = {tensor: value.numel() * value.element_size() for tensor, value in self._pending.items()}
+        self.shards.append((name, sizes))
+        self._pending, self._bytes = {}, 0
+
+    def close(self) -> list[tuple[str, dict[str, int]]]:
+        """Write the remaining tensors. Return [(file name, {tensor: bytes})] for all shards of this writer.
+
+        The function `finish` of this module needs the shards of all writers.
+        """
+        self._flush()
+        return self.shards
+
+
+def start(partial: str, final: str, source: str) -> None:
+    """Begin an export: create the empty folder `partial`, which the exported files are written to.
+
+    final: the name that `finish` gives the folder at the end, so that an incomplete export never has this
+        name.
+    source: folder of the model that was loaded.
+    Raises UserError if `final` is `source`, because the export would overwrite the model.
+    """
+    if Path(final).absolute() == Path(source).absolute():
+        raise UserError(
+            f"cannot overwrite {final}, from which the model was loaded; export to another folder"
+        )
+    if Path(partial).exists():
+        shutil.rmtree(partial)
+    Path(partial).mkdir(parents=True)
+
+
+def finish(partial: str, shards: list[tuple[str, dict[str, int]]], final: str) -> None:
+    """Complete an export: rename all shards to HF names, write the index, and rename `partial` to `final`.
+
+    The folder is renamed only after everything is on the disk. An existing folder `final` is deleted first,
+    because loaders could pick up an old index or old shards beside the new files.
+
+    shards: [(file name, {tensor: bytes})], the results of HFWriter.close of all writers, concatenated.
+    """
+    root = Path(partial)
+    where = {}
+    for index, (part, sizes) in enumerate(shards):
+        name = shard_name(index, len(shards))
+        (root / part).rename(root / name)
+        where.update(dict.fromkeys(sizes, name))
+    write_index(root, where, sum(size for _, sizes in shards for size in sizes.values()))
+    for path in (*root.rglob("*"), root):  # other nodes have synced their shards to the disk already
+        sync_to_disk(path)
+    if Path(final).exists():
+        shutil.rmtree(final)
+    root.rename(final)
+    sync_to_disk(Path(final).absolute().parent)
+
+
+def shard_name(index: int, count: int) -> str:
+    """Return the file name by which HF's loaders find a shard, such as "model-00001-of-00003.safetensors".
+
+    index: index of the shard, from 0.
+    count: number of shards.
+    """
+    return SINGLE if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def write_index(folder: Path, where: dict[str, str], total_bytes: int) -> None:
+    """Write the index file, which tells HF's loaders the file of each tensor, unless there is only one file.
+
+    where: {tensor: file name}.
+    total_bytes: bytes of all tensors.
+    """
+    if set(where.values()) != {SINGLE}:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": where}
+        (folder / INDEX).write_text(json_text(index, indent=2), encoding="utf-8")
+
+
+def copy_companions(
+    source: str, target: str, dtype: torch.dtype, changes: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """Copy the files that an HF checkpoint needs besides its weights: configs, tokenizer, chat template.
+
+    config.json is adapted to the exported weights: its dtype becomes `dtype`, and quantisation and
+    multi-token prediction layers are removed.
+
+    source: HF folder of the model that was loaded.
+    target: folder of the export.
+    changes: {key: value} of further changes to config.json.
+    """
+    root = Path(target)
+    root.mkdir(parents=True, exist_ok=True)
+    for path in Path(source).iterdir():
+        if (
+            path.is_file()
+            and path.suffix in (".json", ".jinja", ".model", ".txt")
+            and not path.name.endswith(".index.json")
+        ):
+            shutil.copy2(path, root / path.name)
+    config = json.loads((root / "config.json").read_text(encoding="utf-8"))
+    config.pop("torch_dtype", None)
+    config.pop("quantization_config", None)  # exported weights are not quantised
+    if config.get("num_nextn_predict_layers"):
+        config["num_nextn_predict_layers"] = 0  # not exported, see HFCheckpoint.left_out
+    config.update(changes, dtype=str(dtype).removeprefix("torch."))
+    (root / "config.json").write_text(json_text(config, indent=2), encoding="utf-8")
