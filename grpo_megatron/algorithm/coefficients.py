@@ -28,9 +28,10 @@ from grpo_megatron.metrics import Mean, Metrics, merge
 
 @dataclass(frozen=True)
 class Measured:
-    """What one mini-batch's log-probs say about its tokens."""
+    """Result of `measure`: values of the T tokens of a mini-batch, and their sums over each sequence."""
 
     sums: SequenceSums
+    """The sums, from which advantages and weights are computed."""
     suffix: np.ndarray | None
     """float64 [T]. KL from each token to the end of its sequence. None: the reward contains no KL."""
     factor: np.ndarray | None
@@ -75,7 +76,7 @@ def set_coefficients(
 
 
 def measure(batch: TrainBatch, options: AlgorithmConfig, correction: Correction | None) -> Measured:
-    """Return what the log-probs of a mini-batch say about its tokens.
+    """Compute the KL in the reward and the mismatch correction of a mini-batch's tokens, and sum them up.
 
     correction: what to do about differences between the engine's and the trainer's log-probs. None if they
         become known only in the training forward pass, or if no correction is configured.
