@@ -112,8 +112,8 @@ def layers(path: str | None, overrides: list[str]) -> list[Layer]:
     """Return the layers of the configuration, of which later ones override earlier ones.
 
     They are the preset that the file or an override names, the YAML file `path`, and the `overrides`
-    (key=value). Raises UserError for a source that cannot be read or parsed, and for an unknown preset. Keys and types are
-    not checked here, but in `merge`.
+    (key=value). Raises UserError for a source that cannot be read or parsed, and for an unknown preset. Keys
+    and types are not checked here, but in `merge`.
     """
     sources = read_sources(path, overrides)
     return [*read_preset(sources), *sources]

@@ -28,7 +28,8 @@ def problem(options: CodeConfig, preamble: str) -> str | None:
     """Run a simple, correct program in the sandbox. Return None if it passes, else a text with the reason.
 
     The text names the configuration key at fault. The result is cached: a process runs the program only once
-    for the same settings. Raises UserError if this machine cannot isolate programs as reward.code.isolation requires.
+    for the same settings. Raises UserError if this machine cannot isolate programs as reward.code.isolation
+    requires.
 
     preamble: code that is put before the program; "" for none.
     """

@@ -218,8 +218,8 @@ def _patch_mappings(module):
 def install() -> None:
     """Register patches of Megatron's modules for this machine. They are applied when Megatron is imported.
 
-    On a machine without CUDA, they replace Megatron's use of torch.cuda. A second call does nothing. Raises RuntimeError if Megatron was imported before, because its modules then
-    already refer to ``torch.cuda``.
+    On a machine without CUDA, they replace Megatron's use of torch.cuda. A second call does nothing. Raises
+    RuntimeError if Megatron was imported before, because its modules then already refer to ``torch.cuda``.
     """
     ours = changes()
     if ours.mend:
