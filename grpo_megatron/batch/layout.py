@@ -164,7 +164,9 @@ class Pack:
 
     @cached_property
     def gathered_index(self) -> np.ndarray:
-        """Index that brings the all-gathered parts of the CP ranks into stream order, int64 [t · cp].
+        """Index that brings tokens all-gathered from the CP ranks back into the pack's order, int64 [t · cp].
+
+        t is the number of tokens of one CP rank.
 
         Attention applies the index to gathered keys and values.
         """

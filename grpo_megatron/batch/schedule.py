@@ -360,7 +360,7 @@ def _level_rounds(rounds: list[list[_MicroBatch]], sequences: _Sequences) -> Non
 
 
 def _deal(rounds: list[list[_MicroBatch]]) -> list[list[_MicroBatch]]:
-    """Return the micro-batches of each rank. In each round, the costliest goes to the least loaded rank."""
+    """Return the micro-batches of each rank. In each round, less loaded ranks get costlier micro-batches."""
     dp = len(rounds[0])
     costs = [[mb.cost for mb in members] for members in rounds]
     load = np.zeros(dp)

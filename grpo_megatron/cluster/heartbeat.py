@@ -154,7 +154,10 @@ class Heartbeat:
         self._beat, self._seen, self._looked = Beat(), None, time.monotonic()
 
     def tick(self) -> None:
-        """Count one unit of progress. Phases that may be long call this, such as for each micro-batch."""
+        """Count one unit of progress.
+
+        A phase that may take long calls this again and again, for example after each micro-batch.
+        """
         self._moves += 1
 
     @contextmanager

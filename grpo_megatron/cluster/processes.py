@@ -72,9 +72,9 @@ def gather(
     call: name of the method that was called, for messages.
     timeout: seconds; None: no limit.
 
-    Raises ProcessLost after `timeout`. Raises ProcessDied if a process was lost, even if another process
-    failed first because of that. Raises UserError if the remote code raised a UserError, and RuntimeError if
-    it raised another error.
+    Raises ProcessLost if a process has not answered after `timeout`. Raises ProcessDied if a process has
+    died, also if that made another process fail first. Raises UserError if the remote code raised a
+    UserError, and RuntimeError if it raised another error.
     """
     index_of = {reference: index for index, reference in references.items()}
     pending, results = list(index_of), {}

@@ -24,7 +24,7 @@ Build = Callable[[int, StoreAddress, Heartbeat], tuple[Any, Any]]
 
 @ray.remote
 class _Worker:
-    """The process of one rank: a Ray actor with the object that calls go to, and with a Heartbeat."""
+    """Process of one rank: a Ray actor that holds a Heartbeat, and the object whose methods are called."""
 
     def __init__(self, log: str):
         redirect_output(log)

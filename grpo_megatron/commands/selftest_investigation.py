@@ -89,10 +89,9 @@ class Investigation:
         )
 
     def mismatch_explained(self, verdict: Verdict) -> list[str]:
-        """Return [explanation of the mismatch]; empty if there is nothing to explain.
+        """Return a list with one text that explains the mismatch between engine and trainer.
 
-        There is something to explain if a step's mismatch is above verdict.limit, or if weight syncs do not
-        reach the engine.
+        The list is empty if every step's mismatch is within verdict.limit and weight syncs reach the engine.
         """
         stale = self._weight_version(self.steps[-1])
         if stale:

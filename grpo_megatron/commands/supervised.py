@@ -17,9 +17,10 @@ Record = TypeVar("Record")
 
 
 class SupervisedTraining(ABC, Generic[Record]):
-    """One attempt of a training that makes one optimizer step for each batch of records.
+    """Base class of trainings that make one optimizer step for each batch of records.
 
-    If `run` has loaded a checkpoint, the training continues from it.
+    An object is one attempt: after a failure, a new object continues from the newest checkpoint. It continues
+    if the argument `run` has loaded a checkpoint.
     """
 
     loss: TokenLoss | PreferenceLoss

@@ -22,7 +22,10 @@ REMOVED_VALUES = {
 
 
 def removed_value_problem(key: str, value: object) -> str | None:
-    """Return what to use instead of an earlier version's value, or of such an item of a list; else None."""
+    """Return a message if only earlier versions accepted the value of this key, else None.
+
+    If `value` is a list, its items are checked. The message says what to use instead.
+    """
     for item in value if isinstance(value, list) else [value]:
         if isinstance(item, str) and (key, item) in REMOVED_VALUES:
             return f"{key} can no longer be {item}; {REMOVED_VALUES[key, item]}"

@@ -109,10 +109,11 @@ def resolve(path: str | None, overrides: list[str]) -> ResolvedConfig:
 
 
 def layers(path: str | None, overrides: list[str]) -> list[Layer]:
-    """Return the layers of preset, YAML file and arguments. Later layers override earlier layers.
+    """Return the layers of the configuration, of which later ones override earlier ones.
 
-    Raises UserError for a source that cannot be read or parsed, and for an unknown preset. Keys and types are
-    not checked here, but in `merge`.
+    They are the preset that the file or an override names, the YAML file `path`, and the `overrides`
+    (key=value). Raises UserError for a source that cannot be read or parsed, and for an unknown preset. Keys
+    and types are not checked here, but in `merge`.
     """
     sources = read_sources(path, overrides)
     return [*read_preset(sources), *sources]

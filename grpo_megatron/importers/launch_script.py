@@ -99,9 +99,9 @@ class Trace:
         return re.sub(self.pattern, filling, text)
 
     def command(self, call: RecordedCall) -> str:
-        """Return the words of a call as one line without placeholders.
+        """Return a recorded command as one line: its words with spaces between, and placeholders removed.
 
-        launch_prelude.sh compares calls in this form.
+        launch_prelude.sh recognises repeated commands by this text.
         """
         return self.filled(" ".join(call.words)).replace("\n", " ")
 

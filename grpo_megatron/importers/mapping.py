@@ -339,9 +339,9 @@ def every(ours: str) -> Convert:
 
 
 def run_name(value: Any, source: Source) -> str:
-    """Return a run's name as the name of a single folder: slashes become dashes.
+    """Return the run's name of a foreign configuration as one folder name: slashes become dashes.
 
-    Raises CannotCarry for an empty name, or for a name with a variable that is not known.
+    Raises CannotCarry if the name is empty, or contains a $VARIABLE whose value is not known.
     """
     name = str(value).strip().replace("/", "-")
     if "$" in name or value is None or name in ("", ".", "..", "???"):

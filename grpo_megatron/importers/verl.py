@@ -111,10 +111,10 @@ def _of_other_losses(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _generated_batches(value: Any, source: Source) -> dict[str, Any]:
-    """Return {"rollout.dynamic_sampling.max_batches": limit on generated batches per step}.
+    """Convert verl's filter_groups.max_num_gen_batches. Return {our key: its value}.
 
-    verl's 0, which means no limit, becomes 10000. Without filter_groups verl does not read the key, and the
-    result is empty.
+    verl's 0, which means no limit, becomes 10000. The result is empty if filter_groups is disabled, because
+    verl then ignores the limit.
     """
     if not truth(source["algorithm.filter_groups.enable"]):
         return {}

@@ -49,10 +49,10 @@ def _overlong_length(buffer: str) -> Convert:
 
 
 def _overlong_end(buffer: str) -> Convert:
-    """Return a converter for verl's length limit at which the overlong buffer ends. It sets no key.
+    """Return a converter that checks the length at which verl's overlong buffer ends, and sets no key.
 
-    In grpo_megatron the buffer always ends at rollout.max_response_length. So the converter raises
-    CannotCarry for any other limit if the buffer is enabled.
+    In grpo_megatron the buffer always ends at rollout.max_response_length. If the buffer is enabled, the
+    converter raises CannotCarry for a different length.
 
     buffer: verl's section with the settings of the buffer.
     """

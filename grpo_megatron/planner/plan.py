@@ -12,10 +12,10 @@ from grpo_megatron.planner.time import Lengths, Times, times
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory and times of a run with this configuration on its cluster.
+    """Estimated memory and times of a run, for one configuration and one cluster.
 
     problems: one sentence for each reason why the GPUs have too little memory; empty if they have enough.
-    times: None if there are problems.
+    times: None if the GPUs have too little memory.
     """
 
     config: Config

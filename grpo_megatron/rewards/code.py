@@ -74,7 +74,7 @@ def code(setup: Setup) -> Callable[..., dict[str, float]]:
 
 @dataclass(frozen=True)
 class StreamTest:
-    """A test that compares what the program prints for a given standard input."""
+    """A test that gives a program a standard input and compares its output with the expected one."""
 
     stdin: str
     expected: str

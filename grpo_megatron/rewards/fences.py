@@ -44,9 +44,9 @@ def find_program(response: str, place: CodePlace) -> str | None:
 def _blocks(text: str) -> list[_Block]:
     """Return the closed code blocks of a text in order, in time linear in the length of the text.
 
-    Models do not write strict Markdown. They open a block after a tag or words on the same line, and close a
-    block on the last line of the code or before a tag. Such fences are accepted unless the line could belong
-    to a program.
+    Models do not write strict Markdown. Before an opening fence, its line may have words or a tag such as
+    `<answer>`. Before a closing fence, its line may have code, and after it a tag. Such a fence is accepted
+    unless its line could be part of the program.
     """
     blocks: list[_Block] = []
     language, start, opening = "", 0, ""  # `opening`: the fence of the current block, or empty

@@ -25,10 +25,11 @@ _KEYS = {
 
 
 def problem(options: CodeConfig, preamble: str) -> str | None:
-    """Return why even a correct program fails in the sandbox, as text, or None if it passes.
+    """Run a simple, correct program in the sandbox. Return None if it passes, else a text with the reason.
 
-    The text names the configuration key at fault. This process runs the program only once for the same
-    settings. Raises UserError if this machine cannot isolate programs as reward.code.isolation requires.
+    The text names the configuration key at fault. The result is cached: a process runs the program only once
+    for the same settings. Raises UserError if this machine cannot isolate programs as reward.code.isolation
+    requires.
 
     preamble: code that is put before the program; "" for none.
     """

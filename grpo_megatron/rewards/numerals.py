@@ -76,14 +76,13 @@ def thousands_separators(text: str) -> list[tuple[int, int]]:
     r"""Return the positions (start, end), end exclusive, of all thousands separators in a text, in order.
 
     A thousands separator stands before three digits. It is a comma, `{,}`, `,\!`, `\,` or a thin space. Only
-    a plain comma can also separate the items of a list. These rules decide:
+    a plain comma can also separate the items of a list. These rules decide whether it separates thousands:
 
-    - If another comma of the same list is followed by an item without a space, as in `1,234,5`, all commas
-      separate items.
-    - In brackets that contain no space, the comma separates two items, as in `(1,234)` and `\{100,200\}`.
-      math-verify reads them in the same way. `(10,000)` and `($1,234)` are exceptions, because items do not
-      begin with 0 or with a currency sign.
-    - Elsewhere, as in `1,234`, `x=1,234` or `(1,234, 5,678)`, the comma separates thousands.
+    - No, if another comma in the same text without spaces is not followed by three digits, as in `1,234,5`.
+    - No, if it stands in brackets that contain no space, as in `(1,234)` and `\{100,200\}`. math-verify reads
+      them in the same way. `(10,000)` and `($1,234)` are exceptions, because items do not begin with 0 or
+      with a currency sign.
+    - Yes elsewhere, as in `1,234`, `x=1,234` or `(1,234, 5,678)`.
     """
     found, commas = [], {}
     for number in _GROUPED.finditer(text):

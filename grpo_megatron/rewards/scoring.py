@@ -37,7 +37,7 @@ class RewardTask:
 
 @dataclass(frozen=True)
 class GroupTask:
-    """A task of a reward worker: to score all responses to one prompt together with the group rewards."""
+    """A task of a reward worker: to apply the group rewards to all responses to one prompt at once."""
 
     uid: int
     """uid of the prompt, for messages."""

@@ -276,10 +276,11 @@ class _Host:
         self._alive: dict[int, tuple[Any, int]] = {}  # (instance, uid of the prompt)
 
     def work(self, calls: Sequence[tuple[str, int, tuple]], seconds: float) -> list[Any]:
-        """Call methods of this object. Return the result of each call, or the UserError that it raised.
+        """Call methods of this object in order. Return one result per call; a UserError counts as a result.
 
-        calls: (name of the method, number of the episode, arguments) of each call.
-        seconds: no further call begins after this time. The results are then those of the first calls only.
+        calls: (name of the method, number of the episode that it is called for, further arguments) of each
+            call.
+        seconds: duration after which no further call begins. The list is then shorter than `calls`.
         """
         until, results = time.monotonic() + seconds, []
         for method, episode, arguments in calls:

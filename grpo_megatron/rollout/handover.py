@@ -9,9 +9,9 @@ from grpo_megatron.weights.sync.sync import WeightSync
 
 
 class SleepingRanks(Protocol):
-    """The part of the interface of the trainer's ranks that Handover uses.
+    """The methods that put the trainer's ranks to sleep and wake them.
 
-    Implemented by trainer.ranks.RankGroup.
+    Handover calls them to pass the GPUs between trainer and engines. Implemented by trainer.ranks.RankGroup.
     """
 
     def sleep(self) -> dict[str, float]: ...

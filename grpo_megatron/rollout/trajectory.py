@@ -49,7 +49,7 @@ class _Sequence:
         return True
 
     def write(self, turn: Completion) -> None:
-        """Append a turn that the model generated."""
+        """Append `turn`, which the model generated, to the tokens of this sequence."""
         start = len(self._mask)
         self._spans += [
             replace(span, start=start + span.start, end=start + span.end) for span in turn.weight_spans

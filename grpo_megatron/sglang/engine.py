@@ -287,7 +287,7 @@ class SGLangEngine:
         It cannot be kept if SGLang has died, or during a weight update, when some weights are new and some
         are old.
 
-        batch: highest id of a client so far.
+        batch: highest id of a client so far. The requests of all clients up to this id are dropped.
         """
         if self._updating or self._dead():
             return False

@@ -197,9 +197,9 @@ class PolicyTrainer:
         self.ranks.call_alike("weights.reset_reference")
 
     def state_dict(self) -> dict:
-        """Return the trainer's state that the driver holds, for checkpoints: {"dropped_steps": state}.
+        """Return the part of the trainer's state that the driver saves in checkpoints.
 
-        The ranks' state (weights and optimizer) is not included.
+        It is {"dropped_steps": state of the counter of dropped steps}. The ranks save weights and optimizer.
         """
         return {"dropped_steps": self._dropped_steps.state_dict()}
 

@@ -39,7 +39,10 @@ _COMMON = "common.pt"
 
 
 class _Written(NamedTuple):
-    """Location of a rectangular part of a tensor, or of an object, in the file of the rank that wrote it."""
+    """Location of one saved item in the file of the rank that wrote it.
+
+    The item is either a rectangular part of a tensor or a whole object.
+    """
 
     name: str
     """Name of the tensor or object in the checkpoint."""

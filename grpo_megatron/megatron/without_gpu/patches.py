@@ -216,10 +216,10 @@ def _patch_mappings(module):
 
 
 def install() -> None:
-    """Register the patches that Megatron needs on this machine. They are applied when Megatron is imported.
+    """Register patches of Megatron's modules for this machine. They are applied when Megatron is imported.
 
-    A second call does nothing. Raises RuntimeError if Megatron was imported before, because its modules then
-    already refer to ``torch.cuda``.
+    On a machine without CUDA, they replace Megatron's use of torch.cuda. A second call does nothing. Raises
+    RuntimeError if Megatron was imported before, because its modules then already refer to ``torch.cuda``.
     """
     ours = changes()
     if ours.mend:

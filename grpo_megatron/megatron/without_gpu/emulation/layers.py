@@ -25,9 +25,10 @@ def _check_sizes(*shapes: tuple[int, ...]) -> None:
 
 
 def _product(a, transa: bool, b, transb: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (op(b) @ op(a), values of b), both float32. op transposes a matrix if transa (transb) is True.
+    """Compute the product of a cuBLAS call in torch. Return (op(b) @ op(a), b dequantised), both float32.
 
-    The arguments are those of cuBLAS, which is column-major, so a and b change places in torch.
+    op(a) is a transposed if transa is True, and likewise op(b). b comes first, because cuBLAS is
+    column-major.
     """
     left, right = operand(a, not transa), operand(b, transb)
     if is_quantized(a) or is_quantized(b):

@@ -149,9 +149,9 @@ class _Ring:
         )
 
     def take(self, size: int) -> torch.Tensor:
-        """Return the next buffer, uint8 [size].
+        """Return a buffer, uint8 [size], whose contents stay valid during the next _IN_FLIGHT calls.
 
-        Its memory is that of the buffer that was returned _IN_FLIGHT + 1 calls before.
+        The call after those reuses its memory.
         """
         self._next = (self._next + 1) % len(self._buffers)
         if len(self._buffers[self._next]) < size:
