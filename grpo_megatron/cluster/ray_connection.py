@@ -8,6 +8,7 @@ import contextlib
 import os
 import secrets
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
@@ -84,7 +85,7 @@ def connect(address: str | None, num_slots: int) -> Path | None:
         # one into ~/.ray/auth_token, which everybody who may enter that home can read, and which fails if it
         # cannot be written. The processes that Ray starts inherit this one.
         if not _ASKED_FOR & os.environ.keys():
-            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+            os.environ["RAY_AUTH_TOKEN"] = _own_token()
     else:
         del common["include_dashboard"]
     ray_patches.log_messages()
@@ -98,6 +99,12 @@ def connect(address: str | None, num_slots: int) -> Path | None:
                 folder.rmdir()
         raise
     return folder
+
+
+@cache
+def _own_token() -> str:
+    """Return a token for the Ray clusters that this process starts. Ray reads it only once in a process."""
+    return secrets.token_hex(32)
 
 
 def end_ray(guard: RayGuard) -> None:

@@ -10,7 +10,7 @@ import pytest
 import ray
 from ray._private.utils import validate_socket_filepath
 
-from grpo_megatron.cluster import joining
+from grpo_megatron.cluster import joining, ray_connection
 from grpo_megatron.cluster.ray_connection import connect
 from grpo_megatron.errors import UserError
 
@@ -170,12 +170,14 @@ def test_the_ray_of_a_run_has_a_token_of_its_own_unless_the_user_has_said_otherw
         assert first == second == {said: "x"}
     else:
         assert len(first["RAY_AUTH_TOKEN"]) == 64
-        assert first == second  # this process has it for good
-        assert connect_elsewhere(monkeypatch, seen) != first
+        assert first == second
+        # Ray reads the token once in a process, so another one would not be known to it.
+        assert connect_without_variables(monkeypatch, seen) == first
+        ray_connection._own_token.cache_clear()  # as in another process
+        assert connect_without_variables(monkeypatch, seen) != first
 
 
-def connect_elsewhere(monkeypatch, seen):
-    """Connect as another process would."""
+def connect_without_variables(monkeypatch, seen):
     monkeypatch.setattr(os, "environ", {})
     connect(None, 2)
     return seen[-1]

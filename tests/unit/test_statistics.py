@@ -58,6 +58,7 @@ def test_every_scalar_of_two_groups():
             "reward/component/length": -1,
         }
     )
+    assert group_statistics([SECOND], pass_reward=1.0)["reward/zero_variance_groups"] == 1
 
 
 def test_what_a_step_left_out():
