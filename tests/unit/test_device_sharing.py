@@ -1,5 +1,6 @@
 """Device sharing of engines and ranks: there is one order of transitions, and no other is possible."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -197,12 +198,17 @@ def test_engines_get_the_published_weights_again_after_the_ranks_had_the_devices
 
 
 @pytest.mark.parametrize("sleeps", [False, True])
-def test_ranks_with_devices_of_their_own_sleep_if_asked(monitor, sleeps):
-    calls, weight_sync = [], WeightSync()
-    handover = Handover(weight_sync, Ranks(calls), monitor, sleeps=sleeps)
+def test_ranks_with_devices_of_their_own_sleep_if_asked(monitor, sleeps, monkeypatch):
+    calls, phases, weight_sync = [], [], WeightSync()
+    monkeypatch.setattr(monitor, "phases", lambda name: phases.append(name) or contextlib.nullcontext())
+    ranks = Ranks(calls)
+    handover = Handover(weight_sync, ranks, monitor, sleeps=sleeps)
     handover.publish()
     handover.to_engines()
     handover.to_ranks()
     assert calls == ["sleep"] * sleeps
+    assert phases == ["sync", "probe"] + ["sleep"] * sleeps
+    monkeypatch.setattr(ranks, "sleep", dict)  # they sleep already, and report nothing
+    handover.to_engines()
     assert ("memory/rank_asleep_gib" in handover.metrics) == sleeps
     assert weight_sync.changed == [True]

@@ -273,4 +273,4 @@ def test_samples_that_have_no_room_are_left_out(tmp_path, capsys):
     )
     evaluation.run(3)
     row = json.loads((tmp_path / "eval" / "step_00000003_held_out.jsonl").read_text())
-    assert (row["uid"], len(row["responses"])) == (3, 2)
+    assert (row["uid"], [response["reward"] for response in row["responses"]]) == (3, [1.0, 1.0])
