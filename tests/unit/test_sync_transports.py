@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 
 from grpo_megatron.config.weight_sync import Transport
-from grpo_megatron.weights.sync.messages import SyncSetup
+from grpo_megatron.weights.sync.messages import SyncCommand, SyncKind, SyncSetup
 from grpo_megatron.weights.sync.parcels import make_parcels
 from grpo_megatron.weights.sync.plan import ReshardPlan
 from grpo_megatron.weights.sync.transports.base import parcel_key
 from grpo_megatron.weights.sync.transports.disk import DiskReceiver
+from grpo_megatron.weights.sync.transports.groups import _IN_FLIGHT, _Ring
 from tests.unit.sync_cluster import DENSE, Cluster, hf_tensors, tp2_pp2_to_two_engines
 
 
@@ -93,3 +94,17 @@ def first_parcel():
     plan = ReshardPlan(tp2_pp2_to_two_engines())
     link, parts = next(iter(plan.outgoing(0).items()))
     return make_parcels(link, parts, dict.fromkeys(plan.engine_shapes, torch.float32), max_bytes=700)[0]
+
+
+def test_a_buffer_is_kept_while_later_messages_are_in_flight():
+    ring = _Ring(torch.device("cpu"))
+    buffers = [ring.take(8).fill_(number) for number in range(_IN_FLIGHT + 1)]
+    assert [int(buffer[0]) for buffer in buffers] == list(range(_IN_FLIGHT + 1))
+    ring.take(4).fill_(99)
+    assert [int(buffer[0]) for buffer in buffers] == [99, *range(1, _IN_FLIGHT + 1)]
+
+
+def test_only_the_engine_differs_in_an_engines_command():
+    setup = object()
+    command = SyncCommand(SyncKind.transfer, 7, setup, full=False)
+    assert command.to_engine(3) == SyncCommand(SyncKind.transfer, 7, setup, engine=3, full=False)
