@@ -5,6 +5,7 @@ an error, such as a full disk, either kind of file is as it was before.
 """
 
 import errno
+import io
 import json
 import logging
 import math
@@ -142,17 +143,15 @@ def write_buffer(file, data) -> int:
     return len(data)
 
 
-def fill_buffer(buffer, path: str | Path, offset: int) -> bool:
-    """Fill a contiguous buffer from byte `offset` of a file.
+def fill_buffer(buffer, file: io.RawIOBase, offset: int) -> bool:
+    """Fill a contiguous buffer from byte `offset` of a file that is open for reading without buffering.
 
-    Returns True, or False if the file ends before the buffer is full. The file is opened for each call: a
-    checkpoint may have more files than a process may keep open.
+    Returns True, or False if the file ends before the buffer is full.
     """
     rest = memoryview(buffer).cast("B")
-    with open(path, "rb", buffering=0) as file:
-        file.seek(offset)
-        while rest and (got := file.readinto(rest)):
-            rest = rest[got:]
+    file.seek(offset)
+    while rest and (got := file.readinto(rest)):
+        rest = rest[got:]
     return not rest
 
 

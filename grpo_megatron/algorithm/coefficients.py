@@ -19,7 +19,7 @@ from grpo_megatron.algorithm.correction import Correction
 from grpo_megatron.algorithm.kl import KLController, kl_penalty
 from grpo_megatron.batch.sequence_weights import sequence_weights
 from grpo_megatron.batch.sums import SequenceSums, suffix_sums
-from grpo_megatron.batch.table import SampleTable
+from grpo_megatron.batch.table import SampleTable, concatenated
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.algorithm import AlgorithmConfig, MaskAppliesTo
 from grpo_megatron.config.schema import Config
@@ -62,8 +62,8 @@ def set_coefficients(
     """
     options = config.algorithm
     measured = [measure(batch, options, correction) for batch in batches]
-    table = SampleTable.concatenate([batch.table for batch in batches])
-    sums = SequenceSums.concatenate([one.sums for one in measured])
+    table = concatenated([batch.table for batch in batches])
+    sums = concatenated([one.sums for one in measured])
     credit, metrics = step_credit(table, sums, options, kl_controller)
     first = 0
     for batch, one in zip(batches, measured, strict=True):
@@ -100,7 +100,8 @@ def measure(batch: TrainBatch, options: AlgorithmConfig, correction: Correction 
             "mismatch/masked": Mean(float((mask & ~kept).sum()), float(mask.sum())),
             "mismatch/factor": Mean(float(factor[trained].sum()), float(trained.sum())),
         }
-    return Measured(SequenceSums.of(batch.cu_seqlens, mask, kept, kl), suffix, factor, kept, metrics)
+    sums = SequenceSums.of(batch.cu_seqlens, mask, kept, kl, suffix)
+    return Measured(sums, suffix, factor, kept, metrics)
 
 
 def step_credit(

@@ -4,7 +4,7 @@ They are all that the driver must know of the tokens: advantages and weights of 
 sums, from the columns of `SampleTable`, and from a few numbers per sequence.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -30,7 +30,12 @@ class SequenceSums:
 
     @classmethod
     def of(
-        cls, cu_seqlens: np.ndarray, mask: np.ndarray, kept: np.ndarray, kl: np.ndarray | None = None
+        cls,
+        cu_seqlens: np.ndarray,
+        mask: np.ndarray,
+        kept: np.ndarray,
+        kl: np.ndarray | None = None,
+        suffix: np.ndarray | None = None,
     ) -> "SequenceSums":
         """Compute the sums from the tokens.
 
@@ -38,6 +43,7 @@ class SequenceSums:
         mask: bool [T], True for trained tokens.
         kept: bool [T], False for tokens that the mismatch correction rejects.
         kl: float [T], KL_t. None: 0.
+        suffix: float64 [T], s_t, if the caller has computed it already.
         """
 
         def summed(values: np.ndarray) -> np.ndarray:
@@ -47,13 +53,9 @@ class SequenceSums:
         zeros = np.zeros(len(cu_seqlens) - 1)
         if kl is None:
             return cls(summed(ones), summed(kept), zeros, zeros, zeros)
-        suffix = suffix_sums(cu_seqlens, np.where(mask, kl, 0.0))
+        if suffix is None:
+            suffix = suffix_sums(cu_seqlens, np.where(mask, kl, 0.0))
         return cls(summed(ones), summed(kept), summed(kl), summed(suffix), summed(suffix**2))
-
-    @classmethod
-    def concatenate(cls, parts: list["SequenceSums"]) -> "SequenceSums":
-        """Return the sums of the sequences of all parts, in order."""
-        return cls(*(np.concatenate([getattr(part, spec.name) for part in parts]) for spec in fields(cls)))
 
 
 def suffix_sums(cu_seqlens: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -1,8 +1,11 @@
 """The table of a training step: one row for each sequence, without the tokens."""
 
 from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import numpy as np
+
+Columns = TypeVar("Columns")
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,8 @@ class SampleTable:
     reward: np.ndarray
     """float [S]. Reward of the sequence's trajectory."""
 
-    @classmethod
-    def concatenate(cls, parts: list["SampleTable"]) -> "SampleTable":
-        """Return the rows of all parts, in order."""
-        return cls(*(np.concatenate([getattr(part, spec.name) for part in parts]) for spec in fields(cls)))
+
+def concatenated(parts: list[Columns]) -> Columns:
+    """Return the rows of all parts, in order. A part is a dataclass whose fields are arrays [S, ...]."""
+    kind = type(parts[0])
+    return kind(*(np.concatenate([getattr(part, spec.name) for part in parts]) for spec in fields(kind)))

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from grpo_megatron.config.command import Command
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.reward import MODEL, functions_of
 from grpo_megatron.config.rollout import RolloutConfig, Strategy
@@ -30,17 +31,17 @@ def scorer_config(config: Config) -> Config:
     return replace(config, megatron=own)
 
 
-def lr_decay_steps(config: Config, command: str) -> int:
+def lr_decay_steps(config: Config, command: Command) -> int:
     """Return the length of the learning-rate schedule in optimizer steps, including the warm-up.
 
     The length is optimizer.lr_decay_steps if that is set, and else the number of optimizer steps of the run.
 
-    command: name of the command. With "train", a step of the run may have several optimizer steps. With any
-        other command, it has one.
+    command: with `train`, a step of the run may have several optimizer steps. With any other command, it has
+        one.
     """
     if config.optimizer.lr_decay_steps is not None:
         return config.optimizer.lr_decay_steps
-    if command != "train":
+    if command != Command.train:
         return config.run.total_steps
     mini_batches = config.data.train_batch_size // max(1, config.train.ppo_mini_batch_size)
     return config.run.total_steps * mini_batches * config.train.ppo_epochs

@@ -257,7 +257,9 @@ class HFCheckpoint:
         if path not in self._starts:
             self._starts[path] = starts(path)
         first = start[0] * prod(shape[1:]) if shape else 0
-        if not fill_buffer(bytes_of(out), path, self._starts[path][name] + first * dtype.itemsize):
+        with open(path, "rb", buffering=0) as file:
+            is_filled = fill_buffer(bytes_of(out), file, self._starts[path][name] + first * dtype.itemsize)
+        if not is_filled:
             raise UserError(f"{path} is truncated; copy the checkpoint again")
 
     def _file_of(self, name: str) -> Any:

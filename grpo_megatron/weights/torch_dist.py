@@ -176,6 +176,7 @@ class TorchDistReader:
         # {(file, offset) of a chunk: byte offset of its elements in the file}
         self._data: dict[tuple[str, int], int] = {}
         self._scratch = np.empty(0, np.uint8)
+        self._open_name, self._open_file = "", io.BytesIO()
 
     def read(self, key: str, start: Shape, out: torch.Tensor) -> None:
         """Fill `out` with tensor[start : start + out.shape], cast to the dtype of `out`.
@@ -225,7 +226,13 @@ class TorchDistReader:
         out.copy_(raw.as_strided(out.shape, strides))
 
     def _fill(self, out: torch.Tensor, name: str, offset: int) -> None:
-        if not fill_buffer(bytes_of(out), self.folder / name, offset):
+        # Only the last file stays open: a checkpoint may have more files than a process may keep open. It is
+        # not opened for each read, because that takes long on a file system of a cluster.
+        if self._open_name != name:
+            opened = io.FileIO(self.folder / name)
+            self._open_file.close()
+            self._open_name, self._open_file = name, opened
+        if not fill_buffer(bytes_of(out), self._open_file, offset):
             raise UserError(f"{self.folder / name} is truncated; copy the checkpoint again")
 
     def _memory(self, size: int) -> np.ndarray:
