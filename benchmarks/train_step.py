@@ -54,7 +54,7 @@ from grpo_megatron.config.algorithm import AlgorithmConfig
 from grpo_megatron.config.schema import Config, MegatronConfig, ModelConfig, OptimizerConfig, Precision
 from grpo_megatron.megatron import process_groups
 from grpo_megatron.megatron.actor import Actor
-from grpo_megatron.megatron.train_result import TrainResult
+from grpo_megatron.megatron.results import TrainResult
 from grpo_megatron.metrics import to_floats
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 
@@ -189,7 +189,7 @@ def make_sides(batch: TrainBatch, folder: str) -> list[Side]:
     sides = []
     for name, (layout, partition) in partitions.items():
         actor = Actor(config)
-        actor.passes.mini_batches.layout = layout
+        actor.passes.prepared.layout = layout
         sides.append(Side(name, layout, [batch.select(part) for part in partition], actor))
     return sides
 

@@ -2,15 +2,16 @@
 
 import logging
 
+import numpy as np
+
 from grpo_megatron.algorithm.algorithm import Algorithm
 from grpo_megatron.algorithm.filters import apply_filters
-from grpo_megatron.batch.sample import Group
-from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import float_or_nan
 from grpo_megatron.metrics import Metrics, merge, nan_max, to_floats
 from grpo_megatron.monitoring.monitor import Monitor
+from grpo_megatron.monitoring.samples import TrainedOn
 from grpo_megatron.rewards.shaping import shape_rewards
 from grpo_megatron.rollout.source import ReplayedRollouts
 from grpo_megatron.rollout.statistics import step_statistics
@@ -64,7 +65,7 @@ class Controller:
 
         step: number of the step, as `loop.begin_step` returns it; the first step of a run is 1.
 
-        Returns the step's mini-batches. Their batches have every token's log-probs, advantage and weight.
+        Returns the step's mini-batches. `trainer.policy.read` reads their tokens' log-probs and advantages.
         """
         config, phases = self.config, self.monitor.phases
         rollout = self.rollouts.take(step)
@@ -72,38 +73,40 @@ class Controller:
             groups = apply_filters(shape_rewards(rollout.groups, config, step), config.algorithm)
             sampled = step_statistics(groups, rollout, config.eval.pass_reward, self.rollouts.version)
             mini_batches = make_mini_batches(groups, config, self.trainer.cost_model, step)
-            batches = [mini.batch for mini in mini_batches]
-        loss = self.algorithm.loss
-        mismatch = self.trainer.logprobs(mini_batches, keep_hidden=loss.needs_full_kl)
+        sums, mismatch = self.trainer.measure(mini_batches)
         with phases("prepare"):
-            self.act_on_mismatch(step, mismatch, batches)
-            measured = self.algorithm.set_coefficients(batches)
-        trained = self.trainer.train(step, mini_batches, loss)
+            self.act_on_mismatch(step, mismatch)
+            coefficients, measured = self.algorithm.coefficients([mini.table for mini in mini_batches], sums)
+        trained = self.trainer.train(step, mini_batches, coefficients, self.algorithm.loss)
         if not mismatch:
             # Only the first optimizer step sees the weights the engine sampled with.
             mismatch = {name: value for name, value in trained[0].items() if name.startswith("mismatch/")}
-            self.act_on_mismatch(step, mismatch, batches)
+            self.act_on_mismatch(step, mismatch)
         metrics = merge(trained)
         self.algorithm.note_trained(metrics)
         if any(own["actor/dropped_steps"].result() == 0 for own in trained):
             self.rollouts.weights_changed()
         self.loop.checkpoints.note_trained(step, rollout.used)
         metrics = {name: value for name, value in metrics.items() if not name.startswith("mismatch/")}
-        self.report(step, groups, batches, {**metrics, **mismatch, **measured}, sampled)
+        advantages = [own.credit.of_sequences(of) for own, of in zip(coefficients, sums, strict=True)]
+        lengths = [mini.table.num_tokens for mini in mini_batches]
+        trained_on = TrainedOn(
+            np.concatenate(lengths), config.train.ppo_epochs, groups, np.concatenate(advantages)
+        )
+        self.report(step, trained_on, {**metrics, **mismatch, **measured}, sampled)
         return mini_batches
 
-    def act_on_mismatch(self, step: int, mismatch: Metrics, batches: list[TrainBatch]) -> None:
+    def act_on_mismatch(self, step: int, mismatch: Metrics) -> None:
         """Log the tokens whose log-probs differ most between engine and trainer, and apply mismatch.action.
 
         Depending on that setting, a mismatch beyond its limit shows a warning or raises UserError. Does
         nothing if `mismatch` is empty.
 
         mismatch: metrics of the difference between the log-probs of engine and trainer.
-        batches: the step's batches, to find the tokens.
         """
         if not mismatch:
             return
-        report = self.algorithm.mismatch_report(mismatch, batches)
+        report = self.algorithm.mismatch_report(mismatch)
         self.monitor.text(step, "mismatch/worst", report.worst)
         if report.stop:
             raise UserError(f"step {step}: {report.text}")
@@ -117,25 +120,17 @@ class Controller:
         """
         return self.rollouts.evaluate(step)
 
-    def report(
-        self,
-        step: int,
-        groups: list[Group],
-        batches: list[TrainBatch],
-        metrics: Metrics,
-        sampled: dict[str, float],
-    ) -> None:
+    def report(self, step: int, trained_on: TrainedOn, metrics: Metrics, sampled: dict[str, float]) -> None:
         """Pass the results of a step to the monitor, and add them to the totals of the run.
 
-        groups: the step's samples, some of which the monitor shows as text.
-        batches: the batches that the step trained on.
+        trained_on: the sequences that the step trained on.
         metrics: metrics of the training.
         sampled: scalars about the step's samples.
         """
         scalars = to_floats(metrics) | sampled | self.rollouts.metrics
-        scalars = self.monitor.finish_step(step, scalars, batches, groups, self.config.train.ppo_epochs)
+        scalars = self.monitor.finish_step(step, scalars, trained_on)
         self.monitor.line(step, scalars)
-        self.totals["tokens"] += sum(batch.num_tokens for batch in batches)
+        self.totals["tokens"] += int(trained_on.lengths.sum())
         self.totals["seconds"] += scalars["time/step"]
         self.totals["mismatch_max"] = nan_max(self.totals["mismatch_max"], scalars["mismatch/max"])
 

@@ -130,8 +130,8 @@ class Top:
         return Top(rows[: self.k], self.k)
 
     def concrete(self) -> "Top":
-        rows = self.rows.tolist() if torch.is_tensor(self.rows) else self.rows
-        return Top([tuple(row) for row in rows if row[0] != -math.inf], self.k)
+        rows = [tuple(row) for row in self.rows.tolist()] if torch.is_tensor(self.rows) else self.rows
+        return Top([row for row in rows if row[0] != -math.inf], self.k)
 
     def result(self) -> list[tuple]:
         return self.concrete().rows

@@ -146,13 +146,30 @@ class Credit:
         values = self.base[sequence]
         if self.kl_coef:
             values = values - self.kl_coef * suffix
-        values = (values - self.mean) * self.scale
-        if self.limit is not None:
-            values = np.clip(values, -self.limit, self.limit)
-        return np.where(mask, values, 0.0).astype(dtype)
+        return np.where(mask, self._scaled(values), 0.0).astype(dtype)
 
-    def part(self, rows: slice, divisor: float = 1.0) -> "Credit":
-        """Return the advantages of some of the sequences, divided by `divisor`."""
+    def of_sequences(self, sums: SequenceSums) -> np.ndarray:
+        """Return the mean advantage of the trained tokens of each sequence that has one, float64 [n].
+
+        Clipping is applied to the mean.
+
+        sums: those of the same sequences.
+        """
+        rows = np.flatnonzero(sums.trained)
+        values = self.base[rows]
+        if self.kl_coef:
+            values = values - self.kl_coef * sums.suffix[rows] / sums.trained[rows]
+        return self._scaled(values)
+
+    def _scaled(self, values: np.ndarray) -> np.ndarray:
+        values = (values - self.mean) * self.scale
+        return values if self.limit is None else np.clip(values, -self.limit, self.limit)
+
+    def part(self, rows: slice | np.ndarray, divisor: float = 1.0) -> "Credit":
+        """Return the advantages of some of the sequences, divided by `divisor`.
+
+        rows: which sequences, as a slice or as indices.
+        """
         limit = None if self.limit is None else self.limit / divisor
         return replace(self, base=self.base[rows], scale=self.scale / divisor, limit=limit)
 

@@ -3,18 +3,18 @@
 from dataclasses import replace
 from math import isnan
 
-from grpo_megatron.algorithm.coefficients import set_coefficients
-from grpo_megatron.algorithm.correction import Correction
+from grpo_megatron.algorithm.coefficients import SequenceCoefficients, step_coefficients
 from grpo_megatron.algorithm.kl import KLController
 from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.algorithm.mismatch import Decode, MismatchReport, mismatch_report
-from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.batch.sums import SequenceSums
+from grpo_megatron.batch.table import SampleTable
 from grpo_megatron.config.schema import Config, OldLogprobs
 from grpo_megatron.metrics import Metrics
 
 
 class Algorithm:
-    """The configured RL algorithm: sets each token's coefficients in the loss, and provides the loss.
+    """The configured RL algorithm: computes the coefficients in the loss, and provides the loss.
 
     The object keeps two values that change from step to step: the coefficient of the KL in the reward, and
     the policy's entropy in the last step.
@@ -29,7 +29,6 @@ class Algorithm:
         recomputed = config.train.old_logprobs == OldLogprobs.recompute
         self._config, self._decode = config, decode
         self._loss = PolicyLoss.from_config(config.algorithm, config.mismatch, known_before=recomputed)
-        self._correction = Correction.from_config(config.mismatch) if recomputed else None
         self._kl_controller = KLController.from_config(config.algorithm.kl_ctrl)
         self._entropy: float | None = None  # mean over the last step's trained tokens
 
@@ -45,24 +44,23 @@ class Algorithm:
             return self._loss
         return replace(self._loss, algorithm=replace(self._loss.algorithm, entropy_coeff=0.0))
 
-    def mismatch_report(self, mismatch: Metrics, batches: list[TrainBatch]) -> MismatchReport:
+    def mismatch_report(self, mismatch: Metrics) -> MismatchReport:
         """Return the report on a step's mismatch: the message to the user, and whether the run must stop.
 
         The mismatch is the difference between the engine's and the trainer's log-probs of the same tokens.
 
         mismatch: the step's metrics from `mismatch_metrics`.
-        batches: the mini-batches of the step.
         """
-        return mismatch_report(mismatch, batches, self._config.mismatch, self._decode)
+        return mismatch_report(mismatch, self._config.mismatch, self._decode)
 
-    def set_coefficients(self, batches: list[TrainBatch]) -> Metrics:
-        """Write each token's coefficients in the loss, such as advantage and weight, into the batches.
+    def coefficients(
+        self, tables: list[SampleTable], sums: list[SequenceSums]
+    ) -> tuple[list[SequenceCoefficients], Metrics]:
+        """Return (coefficients of each mini-batch of a step, metrics about them).
 
-        Return metrics about the coefficients.
-
-        batches: the mini-batches of a step.
+        tables, sums: the sequences of each mini-batch, and the sums over their tokens.
         """
-        return set_coefficients(batches, self._config, self._correction, self._kl_controller)
+        return step_coefficients(tables, sums, self._config, self._kl_controller)
 
     def note_trained(self, metrics: Metrics) -> None:
         """Store the entropy of a trained step. It decides whether the next loss has an entropy bonus.

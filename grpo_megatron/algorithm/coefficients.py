@@ -4,9 +4,12 @@ The weight is the token's share in the mean over the optimizer step. It multipli
 token. The factor corrects the mismatch between the engine's and the trainer's log-probs. It multiplies only
 the policy term, not KL and entropy.
 
-`set_coefficients` computes them in three stages. `measure` reads the tokens and sums them up for each
-sequence. `step_credit` and `step_weights` compute a few numbers for each sequence from the sums.
-`token_coefficients` spreads these over the tokens.
+They are computed in three stages, because the tokens are on the trainer's ranks and only the driver knows all
+sequences of a step:
+
+1. `measure` reads the tokens, on the ranks, and sums them up for each sequence.
+2. `step_coefficients` computes a few numbers for each sequence from the sums, in the driver.
+3. `token_coefficients` spreads these numbers over the tokens, on the ranks.
 """
 
 from dataclasses import dataclass
@@ -19,16 +22,16 @@ from grpo_megatron.algorithm.correction import Correction
 from grpo_megatron.algorithm.kl import KLController, kl_penalty
 from grpo_megatron.batch.sequence_weights import sequence_weights
 from grpo_megatron.batch.sums import SequenceSums, suffix_sums
-from grpo_megatron.batch.table import SampleTable, concatenated
+from grpo_megatron.batch.table import SampleTable, chosen_rows, concatenated
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.algorithm import AlgorithmConfig, MaskAppliesTo
 from grpo_megatron.config.schema import Config
-from grpo_megatron.metrics import Mean, Metrics, merge
+from grpo_megatron.metrics import Mean, Metrics
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Result of `measure`: values of the T tokens of a mini-batch, and their sums over each sequence."""
+    """Result of `measure`: values of the T tokens of a micro-batch, and their sums over each sequence."""
 
     sums: SequenceSums
     """The sums, from which advantages and weights are computed."""
@@ -52,31 +55,26 @@ class SequenceWeights:
     """float64 [S]. Multiplies only the policy term."""
 
 
-def set_coefficients(
-    batches: list[TrainBatch], config: Config, correction: Correction | None, kl_controller: KLController
-) -> Metrics:
-    """Set advantage, weight, policy_factor and loss_mask of the mini-batches of one step. Return metrics.
+@dataclass(frozen=True)
+class SequenceCoefficients:
+    """Numbers of the S sequences of a mini-batch. `token_coefficients` spreads them over the tokens."""
 
-    Advantages are computed over all mini-batches together, weights over each one.
-    correction: see `measure`. kl_controller: see `step_credit`.
-    """
-    options = config.algorithm
-    measured = [measure(batch, options, correction) for batch in batches]
-    table = concatenated([batch.table for batch in batches])
-    sums = concatenated([one.sums for one in measured])
-    credit, metrics = step_credit(table, sums, options, kl_controller)
-    first = 0
-    for batch, one in zip(batches, measured, strict=True):
-        rows = slice(first, first + batch.num_sequences)
-        divisor = max(one.sums.trained.sum(), 1.0) if options.use_valid_token_scale else 1.0
-        own, weights = credit.part(rows, divisor), step_weights(batch.table, one.sums, config)
-        batch.set(**token_coefficients(batch, one, own, weights, options.mask_applies_to))
-        first = rows.stop
-    return metrics | merge([one.metrics for one in measured])
+    credit: Credit
+    """Advantages of the sequences' tokens."""
+    weights: SequenceWeights
+    """Weights of the sequences' tokens."""
+    trains: bool
+    """False if no token of the mini-batch has a weight, so that the optimizer step must be dropped."""
+
+    def of(self, sequences: np.ndarray) -> "SequenceCoefficients":
+        """Return the numbers of some of the sequences. sequences: int, their indices."""
+        return SequenceCoefficients(
+            self.credit.part(sequences), chosen_rows(self.weights, sequences), self.trains
+        )
 
 
 def measure(batch: TrainBatch, options: AlgorithmConfig, correction: Correction | None) -> Measured:
-    """Compute the KL in the reward and the mismatch correction of a mini-batch's tokens, and sum them up.
+    """Compute the KL in the reward and the mismatch correction of a micro-batch's tokens, and sum them up.
 
     correction: what to do about differences between the engine's and the trainer's log-probs. None if they
         become known only in the training forward pass, or if no correction is configured.
@@ -102,6 +100,30 @@ def measure(batch: TrainBatch, options: AlgorithmConfig, correction: Correction 
         }
     sums = SequenceSums.of(batch.cu_seqlens, mask, kept, kl, suffix)
     return Measured(sums, suffix, factor, kept, metrics)
+
+
+def step_coefficients(
+    tables: list[SampleTable], sums: list[SequenceSums], config: Config, kl_controller: KLController
+) -> tuple[list[SequenceCoefficients], Metrics]:
+    """Return (coefficients of each mini-batch of a step, metrics about them).
+
+    Advantages are computed over all mini-batches together, weights over each one.
+
+    tables, sums: the sequences of each mini-batch, and the sums over their tokens.
+    kl_controller: see `step_credit`.
+    """
+    options = config.algorithm
+    credit, metrics = step_credit(concatenated(tables), concatenated(sums), options, kl_controller)
+    found, first = [], 0
+    for table, own in zip(tables, sums, strict=True):
+        rows = slice(first, first + len(own.trained))
+        divisor = max(own.trained.sum(), 1.0) if options.use_valid_token_scale else 1.0
+        weights = step_weights(table, own, config)
+        counted = own.kept if options.mask_applies_to == MaskAppliesTo.all else own.trained
+        trains = bool((weights.weight[counted > 0] != 0).any())
+        found.append(SequenceCoefficients(credit.part(rows, divisor), weights, trains))
+        first = rows.stop
+    return found, metrics
 
 
 def step_credit(
@@ -159,19 +181,15 @@ def step_weights(table: SampleTable, sums: SequenceSums, config: Config) -> Sequ
 
 
 def token_coefficients(
-    batch: TrainBatch,
-    measured: Measured,
-    credit: Credit,
-    weights: SequenceWeights,
-    applies_to: MaskAppliesTo,
+    batch: TrainBatch, measured: Measured, given: SequenceCoefficients, applies_to: MaskAppliesTo
 ) -> dict[str, np.ndarray | None]:
-    """Return the arrays advantage, weight, policy_factor and loss_mask of one mini-batch, each [T].
+    """Return the arrays advantage, weight, policy_factor and loss_mask of one micro-batch, each [T].
 
-    credit, weights: those of the mini-batch's sequences.
+    given: the numbers of the micro-batch's sequences.
     applies_to: "all": tokens that the mismatch correction rejects are no longer trained tokens.
     """
-    sequence, mask = batch.sequence_id, batch.loss_mask
-    advantage = credit.of_tokens(sequence, mask, measured.suffix)
+    sequence, mask, weights = batch.sequence_id, batch.loss_mask, given.weights
+    advantage = given.credit.of_tokens(sequence, mask, measured.suffix)
     policy_factor = None
     if measured.factor is not None:
         policy_factor = measured.factor * weights.factor[sequence].astype(np.float32)

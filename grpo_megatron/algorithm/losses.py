@@ -38,8 +38,8 @@ class LossInputs:
     CP ranks."""
     policy_factor: torch.Tensor | None = None
     """float32. Multiplies only the policy term. None: 1."""
-    index_in_step: torch.Tensor | None = None
-    """int64. Index of each token in the metric mismatch/worst. None: that metric is not computed."""
+    token_index: torch.Tensor | None = None
+    """int64. Index by which the metric mismatch/worst names each token. None: no such metric."""
 
 
 class TokenLoss(Protocol):
@@ -128,7 +128,7 @@ class PolicyLoss:
             "actor/ratio": Mean(_masked_sum(terms.ratio, mask), count),
             "actor/ppo_kl": Mean(_masked_sum(-log_ratio, mask), count),
             "actor/entropy": Mean(_masked_sum(entropy, mask), count),
-            **mismatch_metrics(inputs.rollout_logp, logp, mask, inputs.index_in_step),
+            **mismatch_metrics(inputs.rollout_logp, logp, mask, inputs.token_index),
         }
         if self.correction:
             metrics["mismatch/masked"] = Mean(_masked_sum(~kept, mask), count)

@@ -5,6 +5,7 @@ correction.py defines delta and the ratio, and contains what the loss does about
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,17 +13,19 @@ import torch
 from grpo_megatron.algorithm.kl import MAX_LOG_RATIO
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.algorithm import MismatchAction, MismatchConfig
-from grpo_megatron.metrics import Max, Mean, Metrics, RatioQuantiles, Top
+from grpo_megatron.metrics import Max, Mean, Metrics, RatioQuantiles, Top, merge
 
 # Token ids int [n] -> text.
 Decode = Callable[[np.ndarray], str]
+# How many tokens to show before one with a large mismatch. Half as many are shown after it.
+CONTEXT = 12
 
 
 def mismatch_metrics(
     rollout_logp: torch.Tensor,
     logp: torch.Tensor,
     mask: torch.Tensor,
-    index_in_step: torch.Tensor | None = None,
+    token_index: torch.Tensor | None = None,
 ) -> Metrics:
     """Return metrics of how far the engine's log-probs are from the trainer's.
 
@@ -31,12 +34,12 @@ def mismatch_metrics(
     - mismatch/max and mismatch/mean: of |delta|, in nats.
     - mismatch/k3: mean of ratio - 1 - delta, an estimate of KL(engine || trainer).
     - mismatch/ratio: quantiles of the ratio.
-    - mismatch/worst: the tokens with the largest |delta|, as rows (|delta|, index_in_step, engine's
-      log-prob, trainer's log-prob). Only if `index_in_step` is given.
+    - mismatch/worst: the tokens with the largest |delta|, as rows (|delta|, token_index, engine's log-prob,
+      trainer's log-prob). Only if `token_index` is given. `in_context` turns the rows into `WorstToken`s.
 
     rollout_logp, logp: float [t], log-probs of the engine and of the trainer.
     mask: bool [t], True for trained tokens.
-    index_in_step: int64 [t], the index of each token in the step, by which it can be found again.
+    token_index: int64 [t], the index by which `in_context` finds each token again.
     """
     logp = logp.detach()
     delta = torch.where(mask, logp - rollout_logp, 0)
@@ -49,21 +52,86 @@ def mismatch_metrics(
         "mismatch/k3": Mean((clamped.expm1() - clamped).sum(), count),
         "mismatch/ratio": RatioQuantiles.of(delta, mask),
     }
-    if index_in_step is not None:
+    if token_index is not None:
         # float64 represents every index exactly.
-        columns = (difference, index_in_step, rollout_logp, logp)
+        columns = (difference, token_index, rollout_logp, logp)
         rows = torch.stack([column.double() for column in columns], dim=1)
         metrics["mismatch/worst"] = Top.of(rows, mask)
     return metrics
 
 
-def measure_mismatch(batch: TrainBatch) -> Metrics:
-    """Return `mismatch_metrics` of a batch, with its old_logp as the trainer's log-probs.
+def measure_mismatch(batches: list[TrainBatch]) -> Metrics:
+    """Return `mismatch_metrics` of some micro-batches, with their old_logp as the trainer's log-probs.
 
     old_logp must have been computed with the same weights that the engine sampled with.
     """
-    arrays = (batch.rollout_logp, batch.old_logp, batch.loss_mask, batch.index_in_step)
-    return mismatch_metrics(*map(torch.from_numpy, arrays))
+    found, first = [], 0
+    for batch in batches:
+        index = np.arange(first, first + batch.num_tokens)
+        arrays = (batch.rollout_logp, batch.old_logp, batch.loss_mask, index)
+        found.append(mismatch_metrics(*map(torch.from_numpy, arrays)))
+        first += batch.num_tokens
+    return in_context(merge(found), batches)
+
+
+class WorstToken(NamedTuple):
+    """One of the tokens whose log-probs differ most between engine and trainer, in its context."""
+
+    difference: float
+    """|delta| in nats."""
+    engine: float
+    """The engine's log-prob of the token."""
+    trainer: float
+    """The trainer's log-prob of the token."""
+    trajectory_id: int
+    """Id of the trajectory that the token belongs to."""
+    position: int
+    """Index of the token in its sequence."""
+    length: int
+    """Number of tokens of its sequence."""
+    before: tuple[int, ...]
+    """Ids of the tokens before it, at most `CONTEXT`."""
+    token: int
+    """Id of the token."""
+    after: tuple[int, ...]
+    """Ids of the tokens after it, at most half of `CONTEXT`."""
+
+
+def in_context(metrics: Metrics, batches: list[TrainBatch]) -> Metrics:
+    """Return metrics in which the rows of mismatch/worst are `WorstToken`s, for whoever lacks the tokens.
+
+    metrics: `mismatch_metrics` of the micro-batches, whose `token_index` counts through the tokens of all
+        of them. Returned unchanged if they contain no mismatch/worst.
+    """
+    if "mismatch/worst" not in metrics:
+        return metrics
+    worst = metrics["mismatch/worst"]
+    return metrics | {"mismatch/worst": Top([_in_context(row, batches) for row in worst.result()], worst.k)}
+
+
+def _in_context(row: tuple, batches: list[TrainBatch]) -> WorstToken:
+    difference, index, engine, trainer = row
+    firsts = np.cumsum([0] + [batch.num_tokens for batch in batches])
+    number = int(np.searchsorted(firsts, index, side="right")) - 1
+    batch, index = batches[number], int(index) - int(firsts[number])
+    sequence = int(np.searchsorted(batch.cu_seqlens, index, side="right")) - 1
+    start, end = (int(edge) for edge in batch.cu_seqlens[sequence : sequence + 2])
+    target = index + 1  # a position predicts the token after it
+
+    def ids(first: int, last: int) -> tuple[int, ...]:
+        return tuple(batch.tokens[first:last].tolist())
+
+    return WorstToken(
+        difference=difference,
+        engine=engine,
+        trainer=trainer,
+        trajectory_id=int(batch.trajectory_id[sequence]),
+        position=target - start,
+        length=end - start,
+        before=ids(max(start, target - CONTEXT), target),
+        token=int(batch.tokens[target]),
+        after=ids(target + 1, min(end, target + 1 + CONTEXT // 2)),
+    )
 
 
 @dataclass(frozen=True)
@@ -78,20 +146,16 @@ class MismatchReport:
     """True if the run must stop."""
 
 
-def mismatch_report(
-    metrics: Metrics, batches: list[TrainBatch], config: MismatchConfig, decode: Decode | None
-) -> MismatchReport:
+def mismatch_report(metrics: Metrics, config: MismatchConfig, decode: Decode | None) -> MismatchReport:
     """Return the report on a step's mismatch: the message to the user, and whether the run must stop.
 
     The mismatch is the difference between the engine's and the trainer's log-probs of the same tokens.
 
-    metrics: `mismatch_metrics` of the step's batches.
-    batches: the mini-batches of the step.
+    metrics: `mismatch_metrics` of the step, after `in_context`.
     decode: function from token ids to text, for showing the worst tokens. If None, token ids are shown.
     """
-    whole = TrainBatch.concatenate(batches)
     decode = decode or (lambda ids: " ".join(map(str, ids)))
-    worst = describe_worst(metrics["mismatch/worst"].result(), whole.tokens, whole.cu_seqlens, decode)
+    worst = "\n".join(_described(token, decode) for token in metrics["mismatch/worst"].result())
     largest = metrics["mismatch/max"].result()
     text = ""
     if config.action in (MismatchAction.warn, MismatchAction.stop) and not largest <= config.threshold:
@@ -102,28 +166,13 @@ def mismatch_report(
     return MismatchReport(worst, text, bool(text) and config.action == MismatchAction.stop)
 
 
-def describe_worst(
-    worst: list[tuple], tokens: np.ndarray, cu_seqlens: np.ndarray, decode: Decode, context: int = 12
-) -> str:
-    """Return one line per row of `worst`: both log-probs, and the >>marked<< token in its context.
-
-    worst: rows (|delta|, index_in_step, engine's log-prob, trainer's log-prob) of the metric mismatch/worst.
-        `index_in_step` is an index into `tokens`. The log-probs are those of the token after this index.
-    tokens: int [T], the token ids of the whole step.
-    cu_seqlens: int [S+1], start of each of the step's S sequences in `tokens`, and the end of the last one.
-    decode: function from token ids to text.
-    context: how many tokens to show before the marked one. Half as many are shown after it.
-    """
-    lines = []
-    for difference, index, engine, trainer in worst:
-        target = int(index) + 1
-        sequence = int(np.searchsorted(cu_seqlens, int(index), side="right")) - 1
-        start, end = int(cu_seqlens[sequence]), int(cu_seqlens[sequence + 1])
-        before = decode(tokens[max(start, target - context) : target])
-        after = decode(tokens[target + 1 : min(end, target + 1 + context // 2)])
-        text = f"{before}>>{decode(tokens[target : target + 1])}<<{after}"
-        lines.append(
-            f"|delta| {difference:.4g} (engine {engine:.4f}, trainer {trainer:.4f}), token {target - start} "
-            f"of {end - start} in sequence {sequence}: {text!r}"
-        )
-    return "\n".join(lines)
+def _described(worst: WorstToken, decode: Decode) -> str:
+    """Return one line of text: both log-probs, and the >>marked<< token in its context."""
+    before, token, after = (
+        decode(np.array(ids, dtype=np.int64)) for ids in (worst.before, (worst.token,), worst.after)
+    )
+    text = f"{before}>>{token}<<{after}"
+    return (
+        f"|delta| {worst.difference:.4g} (engine {worst.engine:.4f}, trainer {worst.trainer:.4f}), token "
+        f"{worst.position} of {worst.length} in trajectory {worst.trajectory_id}: {text!r}"
+    )

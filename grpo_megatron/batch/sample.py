@@ -94,6 +94,10 @@ class Sample:
         """True if computing the reward failed and reward.on_failure=leave_out removes the trajectory."""
         return self.reward_failed and self.reward is None
 
+    def for_ranks(self) -> "Sample":
+        """Return a copy with only what the trainer's ranks need: without texts and numbers for the logs."""
+        return replace(self, weight_spans=(), response_text="", reward_components={}, scored_text=None)
+
     def scored(self, reward: float | None, components: dict[str, float]) -> "Sample":
         return replace(self, reward=reward, reward_components=components)
 

@@ -5,6 +5,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from grpo_megatron.batch.sample import Sample
+
 Columns = TypeVar("Columns")
 
 
@@ -17,10 +19,33 @@ class SampleTable:
     trajectory_id: np.ndarray
     """int64 [S]. Id of the sequence's trajectory. Its sequences are in the order of time."""
     reward: np.ndarray
-    """float [S]. Reward of the sequence's trajectory."""
+    """float32 [S]. Reward of the sequence's trajectory. NaN: not known."""
+    num_tokens: np.ndarray
+    """int64 [S]. Number of tokens of the sequence, prompt and response."""
+
+    @classmethod
+    def of(cls, samples: list[Sample]) -> "SampleTable":
+        """Return the table with one row for each sample, in order."""
+        return cls(
+            group_id=np.array([sample.group_id for sample in samples], dtype=np.int64),
+            trajectory_id=np.array([sample.trajectory_id for sample in samples], dtype=np.int64),
+            reward=np.array(
+                [np.nan if sample.reward is None else sample.reward for sample in samples], dtype=np.float32
+            ),
+            num_tokens=np.array([sample.num_tokens for sample in samples], dtype=np.int64),
+        )
 
 
 def concatenated(parts: list[Columns]) -> Columns:
     """Return the rows of all parts, in order. A part is a dataclass whose fields are arrays [S, ...]."""
     kind = type(parts[0])
     return kind(*(np.concatenate([getattr(part, spec.name) for part in parts]) for spec in fields(kind)))
+
+
+def chosen_rows(columns: Columns, rows: np.ndarray) -> Columns:
+    """Return some rows, in the order given.
+
+    columns: a dataclass whose fields are arrays [S, ...].
+    rows: int, indices of the rows.
+    """
+    return type(columns)(*(getattr(columns, spec.name)[rows] for spec in fields(columns)))

@@ -61,8 +61,6 @@ class TrainBatch:
     """int [T, L, k] or None. The k experts that the engine chose for each token in each of L MoE layers."""
     policy_factor: np.ndarray | None = None
     """float32 [T] or None (1 everywhere). Multiplies the policy term of the loss, not KL and entropy."""
-    index_in_step: np.ndarray | None = None
-    """int64 [T] or None. Index of each token in the whole step, by which mismatch/worst identifies tokens."""
 
     def __post_init__(self):
         for name in ("group_id", "trajectory_id", "reward"):
@@ -81,8 +79,8 @@ class TrainBatch:
         """Return the samples as one batch. Weights, advantages, old and reference log-probs are still 0."""
         if not samples:
             raise ValueError("a TrainBatch needs at least one sample")
-        lengths = np.array([sample.num_tokens for sample in samples])
-        cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        table = SampleTable.of(samples)
+        cu_seqlens = np.concatenate([[0], np.cumsum(table.num_tokens)]).astype(np.int32)
         arrays = {name: np.zeros(cu_seqlens[-1], dtype) for name, dtype in _TOKEN_ARRAYS.items()}
         for sample, start, end in zip(samples, cu_seqlens[:-1], cu_seqlens[1:], strict=True):
             arrays["tokens"][start:end] = np.concatenate([sample.prompt_ids, sample.response_ids])
@@ -100,27 +98,11 @@ class TrainBatch:
         return cls(
             routing=np.concatenate(routed) if routed else None,
             cu_seqlens=cu_seqlens,
-            group_id=np.array([sample.group_id for sample in samples], dtype=np.int64),
-            trajectory_id=np.array([sample.trajectory_id for sample in samples], dtype=np.int64),
-            reward=np.array(
-                [np.nan if sample.reward is None else sample.reward for sample in samples], dtype=np.float32
-            ),
+            group_id=table.group_id,
+            trajectory_id=table.trajectory_id,
+            reward=table.reward,
             **arrays,
         )
-
-    @classmethod
-    def concatenate(cls, parts: list["TrainBatch"]) -> "TrainBatch":
-        """Return one batch with the sequences of all batches in `parts`, in order. Its arrays are copies."""
-        arrays = {
-            "cu_seqlens": np.concatenate([[0], np.cumsum(np.concatenate([p.lengths for p in parts]))]).astype(
-                np.int32
-            )
-        }
-        for spec in fields(cls):
-            found = [getattr(part, spec.name) for part in parts]
-            if spec.name != "cu_seqlens" and all(array is not None for array in found):
-                arrays[spec.name] = np.concatenate(found)
-        return cls(**arrays)
 
     def set(self, **arrays: np.ndarray | None) -> None:
         """Replace per-token arrays of the batch, which are given by name. Each must be [T, ...] or None."""
@@ -132,7 +114,7 @@ class TrainBatch:
     @property
     def table(self) -> SampleTable:
         """One row for each sequence."""
-        return SampleTable(self.group_id, self.trajectory_id, self.reward)
+        return SampleTable(self.group_id, self.trajectory_id, self.reward, self.lengths)
 
     @property
     def num_sequences(self) -> int:

@@ -10,7 +10,7 @@ else, removes the mismatch (or, for precision, produces a mismatch of that size)
 from dataclasses import replace
 from pathlib import Path
 
-from grpo_megatron.commands.selftest_investigation import Investigation
+from grpo_megatron.commands.selftest_investigation import Investigation, Tokens
 from grpo_megatron.commands.selftest_verdict import Verdict
 from grpo_megatron.commands.train import assembled_loop
 from grpo_megatron.config.algorithm import MismatchAction, MismatchConfig
@@ -76,8 +76,12 @@ def investigate(controller: Controller, engines: EnginePool, steps: int) -> Verd
     """
     try:
         controller.rollouts.start()
-        made = [controller.train_step(controller.loop.begin_step()) for _ in range(steps)]
-        return Investigation(controller, engines, made).run()
+        trained = [
+            # At once, because the ranks forget a step's log-probs in the next step.
+            Tokens.of(controller.train_step(controller.loop.begin_step()), controller.trainer.policy)
+            for _ in range(steps)
+        ]
+        return Investigation(controller, engines, trained).run()
     except StaleWeights as error:
         return Verdict(explanations=[f"weight version: {error}"])
 

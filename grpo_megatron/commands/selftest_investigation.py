@@ -10,10 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.commands.selftest_verdict import Verdict
 from grpo_megatron.controller import Controller
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.trainer.mini_batch import MiniBatch, make_mini_batches
+from grpo_megatron.trainer.policy import PolicyTrainer
 from grpo_megatron.trainer.weight_probe import TRAINER_DTYPES, served_dtype, tolerance
 
 # Factor by which the mean |delta| of steps with the same weights may vary, because their samples differ.
@@ -29,23 +31,26 @@ class Tokens:
     """The n trained tokens of some mini-batches, with the log-probs to compare.
 
     mini_batches: the mini-batches that contain the tokens
+    batches: the samples of each mini-batch
     engine: log-probs that the engine reported when it sampled, float64 [n]
     trainer: log-probs that the trainer computed for the same tokens, float64 [n]
     """
 
     mini_batches: list[MiniBatch]
+    batches: list[TrainBatch]
     engine: np.ndarray
     trainer: np.ndarray
 
     @classmethod
-    def of(cls, mini_batches: list[MiniBatch]) -> "Tokens":
-        engine, trainer = (
-            np.concatenate([getattr(mini.batch, name)[mini.batch.loss_mask] for mini in mini_batches]).astype(
-                np.float64
-            )
-            for name in ("rollout_logp", "old_logp")
-        )
-        return cls(mini_batches, engine, trainer)
+    def of(cls, mini_batches: list[MiniBatch], policy: PolicyTrainer) -> "Tokens":
+        """Read the log-probs of the newest step from the ranks. mini_batches: those of that step."""
+        batches = [TrainBatch.from_samples(mini.samples) for mini in mini_batches]
+        masks = [batch.loss_mask for batch in batches]
+        engine = [batch.rollout_logp[mask] for batch, mask in zip(batches, masks, strict=True)]
+        trainer = [
+            policy.read(mini, "old_logp")[0][mask] for mini, mask in zip(mini_batches, masks, strict=True)
+        ]
+        return cls(mini_batches, batches, *(np.concatenate(x).astype(np.float64) for x in (engine, trainer)))
 
     @property
     def mismatch(self) -> float:
@@ -59,11 +64,11 @@ class Investigation:
     It changes one condition after the other, and measures how much of the mismatch is left.
     """
 
-    def __init__(self, controller: Controller, engines: EnginePool, steps: list[list[MiniBatch]]):
-        """Prepare the search. steps: the mini-batches of each step that the training loop has made."""
+    def __init__(self, controller: Controller, engines: EnginePool, steps: list[Tokens]):
+        """Prepare the search. steps: the tokens of each step that the training loop has made."""
         self.controller, self.engines, self.config = controller, engines, controller.config
         self.handover, self.policy = controller.rollouts.handover, controller.trainer.policy
-        self.steps = [Tokens.of(mini_batches) for mini_batches in steps]
+        self.steps = steps
         self.temperature = self.config.rollout.temperature
         self.dtype = TRAINER_DTYPES[self.config.megatron.precision]
         self.limit = 0.0
@@ -129,8 +134,8 @@ class Investigation:
         temperature = self.temperature if temperature is None else temperature
         self.handover.to_ranks()
         parts = [
-            self.policy.probe(mini.batch, mini.plan, temperature, rounding)[:, mini.batch.loss_mask]
-            for mini in tokens.mini_batches
+            self.policy.probe(batch, mini.plan, temperature, rounding)[:, batch.loss_mask]
+            for mini, batch in zip(tokens.mini_batches, tokens.batches, strict=True)
         ]
         return np.concatenate(parts, axis=1).astype(np.float64)
 
@@ -148,8 +153,7 @@ class Investigation:
         """
         self.handover.to_engines()
         scored = []
-        for mini in tokens.mini_batches:
-            batch = mini.batch
+        for batch in tokens.batches:
             pairs = zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)
             ids = [batch.tokens[start:end].tolist() for start, end in pairs]
             parts = self.engines.score(ids)
@@ -165,8 +169,8 @@ class Investigation:
         controller, step = self.controller, self.controller.loop.begin_step()
         groups = controller.rollouts.take(step).groups
         mini_batches = make_mini_batches(groups, self.config, controller.trainer.cost_model, step)
-        controller.trainer.logprobs(mini_batches)
-        return Tokens.of(mini_batches)
+        controller.trainer.measure(mini_batches)
+        return Tokens.of(mini_batches, self.policy)
 
     def surprise(self) -> float:
         """Test whether the engine draws tokens from the distribution that its log-probs describe.

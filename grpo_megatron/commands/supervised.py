@@ -11,6 +11,7 @@ from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.commands.assemble import Run
 from grpo_megatron.data import EpochOrder
 from grpo_megatron.metrics import to_floats
+from grpo_megatron.monitoring.samples import TrainedOn
 from grpo_megatron.run.stop import StopRequest
 
 Record = TypeVar("Record")
@@ -64,10 +65,10 @@ class SupervisedTraining(ABC, Generic[Record]):
             records = [self._records[i] for i in self._order.take(self.config.data.train_batch_size)]
             batch, plan = self.batch(records)
         with monitor.phases("train"):
-            metrics = to_floats(trainer.train_step(batch, plan, self.loss, key=(step, 0)))
+            metrics = to_floats(trainer.train_step(batch, plan, self.loss, step))
         self._tokens += batch.num_tokens
         self._last_loss = metrics[self.loss_metric]
-        scalars = monitor.finish_step(step, metrics, [batch])
+        scalars = monitor.finish_step(step, metrics, TrainedOn(batch.lengths))
         if step in (1, self.config.run.total_steps) or step % self.shown_every == 0:
             monitor.line(step, scalars)
 

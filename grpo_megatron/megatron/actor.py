@@ -13,6 +13,7 @@ from grpo_megatron.config.command import Command
 from grpo_megatron.config.derived import scores_on_ranks
 from grpo_megatron.config.schema import Config
 from grpo_megatron.megatron.memory.rank import RankMemory
+from grpo_megatron.megatron.mini_batches import MiniBatches
 from grpo_megatron.megatron.passes import Passes
 from grpo_megatron.megatron.reward_model import RewardModel
 from grpo_megatron.megatron.state.checkpoint import RankCheckpoints
@@ -25,6 +26,7 @@ class Actor:
 
     model: the model with its optimizer and reference weights, which all parts use
     passes: forward and training passes
+    mini_batches: the mini-batches of the current step, on which the passes run
     checkpoints: saving and loading of the training state
     weights: weight sync, export, and changes and checks of the weights
     memory: frees device memory while rollout engines use the device
@@ -49,7 +51,9 @@ class Actor:
         reward_model = RewardModel(config, heartbeat.tick) if scores else None
         self.model = build(config, command, heartbeat)
         self.passes = Passes(self.model, reward_model)
+        rank = self.model.rank
+        self.mini_batches = MiniBatches(self.passes, config, rank.last_stage, rank.reports)
         self.checkpoints = RankCheckpoints(self.model)
         self.weights = RankWeights(self.model)
-        self.memory = RankMemory(self.model, self.passes.mini_batches)
-        self.config, self.rank = config, self.model.rank
+        self.memory = RankMemory(self.model, self.passes.prepared)
+        self.config, self.rank = config, rank

@@ -1,6 +1,7 @@
 """Micro-batches as inputs of the model on one rank, and a store that keeps them from one pass to the next."""
 
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -39,6 +40,8 @@ class MicroBatch:
     """bool [1, t]: True on padding."""
     target: torch.Tensor
     """int64 [t]: id of the token that each position predicts."""
+    first_token: int
+    """Number of tokens of the mini-batch's earlier micro-batches on this replica, without padding."""
     weight: torch.Tensor | None = None
     """float32 [t]: weight of each token's loss. None until `set_loss_inputs` sets it."""
     trained: torch.Tensor | None = None
@@ -92,12 +95,15 @@ def _fp8_alignment(megatron: MegatronConfig) -> int:
     return {FP8Recipe.blockwise: 128, FP8Recipe.mxfp8: 32}.get(megatron.fp8.recipe, 16)
 
 
-def lay_out(batch: TrainBatch, layout: Layout, device: torch.device, own_attention: bool) -> MicroBatch:
+def lay_out(
+    batch: TrainBatch, layout: Layout, device: torch.device, own_attention: bool, first_token: int = 0
+) -> MicroBatch:
     """Return the model's inputs for one micro-batch: its sequences, padded, and cut to this rank's part.
 
     The fields for the loss are still None.
     layout: rules for padding and for this rank's part.
     own_attention: True if PackedAttention computes attention, False if TransformerEngine does.
+    first_token: number of tokens of the mini-batch's earlier micro-batches, without padding.
     """
     pack = layout.pack(batch.lengths)
     return MicroBatch(
@@ -107,6 +113,7 @@ def lay_out(batch: TrainBatch, layout: Layout, device: torch.device, own_attenti
         position_ids=pack.tensor("position_ids", device)[None],
         padding=on_device(torch.from_numpy(pack.index < 0), device)[None],
         target=on_device(pack.scatter(batch.target), device).long(),
+        first_token=first_token,
     )
 
 
@@ -134,7 +141,7 @@ def set_loss_inputs(micro_batch: MicroBatch, batch: TrainBatch, current_is_old: 
         old_logp=None if current_is_old else local(batch.old_logp),
         sequence_sum=lambda values: pack.sequence_sum(values, group)[sequence_id],
         policy_factor=None if batch.policy_factor is None else local(batch.policy_factor),
-        index_in_step=None if batch.index_in_step is None else local(batch.index_in_step),
+        token_index=micro_batch.first_token + pack.tensor("index", device),
     )
 
 
@@ -188,7 +195,7 @@ def set_routing_from(micro_batch: MicroBatch, batch: TrainBatch, layers: tuple[b
 
 
 @dataclass
-class MiniBatchStore:
+class PreparedStore:
     """Cache of the prepared micro-batches of one training step, which all passes over them share.
 
     The key of a mini-batch is (step, index of the mini-batch within the step). The first key with another
@@ -216,7 +223,11 @@ class MiniBatchStore:
         Raises ValueError if the samples are divided into other micro-batches than at the key's first call.
         """
         if key is None:
-            return [lay_out(batch, self.layout, self.device, self.own_attention) for batch in batches]
+            firsts = accumulate((batch.num_tokens for batch in batches), initial=0)
+            return [
+                lay_out(batch, self.layout, self.device, self.own_attention, first)
+                for batch, first in zip(batches, firsts, strict=False)
+            ]
         if any(step != key[0] for step, _ in self._kept):
             self.clear()
         if key not in self._kept:

@@ -22,10 +22,10 @@ from grpo_megatron.megatron.head.objectives import make_head, make_objective
 from grpo_megatron.megatron.layers.build import output_weight
 from grpo_megatron.megatron.layers.rounding import rounding_noise
 from grpo_megatron.megatron.layers.router import Routing
-from grpo_megatron.megatron.micro_batch import MicroBatch, MiniBatchStore, choose_routing, rank_layout
+from grpo_megatron.megatron.micro_batch import MicroBatch, PreparedStore, choose_routing, rank_layout
+from grpo_megatron.megatron.results import TrainResult
 from grpo_megatron.megatron.reward_model import RewardModel
 from grpo_megatron.megatron.step_metrics import beyond_limits, merge_over_context, router_metrics
-from grpo_megatron.megatron.train_result import TrainResult
 from grpo_megatron.megatron.trained_model import TrainedModel
 from grpo_megatron.metrics import Metrics, concrete, merge
 
@@ -37,14 +37,14 @@ class Passes:
 
     Passes run the trained model, the reference model (its weights can take the place of the trained weights),
     or a frozen reward model.
-    mini_batches: prepared micro-batches of the current step
+    prepared: prepared micro-batches of the current step
     """
 
     def __init__(self, model: TrainedModel, reward_model: RewardModel | None):
         self._model, self._reward_model = model, reward_model
         self._config, self._reports = model.config, model.rank.reports
         self._head = make_head(model.chunks, model.arch, model.config)
-        self.mini_batches = MiniBatchStore(
+        self.prepared = PreparedStore(
             rank_layout(model.config, model.rank.cp_rank),
             model.device,
             own_attention=not model.transformer_engine,
@@ -76,8 +76,8 @@ class Passes:
     ) -> np.ndarray | None:
         """Return the log-prob of every target token, float32 [T], in the order of the micro-batches.
 
-        All ranks must call this. One rank of each data-parallel replica (RankInfo.reports) returns the
-        log-probs of the replica's T tokens. The other ranks return None.
+        All ranks must call this. Every rank of the last pipeline stage returns the log-probs of its replica's
+        T tokens. The other ranks return None.
         reference: if True, compute with the reference's weights. `begin_reference` must have been called.
         key: (step, index of the mini-batch). Later passes with the same key reuse the prepared inputs and,
             with moe.routing_replay, the choice of experts.
@@ -86,13 +86,13 @@ class Passes:
         model = self._model
         if reference and not model.reference_passes.begun:
             raise RuntimeError("call begin_reference before logprobs(reference=True)")
-        prepared = self.mini_batches.get(key, micro_batches)
+        prepared = self.prepared.get(key, micro_batches)
         routing = Routing.own if reference else self._route(prepared, micro_batches, recording=True)
         device_limit = int(self._config.ref.hidden_gib * 2**30)
-        keep = partial(self.mini_batches.keep_hidden, device_limit=device_limit)
+        keep = partial(self.prepared.keep_hidden, device_limit=device_limit)
         with nullcontext() if reference else model.settled_weights():
             parts = forward_logprobs(model.ddp, prepared, self._head, routing, keep if keep_hidden else None)
-        return torch.cat(parts).cpu().numpy() if self._reports else None
+        return torch.cat(parts).cpu().numpy() if model.rank.last_stage else None
 
     def scores(self, micro_batches: MicroBatches) -> np.ndarray | None:
         """Return the reward model's score of every sequence, float32 [S], in the order of the micro-batches.
@@ -101,7 +101,7 @@ class Passes:
         S sequences. The other ranks return None.
         The frozen reward model computes the scores. If there is none, the trained model is the reward model.
         """
-        prepared = self.mini_batches.get(None, micro_batches)
+        prepared = self.prepared.get(None, micro_batches)
         with self._model.settled_weights():
             of_policy = partial(forward_scores, self._model.ddp, head=self._head)
             parts = (self._reward_model or of_policy)(prepared)
@@ -119,7 +119,7 @@ class Passes:
             no rounding errors.
         """
         model, head = self._model, replace(self._head, temperature=temperature)
-        prepared = self.mini_batches.get(None, micro_batches)
+        prepared = self.prepared.get(None, micro_batches)
         # No earlier pass recorded a routing of these sequences. Only the engine's samples may bring one.
         replays = (
             self._config.moe.routing_replay == RoutingReplay.engine and micro_batches[0].routing is not None
@@ -179,7 +179,7 @@ class Passes:
             ddp.train()
             ddp.zero_grad_buffer()
         model.optimizer.zero_grad()
-        prepared = self.mini_batches.get(key, micro_batches)
+        prepared = self.prepared.get(key, micro_batches)
         head = self._head
         if loss.needs_full_kl and model.rank.last_stage:
             reference_weight = model.reference.value_of(output_weight(model.chunks[-1]))

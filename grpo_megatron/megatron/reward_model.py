@@ -61,7 +61,7 @@ class RewardModel:
         """Return the reward model's scores: per micro-batch of S sequences a float32 tensor [S].
 
         The list is empty except on the last pipeline stage. All ranks must call this.
-        micro_batches: prepared by the policy's MiniBatchStore. The reward model can read them too, because
+        micro_batches: prepared by the policy's PreparedStore. The reward model can read them too, because
             both models use the same kind of layers (TransformerEngine's, or Megatron's local layers).
         """
         with self._weights_on_device():

@@ -9,15 +9,13 @@ from typing import Any
 
 import psutil
 
-from grpo_megatron.batch.sample import Group
-from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.keys import default_of, nested_yaml
 from grpo_megatron.config.load import flat, known_keys
 from grpo_megatron.config.schema import Config
 from grpo_megatron.monitoring.listener import Listener
 from grpo_megatron.monitoring.phases import Phases
 from grpo_megatron.monitoring.run_files import RunFiles
-from grpo_megatron.monitoring.samples import chosen, distributions, group_text
+from grpo_megatron.monitoring.samples import TrainedOn, chosen, distributions, group_text
 from grpo_megatron.monitoring.status import StatusFile
 from grpo_megatron.monitoring.tensorboard import TensorBoard
 from grpo_megatron.monitoring.terminal import Terminal
@@ -80,19 +78,10 @@ class Monitor:
             self.timeline.step = step
         self._step_started = (time.time(), time.perf_counter())
 
-    def finish_step(
-        self,
-        step: int,
-        scalars: dict[str, float],
-        batches: Sequence[TrainBatch],
-        groups: Sequence[Group] = (),
-        epochs: int = 1,
-    ) -> dict[str, float]:
+    def finish_step(self, step: int, scalars: dict[str, float], trained_on: TrainedOn) -> dict[str, float]:
         """End a step: add times, throughput and memory to its scalars, and pass them to the listeners.
 
         scalars: {name: value} of the step.
-        batches: the batches on which the step trained, each `epochs` times.
-        groups: the groups of samples in these batches, some of which are shown as text.
 
         Returns `scalars` with the added values.
         """
@@ -106,25 +95,25 @@ class Monitor:
             scalars["time/other"] = seconds - sum(phases.values())
             scalars["time/monitor"] = self._clock.take() + self.status.take_seconds()
             if self._throughput:
-                scalars |= self._throughput.scalars(batches, epochs, seconds, phases)
+                scalars |= self._throughput.scalars(trained_on, seconds, phases)
             scalars["memory/driver_gib"] = self._process.memory_info().rss / _GIB
             scalars["memory/host_available_gib"] = psutil.virtual_memory().available / _GIB
             self.timeline.add_step(wall, seconds)
             self.terminal.finish_step(step)
             self.status.note(step=step, metrics=scalars, metrics_step=step, eta=self.terminal.eta)
             self._tell("scalars", step, scalars)
-            self._show(step, groups, batches)
+            self._show(step, trained_on)
             self._flush()
         return scalars
 
-    def _show(self, step: int, groups: Sequence[Group], batches: Sequence[TrainBatch]) -> None:
+    def _show(self, step: int, trained_on: TrainedOn) -> None:
         """Pass samples (as text) and histograms to the listeners, in the steps that the options select."""
         options = self._options
         if options.samples_every and step % options.samples_every == 0:
-            for index, group in enumerate(chosen(groups, options.sample_groups)):
+            for index, group in enumerate(chosen(trained_on.groups, options.sample_groups)):
                 self._tell("text", step, f"samples/{index}", group_text(group, options.sample_characters))
         if options.histograms_every and step % options.histograms_every == 0:
-            for name, values in distributions(groups, batches).items():
+            for name, values in distributions(trained_on).items():
                 self._tell("histogram", step, name, values)
 
     def line(self, step: int, scalars: dict[str, float]) -> None:

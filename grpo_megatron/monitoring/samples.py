@@ -1,11 +1,11 @@
 """Conversion of groups of samples into texts for people and into values for histograms."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from grpo_megatron.batch.sample import Group
-from grpo_megatron.batch.train_batch import TrainBatch
 
 
 def group_text(group: Group, characters: int) -> str:
@@ -49,11 +49,26 @@ def chosen(groups: Sequence[Group], count: int) -> list[Group]:
     return sorted(groups, key=lambda group: len(set(group.rewards)) == 1)[:count]
 
 
-def distributions(groups: Sequence[Group], batches: Sequence[TrainBatch]) -> dict[str, np.ndarray]:
+@dataclass(frozen=True)
+class TrainedOn:
+    """The sequences that a step trained on, as the monitor needs them."""
+
+    lengths: np.ndarray
+    """int64 [S]. Number of tokens of each sequence."""
+    epochs: int = 1
+    """How often the step trained on each sequence."""
+    groups: Sequence[Group] = ()
+    """The groups of samples, some of which are shown as text. Empty in supervised training."""
+    advantages: np.ndarray | None = None
+    """float64 [n]. Mean advantage of each sequence with a trained token. None in supervised training."""
+
+
+def distributions(trained_on: TrainedOn) -> dict[str, np.ndarray]:
     """Return {name: values [n]} for the histograms of a step, n > 0.
 
-    The values are rewards and response lengths of all samples, and advantages of all trained tokens.
+    The values are rewards and response lengths of all trajectories, and the sequences' advantages.
     """
+    groups = trained_on.groups
     lengths = [sum(s.num_written for s in sequences) for group in groups for sequences in group.trajectories]
     found = {
         "reward/samples": np.array(
@@ -61,6 +76,6 @@ def distributions(groups: Sequence[Group], batches: Sequence[TrainBatch]) -> dic
         ),
         "response/lengths": np.array(lengths),
     }
-    if groups:
-        found["actor/advantages"] = np.concatenate([batch.advantage[batch.loss_mask] for batch in batches])
+    if trained_on.advantages is not None:
+        found["actor/advantages"] = trained_on.advantages
     return {name: values for name, values in found.items() if len(values)}

@@ -1,12 +1,11 @@
 """Throughput of a run, and how long trainer and engines wait for each other."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from grpo_megatron.batch.schedule import CostModel
-from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.monitoring.samples import TrainedOn
 
 # Phases of the driver in which engines work, and in which ranks work. In all other phases neither work, or
 # both wait for the driver.
@@ -37,26 +36,19 @@ class Throughput:
         """Number of devices of the run. On CPUs, each rank of trainer and engines counts as a device."""
         return max(self.ranks, self.engine_devices) if self.shared else self.ranks + self.engine_devices
 
-    def scalars(
-        self, batches: Sequence[TrainBatch], epochs: int, seconds: float, phases: dict[str, float]
-    ) -> dict[str, float]:
+    def scalars(self, trained_on: TrainedOn, seconds: float, phases: dict[str, float]) -> dict[str, float]:
         """Return {name: value} of the metrics `throughput/...` and `idle/...` of a step.
 
-        batches: the batches on which the step trained, each `epochs` times.
         seconds: duration of the step.
         phases: {phase of the driver: seconds} within the step.
         """
-        tokens = sum(batch.num_tokens for batch in batches)
+        tokens = int(trained_on.lengths.sum())
         found = {
             "throughput/tokens_per_second": tokens / seconds,
             "throughput/tokens_per_second_per_device": tokens / seconds / self.devices,
         }
         if self.peak and phases.get("train"):
-            flops = (
-                _FORWARD_PASSES
-                * epochs
-                * sum(float(np.sum(self.cost.flops(batch.lengths))) for batch in batches)
-            )
+            flops = _FORWARD_PASSES * trained_on.epochs * float(np.sum(self.cost.flops(trained_on.lengths)))
             found["throughput/mfu_train"] = flops / (phases["train"] * self.ranks * self.peak)
             found["throughput/mfu_step"] = flops / (seconds * self.devices * self.peak)
         roles = {"trainer": _OF_TRAINER} | ({"engines": _OF_ENGINES} if self.engine_devices else {})

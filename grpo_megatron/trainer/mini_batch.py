@@ -8,9 +8,9 @@ import numpy as np
 
 from grpo_megatron.batch.layout import Layout, padded_to
 from grpo_megatron.batch.pairs import schedule_pairs
-from grpo_megatron.batch.sample import Group
+from grpo_megatron.batch.sample import Group, Sample
 from grpo_megatron.batch.schedule import CostModel, Schedule, schedule
-from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.batch.table import SampleTable
 from grpo_megatron.config.derived import pack_limit
 from grpo_megatron.config.schema import Config, OldLogprobs
 from grpo_megatron.errors import UserError
@@ -26,12 +26,14 @@ class MiniBatch:
     All passes (old log-probs, reference, training) use the same partition, so that ranks can reuse what they
     computed for a micro-batch in an earlier pass.
 
-    batch: the samples.
+    samples: the samples, whose arrays are sent to the ranks once.
+    table: one row for each sample.
     plan: the sequences of each micro-batch, for each data-parallel replica.
     key: (step, index of the mini-batch within the step). Ranks keep results of earlier passes under this key.
     """
 
-    batch: TrainBatch
+    samples: list[Sample]
+    table: SampleTable
     plan: Schedule
     key: tuple[int, int]
 
@@ -80,18 +82,18 @@ def make_mini_batches(groups: list[Group], config: Config, cost: CostModel, step
     Raises UserError if train.old_logprobs=current and there would be more than one optimizer step: after the
     first optimizer step, the current policy is no longer the one that generated the samples.
     """
-    batch = TrainBatch.from_samples([sample for group in groups for sample in group.samples])
-    batch.index_in_step = np.arange(batch.num_tokens)
-    group_of = np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups])
-    mini_of = group_of // config.train.ppo_mini_batch_size
-    parts = [batch.select(np.flatnonzero(mini_of == index)) for index in range(mini_of[-1] + 1)]
+    size = config.train.ppo_mini_batch_size
+    parts = [groups[first : first + size] for first in range(0, len(groups), size)]
     if config.train.old_logprobs == OldLogprobs.current and len(parts) * config.train.ppo_epochs > 1:
         raise UserError(
             f"train.old_logprobs=current needs one optimizer step per batch, but {len(groups)} prompts need "
             "several; raise train.ppo_mini_batch_size and set train.ppo_epochs=1, or choose another "
             "train.old_logprobs"
         )
-    return [
-        MiniBatch(part, partition(config, part.lengths, cost), (step, index))
-        for index, part in enumerate(parts)
-    ]
+    mini_batches = []
+    for index, part in enumerate(parts):
+        samples = [sample for group in part for sample in group.samples]
+        table = SampleTable.of(samples)
+        plan = partition(config, table.num_tokens, cost)
+        mini_batches.append(MiniBatch(samples, table, plan, (step, index)))
+    return mini_batches

@@ -1,40 +1,52 @@
 """PolicyTrainer: passes over batches, on the ranks of all data-parallel replicas."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from math import isfinite
 
 import numpy as np
-import ray
 import torch
 
-from grpo_megatron.algorithm.losses import TokenLoss
+from grpo_megatron.algorithm.coefficients import SequenceCoefficients
+from grpo_megatron.algorithm.losses import PolicyLoss, TokenLoss
 from grpo_megatron.algorithm.preferences import PreferenceLoss
 from grpo_megatron.batch.schedule import Schedule
+from grpo_megatron.batch.sums import SequenceSums
+from grpo_megatron.batch.table import chosen_rows, concatenated
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.placement import Cluster
 from grpo_megatron.config.command import Command
 from grpo_megatron.config.schema import Config
+from grpo_megatron.megatron.results import Measurement, TrainResult
 from grpo_megatron.metrics import Max, Mean, Metrics, Sum, merge
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.trainer.checkpoints import TrainerCheckpoints
 from grpo_megatron.trainer.dropped_steps import DroppedSteps
+from grpo_megatron.trainer.mini_batch import MiniBatch
 from grpo_megatron.trainer.ranks import RankGroup
 from grpo_megatron.trainer.weights import TrainerWeights
 
 
-def _in_order(batch: TrainBatch, plan: Schedule, parts: list[np.ndarray]) -> np.ndarray:
-    """Return the results of all data-parallel replicas, float32 [..., T], in the order of the batch's tokens.
+def _in_order(lengths: np.ndarray, plan: Schedule, parts: list[np.ndarray]) -> np.ndarray:
+    """Return values of all data-parallel replicas' tokens, [T, ...], in the order of the S sequences.
 
+    lengths: int64 [S], number of tokens of each sequence.
     plan: the sequences of each replica.
-    parts: one array [..., t] per replica, with a value for each token of the replica's micro-batches.
+    parts: one array [t, ...] per replica, with a value for each token of the replica's micro-batches.
     """
-    out = np.empty((*parts[0].shape[:-1], batch.num_tokens), dtype=np.float32)
+    ends = np.cumsum(lengths)
+    out = np.empty((ends[-1], *parts[0].shape[1:]), dtype=parts[0].dtype)
     for dp, part in enumerate(parts):
-        out[..., batch.token_index(plan.sequences(dp))] = part
+        sequences = plan.sequences(dp)
+        out[np.concatenate([np.arange(ends[i] - lengths[i], ends[i]) for i in sequences])] = part
     return out
+
+
+def _sums(mini: MiniBatch, parts: list[Measurement]) -> SequenceSums:
+    """Return the sums of a mini-batch's sequences, in its order, from the measurements of the replicas."""
+    placed = np.concatenate([mini.plan.sequences(dp) for dp in range(len(parts))])
+    found = concatenated([part.sums for part in parts])
+    return chosen_rows(found, np.argsort(placed))
 
 
 class PolicyTrainer:
@@ -77,42 +89,49 @@ class PolicyTrainer:
     def _split(self, batch: TrainBatch, plan: Schedule) -> list:
         """Put the micro-batches of each data-parallel replica into Ray's object store.
 
-        Returns one ObjectRef per replica, in the order of the replicas. Each refers to a list[TrainBatch].
+        Returns one reference per replica, in the order of the replicas. Each refers to a list[TrainBatch].
         """
-        return [ray.put([batch.select(mb) for mb in plan.micro_batches[dp]]) for dp in range(self.sizes.dp)]
-
-    @contextmanager
-    def reference(self) -> Iterator[None]:
-        """Swap the reference model's weights into the model, in place of the policy's, within the context.
-
-        Only `logprobs(reference=True)` may be called in the context. All weights are copied at its beginning
-        and at its end, so open one context for all mini-batches of a step.
-        """
-        self.ranks.call_alike("passes.begin_reference")
-        yield
-        # Not after an error: the ranks may hang in a collective.
-        self.ranks.call_alike("passes.end_reference")
-
-    def logprobs(
-        self,
-        batch: TrainBatch,
-        plan: Schedule,
-        reference: bool = False,
-        key: tuple[int, int] | None = None,
-        keep_hidden: bool = False,
-    ) -> np.ndarray:
-        """Return the log-prob of every target token, float32 [T], in the order of the batch.
-
-        batch: T tokens. plan: division of the batch among data-parallel replicas and micro-batches.
-        reference: if True, use the reference model's weights. This needs the context `reference()`.
-        key: MiniBatch.key. Ranks reuse prepared inputs in later passes over a mini-batch with the same key.
-        keep_hidden: with `reference`, keep the reference's last hidden states on the ranks. The training pass
-            computes the exact KL from these states.
-        """
-        arguments = [
-            (micro_batches, reference, key, keep_hidden) for micro_batches in self._split(batch, plan)
+        return [
+            self.ranks.put([batch.select(mb) for mb in plan.micro_batches[dp]]) for dp in range(self.sizes.dp)
         ]
-        return self._checked(_in_order(batch, plan, self.ranks.call("passes.logprobs", arguments)))
+
+    def measure(self, mini_batches: list[MiniBatch]) -> tuple[list[SequenceSums], Metrics]:
+        """Send the mini-batches of a step to the ranks, which compute the log-probs before training.
+
+        They are the old policy's and the reference's, as the configuration needs them. They stay on the ranks
+        for the step, like the samples.
+
+        Returns (sums, metrics): for each mini-batch the sums over the tokens of its sequences, and metrics of
+        the mismatch between engine and trainer. There are no metrics if the mismatch is known only in the
+        training pass.
+        """
+        samples = [
+            {
+                mini.key: [
+                    [mini.samples[i].for_ranks() for i in part] for part in mini.plan.micro_batches[dp]
+                ]
+                for mini in mini_batches
+            }
+            for dp in range(self.sizes.dp)
+        ]
+        results = self.ranks.call("mini_batches.measure", [(self.ranks.put(own),) for own in samples])
+        found = [measurement for result in results for measurement in result.values()]
+        if any(measurement.has_nan for measurement in found):
+            self.weights.must_be_finite()
+        return (
+            [_sums(mini, [result[mini.key] for result in results]) for mini in mini_batches],
+            merge([measurement.metrics for measurement in found]),
+        )
+
+    def read(self, mini: MiniBatch, *names: str) -> list[np.ndarray]:
+        """Return arrays that the ranks hold of a mini-batch's T tokens, [T, ...] each, for diagnosis.
+
+        The mini-batch must be one of the newest `measure`. Its tokens are in the order of its samples.
+
+        names: columns of TrainBatch, such as "old_logp".
+        """
+        parts = self.ranks.call("mini_batches.read", [(mini.key, names)] * self.sizes.dp)
+        return [_in_order(mini.table.num_tokens, mini.plan, [part[name] for part in parts]) for name in names]
 
     def scores(self, batch: TrainBatch, plan: Schedule) -> np.ndarray:
         """Return the reward model's score of every sequence, float32 [S], in the order of the batch.
@@ -138,7 +157,8 @@ class PolicyTrainer:
             no rounding errors.
         """
         arguments = [(micro_batches, temperature, rounding) for micro_batches in self._split(batch, plan)]
-        return self._checked(_in_order(batch, plan, self.ranks.call("passes.probe", arguments)))
+        parts = [part.T for part in self.ranks.call("passes.probe", arguments)]
+        return self._checked(_in_order(batch.lengths, plan, parts).T)
 
     def _checked(self, values: np.ndarray) -> np.ndarray:
         """Return the values unchanged. Raise UserError if a value is NaN and a weight is not finite."""
@@ -146,37 +166,55 @@ class PolicyTrainer:
             self.weights.must_be_finite()
         return values
 
-    def train_step(
-        self,
-        batch: TrainBatch,
-        plan: Schedule,
-        loss: TokenLoss | PreferenceLoss,
-        current_is_old: bool = False,
-        key: tuple[int, int] | None = None,
+    def train_mini_batch(
+        self, mini: MiniBatch, coefficients: SequenceCoefficients, loss: PolicyLoss
     ) -> Metrics:
-        """Take one optimizer step on a mini-batch. Return the metrics of the step.
+        """Take one optimizer step on a mini-batch that `measure` has sent to the ranks. Return its metrics.
 
-        batch: samples of the mini-batch, with `weight`, the weight of each token's loss. If all weights are
-            0, the step is dropped.
+        coefficients: advantages and weights of the mini-batch's sequences. If no token has a weight, the step
+            is dropped.
+        Raises UserError as `train_step` does.
+        """
+        arguments = [
+            (mini.key, coefficients.of(mini.plan.sequences(dp)), loss, int(mini.table.num_tokens.sum()))
+            for dp in range(self.sizes.dp)
+        ]
+        results = self.ranks.call("mini_batches.train_step", arguments)
+        return self._step_metrics(results, loss, mini.key[0], coefficients.trains)
+
+    def train_step(
+        self, batch: TrainBatch, plan: Schedule, loss: TokenLoss | PreferenceLoss, step: int
+    ) -> Metrics:
+        """Take one optimizer step on a batch of records, for supervised training. Return its metrics.
+
+        batch: samples with `weight`, the weight of each token's loss. If all weights are 0, the step is
+            dropped.
         plan: division of the batch among data-parallel replicas and micro-batches.
-        current_is_old: True if the current policy generated the samples. The loss then takes the current
-            log-probs, detached, as the old log-probs.
-        key: MiniBatch.key.
+        step: index of the training step.
         Raises UserError if optimizer.max_dropped_steps steps in a row were dropped. Raises UserError also if
         the gradient norm or the loss is not finite and the weights are not finite either.
         """
-        parts = self._split(batch, plan)
-        # If no token has a weight, drop the step: Adam would move the weights without a gradient too.
-        untrained = () if batch.weight.any() else ("no token has a weight in the loss",)
+        trains = bool(batch.weight.any())
         results = self.ranks.call(
             "passes.train_step",
-            [(mb, loss, batch.num_tokens, current_is_old, key, bool(untrained)) for mb in parts],
+            [(own, loss, batch.num_tokens, False, (step, 0), not trains) for own in self._split(batch, plan)],
         )
+        return self._step_metrics(results, loss, step, trains)
+
+    def _step_metrics(
+        self, results: list[TrainResult], loss: TokenLoss | PreferenceLoss, step: int, trains: bool
+    ) -> Metrics:
+        """Return the metrics of an optimizer step, and note whether it was dropped. Raises as `train_step`.
+
+        results: result of each data-parallel replica.
+        trains: False if the step was dropped because no token has a weight. Adam would move the weights
+            without a gradient too.
+        """
+        untrained = () if trains else ("no token has a weight in the loss",)
         metrics = merge([result.metrics for result in results])
         # This is a sum over micro-batches and ranks, but not over optimizer steps.
         metrics["actor/loss"] = Mean(metrics["actor/loss"].value, 1)
         first = results[0]
-        step = key[0] if key else None
         if not (isfinite(first.grad_norm) and isfinite(metrics["actor/loss"].result())):
             self.weights.must_be_finite()
         self.weights.last_step = self.weights.last_step if first.dropped else step

@@ -4,6 +4,8 @@ import os
 from functools import partial
 from typing import Any
 
+import ray
+
 from grpo_megatron.cluster.cpu_threads import openmp_variables
 from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.placement import Cluster, Slot
@@ -86,6 +88,14 @@ class RankGroup:
             )
         self.wake()
         return self.group
+
+    @staticmethod
+    def put(value: Any) -> Any:
+        """Put an argument for the ranks of a replica into Ray's object store, and return its reference.
+
+        A rank receives the value, if the reference is an argument of its own and not inside another argument.
+        """
+        return ray.put(value)
 
     def call(self, method: str, args_of_replica: list[tuple]) -> list[Any]:
         """Call a method of the Actor on all ranks. Return one result per data-parallel replica, in order.

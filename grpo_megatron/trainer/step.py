@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
+from grpo_megatron.algorithm.coefficients import SequenceCoefficients
 from grpo_megatron.algorithm.losses import PolicyLoss
-from grpo_megatron.algorithm.mismatch import measure_mismatch
 from grpo_megatron.batch.schedule import CostModel
-from grpo_megatron.config.schema import Config, OldLogprobs
-from grpo_megatron.metrics import Metrics, merge
+from grpo_megatron.batch.sums import SequenceSums
+from grpo_megatron.config.schema import Config
+from grpo_megatron.metrics import Metrics
 from grpo_megatron.monitoring.phases import Phases
 from grpo_megatron.trainer.mini_batch import MiniBatch
 from grpo_megatron.trainer.policy import PolicyTrainer
@@ -30,45 +31,37 @@ class StepTrainer:
         """Estimate of a sequence's compute time, by which sequences are divided among replicas."""
         return self.policy.cost_model
 
-    def logprobs(self, mini_batches: list[MiniBatch], keep_hidden: bool = False) -> Metrics:
-        """Set the log-probs of the old policy (batch.old_logp) and of the reference model (batch.ref_logp).
+    def measure(self, mini_batches: list[MiniBatch]) -> tuple[list[SequenceSums], Metrics]:
+        """Send the mini-batches to the ranks, which compute log-probs of the old policy and the reference.
 
-        keep_hidden: if True, keep the reference's last hidden states on the ranks, for the exact KL.
-
-        Returns metrics of the mismatch, which is the difference between the log-probs of engine and trainer.
-        The result is empty if the old log-probs were not recomputed, because the first optimizer step then
-        measures the mismatch.
+        Returns (sums, metrics): the sums over the tokens of each mini-batch's sequences, and metrics of the
+        mismatch, which is the difference between the log-probs of engine and trainer. There are no metrics if
+        the old log-probs are not recomputed, because the first optimizer step then measures the mismatch.
         """
-        config, mismatch = self._config, []
         with self._phases("logprobs"):
-            for mini in mini_batches:
-                batch = mini.batch
-                if config.train.old_logprobs == OldLogprobs.recompute:
-                    batch.old_logp = self.policy.logprobs(batch, mini.plan, key=mini.key)
-                    mismatch.append(measure_mismatch(batch))
-                elif config.train.old_logprobs == OldLogprobs.rollout:
-                    batch.old_logp = batch.rollout_logp
-            if config.algorithm.needs_reference:
-                with self.policy.reference():
-                    for mini in mini_batches:
-                        mini.batch.ref_logp = self.policy.logprobs(
-                            mini.batch, mini.plan, reference=True, key=mini.key, keep_hidden=keep_hidden
-                        )
-        return merge(mismatch)
+            return self.policy.measure(mini_batches)
 
-    def train(self, step: int, mini_batches: list[MiniBatch], loss: PolicyLoss) -> list[Metrics]:
+    def train(
+        self,
+        step: int,
+        mini_batches: list[MiniBatch],
+        coefficients: list[SequenceCoefficients],
+        loss: PolicyLoss,
+    ) -> list[Metrics]:
         """Take one optimizer step per mini-batch in each of train.ppo_epochs epochs.
 
         Then copy the current weights into the reference weights, if `step` is a multiple of ref.reset_every.
 
         step: index of the training step.
+        coefficients: advantages and weights of each mini-batch's sequences.
         Returns the metrics of each optimizer step, in order.
         """
-        current = self._config.train.old_logprobs == OldLogprobs.current
         trained: list[Metrics] = []
         with self._phases("train"):
-            for mini in mini_batches * self._config.train.ppo_epochs:
-                trained.append(self.policy.train_step(mini.batch, mini.plan, loss, current, mini.key))
+            for mini, own in (
+                list(zip(mini_batches, coefficients, strict=True)) * self._config.train.ppo_epochs
+            ):
+                trained.append(self.policy.train_mini_batch(mini, own, loss))
                 # after the first step, policy and engine are expected to differ
                 loss = replace(loss, mismatch_limit=None)
         every = self._config.ref.reset_every

@@ -15,11 +15,11 @@ import aiohttp
 import numpy as np
 import pytest
 
-from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.cli import main
 from grpo_megatron.config.schema import Config
 from grpo_megatron.monitoring.charts import SECTIONS
 from grpo_megatron.monitoring.monitor import Monitor
+from grpo_megatron.monitoring.samples import TrainedOn
 from grpo_megatron.monitoring.status import StatusFile
 from tests.unit.scored_groups import group
 
@@ -46,15 +46,14 @@ def run_folder(tmp_path_factory):
         monitor = Monitor(str(folder), config, status)
         for step in range(1, 6):
             groups = [group(step, (0.0, 1.0), ATTACK)]
-            batch = TrainBatch.from_samples([sample for one in groups for sample in one.samples])
+            lengths = np.array([sample.num_tokens for one in groups for sample in one.samples])
             monitor.start_step(step)
             with monitor.phases("train"):
                 time.sleep(0.01)
             monitor.finish_step(
                 step,
                 {"reward/mean": step / 5, "mismatch/max": 1e-6, "actor/entropy": np.exp(-step)},
-                [batch],
-                groups,
+                TrainedOn(lengths, groups=groups),
             )
         monitor.close()
     return folder

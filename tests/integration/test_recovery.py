@@ -162,7 +162,9 @@ def test_a_run_outlives_a_dead_rank_and_one_that_sleeps_in_a_collective(
     asleep = plant(Fault(PolicyTrainer, "train_step", 6, RANK, what=None))
     said, engines = train(arithmetic, tmp_path, capsys, HANG, TWO_RANKS)
     assert re.search(
-        r"trainer rank \d of 2 died in `passes.train_step`.*restart 1 of at most 3, from ", said, re.DOTALL
+        r"trainer rank \d of 2 died in `mini_batches.train_step`.*restart 1 of at most 3, from ",
+        said,
+        re.DOTALL,
     ), said
     asleep_for = (
         r"rank 1 \(tp1 pp0 cp0 dp0 ep0\) in `optimizer` for \d+ s, at \S+test_recovery.py:\d+ <lambda>"

@@ -104,7 +104,7 @@ def test_the_timeline_accounts_for_the_steps(recorded):
         name: {event["name"] for event in everyone if names[event["pid"]] == name} for name in names.values()
     }
     assert of["engine 0"] >= {"generate"}
-    assert of["trainer rank 0 of 2"] >= {"passes.train_step", "forward_backward", "optimizer"}
+    assert of["trainer rank 0 of 2"] >= {"mini_batches.train_step", "forward_backward", "optimizer"}
     spans = [event for event in everyone if names[event["pid"]] == "driver"]
     steps = [span for span in spans if re.fullmatch(r"step \d+", span["name"])]
     assert [span["name"] for span in steps] == ["step 1", "step 2", "step 3"]
@@ -298,16 +298,16 @@ def test_a_rank_that_dies_is_named(recorded, arithmetic, root, tmp_path):
     detector = HangDetector(str(tmp_path), 600)
     actor = PolicyTrainer(cluster, config, Command.train, str(tmp_path), detector)
 
-    before = actor.logprobs(batch, schedule(batch.lengths, 128))
+    before = actor.probe(batch, schedule(batch.lengths, 128), 1.0)
     saver = Checkpoints(str(tmp_path / "checkpoints"), config.checkpoint, actor.checkpoints)
     saver.save({"step": 1, "order": {}, "tokens": 0})
     saver.save({"step": 2, "order": {}, "tokens": 0})  # completes the first
     os.kill(actor.ranks.group.ranks[1].pid, signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(
-        ProcessDied, match=r"trainer rank 1 of 2 died in `passes\.logprobs`.*; its log is .*rank1.log"
+        ProcessDied, match=r"trainer rank 1 of 2 died in `passes\.probe`.*; its log is .*rank1.log"
     ):
-        actor.logprobs(batch, schedule(batch.lengths, 128))
+        actor.probe(batch, schedule(batch.lengths, 128), 1.0)
     assert time.monotonic() - start < 120
     # The checkpoint that was being written meanwhile does not come to look complete; the one before it is.
     with pytest.raises(ProcessDied, match=r"trainer rank 1 of 2 died in `checkpoints\.finish`"):
@@ -318,7 +318,7 @@ def test_a_rank_that_dies_is_named(recorded, arithmetic, root, tmp_path):
     ]
     assert open_checkpoint(saver.folder / "step_00000001", Command.sft).step == 1
     actor.ranks.group.restart()
-    assert np.array_equal(actor.logprobs(batch, schedule(batch.lengths, 128)), before)
+    assert np.array_equal(actor.probe(batch, schedule(batch.lengths, 128), 1.0), before)
     actor.close()
     cluster.close()
 

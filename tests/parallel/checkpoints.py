@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from grpo_megatron.config.schema import CheckpointConfig
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.actor import Actor
+from grpo_megatron.megatron.results import TrainResult
 from grpo_megatron.megatron.state import checkpoint, checkpoint_files, shards
-from grpo_megatron.megatron.train_result import TrainResult
 from grpo_megatron.run.checkpoints import Checkpoints, SaveReport
 from grpo_megatron.run.manifest import DamagedCheckpoint
 from tests.messages import logged

@@ -10,8 +10,8 @@ from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import Config
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.process_groups import RankInfo
+from grpo_megatron.megatron.results import TrainResult
 from grpo_megatron.megatron.state.hf_weights import local_parameters
-from grpo_megatron.megatron.train_result import TrainResult
 from tests.parallel.actors import micro_batches
 from tests.parallel.invariance import Case, RankResult, owned_gradient, share
 

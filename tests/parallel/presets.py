@@ -6,7 +6,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from grpo_megatron.algorithm.coefficients import set_coefficients
 from grpo_megatron.algorithm.correction import Correction
 from grpo_megatron.algorithm.kl import KLController
 from grpo_megatron.algorithm.losses import PolicyLoss
@@ -14,8 +13,9 @@ from grpo_megatron.algorithm.mismatch import measure_mismatch
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import Config
 from grpo_megatron.megatron.actor import Actor
-from grpo_megatron.megatron.train_result import TrainResult
+from grpo_megatron.megatron.results import TrainResult
 from grpo_megatron.metrics import Metrics
+from tests.coefficients import set_coefficients
 from tests.parallel.actors import micro_batches, reference_logprobs
 from tests.parallel.optimizers import parameters_of
 
@@ -66,10 +66,9 @@ def steps(config: Config, batch: TrainBatch, old_shift: float = 0.0, count: int 
     """
     replica = OneReplica(config, batch)
     loss = PolicyLoss.from_config(config.algorithm, config.mismatch, known_before=True)
-    batch.index_in_step = np.arange(batch.num_tokens)
     batch.old_logp = replica.logprobs(reference=False)
     batch.rollout_logp = batch.old_logp + np.where(batch.loss_mask, batch.rollout_logp, 0)
-    mismatch = measure_mismatch(batch)
+    mismatch = measure_mismatch([batch])
     batch.old_logp = batch.old_logp + np.float32(old_shift)
     if config.algorithm.needs_reference:
         batch.ref_logp = replica.logprobs(reference=True, keep_hidden=loss.needs_full_kl)

@@ -6,20 +6,18 @@ from operator import attrgetter
 import numpy as np
 import torch
 
-from grpo_megatron.algorithm.algorithm import Algorithm
 from grpo_megatron.algorithm.losses import TokenLoss
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group
+from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import Config, ModelConfig
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.state import reference
 from grpo_megatron.megatron.state.hf_weights import local_parameters
 from grpo_megatron.model.families import read_architecture
-from grpo_megatron.monitoring.phases import Phases
 from grpo_megatron.trainer.mini_batch import MiniBatch, make_mini_batches
 from grpo_megatron.trainer.policy import PolicyTrainer
 from grpo_megatron.trainer.ranks import RankGroup
-from grpo_megatron.trainer.step import StepTrainer
 from tests.configs import sizes_of
 from tests.models import random_samples
 from tests.parallel.actors import micro_batches, reference_logprobs
@@ -31,6 +29,10 @@ class OneRank(RankGroup):
     def __init__(self, actor: Actor):
         self._actor, self._replicas = actor, 1
 
+    @staticmethod
+    def put(value):
+        return value
+
     def call(self, method, args_of_replica):
         return [attrgetter(method)(self._actor)(*args_of_replica[0])]
 
@@ -39,16 +41,22 @@ class InThisProcess(PolicyTrainer):
     """A trainer of one rank that runs in this process."""
 
     def __init__(self, actor: Actor):
-        self.sizes, self.ranks = sizes_of(actor.config), OneRank(actor)
+        self.sizes, self.ranks, self.actor = sizes_of(actor.config), OneRank(actor), actor
 
-    def _split(self, batch, plan):
-        return [[batch.select(sequences) for sequences in plan.micro_batches[0]]]
+    def logprobs_of_reference(self, mini: MiniBatch) -> np.ndarray:
+        """Return the reference's log-probs of a mini-batch, for which alone the weights are exchanged."""
+        micro_batches = [
+            TrainBatch.from_samples([mini.samples[i] for i in part]) for part in mini.plan.micro_batches[0]
+        ]
+        return reference_logprobs(self.actor, micro_batches)
 
 
 @dataclass
 class Step:
     exchanges: int
     mini_batches: list[MiniBatch]
+    old: list[np.ndarray]  # log-probs of each mini-batch under the policy and under the reference
+    reference: list[np.ndarray]
     alone: list[np.ndarray]  # reference log-probs of each mini-batch, exchanged for it alone
     weights_stayed: bool
 
@@ -66,14 +74,13 @@ def before_training(config: Config) -> Step:
     mini_batches = make_mini_batches(groups, config, read_architecture(config.model.path).cost_model, step=1)
     trainer = InThisProcess(actor)
     before = weights_of(actor)
-    keep_hidden = Algorithm(config).loss.needs_full_kl
-    StepTrainer(trainer, config, Phases()).logprobs(mini_batches, keep_hidden)
+    trainer.measure(mini_batches)
     made, after = len(exchanges), weights_of(actor)
-    alone = []
-    for mini in mini_batches:
-        with trainer.reference():
-            alone.append(trainer.logprobs(mini.batch, mini.plan, reference=True))
-    return Step(made, mini_batches, alone, equal(before, after))
+    # in the order of the micro-batches, as `alone`
+    found = [actor.mini_batches.read(mini.key, ("old_logp", "ref_logp")) for mini in mini_batches]
+    old, reference = ([columns[name] for columns in found] for name in ("old_logp", "ref_logp"))
+    alone = [trainer.logprobs_of_reference(mini) for mini in mini_batches]
+    return Step(made, mini_batches, old, reference, alone, equal(before, after))
 
 
 def weights_of(actor: Actor) -> dict[str, torch.Tensor]:
@@ -156,7 +163,7 @@ def gradients_of_full_kl(config: Config, batches, loss: TokenLoss):
         for number, own in enumerate(parts):
             actor.passes.logprobs(own, reference=True, key=(step, number), keep_hidden=True)
         actor.passes.end_reference()
-        arena = actor.passes.mini_batches._hidden_on_host
+        arena = actor.passes.prepared._hidden_on_host
         for number, own in enumerate(parts):
             actor.passes.compute_gradients(
                 own, loss, sum(part.num_tokens for part in own), key=(step, number)

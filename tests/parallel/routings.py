@@ -30,7 +30,7 @@ def record_flip_train(config, batch, loss):
     actor.passes.logprobs(parts, key=(1, 0))
     recorded = {}
     for part, kept in zip(
-        plan.micro_batches[actor.rank.dp_rank], actor.passes.mini_batches.get((1, 0), parts), strict=True
+        plan.micro_batches[actor.rank.dp_rank], actor.passes.prepared.get((1, 0), parts), strict=True
     ):
         local = torch.from_numpy(kept.pack.index)
         index = kept.pack.layout.tensor_parallel_share(local, mpu.get_tensor_model_parallel_rank()).numpy()

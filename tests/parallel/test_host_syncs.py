@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from grpo_megatron.algorithm.correction import Correction
@@ -42,7 +41,6 @@ def model(tmp_path_factory):
 )
 def test_no_micro_batch_makes_the_host_wait(ranks, model, sizes, loss):
     batch = make_batch(0)
-    batch.index_in_step = np.arange(batch.num_tokens)
     config = actor_config(
         model,
         sizes,

@@ -274,9 +274,7 @@ def test_too_many_dropped_steps_stop_the_run(folder, tmp_path):
 
         def step(number: int, batch) -> float:
             plan = schedule(batch.lengths, 160, dp=2)
-            return actor.train_step(batch, plan, PolicyLoss(), key=(number, 0))[
-                "actor/dropped_steps"
-            ].result()
+            return actor.train_step(batch, plan, PolicyLoss(), number)["actor/dropped_steps"].result()
 
         assert [step(number, batch) for number, batch in enumerate([bad, good, bad])] == [1, 0, 1]
         with pytest.raises(

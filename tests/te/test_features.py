@@ -71,7 +71,7 @@ def test_what_padding_leaves_in_memory_reaches_nothing(te_ranks, models, batch, 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("layout", ["tp2sp", "cp2"])
 def test_no_micro_batch_makes_the_host_wait(te_ranks, models, batch, layout, precision):
-    sizes, numbered = LAYOUTS[layout], replace(batch, routing=None, index_in_step=np.arange(batch.num_tokens))
+    sizes, numbered = LAYOUTS[layout], replace(batch, routing=None)
     config = te_config(models["qwen3"], sizes, precision)
 
     def per_micro_batch(passes):

@@ -18,7 +18,8 @@ class Tokens:
     def __init__(self, reward, group_id, lengths, trajectory_id=None, mask=None, kl=None):
         size, total = len(lengths), int(np.sum(lengths))
         trajectory_id = np.arange(size) if trajectory_id is None else np.array(trajectory_id)
-        self.table = SampleTable(np.array(group_id), trajectory_id, np.array(reward, dtype=np.float64))
+        reward = np.array(reward, dtype=np.float64)
+        self.table = SampleTable(np.array(group_id), trajectory_id, reward, np.array(lengths))
         self.cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(int)
         self.sequence = np.repeat(np.arange(size), lengths)
         self.mask = np.ones(total, bool) if mask is None else np.array(mask, dtype=bool)

@@ -3,11 +3,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from grpo_megatron.algorithm.coefficients import set_coefficients
 from grpo_megatron.algorithm.kl import KLController
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import AlgorithmConfig, Config
+from tests.coefficients import set_coefficients
 
 
 def samples(rewards, lengths, first_group=0):
@@ -82,16 +82,3 @@ def test_the_kl_in_the_reward_by_hand(batches):
     assert metrics["actor/kl_in_reward"].result() == pytest.approx(0.5)
     assert metrics["actor/kl_coef"].result() == 0.2
     assert controller.coef == pytest.approx(0.2 * (1 + 0.1 * 4 / 40))
-
-
-def test_concatenating_mini_batches(batches):
-    batches[0].index_in_step, batches[1].index_in_step = np.arange(5), np.arange(5, 9)
-    batches[0].policy_factor = np.ones(5, np.float32)
-    whole = TrainBatch.concatenate(batches)
-    assert whole.lengths.tolist() == [2, 3, 2, 2]
-    assert whole.index_in_step.tolist() == list(range(9))
-    assert whole.policy_factor is None  # not known of all
-    for part, sequences in zip(batches, ([0, 1], [2, 3]), strict=True):
-        again = whole.select(sequences)
-        for name in ("tokens", "loss_mask", "group_id", "reward", "cu_seqlens", "index_in_step"):
-            np.testing.assert_array_equal(getattr(again, name), getattr(part, name))

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_megatron.algorithm.coefficients import set_coefficients
 from grpo_megatron.algorithm.correction import (
     CORRECTION_BOUNDS,
     REJECTION_BOUNDS,
@@ -30,6 +29,7 @@ from grpo_megatron.config.algorithm import (
 )
 from grpo_megatron.config.schema import Config
 from grpo_megatron.metrics import Metrics, to_floats
+from tests.coefficients import set_coefficients
 from tests.unit.ragged import ragged
 
 WEIGHTINGS = [kind for kind in MismatchCorrection if kind != MismatchCorrection.none]

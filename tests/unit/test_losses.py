@@ -79,7 +79,7 @@ def test_the_worst_tokens_keep_their_numbers():
     given = inputs(
         [True, True, False],
         rollout_logp=torch.tensor([-1.5, -2.0, -9.0]),
-        index_in_step=torch.tensor([70, 71, 72]),
+        token_index=torch.tensor([70, 71, 72]),
     )
     _, metrics = PolicyLoss()(logp, torch.zeros(3), given)
     assert [row[:2] for row in metrics["mismatch/worst"].result()] == [(0.5, 70), (0.0, 71)]

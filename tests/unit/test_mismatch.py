@@ -1,5 +1,6 @@
 import math
 import re
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -8,13 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_megatron.algorithm.mismatch import (
-    describe_worst,
+    in_context,
     measure_mismatch,
     mismatch_metrics,
     mismatch_report,
 )
+from grpo_megatron.batch.sample import Sample
+from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import Config
-from grpo_megatron.metrics import concrete, merge, to_floats
+from grpo_megatron.metrics import Max, Top, concrete, merge, to_floats
 from tests.unit.ragged import ragged
 
 
@@ -91,28 +94,38 @@ def test_quantiles_and_worst_tokens_do_not_depend_on_how_tokens_are_divided(delt
     assert worst == sorted(np.abs(delta).tolist(), reverse=True)[:5]
 
 
-def test_the_worst_tokens_in_their_context():
-    tokens, cu_seqlens = np.arange(10, 20), np.array([0, 4, 10])
+def described(row, tokens, cu_seqlens, decode) -> str:
+    """Return the report's line about one row of mismatch/worst, of tokens in two micro-batches."""
+    batches = []
+    for start, end in pairwise(cu_seqlens):
+        ids = np.array(tokens[start:end], np.int32)
+        masks = np.ones(len(ids) - 1, bool), np.zeros(len(ids) - 1, np.float32)
+        trajectory = 30 + len(batches)
+        sample = Sample(0, trajectory, ids[:1], ids[1:], *masks, "stop")
+        batches.append(TrainBatch.from_samples([sample]))
+    metrics = in_context({"mismatch/max": Max(row[0]), "mismatch/worst": Top([row])}, batches)
+    return mismatch_report(metrics, Config().mismatch, decode).worst
 
+
+def test_the_worst_tokens_in_their_context():
     def decode(ids):
         return "".join(f"<{i}>" for i in ids)
 
-    line = describe_worst([(2.0, 5, -1.0, -3.0)], tokens, cu_seqlens, decode, context=1)
-    assert line == "|delta| 2 (engine -1.0000, trainer -3.0000), token 2 of 6 in sequence 1: '<15>>><16><<'"
-    wide = describe_worst([(2.0, 5, -1.0, -3.0)], tokens, cu_seqlens, decode)
-    assert wide.endswith("'<14><15>>><16><<<17><18><19>'")
+    line = described((2.0, 5.0, -1.0, -3.0), np.arange(10, 20), [0, 4, 10], decode)
+    expected = "|delta| 2 (engine -1.0000, trainer -3.0000), token 2 of 6 in trajectory 31: "
+    assert line == expected + "'<14><15>>><16><<<17><18><19>'"
 
 
 def test_worst_tokens_at_both_ends_of_a_sequence_show_no_token_of_the_neighbours():
-    tokens, cu_seqlens = np.arange(10, 24), np.array([0, 4, 14])
-    rows = [(2.0, 4, -1.0, -3.0), (1.0, 12, -1.0, -2.0)]  # the second token of sequence 1, and its last
-    first, last = describe_worst(rows, tokens, cu_seqlens, str, context=8).splitlines()
-    assert first.endswith("token 1 of 10 in sequence 1: '[14]>>[15]<<[16 17 18 19]'")
-    wide = describe_worst(
-        [(2.0, 18, -1.0, -3.0)], np.arange(100, 140), np.array([0, 4, 40]), lambda ids: f"{ids[0]}-{ids[-1]}"
+    tokens, cu_seqlens = np.arange(10, 24), [0, 4, 14]
+    first = described((2.0, 4.0, -1.0, -3.0), tokens, cu_seqlens, str)
+    assert first.endswith("token 1 of 10 in trajectory 31: '[14]>>[15]<<[16 17 18 19 20 21]'")
+    last = described((1.0, 12.0, -1.0, -2.0), tokens, cu_seqlens, str)
+    assert last.endswith("token 9 of 10 in trajectory 31: '[14 15 16 17 18 19 20 21 22]>>[23]<<[]'")
+    wide = described(
+        (2.0, 18.0, -1.0, -3.0), np.arange(100, 140), [0, 4, 40], lambda ids: f"{ids[0]}-{ids[-1]}"
     )
     assert wide.endswith("'107-118>>119-119<<120-125'")  # twelve before and six after
-    assert last.endswith("token 9 of 10 in sequence 1: '[15 16 17 18 19 20 21 22]>>[23]<<[]'")
 
 
 @pytest.mark.parametrize(
@@ -122,20 +135,18 @@ def test_worst_tokens_at_both_ends_of_a_sequence_show_no_token_of_the_neighbours
 def test_what_is_done_about_it(action, says, stops):
     given = ragged(4, spread=0.5)
     batch = given.batch
-    batch.index_in_step, batch.tokens = np.arange(batch.num_tokens), np.arange(batch.num_tokens) + 100
+    batch.tokens = np.arange(batch.num_tokens) + 100
     config = Config().mismatch
-    metrics = measure_mismatch(batch)
+    metrics = measure_mismatch([batch])
     largest = metrics["mismatch/max"].result()
     config.action, config.threshold = type(config.action)(action), largest * 0.99
-    report = mismatch_report(metrics, [batch], config, None)
+    report = mismatch_report(metrics, config, None)
     assert (bool(report.text), report.stop) == (says, stops)
     config.threshold = largest * 1.01
-    report = mismatch_report(metrics, [batch], config, None)
+    report = mismatch_report(metrics, config, None)
     assert (report.text, report.stop) == ("", False)
     config.threshold = largest
-    assert not mismatch_report(metrics, [batch], config, None).text
+    assert not mismatch_report(metrics, config, None).text
     rows = metrics["mismatch/worst"].result()
-    assert all(
-        f">>{int(row[1]) + 101}<<" in line for row, line in zip(rows, report.worst.splitlines(), strict=True)
-    )
+    assert all(f">>{row.token}<<" in line for row, line in zip(rows, report.worst.splitlines(), strict=True))
     assert all(re.search(r": '[\d ]*>>\d+<<[\d ]*'$", line) for line in report.worst.splitlines())

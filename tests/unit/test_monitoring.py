@@ -6,6 +6,7 @@ import re
 import threading
 import time
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,14 +18,14 @@ from grpo_megatron.batch.schedule import CostModel
 from grpo_megatron.config.schema import Config
 from grpo_megatron.monitoring.charts import OTHERS, SECTIONS, charts_of
 from grpo_megatron.monitoring.monitor import Monitor
-from grpo_megatron.monitoring.samples import group_text
+from grpo_megatron.monitoring.samples import TrainedOn, group_text
 from grpo_megatron.monitoring.status import StatusFile
 from grpo_megatron.monitoring.tensorboard import TensorBoard, verbatim
 from grpo_megatron.monitoring.throughput import Throughput
 from grpo_megatron.monitoring.timeline import TIMELINE, read_timeline
 from grpo_megatron.rollout.source import Rollout
 from grpo_megatron.rollout.statistics import step_statistics
-from tests.unit.scored_groups import batch_of, group
+from tests.unit.scored_groups import group
 
 MARKUP = "<script>alert(1)</script>\n# no heading\n\r**not bold** ![](http://nowhere/x.png)\x0b<b>"
 
@@ -61,9 +62,10 @@ def a_step(monitor: Monitor, step: int, groups: list[Group], scalars=None, secon
         time.sleep(seconds)
     with monitor.phases("train"):
         time.sleep(seconds)
-    return monitor.finish_step(
-        step, {"reward/mean": 0.5} if scalars is None else scalars, [batch_of(groups)], groups
-    )
+    lengths = np.array([sample.num_tokens for one in groups for sample in one.samples])
+    advantages = np.zeros(len(lengths)) if groups else None
+    trained_on = TrainedOn(lengths, 1, groups, advantages)
+    return monitor.finish_step(step, {"reward/mean": 0.5} if scalars is None else scalars, trained_on)
 
 
 def events(folder) -> EventAccumulator:
@@ -92,7 +94,7 @@ def test_a_step_in_every_file(monitor_of, tmp_path, capsys):
     assert [event.step for event in found.Histograms("response/lengths")] == [1, 2]
     lengths = found.Histograms("response/lengths")[0].histogram_value
     assert (lengths.min, lengths.max, lengths.num) == (3, 3, 4)
-    assert found.Histograms("actor/advantages")[0].histogram_value.num == 12
+    assert found.Histograms("actor/advantages")[0].histogram_value.num == 4
     # Of two groups the one that something can be learnt from is shown, every second step.
     texts = [json.loads(line) for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
     assert [(text["step"], text["name"]) for text in texts] == [(0, "configuration"), (2, "samples/0")]

@@ -15,12 +15,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_megatron.algorithm.coefficients import set_coefficients
 from grpo_megatron.algorithm.correction import Correction
 from grpo_megatron.algorithm.kl import KLController
 from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.config.load import read_config
 from grpo_megatron.config.schema import Config
+from tests.coefficients import set_coefficients
 from tests.unit.broken_rules import algorithm_violations
 from tests.unit.ragged import Ragged, ragged
 

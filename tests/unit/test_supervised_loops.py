@@ -87,7 +87,7 @@ def test_an_evaluation_after_a_request_to_stop_is_made_when_the_run_continues(as
 
 
 def test_an_sft_that_was_stopped_in_its_last_step_has_its_loss(tmp_path, monkeypatch):
-    batch, stop = SimpleNamespace(num_tokens=5), StopRequest()
+    batch, stop = SimpleNamespace(num_tokens=5, lengths=[]), StopRequest()
     monkeypatch.setattr(sft._Training, "batch", lambda *_: (batch, None))
     run, stop.signal = run_of(tmp_path, 1), signal.SIGTERM
     run.trainer.train_step = lambda *_, **__: {"sft/loss_per_token": Mean(0.5, 1)}

@@ -8,9 +8,12 @@ import pytest
 
 from grpo_megatron.algorithm.algorithm import Algorithm
 from grpo_megatron.algorithm.filters import apply_filters
+from grpo_megatron.algorithm.mismatch import WorstToken
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample
 from grpo_megatron.batch.schedule import CostModel
+from grpo_megatron.batch.sums import SequenceSums
+from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.load import read_config
 from grpo_megatron.controller import Controller
 from grpo_megatron.errors import UserError
@@ -34,7 +37,7 @@ class Monitor:
 
     def line(self, step, scalars): ...
 
-    def finish_step(self, step, scalars, batches, groups, epochs):
+    def finish_step(self, step, scalars, trained_on):
         self.scalars = scalars
         return scalars | {"time/step": 1.0}
 
@@ -59,7 +62,12 @@ class Trainer:
     def __init__(self, *differences):
         self.differences, self.losses, self.rewards = differences, [], []
 
-    def train_step(self, batch, plan, loss, current, key):
+    def measure(self, mini_batches):
+        batches = [TrainBatch.from_samples(mini.samples) for mini in mini_batches]
+        masks = [(batch.cu_seqlens, batch.loss_mask, batch.loss_mask) for batch in batches]
+        return [SequenceSums.of(*mask) for mask in masks], {}
+
+    def train_mini_batch(self, mini, coefficients, loss):
         difference = self.differences[len(self.losses)]
         self.losses.append(loss)
         limit = loss.limits.get("mismatch/max")
@@ -67,7 +75,7 @@ class Trainer:
             "actor/entropy": Mean(1.0, 1.0),
             "actor/dropped_steps": Sum(float(limit is not None and difference > limit)),
             "mismatch/max": Max(difference),
-            "mismatch/worst": Top([(difference, 2.0, -1.0, -2.0)], 4),
+            "mismatch/worst": Top([WorstToken(difference, -1.0, -2.0, 0, 2, 4, (5, 6), 7, (7,))], 4),
         }
 
 

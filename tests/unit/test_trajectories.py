@@ -20,7 +20,7 @@ from grpo_megatron.config.reward import OverlongBufferConfig
 from grpo_megatron.config.rollout import HistoryKind
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.errors import UserError
-from grpo_megatron.monitoring.samples import distributions, group_text
+from grpo_megatron.monitoring.samples import TrainedOn, distributions, group_text
 from grpo_megatron.rewards.control import shuffle_rewards
 from grpo_megatron.rewards.shaping import shape_overlong
 from grpo_megatron.rollout.environments import StepResult
@@ -298,7 +298,7 @@ def test_a_trajectory_of_several_sequences_counts_once(group):
         len("de") + 2,
     ]  # and two end tokens; the answer is not the model's
     assert scalars["response/length_mean"] == np.mean(lengths)
-    assert distributions([group], [TrainBatch.from_samples(samples)])["response/lengths"].tolist() == lengths
+    assert distributions(TrainedOn(np.array(lengths), groups=[group]))["response/lengths"].tolist() == lengths
     text = group_text(group, 1000)
     assert "response 1 of 2: reward 1, x 4" in text
     assert "<think>hm</think>a\n<think>hm</think>bc" in text

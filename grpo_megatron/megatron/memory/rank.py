@@ -3,19 +3,19 @@
 from grpo_megatron.cluster.memory import occupied
 from grpo_megatron.megatron.memory.parking import return_to_system
 from grpo_megatron.megatron.memory.training import Bytes
-from grpo_megatron.megatron.micro_batch import MiniBatchStore
+from grpo_megatron.megatron.micro_batch import PreparedStore
 from grpo_megatron.megatron.trained_model import TrainedModel
 
 
 class RankMemory:
     """Frees and restores the device memory of one rank, for rollout engines that share its device."""
 
-    def __init__(self, model: TrainedModel, mini_batches: MiniBatchStore):
-        self._model, self._mini_batches = model, mini_batches
+    def __init__(self, model: TrainedModel, prepared: PreparedStore):
+        self._model, self._prepared = model, prepared
 
     def make_room(self) -> None:
         """Free memory that later passes can rebuild: prepared micro-batches, FP8 weight copies, caches."""
-        self._mini_batches.clear()
+        self._prepared.clear()
         self._model.memory.drop_fp8_casts()
         return_to_system()
 

@@ -1,8 +1,21 @@
-"""Result of a training step. The driver process imports this module too, so it must not import Megatron."""
+"""Results of the ranks' passes. The driver imports this module too, so it must not import Megatron."""
 
 from dataclasses import dataclass
 
+from grpo_megatron.batch.sums import SequenceSums
 from grpo_megatron.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Result of the passes before training over a mini-batch, from one rank of each data-parallel replica."""
+
+    sums: SequenceSums
+    """Sums over the tokens of each of the replica's sequences, in the order of its micro-batches."""
+    metrics: Metrics
+    """Metrics of the mismatch between engine and trainer, and of its correction. Empty if not yet known."""
+    has_nan: bool
+    """True if a log-prob is NaN."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,157 @@
+"""MiniBatches: the mini-batches of a training step on one rank, with what was computed for their tokens."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from grpo_megatron.algorithm.coefficients import (
+    Measured,
+    SequenceCoefficients,
+    measure,
+    token_coefficients,
+)
+from grpo_megatron.algorithm.correction import Correction
+from grpo_megatron.algorithm.losses import PolicyLoss
+from grpo_megatron.algorithm.mismatch import in_context, measure_mismatch
+from grpo_megatron.batch.sample import Sample
+from grpo_megatron.batch.table import concatenated
+from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.config.schema import Config, OldLogprobs
+from grpo_megatron.megatron.passes import Passes
+from grpo_megatron.megatron.results import Measurement, TrainResult
+from grpo_megatron.metrics import concrete, merge
+
+# (step, index of the mini-batch within the step)
+Key = tuple[int, int]
+
+
+@dataclass
+class _MiniBatch:
+    """This data-parallel replica's part of a mini-batch."""
+
+    samples: list[TrainBatch]
+    """The samples of each micro-batch. Ranks of the last pipeline stage set their old_logp and ref_logp."""
+    measured: list[Measured]
+    """What `measure` found in each micro-batch. Empty except on ranks of the last pipeline stage."""
+    weighted: list[TrainBatch]
+    """The samples with the coefficients of the newest training pass. Empty before the first one."""
+
+
+class MiniBatches:
+    """The mini-batches of a training step on one rank. All ranks must call each method.
+
+    The samples come once. The log-probs of the old policy and of the reference, and the coefficients in the
+    loss, stay on the ranks of the last pipeline stage, which compute them. Only sums over each sequence leave
+    the ranks. `read` returns arrays for diagnosis.
+
+    Each data-parallel replica has its own part of a mini-batch. Results are returned by one rank of each
+    replica (RankInfo.reports); the other ranks return None.
+    """
+
+    def __init__(self, passes: Passes, config: Config, is_last_stage: bool, reports: bool):
+        """Prepare the object without samples.
+
+        is_last_stage: True on ranks of the last pipeline stage.
+        reports: True on the rank that returns the results of its replica.
+        """
+        self._passes, self._config = passes, config
+        self._is_last_stage, self._reports = is_last_stage, reports
+        self._kept: dict[Key, _MiniBatch] = {}
+
+    def measure(self, samples: dict[Key, list[list[Sample]]]) -> dict[Key, Measurement] | None:
+        """Receive the mini-batches of a step, compute their log-probs, and return sums over each sequence.
+
+        The log-probs of the old policy are computed for all mini-batches before those of the reference, so
+        that the weights are exchanged only twice. The mini-batches of the step before are forgotten.
+
+        samples: for each mini-batch, the samples of each micro-batch of this rank's replica.
+        """
+        self._kept = {
+            key: _MiniBatch([TrainBatch.from_samples(part) for part in parts], [], [])
+            for key, parts in samples.items()
+        }
+        self._compute_old()
+        self._compute_reference()
+        if not self._is_last_stage:
+            return None
+        found = {key: self._measured(kept) for key, kept in self._kept.items()}
+        return found if self._reports else None
+
+    def _compute_old(self) -> None:
+        """Set old_logp, as train.old_logprobs says. It stays zero if the training pass knows it first."""
+        source = self._config.train.old_logprobs
+        for key, kept in self._kept.items():
+            if source == OldLogprobs.recompute:
+                self._set("old_logp", kept, self._passes.logprobs(kept.samples, key=key))
+            elif source == OldLogprobs.rollout:
+                for batch in kept.samples:
+                    batch.old_logp = batch.rollout_logp
+
+    def _compute_reference(self) -> None:
+        """Set ref_logp, if the algorithm needs it."""
+        algorithm = self._config.algorithm
+        if not algorithm.needs_reference:
+            return
+        keep_hidden = PolicyLoss(algorithm).needs_full_kl
+        self._passes.begin_reference()
+        for key, kept in self._kept.items():
+            logp = self._passes.logprobs(kept.samples, reference=True, key=key, keep_hidden=keep_hidden)
+            self._set("ref_logp", kept, logp)
+        self._passes.end_reference()
+
+    def _set(self, name: str, kept: _MiniBatch, values: np.ndarray | None) -> None:
+        """Set a column of a mini-batch. values: float32 [T] of all its tokens; None on other stages."""
+        if values is None:
+            return
+        ends = np.cumsum([batch.num_tokens for batch in kept.samples])
+        for batch, own in zip(kept.samples, np.split(values, ends[:-1]), strict=True):
+            batch.set(**{name: own})
+
+    def _measured(self, kept: _MiniBatch) -> Measurement:
+        """Measure a mini-batch, keep the measured values of its tokens, and return the sums."""
+        config, samples = self._config, kept.samples
+        is_known = config.train.old_logprobs == OldLogprobs.recompute
+        correction = Correction.from_config(config.mismatch) if is_known else None
+        kept.measured = [measure(batch, config.algorithm, correction) for batch in samples]
+        metrics = merge([one.metrics for one in kept.measured])
+        if is_known:
+            metrics |= measure_mismatch(samples)
+        has_nan = any(np.isnan(logp).any() for batch in samples for logp in (batch.old_logp, batch.ref_logp))
+        sums = concatenated([one.sums for one in kept.measured])
+        return Measurement(sums, *concrete([metrics]), has_nan)
+
+    def train_step(
+        self, key: Key, coefficients: SequenceCoefficients, loss: PolicyLoss, step_tokens: int
+    ) -> TrainResult | None:
+        """Take one optimizer step on a mini-batch that `measure` has received.
+
+        key: key of the mini-batch.
+        coefficients: the numbers of this replica's sequences, in the order of the micro-batches.
+        step_tokens: number of tokens of the mini-batch over all replicas, padding excluded.
+        """
+        kept, samples = self._kept[key], self._kept[key].samples
+        if self._is_last_stage:
+            ends = np.cumsum([batch.num_sequences for batch in samples])
+            rows = np.split(np.arange(ends[-1]), ends[:-1])
+            applies_to = self._config.algorithm.mask_applies_to
+            kept.weighted = samples = [
+                replace(batch, **token_coefficients(batch, measured, coefficients.of(own), applies_to))
+                for batch, measured, own in zip(samples, kept.measured, rows, strict=True)
+            ]
+        is_current = self._config.train.old_logprobs == OldLogprobs.current
+        drop = not coefficients.trains
+        result = self._passes.train_step(samples, loss, step_tokens, is_current, key, drop)
+        return result and replace(result, metrics=in_context(result.metrics, samples))
+
+    def read(self, key: Key, names: tuple[str, ...]) -> dict[str, np.ndarray] | None:
+        """Return {name: array [T, ...]} of a mini-batch's tokens on this replica, for diagnosis.
+
+        The tokens are in the order of the micro-batches.
+
+        names: columns of TrainBatch. Advantages and weights are known after `train_step`.
+        """
+        kept = self._kept[key]
+        if not self._reports:
+            return None
+        batches = kept.weighted or kept.samples
+        return {name: np.concatenate([getattr(batch, name) for batch in batches]) for name in names}
