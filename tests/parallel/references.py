@@ -54,11 +54,10 @@ class InThisProcess(PolicyTrainer):
 @dataclass
 class Step:
     exchanges: int
-    mini_batches: list[MiniBatch]
-    old: list[np.ndarray]  # log-probs of each mini-batch under the policy and under the reference
-    reference: list[np.ndarray]
-    alone: list[np.ndarray]  # reference log-probs of each mini-batch, exchanged for it alone
     weights_stayed: bool
+    micro_batches: list[int]  # their number in each mini-batch
+    # Of each mini-batch: old_logp, ref_logp, and "alone": ref_logp for which alone weights were exchanged.
+    logprobs: list[dict[str, np.ndarray]]
 
 
 def before_training(config: Config) -> Step:
@@ -76,11 +75,13 @@ def before_training(config: Config) -> Step:
     before = weights_of(actor)
     trainer.measure(mini_batches)
     made, after = len(exchanges), weights_of(actor)
-    # in the order of the micro-batches, as `alone`
-    found = [actor.mini_batches.read(mini.key, ("old_logp", "ref_logp")) for mini in mini_batches]
-    old, reference = ([columns[name] for columns in found] for name in ("old_logp", "ref_logp"))
-    alone = [trainer.logprobs_of_reference(mini) for mini in mini_batches]
-    return Step(made, mini_batches, old, reference, alone, equal(before, after))
+    logprobs = [
+        actor.mini_batches.read(mini.key, ("old_logp", "ref_logp"))
+        | {"alone": trainer.logprobs_of_reference(mini)}
+        for mini in mini_batches
+    ]
+    parts = [len(mini.plan.micro_batches[0]) for mini in mini_batches]
+    return Step(made, equal(before, after), parts, logprobs)
 
 
 def weights_of(actor: Actor) -> dict[str, torch.Tensor]:
