@@ -126,7 +126,7 @@ class WorkerGroup:
         """Call `method` on every rank with the same arguments, without waiting for the results.
 
         method: method of the object that `build` made, such as `close`, or of an attribute of the object,
-            such as `passes.logprobs`.
+            such as `passes.scores`.
         Returns Ray's references to the results, in rank order.
         """
         return [worker.call.remote(method, *arguments) for worker in self._workers]

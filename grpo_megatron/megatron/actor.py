@@ -1,6 +1,6 @@
 """Actor: one rank of the trained model, as the parts that the driver and the tests call.
 
-PolicyTrainer calls methods of the parts, such as `passes.train_step`, through a Ray actor. The tests in
+PolicyTrainer calls methods of the parts, such as `mini_batches.train_step`, through a Ray actor. The tests in
 tests/parallel call them directly. If a docstring says that all ranks must call a method, they must do so at
 the same time. Arguments are the same on all ranks, except micro-batches, which are those of the rank's
 data-parallel replica.

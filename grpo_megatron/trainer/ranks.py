@@ -101,7 +101,7 @@ class RankGroup:
         """Call a method of the Actor on all ranks. Return one result per data-parallel replica, in order.
 
         The result of a replica is the return value on the one rank that reports for it (RankInfo.reports).
-        method: attribute path of the method in the Actor, such as `passes.logprobs`.
+        method: attribute path of the method in the Actor, such as `passes.scores`.
         args_of_replica: for each replica, the arguments for its ranks.
         """
         group = self.awake()

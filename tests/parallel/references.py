@@ -1,14 +1,11 @@
 """Functions that the tests of the reference run on each rank."""
 
 from dataclasses import dataclass, replace
-from operator import attrgetter
 
 import numpy as np
 import torch
 
 from grpo_megatron.algorithm.losses import TokenLoss
-from grpo_megatron.batch.prompt import Prompt
-from grpo_megatron.batch.sample import Group
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import Config, ModelConfig
 from grpo_megatron.megatron.actor import Actor
@@ -16,39 +13,9 @@ from grpo_megatron.megatron.state import reference
 from grpo_megatron.megatron.state.hf_weights import local_parameters
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.trainer.mini_batch import MiniBatch, make_mini_batches
-from grpo_megatron.trainer.policy import PolicyTrainer
-from grpo_megatron.trainer.ranks import RankGroup
-from tests.configs import sizes_of
 from tests.models import random_samples
 from tests.parallel.actors import micro_batches, reference_logprobs
-
-
-class OneRank(RankGroup):
-    """The only rank of a trainer, in this process."""
-
-    def __init__(self, actor: Actor):
-        self._actor, self._replicas = actor, 1
-
-    @staticmethod
-    def put(value):
-        return value
-
-    def call(self, method, args_of_replica):
-        return [attrgetter(method)(self._actor)(*args_of_replica[0])]
-
-
-class InThisProcess(PolicyTrainer):
-    """A trainer of one rank that runs in this process."""
-
-    def __init__(self, actor: Actor):
-        self.sizes, self.ranks, self.actor = sizes_of(actor.config), OneRank(actor), actor
-
-    def logprobs_of_reference(self, mini: MiniBatch) -> np.ndarray:
-        """Return the reference's log-probs of a mini-batch, for which alone the weights are exchanged."""
-        micro_batches = [
-            TrainBatch.from_samples([mini.samples[i] for i in part]) for part in mini.plan.micro_batches[0]
-        ]
-        return reference_logprobs(self.actor, micro_batches)
+from tests.parallel.mini_batches import TrainerOnEveryRank, groups_of
 
 
 @dataclass
@@ -66,22 +33,27 @@ def before_training(config: Config) -> Step:
     plain = actor.model.reference._exchange
     actor.model.reference._exchange = lambda: exchanges.append(plain())
     samples = random_samples(count=config.data.train_batch_size * 4)
-    groups = [
-        Group(i, Prompt(i, samples[i].prompt_ids, "", ""), tuple(samples[4 * i : 4 * i + 4]))
-        for i in range(len(samples) // 4)
-    ]
+    groups = groups_of(samples)
     mini_batches = make_mini_batches(groups, config, read_architecture(config.model.path).cost_model, step=1)
-    trainer = InThisProcess(actor)
+    trainer = TrainerOnEveryRank(actor)
     before = weights_of(actor)
     trainer.measure(mini_batches)
     made, after = len(exchanges), weights_of(actor)
     logprobs = [
         actor.mini_batches.read(mini.key, ("old_logp", "ref_logp"))
-        | {"alone": trainer.logprobs_of_reference(mini)}
+        | {"alone": logprobs_of_reference(actor, mini)}
         for mini in mini_batches
     ]
     parts = [len(mini.plan.micro_batches[0]) for mini in mini_batches]
     return Step(made, equal(before, after), parts, logprobs)
+
+
+def logprobs_of_reference(actor: Actor, mini: MiniBatch) -> np.ndarray:
+    """Return the reference's log-probs of a mini-batch, for which alone the weights are exchanged."""
+    micro_batches = [
+        TrainBatch.from_samples([mini.samples[i] for i in part]) for part in mini.plan.micro_batches[0]
+    ]
+    return reference_logprobs(actor, micro_batches)
 
 
 def weights_of(actor: Actor) -> dict[str, torch.Tensor]:

@@ -170,7 +170,9 @@ def documented_run(run: Path) -> None:
     status |= {"host": "node17", "pid": 4711, "pid_started": now, "started": now - 432, "written": now + 3600}
     status |= {"phase": "train", "phase_since": now - 1, "evaluation_step": 0}
     ranks = "rank 3 (tp1 pp0 cp0 dp1 ep0) and 7 more"
-    status["processes"] = [{"name": ranks, "phase": "passes.train_step", "since": now - 1, "heard": now - 1}]
+    status["processes"] = [
+        {"name": ranks, "phase": "mini_batches.train_step", "since": now - 1, "heard": now - 1}
+    ]
     status["evaluation"] = {
         "eval/mean@4": 0.3955,
         "eval/pass@2": 0.6344,
