@@ -108,7 +108,7 @@ class ProgressSource(Protocol):
 class PythonThreads:
     """A ProgressSource that observes the Python threads of the process, except the thread that calls it.
 
-    `progress` compares the positions of all threads in the code. `place` describes the main thread, in which
+    `progress` returns the positions of the threads in the code. `place` describes the main thread, in which
     Ray runs the methods of actors.
     """
 

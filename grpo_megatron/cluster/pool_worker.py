@@ -91,9 +91,9 @@ def _limit(which: int, most: int) -> None:
 class PoolWorker:
     """The process of a worker: a Ray actor that holds an object, which runs the user's code.
 
-    `start` makes the object. It must have a method `work(items, seconds)`, which works on the items in order
-    and returns a list of results. The method begins no further item after `seconds`, but does at least one.
-    So the list may have only the results of the first items.
+    `start` makes the object. The object must have a method `work(items, seconds)`, which works on the items
+    in order and returns a list of results. The method begins no further item after `seconds`, but does at
+    least one. So the list may have only the results of the first items.
 
     The object may have an attribute `is_worn`. If it is True, a new process must replace this process. A worn
     object may return no results, except in its first call.

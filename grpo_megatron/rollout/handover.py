@@ -15,7 +15,10 @@ class SleepingRanks(Protocol):
     """
 
     def sleep(self) -> dict[str, float]:
-        """Free the ranks' GPU memory. Return {name: GiB} of the memory in use before and after, or {}."""
+        """Free the GPU memory of the ranks.
+
+        Returns {name: GiB} of the memory in use before and after; {} if nothing was freed.
+        """
 
 
 class Handover:

@@ -51,7 +51,7 @@ class Filled:
     dropped: list[Prompt] = field(default_factory=list)
     """Prompts of the groups that `keep` refused."""
     aborted: list[Prompt] = field(default_factory=list)
-    """Prompts whose groups were not needed, because the batch was full before they were done."""
+    """Prompts whose groups were not needed, because the batch was full before these groups were done."""
 
 
 class StaleWeights(UserError):

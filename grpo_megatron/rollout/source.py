@@ -28,7 +28,7 @@ class Rollout:
     aborted: int = 0
     """Number of groups that dynamic sampling aborted, because the batch was full before they were done."""
     failed: list[Group] = field(default_factory=list)
-    """Groups that are not trained on, because too few samples are left: the rewards of the others failed."""
+    """Groups that are not trained on, because so many rewards failed that too few samples are left."""
 
 
 class EngineRollouts:

@@ -12,10 +12,10 @@ from grpo_megatron.rollout.source import EngineRollouts, Rollout
 
 
 class SynchronousRollouts:
-    """The training loop's interface to the engines. It samples rollouts, syncs weights and evaluates.
+    """The training loop's interface to the engines: samples rollouts, syncs weights and runs evaluations.
 
-    It also passes the memory of devices that engines and trainer share. ReplayedRollouts has the same
-    interface, for runs without engines.
+    If engines and trainer share devices, this object also passes the devices' memory between the two.
+    ReplayedRollouts has the same interface, for runs without engines.
     """
 
     def __init__(
