@@ -29,7 +29,7 @@ def free_ports(count: int, first: int = 0) -> int:
 
     first: lowest port to try; 0: let the system choose.
 
-    Raises OSError if there are no such ports at or above `first`.
+    Raises OSError if `first` is given and there are no such ports at or above it.
     """
     while first + count <= _BEYOND:
         with ExitStack() as held:
