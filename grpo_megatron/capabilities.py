@@ -193,7 +193,7 @@ class Capabilities:
 
     @property
     def fp8_problem(self) -> str | None:
-        """Reason why FP8 training is not possible; None if it is possible, as far as is known."""
+        """Reason why FP8 training is not possible, as text; None if it is possible, as far as is known."""
         if self.transformer_engine_problem:
             return self.transformer_engine_problem
         if self.gpu is None or self.gpu.compute_capability >= FP8_CAPABILITY:

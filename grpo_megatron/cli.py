@@ -68,9 +68,9 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         if is_run or not disk_is_full(error):
             raise
+        place = f" of {error.filename}" if error.filename else ""
         print(
-            f"error: no space left on the disk of {error.filename}; free some space and run the command "
-            "again",
+            f"error: no space left on the disk{place}; free some space and run the command again",
             file=sys.stderr,
         )
         return UserError.exit_status

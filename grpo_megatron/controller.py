@@ -50,12 +50,12 @@ class Controller:
     def run(self) -> dict:
         """Train until step run.total_steps, and return the results. Raises Stopped if asked to stop early.
 
-        The result has these keys:
-        step: last step that was trained.
-        before, after: scores {name: value} of the evaluations before and after training.
-        tokens: number of tokens of all batches.
-        seconds: duration of all steps.
-        mismatch_max: largest mismatch between the log-probs of engine and trainer.
+        The result is a dict with these keys:
+        "step": last step that was trained.
+        "before", "after": scores {name: value} of the evaluations before and after training.
+        "tokens": number of tokens of all batches.
+        "seconds": duration of all steps.
+        "mismatch_max": largest mismatch between the log-probs of engine and trainer.
         """
         self.rollouts.start()
         self.loop.run(self)
@@ -64,7 +64,7 @@ class Controller:
     def train_step(self, step: int) -> list[MiniBatch]:
         """Make one step of GRPO: sample and score groups, train on them, and publish the new weights.
 
-        step: number of the step, as `loop.begin_step` returns it; the first step of a run is 1.
+        step: index of the step, from 1, as `loop.begin_step` returns it.
 
         Returns the step's mini-batches. Their batches have every token's log-probs, advantage and weight.
         """

@@ -17,13 +17,13 @@ class UserError(Exception):
 
 
 class ProcessLost(UserError):
-    """Error: a process that the run needs is dead or does not answer. The run could go on with a new one."""
+    """Error: a process that the run needs is dead or does not answer. A new one could continue the run."""
 
     exit_status = 3
 
 
 class Stopped(Exception):
-    """Raised when a run has stopped on request, such as a signal. The same command continues the run."""
+    """Exception: the run has stopped on request, such as by a signal. The same command continues the run."""
 
     exit_status = 75  # EX_TEMPFAIL: a scheduler should put the job into its queue again
 

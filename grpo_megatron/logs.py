@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 
 class _Terminal(logging.Handler):
-    """Logging handler that prints messages on stdout, without time and level. Errors of stdout are ignored."""
+    """Logging handler that prints messages on stdout, without time and level. Ignores errors of stdout."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):

@@ -228,7 +228,7 @@ def concrete(parts: list[Metrics]) -> list[Metrics]:
 
 
 def _numbers(tensors: list[torch.Tensor]) -> list:
-    """Convert each tensor to a number or nested lists of numbers. All are copied to the host at once."""
+    """Convert each tensor to a number or nested lists of numbers, with a single copy to the host for all."""
     if not tensors:
         return []
     # In float64 every count is exact.

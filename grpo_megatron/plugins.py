@@ -149,7 +149,10 @@ def import_module(name: str, setting: str):
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise UserError(f"{setting} cannot be imported: {error}") from error
+        raise UserError(
+            f"{setting} cannot be imported: {error}; check the name, and that the module is installed or in "
+            "the working directory"
+        ) from error
     except (Exception, SystemExit) as error:  # the user's own code, which may raise anything
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{frame.filename}:{frame.lineno}"

@@ -109,7 +109,7 @@ def _devices() -> list[Diagnosis]:
 
 
 def _package(package: str, expected: str | None, missing: str, required: bool) -> Diagnosis:
-    """Check that a Python package is installed in the right version.
+    """Check that a Python package is installed, in the version that this project is tested with.
 
     expected: the version that this project is tested with; None: any.
     missing: text for the user about what does not work without the package.

@@ -33,7 +33,7 @@ def attempt(probe: Callable[..., str], *arguments: str, timeout: float = 180.0) 
     """Run a probe (a check of one library or device) in another process, and return its line of text.
 
     The process has the environment variables of a rank or an engine. Raises ProbeError if the probe raises,
-    if its process crashes, or after the timeout. The message is the last line of the process's output.
+    if its process crashes, or after the timeout. The message includes the last line on the process's stderr.
 
     probe: a function of this module, which is called with `arguments`.
     timeout: seconds.
@@ -167,7 +167,7 @@ def matrix_product(precision: str) -> str:
 
     precision: fp32, bf16, or fp8 (with TransformerEngine).
 
-    Returns a text with speed and error. Raises ProbeError if the error is too large for rounding errors.
+    Returns a text with speed and error. Raises ProbeError if rounding cannot explain the error.
     """
     import torch
 

@@ -30,7 +30,7 @@ class SupervisedTraining(ABC, Generic[Record]):
     shown_every: int
     """Number of steps from one line on the terminal to the next."""
     tokens_key: str
-    """Key in state.json for the number of tokens trained so far."""
+    """Key in the checkpoint's state.json for the number of tokens trained so far."""
 
     def __init__(self, run: Run, records: Sequence[Record]):
         """Prepare the training, in the Run's current attempt.
@@ -60,7 +60,7 @@ class SupervisedTraining(ABC, Generic[Record]):
     def train_step(self, step: int) -> None:
         """Make one optimizer step on the next data.train_batch_size records, and log its metrics.
 
-        step: number of the step; the first step of a run is 1.
+        step: index of the step, from 1.
         """
         monitor, trainer = self.run.monitor, self.run.trainer
         with monitor.phases("prepare"):
@@ -84,7 +84,7 @@ class SupervisedTraining(ABC, Generic[Record]):
     def evaluate(self, step: int) -> dict[str, float]:
         """Return {name: score} on held-out records; empty if there are none.
 
-        step: last step that was trained.
+        step: number of steps trained before the evaluation.
         """
         return {}
 

@@ -1,10 +1,10 @@
 """Bytes that a micro-batch takes on a rank: activations and the buffers of the output layer.
 
-Counted are the activations kept for the backward pass, the layer that is being computed, and the tiles of the
-output layer. The method follows Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-Models" (arXiv:2205.05198), sections 4 and 5, with three differences: attention is a flash kernel, which keeps
-no probabilities (as with their selective recomputation); there is no dropout; the MLP has a gate. Each
-element is counted once per layer that keeps it.
+These bytes are the activations kept for the backward pass, the layer that is being computed, and the tiles
+of the output layer. The method follows Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models" (arXiv:2205.05198), sections 4 and 5, with three differences: attention is a flash kernel,
+which keeps no probabilities (as with their selective recomputation); there is no dropout; the MLP has a gate.
+Each element is counted once per layer that keeps it.
 """
 
 from functools import cache
@@ -15,8 +15,8 @@ from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.planner.states import itemsize
 
-# Size of a tile of float32 logits in megatron.head.fused on a GPU: its bytes, and its vocabulary words if it
-# spans the largest number of tokens.
+# Size of a tile of float32 logits in megatron.head.fused on a GPU: its bytes, and the number of vocabulary
+# entries in a tile with the largest number of tokens.
 _TILE_BYTES, _TILE_WORDS = 128 << 20, 8192
 
 
@@ -53,7 +53,7 @@ def layer_activations(
 
 
 def _attention_elements(arch: Architecture, sizes: ParallelSizes) -> float:
-    """Return the number of elements that a rank keeps of one layer's attention, per token.
+    """Count the elements that a rank keeps of one layer's attention for the backward pass, per token.
 
     These elements are queries, keys and values, queries and keys before their norms, and the output.
     """

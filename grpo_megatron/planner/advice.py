@@ -64,7 +64,7 @@ def checked_plan(config: Config, arch: Architecture, lengths: Lengths, with_sync
 
 
 def searched_plans(config: Config, arch: Architecture, lengths: Lengths) -> list[Plan]:
-    """Search the fastest layouts (parallel sizes and placement) for the cluster, and return their plans.
+    """Search for the fastest layouts (parallel sizes and placement) on the cluster, and return their plans.
 
     The layouts break no rule, and the GPUs have enough memory for them. The fastest plan comes first.
 
@@ -94,7 +94,7 @@ def _advice(config: Config, arch: Architecture, lengths: Lengths) -> str:
     """Return advice, as lines of text, for a configuration that needs more memory than the GPUs have.
 
     The text names the smallest changes with which this layout fits, and the fastest layout that fits. If
-    neither exists, the text names a cluster that is large enough.
+    neither exists, the text is about larger clusters.
     """
     found = []
     changed = least_changes(config, arch)

@@ -192,7 +192,7 @@ def _placements(config: Config) -> Iterator[tuple[Placement, int, int]]:
 def _layouts(config: Config, arch: Architecture, gpus: int) -> Iterator[ParallelSizes]:
     """Yield the trainer layouts to try, which use exactly `gpus` GPUs and break no rule about layouts.
 
-    If the run has a reward model, its architecture must also be compatible with the layouts.
+    If the run has a reward model, the layouts break no rule for this model either.
     """
     per_node, scoring = config.cluster.gpus_per_node, scorer(config)
     stages = _doublings(min(gpus, arch.num_layers, _MOST_STAGES))

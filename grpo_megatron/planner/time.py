@@ -146,7 +146,7 @@ def generation_seconds(config: Config, arch: Architecture, kv_tokens: int, lengt
 
     The engine decodes as many responses at once as request slots and KV cache (`kv_tokens`) allow. A decoding
     step adds a token to each of them. One response is assumed to have the maximum length. So there are at
-    least as many decoding steps, and towards the end fewer responses are decoded at once.
+    least as many decoding steps as its tokens, and towards the end fewer responses are decoded at once.
     """
     engine, prompts = config.rollout.engine, config.data.train_batch_size
     responses = ceil(prompts * config.rollout.n / engine.num_engines)
@@ -283,7 +283,7 @@ class _Passes:
         """Return the seconds of all optimizer steps of a training step, without their passes.
 
         An optimizer step sums gradients over the replicas, gathers parameters and updates states. With
-        megatron.overlap, summing and gathering run during the backward pass. Then only time beyond it counts.
+        megatron.overlap, summing and gathering run during the backward pass; only the excess counts.
         """
         config = self.config
         steps = config.train.ppo_epochs * config.data.train_batch_size // config.train.ppo_mini_batch_size
@@ -318,7 +318,7 @@ class _Passes:
         return self.samples * (dense + rest) / self.sizes.world_size
 
     def _recomputed(self) -> float:
-        """Return the seconds of recomputing activations in the backward pass of all samples."""
+        """Return the seconds that the backward pass of all samples spends on recomputing activations."""
         flops, rate, modules = self.flops, self._rate(), recomputed_modules(self.config.megatron)
         if self.config.megatron.recompute == Recompute.full:
             return self._forward()
