@@ -1,8 +1,8 @@
 """Capabilities of a run's machines: GPUs, their memory and speed, FP8, and the number of nodes.
 
-Checks of a configuration and the planner use them. `Capabilities.of_this_machine` examines the machine that
-it runs on. `Capabilities.of_facts` takes values of the configuration instead, so that a configuration can be
-checked on another machine.
+Checks of a configuration and the planner use this module. `Capabilities.of_this_machine` examines the
+machine that the process runs on. `Capabilities.of_facts` takes values of the configuration instead, so that a
+configuration can be checked on another machine.
 """
 
 import re
@@ -42,15 +42,15 @@ class Speed:
     bf16: float
     """FLOP/s of bf16 matrix products."""
     fp8: float | None
-    """FLOP/s of FP8 matrix products; None if the GPU has none."""
+    """FLOP/s of FP8 matrix products; None if the GPU does not support FP8."""
     memory: float
     """Bytes/s of the GPU's own memory."""
     fabric: float
-    """Bytes/s to other GPUs of the node, in each direction."""
+    """Bytes/s between GPUs of a node (NVLink or PCIe), in each direction."""
     host: float
-    """Bytes/s to the host's memory, in each direction."""
+    """Bytes/s between the GPU and the host's memory, in each direction."""
     network: float
-    """Bytes/s of each GPU's share of the network between nodes, in the maker's own machine (DGX)."""
+    """Bytes/s of the network between nodes, per GPU, in the maker's own machine (DGX)."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,11 @@ GPUS = {
 
 
 def peak_flops(gpu: str | None) -> float | None:
-    """Return the peak FLOP/s of a GPU in dense bf16, from which the monitor computes the FLOPs utilisation.
+    """Return the peak FLOP/s of a GPU for dense bf16 matrix products; None if not known.
+
+    The monitor computes the FLOPs utilisation from this number.
 
     gpu: value of cluster.gpu; None: the GPU of this machine.
-
-    Returns None if the speed is not known.
     """
     if gpu is None:
         import torch
@@ -105,12 +105,12 @@ def peak_flops(gpu: str | None) -> float | None:
 
 
 def _name_in_gpus(device: str) -> str | None:
-    """Return the key under which GPUS has this GPU model; None if it has no entry for it.
+    """Return the key of GPUS for a GPU model, such as `h100-80g`; None if GPUS does not contain the model.
+
+    PCIe and NVL variants are slower than the entries of GPUS, so the result for these variants is None. L40S
+    exists for PCIe only, but its name does not contain PCIe.
 
     device: name that CUDA reports for the GPU, such as `NVIDIA H100 80GB HBM3`.
-
-    PCIe and NVL variants are slower than the entries of GPUS, so the result for them is None. L40S exists for
-    PCIe only, and its name does not say so.
     """
     if "PCIe" in device or "NVL" in device:
         return None
@@ -119,7 +119,10 @@ def _name_in_gpus(device: str) -> str | None:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Known facts about a run's machines. Checks accept a configuration if a fact is not known."""
+    """Facts about a run's machines, as far as they are known, against which configurations are checked.
+
+    If a fact is not known, the checks that need it accept the configuration.
+    """
 
     where: str
     """Words for error messages that say which machines these are, such as `here` or `in the Ray cluster`."""
@@ -152,14 +155,14 @@ class Capabilities:
 
     @classmethod
     def of_facts(cls, gpu: str | None, nodes: int | None, gpus_per_node: int | None) -> "Capabilities":
-        """Return the capabilities of a cluster that this process cannot examine, from the configuration.
+        """Return the capabilities of another cluster, which this process cannot examine.
+
+        TransformerEngine is assumed to be installed if there are GPUs. A rank without TransformerEngine
+        reports an error when it starts.
 
         gpu: value of cluster.gpu: `none`, a name in GPUS, or the name of another GPU; None: not known.
         nodes: value of cluster.nodes; None: not known.
         gpus_per_node: value of cluster.gpus_per_node; None: not known.
-
-        TransformerEngine is assumed to be installed where there are GPUs. If it is missing on a rank, that
-        rank reports it when it starts.
         """
         if gpu is None:
             return cls("in the cluster", nodes=nodes, gpus_per_node=gpus_per_node)
@@ -169,10 +172,10 @@ class Capabilities:
         return cls(where, True, GPUS.get(gpu), None, nodes, gpus_per_node)
 
     def emulating(self, emulate_kernels: bool) -> "Capabilities":
-        """Return the capabilities that a run has with this value of megatron.emulate_kernels.
+        """Return these capabilities, adapted to a value of megatron.emulate_kernels.
 
-        emulate_kernels: If True, TransformerEngine's kernels are emulated on the CPU, for tests without a
-            GPU, and the result claims a Hopper GPU (H100). If False, the result is `self`.
+        emulate_kernels: True if TransformerEngine's kernels are emulated on the CPU, for tests without a GPU.
+            The result then claims a Hopper GPU (H100). If False, the result is `self`.
         """
         if not emulate_kernels:
             return self
@@ -190,22 +193,22 @@ class Capabilities:
 
     @property
     def fp8_problem(self) -> str | None:
-        """Reason why FP8 training is not possible; None if it is possible, as far as is known."""
+        """Reason why FP8 training is not possible, as text; None if it is possible, as far as is known."""
         if self.transformer_engine_problem:
             return self.transformer_engine_problem
         if self.gpu is None or self.gpu.compute_capability >= FP8_CAPABILITY:
             return None
         major, minor = self.gpu.compute_capability
-        return f"FP8 needs compute capability 8.9 (Ada) or 9.0 (Hopper), but this GPU has {major}.{minor}"
+        return f"FP8 needs compute capability 8.9 (Ada) or higher, but this GPU has {major}.{minor}"
 
 
 _WITHOUT_CUDA = "TransformerEngine needs CUDA, which is not available"
 
 
 def emulated_transformer_engine() -> tuple[Path, str | None]:
-    """Find TransformerEngine's Python code, which the emulation on a CPU uses without installing the package.
+    """Find the unpacked wheel of TransformerEngine, whose Python code is used to emulate kernels on a CPU.
 
-    Returns (folder, problem): the folder into which `make install` unpacks the wheel, and an error message if
+    Returns (folder, problem). folder: where `make install` unpacks the wheel. problem: an error message if
     the wheel has not been unpacked there, else None.
     """
     if not (_UNPACKED / "transformer_engine").is_dir():
@@ -218,9 +221,9 @@ def emulated_transformer_engine() -> tuple[Path, str | None]:
 
 
 def _transformer_engine_problem(installed: str | None, gpus: bool) -> str | None:
-    """Return why TransformerEngine cannot be used; None if it can.
+    """Return the reason why TransformerEngine cannot be used, as text; None if it can be used.
 
-    installed: version of the installed package; None if it is not installed.
+    installed: version of the installed TransformerEngine; None if it is not installed.
     gpus: whether CUDA is available.
     """
     if installed is None:
@@ -242,6 +245,6 @@ def version(package: str) -> str | None:
 
 
 def release(text: str) -> tuple[int, ...]:
-    """Return the first three numbers of a version, for comparisons: (2, 11, 0) of `2.11.0+cu128`."""
+    """Return the first three numbers of a version, to compare versions: (2, 11, 0) for `2.11.0+cu128`."""
     digits = text.split("+")[0].split(".")[:3]
     return tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in digits)

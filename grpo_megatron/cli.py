@@ -44,14 +44,14 @@ _RUNS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return its exit status.
+    """Parse and execute the command line `grpo-megatron COMMAND ...`, and return the exit status.
 
     arguments: the words after `grpo-megatron`; None: the arguments of this process. With None, a run also
-        gets a keeper (commands.keeper), a process that kills whatever the run leaves behind.
+        gets a keeper (commands.keeper), a process that kills all processes that the run leaves behind.
     """
     show_messages()
     options = _parse(arguments)
-    # Optional accelerator packages announce their absence at import, many times over.
+    # Without optional accelerator packages, libraries repeat a warning at each import.
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|image Python extension).*")
     command, is_run = _command(options), options.command in _RUNS
     if arguments is None and is_run and sys.platform == "linux":
@@ -68,9 +68,9 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         if is_run or not disk_is_full(error):
             raise
+        place = f" of {error.filename}" if error.filename else ""
         print(
-            f"error: no space left on the disk of {error.filename}; free some space and run the command "
-            "again",
+            f"error: no space left on the disk{place}; free some space and run the command again",
             file=sys.stderr,
         )
         return UserError.exit_status
@@ -93,7 +93,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         command.add_argument(
             "overrides", nargs="*", metavar="key=value", help="values that override the file's"
         )
-    _add_looks(commands)
+    _add_readers(commands)
     config_commands.add_parser(commands)
     plan_command.add_parser(commands)
     commands.add_parser("doctor", help="say what this machine has, whether it works, and what that allows")
@@ -105,11 +105,13 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _intermixed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
-    """Parse arguments in which `key=value` words stand before, between and after options.
+    """Parse arguments in which `key=value` words may stand before, between and after options.
 
-    Replaces argparse's parse_intermixed_args, which does not support subcommands. argparse's parse_args
-    accepts only one contiguous group of `key=value` words. Exits with a usage message if an argument is not
+    argparse's parse_args accepts only one contiguous group of `key=value` words, and its
+    parse_intermixed_args does not support subcommands. Exits with a usage message if an argument is not
     known.
+
+    arguments: the words after `grpo-megatron`; None: the arguments of this process.
     """
     options, left = parser.parse_known_args(arguments)
     takes_more = hasattr(options, "overrides")
@@ -122,10 +124,12 @@ def _intermixed(parser: argparse.ArgumentParser, arguments: list[str] | None) ->
 
 
 def _command(options: argparse.Namespace) -> Callable[[Guard], int]:
-    """Return the function that executes the chosen command.
+    """Return a function that executes the command that the user has chosen.
 
-    The function takes a Guard and returns the exit status. Only the commands in _RUNS use the Guard. The
-    function raises UserError, or Stopped if a run has stopped on request.
+    The function takes a Guard, which only the commands in _RUNS use, and returns the exit status. It raises
+    UserError, or Stopped if a run has stopped on request.
+
+    options: the parsed command line.
     """
     if options.command == "doctor":
         return lambda guard: _doctor()
@@ -134,14 +138,14 @@ def _command(options: argparse.Namespace) -> Callable[[Guard], int]:
     if options.command == "plan":
         return lambda guard: plan_command.run(options)
     if options.command in ("status", "report"):
-        return lambda guard: _look(options)
+        return lambda guard: _read_run(options)
     return partial(_selftest if options.command == "selftest" else _train, options)
 
 
-def _add_looks(commands) -> None:
-    """Add the commands `status` and `report`, which read a run's folder, to the parser.
+def _add_readers(commands) -> None:
+    """Add the commands `status` and `report`, which read a run's folder, to the command line.
 
-    commands: what ArgumentParser.add_subparsers returned.
+    commands: the object that ArgumentParser.add_subparsers of `grpo-megatron` returned.
     """
     status = commands.add_parser(
         "status", help="say what a run does now; exit status 1 if it failed, was interrupted or is gone"
@@ -164,7 +168,7 @@ def _add_looks(commands) -> None:
         command.add_argument("folder", metavar="RUN_DIR", help="folder of the run")
 
 
-def _look(options: argparse.Namespace) -> int:
+def _read_run(options: argparse.Namespace) -> int:
     if options.command == "status":
         from grpo_megatron.commands.status import status
 

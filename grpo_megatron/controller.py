@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Controller:
-    """The GRPO training loop. It decides what happens in which order; its collaborators do the work.
+    """The GRPO training loop. It decides the order of the work, which the objects below do.
 
     rollouts: samples the groups of a step with the engines, or reads them from a recording
     trainer: computes log-probs and makes the optimizer steps on the trainer ranks
@@ -42,19 +42,21 @@ class Controller:
         monitor: Monitor,
         loop: StepLoop,
     ):
-        """Connect the collaborators, for a run from step 0. `load_state_dict` continues from a checkpoint."""
+        """Create a training loop that starts at step 0. `load_state_dict` continues from a checkpoint."""
         self.config = config
         self.rollouts, self.trainer, self.algorithm = rollouts, trainer, algorithm
         self.monitor, self.loop = monitor, loop
         self.totals = {"tokens": 0, "seconds": 0.0, "mismatch_max": 0.0}
 
     def run(self) -> dict:
-        """Train until step run.total_steps.
+        """Train until step run.total_steps, and return the results. Raises Stopped if asked to stop early.
 
-        Returns a dict: "step" is the last step, "before" and "after" are the scores {name: value} of the
-        evaluations before and after training, "tokens" is the number of tokens of all batches, "seconds" the
-        duration of all steps, and "mismatch_max" the largest mismatch between engine and trainer. Raises
-        Stopped after a step if the run was asked to stop.
+        The result is a dict with these keys:
+        "step": last step that was trained.
+        "before", "after": scores {name: value} of the evaluations before and after training.
+        "tokens": number of tokens of all batches.
+        "seconds": duration of all steps.
+        "mismatch_max": largest mismatch between the log-probs of engine and trainer.
         """
         self.rollouts.start()
         self.loop.run(self)
@@ -63,7 +65,7 @@ class Controller:
     def train_step(self, step: int) -> list[MiniBatch]:
         """Make one step of GRPO: sample and score groups, train on them, and publish the new weights.
 
-        step: number of the step, as `loop.begin_step` returns it; the first step of a run is 1.
+        step: index of the step, from 1, as `loop.begin_step` returns it.
 
         Returns the step's mini-batches. `trainer.policy.read` reads their tokens' log-probs and advantages.
         """
@@ -97,12 +99,12 @@ class Controller:
         return mini_batches
 
     def act_on_mismatch(self, step: int, mismatch: Metrics) -> None:
-        """Log the tokens whose log-probs differ most between engine and trainer, and apply mismatch.action.
+        """Check the mismatch (difference between the log-probs of engine and trainer) against its limit.
 
-        Depending on that setting, a mismatch beyond its limit shows a warning or raises UserError. Does
-        nothing if `mismatch` is empty.
+        Depending on mismatch.action, a mismatch beyond the limit shows a warning or raises UserError. The
+        tokens with the largest mismatch are logged. Does nothing if `mismatch` is empty.
 
-        mismatch: metrics of the difference between the log-probs of engine and trainer.
+        mismatch: metrics of the mismatch.
         """
         if not mismatch:
             return
@@ -116,7 +118,7 @@ class Controller:
     def evaluate(self, step: int) -> dict[str, float]:
         """Sample the held-out prompts, and return {name: score}; empty if the run has no held-out prompts.
 
-        step: last step that was trained, under which the samples are logged.
+        step: last step that was trained. The samples are logged under this step.
         """
         return self.rollouts.evaluate(step)
 
@@ -143,7 +145,7 @@ class Controller:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from a checkpoint. The caller continues the loop with `loop.load_state_dict`.
+        """Continue from a checkpoint. The caller must also call `loop.load_state_dict`.
 
         state: the driver's state, read from the checkpoint's state.json.
         """

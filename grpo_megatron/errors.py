@@ -7,7 +7,7 @@ ANOTHER_RUN = "set run.resume=none to start over, or set a different run.name to
 
 
 class UserError(Exception):
-    """Wrong input, configuration or environment: one message that says what to do.
+    """Error that a user can correct: wrong input, configuration or environment. The message says what to do.
 
     The command line prints the message without a traceback and exits with `exit_status`. Any other exception
     is a defect of this program and keeps its traceback.
@@ -17,24 +17,24 @@ class UserError(Exception):
 
 
 class ProcessLost(UserError):
-    """A process that the run needs is dead or does not answer. The run could go on with a replacement."""
+    """Error: a process that the run needs is dead or does not answer. A new one could continue the run."""
 
     exit_status = 3
 
 
 class Stopped(Exception):
-    """The run has stopped on request. The same command continues it."""
+    """Exception: the run has stopped on request, such as by a signal. The same command continues the run."""
 
     exit_status = 75  # EX_TEMPFAIL: a scheduler should put the job into its queue again
 
 
 def last_message(error: UserError | Stopped) -> str:
-    """Return the last line that the program prints when it ends because of this error."""
+    """Return the message that the program prints when it ends because of this error."""
     return str(error) if isinstance(error, Stopped) else f"error: {error}"
 
 
 def shortened(text: object, length: int = 80) -> str:
-    """Return `text` cut to at most `length` characters, for a message. A last `…` marks the cut."""
+    """Cut `text` to at most `length` characters, to use it in a message. A `…` at the end marks the cut."""
     text = str(text)
     return text if len(text) <= length else text[: length - 1] + "…"
 
@@ -42,8 +42,8 @@ def shortened(text: object, length: int = 80) -> str:
 def printable(text: str) -> str:
     """Return `text` with control characters replaced, so that a terminal can show it safely.
 
-    The text may quote anything, such as a model's output. Control characters in it could rewrite what the
-    terminal shows.
+    The text may quote anything, such as a model's output. Its control characters could change other lines on
+    the terminal.
     """
     return "".join(
         "\N{REPLACEMENT CHARACTER}" if category(c).startswith("C") and c not in "\n\t" else c for c in text
@@ -51,7 +51,7 @@ def printable(text: str) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Return `TYPE: TEXT` of an exception that a user's or a library's code raised, for an error message.
+    """Describe an exception of a user's or a library's code for an error message, as `TYPE: TEXT`.
 
     The text is shortened and safe for a terminal.
     """

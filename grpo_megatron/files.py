@@ -29,11 +29,10 @@ _WRITE_BYTES = 512 * 2**10
 def json_text(value: Any, **layout: Any) -> str:
     """Return `value` as JSON text, with null in place of NaN and infinity.
 
-    layout: arguments of json.dumps such as indent.
+    This function replaces json.dumps, which writes NaN and infinity as bare words. They are not JSON, and jq,
+    pandas and browsers refuse them. pandas and `float_or_nan` read null as NaN.
 
-    JSON has no NaN and no infinity. json.dumps would write them as bare words, which jq, pandas and browsers
-    refuse. pandas reads null as NaN, and so does `float_or_nan`. So this function replaces json.dumps in this
-    project.
+    layout: arguments of json.dumps such as indent.
     """
     try:
         return json.dumps(value, allow_nan=False, **layout)
@@ -52,15 +51,15 @@ def _without_nan(value: Any) -> Any:
 
 
 def float_or_nan(value: float | None) -> float:
-    """Return a number that was read from JSON. None becomes NaN: `json_text` writes null for NaN."""
+    """Convert a number read from JSON: None becomes NaN, because `json_text` writes NaN as null."""
     return math.nan if value is None else value
 
 
 def read_object(path: str | Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
+    """Read a file that contains a JSON object, and return the object.
 
-    Raises UserError, which names the file, if the file cannot be read or contains anything but a JSON object.
-    If the read itself failed, the error's __cause__ is the OSError.
+    Raises UserError, with the file's name, if the file cannot be read or does not contain a JSON object. If
+    reading failed, the error's __cause__ is the OSError.
     """
     problem = file_problem(path)
     if problem:
@@ -76,7 +75,7 @@ def read_object(path: str | Path) -> dict[str, Any]:
 
 
 def parse_object(raw: bytes, where: str) -> dict[str, Any]:
-    """Return the JSON object that `raw` contains. Raises UserError if it contains anything else.
+    """Return the JSON object in the UTF-8 bytes `raw`. Raises UserError if they are anything else.
 
     where: name of the file for the error message, with the line number if the file has an object per line.
     """
@@ -92,12 +91,12 @@ def parse_object(raw: bytes, where: str) -> dict[str, Any]:
 
 @contextmanager
 def new_file(path: Path, durable: bool = True) -> Iterator[IO[bytes]]:
-    """Open NAME.tmp for writing bytes, and rename it to `path` when the `with` block is complete.
+    """Replace the file `path` atomically: yield a temporary file for writing bytes, and rename it afterwards.
 
-    If the process is killed, the old file or the whole new one is there. After an error, such as the OSError
-    of a full disk, NAME.tmp is deleted, and the old file is unchanged.
+    If the process is killed, either the old file or the whole new file exists. After an error, such as the
+    OSError of a full disk, the temporary file PATH.tmp is deleted, and the old file is unchanged.
 
-    durable: If True, sync the file to disk before the renaming, so that the same holds if the node crashes.
+    durable: If True, sync the file to disk before the renaming, so that it also survives a crash of the node.
         This takes time, so False is better for a file that is soon written again.
     """
     aside = path.with_name(f"{path.name}.tmp")
@@ -114,16 +113,18 @@ def new_file(path: Path, durable: bool = True) -> Iterator[IO[bytes]]:
 
 
 def replace_text(path: Path, text: str, durable: bool = True) -> None:
-    """Write `text` to the file `path` as UTF-8, with `new_file`.
+    """Replace the content of the file `path` atomically by `text`, in UTF-8.
 
-    Raises OSError if that fails. The old file is then unchanged.
+    Raises OSError if writing fails. The old file is then unchanged.
+
+    durable: If True, the new file also survives a crash of the node. See `new_file`.
     """
     with new_file(path, durable) as file:
         file.write(text.encode("utf-8", "backslashreplace"))
 
 
 def sync_to_disk(path: Path) -> None:
-    """Call fsync on a file or a folder. In a synced folder, new names survive a crash of the node."""
+    """Call fsync on a file or a folder. Syncing a folder makes its new file names survive a node's crash."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -132,10 +133,10 @@ def sync_to_disk(path: Path) -> None:
 
 
 def write_buffer(file, data) -> int:
-    """Write all bytes of a contiguous buffer to a file that is open for writing in binary mode.
+    """Write all bytes of the contiguous buffer `data` to a file that is open for writing in binary mode.
 
-    Returns the number of bytes written. Replaces file.write, which is slow for large buffers on some
-    machines. Raises OSError, for example if the disk is full.
+    Returns the number of bytes written. Raises OSError, for example if the disk is full. This function writes
+    small pieces, because file.write is slow for large buffers on some machines.
     """
     data = memoryview(data).cast("B")
     for first in range(0, len(data), _WRITE_BYTES):
@@ -144,9 +145,11 @@ def write_buffer(file, data) -> int:
 
 
 def fill_buffer(buffer, file: io.RawIOBase, offset: int) -> bool:
-    """Fill a contiguous buffer from byte `offset` of a file that is open for reading without buffering.
+    """Read bytes from `offset` of a file into a contiguous buffer, until the buffer is full.
 
     Returns True, or False if the file ends before the buffer is full.
+
+    file: file that is open for reading without buffering.
     """
     rest = memoryview(buffer).cast("B")
     file.seek(offset)
@@ -156,9 +159,9 @@ def fill_buffer(buffer, file: io.RawIOBase, offset: int) -> bool:
 
 
 class RowFile:
-    """A file that is only appended to, such as metrics.jsonl.
+    """A text file to which whole rows are appended, such as metrics.jsonl.
 
-    A killed process may have left half a row at the end. This class does not remove it.
+    A killed process may have left half a row at the end. This class does not remove the half row.
     """
 
     def __init__(self, path: str | Path):
@@ -167,7 +170,7 @@ class RowFile:
 
     @property
     def size(self) -> int:
-        """Size in bytes."""
+        """Size of the file in bytes."""
         return os.fstat(self._descriptor).st_size
 
     def append(self, text: str) -> None:
@@ -184,11 +187,11 @@ class RowFile:
             raise
 
     def append_row(self, row: dict[str, Any]) -> None:
-        """Append `row` as a line of JSON. Raises OSError if the disk is full, with the file unchanged."""
+        """Append `row` as a line of JSON. Raises OSError if the disk is full. The file is then unchanged."""
         self.append(json_text(row) + "\n")
 
     def close(self) -> None:
-        """Close the file. Appending to it afterwards raises OSError."""
+        """Close the file. `append` then raises OSError."""
         # Forget the descriptor: its number will soon belong to another file, into which a late row would go.
         descriptor, self._descriptor = self._descriptor, -1
         os.close(descriptor)
@@ -220,26 +223,28 @@ class WaitingRows:
 
 
 def numbered(path: Path) -> Path:
-    """Return the first of PATH.1, PATH.2, ... that does not exist.
+    """Return the first of the paths PATH.1, PATH.2, ... that does not exist.
 
-    Callers rename `path` to it when they need the name for something new and must not lose the old content.
+    Callers rename `path` to the result, to keep the old content when a new file or folder takes the name.
     """
     return next(free for n in range(1, 10**6) if not (free := path.with_name(f"{path.name}.{n}")).exists())
 
 
 def not_written(path: str | Path, error: OSError, consequence: str) -> str:
-    """Return a warning for the user that a file could not be written.
+    """Return the text of a warning that a file could not be written.
 
-    consequence: end of the sentence: what this means for the run, such as `its rows wait until they can be`.
+    error: the reason.
+    consequence: end of the sentence, which says what this means for the run, such as `the rows are kept in
+        memory and written later`.
     """
     return f"{path} could not be written ({error.strerror}); {consequence}"
 
 
 @contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Convert errors of writing within the `with` block into a UserError that names `path`.
+    """Convert an error of writing the file `path` in the `with` block into a UserError that names `path`.
 
-    These errors are OSErrors, and other exceptions that report a full disk. Any other exception passes
+    Converted are OSErrors, and exceptions of libraries that report a full disk. Any other exception passes
     through.
     """
     try:
@@ -259,10 +264,10 @@ def writing(path: str | Path) -> Iterator[None]:
 
 @contextmanager
 def reading(path: str | Path) -> Iterator[None]:
-    """Convert an OSError within the `with` block into a UserError that names this node and `path`.
+    """Convert an OSError in the `with` block, which reads `path`, into a UserError with the node and `path`.
 
-    Callers thus do not take a file that cannot be read for damaged or absent. Otherwise, a run could begin
-    from the start although its checkpoint is intact.
+    So a caller never mistakes an unreadable file for a missing file. Otherwise, a run could start from the
+    beginning although its checkpoint is intact.
     """
     try:
         yield
@@ -279,7 +284,7 @@ _FULL = ("No space left on device", "inline_container.cc")
 def disk_is_full(error: BaseException | None) -> bool:
     """Return True if an exception, or one in its chain of causes and contexts, reports a full disk.
 
-    The command line then asks the user to make room, rather than reporting an unexpected error.
+    Then the user is asked to free some space, and no unexpected error is reported.
     """
     while error is not None:
         # safetensors (Rust) and torch.save (C++) report a full disk only in the text of their errors. torch's

@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 
 class _Terminal(logging.Handler):
-    """Prints messages on stdout, without time and level. An error of writing is ignored and ends no run."""
+    """Logging handler that prints messages on stdout, without time and level. Ignores errors of stdout."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):
@@ -21,7 +21,7 @@ _TERMINAL = _Terminal()
 
 
 def show_messages() -> None:
-    """Show the messages of all modules of this package, from INFO on. The command line calls this first."""
+    """Show the log messages of this package on stdout, from level INFO on. The command line calls this."""
     package = logging.getLogger("grpo_megatron")
     package.setLevel(logging.INFO)
     package.propagate = False  # libraries may add handlers to the root logger, which would show them again
@@ -29,10 +29,13 @@ def show_messages() -> None:
 
 
 class Rarely:
-    """Logs a repeated warning only the 1st, 2nd, 4th, 8th time and so on, to keep the output readable."""
+    """Function object that logs a repeated warning only the 1st, 2nd, 4th, 8th time and so on."""
 
     def __init__(self, logger: logging.Logger, once: bool = False):
-        """Create an object that logs warnings to `logger`. once: If True, log only the first warning."""
+        """Create an object that logs warnings to `logger`.
+
+        once: If True, log only the first warning.
+        """
         self._logger, self._once, self._count = logger, once, 0
 
     def __call__(self, text: str) -> None:

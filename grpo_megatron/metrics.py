@@ -21,14 +21,18 @@ import torch
 def nan_max(a: float, b: float) -> float:
     """Return the larger of two numbers, or NaN if either is NaN.
 
-    Replaces Python's max(), which returns NaN or the other number depending on the order of the arguments.
+    Python's max() returns NaN or the other number, depending on the order of the arguments.
     """
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean, kept as the sum of the values and their count (or the sum of their weights)."""
+    """Metric whose result is a mean. It is kept as (total, count), so that two parts can be merged exactly.
+
+    total: sum of the values, or of the weighted values
+    count: number of values, or sum of their weights
+    """
 
     total: Any
     count: Any
@@ -45,7 +49,10 @@ class Mean:
 
 @dataclass(frozen=True)
 class Std:
-    """Standard deviation, kept as the number of values, their sum, and the sum of their squares."""
+    """Metric whose result is a standard deviation.
+
+    It is kept as the number of values, their sum, and the sum of their squares, so that parts can be merged.
+    """
 
     count: Any
     total: Any
@@ -53,9 +60,9 @@ class Std:
 
     @classmethod
     def of(cls, values: torch.Tensor) -> "Std":
-        """Return the standard deviation of `values` as a metric.
+        """Create the metric of the standard deviation of `values` [n].
 
-        values: [n]. Sums are in float64, so that the squares of nearly equal values keep their difference.
+        Sums are in float64, so that the squares of nearly equal values keep their difference.
         """
         values = values.detach().double()
         return cls(values.numel(), values.sum(), values.square().sum())
@@ -103,9 +110,10 @@ class Max:
 
 @dataclass(frozen=True)
 class Top:
-    """The k rows with the largest first column, such as the tokens with the largest mismatch.
+    """Metric that keeps the k rows with the largest first column, such as the tokens of the largest mismatch.
 
-    `to_floats` leaves this metric out, because it is a table and not a scalar.
+    `to_floats` leaves this metric out, because its result is a table and not a scalar.
+
     rows: tensor [n, columns] or list of tuples; rows whose first column is -inf are left out
     k: largest number of rows in the result
     """
@@ -115,7 +123,7 @@ class Top:
 
     @classmethod
     def of(cls, rows: torch.Tensor, mask: torch.Tensor, k: int = 5) -> "Top":
-        """Return the metric with the top k rows of a tensor.
+        """Create the metric with the k rows of a tensor that have the largest first column.
 
         rows: [n, columns].
         mask: bool [n], True for the rows that count.
@@ -150,10 +158,11 @@ def _edges(device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RatioQuantiles:
-    """The 1 %, 50 % and 99 % quantiles of probability ratios, estimated from a histogram of log-ratios.
+    """Metric whose results are the 1 %, 50 % and 99 % quantiles of probability ratios.
 
-    Unlike exact quantiles, histograms of several ranks can be merged. The logarithm of an estimate is within
-    8 % of the exact logarithm, or within 1e-6 for tiny ones. A NaN counts as an infinitely large ratio.
+    They are estimated from a histogram of log-ratios, because histograms of several ranks can be merged. The
+    logarithm of an estimate is within 8 % of the exact logarithm, or within 1e-6 if this is tiny. A NaN
+    counts as an infinitely large ratio.
 
     counts: int [number of bins], the number of log-ratios in each bin of _EDGES.
     """
@@ -162,7 +171,7 @@ class RatioQuantiles:
 
     @classmethod
     def of(cls, log_ratio: torch.Tensor, mask: torch.Tensor) -> "RatioQuantiles":
-        """Count the log-ratios whose mask is True in a new histogram, and return it as a metric.
+        """Create the metric from the log-ratios whose mask is True.
 
         log_ratio: [n], natural logarithms of probability ratios.
         mask: bool [n], True for the values that count.
@@ -179,7 +188,7 @@ class RatioQuantiles:
         return self if isinstance(self.counts, list) else RatioQuantiles(self.counts.tolist())
 
     def result(self) -> dict[str, float]:
-        """Return {"p01", "p50" and "p99": ratio}. The ratios are NaN if nothing was counted."""
+        """Return {"p01": ratio, "p50": ratio, "p99": ratio}. The ratios are NaN if there are no values."""
         sums = torch.tensor(self.concrete().counts).cumsum(0).tolist()
         if not sums[-1]:
             return dict.fromkeys(_QUANTILES, math.nan)
@@ -200,9 +209,11 @@ Metrics = dict[str, Metric]
 
 
 def concrete(parts: list[Metrics]) -> list[Metrics]:
-    """Return the same metrics with Python numbers in place of tensors, so that ranks can send them.
+    """Replace tensors in metrics by Python numbers, so that a rank can send the metrics to another process.
 
     All tensors are copied to the host at once. Copying one by one would wait for the GPU each time.
+
+    parts: any number of {name: metric}. The result has the same order.
     """
     values = [value for part in parts for metric in part.values() for value in vars(metric).values()]
     numbers = iter(_numbers([value for value in values if torch.is_tensor(value)]))
@@ -217,7 +228,7 @@ def concrete(parts: list[Metrics]) -> list[Metrics]:
 
 
 def _numbers(tensors: list[torch.Tensor]) -> list:
-    """Return each tensor as a Python number or as nested lists of them, with one copy to the host for all."""
+    """Convert each tensor to a number or nested lists of numbers, with a single copy to the host for all."""
     if not tensors:
         return []
     # In float64 every count is exact.
@@ -232,7 +243,7 @@ def _numbers(tensors: list[torch.Tensor]) -> list:
 
 
 def merge(parts: list[Metrics]) -> Metrics:
-    """Combine the metrics of several micro-batches, ranks or steps into one dict.
+    """Combine the metrics of several micro-batches, ranks or optimizer steps into one dict {name: metric}.
 
     Metrics of the same name are combined by their `merge` methods.
     """
@@ -244,7 +255,7 @@ def merge(parts: list[Metrics]) -> Metrics:
 
 
 def to_floats(metrics: Metrics) -> dict[str, float]:
-    """Return the scalar metrics as {name: value}.
+    """Return the results of the scalar metrics, as {name: value}.
 
     RatioQuantiles become three scalars: NAME_p01, NAME_p50 and NAME_p99. `Top` is left out, because it is not
     a scalar.

@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """Return call(), or raise TimeoutError (an OSError) if it takes longer than `seconds`.
+    """Call a function with a time limit of `seconds`, and return its result.
 
-    `call` runs in its own thread, which is abandoned after the time limit. Used for calls to a file system or
-    a service that may hang, because such a call cannot be interrupted. Errors that `call` raises are passed
-    on.
+    Raises TimeoutError (an OSError) after the limit. Errors that the function raises are passed on. The
+    function runs in its own thread, which is abandoned after the limit, because a call to a file system or a
+    service that hangs cannot be interrupted.
     """
     answer: Future[T] = Future()
 
@@ -35,7 +35,7 @@ def within(seconds: float, call: Callable[[], T]) -> T:
 
 
 def file_problem(path: str | Path) -> str | None:
-    """Return why `path` cannot be read as a file; None if it can.
+    """Return the reason why `path` cannot be read as a file; None if it can be read.
 
     The text is the end of a sentence that begins with the path, such as `does not exist`.
     """
@@ -50,9 +50,9 @@ def file_problem(path: str | Path) -> str | None:
 
 
 def folder_problem(path: str | Path) -> str | None:
-    """Return why `path` cannot be read as a folder; None if it can.
+    """Return the reason why `path` cannot be read as a folder; None if it can be read.
 
-    The text is the end of a sentence that begins with the path, as in `file_problem`.
+    The text is the end of a sentence that begins with the path, such as `does not exist`.
     """
     mode = _mode(path)
     if isinstance(mode, str):
@@ -63,11 +63,11 @@ def folder_problem(path: str | Path) -> str | None:
 
 
 def output_folder_problem(path: str | Path) -> str | None:
-    """Return why no files can be written to the folder `path`; None if they can.
+    """Return the reason why no files can be written to the folder `path`; None if they can be written.
 
-    The text is the end of a sentence that begins with the path. If the folder does not exist, the nearest
-    existing folder above it is checked. The check creates a temporary folder and deletes it, because
-    permissions say nothing about /proc or a full disk.
+    The text is the end of a sentence that begins with the path, such as `cannot be written to: Permission
+    denied`. If the folder does not exist, the nearest existing folder above it is checked. The check creates
+    a temporary folder and deletes it, because permissions say nothing about /proc or a full disk.
     """
     there = nearest_folder(path)
     if problem := folder_problem(there):
@@ -86,10 +86,10 @@ def nearest_folder(path: str | Path) -> Path:
 
 
 def output_file_problem(path: str | Path) -> str | None:
-    """Return why the file `path` cannot be written; None if it can.
+    """Return the reason why the file `path` cannot be written; None if it can be written.
 
-    The text is the end of a sentence that begins with the path. The file may exist already. If it does not,
-    its folder is checked with `output_folder_problem`.
+    The text is the end of a sentence that begins with the path. The file may exist already. If the file does
+    not exist, its folder is checked with `output_folder_problem`.
     """
     if is_absent(path):
         problem = output_folder_problem(parent := Path(path).absolute().parent)
@@ -100,8 +100,8 @@ def output_file_problem(path: str | Path) -> str | None:
 def is_absent(path: str | Path) -> bool:
     """Return True if there is no file, folder or link at `path`.
 
-    A symbolic link with a missing target counts as present. So does a path that cannot be examined, for
-    example for lack of permission.
+    A symbolic link with a missing target counts as present, and so does a path that cannot be examined, for
+    example because of missing permission.
     """
     return _mode(path) == _ABSENT
 

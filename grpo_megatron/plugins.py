@@ -12,7 +12,7 @@ from grpo_megatron.errors import UserError, described, shortened
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments with which this project calls the plugins of one kind, such as reward functions.
+    """Description of how this project calls the plugin functions of one kind, such as reward functions.
 
     positional: names of the arguments that are passed by position
     keywords: names of the arguments that are passed by keyword
@@ -24,10 +24,10 @@ class Call:
     may_be_async: bool = False
 
     def problem(self, function: Callable) -> str | None:
-        """Return why `function` cannot be called with these arguments; None if it can.
+        """Return the reason why `function` cannot be called in this way, as text; None if it can.
 
-        The text continues a sentence that names the function. Some functions written in C have no signature
-        that could be checked, and are accepted.
+        The text continues a sentence that names the function. A function without a readable signature, such
+        as some functions written in C, is accepted.
         """
         if not self.may_be_async and is_async(function):
             return "must be a normal function, not an async one, because its result is not awaited"
@@ -52,7 +52,7 @@ class Call:
 
 
 def is_async(function: Callable) -> bool:
-    """Return whether the result of a function, or of an object with `__call__`, must be awaited."""
+    """Return whether a function, or an object with `__call__`, is async: its result must be awaited."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
@@ -60,11 +60,12 @@ class Registry:
     """Plugin functions of one kind by name, such as all reward functions.
 
     The decorator `@registry("name")` adds a function and returns it unchanged.
+
     kind: word for such a function in error messages, such as `reward`
     key: the configuration key that selects a function, for error messages
     built_in: names that the key accepts although they are not registered here; they are listed in error
         messages
-    call: the arguments that the functions must accept; None: this is not checked
+    call: the arguments that the functions must accept; None: any arguments
     """
 
     def __init__(self, kind: str, key: str, built_in: tuple[str, ...] = (), call: Call | None = None):
@@ -93,13 +94,13 @@ class Registry:
         return list(self._known)
 
     def get(self, name: str) -> Callable:
-        """Return the function called `name`.
+        """Return the function with this name. Import the function's module if the name contains one.
+
+        Raises UserError if the function does not exist, or if a function given as `module:name` does not
+        accept the arguments that the Registry's `call` states.
 
         name: a registered name, or `module:name` for an attribute of the module or a function that the module
-            registers.
-
-        Modules are also found in the working directory. Raises UserError if there is no such function, or if
-        a function given as `module:name` does not accept the arguments that the Registry's `call` states.
+            registers. The working directory is also searched for the module.
         """
         module_name, separator, attribute = name.partition(":")
         if not separator:
@@ -122,9 +123,9 @@ class Registry:
         return function
 
     def problems(self, name: str) -> list[str]:
-        """Return the message of the error that `get` would raise, in a list; empty if it would raise none.
+        """Return the message of the error that `get` raises for `name`, in a list; empty without an error.
 
-        Checks of the configuration use this, because they collect all messages before they raise.
+        Checks of the configuration use this method, because they collect all messages before they raise.
         """
         try:
             self.get(name)
@@ -134,11 +135,12 @@ class Registry:
 
 
 def import_module(name: str, setting: str):
-    """Import a user's module, also from the working directory, and return it.
-
-    setting: the `key=value` of the configuration that asks for the module, for messages.
+    """Import a module of the user, which may be in the working directory, and return the module.
 
     Raises UserError if the import fails, whatever exception the module's code raises.
+
+    name: dotted name of the module.
+    setting: `key=value` in the configuration that names the module, for error messages.
     """
     if not all(part.isidentifier() for part in name.split(".")):
         raise UserError(f"{setting} cannot be imported: {shortened(repr(name))} is not a module name")
@@ -147,7 +149,10 @@ def import_module(name: str, setting: str):
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise UserError(f"{setting} cannot be imported: {error}") from error
+        raise UserError(
+            f"{setting} cannot be imported: {error}; check the name, and that the module is installed or in "
+            "the working directory"
+        ) from error
     except (Exception, SystemExit) as error:  # the user's own code, which may raise anything
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{frame.filename}:{frame.lineno}"

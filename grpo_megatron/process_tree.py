@@ -17,10 +17,10 @@ _STARTED = 19
 
 
 def start_mark(pid: object) -> str | None:
-    """Return when process `pid` started, as `BOOT_ID:CLOCK_TICKS_SINCE_BOOT`; None if it does not exist.
+    """Return the start time of process `pid` as `BOOT_ID:CLOCK_TICKS_SINCE_BOOT`; None if it does not exist.
 
-    Together with the pid this text identifies a process, even if the pid is later given to another process.
-    It replaces psutil's create_time, which changes when the clock is set.
+    The pid and this text together identify a process, even if the pid is later given to another process.
+    psutil's create_time is not used, because it changes when the clock is set.
     """
     if type(pid) is not int:
         return None
@@ -44,11 +44,11 @@ def _boot_id() -> str:
 def is_running(pid: object, started: object) -> bool:
     """Return True if the process that once had this pid and start time still runs on this machine.
 
-    started: what `start_mark` returned for the process, or, from earlier versions, seconds since the epoch.
-        Seconds may be wrong if the clock was set in between.
+    The pid alone is not enough, because it may have been given to another process. Both values come from
+    files, so they may be invalid. For invalid values the result is False.
 
-    The values come from files. For invalid values the result is False. The pid alone is not enough, because
-    it may have been given to another process.
+    started: what `start_mark` returned for the process. Files of earlier versions have seconds since the
+        epoch instead, which may be wrong if the clock was set in between.
     """
     if isinstance(started, str):
         return start_mark(pid) == started
@@ -62,16 +62,18 @@ def adopt_orphans() -> None:
     """Make this process the parent of each descendant whose own parent dies.
 
     Otherwise such an orphan would become a child of init, and `kill_descendants` would not find it. Raises
-    OSError.
+    OSError if the kernel refuses.
     """
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, so that a helper process is never left behind.
+    """Have the kernel kill this process when its parent ends. A helper process is thus never left behind.
 
-    parent: pid of the process that started this one. If the parent has already ended, this process exits.
+    If the parent has already ended, this process exits at once.
+
+    parent: pid of the process that started this process.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -79,11 +81,11 @@ def end_with_parent(parent: int) -> None:
 
 
 def kill_descendants(seconds: float = 30.0) -> list[str]:
-    """Send SIGKILL to all descendants of this process until none is left.
+    """Send SIGKILL to all descendants of this process, until none is left or the time is over.
 
-    Returns the descendants that are still there after `seconds`, each as `name (pid)`. Only a process that is
-    about to end may call this, because it collects the exit statuses of all children, which other code may be
-    waiting for.
+    Returns the descendants that still exist after `seconds`, each as `name (pid)`. Call this function only in
+    a process that is about to end: it collects the exit statuses of all children, for which other code may be
+    waiting.
     """
     deadline = time.monotonic() + seconds
     while left := _living_descendants():
@@ -121,7 +123,7 @@ def _reap() -> None:
 def killed_for_memory() -> int:
     """Return how many processes the kernel's out-of-memory killer has killed since boot; 0 if not known.
 
-    A rise of this count during a run explains a process that ended by SIGKILL.
+    If the count rises during a run, lack of memory probably explains why a process ended by SIGKILL.
     """
     try:
         with open("/proc/vmstat", encoding="ascii") as file:

@@ -8,14 +8,14 @@ _moves = 0
 
 
 def moved() -> None:
-    """Increment the progress counter. I/O loops call this after every few megabytes read or written.
+    """Increment the progress counter, so that slow I/O is not reported as a hang. Any thread may call this.
 
-    Any thread may call this.
+    I/O loops call this function after every few megabytes read or written.
     """
     global _moves
     _moves += 1  # two threads may count as one; all that matters is that the value changes
 
 
 def moves() -> int:
-    """Return the progress counter for the heartbeat. If it has changed, the process has made progress."""
+    """Return the progress counter. If it has changed since the last heartbeat, the process makes progress."""
     return _moves

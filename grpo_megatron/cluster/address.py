@@ -1,4 +1,4 @@
-"""Print the IPv4 address of a network interface of this node, or the one that this node resolves a name to.
+"""Print the IPv4 address of a network interface of this node, or the address of a host name.
 
 slurm/train.sbatch uses it to find the address at which the job's nodes reach each other.
 

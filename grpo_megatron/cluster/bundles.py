@@ -1,4 +1,4 @@
-"""Sizes of the bundles, which are the groups of devices that Ray must reserve together on one node.
+"""Sizes of the bundles of a run. A bundle is a set of devices that Ray reserves together on one node.
 
 The processes of a tensor-parallel group exchange data in every layer, so a group must not cross nodes.
 """
@@ -11,12 +11,12 @@ from grpo_megatron.errors import UserError
 
 @dataclass(frozen=True)
 class Bundles:
-    """Sizes of a run's bundles in devices. A bundle is devices that Ray reserves together on one node.
+    """The bundles of a run. A bundle is a set of devices that Ray reserves together on one node.
 
-    ranks: size of each bundle for trainer ranks
-    engines: size of each bundle for engines; empty if the engines share the devices of the ranks
-    part: number of devices that an engine has on each of its nodes. This is the engine's tensor-parallel
-        size, or the size of a node if the engine is larger than a node.
+    ranks: number of devices in each bundle for trainer ranks
+    engines: number of devices in each bundle for engines; empty if engines share the devices of the ranks
+    part: number of devices that one engine uses on each of its nodes: the engine's tensor-parallel size, or
+        all devices of a node if the engine needs several nodes
     """
 
     ranks: tuple[int, ...]
@@ -25,23 +25,25 @@ class Bundles:
 
 
 def bundles(
-    num_ranks: int, group: int, num_engines: int, engine_tp: int, per_node: int, colocated: bool
+    num_ranks: int, trainer_tp: int, num_engines: int, engine_tp: int, per_node: int, colocated: bool
 ) -> Bundles:
-    """Return the sizes of the bundles of devices that a run must reserve from Ray.
+    """Divide the devices of a run into bundles, so that no tensor-parallel group of ranks crosses nodes.
 
     num_ranks: number of trainer ranks
-    group: tensor-parallel size of the trainer
+    trainer_tp: tensor-parallel size of the trainer
+    num_engines: number of engines
     engine_tp: tensor-parallel size of an engine
     per_node: number of devices of the largest node
     colocated: True if engines and ranks share devices
 
-    Raises UserError if a tensor-parallel group of ranks would cross nodes, or if an engine would take several
-    nodes without using all devices of each.
+    Raises UserError if a tensor-parallel group of ranks is larger than a node, or if an engine needs several
+    nodes but not all devices of each.
     """
-    if group > per_node and num_ranks:
+    if trainer_tp > per_node and num_ranks:
         raise UserError(
-            f"megatron.tensor_parallel={group} exceeds the {per_node} devices of a node; a group's ranks "
-            f"exchange activations in every layer and must be on one node, so set it to at most {per_node}"
+            f"megatron.tensor_parallel={trainer_tp} exceeds the {per_node} devices of a node; a group's "
+            "ranks exchange activations in every layer and must be on one node, so set it to at most "
+            f"{per_node}"
         )
     if engine_tp > per_node and engine_tp % per_node:
         raise UserError(
@@ -50,11 +52,11 @@ def bundles(
         )
     part = min(engine_tp, per_node)
     if not colocated or not (num_ranks and num_engines):
-        return Bundles(_cut(num_ranks, group), _cut(num_engines * engine_tp, part), part)
-    both = lcm(group, part)
+        return Bundles(_cut(num_ranks, trainer_tp), _cut(num_engines * engine_tp, part), part)
+    both = lcm(trainer_tp, part)
     if both > per_node:
         raise UserError(
-            f"cluster.placement=colocated: with megatron.tensor_parallel={group} and "
+            f"cluster.placement=colocated: with megatron.tensor_parallel={trainer_tp} and "
             f"rollout.engine.tensor_parallel={engine_tp} on the same {per_node} devices of a node, groups of "
             "ranks would cross nodes; make one a multiple of the other"
         )
@@ -62,8 +64,8 @@ def bundles(
 
 
 def _cut(total: int, size: int) -> tuple[int, ...]:
-    """Split `total` devices into bundles of `size`, and return the size of each bundle.
+    """Split `total` devices into bundles of `size` devices, and return the size of each bundle.
 
-    A remainder becomes a last, smaller bundle.
+    If `total` is not a multiple of `size`, the last bundle is smaller.
     """
     return (size,) * (total // size) + ((total % size,) if total % size else ())

@@ -16,13 +16,13 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 AUTO = "auto"
-# CPU time that control groups (version 2) grant a container: microseconds of processor time, or `max`, and
-# the length of the period in microseconds.
+# File with the CPU quota of a container (control groups, version 2). It has two values: the CPU time that the
+# container may use in each period (microseconds, or `max`), and the length of the period (microseconds).
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def usable_cores() -> int:
-    """Return how many CPU cores this process may use, by its CPU affinity and its container's quota."""
+    """Return how many CPU cores this process may use, as its CPU affinity and its container's quota allow."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = _QUOTA.read_text(encoding="ascii").split()
@@ -41,8 +41,8 @@ def openmp_variables(threads: int) -> dict[str, str]:
         # Threads that spin while they wait for work take cores from the run's other processes and from
         # everything else on the machine.
         "OMP_WAIT_POLICY": "passive",
-        # They may spin for some microseconds, because small operators follow each other faster than a
-        # sleeping thread wakes up. This saves a tenth of a step.
+        # Waiting threads may spin for some microseconds, because small operators follow each other faster
+        # than a sleeping thread wakes up. This saves a tenth of the time of a step.
         "GOMP_SPINCOUNT": "1000",
     }
 
@@ -53,10 +53,10 @@ def _usable_cores() -> int:
 
 
 def cores_of(bundle_on: Mapping[str, int], group: PlacementGroup) -> dict[str, int]:
-    """Return {id of a node: number of its usable cores}. A Ray task on each node counts the cores.
+    """Return {node id: number of usable CPU cores}. A Ray task on each node counts them.
 
-    bundle_on: {id of a node: index of a bundle of `group` on this node}.
-    group: the placement group in which the tasks run.
+    bundle_on: {node id: index of a bundle of `group` on this node}. The task runs in this bundle.
+    group: Ray's placement group of the run.
     """
     here = ray.get_runtime_context().get_node_id()  # asking another process would take a second
     asked = {
@@ -76,11 +76,13 @@ def threads_by_node(
     cores: Mapping[str, int],
     environ: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, int]:
-    """Return {node: number of threads of each process there}, for all trainer ranks or all engine ranks.
+    """Return {node: number of threads for each process on this node}.
+
+    The trainer ranks and the engine ranks are counted in separate calls.
 
     setting: value of cpu_threads in the configuration: a number as text, or `auto`. `auto` means
         OMP_NUM_THREADS if `environ` has it, else the node's cores divided by the number of its processes.
-    nodes: the node of each trainer rank, or of each engine rank.
+    nodes: the node of each process. A node with several processes occurs several times.
     cores: {node: number of usable cores}.
     environ: environment variables of the driver.
     """
@@ -93,17 +95,20 @@ def threads_by_node(
 
 
 def threads_text(what: str, threads: Mapping[str, int]) -> str:
-    """Return a text for the user, such as `2 threads for each trainer rank`.
+    """Describe the number of threads for the log, such as `2 threads for each trainer rank`.
 
     what: name of a process, such as `trainer rank`.
-    threads: {node: number of threads of each process}.
+    threads: {node: number of threads of each process}. If the numbers differ, the text has their range.
     """
     count = _range(threads)
     return f"{count} thread{'' if count == '1' else 's'} for each {what}"
 
 
 def cores_text(cores: Mapping[str, int]) -> str:
-    """Return a text for the user, such as `8 usable cores on each node`. cores: {node: number of cores}."""
+    """Describe the number of cores for the log, such as `8 usable cores on each node`.
+
+    cores: {node: number of cores}. If the numbers differ, the text has their range.
+    """
     count = _range(cores)
     return f"{count} usable core{'' if count == '1' else 's'} on each node"
 

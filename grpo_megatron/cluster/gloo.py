@@ -14,9 +14,10 @@ from torch.distributed import distributed_c10d
 
 
 def share_device() -> None:
-    """Make all gloo groups that this process creates from now on share one device, to save CPU time.
+    """Make all gloo process groups that this process creates later share one gloo device, to save CPU time.
 
-    Patches ProcessGroupGloo.__init__ of torch. Calling it again changes nothing.
+    A gloo device is a thread that waits for the sockets of its groups. torch would give each group a device
+    of its own. This function patches torch's ProcessGroupGloo.__init__. A second call changes nothing.
     """
     groups = distributed_c10d.ProcessGroupGloo
     if not hasattr(groups.__init__, "__wrapped__"):
@@ -26,7 +27,7 @@ def share_device() -> None:
 
 
 def _with_shared_devices(initialize):
-    """Return a replacement for ProcessGroupGloo.__init__, which makes the group use the shared devices.
+    """Return a replacement for ProcessGroupGloo.__init__, which makes each new group use the shared devices.
 
     initialize: the original ProcessGroupGloo.__init__, which the replacement calls.
     """
@@ -44,12 +45,12 @@ def _with_shared_devices(initialize):
 
 @functools.cache
 def _devices(interfaces: str) -> list:
-    """Create and return the gloo devices that torch would create for a group.
+    """Return the gloo devices of this process, one for each network interface.
 
-    The cache returns the same devices for all groups, so that they are shared.
+    The first call creates the devices. Later calls return the same devices from the cache.
 
-    interfaces: value of GLOO_SOCKET_IFNAME, which is names of network interfaces, separated by commas. If it
-        is empty, the device uses the interface that the host's name resolves to.
+    interfaces: value of GLOO_SOCKET_IFNAME: names of network interfaces, separated by commas. If it is empty,
+        one device uses the interface that the host's name resolves to.
     """
     groups = distributed_c10d.ProcessGroupGloo
     named = [groups.create_device(interface=name) for name in interfaces.split(",") if name]

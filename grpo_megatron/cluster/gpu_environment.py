@@ -16,11 +16,12 @@ _TOOLKIT = "/usr/local/cuda"
 
 
 def cuda_home(environ: Mapping[str, str]) -> str | None:
-    """Return the folder of the CUDA toolkit with which kernels are built at run time; None if there is none.
+    """Return the folder of the CUDA toolkit that libraries use to build kernels at run time, or None.
 
-    The order is: CUDA_HOME or CUDA_PATH, which the user may have set, then /usr/local/cuda, then the toolkit
-    of the nvcc on PATH. Libraries that build kernels would use the nvcc on PATH before /usr/local/cuda. If
-    that nvcc is a link or a script, such as /usr/local/bin/nvcc, they do not find the CUDA runtime.
+    The first one found is taken: CUDA_HOME or CUDA_PATH, then /usr/local/cuda, then the toolkit of the nvcc
+    on PATH. The nvcc on PATH comes last, because it may be a link or a script, such as /usr/local/bin/nvcc.
+    A library that builds kernels with that nvcc does not find the CUDA runtime. The result is None if no
+    toolkit is found.
 
     environ: the driver's environment variables.
     """
@@ -35,11 +36,12 @@ def cuda_home(environ: Mapping[str, str]) -> str | None:
 def gpu_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables to set for every trainer rank and every engine on a GPU.
 
-    These are the NCCL settings, which must be the same in all processes, CUDA_HOME, and PATH. PATH begins
-    with the folder of the Python executable, because pip installs `ninja` there, which SGLang needs to build
-    kernels. Ray replaces `${PATH}` in the value by the PATH of the process's node.
+    - NCCL settings, which must be the same in all processes.
+    - CUDA_HOME, if a CUDA toolkit is found.
+    - PATH, which begins with the folder of the Python executable. pip installs `ninja` there, which SGLang
+      needs to build kernels. The value contains `${PATH}`, which Ray replaces by the PATH of the node.
 
-    environ: the driver's environment variables, whose NCCL settings and CUDA toolkit are passed on.
+    environ: the driver's environment variables. Its NCCL settings and its CUDA toolkit are passed on.
     """
     found = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}${{PATH}}"}
     found |= {name: environ.get(name, value) for name, value in NCCL_DEFAULTS.items()}
@@ -50,11 +52,10 @@ def gpu_environment(environ: Mapping[str, str]) -> dict[str, str]:
 def preload_environment(
     environ: Mapping[str, str], cuda: str | None, packages: str | Path = sysconfig.get_path("purelib")
 ) -> dict[str, str]:
-    """Return {"LD_LIBRARY_PATH": value} for processes that preload torch_memory_saver.
+    """Return {"LD_LIBRARY_PATH": value}, with which processes can preload the library torch_memory_saver.
 
-    That library, which releases GPU memory, needs libcudart. pip installs libcudart into a folder that the
-    loader does not search. torch knows the folder, but is loaded later. The result is empty if pip has not
-    installed libcudart.
+    The library needs libcudart. pip installs libcudart into a folder that the dynamic loader does not search,
+    so the value begins with this folder. The result is {} if pip has not installed libcudart.
 
     environ: environment variables of the process whose children preload the library.
     cuda: torch.version.cuda, such as `13.0`.
@@ -71,9 +72,11 @@ def preload_environment(
 
 
 def conflicts(environ: Mapping[str, str]) -> list[str]:
-    """Return a warning for each environment variable of the user that has no effect or a wrong value.
+    """Return warnings about the user's NCCL and CUDA environment variables that have no effect or are wrong.
 
     environ: the driver's environment variables.
+
+    Each warning is a text that says what to change. The list is empty if nothing is wrong.
     """
     nccl, found = gpu_environment(environ), []
     if nccl["NCCL_NVLS_ENABLE"] != "0" and nccl["NCCL_CUMEM_ENABLE"] == "0":
@@ -97,9 +100,10 @@ def conflicts(environ: Mapping[str, str]) -> list[str]:
 
 
 def filled_in(variables: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of `environ` with `variables` added. As in Ray, `${PATH}` in a value means the old PATH.
+    """Return a copy of `environ` with `variables` added, as Ray would set them for a process.
 
-    With the result, the doctor starts probes that have the environment of a rank or an engine, without Ray.
+    `${PATH}` in a value is replaced by the PATH of `environ`. The doctor (a command that checks the
+    installation) uses this to start test processes with the environment of a rank or engine, without Ray.
     """
     return dict(environ) | {
         name: value.replace("${PATH}", environ.get("PATH", "")) for name, value in variables.items()

@@ -21,12 +21,12 @@ from grpo_megatron.errors import ProcessLost, UserError
 from grpo_megatron.paths import within
 
 logger = logging.getLogger(__name__)
-# Callback for a phase that has ended: process, phase, its start in seconds since the epoch, seconds.
+# Callback for a phase that has ended: process, phase, start in seconds since the epoch, duration in seconds.
 TakeSpan = Callable[[str, str, float, float], None]
 # Callback for the calls that are in progress, see `at_work`.
 TakeWork = Callable[[list[dict[str, Any]]], None]
 _SHOWN = 3
-# The file with torch's collectives, as it appears in a place.
+# The file with torch's collectives, as it appears in Beat.place.
 _COLLECTIVE = "distributed_c10d.py"
 _FLUSH_SECONDS = 5.0
 _STACKS_SECONDS = 20.0
@@ -36,7 +36,7 @@ _ANSWER_SECONDS = 5.0
 
 
 class ProcessHangs(ProcessLost):
-    """Processes made no progress in a call for longer than cluster.hang_timeout, and were killed."""
+    """Processes made no progress in a call for longer than cluster.hang_timeout, so they were killed."""
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ class Watched:
     silent: float = 0.0
     """Seconds since the newest heartbeat."""
     spans: int = 0
-    """Index (Span.number) of the last ended phase that was passed on to the timeline; 0 before the first."""
+    """Span.sequence_number of the last phase that was passed on to the timeline; 0 before the first."""
 
     @property
     def name(self) -> str:
@@ -61,11 +61,11 @@ class Watched:
 
 @dataclass(frozen=True)
 class Hang:
-    """A hang: the processes of a run at the moment when some of them are found to hang.
+    """The processes of a run at the moment when some of them are found to hang.
 
     silent: processes that have sent no heartbeat for longer than the time limit
-    still: processes that send heartbeats, but have made no progress for longer than the time limit
-    others: processes that are in a call and make progress
+    still: processes that send heartbeats, but whose call has made no progress for longer than the time limit
+    others: processes whose call makes progress, in this process or in another one that is in the same call
     """
 
     silent: list[Watched]
@@ -74,11 +74,11 @@ class Hang:
 
     @property
     def at_fault(self) -> list[Watched]:
-        """The processes that are assumed to be the cause of the hang, and are killed.
+        """The processes that are assumed to have caused the hang. They are killed.
 
-        The processes in `silent` are the cause, if there are any. Otherwise the processes in `still` are
-        grouped by their position in the code, and the smallest group is the cause, because in most hangs many
-        ranks wait for a few. Processes that wait in a collective are left out, unless all processes do so.
+        If there are processes in `silent`, they are the cause. Otherwise the processes in `still` are grouped
+        by their position in the code, and the smallest group is the cause, because in most hangs many ranks
+        wait for a few. Processes that wait in a collective are left out, unless all processes do so.
         """
         if self.silent:
             return self.silent
@@ -86,14 +86,14 @@ class Hang:
         for watched in [
             watched for watched in self.still if _COLLECTIVE not in watched.beat.place
         ] or self.still:
-            # The place of an engine contains its process ids. With them, every engine would be alone at its
-            # place, and so be one of the fewest.
+            # The place of an engine contains its process ids. Without their removal, every engine would be
+            # the only one at its place, and so belong to the smallest groups.
             by_place[re.sub(r" \(pid \d+\)", "", watched.beat.place)].append(watched)
         fewest = min(len(group) for group in by_place.values())
         return [watched for group in by_place.values() if len(group) == fewest for watched in group]
 
     def message(self) -> str:
-        """Return a description of the hang of at most five lines, for the message of ProcessHangs."""
+        """Return the error message for ProcessHangs: which processes hang, and where. At most five lines."""
         at_fault = self.at_fault
         lines = [self.line(watched) for watched in at_fault[:_SHOWN]]
         if len(at_fault) > _SHOWN:
@@ -109,7 +109,10 @@ class Hang:
         return "\n".join(lines)
 
     def line(self, watched: Watched) -> str:
-        """Return a line about one process: its call, its place in the code, and the seconds in the call."""
+        """Describe one process in one line: its call, the seconds in the call, and its place in the code.
+
+        If the process is in `silent`, the line says for how long it has sent no heartbeat.
+        """
         beat = watched.beat
         if watched in self.silent:
             last = f", last in `{beat.phase}`" if beat.phase else ""
@@ -122,8 +125,8 @@ def find_hang(all_watched: list[Watched], timeout: float) -> Hang | None:
     """Return the hang, or None if no process of the run hangs.
 
     A process hangs if it has sent no heartbeat for `timeout` seconds. Processes in the same call may wait for
-    each other, so they hang only if none of them has made progress for `timeout` seconds. For a
-    process whose heartbeat says `alone`, only its own progress counts.
+    each other, so they hang only if none of them has made progress for `timeout` seconds. If the heartbeat of
+    a process has the flag `alone`, the process waits for no other, so only its own progress counts.
 
     all_watched: all processes of the run.
     timeout: seconds.
@@ -146,15 +149,17 @@ def find_hang(all_watched: list[Watched], timeout: float) -> Hang | None:
 
 
 def at_work(all_watched: list[Watched], now: float) -> list[dict[str, Any]]:
-    """Return a dict for status.json for each call that processes are in. Times are seconds since the epoch.
+    """Return the calls that processes are executing now, for status.json: one dict for each call.
 
-    - "name": the process that has been in the call longest, and how many others are in the call
+    - "name": the process that has been in the call longest, and how many others are in the call, as text
     - "phase": name of the call
-    - "since": when that process entered the call
-    - "heard": the oldest of the times at which the processes sent their last heartbeat
+    - "since": time at which this process entered the call
+    - "heard": time of the last heartbeat of the process that has been silent longest
+
+    All times are in seconds since the epoch.
 
     all_watched: all processes of the run.
-    now: the present time, in seconds since the epoch.
+    now: the present time.
     """
     calls = defaultdict(list)
     for watched in all_watched:
@@ -171,17 +176,17 @@ def at_work(all_watched: list[Watched], now: float) -> list[dict[str, Any]]:
 
 
 class HangDetector:
-    """The hang detector. While it is open as a context, a thread finds processes that hang and kills them.
+    """Watches the heartbeats of a run's processes in a thread, and kills the processes that hang.
 
-    Calls to killed processes fail, so code that waits for such a call need not know about hangs. The context
-    raises ProcessHangs in place of the error of the failed call.
+    The thread runs while this object is open as a context. When a process is killed, the driver's pending
+    call to this process fails. The context then raises ProcessHangs in place of the error of that call.
     """
 
     def __init__(self, folder: str, timeout: float, take_work: TakeWork | None = None):
-        """Prepare to watch processes. `add` adds each of them.
+        """Prepare to watch processes. Each process must be added by `add`.
 
-        folder: folder for a file with the Python stacks of processes that hang
-        timeout: number of seconds without progress after which a process hangs
+        folder: folder for a file with the Python stacks of all processes when some of them hang
+        timeout: seconds without progress or without a heartbeat, after which a process counts as hanging
         take_work: called every two seconds, in another thread, with the result of `at_work`
         """
         self._folder, self._timeout, self._take_work = Path(folder), timeout, take_work
@@ -204,24 +209,24 @@ class HangDetector:
     def remove(self, actor: ray.actor.ActorHandle) -> None:
         """Stop watching an actor, because it is about to be killed.
 
-        The actor's last heartbeat stays in Ray's key-value store, because removing it would take a minute if
+        The actor's last heartbeat stays in Ray's key-value store. Its removal would block for a minute if
         Ray's head has died.
         """
         with self._lock:
             self._watched.pop(_key(actor), None)
 
     def tell_spans(self, take: TakeSpan) -> None:
-        """Call `take` for each phase of a process that ends from now on, to add the phase to the timeline.
+        """Set the function that receives the phases of all processes, for example to draw a timeline.
 
-        `take` is called in another thread, some seconds after the phase has ended.
+        take: called for each phase that ends from now on, some seconds after its end, in another thread.
         """
         self._take_span = take
 
     def flush(self) -> None:
-        """Call the function given to `tell_spans` for all phases that have ended so far.
+        """Report all phases that have ended so far to the function given to `tell_spans`.
 
-        This completes the timeline at the end of a run. Every process is asked for a heartbeat, so all
-        processes must be alive and idle.
+        This completes the timeline at the end of a run. The method asks every process for a heartbeat, so all
+        processes should be alive and idle. It waits at most five seconds for their answers.
         """
         with self._lock:
             beats = [watched.actor.beat.remote() for watched in self._watched.values()]
@@ -231,8 +236,8 @@ class HangDetector:
 
     def __enter__(self) -> Self:
         self._verdict = None
-        # Each thread has its own event. An earlier thread may still wait for Ray's head, and must end when it
-        # goes on.
+        # Each thread has its own event. An earlier thread may still wait for Ray's head. When that thread
+        # goes on, its own event must tell it to end.
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._run, args=(self._stop,), name="hang detector", daemon=True
@@ -243,8 +248,8 @@ class HangDetector:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         self._stop.set()
         self._thread.join(_FLUSH_SECONDS)  # it may wait for Ray's head, which may be dead
-        # A UserError other than ProcessLost does not come from a killed process. It would occur again, so it
-        # stays.
+        # A UserError other than ProcessLost does not come from a killed process. It would occur again after a
+        # restart, so it is not replaced.
         refused = isinstance(error, UserError) and not isinstance(error, ProcessLost)
         if self._verdict and isinstance(error, Exception) and not refused:
             raise ProcessHangs(self._verdict) from error
@@ -277,9 +282,9 @@ class HangDetector:
     def _judge(self) -> Hang | None:
         """Return the hang, or None if no process hangs. Stop watching processes that are dead.
 
-        A dead process is silent too, but does not hang. The next call to the process reports the death, with
-        cause and log. If a death were reported as a hang, the detector would end, and a later hang would stay
-        unnoticed.
+        A dead process sends no heartbeats either, but does not hang. The next call to the process reports its
+        death, with cause and log. If the detector reported a death as a hang, it would end, and a later hang
+        would stay unnoticed.
         """
         with self._lock:
             watched = dict(self._watched)
@@ -309,8 +314,8 @@ class HangDetector:
     def _read(self, passed: float) -> None:
         """Read the heartbeats of all watched processes from Ray's key-value store into `_watched`.
 
-        passed: seconds since the last read. If a process has sent no new heartbeat, they are added to its
-            `silent`.
+        passed: seconds since the last read. They are added to `silent` of each process that has sent no new
+            heartbeat.
         """
         with self._lock:
             watched = {key.encode(): watched for key, watched in self._watched.items()}
@@ -334,7 +339,10 @@ class HangDetector:
         watched.beat, watched.silent = beat, 0.0
 
     def _write_stacks(self, hang: Hang) -> None:
-        """Write the Python stacks of all processes in a call to a file. Add its path to the error message."""
+        """Write the Python stacks of all processes that are not idle into a file.
+
+        Add the file's path to the error message `_verdict`.
+        """
         path = self._folder / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.txt"
         rest = [
             watched for watched in (*hang.silent, *hang.still, *hang.others) if watched not in hang.at_fault
@@ -350,7 +358,10 @@ class HangDetector:
 
 
 def _dead(silent: list[Watched]) -> list[Watched]:
-    """Return the silent processes that have ended, as far as Ray knows. Each is called to find out."""
+    """Return the processes that have ended. A remote call to each process shows whether it still lives.
+
+    silent: processes that have sent no heartbeat for long.
+    """
     asked = {one.actor.beat.remote(): one for one in silent}
     ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_SECONDS) if asked else ([], [])
     dead = []
@@ -360,7 +371,7 @@ def _dead(silent: list[Watched]) -> list[Watched]:
         except ENDED:
             dead.append(asked[answer])
         except RayError:
-            continue  # it cannot be reached or it failed, so its state is unknown
+            continue  # the process cannot be reached or its call failed, so its state is unknown
     return dead
 
 

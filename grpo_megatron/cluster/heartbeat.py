@@ -68,19 +68,20 @@ class Beat:
     role: str = ""
     """Name of the process for messages, such as `rank 1 (tp1 pp0 cp0 dp0 ep0)`."""
     phase: str | None = None
-    """Name of the call that the process executes, such as `train_step`; None if it is idle."""
+    """Name of the call that the process executes, such as `train_step`; None if the process is idle."""
     alone: bool = False
     """True if the process waits for no other process in this phase, so that only its own progress counts."""
     seconds: float = 0.0
-    """Seconds since the phase began."""
+    """Seconds since the phase began; 0 if the process is idle."""
     still: float = 0.0
     """Seconds since the process last made progress."""
     place: str = ""
-    """File, line and function that the process is in. Empty if it made progress since the last heartbeat."""
+    """File, line and function that the process is in. Empty if it is idle or has made progress since the last
+    heartbeat."""
     stacks: str = ""
-    """Stacks of all threads as text. Empty unless `still` is at least _STACKS_SECONDS."""
+    """Stacks of all threads as text. Empty if `still` is below _STACKS_SECONDS or the process is idle."""
     spans: list[Span] = field(default_factory=list)
-    """The phases that ended lately. Each is in several heartbeats, in case the driver misses one."""
+    """The phases that ended in the last seconds. Several heartbeats repeat a phase, in case one is missed."""
 
     def encode(self) -> bytes:
         return json_text(vars(self)).encode()
@@ -92,7 +93,7 @@ class Beat:
 
 
 class ProgressSource(Protocol):
-    """The interface by which the heartbeat thread observes what its process does."""
+    """Interface of the objects by which the heartbeat thread observes what its own process does."""
 
     def progress(self) -> Any:
         """Return a value that changes whenever the process makes progress. Its type does not matter."""
@@ -105,9 +106,10 @@ class ProgressSource(Protocol):
 
 
 class PythonThreads:
-    """A ProgressSource for a process that works in Python threads. The heartbeat thread itself is left out.
+    """A ProgressSource that observes the Python threads of the process, except the thread that calls it.
 
-    `place` describes the main thread, in which Ray runs the methods of actors.
+    `progress` returns the positions of the threads in the code. `place` describes the main thread, in which
+    Ray runs the methods of actors.
     """
 
     def progress(self) -> dict[int, list]:
@@ -134,16 +136,17 @@ class PythonThreads:
 
 
 class Heartbeat:
-    """The sender of a process's heartbeats, which also records the phases that the process is in.
+    """Sends a process's heartbeats to the driver, and records which phase (call) the process is in.
 
-    After `start`, a thread sends a heartbeat to the driver every BEAT_SECONDS.
+    After `start`, a thread sends a heartbeat every BEAT_SECONDS.
+
     role: name of the process for messages, such as `rank 1 (tp1 pp0 cp0 dp0 ep0)`
     """
 
     def __init__(self, source: ProgressSource | None = None):
-        """Prepare the heartbeats, without sending any.
+        """Prepare the heartbeats. None is sent before `start`.
 
-        source: observes what the process does. If None, its Python threads are observed.
+        source: observes what the process does. If None, the Python threads of the process are observed.
         """
         self._source = source or PythonThreads()
         self.role = ""
@@ -154,9 +157,9 @@ class Heartbeat:
         self._beat, self._seen, self._looked = Beat(), None, time.monotonic()
 
     def tick(self) -> None:
-        """Count one unit of progress.
+        """Count one unit of progress, so that the process is not taken for one that hangs.
 
-        A phase that may take long calls this again and again, for example after each micro-batch.
+        Code that may take long calls this regularly, for example after each micro-batch.
         """
         self._moves += 1
 
@@ -187,7 +190,8 @@ class Heartbeat:
     def start(self) -> None:
         """Start the thread that sends heartbeats.
 
-        The process must be a Ray actor. The key of its heartbeats in Ray's store is the id of the actor.
+        The process must be a Ray actor. The heartbeats are stored in Ray's key-value store under the actor's
+        id.
         """
         # Imported here and in `beat`, because the training engine also has a Heartbeat where Ray is not
         # installed. It is never started there.
@@ -198,7 +202,8 @@ class Heartbeat:
 
     def _run(self) -> None:
         while True:
-            # The next heartbeat may succeed. A process that is silent for long is considered lost.
+            # If one heartbeat fails, the next may succeed. The hang detector finds a process that stays
+            # silent.
             with suppress(Exception):
                 self._look()
                 self.beat()
@@ -225,7 +230,7 @@ class Heartbeat:
         )
 
     def beat(self) -> None:
-        """Send a heartbeat now, with the phases that ended lately. Forget phases that ended longer ago."""
+        """Send a heartbeat now, with the newest observation and the phases that have ended lately."""
         from ray.experimental import internal_kv
 
         with self._lock:
@@ -240,8 +245,10 @@ class Heartbeat:
 class _Phase:
     """A phase in progress.
 
+    alone: True if the process waits for no other process in this phase
     count: number of open contexts with the phase's name
-    start, began: time at which the phase began, in seconds since the epoch, and as a value of time.monotonic
+    start: time at which the phase began, in seconds since the epoch
+    began: the same time as a value of time.monotonic
     """
 
     def __init__(self, alone: bool):

@@ -1,4 +1,4 @@
-"""Errors of joining or starting a Ray cluster, turned into one sentence for the user.
+"""Clear errors when a Ray cluster cannot be joined or started, and the folder for the files of a new one.
 
 Ray raises errors of many types, some of them only after minutes.
 """
@@ -15,16 +15,17 @@ from ray.exceptions import RayError
 
 from grpo_megatron.errors import UserError, shortened
 
-# How long to wait for a cluster that is just being started.
+# How long to wait for an answer, because the cluster may just be starting.
 ANSWER_SECONDS = 30.0
 
 
 @contextmanager
 def refusals_said(address: str | None) -> Iterator[None]:
-    """Turn errors of ray.init within the context into UserErrors that say what the user can do.
+    """Turn errors of ray.init, called in the context, into UserErrors that say what the user can do.
 
-    Other errors, which the user cannot mend, are raised unchanged. Raises UserError also if no cluster
-    answers at the address.
+    Errors that the user cannot correct are raised unchanged. Before the context begins, raises UserError if
+    nothing answers at `address`.
+
     address: address of the Ray cluster to join. If None, ray.init starts a cluster on this machine.
     """
     if address:
@@ -70,18 +71,19 @@ def own_folder() -> Path:
 
 
 def _folder() -> tuple[str, str]:
-    """Return (variable, folder): the environment variable for the folder of Ray's files, and that folder."""
+    """Return (variable, folder): the folder for Ray's files, and the environment variable that selects it."""
     set_one = next((name for name in ("RAY_TMPDIR", "TMPDIR") if os.environ.get(name)), "")
     return (set_one, os.path.abspath(os.environ[set_one])) if set_one else ("RAY_TMPDIR", "/tmp")
 
 
 def _must_answer(address: str) -> None:
-    """Raise UserError if `address` is malformed, or if no server answers there for ANSWER_SECONDS.
+    """Raise UserError if `address` is not HOST:PORT, or if no server answers there within ANSWER_SECONDS.
 
-    ray.init itself would try for minutes, and then write the reason to a log only.
+    Without this check, ray.init would try for minutes, and then write the reason only to a log. `auto` and
+    addresses with `://` are not checked, because Ray itself resolves them.
     """
     if address == "auto" or "://" in address:
-        return  # Ray finds these itself
+        return
     host, _, port = address.rpartition(":")
     if not host or not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 2**16:
         raise UserError(

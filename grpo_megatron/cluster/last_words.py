@@ -41,9 +41,9 @@ def last_words(log: str, error: RayError | None = None) -> tuple[str, list[str]]
 
     Returns (how, lines):
 
-    - how: text in brackets such as ` (with exit status 1)`, or "" if it is not known.
-    - lines: at most three lines of the log. They are the lines of a crash, or else the end of the last
-      traceback, or else the last errors, or else the last lines of the log. If Ray killed the process for
+    - how: text in brackets such as ` (with exit status 1)`, or "" if the way it ended is not known.
+    - lines: at most three lines of the log. The first kind that the log has is taken: the report of a crash
+      (signal), the end of the last traceback, the last errors, the last lines. If Ray killed the process for
       lack of memory, the lines instead name the processes that used most memory, and say what to change.
     """
     if how := killed_by_ray(error):
@@ -61,7 +61,10 @@ def last_words(log: str, error: RayError | None = None) -> tuple[str, list[str]]
 
 
 def worth_showing(lines: list[str]) -> list[str]:
-    """Return the lines of a log without blank lines, progress bars, harmless notes and warnings."""
+    """Remove blank lines, progress bars, harmless notes and warnings from the lines of a log.
+
+    The indented lines below a note or a warning are removed, too.
+    """
     kept, below_warning = [], False
     for line in lines:
         if re.search(r"warn", line, re.IGNORECASE) or any(text in line for text in _HARMLESS):
@@ -73,10 +76,11 @@ def worth_showing(lines: list[str]) -> list[str]:
 
 
 def _cause(lines: list[str]) -> list[str]:
-    """Return the lines of a log that explain a failure best, at most three.
+    """Choose the lines of a log that explain a failure best, at most three.
 
-    They are the place and the exception of the last traceback, or else the last errors, or else the last
-    lines. Errors that only report the end of another process are ignored.
+    If the log has a traceback, these are the place and the exception of the last one. Otherwise they are the
+    last lines with an error, or, if there are none, the last lines of the log. Errors that only report the
+    end of another process are ignored.
     """
     found = [block for block in _tracebacks(lines) if not _AFTEREFFECTS.search(block[-1])]
     if found:
@@ -87,7 +91,7 @@ def _cause(lines: list[str]) -> list[str]:
 
 
 def _tracebacks(lines: list[str]) -> list[list[str]]:
-    """Return a list of lines for each Python traceback in a log. The last line of a list is the exception."""
+    """Return the Python tracebacks in a log, each as a list of lines whose last line is the exception."""
     found = []
     for start, line in enumerate(lines):
         if _TRACEBACK in line:
@@ -124,12 +128,12 @@ def _how(error: RayError | None, crash: str) -> str:
             if not text.strip() or isinstance(error, ENDED)
             else f" ({shortened(text.splitlines()[0], 200)})"
         )
-    # Its connection broke before it could say anything. Ray does not tell the signal.
+    # The process's connection broke before it could report a reason. Ray does not tell the signal.
     return " (probably killed by SIGKILL, sent manually or by the kernel for lack of memory)"
 
 
 def killed_by_ray(error: Exception | None) -> str:
-    """Return how the process ended, in brackets, if Ray's memory monitor killed it; else "".
+    """Return a text in brackets that says how the process ended, if Ray's memory monitor killed it; else "".
 
     error: the error of a call to the process.
     """
@@ -143,9 +147,9 @@ def killed_by_ray(error: Exception | None) -> str:
 
 
 def _needed_memory(report: str) -> list[str]:
-    """Return one or two lines for a message: the processes that used most memory, and what to change.
+    """Return one or two lines for an error message: which processes used most memory, and what to change.
 
-    report: Ray's text about the process that it killed for lack of memory.
+    report: text of Ray's error about the process that it killed for lack of memory. It lists processes.
     """
     users = re.findall(r"^(\d+)\t([\d.]+)\t(.+)$", report, re.MULTILINE)[:_LINES]
     said = ", ".join(

@@ -15,8 +15,8 @@ def occupied() -> int:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Return how many bytes of resident memory a process has, without mapped files and shared memory."""
+    """Return the resident memory of a process in bytes, without mapped files and shared memory."""
     for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError("this system does not report how much memory a process uses")
+    raise RuntimeError(f"/proc/{pid}/status has no line RssAnon, so the memory of process {pid} is unknown")

@@ -1,10 +1,10 @@
 """Placement: which process runs on which device.
 
-A slot is one device of this run: a GPU, or on CPUs a share of a node. Ray reserves the slots in bundles, and
-a bundle is on one node. Every trainer rank, and every engine's part on a node, is a Ray actor that is bound
-to a bundle. Processes that must be on one node share a bundle. Slots are sorted by node and device, so that
-neighbouring ranks are neighbours in hardware. A process's environment variables are set before it starts,
-and so are libraries to preload.
+A slot is one device of this run: a GPU or, if the run computes on CPUs, a share of a node. Ray reserves the
+slots in bundles, and a bundle is on one node. Every trainer rank, and every engine's part on a node, is a Ray
+actor that is bound to a bundle. Processes that must be on one node share a bundle. Slots are sorted by node
+and device, so that neighbouring ranks are neighbours in hardware. A process's environment variables,
+including those for libraries to preload, are set before the process starts.
 """
 
 import logging
@@ -37,7 +37,7 @@ from grpo_megatron.errors import ProcessLost, Stopped, UserError, shortened
 
 logger = logging.getLogger(__name__)
 
-# A label of Ray's nodes: the node's position in the network among the others. slurm/train.sbatch sets it.
+# A label of Ray's nodes: the position of the node in the network, as an index. slurm/train.sbatch sets it.
 NODE_ORDER = "node-order"
 
 
@@ -57,10 +57,7 @@ class Slot:
 
 @dataclass
 class Cluster:
-    """The devices (slots) that Ray has reserved for this run.
-
-    At the end of its `with` block, `close` is called.
-    """
+    """The devices (slots) that Ray has reserved for this run. The end of its `with` block releases them."""
 
     group: PlacementGroup
     """Ray's reservation of all slots of the run."""
@@ -82,14 +79,14 @@ class Cluster:
     def options(self, slot: Slot, env: dict[str, str], devices: list[int | None] | None = None) -> dict:
         """Return the Ray actor options that bind a process to `slot` and set its environment variables.
 
-        env: further environment variables. They override the variables that every process on a GPU gets.
+        env: environment variables of the process. They override those that every process on a GPU gets.
         devices: indices of the GPUs that the process may see. If None, it sees only the GPU of the slot.
         """
-        env = dict(env) | _loopback_alone()
+        env = dict(env) | _loopback_variables()
         if slot.device is not None:
             env = gpu_environment(os.environ) | env
-            # Ray would show the process only the devices that it accounts to it. That is not enough for an
-            # engine over several devices, nor for two processes that share one.
+            # Ray would show the process only the devices that the process reserves. That is not enough for
+            # an engine with several devices, nor for two processes that share one.
             env["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
             env["CUDA_VISIBLE_DEVICES"] = ",".join(str(d) for d in (devices or [slot.device]))
         return {
@@ -117,9 +114,11 @@ class Cluster:
         ]
 
     def divide_cores(self, config: Config) -> None:
-        """Set rank_threads and engine_threads from the configuration and the nodes' cores, and log them.
+        """Set rank_threads and engine_threads, so that processes on CPUs share the cores of their nodes.
 
-        Only a run on CPUs calls this.
+        Log the thread counts. Only a run that computes on CPUs calls this.
+
+        config: its cpu_threads settings may give the numbers of threads.
         """
         engine_slots = list(chain(*self.engine_slots))
         cores = cores_of({slot.node: slot.bundle for slot in (*self.rank_slots, *engine_slots)}, self.group)
@@ -165,10 +164,11 @@ class Cluster:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _loopback_alone() -> dict[str, str]:
-    """Return environment variables that make gloo and NCCL use loopback only; empty if Ray does not use it.
+def _loopback_variables() -> dict[str, str]:
+    """Return environment variables that make gloo and NCCL use loopback only, if Ray itself uses loopback.
 
-    Ray uses loopback if this run has started it on one machine. Other machines then cannot connect.
+    Ray does so if this run has started Ray on one machine. Otherwise the result is empty. On loopback, other
+    machines cannot connect to the run's processes.
     """
     if not ip_address(ray.util.get_node_ip_address()).is_loopback:
         return {}
@@ -184,9 +184,10 @@ def allocate(
 ) -> Cluster:
     """Connect to a Ray cluster or start one, and reserve devices for the trainer ranks and engines of a run.
 
-    Colocated engines share the devices of the ranks, other engines get devices of their own. Each
+    Colocated engines share the devices of the ranks. Other engines get devices of their own. Each
     tensor-parallel group is on one node, except that an engine larger than a node fills several nodes.
-    timeout: seconds to wait for the reservation.
+
+    timeout: seconds to wait until Ray has reserved the devices.
     guard: watches the Ray daemons if a Ray cluster is started. If None, nothing watches them.
 
     Raises UserError if the cluster has too few free devices, or if its nodes are too small for a
@@ -196,7 +197,8 @@ def allocate(
     colocated = config.cluster.placement == Placement.colocated
     total = max(num_ranks, num_engines * engine_tp) if colocated else num_ranks + num_engines * engine_tp
     guard = guard or NoGuard()
-    guard.needs(daemons)  # from now on, because ray.init would wait a minute for a daemon that dies
+    # The guard watches the daemons while they start, too. ray.init would wait a minute for a dead daemon.
+    guard.needs(daemons)
     folder = connect(config.cluster.ray_address, total)
     started = folder is not None
     gcs_port = int(ray.get_runtime_context().gcs_address.rpartition(":")[2])
@@ -239,11 +241,13 @@ def allocate(
 
 
 def _wait_until_reserved(group: PlacementGroup, total: int, sizes: list[int], timeout: float) -> None:
-    """Wait until Ray has reserved all bundles of the group. Raises UserError if that exceeds `timeout`.
+    """Wait until Ray has reserved all bundles of a placement group.
 
-    total: number of devices that the run needs, for the message
-    sizes: number of devices of each bundle, for the message
-    timeout: seconds
+    total: number of devices that the run needs, for the message.
+    sizes: number of devices of each bundle, for the message.
+    timeout: seconds.
+
+    Raises UserError if Ray has not reserved them within `timeout`.
     """
     if not group.wait(timeout):
         have = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
@@ -255,7 +259,7 @@ def _wait_until_reserved(group: PlacementGroup, total: int, sizes: list[int], ti
 
 
 def _slots(group: PlacementGroup, gpus: bool) -> list[list[Slot]]:
-    """Return one list for each bundle of a reserved placement group, with a slot for each of its devices.
+    """Return the slots (devices) of each bundle of a reserved placement group, as one list for each bundle.
 
     gpus: True if the devices are GPUs. A Ray task in each bundle then reports which GPUs the bundle has.
 
@@ -291,15 +295,16 @@ def neighbouring_stages(slots: list, layout: MegatronConfig, per_node: int) -> l
     """Reorder the ranks' slots so that the pipeline stages of each replica are on neighbouring nodes.
 
     Megatron numbers the ranks stage by stage. If ranks took the slots in the order of nodes, the first stages
-    of all replicas would come before any second stage, and stages of one replica would be far apart.
+    of all replicas would come before any second stage, and the stages of one replica would be far apart.
+
+    Slots are moved only in blocks. A block consists of whole nodes, and of whole groups of ranks that share
+    experts, because the ranks within these exchange more data than stages do.
 
     slots: a slot for each rank, sorted by node.
     layout: the parallel sizes of the trainer.
     per_node: number of devices of the largest node.
 
-    Returns the slots in rank order. Only whole nodes and whole groups of ranks that share experts are moved,
-    because the ranks in them exchange more data than stages do. If the number of ranks of a stage is not a
-    multiple of both sizes, the slots are returned unchanged.
+    Returns the slots in rank order. They are unchanged if a stage cannot be divided into whole blocks.
     """
     of_replica = layout.tensor_parallel * layout.context_parallel
     of_stage = of_replica * layout.data_parallel
@@ -315,9 +320,9 @@ def neighbouring_stages(slots: list, layout: MegatronConfig, per_node: int) -> l
 def _sorted(of_bundles: list[list[Slot]]) -> list[Slot]:
     """Return the slots of all bundles in one list, sorted by node and device.
 
-    Nodes are sorted by their label NODE_ORDER (position in the network) if they have one, else by address. A
-    last bundle that is smaller stays last. At another place, it would make tensor-parallel groups span two
-    bundles.
+    Nodes are sorted by their label NODE_ORDER (position in the network) if they have one, else by address.
+    The slots of a bundle that is smaller than the first one come last. Elsewhere, they would shift the
+    following ranks, and tensor-parallel groups would span two bundles.
 
     of_bundles: the slots of each bundle.
     """
@@ -338,9 +343,9 @@ def _sorted(of_bundles: list[list[Slot]]) -> list[Slot]:
     return sorted((slot for bundle in of_bundles for slot in bundle), key=place)
 
 
-@ray.remote(max_calls=0)  # it uses no GPU, so its process may be reused
+@ray.remote(max_calls=0)  # the task does not compute on the GPU, so its process may be reused
 def _visible_devices() -> list[int]:
-    """Return the indices of the GPUs that Ray has assigned to this task.
+    """Return the indices of the GPUs on this node that Ray has assigned to this task.
 
     Raises UserError if Ray names GPUs by anything but their indices.
     """

@@ -35,10 +35,10 @@ _STARTS = 2
 # A worker begins no further call of a batch after this time, so that the caller of a cheap call need not wait
 # for expensive ones.
 _BATCH_SECONDS = 0.1
-# How long after a call's time limit its process is killed. The limit itself only ends Python code.
+# How long after a call's time limit the process ends itself. The limit itself can only interrupt Python code.
 _GRACE_SECONDS = 3.0
-# How much later the driver kills a process that could not end itself, such as one that was stopped by a
-# signal.
+# How much later the driver kills a process that could not end itself, for example because a signal has
+# stopped it.
 _PATIENCE_SECONDS = 30.0
 
 
@@ -59,7 +59,8 @@ class Bounds:
     """Limits for the code that a worker runs, such as a reward function.
 
     seconds: time limit of one call
-    memory: bytes that the process may allocate after it has started and built its object; None: no limit
+    memory: bytes that the process may allocate in addition to those that it uses after its start; None: no
+        limit
     file: maximum size in bytes of each file that the process writes; None: no limit
     """
 
@@ -70,7 +71,7 @@ class Bounds:
     def apply(self) -> None:
         """Apply the limits of memory and file size to this process and its children, by setrlimit.
 
-        The time limit is not applied here, because it holds for each call.
+        The time limit is not applied here. Each call applies it anew.
         """
         if self.memory is not None:
             # RLIMIT_DATA counts private memory that can be written. RLIMIT_AS would also count Ray's object
@@ -88,13 +89,14 @@ def _limit(which: int, most: int) -> None:
 
 @ray.remote
 class PoolWorker:
-    """The process of a worker: a Ray actor with an object that runs the user's code.
+    """The process of a worker: a Ray actor that holds an object, which runs the user's code.
 
-    `start` makes the object by calling `build`. The object has a method `work(items, seconds)`, which works
-    on the items in order and returns a list of results. It begins no further item after `seconds`, but does
-    at least one, so the results may be those of the first items only. The object may have an attribute
-    `is_worn`, which is True if a new process must replace this process. An object that is worn may return no
-    results, except in its first call.
+    `start` makes the object. The object must have a method `work(items, seconds)`, which works on the items
+    in order and returns a list of results. The method begins no further item after `seconds`, but does at
+    least one. So the list may have only the results of the first items.
+
+    The object may have an attribute `is_worn`. If it is True, a new process must replace this process. A worn
+    object may return no results, except in its first call.
     """
 
     def __init__(self, log: str):
@@ -102,13 +104,13 @@ class PoolWorker:
         redirect_output(log)
 
     def start(self, build: Callable[[], Any], folder: str, bounds: Bounds) -> None:
-        """Build the object that runs the calls, and apply the limits to this process.
+        """Build the object that does the work, and apply the limits to this process.
 
-        build: makes the object.
+        build: makes and returns the object.
         folder: the driver's working directory, with the user's modules and files. It becomes the working
             directory of this process.
         """
-        with contextlib.suppress(OSError):  # this node may not have it
+        with contextlib.suppress(OSError):  # this node may not have the folder
             os.chdir(folder)
         if "" not in sys.path:
             sys.path.insert(0, "")
@@ -116,13 +118,15 @@ class PoolWorker:
         bounds.apply()
 
     def work(self, items: bytes) -> tuple[bytes, bool]:
-        """Work on a batch of pickled items, as many as the time for a batch allows.
+        """Work on the items of a batch, as many as the time for a batch allows.
+
+        items: pickled list of items.
 
         Returns (results, is_worn): the pickled list of results of the first items, and whether a new process
-        must replace this process. If a call exceeds its time limit by far, this process ends.
+        must replace this process. If one item exceeds its time limit by some seconds, this process ends.
         """
         self._shorten_log()
-        # This ends the process even in code that never returns to Python, and writes the stacks to the log.
+        # This timer ends the process even in code that never returns to Python, and logs the stacks.
         faulthandler.dump_traceback_later(
             _BATCH_SECONDS + self._bounds.seconds + _GRACE_SECONDS, exit=True, file=2
         )
@@ -135,18 +139,18 @@ class PoolWorker:
     def _shorten_log(self) -> None:
         """Empty the log file of this process when its size exceeds half of the limit of file sizes.
 
-        The limit applies to the log too. With a full log, every reward function that prints would fail, also
-        in the next process, which has the same log.
+        The limit also applies to the log. If the log reached it, every reward function that prints would
+        fail, also in the next process, which has the same log.
         """
         if self._bounds.file is not None and os.fstat(1).st_size > self._bounds.file // 2:
             os.ftruncate(1, 0)
 
 
 class BatchLost(Exception):
-    """A worker's process died or was killed before it returned a batch's results. It has been replaced.
+    """A worker's process ended before it returned the results of a batch. A new process has replaced it.
 
-    begun: True if the process was working on this batch, False if it was still working on the batch before
-    hung: True if the process was killed because a call of this batch did not return
+    begun: True if the process was working on this batch, False if it was still working on an earlier batch
+    hung: True if the process ended because a call of this batch did not return in time
     """
 
     def __init__(self, begun: bool, hung: bool, text: str):
@@ -166,20 +170,20 @@ class Worker:
     def __init__(self, what: str, place: Place, build: ray.ObjectRef, bounds: Bounds):
         self._what, self._place, self._build, self._bounds = what, place, build, bounds
         self._longest = _BATCH_SECONDS + bounds.seconds + _GRACE_SECONDS
-        self.busy = 0  # number of batches that it has
-        self.is_for_one = False  # whether the last of them is a call that is retried alone
-        self._asked: list[ray.ObjectRef] = []  # in order; it is working on the first
+        self.busy = 0  # number of batches that the worker has
+        self.is_for_one = False  # whether the last of these is a call that is retried alone
+        self._asked: list[ray.ObjectRef] = []  # batches in order; the process is working on the first
         self._forgotten: list[ray.ObjectRef] = []
-        self._guilty: ray.ObjectRef | None = None  # what it was working on when it was lost
-        self._answered = 0.0  # when it last finished a batch, by time.monotonic
+        self._guilty: ray.ObjectRef | None = None  # batch that the process was working on when it was lost
+        self._answered = 0.0  # when the process last finished a batch, by time.monotonic
         self._start()
 
     @property
     def takes_more(self) -> bool:
         """True if the worker may get its next batch while it still works on another batch.
 
-        False while the process starts, and while it retries a single call. If the process died in the next
-        batch, the answer to that call could be lost, and the call would be taken for the cause.
+        False while the process starts, and while the worker retries a single call. If the process then died
+        in the next batch, the answer to the retried call could be lost, and this call would be blamed.
         """
         return self._starting is None and not self._forgotten and not self.is_for_one
 
@@ -193,28 +197,31 @@ class Worker:
         )
 
     def forget(self) -> None:
-        """Give up the batches that the worker has, because the event loop of their callers has ended.
+        """Give up the unfinished batches of the worker, because the event loop of their callers has ended.
 
-        The answers to these batches are fetched and dropped before the next batch is sent.
+        Before the next batch is sent, `work` waits for the answers to these batches and drops them.
         """
         self.busy, self._forgotten = 0, list(self._asked)
 
     async def work(self, items: bytes) -> bytes:
-        """Send a batch of pickled items to the worker, and return the pickled list of results.
+        """Send a batch to the worker, and return the pickled list of results.
 
-        The results may be those of the first items only. The first batch waits until the process has started.
+        If the time for a batch was too short, the list has only the results of the first items.
+
+        items: pickled list of items.
+
         Raises BatchLost if the process is lost before it answers. Raises ProcessLost if the process cannot be
         started. Errors of the worker's code are passed on.
         """
         while self._forgotten:
-            with contextlib.suppress(Exception):  # no caller waits for it any more
+            with contextlib.suppress(Exception):  # no caller waits for the answer any more
                 await self._answer(self._forgotten.pop(0))
         await self._started()
         actor = self._actor
         asked = actor.work.remote(items)
         self._asked.append(asked)
         results, is_worn = await self._answer(asked)
-        if is_worn and actor is self._actor:  # the other batch may have replaced it already
+        if is_worn and actor is self._actor:  # the other batch may have replaced the process already
             self._replace(None)
         return results
 
@@ -239,7 +246,7 @@ class Worker:
     def _replace(self, guilty: ray.ObjectRef | None) -> None:
         """Kill the process, and start a new one, which has no batches yet.
 
-        guilty: the batch that the process was working on when it was lost; None if the process was not lost.
+        guilty: the batch that the process was working on when it was lost; None if it is only worn.
         """
         self._guilty, self._asked = guilty, []
         self.close()
@@ -250,10 +257,10 @@ class Worker:
         try:
             answer = await asyncio.wait_for(_fetched(reference, self._place.process, "work"), patience)
         except (*LOST, asyncio.TimeoutError) as error:
-            if reference in self._asked:  # otherwise the other batch's coroutine has replaced it
+            if reference in self._asked:  # otherwise the other batch's coroutine has replaced the process
                 self._replace(self._asked[0])
             begun = reference == self._guilty
-            # It began this batch only when it had finished the one before.
+            # The process began this batch only after it had finished the earlier one.
             hung = (
                 begun
                 and time.monotonic() - max(asked, self._answered) >= self._bounds.seconds + _GRACE_SECONDS
@@ -289,10 +296,12 @@ class Worker:
 async def _fetched(reference: ray.ObjectRef, process: Process, call: str) -> Any:
     """Wait for the answer to a remote call, and return it.
 
-    An error of the remote code is raised with the process's name. The loss of the process is raised as Ray's
-    own error, which `Worker` handles.
-
+    reference: Ray's reference to the answer.
+    process: name and log of the called process, for messages.
     call: name of the method that was called, for messages.
+
+    An error of the remote code is raised with the process's name. If the process is lost, Ray's own error is
+    raised, which `Worker` handles.
     """
     try:
         return await reference

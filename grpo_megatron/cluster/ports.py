@@ -13,9 +13,9 @@ _BEYOND = 65536
 
 
 def free_address(ports: int = 1) -> str:
-    """Return HOST:PORT of this node, at which another process can start a server.
+    """Find a free port of this node, at which a server can be started, and return HOST:PORT.
 
-    HOST is the address that Ray uses for this node. PORT is free now.
+    HOST is the address that Ray uses for this node. PORT is free now, but is not reserved.
 
     ports: number of consecutive ports, beginning with PORT, that must be free.
     """
@@ -25,18 +25,18 @@ def free_address(ports: int = 1) -> str:
 
 
 def free_ports(count: int, first: int = 0) -> int:
-    """Return the first of `count` consecutive ports that are free now on every interface of this node.
+    """Find `count` consecutive ports that are free now on every interface of this node. Return the first one.
 
     first: lowest port to try; 0: let the system choose.
 
-    Raises OSError if no such ports are found.
+    Raises OSError if `first` is given and there are no such ports at or above it.
     """
     while first + count <= _BEYOND:
         with ExitStack() as held:
             try:
                 found = _hold(held, first)
-                for behind in range(found + 1, found + count):
-                    _hold(held, behind)
+                for following in range(found + 1, found + count):
+                    _hold(held, following)
                 return found
             except (OSError, OverflowError):  # taken, or beyond the last port
                 first = first + count if first else 0
@@ -49,9 +49,9 @@ def _hold(held: ExitStack, port: int) -> int:
     port: the port to bind; 0: let the system choose a free port.
     """
     holder = held.enter_context(socket.socket())
-    # With SO_REUSEADDR a port is free as soon as its last server has ended. Without it, the port stays taken
-    # for a minute, while the system keeps connections that the server has closed. Each job on a node then
-    # took the port that was meant for the next one.
+    # With SO_REUSEADDR, a port counts as free as soon as its last server has ended. Without this option, the
+    # port stays taken for a minute, while the system keeps connections that the server has closed. Each job
+    # on a node then took the port that was meant for the next job.
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind(("", port))
     return holder.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Capabilities of the machines of a Ray cluster that this run joins, found by asking one of them."""
+"""Capabilities of the machines of a Ray cluster that this run joins. A task on one machine finds them out."""
 
 from dataclasses import replace
 
@@ -12,10 +12,11 @@ _WHERE = "in the Ray cluster"
 
 
 def capabilities_of_ray(timeout: float = 120.0) -> Capabilities:
-    """Return the capabilities of the Ray cluster that this process is connected to, such as its GPUs.
+    """Find out the hardware of the Ray cluster that this process is connected to, such as its GPUs.
 
-    The configuration is checked against them. The nodes are assumed to be alike, so a Ray task on one node
-    with GPUs reports for all. The task reserves no GPU, because this run may have reserved all GPUs already.
+    The result is used to check whether the configuration can run there. The nodes are assumed to be alike, so
+    only one node with GPUs is asked, by a Ray task. The task reserves no GPU, because this run may have
+    reserved all GPUs already.
 
     timeout: seconds to wait for the task.
 

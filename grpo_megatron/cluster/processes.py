@@ -19,7 +19,7 @@ _GRACE_SECONDS = 5.0
 
 
 class ProcessDied(ProcessLost):
-    """A trainer rank, engine or worker died or cannot be reached.
+    """A trainer rank, an engine or a worker died or cannot be reached.
 
     The message names the process, the call in which it was lost, and its log.
     """
@@ -36,7 +36,7 @@ class Process(NamedTuple):
     log: str
 
     def died(self, call: str, error: RayError | None = None) -> ProcessDied:
-        """Return the error to raise when this process was lost. The message has the cause from the log.
+        """Return the error to raise when this process was lost. The message quotes the cause from the log.
 
         call: name of the method that was called in the process.
         error: Ray's error about the loss; None if there is none.
@@ -62,19 +62,23 @@ def redirect_output(path: str) -> None:
 def gather(
     references: dict[int, ray.ObjectRef], processes: list[Process], call: str, timeout: float | None = None
 ) -> dict:
-    """Wait for a call to many processes, and return {process index: result}. Raise when the first call fails.
+    """Wait for the same call to many processes, and return {process index: result}.
 
-    ray.get(list) would wait for all calls before it raises. That could take forever, because the other ranks
-    may be in a collective with a dead rank.
+    An error is raised as soon as one process fails. ray.get(list) would first wait for all processes, which
+    could take forever, because they may wait in a collective for a dead one.
 
     references: {process index: Ray's reference to the result}.
     processes: name and log of each process, by process index.
     call: name of the method that was called, for messages.
     timeout: seconds; None: no limit.
 
-    Raises ProcessLost if a process has not answered after `timeout`. Raises ProcessDied if a process has
-    died, also if that made another process fail first. Raises UserError if the remote code raised a
-    UserError, and RuntimeError if it raised another error.
+    Raises:
+
+    - ProcessLost if a process has not answered after `timeout`.
+    - ProcessDied if a process has died. If another process failed first, because it waited for the dead
+      process, the death is still the error that is raised.
+    - UserError if the remote code raised a UserError.
+    - RuntimeError if the remote code raised another error.
     """
     index_of = {reference: index for index, reference in references.items()}
     pending, results = list(index_of), {}
@@ -85,8 +89,8 @@ def gather(
         if not ready:
             names = ", ".join(processes[index_of[reference]].name for reference in pending)
             raise ProcessLost(f"{names} did not finish `{call}` within {timeout:.0f} s")
-        # Take all that are ready by now. With one ray.wait for each of 1,000 references, every call would
-        # look at all the remaining ones.
+        # Take all answers that are ready by now. With one answer at a time, ray.wait would look at up to
+        # 1,000 remaining references 1,000 times.
         more, pending = ray.wait(pending, num_returns=len(pending), timeout=0) if pending else ([], [])
         for reference in (*ready, *more):
             index = index_of[reference]
@@ -117,12 +121,13 @@ def _raise_if_one_died(pending: list, index_of: dict, processes: list[Process], 
 
 
 def fetch(reference: ray.ObjectRef, process: Process, call: str) -> Any:
-    """Return ray.get(reference). An error of Ray is raised as an error that names the process and its log.
+    """Wait for the result of a remote call and return it. Errors of Ray are turned into clearer errors.
 
-    process: the process that was called.
+    reference: Ray's reference to the result.
+    process: the process that was called. The error names it and its log.
     call: name of the method that was called, for messages.
 
-    Raises ProcessDied, UserError or RuntimeError, see `process_error`.
+    Raises ProcessDied, UserError or RuntimeError, as `process_error` decides.
     """
     try:
         return ray.get(reference)
@@ -131,12 +136,14 @@ def fetch(reference: ray.ObjectRef, process: Process, call: str) -> Any:
 
 
 def process_error(error: RayError, process: Process, call: str) -> Exception:
-    """Return the exception that the driver must raise for an error of Ray from a call to a process.
+    """Convert an error of Ray from a call to a process into the exception that the driver must raise.
 
     - ProcessDied: the process, or a process that it waited for, is lost. A run can go on with a new process.
     - UserError: the remote code raised a UserError, or its machine lacks something, such as disk space.
     - RuntimeError: the remote code raised any other exception.
     - Any other error of Ray is returned unchanged.
+
+    call: name of the method that was called, for messages.
     """
     if isinstance(error, RayTaskError):
         cause, said = raised_there(error)

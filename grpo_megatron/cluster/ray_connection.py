@@ -1,7 +1,7 @@
-"""Connecting this process to Ray: it joins a Ray cluster, or starts one here and ends it again.
+"""Connection of this process to Ray. The process joins a Ray cluster, or starts one and ends it again.
 
-A few things differ from Ray's defaults: how long it waits, which signal handlers it installs, where its files
-are, and who may connect to it.
+A few things differ from Ray's defaults: how long Ray waits, which signal handlers it installs, where its
+files are, and who may connect to it.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from grpo_megatron.cluster.joining import own_folder, refusals_said
 # Importing Python modules takes minutes if they are on a slow file system or many processes share the
 # processors.
 START_SECONDS = 300
-# Settings of a Ray cluster that is started here, unless the environment has others. slurm/train.sbatch has
-# them, too.
+# Settings of a Ray cluster that is started here. Environment variables of the user take precedence.
+# slurm/train.sbatch has the same settings.
 _SETTINGS = {
     # With Ray's default of 15, processes of the very lowest priority, such as the sandbox's helpers, still
     # take a third of the engines' CPU time.
     "RAY_worker_niceness": "0",
-    # Ray would start a Python process for each processor. None of our work ever goes to them, because all our
-    # actors have environments of their own. Where these processes were slow to start, ray.init did not
+    # Ray would start a Python process for each processor. These processes would stay unused, because all our
+    # actors have environments of their own. On machines where they were slow to start, ray.init did not
     # return.
     "RAY_prestart_worker_first_driver": "0",
     # Ray's defaults are half a minute or a minute.
@@ -43,9 +43,9 @@ _ASKED_FOR = {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
 
 
 class RayGuard(Protocol):
-    """Interface of an object that watches Ray's daemons, without which a run cannot go on.
+    """Interface of an object that watches Ray's daemons and ends the run if one of them ends.
 
-    Implemented by run.guard.Guard.
+    Implemented by run.guard.Guard, which also describes the parameters of `needs`.
     """
 
     def needs(self, find: Callable[[], list[psutil.Process]] | None, port: int | None = None) -> None: ...
@@ -59,13 +59,13 @@ class NoGuard:
 
 
 def connect(address: str | None, num_slots: int) -> Path | None:
-    """Join a Ray cluster, or start one on this machine. This process's signal handlers are not changed.
+    """Join a Ray cluster, or start one on this machine. Signal handlers of this process are not changed.
 
     address: HOST:PORT of the cluster to join. If None, a cluster is started.
-    num_slots: number of devices that the run needs. A cluster that is started gets at least as many CPUs.
+    num_slots: number of devices that the run needs. A cluster that is started has at least as many CPUs.
 
     Returns the folder with Ray's files if a cluster was started. Returns None if a cluster was joined, or if
-    this process was connected already. Raises UserError if nothing answers at the address, if the cluster
+    this process was already connected. Raises UserError if nothing answers at the address, if the cluster
     refuses this process, or if the folder cannot be created.
     """
     if ray.is_initialized():
@@ -81,9 +81,9 @@ def connect(address: str | None, num_slots: int) -> Path | None:
         for variable, value in _SETTINGS.items():
             os.environ.setdefault(variable, value)
         ray_patches.listen_on_loopback_only()
-        # Other users of the machine can reach its loopback, so Ray asks for a token. Ray itself would write
-        # one into ~/.ray/auth_token, which everybody who may enter that home can read, and which fails if it
-        # cannot be written. The processes that Ray starts inherit this one.
+        # Other users of the machine can connect to loopback, so Ray asks for a token. Ray itself would write
+        # a token into ~/.ray/auth_token. Everybody who may enter that home could read the token, and Ray
+        # would fail if it could not write the file. The processes that Ray starts inherit our token.
         if not _ASKED_FOR & os.environ.keys():
             os.environ["RAY_AUTH_TOKEN"] = _own_token()
     else:
@@ -95,7 +95,7 @@ def connect(address: str | None, num_slots: int) -> Path | None:
             ray.init(address=address or "local", **common)
     except BaseException:
         if folder:
-            with contextlib.suppress(OSError):  # fails if it has logs, which may tell why
+            with contextlib.suppress(OSError):  # a folder with logs stays, because they may tell the cause
                 folder.rmdir()
         raise
     return folder
@@ -103,14 +103,17 @@ def connect(address: str | None, num_slots: int) -> Path | None:
 
 @cache
 def _own_token() -> str:
-    """Return a token for the Ray clusters that this process starts. Ray reads it only once in a process."""
+    """Return the secret token that protects the Ray clusters that this process starts.
+
+    All calls return the same token, because Ray reads it only once in each process.
+    """
     return secrets.token_hex(32)
 
 
 def end_ray(guard: RayGuard) -> None:
     """End the Ray cluster that this process has started.
 
-    guard: stops watching Ray's daemons first, so that it does not report the end of the daemons as a failure.
+    guard: told to stop watching Ray's daemons first, so that it does not report their end as a failure.
     """
     guard.needs(None)
     ray.shutdown()
@@ -119,7 +122,7 @@ def end_ray(guard: RayGuard) -> None:
 def daemons() -> list[psutil.Process]:
     """Return the Ray daemons (raylet and GCS) that this process has started so far.
 
-    A RayGuard watches them, because no run can go on without them.
+    A RayGuard calls this to know which processes to watch.
     """
     found = []
     for child in psutil.Process().children():

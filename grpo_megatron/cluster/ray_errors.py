@@ -29,7 +29,7 @@ LOST: tuple[type[RayError], ...] = (
     ray_errors.RpcError,
     ray_errors.GetTimeoutError,
 )
-# With these errors the process is known to have ended. With the others it may only be out of reach.
+# With these errors, the process is known to have ended. With the others in LOST, it may only be unreachable.
 ENDED = (
     ray_errors.ActorDiedError,
     ray_errors.OutOfMemoryError,
@@ -60,9 +60,9 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def what_is_lacking(error: RayError) -> str | None:
-    """Return a message if the error means that a machine lacks something, such as disk space; else None.
+    """Return a message if an error means that a machine lacks something, such as disk space; else None.
 
-    The message tells the user what to do, and ends with a line of Ray's own message.
+    The message tells the user what to do, and ends with the last line of Ray's own message.
     """
     for kind, advice in LACKING.items():
         if isinstance(error, kind):
@@ -72,16 +72,18 @@ def what_is_lacking(error: RayError) -> str | None:
 
 
 def plain(error: BaseException) -> str:
-    """Return the error's text without the terminal colours that Ray puts into it."""
+    """Return the text of an error without the codes for terminal colours that Ray adds."""
     return _COLOURS.sub("", str(error))
 
 
 def raised_there(error: ray_errors.RayTaskError) -> tuple[BaseException | None, str]:
-    """Return (cause, line): the exception that the code in a remote process raised, and a line about it.
+    """Return (cause, line): the exception that code in a remote process raised, and a line that describes it.
 
-    `line` has type and first line of the exception, such as `ValueError: no layer`. If the exception could
-    not be sent to this process, `cause` is None or a RayTaskError, and `line` is the last line of the remote
-    traceback.
+    `line` has the type and the first line of the exception, such as `ValueError: no layer`. If the exception
+    could not be sent to this process, `cause` is None or a RayTaskError, and `line` is the last line of the
+    remote traceback.
+
+    error: Ray's error from the call to the remote process.
     """
     cause = error.cause if isinstance(error.cause, BaseException) else None
     if cause is None or isinstance(cause, ray_errors.RayTaskError):

@@ -15,14 +15,14 @@ from ray._private import ray_constants, services
 
 
 def listen_on_loopback_only() -> None:
-    """Make a Ray cluster that this process starts listen on loopback, where no other machine can connect."""
+    """Make Ray clusters that this process starts listen on loopback, where no other machine can connect."""
     ray_constants.ENABLE_RAY_CLUSTER = False
 
 
 def log_messages() -> None:
-    """Write Ray's messages to the driver's log. Ray would print them to the terminal.
+    """Write Ray's messages to the driver's log instead of the terminal.
 
-    The messages are long texts about dead processes. The run itself reports the deaths.
+    The messages are long texts about dead processes. The run reports these deaths itself.
     """
     ray._private.worker.print_to_stdstream = _into_the_log
 
@@ -34,10 +34,10 @@ def _into_the_log(data: dict, ignore_prefix: bool) -> None:
 
 @contextmanager
 def keep_signal_handlers() -> Iterator[None]:
-    """Keep this process's SIGTERM handler while ray.init runs in the context.
+    """Keep this process's SIGTERM handler when ray.init is called in the context.
 
     ray.init would replace the handler, at several places in Python and also in C++. A request to stop the run
-    would then be lost, or end the process by SIGABRT.
+    would then be lost, or would end the process by SIGABRT.
     """
     utils, handler = ray._private.utils, signal.getsignal(signal.SIGTERM)
     setting = utils.set_sigterm_handler
@@ -54,8 +54,9 @@ def keep_signal_handlers() -> Iterator[None]:
 def wait_for_raylet(seconds: float, is_alive: Callable[[], bool]) -> Iterator[None]:
     """Make ray.init, called in the context, wait up to `seconds` for the raylet that it starts.
 
-    Within the context, a function replaces Ray's get_node, whose shorter time limit cannot be configured.
-    is_alive: returns True if the raylet still runs. If not, the waiting ends.
+    In the context, Ray's function get_node is replaced, because its shorter time limit cannot be configured.
+
+    is_alive: returns True if the raylet still runs. If it has ended, ray.init fails at once.
     """
     ask, until = services.get_node, time.monotonic() + seconds
 

@@ -1,6 +1,6 @@
 """A key-value store (torch's TCPStore) by which processes find each other, protected by a secret.
 
-torch's own server listens on every interface and answers everyone. Here it listens on loopback only.
+torch's own server listens on every interface and answers everyone. Here the server listens on loopback only.
 Processes on other nodes reach it through a proxy that listens on this node's address. The proxy first asks
 for a proof (an HMAC of a nonce) that the caller knows the secret. Clients do the same through a second proxy
 on their own loopback, because TCPStore itself cannot send the proof.
@@ -32,8 +32,8 @@ _Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None
 class StoreAddress:
     """Address and secret of a key-value store. All processes that may use the store get this object.
 
-    host, port: address of the server's proxy, or of the store itself if the store is on loopback only
-    secret: hex digits; empty on loopback. Every process that has the secret may read and write all keys.
+    host, port: address of the proxy in front of the store, or of the store itself if it uses loopback only
+    secret: hex digits; empty on loopback. A process that has the secret may read and write all keys.
     """
 
     host: str
@@ -49,9 +49,11 @@ class StoreAddress:
         return dist.TCPStore(_LOOPBACK, port, is_master=False, timeout=timedelta(seconds=timeout))
 
     async def forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Connect to the server's proxy, prove that this node knows the secret, and pass bytes both ways.
+        """Forward the connection of a client on this node to the store on another node, until one side ends.
 
-        reader, writer: streams of a client's connection to the proxy on this node.
+        The function connects to the store's proxy, and proves to the proxy that this node knows the secret.
+
+        reader, writer: streams of the client's connection to the proxy on this node.
         """
         there_reader, there_writer = await asyncio.open_connection(self.host, self.port)
         nonce = await there_reader.readexactly(_NONCE_BYTES)
@@ -61,19 +63,19 @@ class StoreAddress:
 
 @cache
 def _way_to(address: StoreAddress) -> int:
-    """Start a proxy on loopback that forwards connections to `address`, and return its port.
+    """Start a proxy on loopback that forwards connections to a store, and return the proxy's port.
 
-    The cache keeps one proxy for each address, because an engine connects anew in each weight sync. With a
-    new proxy for each connection, the engine ran out of file descriptors.
+    Later calls with the same address return the port of the same proxy. An engine connects anew in each
+    weight sync, and with a new proxy for each connection it ran out of file descriptors.
     """
     return _listen(_LOOPBACK, address.forward)
 
 
 class StoreServer:
-    """A key-value store that this process serves until it ends.
+    """A key-value store that this process serves as long as the process lives.
 
     store: this process's own client of the store
-    address: address of the store, for other processes that may use it
+    address: address and secret of the store, for other processes that may use it
     """
 
     def __init__(self, host: str, timeout: float):
@@ -100,9 +102,10 @@ class StoreServer:
             self.address = StoreAddress(host, _listen(host, self._admit), self._secret)
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Handle a connection to the server's proxy: pass bytes to and from the store until one side ends.
+        """Handle a connection to the proxy: check the secret, then pass bytes to and from the store.
 
         If the client does not prove that it knows the secret, the connection is closed without an answer.
+        Otherwise it lasts until one side ends it.
 
         reader, writer: streams of the connection.
         """
@@ -114,15 +117,15 @@ class StoreServer:
 
 
 def _proof(secret: str, nonce: bytes) -> bytes:
-    """Return the HMAC of `nonce`, by which a client proves that it knows the secret without sending it."""
+    """Return the HMAC-SHA256 of `nonce`. A client sends it to prove that it knows the secret (hex digits)."""
     return hmac.digest(bytes.fromhex(secret), nonce, hashlib.sha256)
 
 
 def _listen(host: str, handler: _Handler) -> int:
-    """Start a thread that accepts connections on a free port of this node. Return the port.
+    """Start a server thread that accepts connections on a free port of this node. Return the port.
 
     host: an address of this node.
-    handler: called with the streams (reader, writer) of each connection.
+    handler: async function that serves one connection. Its arguments are the streams (reader, writer).
     """
     listening = socket.create_server((host, 0))
 

@@ -22,7 +22,7 @@ print("nodes alive:", sum(node["Alive"] for node in ray.nodes()))
 
 
 def listening(address: str) -> bool:
-    """Return True if a server accepts connections at HOST:PORT."""
+    """Return True if a server accepts connections at `address` (HOST:PORT)."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=2):
@@ -32,11 +32,10 @@ def listening(address: str) -> bool:
 
 
 def alive_nodes(address: str) -> int:
-    """Return the number of alive nodes of the Ray cluster at HOST:PORT; 0 while it does not answer.
+    """Return the number of alive nodes of the Ray cluster at `address` (HOST:PORT); 0 if it does not answer.
 
-    A subprocess counts the nodes, because a failed ray.init cannot be repeated in one process. The kernel
-    kills the subprocess when this process ends. Otherwise the subprocess would outlive the job, and look for
-    a Ray head that is gone.
+    A subprocess counts the nodes, because a failed ray.init cannot be repeated in the same process. The
+    kernel kills the subprocess when this process ends, so that it does not outlive the job.
     """
     if not listening(address):
         return 0
@@ -45,7 +44,7 @@ def alive_nodes(address: str) -> int:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except subprocess.TimeoutExpired:
         return 0
-    # Ray may print other lines there.
+    # Ray may also print lines to stdout.
     counted = re.search(r"^nodes alive: (\d+)$", done.stdout, flags=re.MULTILINE)
     return int(counted[1]) if done.returncode == 0 and counted else 0
 

@@ -1,7 +1,7 @@
 """Groups of processes that compute together, such as the ranks of a distributed model.
 
 A group starts, calls, watches and restarts its processes together. It does not know what they compute: every
-process builds one object, and calls go to the methods of that object or of its attributes.
+process builds one object, and calls go to the methods of this object or of its attributes.
 """
 
 import gc
@@ -17,14 +17,14 @@ from grpo_megatron.cluster.memory import occupied
 from grpo_megatron.cluster.processes import Process, gather, redirect_output
 from grpo_megatron.cluster.store import StoreAddress, StoreServer
 
-# Called in each process with the rank, the store by which the ranks find each other, and the Heartbeat.
-# Returns the object that calls go to, and what the group keeps about this rank.
+# Function that is called in each process with the rank, the store by which the ranks find each other, and the
+# Heartbeat. It returns the object that calls go to, and a value that the group keeps for this rank.
 Build = Callable[[int, StoreAddress, Heartbeat], tuple[Any, Any]]
 
 
 @ray.remote
 class _Worker:
-    """Process of one rank: a Ray actor that holds a Heartbeat, and the object whose methods are called."""
+    """The process of one rank: a Ray actor with a Heartbeat and the object whose methods are called."""
 
     def __init__(self, log: str):
         redirect_output(log)
@@ -32,7 +32,9 @@ class _Worker:
         self._heartbeat.start()
 
     def serve_store(self, timeout: float) -> StoreAddress:
-        """Start the key-value store by which all ranks find each other, on rank 0. Return its address.
+        """Start the key-value store by which all ranks find each other, and return its address.
+
+        Only rank 0 serves the store.
 
         timeout: seconds that a request to the store may wait for its answer.
         """
@@ -51,7 +53,7 @@ class _Worker:
             return attrgetter(method)(self._target)(*arguments)
 
     def beat(self) -> None:
-        """Send a heartbeat now. The hang detector calls this, for example to find out if a rank is dead."""
+        """Send a heartbeat now. The hang detector calls this, for example to find out if the rank lives."""
         self._heartbeat.beat()
 
     def occupied(self) -> int:
@@ -61,10 +63,10 @@ class _Worker:
 class WorkerGroup:
     """A group of processes that are called together, such as the ranks of the trainer.
 
-    Except for `submit` and `close`, methods return when all ranks are done. If a rank fails, dies or takes
-    too long, these methods raise the errors of cluster.processes.gather.
+    Methods wait until all ranks are done, except `submit` and `close`. If a rank fails, dies or takes too
+    long, they raise the errors of cluster.processes.gather.
 
-    ranks: the second value that `build` returned on each rank, such as the rank's parallel coordinates
+    ranks: for each rank, the second value that `build` returned, such as the rank's parallel coordinates
     """
 
     def __init__(
@@ -76,18 +78,18 @@ class WorkerGroup:
         timeout: float,
         hang_detector: HangDetector,
     ):
-        """Start the processes and build their objects.
+        """Start one process for each element of `options`, and build their objects.
 
         name: name of one process in messages, such as `trainer rank`
-        options: Ray's actor options for each process, which bind it to a device
+        options: Ray's actor options of each rank's process, which bind it to a device
         log_dir: folder of the processes' logs
         build: called in every process. Returns the object that calls go to, and a value for `ranks`.
         timeout: time limit of each call in seconds
         hang_detector: watches all processes of the group
         """
-        world = len(options)
+        size = len(options)
         self.processes = [
-            Process(f"{name} {rank} of {world}", f"{log_dir}/rank{rank}.log") for rank in range(world)
+            Process(f"{name} {rank} of {size}", f"{log_dir}/rank{rank}.log") for rank in range(size)
         ]
         self._options, self._build, self._timeout, self._hang_detector = (
             options,
@@ -114,7 +116,7 @@ class WorkerGroup:
             }
             self.ranks = list(self._gather(started, "start").values())
         except BaseException:
-            self.close()  # the caller cannot end them
+            self.close()  # the caller has no handle to end the processes
             raise
 
     def restart(self) -> None:
@@ -125,8 +127,9 @@ class WorkerGroup:
     def submit(self, method: str, *arguments) -> list[ray.ObjectRef]:
         """Call `method` on every rank with the same arguments, without waiting for the results.
 
-        method: method of the object that `build` made, such as `close`, or of an attribute of the object,
-            such as `passes.scores`.
+        method: name of a method of the object that `build` made, such as `close`, or of an attribute of this
+            object, such as `passes.scores`.
+
         Returns Ray's references to the results, in rank order.
         """
         return [worker.call.remote(method, *arguments) for worker in self._workers]
@@ -134,11 +137,12 @@ class WorkerGroup:
     def call(
         self, method: str, arguments: list[tuple] | None = None, timeout: float | None = None
     ) -> list[Any]:
-        """Call `method` on every rank, and return all results in rank order.
+        """Call `method` on every rank, wait, and return all results in rank order.
 
-        method: method of the object, see `submit`.
+        method: name of a method of the object that `build` made, or of an attribute of this object, such as
+            `passes.logprobs`.
         arguments: a tuple of positional arguments for each rank. If None, the method gets no arguments.
-        timeout: seconds. If None, the group's timeout holds.
+        timeout: seconds to wait for all ranks. If None, the group's timeout holds.
         """
         arguments = [()] * len(self._workers) if arguments is None else arguments
         pairs = enumerate(zip(self._workers, arguments, strict=True))
@@ -146,7 +150,7 @@ class WorkerGroup:
         return list(self._gather(calls, method, timeout).values())
 
     def occupied(self) -> list[int]:
-        """Return how many bytes each rank has reserved on its GPU, or uses on its host if it has no GPU."""
+        """Return how many bytes each rank has reserved on its GPU, or uses on a host without GPU."""
         return list(
             self._gather(
                 {rank: worker.occupied.remote() for rank, worker in enumerate(self._workers)}, "occupied"

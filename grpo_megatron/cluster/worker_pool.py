@@ -3,8 +3,8 @@
 If a process hangs or crashes, only the call that caused it fails. Each worker is a Ray actor that holds one
 object. Waiting calls are sent to the worker together, because one Ray call costs as much as many cheap
 rewards. A worker that finishes many calls at a time gets its next batch early, so that it need not wait for
-the driver. A call whose process has died is tried once more, alone in a new process. If that process dies
-too, the call is assumed to be the cause.
+the driver. A call whose process has died is tried once more, alone in a new process. If the new process also
+dies, the call is assumed to be the cause.
 """
 
 import asyncio
@@ -29,17 +29,19 @@ _LARGEST_BATCH = 256
 
 
 class WorkerDied(ProcessLost):
-    """The process that worked on a call died. The call cannot be retried, or has been retried already."""
+    """A call failed because its worker process died. It was not retried, or the second try failed too."""
 
 
 class WorkerHangs(UserError):
-    """A call did not return and could not be interrupted. Its process was killed."""
+    """A call exceeded its time limit and could not be interrupted, so its process was killed."""
 
 
 def worker_places(nodes: Sequence[str], per_node: int, log_dir: str, role: str = "reward") -> list[Place]:
-    """Return the node, name and log of each worker of a pool. Consecutive workers are on different nodes.
+    """Assign a node, a name and a log file to each worker of a pool.
 
-    nodes: ids of Ray's nodes.
+    Consecutive workers are on different nodes, if there are several.
+
+    nodes: ids of the Ray nodes that the workers run on.
     per_node: number of workers on each node.
     role: prefix of the names and logs of the workers. No two pools of a run may have the same prefix.
     """
@@ -52,11 +54,11 @@ def worker_places(nodes: Sequence[str], per_node: int, log_dir: str, role: str =
 
 @dataclass(eq=False)
 class _Job:
-    """A call to a worker, which waits in the queue or has been sent in a batch."""
+    """A call that waits in the queue or has been sent to a worker in a batch."""
 
     item: Any
-    future: asyncio.Future | None  # None: no caller waits for it
-    alone: bool = False  # its process has died once
+    future: asyncio.Future | None  # receives the result; None: no caller waits for it
+    alone: bool = False  # the call must be alone in its batch, because a process has died in it once
 
     @property
     def is_forgotten(self) -> bool:
@@ -72,19 +74,19 @@ class _Job:
 
 
 class WorkerPool:
-    """A pool of worker processes, and a queue of calls to them. Calls begin in the order of the queue."""
+    """A pool of worker processes, with a queue of calls that the workers execute in order."""
 
     def __init__(
         self, what: str, build: Callable[[], Any], bounds: Bounds, places: Sequence[Place], again: bool = True
     ):
-        """Start a worker at each place.
+        """Start a worker process at each place.
 
-        what: name of what runs in the workers, such as `reward math`, for messages
-        build: makes the object that does the calls. It is called in the process of each worker.
-        bounds: limits of time, memory and file size for the user's code
-        places: node, name and log of each worker
-        again: True if a call is tried once more after its process died. False for calls that depend on
-            earlier calls, as those to an environment do, whose state is lost with the process.
+        what: name of what runs in the workers, such as `reward math`, for messages.
+        build: makes the object that executes calls. It is called once in each worker process.
+        bounds: limits of time, memory and file size for the user's code.
+        places: node, name and log of each worker.
+        again: True if a call is tried once more after its process has died. False if calls depend on state
+            from earlier calls, which is lost with the process, such as the state of an environment.
         """
         self._again, self._warn = again, Rarely(logger)
         reference = ray.put(build)  # once for all workers, because it may hold a tokenizer
@@ -97,9 +99,11 @@ class WorkerPool:
     async def call(self, item: Any) -> Any:
         """Have a worker's object work on one item, and return the result.
 
-        Many calls may wait at the same time, all in one event loop. Raises WorkerDied or WorkerHangs if the
-        worker's process died or hung and this call is assumed to be the cause. Raises ProcessLost if a worker
-        does not start. Errors of the worker's object are passed on.
+        Many calls may wait at the same time, all in one event loop.
+
+        Raises WorkerDied or WorkerHangs if the worker's process died or hung and this call is assumed to be
+        the cause, or if the pool does not retry calls. Raises ProcessLost if a worker does not start. Errors
+        of the worker's object are passed on.
         """
         future = asyncio.get_running_loop().create_future()
         self._waiting.append(_Job(item, future))
@@ -113,9 +117,9 @@ class WorkerPool:
         return await future
 
     def tell(self, item: Any) -> None:
-        """Queue an item without waiting for its result, such as the message to close an environment.
+        """Queue an item for a worker without waiting for a result, such as a request to close an environment.
 
-        The item is sent to a worker before the next call, or together with that call. Errors are ignored.
+        The item may wait until the next `call`. Its result and its errors are ignored.
         """
         self._waiting.append(_Job(item, None))
 
@@ -137,9 +141,10 @@ class WorkerPool:
                 task.add_done_callback(self._running.discard)
 
     def _next_batch(self) -> list[_Job]:
-        """Remove the calls of a worker's next batch from the queue, and return them.
+        """Take the next batch of calls from the queue.
 
-        Calls whose callers no longer wait are dropped. The result is empty if no other calls are left.
+        A call that is retried is alone in its batch. Calls whose callers no longer wait are dropped, so the
+        batch may be empty.
         """
         idle = sum(not worker.busy for worker in self._all) or len(self._all)
         share = max(1, min(self._most, math.ceil(len(self._waiting) / idle)))
@@ -176,10 +181,12 @@ class WorkerPool:
         self._dispatch()
 
     def _blame(self, jobs: list[_Job], lost: BatchLost) -> None:
-        """Queue the calls of a lost batch again, or let them fail.
+        """Queue the calls of a batch again after its process was lost, or let them fail.
 
         A call fails if it must have been the cause: it was alone in its batch, and either it hung or this was
         its second try. If the pool does not retry calls (`again`), all calls of the batch fail.
+
+        lost: says how the process ended, and whether it had begun this batch.
         """
         if not lost.begun and self._again:
             self._waiting.extendleft(reversed(jobs))

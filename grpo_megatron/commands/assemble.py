@@ -48,24 +48,27 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Run:
-    """One attempt of a run, with all its processes started. `assemble` yields it."""
+    """The started processes of one attempt at a run, and the objects that its training loop works with.
+
+    `assemble` yields it. Each attempt after the loss of a process gets a new Run.
+    """
 
     config: Config
     """Configuration of the run."""
     directory: str
     """The run's folder, as an absolute path."""
     monitor: Monitor
-    """Receives metrics, timings and texts of the run, and passes them to the logs and the terminal."""
+    """Receives metrics, timings and texts of the run, and passes them to files and the terminal."""
     saver: Checkpoints
     """Writes checkpoints."""
     trainer: PolicyTrainer
     """The trainer, with all its ranks started."""
     engines: EnginePool | None
-    """The engines; None if the command needs none, or replays recorded rollouts."""
+    """The inference engines; None if the command needs none, or replays recorded rollouts."""
     sharing: DeviceSharing | None
     """Lets engines and ranks take turns on the same devices; None if engines have devices of their own."""
     state: dict | None
-    """The driver's state in the checkpoint that the trainer has loaded; None for a new run."""
+    """The driver process's state, from state.json of the loaded checkpoint; None for a new run."""
     started: float
     """Time at which the command started, by time.perf_counter."""
     command: Command
@@ -73,18 +76,23 @@ class Run:
 
     @property
     def resumed(self) -> int:
-        """The last step in the checkpoint that the run continues from; 0 for a new run."""
+        """Step of the checkpoint that the run continues from; 0 for a new run."""
         return self.state["step"] if self.state else 0
 
     def to_ranks(self) -> None:
-        """Have engines on the ranks' devices release their memory. Does nothing for other engines."""
+        """Give shared devices to the trainer's ranks: the engines on these devices release their memory.
+
+        Does nothing if the engines have devices of their own.
+        """
         if self.sharing:
             self.sharing.to_ranks()
 
     def loop(self, stop: StopRequest | None = None) -> StepLoop:
-        """Return the loop that makes the steps. It continues from the run's checkpoint, if there is one.
+        """Return the step loop, which makes the steps, and evaluates and saves checkpoints between them.
 
-        stop: request to stop; None: the loop never stops early.
+        The loop continues from the run's checkpoint, if there is one.
+
+        stop: request to stop, which the loop obeys after the current step; None: it never stops early.
         """
         loop = StepLoop(self.config, self.saver, self.monitor, stop, self.to_ranks)
         if self.state:
@@ -92,12 +100,14 @@ class Run:
         return loop
 
     def finish(self, result: dict[str, Any]) -> dict[str, Any]:
-        """Complete the last checkpoint, export the model if checkpoint.export_hf is set, write result.json.
+        """Write the final outputs of a run: the last checkpoint, the exported model, and result.json.
+
+        The model is exported in Hugging Face format if checkpoint.export_hf is set.
 
         result: the command's own results. The paths of all outputs and the time taken are added to this dict.
 
-        Returns `result`. If the last checkpoint could not be written, the model is exported all the same, and
-        NotWritten is raised.
+        Returns `result`. Raises NotWritten if the last checkpoint could not be written. The model is exported
+        before that.
         """
         failure = None
         try:
@@ -124,9 +134,9 @@ class Run:
 
 @dataclass
 class RunContext:
-    """Everything of a run that is kept when a process is lost and the trainer's ranks start again.
+    """The part of a run that outlives a failed attempt: its folder, Ray connection, engines and guard.
 
-    `open_run` yields it.
+    `open_run` yields it. After the loss of a process, the trainer's ranks start again in the same context.
     """
 
     config: Config
@@ -136,7 +146,7 @@ class RunContext:
     directory: str
     """The run's folder, as an absolute path."""
     status: StatusFile
-    """The run's status.json, which is written until the run ends."""
+    """The run's status.json, which is kept up to date until the run ends."""
     checkpoint: Checkpoint | None
     """The checkpoint to begin from; None for a new run."""
     cluster: Cluster
@@ -144,7 +154,7 @@ class RunContext:
     hang_detector: HangDetector
     """Reads the heartbeats of all processes, and ends processes that hang."""
     engines: EnginePool | None
-    """The engines; None if the command needs none, or replays recorded rollouts."""
+    """The inference engines; None if the command needs none, or replays recorded rollouts."""
     guard: Guard
     """Receives requests to stop."""
     started: float
@@ -152,9 +162,9 @@ class RunContext:
     damaged: set[str] = field(default_factory=set)
     """Folders of checkpoints that the ranks found to be damaged."""
     listeners: Sequence[Listener] = ()
-    """Receivers of metrics that the setting monitor.listeners names."""
+    """Further receivers of metrics, such as Weights & Biases, which monitor.listeners names."""
     begun: bool = False
-    """True once an attempt has loaded its checkpoint, and later checkpoints have been set aside."""
+    """True once an attempt has loaded its checkpoint and has renamed later checkpoints, to set them aside."""
 
     @property
     def logs(self) -> str:
@@ -162,14 +172,14 @@ class RunContext:
 
     @property
     def takes_turns(self) -> bool:
-        """True if engines and trainer ranks share devices, so that they must work in turns."""
+        """True if engines and trainer ranks share devices, and therefore work in turns."""
         return self.engines is not None and self.config.cluster.placement == Placement.colocated
 
     def last_checkpoint(self) -> Checkpoint | None:
         """Return the checkpoint for the next attempt after a failure; None: start from the beginning.
 
-        This is the newest undamaged checkpoint that this run has written. If there is none, it is the
-        checkpoint that the run began from.
+        The result is the newest undamaged checkpoint that this run has written, or else the checkpoint that
+        the run began from.
         """
         # If run.resume names a checkpoint, the earlier checkpoints in the run's own folder belong to another
         # training. So do the later checkpoints, until they have been set aside.
@@ -180,7 +190,7 @@ class RunContext:
         return newest_checkpoint(Path(self.directory, CHECKPOINTS), self.command, above, self.damaged, named)
 
     def recover(self) -> None:
-        """Prepare for the next attempt after the loss of a process: restart the engines that cannot go on.
+        """Prepare the next attempt after the loss of a process: restart the engines that are not usable.
 
         If engines and ranks share devices, all engines are restarted. Raises ProcessLost if a node is gone,
         because no other node can take its place in Ray's placement group.
@@ -199,13 +209,13 @@ def open_run(
 ) -> Iterator[RunContext]:
     """Open the run's folder, start Ray, and start engines if `command` needs them. Yield the RunContext.
 
+    At the end of the `with` block, the engines and Ray are ended. Raises UserError, before any process
+    starts, if the checkpoint or the run's folder cannot be used.
+
     config: must have passed preflight.check.check_start.
     guard: receives requests to stop; None: the run is never asked to stop.
-    must_fit: function that raises UserError if the driver's state in a checkpoint belongs to other data. It
-        returns a note for the user, or "".
-
-    Raises UserError, before any process starts, if the checkpoint or the run's folder cannot be used. At the
-    end of the `with` block, the engines and Ray are ended.
+    must_fit: called with the driver's state from a checkpoint. It raises UserError if the state belongs to
+        other data than the configured data, and otherwise returns a note for the user, or "".
     """
     started, guard = time.perf_counter(), guard or Guard()
     num_ranks, num_engines = num_processes(config, command)
@@ -253,7 +263,7 @@ def _start_engines(
     """Start the engines of a run, without waiting until they are ready.
 
     log_dir: folder for the engines' logs.
-    checkpoint: the checkpoint that the run resumes from.
+    checkpoint: checkpoint that the run resumes from, on which the engines' random seed depends.
     """
     return EnginePool(
         cluster,
@@ -270,7 +280,7 @@ def _start_engines(
 
 
 def _throughput(context: RunContext) -> Throughput:
-    """Return the object with which the monitor computes tokens/s, FLOPs utilisation and idle shares."""
+    """Create the Throughput, from which the monitor gets tokens/s, FLOPs utilisation and idle shares."""
     cluster = context.cluster
     return Throughput(
         cost=read_architecture(
@@ -287,10 +297,10 @@ def _throughput(context: RunContext) -> Throughput:
 def assemble(context: RunContext, checkpoint: Checkpoint | None) -> Iterator[Run]:
     """Start the trainer's ranks, wait for the engines, and yield the Run for one attempt.
 
-    checkpoint: checkpoint that the ranks load; None: they begin with the model of the configuration.
+    At the end of the `with` block, the ranks are ended, but not the engines. Raises DamagedCheckpoint if the
+    ranks find the checkpoint damaged.
 
-    Raises DamagedCheckpoint if the ranks find the checkpoint damaged. At the end of the `with` block, the
-    ranks are ended, but not the engines.
+    checkpoint: checkpoint that the ranks load; None: they begin with the weights in model.path.
     """
     config, engines = context.config, context.engines
     resumed = checkpoint.step if checkpoint else 0
@@ -302,7 +312,7 @@ def assemble(context: RunContext, checkpoint: Checkpoint | None) -> Iterator[Run
         context.hang_detector.tell_spans(monitor.timeline.add)
         sharing = None
         if context.takes_turns:
-            # Engines must be up before the ranks: their KV caches take the memory that they find free.
+            # Start the engines before the ranks, because the size of a KV cache depends on free memory.
             engines.wait_until_ready()
             sharing = DeviceSharing(engines, monitor)
             sharing.release()
@@ -338,7 +348,7 @@ def assemble(context: RunContext, checkpoint: Checkpoint | None) -> Iterator[Run
             )
             context.hang_detector.flush()
         except BaseException:
-            # Whatever failed, the state that ranks are still writing is valid. Do not wait for stuck ranks.
+            # A checkpoint that ranks are still writing is valid whatever failed. Do not wait for stuck ranks.
             with suppress(Exception):
                 saver.finish(_RESCUE_SECONDS)
             raise
@@ -347,10 +357,10 @@ def assemble(context: RunContext, checkpoint: Checkpoint | None) -> Iterator[Run
 def run_with_restarts(
     context: RunContext, attempt: Callable[[RunContext, Checkpoint | None], Result]
 ) -> Result:
-    """Return attempt(context, checkpoint), and repeat the attempt after the loss of a process.
+    """Call attempt(context, checkpoint) and return its result. After the loss of a process, call it again.
 
-    A repetition begins from the newest checkpoint. There are at most run.max_restarts repetitions. If the
-    ranks find a checkpoint damaged, the newest checkpoint before it is tried, unless run.resume names the
+    Each repetition starts from the newest checkpoint. There are at most run.max_restarts repetitions. If the
+    ranks find a checkpoint damaged, the newest checkpoint before it is used, unless run.resume names the
     damaged checkpoint. Any other error is raised, because it would occur again.
     """
     checkpoint, restarts = context.checkpoint, 0

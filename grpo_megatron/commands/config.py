@@ -1,4 +1,4 @@
-"""Command line of `grpo-megatron config`."""
+"""`grpo-megatron config`: shows, explains, compares and checks configurations."""
 
 import argparse
 import sys
@@ -7,16 +7,17 @@ from grpo_megatron.config.command import Command
 
 
 def add_parser(commands) -> None:
-    """Add the parser of `grpo-megatron config` to the parser of `grpo-megatron`.
+    """Add the command `config` with its options to the command line of `grpo-megatron`.
 
-    commands: what ArgumentParser.add_subparsers returned.
+    commands: the object that ArgumentParser.add_subparsers of `grpo-megatron` returned.
     """
     parser = commands.add_parser("config", help="show, explain, compare and check configurations")
     actions = parser.add_subparsers(dest="action", required=True)
     show = actions.add_parser("show", help="print every value in effect, and where it comes from")
     show.add_argument("--only-set", action="store_true", help="leave out the defaults")
     check = actions.add_parser(
-        "check", help="list all that is wrong, as far as it can be known here; exit status 2 if anything is"
+        "check",
+        help="list everything that is wrong, as far as this machine can tell; exit status 2 if anything is",
     )
     check.add_argument(
         "--for",
@@ -43,7 +44,7 @@ def add_parser(commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Execute `grpo-megatron config` and return the exit status.
+    """Execute `grpo-megatron config show | check | explain | diff | docs`, and return the exit status.
 
     The status is 1 if `diff` found differences, 2 if `check` found violations, and otherwise 0. Raises
     UserError if a file or key cannot be used.

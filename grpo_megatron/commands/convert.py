@@ -21,11 +21,13 @@ def add_processes(parser: argparse.ArgumentParser) -> None:
 
 
 def call(parser: argparse.ArgumentParser, work: Callable[[], int | None], continues: bool = False) -> None:
-    """Call `work` and exit with the status that it returns (None: 0), or with 2 after a UserError.
+    """Run the work of a command-line program, and exit. Errors and interruptions are shown as one line.
 
-    parser: prints the message of the error.
+    The exit status is what `work` returns (None: 0), 2 after a UserError, or 130 after SIGINT or SIGTERM.
+
+    parser: parser of the program's arguments, which prints the message and exits.
     work: the whole work of the program.
-    continues: True if the same command continues after an interruption. A message then tells the user.
+    continues: True if the same command, started again, continues the interrupted work. The message says so.
     """
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|image Python extension).*")
     # SIGTERM raises KeyboardInterrupt, so that other processes are ended on the way out.

@@ -1,4 +1,4 @@
-"""`grpo-megatron doctor`: what this machine has, whether it works, and what that allows."""
+"""`grpo-megatron doctor`: checks the hardware and software of this machine, and says what can run on it."""
 
 import os
 import platform
@@ -31,7 +31,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Result of one check, which is printed as one line.
+    """Result of one check of this machine. It is printed as one line.
 
     level: OK, NOTE (something is not possible on this machine), or PROBLEM (something is broken)
     subject: what was checked, such as `cuDNN`
@@ -54,8 +54,7 @@ def _python() -> Diagnosis:
 def _driver() -> Diagnosis | None:
     """Check the version of NVIDIA's driver. Return None if no driver or no version is found.
 
-    The check is needed because torch does not give the reason if the driver is too old. It then says only
-    that CUDA is not available.
+    If the driver is too old, torch says only that CUDA is not available. This check gives the reason.
     """
     try:
         text = _DRIVER.read_text(encoding="utf-8")
@@ -110,10 +109,10 @@ def _devices() -> list[Diagnosis]:
 
 
 def _package(package: str, expected: str | None, missing: str, required: bool) -> Diagnosis:
-    """Check that a package is installed in the right version.
+    """Check that a Python package is installed, in the version that this project is tested with.
 
     expected: the version that this project is tested with; None: any.
-    missing: text about what does not work without the package.
+    missing: text for the user about what does not work without the package.
     required: True if a missing package is a problem, False if it is only a note.
     """
     have = version(package)
@@ -161,9 +160,9 @@ def _shared_memory() -> Diagnosis:
 
 
 def _sandbox() -> Diagnosis:
-    """Check which kind of sandbox for programs that a model wrote works on this machine.
+    """Check whether this machine can sandbox programs that a model wrote, as the `code` reward requires.
 
-    The kinds are Linux namespaces and Landlock. In each, a test program tries to escape.
+    The sandbox uses Linux namespaces or Landlock. With each of them, a test program tries to escape.
     """
     problems = {containment: problem_with(containment) for containment in (NAMESPACES, LANDLOCK)}
     possible = [containment for containment, problem in problems.items() if problem is None]
@@ -178,7 +177,7 @@ def _sandbox() -> Diagnosis:
     )
 
 
-def _tried(subject: str, probe: Callable[..., str], *arguments: str) -> Diagnosis:
+def _result_of(subject: str, probe: Callable[..., str], *arguments: str) -> Diagnosis:
     try:
         return Diagnosis(OK, subject, probes.attempt(probe, *arguments))
     except probes.ProbeError as error:
@@ -186,15 +185,15 @@ def _tried(subject: str, probe: Callable[..., str], *arguments: str) -> Diagnosi
 
 
 def _imported(module: str, missing: str, required: bool) -> Diagnosis:
-    """Check that a module can be imported. The import happens in another process, which it may crash.
+    """Check that a module can be imported. Another process imports it, because a broken library may crash.
 
-    missing: text about what does not work without the module.
+    missing: text for the user about what does not work without the module.
     required: True if a module that is not installed is a problem, False if it is only a note. A module that
         is installed but cannot be imported is always a problem.
     """
     if util.find_spec(module.split(".")[0]) is None:
         return Diagnosis(PROBLEM if required else NOTE, module, f"not installed: {missing}")
-    return _tried(module, probes.import_of, module)
+    return _result_of(module, probes.import_of, module)
 
 
 # The programs that build kernels on a machine with ranks or engines, and where to get them.
@@ -206,9 +205,9 @@ _BUILDERS = {
 
 
 def _builders() -> Iterator[Diagnosis]:
-    """Check that the programs and headers exist with which SGLang and Triton build kernels at run time.
+    """Check that the compilers and headers exist that SGLang and Triton need to build kernels at run time.
 
-    Yields one result for each of them. The programs are searched for in the environment of ranks and engines.
+    Yields one result for each. Programs are searched for in the PATH and CUDA_HOME of ranks and engines.
     """
     environment = filled_in(gpu_environment(os.environ), os.environ)
     for program, source in _BUILDERS.items():
@@ -248,7 +247,7 @@ def _gpu_libraries() -> Iterator[Diagnosis]:
     # SGLang imports deep_gemm in every engine on Hopper. It tolerates a missing module, but not a module that
     # fails.
     yield _imported("deep_gemm", "engines in FP8 need its kernels", required=False)
-    yield _tried("an engine's kernel", probes.kernel)
+    yield _result_of("an engine's kernel", probes.kernel)
     if util.find_spec("torch_memory_saver") is None:
         yield Diagnosis(
             NOTE,
@@ -256,7 +255,7 @@ def _gpu_libraries() -> Iterator[Diagnosis]:
             "not installed: engines cannot give their memory to the trainer (placement=colocated)",
         )
     else:
-        yield _tried(_SAVER, probes.memory_saver)
+        yield _result_of(_SAVER, probes.memory_saver)
     # Package indexes have another package named apex, so a module of NVIDIA's is imported.
     yield _imported(
         "apex.optimizers", "nothing needs it; it is installed from NVIDIA's sources", required=False
@@ -264,24 +263,26 @@ def _gpu_libraries() -> Iterator[Diagnosis]:
 
 
 def _computes(here: Capabilities) -> Iterator[Diagnosis]:
-    """Check the precision and speed of matrix products in fp32, bf16 and FP8, and an all-reduce.
+    """Check the precision and speed of matrix products in fp32, bf16 and FP8, and of an all-reduce.
 
-    Yields one result for each of these. here: capabilities of this machine.
+    here: capabilities of this machine. They say whether FP8 is possible.
+
+    Yields one result for each product, and one for the all-reduce.
     """
-    yield _tried("matrix product, fp32", probes.matrix_product, "fp32")
-    yield _tried("matrix product, bf16", probes.matrix_product, "bf16")
+    yield _result_of("matrix product, fp32", probes.matrix_product, "fp32")
+    yield _result_of("matrix product, bf16", probes.matrix_product, "bf16")
     if here.fp8_problem:
         yield Diagnosis(NOTE, "FP8 training", f"not possible: {here.fp8_problem}")
     else:
-        yield _tried("matrix product, fp8", probes.matrix_product, "fp8")
-    yield _tried("all-reduce", probes.all_reduce)
+        yield _result_of("matrix product, fp8", probes.matrix_product, "fp8")
+    yield _result_of("all-reduce", probes.all_reduce)
 
 
 _TE, _SAVER = "TransformerEngine", "torch_memory_saver"
 
 
 def examine() -> Iterator[Diagnosis]:
-    """Run all checks of this machine in order, and yield their results.
+    """Check this machine's Python, devices, packages, sandbox and speed, and yield each result in turn.
 
     A check that could crash runs in another process.
     """
@@ -307,12 +308,15 @@ def examine() -> Iterator[Diagnosis]:
     else:
         # megatron-core imports TransformerEngine if it is installed. It tolerates a missing module, but not a
         # module that fails.
-        yield _tried(_TE, probes.import_of, "transformer_engine.pytorch")
+        yield _result_of(_TE, probes.import_of, "transformer_engine.pytorch")
     yield from _computes(here)
 
 
 def doctor() -> int:
-    """Run all checks, and print each result when it is there. Return 1 if there is a problem, else 0."""
+    """Run all checks of this machine, and print each result at once.
+
+    Returns the exit status: 1 if a check found a problem, else 0.
+    """
     problems = 0
     for finding in examine():
         problems += finding.level == PROBLEM

@@ -1,9 +1,9 @@
 """The driver: the process that runs a command. A guard thread in it can end the run.
 
-The run ends with one message and leaves no process behind. Exceptions raised in the run end in `drive`.
-Events from outside are handled by the guard thread, which does not wait for the run. It records requests to
-stop. It ends the process if the time for such a request is over, if the keeper process is gone, or if a
-process dies that the run needs.
+The run ends with one message and leaves no process behind. `drive` handles exceptions that the run raises.
+The guard thread handles events from outside, without waiting for the run. It records requests to stop. It
+ends the process if the run has not stopped in time, if the keeper process is gone, or if a process dies that
+the run needs.
 """
 
 import contextlib
@@ -38,11 +38,12 @@ _LOOK_SECONDS = 0.5
 
 
 def drive(command: Callable[[Guard], int], keeper: Connection) -> int:
-    """Call command(guard) in the driver process of a run, and return the exit status.
+    """Run a command in the driver process of a run, and return the exit status.
 
     If the command raises, the error's message is printed on stderr, and the error decides the exit status.
 
-    keeper: connection to the keeper process, which started this process.
+    command: called with the guard, from which it receives requests to stop. It returns the exit status.
+    keeper: connection to the keeper, the parent process that cleans up after this process.
     """
     guard = DriverGuard(keeper)
     try:
@@ -59,9 +60,9 @@ def drive(command: Callable[[Guard], int], keeper: Connection) -> int:
 
 
 class DriverGuard(Guard):
-    """The Guard of a driver process with a keeper. Its thread handles signals and the death of Ray's daemons.
+    """Guard of a driver process. Its thread handles signals, and ends the process if a Ray daemon dies.
 
-    It must be created in the main thread, because it installs signal handlers.
+    Create this object in the main thread, because it installs signal handlers.
     """
 
     def __init__(self, keeper: Connection):
@@ -73,7 +74,8 @@ class DriverGuard(Guard):
         self._grace = self._grace_usr1 = 0.0  # there is no step yet
         # {pidfd, which can be waited for: (pid, name)} of the processes that the run needs.
         self._needed: dict[int, tuple[int, str]] = {}
-        self._find: Callable[[], list[psutil.Process]] | None = None  # finds them while they start
+        # finds these processes, while they are still starting
+        self._find: Callable[[], list[psutil.Process]] | None = None
         self._port: int | None = None  # port on which one of them listens
         self._finding = threading.Lock()
         self._first_interrupt: float | None = None
@@ -115,8 +117,7 @@ class DriverGuard(Guard):
     def disk_is_full(self, error: BaseException) -> str:
         """Return the last message of a run that failed because a disk is full.
 
-        error: the error of the write, in this project's code or in a library. If it names no file, the
-            message names the run's folder.
+        error: exception that reports the full disk. If it names no file, the message names the run's folder.
         """
         path = getattr(error, "filename", None) or self._folder
         return (
@@ -125,10 +126,13 @@ class DriverGuard(Guard):
         )
 
     def finish(self, message: str | None, status: int) -> None:
-        """Print the last message of a run that the guard's thread did not end, and tell the keeper `status`.
+        """Print the run's last message, and send the exit status to the keeper process.
 
         If the guard's thread is ending the process already, for example after the death of a Ray daemon, this
         method does not return. The thread's own message then explains the failure.
+
+        message: text for stderr; None if the run succeeded.
+        status: the exit status.
         """
         self._ending.acquire()
         self._end(message, status)
@@ -144,14 +148,14 @@ class DriverGuard(Guard):
                 time.sleep(_LOOK_SECONDS)
 
     def _look(self) -> None:
-        """Wait up to _LOOK_SECONDS for signals and for the end of processes, and handle them.
+        """Wait up to _LOOK_SECONDS for signals and for the end of needed processes, and handle both.
 
         Requests to stop are handled first, so that a failure in handling other events does not keep the run
         from ending.
         """
         try:
             ready = wait([self._keeper, self._signals, *self._needed], timeout=_LOOK_SECONDS)
-        except (OSError, ValueError):  # closed by `needs` in between
+        except (OSError, ValueError):  # `needs` has closed a descriptor in the meantime
             return
         if self._keeper in ready:
             self._hear_keeper()
@@ -224,7 +228,7 @@ class DriverGuard(Guard):
     def leave(self, status: int, message: str) -> NoReturn:
         """End this process and all of its descendants now, with this exit status and last message.
 
-        Only the guard's thread may call this.
+        Only the guard's thread may call this method.
         """
         if not self._ending.acquire(blocking=False):
             sys.exit()  # ends only this thread: the run has just ended by itself
@@ -246,10 +250,10 @@ class DriverGuard(Guard):
         self.log.close()
 
     def _note_end(self, state: State, message: str) -> None:
-        """Record the run's final state in status.json, because os._exit follows.
+        """Write the run's final state to status.json before os._exit ends this process.
 
-        When a run ends without os._exit, StatusFile.__exit__ records the state. After os._exit the file would
-        still say that the run is running.
+        os._exit skips StatusFile.__exit__, which usually writes the state. Without this method, the file
+        would say `running` forever.
         """
         if self.status:
             self.status.overrule(state, message.removeprefix("error: "))
@@ -285,7 +289,7 @@ class _Log:
         os.close(descriptor)
 
     def move(self, path: str) -> None:
-        """Copy the log to the file `path`, write to `path` from now on, and delete the earlier file."""
+        """Move the log to the file `path`, and write to `path` from now on."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.write(descriptor, Path(self.path).read_bytes())
@@ -314,10 +318,7 @@ class _Log:
             os.write(2, "".join(lines).encode("utf-8", "backslashreplace"))
 
     def close(self) -> None:
-        """Delete the log if it is a temporary file and no message refers to it.
-
-        This is the case if the run got no folder and there was no unexpected error.
-        """
+        """Delete the log file if it is still temporary: the run got no folder, and no message names it."""
         if self._temporary:
             Path(self.path).unlink(missing_ok=True)
             self._temporary = False

@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 
 
 def evaluation_config(config: Config) -> Config:
-    """Return the configuration of an evaluation, whose run.name has the suffix `_eval`.
+    """Turn a training run's configuration into that of an evaluation, which runs engines only.
 
-    The evaluation thus has its own folder, and a training run with the same configuration can still be
-    continued. The engines have devices of their own, because there are no trainer ranks. Raises UserError if
-    model.path is a run's checkpoint, which engines cannot load.
+    run.name gets the suffix `_eval`. The evaluation thus has its own folder, and the training run can still
+    be continued. The engines have devices of their own, because there are no trainer ranks. Raises UserError
+    if model.path is a run's checkpoint, which engines cannot load.
     """
     path = config.model.path
     if Path(path, ACTOR).is_dir():
@@ -53,7 +53,7 @@ def evaluation_config(config: Config) -> Config:
 def evaluate(config: Config, guard: Guard | None = None) -> dict[str, Any]:
     """Sample responses to all prompts of data.eval, score them, and return the result.
 
-    The result has "model", "scores" ({data set: {metric: value}}), "run_dir", "tensorboard" and
+    The result has "model", "scores" ({data set: {metric: value}}), "run_dir" and "tensorboard" (folders), and
     "wall_seconds". It is also written to result.json in the evaluation's folder.
 
     guard: receives requests to stop; None: the run is never asked to stop.
@@ -93,7 +93,7 @@ def evaluate(config: Config, guard: Guard | None = None) -> dict[str, Any]:
 
 
 def table(scores: Scores) -> str:
-    """Return the scores as a text table for the terminal: a row for each data set, a column for each metric.
+    """Return the scores of an evaluation as a text table: a row for each data set, a column for each metric.
 
     `-` means that a data set does not have the metric.
     """

@@ -26,9 +26,12 @@ _LEAVING_SECONDS = 5.0
 
 
 def keep(drive: Callable[[Connection], int]) -> int:
-    """Fork the driver process, which calls `drive`, and wait for it as its keeper. Return the exit status.
+    """Fork the driver process, which executes the run, and stay behind as its keeper. Return the exit status.
 
-    drive: takes the driver's end of a connection to the keeper, and returns the exit status.
+    The keeper waits for the driver's end, and then kills all processes that the run has left behind.
+
+    drive: executes the run in the driver. It takes the driver's end of a connection to the keeper, and
+        returns the exit status.
 
     This function returns in both processes. In the driver it returns what `drive` returned. In the keeper it
     returns when no process of the run is left. The keeper's status is 128 + N if signal N has killed the
@@ -55,18 +58,18 @@ def keep(drive: Callable[[Connection], int]) -> int:
 
 
 class _Keeper:
-    """The work of the keeper process: pass signals on to the driver, wait for its end, kill what is left.
+    """The keeper process's work: pass signals on to the driver, wait for its end, kill leftover processes.
 
     driver: pid of the driver
     connection: connection to the driver
-    watched: signals that are blocked in the keeper, so that it can wait for them
+    watched: signals that are blocked in the keeper, so that sigtimedwait can receive them
     """
 
     def __init__(self, driver: int, connection: Connection, watched: set[int]):
         self._driver, self._connection, self._watched = driver, connection, watched
         self._killed_for_memory = killed_for_memory()
         self._folder: str | None = None
-        # the exit status that the driver announced, if it shows the last message itself
+        # the exit status that the driver announced; None as long as it has not shown the last message itself
         self._told: int | None = None
 
     def status(self) -> int:
@@ -138,7 +141,7 @@ class _Keeper:
             return None
 
     def _hear(self) -> None:
-        """Read the driver's messages: they tell the run's folder and the exit status.
+        """Read the messages that the driver has sent: the run's folder, and the exit status.
 
         The driver sends a status only if it prints the run's last message itself.
         """
@@ -158,6 +161,6 @@ class _Keeper:
 
 
 def say_last(text: str) -> None:
-    """Print the last message of a run on stderr. Does nothing if the terminal is gone."""
+    """Print the last message of a run on stderr. An error of the output is ignored: the terminal is gone."""
     with contextlib.suppress(OSError):  # a terminal that is gone
         print(text, file=sys.stderr, flush=True)

@@ -1,16 +1,15 @@
-"""The command line of `grpo-megatron plan`.
+"""`grpo-megatron plan`: shows the memory and time that a run would take on a cluster, and whether it fits.
 
-It shows the memory and time that a run would take on a cluster, and whether that fits into the GPUs' memory.
-With --search it shows the quickest layouts (parallel sizes and placement) that fit.
+With --search it shows the quickest layouts (parallel sizes and placement) that fit into the GPUs' memory.
 """
 
 import argparse
 
 
 def add_parser(commands) -> None:
-    """Add the parser of `grpo-megatron plan` to the parser of `grpo-megatron`.
+    """Add the command `plan` with its options to the command line of `grpo-megatron`.
 
-    commands: what ArgumentParser.add_subparsers returned.
+    commands: the object that ArgumentParser.add_subparsers of `grpo-megatron` returned.
     """
     parser = commands.add_parser(
         "plan", help="compute memory and time of a run, without reading weights; refuse what cannot fit"
@@ -37,10 +36,10 @@ def add_parser(commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plan, or with --search the quickest layouts, and return the exit status 0.
+    """Execute `grpo-megatron plan`: print the memory and time that a run would take. Return exit status 0.
 
-    Raises UserError if the configuration is invalid, cannot be planned, or needs more memory than the GPUs
-    have.
+    With --search, print the quickest layouts (parallel sizes and placement) instead. Raises UserError if the
+    configuration is invalid, cannot be planned, or needs more memory than the GPUs have.
     """
     from grpo_megatron.config.load import read_config
     from grpo_megatron.planner.advice import checked_plan, planned_architecture, searched_plans

@@ -1,4 +1,4 @@
-"""Probes of `grpo-megatron doctor`: each tries out one library or device.
+"""Probes of `grpo-megatron doctor`: functions that try out one library or device each.
 
 `attempt` runs a probe in a process of its own, because a broken library may crash it. A probe returns one
 line of text for the user, and raises an exception if it fails.
@@ -26,18 +26,17 @@ print(getattr(probes, sys.argv[1])(*sys.argv[2:]))
 
 
 class ProbeError(Exception):
-    """A probe failed. The message is one line."""
+    """Failure of a probe, which is a check of one library or device. The message is one line."""
 
 
 def attempt(probe: Callable[..., str], *arguments: str, timeout: float = 180.0) -> str:
-    """Run a probe in another process, and return the line of text that it returned.
+    """Run a probe (a check of one library or device) in another process, and return its line of text.
+
+    The process has the environment variables of a rank or an engine. Raises ProbeError if the probe raises,
+    if its process crashes, or after the timeout. The message includes the last line on the process's stderr.
 
     probe: a function of this module, which is called with `arguments`.
     timeout: seconds.
-
-    The process has the environment variables of a rank or an engine. Raises ProbeError if the probe raised;
-    the message is the last line of the exception. Raises ProbeError also if the process crashed or took too
-    long.
     """
     environment = filled_in(gpu_environment(os.environ), os.environ)
     said = _output_of(["-W", "ignore", "-c", _CHILD, probe.__name__, *arguments], timeout, environment)
@@ -47,10 +46,13 @@ def attempt(probe: Callable[..., str], *arguments: str, timeout: float = 180.0) 
 
 
 def _output_of(arguments: list[str], timeout: float, environment: dict[str, str] | None = None) -> str:
-    """Run Python with these arguments and return what it prints. Raises ProbeError if it fails.
+    """Run the Python interpreter in a new process, and return the text that the process prints on stdout.
 
+    Raises ProbeError if the process fails, or does not end in time.
+
+    arguments: command-line arguments of the interpreter.
     timeout: seconds.
-    environment: its environment variables; None: those of this process.
+    environment: environment variables of the new process; None: those of this process.
     """
     command = [sys.executable, *arguments]
     try:
@@ -70,9 +72,9 @@ def _output_of(arguments: list[str], timeout: float, environment: dict[str, str]
 
 
 def import_of(module: str) -> str:
-    """Import a module, to find missing or broken libraries that it needs.
+    """Import a module, which fails if a library that the module needs is missing or broken.
 
-    Returns the module's version, or `can be imported` if the module states none.
+    Returns the module's version, or the text `can be imported` if the module states none.
     """
     return getattr(importlib.import_module(module), "__version__", "can be imported")
 
@@ -98,10 +100,10 @@ if freed < size // 2 or int(memory[-1]) != 3:
 
 
 def memory_saver() -> str:
-    """Check that torch_memory_saver can release GPU memory and allocate it again. Return a text about it.
+    """Check that torch_memory_saver can release GPU memory and allocate it again. Return a text for the user.
 
-    An engine that shares its device with the trainer does the same. The check starts one more process,
-    because torch_memory_saver's library must be preloaded when a process starts.
+    Engines that share devices with the trainer release their memory in this way. The check starts one more
+    process, because torch_memory_saver's library must be preloaded when a process starts.
     """
     import torch
     import torch_memory_saver
@@ -113,10 +115,10 @@ def memory_saver() -> str:
 
 
 def kernel(capability: str = "") -> str:
-    """Check that kernels can be built: compile SGLang's SwiGLU kernel, which nearly all models need.
+    """Check that GPU kernels can be built: compile SGLang's SwiGLU kernel, which nearly all models need.
 
     capability: compute capability to build for, such as `9.0`. If empty, the kernel is built for this
-        machine's GPU, and is also run.
+        machine's GPU, and its results are checked too.
 
     Returns a text for the user. Raises ProbeError if the build fails or the kernel's results are wrong.
     """
@@ -165,7 +167,7 @@ def matrix_product(precision: str) -> str:
 
     precision: fp32, bf16, or fp8 (with TransformerEngine).
 
-    Returns a text with speed and error. Raises ProbeError if the error is larger than rounding explains.
+    Returns a text with speed and error. Raises ProbeError if rounding cannot explain the error.
     """
     import torch
 
@@ -187,9 +189,11 @@ def matrix_product(precision: str) -> str:
 
 
 def _fp8_product(weight):
-    """Return a function that multiplies by `weight` in FP8, as TransformerEngine's linear layer does.
+    """Return a function that multiplies a matrix by the transposed `weight` in FP8, with TransformerEngine.
 
-    Its time includes the casts to FP8 and the computation of scales.
+    Each call also casts both matrices to FP8 and computes their scales, so a measured time includes this.
+
+    weight: tensor [outputs, inputs].
     """
     import torch
     import transformer_engine.pytorch as te
@@ -220,7 +224,7 @@ def _seconds(work: Callable, cuda: bool) -> float:
 
 
 def all_reduce() -> str:
-    """Check and time an all-reduce over one process per GPU (NCCL), or over two processes (gloo).
+    """Check and time an all-reduce: with NCCL over one process per GPU, or with gloo over two CPU processes.
 
     Returns a text with size and time.
     """
@@ -245,7 +249,7 @@ def _all_reduce_rank(rank: int, world: int, store: str, report: str) -> None:
     """Take part in the all-reduce as one rank, and check the sum.
 
     world: number of ranks.
-    store: init method of torch.distributed, by which the ranks find each other.
+    store: init_method of torch.distributed, the URL of a file through which the ranks find each other.
     report: path of the file into which rank 0 writes the median time in seconds.
     """
     import torch

@@ -10,7 +10,7 @@ from grpo_megatron.preflight.show import diff
 
 
 def report(folder: str, against: str | None, out: str | None) -> int:
-    """Write the HTML page about a run, print the page's path, and return the exit status 0.
+    """Execute `grpo-megatron report`: write an HTML page about a run, print its path, return exit status 0.
 
     folder: the run's folder.
     against: folder of another run to compare with; None: no comparison.
@@ -35,8 +35,8 @@ def report(folder: str, against: str | None, out: str | None) -> int:
 def _changes(run: RecordedRun, other: RecordedRun) -> Changes | str:
     """Return the differences of two runs' configurations, as {key: (value in `run`, value in `other`)}.
 
-    If the configurations cannot be compared, for example because one has a key of an earlier version, the
-    result is the reason, as a sentence.
+    If the configurations cannot be compared, for example because one of them has a key of an earlier version,
+    a sentence with the reason is returned instead.
     """
     try:
         found = diff(str(run.folder / CONFIG), str(other.folder / CONFIG))

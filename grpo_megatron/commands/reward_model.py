@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 
 
 def reward_model(config: Config, guard: Guard | None = None) -> dict[str, Any]:
-    """Train a reward model on the pairs of data.train, export it, and return the result.
+    """Train a reward model on the pairs (preferred and rejected response) of data.train, and export it.
 
-    The result has the last step, the last loss, the evaluations and the paths of all outputs (see
+    The returned result has the last step, the last loss, the evaluations and the paths of all outputs (see
     `Run.finish`). It is also written to result.json in the run's folder. If an earlier start of this command
     has finished the run, its result is returned. Raises Stopped if the run was asked to stop.
 
@@ -66,9 +66,9 @@ def _load(key: str, sources: Any, conversations: Conversations, config: Config) 
 
 
 def _parts(pairs: Sequence[Pair], size: int) -> list[list[Pair]]:
-    """Split the pairs into parts of nearly equal length: `size` pairs or somewhat more.
+    """Split the pairs into parts of nearly equal length, each with at least `size` pairs.
 
-    If there are fewer than `size` pairs, they are one part.
+    Fewer than `size` pairs form a single part.
     """
     count = max(1, len(pairs) // size)
     return [[pairs[i] for i in indices] for indices in np.array_split(np.arange(len(pairs)), count)]
@@ -91,8 +91,8 @@ class _Training(SupervisedTraining[Pair]):
     def evaluate(self, step: int) -> dict[str, float]:
         """Score the held-out pairs, and return {"eval/NAME": value}, such as the loss and the accuracy.
 
-        The result is empty if there are no held-out pairs. They are scored in parts of about the size of a
-        training batch.
+        The result is empty if there are no held-out pairs. Each forward pass scores about as many pairs as a
+        training batch has.
         """
         if not self._held_out:
             return {}

@@ -26,13 +26,14 @@ from grpo_megatron.sglang.pool import EnginePool
 
 
 def selftest_config(config: Config, steps: int) -> Config:
-    """Return the configuration of a self-test: a training run's, with learning rate 0.
-
-    steps: number of steps of the training loop.
+    """Turn a training run's configuration into that of a self-test, with learning rate 0.
 
     Evaluations, filters, checkpoints and the export are off, because they would cost time or bias the
     measurement. Raises UserError if the run replays recorded rollouts, because there is then no engine to
     compare with.
+
+    config: configuration of the training run.
+    steps: number of training steps that the self-test makes.
     """
     if config.rollout.replay:
         raise UserError(
@@ -67,12 +68,12 @@ def selftest_config(config: Config, steps: int) -> Config:
 
 
 def investigate(controller: Controller, engines: EnginePool, steps: int) -> Verdict:
-    """Make training steps with learning rate 0, measure the mismatch, and look for its cause.
+    """Measure the mismatch between the log-probs of engines and trainer, and look for its cause.
 
-    steps: number of training steps.
+    The measurement makes `steps` training steps with learning rate 0.
 
-    Returns the result of the self-test, also if engines generated with weights that were too old. Raises
-    UserError for a failure that is not about a mismatch.
+    Returns the result of the self-test. If engines generated with old weights, the result reports this as the
+    cause. Raises UserError for a failure that has nothing to do with a mismatch.
     """
     try:
         controller.rollouts.start()
@@ -87,10 +88,12 @@ def investigate(controller: Controller, engines: EnginePool, steps: int) -> Verd
 
 
 def selftest(config: Config, steps: int = 3, guard: Guard | None = None) -> Verdict:
-    """Run the self-test, write its result to selftest.json in the run's folder, and return the result.
+    """Test whether engines and trainer of a training run give tokens the same log-probs.
+
+    The result is returned, and written to selftest.json in the folder of the self-test.
 
     config: configuration of the training run that is to be checked.
-    steps: number of steps of the training loop.
+    steps: number of training steps that the self-test makes, with learning rate 0.
     guard: receives requests to stop; None: the run is never asked to stop.
     """
     with assembled_loop(selftest_config(config, steps), guard) as (controller, run):
@@ -104,6 +107,6 @@ def selftest(config: Config, steps: int = 3, guard: Guard | None = None) -> Verd
 def as_json(verdict: Verdict) -> dict:
     """Return the content of selftest.json: the verdict's fields, and "passed".
 
-    Values that were not measured are NaN, for which json_text writes null.
+    Values that were not measured are NaN here, and null in the file.
     """
     return {"passed": verdict.passed, **vars(verdict)}

@@ -28,7 +28,7 @@ SAMPLING_Z = 6.0
 
 @dataclass(frozen=True)
 class Tokens:
-    """The n trained tokens of some mini-batches, with the log-probs to compare.
+    """Log-probs of engine and trainer for the n trained tokens of some mini-batches, to be compared.
 
     mini_batches: the mini-batches that contain the tokens
     batches: the samples of each mini-batch
@@ -59,13 +59,19 @@ class Tokens:
 
 
 class Investigation:
-    """Search for the cause of a mismatch, after the training loop of the self-test has run.
+    """Search for the cause of a mismatch between the log-probs of engine and trainer, for the self-test.
 
-    It changes one condition after the other, and measures how much of the mismatch is left.
+    The search changes one condition at a time, such as the temperature, and measures how much of the mismatch
+    is left.
     """
 
     def __init__(self, controller: Controller, engines: EnginePool, steps: list[Tokens]):
-        """Prepare the search. steps: the tokens of each step that the training loop has made."""
+        """Prepare the search, after the training steps of the self-test.
+
+        controller: the training loop that has made the steps.
+        engines: the engines that generated the samples.
+        steps: the trained tokens of each step.
+        """
         self.controller, self.engines, self.config = controller, engines, controller.config
         self.handover, self.policy = controller.rollouts.handover, controller.trainer.policy
         self.steps = steps
@@ -86,7 +92,7 @@ class Investigation:
         return verdict
 
     def measured(self) -> Verdict:
-        """Return a Verdict with each step's mismatch and the largest acceptable mismatch, unexplained yet."""
+        """Return a Verdict with each step's mismatch and the largest acceptable one, without explanations."""
         return Verdict(
             mean=[tokens.mismatch for tokens in self.steps],
             maximum=[float(np.abs(tokens.trainer - tokens.engine).max()) for tokens in self.steps],
@@ -94,7 +100,7 @@ class Investigation:
         )
 
     def mismatch_explained(self, verdict: Verdict) -> list[str]:
-        """Return a list with one text that explains the mismatch between engine and trainer.
+        """Find the cause of the mismatch between engine and trainer. Return one explanation, in a list.
 
         The list is empty if every step's mismatch is within verdict.limit and weight syncs reach the engine.
         """
@@ -124,7 +130,7 @@ class Investigation:
     def _probe(
         self, tokens: Tokens, temperature: float | None = None, rounding: torch.dtype | None = None
     ) -> np.ndarray:
-        """Have the trainer compute log-probs and entropies of the tokens again, under other conditions.
+        """Have the trainer compute log-probs and entropies of the tokens again, under changed conditions.
 
         temperature: sampling temperature; None: the temperature found so far.
         rounding: dtype whose rounding errors the trainer adds to its computation; None: none are added.
@@ -142,7 +148,7 @@ class Investigation:
     def _rounding(self, tokens: Tokens, dtype: torch.dtype) -> float:
         """Return the mean |change| of the trainer's log-probs when rounding errors of this dtype are added.
 
-        The largest acceptable mismatch is a multiple of this.
+        The largest acceptable mismatch is a multiple of this mean.
         """
         return float(np.abs(self._probe(tokens, rounding=dtype)[0] - tokens.trainer).mean())
 
@@ -161,10 +167,10 @@ class Investigation:
         return self._probe(tokens, 1.0)[0], np.concatenate(scored)
 
     def _sample_again(self) -> Tokens:
-        """Sample new tokens under the same weights, after another weight sync, and return them.
+        """Sample new tokens with the same weights, and return them with the log-probs of engine and trainer.
 
-        If the mismatch of the new tokens is small, the engine had sampled the earlier tokens with older
-        weights.
+        `_weight_version` has synced the weights once more before. So a small mismatch of the new tokens shows
+        that the engine sampled the earlier tokens with old weights.
         """
         controller, step = self.controller, self.controller.loop.begin_step()
         groups = controller.rollouts.take(step).groups
@@ -176,7 +182,7 @@ class Investigation:
         """Test whether the engine draws tokens from the distribution that its log-probs describe.
 
         Returns mean surprise (-log p of the engine) minus mean entropy (of the trainer), in standard errors.
-        The two means are equal, except for chance, if each token is drawn from the trainer's distribution.
+        If tokens are drawn from the trainer's distribution, the two means differ only by chance.
         """
         excess = np.concatenate([-tokens.engine - self._probe(tokens)[1] for tokens in self.steps])
         return float(excess.mean() / max(excess.std() / np.sqrt(len(excess)), 1e-12))
@@ -184,15 +190,15 @@ class Investigation:
     # -- causes -------------------------------------------------------------------------------
 
     def _explain(self, tokens: Tokens) -> str:
-        enough = max(self.limit, LEFT * tokens.mismatch)
+        acceptable = max(self.limit, LEFT * tokens.mismatch)
         left = self._sample_again().mismatch
-        if left <= enough:
+        if left <= acceptable:
             return (
                 f"weight version: mean |delta| was {tokens.mismatch:.3g} and is {left:.3g} after another "
                 "weight sync; the engine generated with older weights than the trainer's"
             )
         for cause in (self._sampling_temperature, self._truncated, self._tokenizer, self._engine_precision):
-            found = cause(tokens, enough)
+            found = cause(tokens, acceptable)
             if found:
                 return found
         return (
@@ -229,13 +235,13 @@ class Investigation:
             "weights than it was sent"
         )
 
-    def _sampling_temperature(self, tokens: Tokens, enough: float) -> str | None:
+    def _sampling_temperature(self, tokens: Tokens, acceptable: float) -> str | None:
         def left(log_factor: float) -> float:
             logp = self._probe(tokens, self.temperature * float(np.exp(log_factor)))[0]
             return float(np.abs(logp - tokens.engine).mean())
 
         best, value = _minimum(left, np.log(np.geomspace(0.25, 4.0, 9)))
-        if value > enough:
+        if value > acceptable:
             return None
         self.temperature *= float(np.exp(best))
         return (
@@ -244,7 +250,7 @@ class Investigation:
             f"{self.temperature:.3g}; the engine samples, or reports its log-probs, at that temperature"
         )
 
-    def _truncated(self, tokens: Tokens, enough: float) -> str | None:
+    def _truncated(self, tokens: Tokens, acceptable: float) -> str | None:
         # top-p divides every probability in the nucleus by the mass of the nucleus, so none gets smaller.
         if np.mean(tokens.trainer - tokens.engine > self.limit) > 1e-3:
             return None
@@ -254,18 +260,19 @@ class Investigation:
             "or min_p) and normalised again"
         )
 
-    def _tokenizer(self, tokens: Tokens, enough: float) -> str | None:
-        """Return an explanation if the engine agrees with the trainer once it scores the same token ids.
+    def _tokenizer(self, tokens: Tokens, acceptable: float) -> str | None:
+        """Test whether token ids changed between sampling and training, for example by tokenizing text again.
 
-        In this case the ids were changed between sampling and training. Returns None if the mismatch stays.
+        The engine scores the ids that the trainer trained on. Returns an explanation if the log-probs of both
+        then agree, else None.
 
-        enough: mean |delta| at or below which the mismatch counts as gone.
+        acceptable: mean |delta| at or below which the log-probs agree.
         """
         trainer, engine = self._scores(tokens)
         left = float(np.abs(trainer - engine).mean())
-        if left > enough:
+        if left > acceptable:
             return None
-        changed = np.abs(tokens.trainer - tokens.engine) > max(enough, 10 * left)
+        changed = np.abs(tokens.trainer - tokens.engine) > max(acceptable, 10 * left)
         return (
             "tokenizer: when the engine scores the ids that are trained on, its log-probs differ from the "
             f"trainer's by {left:.3g}; when it sampled, they differed by {tokens.mismatch:.3g} (at "
@@ -273,7 +280,7 @@ class Investigation:
             "log-probs belong to different tokens"
         )
 
-    def _engine_precision(self, tokens: Tokens, enough: float) -> str | None:
+    def _engine_precision(self, tokens: Tokens, acceptable: float) -> str | None:
         dtype, key = served_dtype(self.config)
         name = str(dtype).removeprefix("torch.")
         if torch.finfo(dtype).eps <= torch.finfo(self.dtype).eps:
@@ -302,10 +309,13 @@ class Investigation:
 
 
 def _minimum(function, grid: np.ndarray, rounds: int = 12) -> tuple[float, float]:
-    """Return (x, function(x)) at the minimum of a function, found by a golden-section search.
+    """Return (x, function(x)) at the minimum of a function of one number.
 
-    grid: sorted values of x. The search continues between the neighbours of the best of them.
-    rounds: number of steps of the search.
+    The function is computed at all values in `grid`. A golden-section search then continues between the two
+    neighbours of the best value.
+
+    grid: sorted values of x.
+    rounds: number of steps of the golden-section search.
     """
     values = [function(x) for x in grid]
     best = int(np.argmin(values))

@@ -5,7 +5,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Verdict:
-    """Result of a self-test. delta is the engine's log-prob of a token minus the trainer's."""
+    """Result of a self-test, which compares the log-probs that engine and trainer give to sampled tokens.
+
+    delta is the engine's log-prob of a token minus the trainer's.
+    """
 
     mean: list[float] = field(default_factory=list)
     """Mean |delta| of each step."""
@@ -16,7 +19,7 @@ class Verdict:
     sampling_z: float = float("nan")
     """Mean surprise (-log p) of the samples minus the trainer's mean entropy, in standard errors."""
     explanations: list[str] = field(default_factory=list)
-    """One sentence for each cause that was found. It begins with the cause's name, such as `top-p`."""
+    """One text for each cause that was found. It begins with the cause's name, such as `top-p`."""
 
     @property
     def passed(self) -> bool:

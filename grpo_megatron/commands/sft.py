@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def sft(config: Config, guard: Guard | None = None) -> dict[str, Any]:
-    """Fine-tune on the prompt/response pairs of data.train, export the model, and return the result.
+    """Fine-tune a model on the prompt/response pairs of data.train, export it, and return the result.
 
     The result has the last step, the last loss and the paths of all outputs (see `Run.finish`). It is also
     written to result.json in the run's folder. If an earlier start of this command has finished the run, its
@@ -52,7 +52,7 @@ def sft(config: Config, guard: Guard | None = None) -> dict[str, Any]:
 
 
 class _Training(SupervisedTraining[Sample]):
-    """The training of `sft`. The loss of a step is the mean over the tokens of its batch."""
+    """Supervised fine-tuning. The loss of a step is the mean over the response tokens of its batch."""
 
     loss, loss_metric = CrossEntropyLoss(), "sft/loss_per_token"
     shown_every, tokens_key = 50, "tokens"

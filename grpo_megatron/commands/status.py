@@ -1,4 +1,4 @@
-"""`grpo-megatron status`: shows what the run in a folder does now."""
+"""`grpo-megatron status`: shows the state, step, phase and newest metrics of the run in a folder."""
 
 import time
 from collections.abc import Callable
@@ -17,9 +17,10 @@ from grpo_megatron.run.checkpoints import CHECKPOINTS, newest_folder
 def status(folder: str, as_json: bool) -> int:
     """Print the status of the run in a folder, and return the exit status of `grpo-megatron status`.
 
-    The exit status is 0 if the run goes on or has finished, else 1.
+    The exit status is 0 if the run is still running or has finished, else 1.
 
-    as_json: print all recorded values as JSON, rather than a text for people.
+    folder: the run's folder.
+    as_json: True to print all recorded values as JSON, False to print a text for people.
 
     Raises UserError if the folder is not the folder of a run, or if its status file is damaged.
     """

@@ -18,23 +18,26 @@ Record = TypeVar("Record")
 
 
 class SupervisedTraining(ABC, Generic[Record]):
-    """Base class of trainings that make one optimizer step for each batch of records.
+    """Base class of supervised trainings, which make one optimizer step for each batch of records.
 
-    An object is one attempt: after a failure, a new object continues from the newest checkpoint. It continues
-    if the argument `run` has loaded a checkpoint.
+    If the Run has loaded a checkpoint, the training continues from there. After a failure, a new object is
+    created for the next attempt.
     """
 
     loss: TokenLoss | PreferenceLoss
     """The loss that is minimized."""
     loss_metric: str
-    """Name of the metric that holds the loss of a step."""
+    """Name of the metric that is the loss of a step."""
     shown_every: int
-    """Number of steps between two lines about the training on the terminal."""
+    """Number of steps from one line on the terminal to the next."""
     tokens_key: str
-    """Key of the number of tokens so far in state.json. By its key, a command knows its own checkpoints."""
+    """Key in the checkpoint's state.json for the number of tokens trained so far."""
 
     def __init__(self, run: Run, records: Sequence[Record]):
-        """Prepare the training on `records`."""
+        """Prepare the training, in the Run's current attempt.
+
+        records: all training records.
+        """
         self.run, self.config = run, run.config
         self._records = records
         self._order = EpochOrder.of(records, run.config.run.seed, run.config.data.shuffle)
@@ -58,7 +61,7 @@ class SupervisedTraining(ABC, Generic[Record]):
     def train_step(self, step: int) -> None:
         """Make one optimizer step on the next data.train_batch_size records, and log its metrics.
 
-        step: number of the step; the first step of a run is 1.
+        step: index of the step, from 1.
         """
         monitor, trainer = self.run.monitor, self.run.trainer
         with monitor.phases("prepare"):
@@ -74,7 +77,7 @@ class SupervisedTraining(ABC, Generic[Record]):
 
     @abstractmethod
     def batch(self, records: list[Record]) -> tuple[TrainBatch, Schedule]:
-        """Return (batch, schedule) of one optimizer step.
+        """Convert the records of one optimizer step to (batch, schedule).
 
         The schedule divides the sequences of the batch among replicas and micro-batches.
         """
@@ -82,7 +85,7 @@ class SupervisedTraining(ABC, Generic[Record]):
     def evaluate(self, step: int) -> dict[str, float]:
         """Return {name: score} on held-out records; empty if there are none.
 
-        step: last step that was trained.
+        step: number of steps trained before the evaluation.
         """
         return {}
 

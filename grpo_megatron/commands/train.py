@@ -62,7 +62,7 @@ def _resharding(run: Run) -> Resharding:
 
 
 def _probe(run: Run, prompts: PromptSource) -> WeightProbe:
-    """Return the object that compares log-probs of engine and trainer on a few prompts after a weight sync.
+    """Create the probe that detects a failed weight sync: it compares log-probs of engine and trainer.
 
     The first training prompts are used. They are repeated if there are fewer than _PROBES, or fewer than
     data-parallel replicas. A prompt of one token is doubled, because a first token has no log-prob.
@@ -78,7 +78,7 @@ def _probe(run: Run, prompts: PromptSource) -> WeightProbe:
 class _Data:
     """Tokenizer, training prompts and held-out prompts of a training run.
 
-    They are read before Ray, ranks and engines start, so that an error in the data shows within seconds.
+    All are loaded before Ray, ranks and engines start, so that an error in the data shows within seconds.
     """
 
     def __init__(self, config: Config):
@@ -95,19 +95,19 @@ class _Data:
         self._beginning = deepcopy(self._prompts.state_dict()) if self._prompts else None
 
     def must_fit(self, state: dict[str, Any]) -> str:
-        """Raise UserError if the driver's state in a checkpoint belongs to other training data.
-
-        Returns a note for the user about what could not be compared, or "".
+        """Check that a checkpoint belongs to the training data of this run. Raise UserError if it does not.
 
         state: the driver's state, read from the checkpoint's state.json.
+
+        Returns a note for the user about data that could not be compared, or "".
         """
         # A replayed run has no prompts.
         return self._prompts.must_fit(state["prompts"]) if self._prompts and state["prompts"] else ""
 
     def prompts(self) -> PromptSource | None:
-        """Return the training prompts, from the first prompt on; None if recorded rollouts are replayed.
+        """Return the training prompts, set back to the first prompt; None if recorded rollouts are replayed.
 
-        Each attempt calls this, and may then load a later position from its checkpoint.
+        Each attempt calls this method. A checkpoint may then move the prompts to a later position.
         """
         if self._prompts:
             self._prompts.load_state_dict(self._beginning)
@@ -117,7 +117,7 @@ class _Data:
 def _rollouts(
     run: Run, data: _Data, episodes: SingleTurn | MultiTurn, prompts: PromptSource
 ) -> SynchronousRollouts:
-    """Return the object that samples the groups of each step with the engines.
+    """Create the object that samples the groups of each step: several responses of an engine to each prompt.
 
     episodes: makes one trajectory (a response, or an episode with an environment) and scores it.
     prompts: the training prompts.
@@ -145,7 +145,7 @@ def _rollouts(
 def _loop(
     context: RunContext, data: _Data, checkpoint: Checkpoint | None, stop: StopRequest | None = None
 ) -> Iterator[tuple[Controller, Run]]:
-    """Build the GRPO training loop for one attempt, and yield (controller, run).
+    """Start the trainer's ranks for one attempt, and yield the GRPO training loop, as (controller, run).
 
     checkpoint: checkpoint from which the attempt begins; None: it begins at step 0.
     stop: request to stop; None: the loop never stops early.
@@ -178,11 +178,11 @@ def _loop(
 
 @contextmanager
 def assembled_loop(config: Config, guard: Guard | None = None) -> Iterator[tuple[Controller, Run]]:
-    """Start everything that a training run needs, and yield (controller, run).
+    """Start all processes of a training run, and yield its GRPO training loop, as (controller, run).
 
-    The self-test, tests and benchmarks use this. The caller makes the steps, with controller.run() or one by
-    one. In contrast to `train`, there is no second attempt after the loss of a process, and a request to stop
-    does not make the loop save a checkpoint.
+    The self-test, tests and benchmarks use this function. The caller makes the steps, with controller.run()
+    or one by one. In contrast to `train`, there is no second attempt after the loss of a process, and a
+    request to stop does not make the loop save a checkpoint.
     """
     check_start(config, Command.train)
     data = _Data(config)

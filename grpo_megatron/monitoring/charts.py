@@ -6,7 +6,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of all scalars whose whole name matches one of the regular expressions in `names`."""
+    """A chart of a run's metrics over the steps.
+
+    title: heading of the chart, with the unit if it is not obvious
+    names: regular expressions. The chart has a line for each scalar whose whole name matches one of them
+    """
 
     title: str
     names: tuple[str, ...]
@@ -15,7 +19,7 @@ class Chart:
         return any(re.fullmatch(pattern, name) for pattern in self.names)
 
 
-# A chart without a scalar in a run is not shown.
+# {section: charts}. The report leaves out a chart if the run has none of its scalars.
 SECTIONS: dict[str, tuple[Chart, ...]] = {
     "Learning": (
         Chart("Reward", ("reward/mean", "reward/std")),
@@ -76,11 +80,11 @@ OTHERS = "Others"
 
 
 def charts_of(names: list[str]) -> dict[str, dict[str, list[str]]]:
-    """Return the charts of the report as {section: {title of a chart: names of its scalars}}.
-
-    names: names of all scalars of a run.
+    """Sort a run's scalars into charts. Return {section: {title of a chart: names of its scalars}}.
 
     A scalar that belongs to no chart of SECTIONS gets its own chart in the section OTHERS.
+
+    names: names of all scalars of the run.
     """
     found: dict[str, dict[str, list[str]]] = {}
     left = dict.fromkeys(names)
@@ -97,9 +101,9 @@ def charts_of(names: list[str]) -> dict[str, dict[str, list[str]]]:
 
 
 def tensorboard_layout() -> dict[str, dict[str, list]]:
-    """Return all charts in the form that SummaryWriter.add_custom_scalars of TensorBoard takes.
+    """Return the layout of charts for TensorBoard, as SummaryWriter.add_custom_scalars expects it.
 
-    The form is {section: {title of a chart: ["Multiline", regular expressions of its scalars]}}.
+    The result is {section: {title of a chart: ["Multiline", regular expressions of its scalars]}}.
     """
     # The `$` is needed, because in TensorBoard an expression need only match the beginning of a name.
     return {

@@ -6,22 +6,23 @@ import numpy as np
 
 
 class Listener(Protocol):
-    """Receiver of what a run measures, such as TensorBoard. The monitor calls it in the order of the steps.
+    """Interface of objects that receive a run's metrics and texts, such as TensorBoard.
 
-    A resumed run reports the steps after its checkpoint again. A method may raise any exception: the monitor
-    shows the first exception of each class of listeners, and the run goes on.
+    The monitor calls the methods in the order of the steps. A resumed run repeats the steps after its
+    checkpoint. A method may raise any exception: the monitor shows the first exception of each class of
+    listeners, and the run goes on.
     """
 
     def scalars(self, step: int, values: dict[str, float]) -> None: ...
 
     def histogram(self, step: int, name: str, values: np.ndarray) -> None:
-        """Record the distribution of the numbers `values` [n], n > 0, under this name."""
+        """Record the distribution of `values`, a non-empty one-dimensional array, under this name."""
         ...
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Record a text that is shown unchanged.
+        """Record a text under this name, to be shown without any change.
 
-        It may contain what a model wrote, so nothing in it may be interpreted as markup.
+        The text may quote a model's output, so no part of the text may be interpreted as markup.
         """
         ...
 

@@ -28,7 +28,7 @@ _MIB, _GIB = 2**20, 2**30
 
 
 class Monitor:
-    """Passes what a run measures to listeners. Keeps status.json, timeline.json and the terminal up to date.
+    """Passes a run's metrics and texts to listeners, and updates status.json, timeline.json and the terminal.
 
     TensorBoard and the run's files (metrics.jsonl, texts.jsonl) are always listeners. If a listener cannot
     write, for example because the disk is full, the user is told once, and the run goes on.
@@ -47,8 +47,8 @@ class Monitor:
 
         directory: the run's folder
         status: status.json, which the caller closes
-        resumed: last step in the checkpoint that the run continues from; curves, texts and timeline are cut
-            off there
+        resumed: step of the checkpoint that the run continues from; 0 for a new run. Later steps are removed
+            from curves, texts and timeline
         throughput: computes tokens/s and idle shares; None: these are not measured
         listeners: further listeners, such as Weights & Biases, which the caller closes
         """
@@ -82,6 +82,7 @@ class Monitor:
         """End a step: add times, throughput and memory to its scalars, and pass them to the listeners.
 
         scalars: {name: value} of the step.
+        trained_on: the sequences that the step trained on.
 
         Returns `scalars` with the added values.
         """
@@ -107,7 +108,10 @@ class Monitor:
         return scalars
 
     def _show(self, step: int, trained_on: TrainedOn) -> None:
-        """Pass samples (as text) and histograms to the listeners, in the steps that the options select."""
+        """Pass samples (as text) and histograms to the listeners, if they are due in this step.
+
+        monitor.samples_every and monitor.histograms_every set the intervals, in steps.
+        """
         options = self._options
         if options.samples_every and step % options.samples_every == 0:
             for index, group in enumerate(chosen(trained_on.groups, options.sample_groups)):
@@ -117,14 +121,14 @@ class Monitor:
                 self._tell("histogram", step, name, values)
 
     def line(self, step: int, scalars: dict[str, float]) -> None:
-        """Show one line about a step on the terminal. scalars: what `finish_step` returned."""
+        """Show one line about a step on the terminal. scalars: the value that `finish_step` returned."""
         with self._clock:
             self.terminal.line(step, scalars)
 
     def evaluated(self, step: int, scalars: dict[str, float]) -> None:
         """Pass the scores of an evaluation to the listeners, and print them.
 
-        step: number of steps before the evaluation.
+        step: number of training steps that were made before the evaluation.
         scalars: {name: score}.
         """
         with self._clock:
@@ -168,15 +172,15 @@ class Monitor:
             self.timeline.flush()
 
     @contextmanager
-    def _survived(self, told: object) -> Iterator[None]:
-        """Catch all exceptions in the `with` block, so that an error of a listener does not end the run.
+    def _survived(self, receiver: object) -> Iterator[None]:
+        """Catch all exceptions in the `with` block, so that an error of a receiver does not end the run.
 
-        told: the listener. Only the first error of each class of listeners is shown.
+        receiver: listener or timeline that the block calls. Only the first error of each class is shown.
         """
         try:
             yield
         except Exception as error:
-            name = type(told).__name__
+            name = type(receiver).__name__
             if name not in self._failed:
                 self._failed.add(name)
                 logger.warning(
@@ -186,9 +190,11 @@ class Monitor:
 
 
 def _hyperparameters(values: dict[str, Any]) -> dict[str, bool | int | float | str]:
-    """Return {key: value} of the configuration values that differ from their defaults.
+    """Return the configuration values that differ from their defaults, for TensorBoard's table of runs.
 
     Values of types that TensorBoard does not accept are converted to text.
+
+    values: {key: value} of the whole configuration.
     """
     known = known_keys()
     changed = {key: value for key, value in values.items() if value != default_of(known[key])}
@@ -198,10 +204,10 @@ def _hyperparameters(values: dict[str, Any]) -> dict[str, bool | int | float | s
 
 
 class _Clock:
-    """Measures the time that monitoring takes in a step. All work of the monitor is done inside `with clock`.
+    """Stopwatch for the time that the monitor's own work takes. All this work is done inside `with clock`.
 
-    Only the thread that created the clock counts, because other threads do not slow down a step. Nested
-    `with` blocks count once.
+    Only the thread that created the clock counts, because other threads do not slow down a step. The time of
+    nested `with` blocks counts once.
     """
 
     def __init__(self) -> None:
@@ -223,6 +229,6 @@ class _Clock:
             self._seconds += time.perf_counter() - self._start
 
     def take(self) -> float:
-        """Return the seconds in all `with` blocks that have ended since the last call."""
+        """Return the seconds spent in `with` blocks that have ended since the last call of this method."""
         taken, self._seconds = self._seconds, 0.0
         return taken

@@ -27,7 +27,10 @@ _CLOSE_SECONDS = 30.0
 
 
 def check_listeners(config: Config) -> None:
-    """Raise UserError if a Python package is missing that a listener named in monitor.listeners needs."""
+    """Check that the Python packages of all listeners in monitor.listeners are installed.
+
+    Raises UserError if a package is missing.
+    """
     for name in config.monitor.listeners:
         if find_spec(_PACKAGES[name]) is None:
             raise UserError(
@@ -40,11 +43,11 @@ def check_listeners(config: Config) -> None:
 def listening(config: Config, directory: str, resumed: bool) -> Iterator[list[Listener]]:
     """Start the listeners that monitor.listeners names, yield them, and close them after the `with` block.
 
-    directory: the run's folder.
-    resumed: True if the run continues from a checkpoint. If a listener then cannot start, the user is told,
-        and the run goes on without it.
+    Raises UserError if a listener of a new run cannot start. A resumed run only shows a warning, and goes on
+    without the listener.
 
-    Raises UserError if a listener of a new run cannot start.
+    directory: the run's folder.
+    resumed: True if the run continues from a checkpoint.
     """
     makers = {"wandb": WeightsAndBiases, "prometheus": Prometheus}
     listeners = []
@@ -70,8 +73,8 @@ def listening(config: Config, directory: str, resumed: bool) -> Iterator[list[Li
 class Prometheus:
     """A Listener that serves the newest scalars to Prometheus over HTTP.
 
-    All scalars are labelled values of one metric, such as grpo_megatron_scalar{run="...",
-    name="reward/mean"}, because names of scalars are not legal as names of Prometheus metrics.
+    A scalar's name is a label of one metric, as in grpo_megatron_scalar{run="...", name="reward/mean"},
+    because names with a slash are not legal as names of Prometheus metrics.
     """
 
     def __init__(self, config: Config, directory: str):
@@ -113,8 +116,8 @@ class Prometheus:
 class WeightsAndBiases:
     """A Listener that sends scalars, histograms and texts to Weights & Biases.
 
-    The wandb package finds account, server and mode (such as offline) by itself: from `wandb login`, or from
-    the environment variables WANDB_*.
+    Account, server and mode (such as offline) are those of `wandb login`, or of the environment variables
+    WANDB_*.
     """
 
     def __init__(self, config: Config, directory: str):

@@ -9,11 +9,11 @@ Ended = Callable[[str, float, float], None]
 
 
 class Phases:
-    """Measures the wall-clock seconds of named phases. `with phases("train"):` measures one phase.
+    """Stopwatch for named phases of the driver process. `with phases("train"):` measures one phase.
 
     Time in a nested phase counts for the inner phase only.
-    total: {phase: seconds} since this object was created
-    current: {phase: seconds} since the last `take`
+    total: {phase: wall-clock seconds} since this object was created
+    current: {phase: wall-clock seconds} since the last call of `take`
     """
 
     def __init__(
@@ -21,7 +21,7 @@ class Phases:
         begun: Callable[[str], None] = lambda name: None,
         ended: Ended = lambda name, start, seconds: None,
     ):
-        """Begin to measure.
+        """Create a stopwatch that has measured nothing yet.
 
         begun: called with the name when a phase begins, and when it goes on after a nested phase has ended
         ended: called with (name, start in seconds since the epoch, seconds) when a phase ends
@@ -50,6 +50,6 @@ class Phases:
                 self._begun(outer)
 
     def take(self) -> dict[str, float]:
-        """Return {phase: seconds} since the last call. The monitor calls this once per step."""
+        """Return {phase: seconds} since the last call of this method. The monitor calls it once per step."""
         taken, self.current = self.current, {}
         return taken

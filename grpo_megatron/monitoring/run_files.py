@@ -12,18 +12,19 @@ TEXTS = "texts.jsonl"
 
 
 class RunFiles:
-    """A Listener that writes metrics.jsonl and texts.jsonl.
+    """A Listener that writes scalars to metrics.jsonl and texts to texts.jsonl, in the run's folder.
 
     A row of metrics.jsonl is {"step": 3, NAME: number, ..}. A row of texts.jsonl is {"step": 3, "name": ..,
     "text": ..}.
     """
 
     def __init__(self, directory: str, resumed: int = 0):
-        """Open the files, and remove texts of steps that a resumed run makes again.
+        """Open the files. Remove the texts of steps after `resumed`, which the run will make again.
+
+        The later rows of metrics.jsonl are not removed here, but in run.folder.trim_logs.
 
         directory: the run's folder
-        resumed: last step in the checkpoint that the run continues from; 0 for a new run.
-            run.folder.trim_logs, not this method, removes later rows of metrics.jsonl.
+        resumed: step of the checkpoint that the run continues from; 0 for a new run
         """
         texts = Path(directory, TEXTS)
         if texts.exists():
@@ -42,7 +43,7 @@ class RunFiles:
         self._metrics.append_row({"step": step, **values})
 
     def histogram(self, step: int, name: str, values: np.ndarray) -> None:
-        """Do nothing. Only TensorBoard and other listeners keep histograms."""
+        """Do nothing, because these files contain no histograms."""
 
     def text(self, step: int, name: str, text: str) -> None:
         self._texts.append_row({"step": step, "name": name, "text": text})
@@ -56,7 +57,7 @@ class RunFiles:
 def read_texts(path: Path) -> list[dict]:
     """Return the rows of texts.jsonl, as dicts with "step", "name" and "text".
 
-    Rows that a killed run left unfinished are left out.
+    Damaged rows are left out. A killed run may have left half a row.
     """
     kinds, rows = {"step": int, "name": str, "text": str}, []
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):

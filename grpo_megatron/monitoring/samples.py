@@ -9,9 +9,9 @@ from grpo_megatron.batch.sample import Group
 
 
 def group_text(group: Group, characters: int) -> str:
-    """Return a text with the prompt of a group, its reference answer, and each response with its reward.
+    """Return a text that shows a group: the prompt, its reference answer, and all responses with rewards.
 
-    characters: largest number of characters shown of each of these.
+    characters: largest number of characters shown of the prompt, of the answer, and of each response.
     """
     parts = [f"=== prompt {group.prompt.uid}", _shortened(group.prompt.text, characters)]
     if group.prompt.answer is not None:
@@ -31,9 +31,9 @@ def group_text(group: Group, characters: int) -> str:
 
 
 def _shortened(text: str, most: int) -> str:
-    """Return a text, or the first and the last `most` / 2 characters of a text that is longer than `most`.
+    """Return a text without its middle part if it has more than `most` characters, else unchanged.
 
-    The end is kept because it usually has the answer.
+    The first and the last `most` / 2 characters are kept. The answer is usually at the end.
     """
     if len(text) <= most:
         return text
@@ -42,9 +42,9 @@ def _shortened(text: str, most: int) -> str:
 
 
 def chosen(groups: Sequence[Group], count: int) -> list[Group]:
-    """Return at most `count` groups to show. Groups whose rewards differ come first.
+    """Choose at most `count` groups to show to the user. Groups whose rewards differ come first.
 
-    A step of GRPO learns nothing from a group of equal rewards, because its advantages are 0.
+    GRPO learns nothing from a group of equal rewards, because all its advantages are 0.
     """
     return sorted(groups, key=lambda group: len(set(group.rewards)) == 1)[:count]
 
@@ -64,7 +64,7 @@ class TrainedOn:
 
 
 def distributions(trained_on: TrainedOn) -> dict[str, np.ndarray]:
-    """Return {name: values [n]} for the histograms of a step, n > 0.
+    """Return the values for the histograms of a step, as {name: array [n]}, without empty arrays.
 
     The values are rewards and response lengths of all trajectories, and the sequences' advantages.
     """

@@ -1,4 +1,4 @@
-"""The file status.json in the run's folder: what a run does now, for `grpo-megatron status`.
+"""The file status.json in the run's folder: state, step and phase of a run, for `grpo-megatron status`.
 
 A thread replaces the file atomically: at most once a second if something has changed, and every ten seconds
 if nothing has. So the file's age shows on any machine whether the run still exists.
@@ -36,11 +36,11 @@ class State(str, Enum):
 class StatusFile:
     """Keeps status.json up to date inside a `with` block, for `grpo-megatron status`.
 
-    The end of the block writes the final state, which depends on the exception that ends the block.
+    At the end of the block, the final state is written. It depends on the exception that ends the block.
     """
 
     def __init__(self, directory: str, run: str, total_steps: int):
-        """Set the values of a run that is starting.
+        """Prepare the values of a run that is starting. Nothing is written before the `with` block.
 
         directory: the run's folder
         run: the run's name
@@ -85,14 +85,15 @@ class StatusFile:
         self.note(state=state.value, error=words)
         self._close()
 
-    def overrule(self, state: State, words: str) -> None:
-        """Write the run's final state. The guard's thread calls this before it ends the process.
+    def overrule(self, state: State, message: str) -> None:
+        """Write the run's final state. The guard's thread calls this method before it ends the process.
 
         Errors raised later inside the `with` block do not overwrite the state.
-        words: message for the user.
+
+        message: text for the user about the end of the run.
         """
         with self._lock:
-            self._values |= {"state": state.value, "error": words}
+            self._values |= {"state": state.value, "error": message}
             self._is_overruled = True
         self._close()
 
@@ -108,7 +109,8 @@ class StatusFile:
     def note(self, **values: Any) -> None:
         """Set values of status.json by name. Another thread writes the file within a second.
 
-        values: of types that JSON has. `processes` is a list of rows from cluster.hang_detector.at_work.
+        values: new values, which must be of JSON's types. `processes` is a list of rows from
+            cluster.hang_detector.at_work.
         """
         with self._lock:
             if not self._is_overruled:
@@ -158,8 +160,8 @@ _NEEDED |= {"run": str, "total_steps": int, "phase": str, "phase_since": float, 
 def read_status(folder: str) -> dict[str, Any]:
     """Return the values of status.json in a run's folder, as {name: value}.
 
-    If the file says `running`, but the process that wrote it has ended, the state is `gone` instead. Raises
-    UserError if the folder is not the folder of a run, or if the file is damaged.
+    If the file says `running`, but the process that wrote the file has ended, the returned state is `gone`.
+    Raises UserError if the folder is not the folder of a run, or if the file is damaged.
     """
     problem = folder_problem(folder)
     if problem:
@@ -174,13 +176,13 @@ def read_status(folder: str) -> dict[str, Any]:
             f"{path} is damaged (missing or invalid: {', '.join(wrong) or 'state'}); if the run is still "
             "running, it will rewrite the file"
         )
-    if found["state"] == State.running and not _writes(found):
+    if found["state"] == State.running and not _writer_is_running(found):
         found["state"] = State.gone.value
     return found
 
 
-def _writes(found: dict[str, Any]) -> bool:
-    """Return True if the process that wrote status.json still runs.
+def _writer_is_running(found: dict[str, Any]) -> bool:
+    """Return True if the process that wrote status.json is still running.
 
     A process on another machine cannot be checked. It counts as running if the file is recent.
 
@@ -193,5 +195,5 @@ def _writes(found: dict[str, Any]) -> bool:
 
 
 def _pid_namespace() -> str:
-    """Return an id of this process's pid namespace. Pids can be compared only within one namespace."""
+    """Return the id of this process's pid namespace. Pids can be compared only within one namespace."""
     return os.readlink("/proc/self/ns/pid")

@@ -15,15 +15,15 @@ _AGAIN = 60.0
 
 
 class TensorBoard:
-    """A Listener that writes TensorBoard's event files."""
+    """A Listener that writes scalars, histograms and texts to TensorBoard's event files."""
 
     def __init__(self, directory: str, resumed: int, hyperparameters: dict[str, bool | int | float | str]):
         """Open an event file.
 
         directory: folder of the event files
-        resumed: last step in the checkpoint that the run continues from; later points of the curves are
-            removed
-        hyperparameters: values of the configuration, by which TensorBoard compares this run with others
+        resumed: step of the checkpoint that the run continues from; 0 for a new run. Later points of the
+            curves are removed
+        hyperparameters: {key: value} of the configuration, with which TensorBoard compares runs
         """
         self._directory, self._hyperparameters = directory, hyperparameters
         self._failed: float | None = None  # when writing failed, by time.monotonic
@@ -44,12 +44,13 @@ class TensorBoard:
 
     @contextmanager
     def _writing(self, step: int) -> Iterator[None]:
-        """Open a new SummaryWriter if a write failed at least _AGAIN seconds ago, such as on a full disk.
+        """Enclose a write to the event file in a `with` block, and resume writing after a full disk.
 
-        A SummaryWriter's thread ends at its first OSError, and every later write raises the error again. An
-        OSError in the `with` block is noted and raised.
-        step: step of the write. If a new SummaryWriter is opened, points of the curves from this step on are
-            removed.
+        A SummaryWriter's thread ends at its first OSError, and every later write raises the error again. So a
+        new SummaryWriter is opened if a write failed at least _AGAIN seconds ago. An OSError in the `with`
+        block is passed on.
+
+        step: step of the write. A new SummaryWriter removes the points of the curves from this step on.
         """
         try:
             if self._failed is not None and time.monotonic() - self._failed >= _AGAIN:
@@ -86,7 +87,7 @@ class TensorBoard:
 
 
 def verbatim(text: str) -> str:
-    """Return Markdown that TensorBoard renders as exactly this text: a block of code."""
+    """Turn a text into a Markdown block of code, which TensorBoard shows without any change."""
     text = text.encode("utf-8", "backslashreplace").decode("utf-8")
     # Split at all characters that end a line in Markdown. Otherwise the indent would be missing after some of
     # them.

@@ -28,17 +28,17 @@ class Terminal:
     """Output about a run's steps: lines on stdout, and a progress bar on stderr if stderr is a terminal."""
 
     def __init__(self, total_steps: int, resumed: int):
-        """Prepare the output.
+        """Prepare the output. Nothing is shown before the first step.
 
         total_steps: number of steps that the run makes.
-        resumed: last step in the checkpoint that the run continues from; 0 for a new run.
+        resumed: step of the checkpoint that the run continues from; 0 for a new run.
         """
         self._total, self._first = total_steps, resumed
         self._bar: tqdm | None = None
         self._started = self._done = 0.0
 
     def start_step(self) -> None:
-        """Start the progress bar and the clock for `eta`. Only the first call does anything."""
+        """Start the progress bar and the clock for `eta`. Later calls do nothing."""
         if not self._started:
             self._started = time.monotonic()
             with suppress(OSError):
@@ -63,7 +63,7 @@ class Terminal:
     def eta(self) -> float | None:
         """Estimated seconds until the last step is done; None until this process has finished a step.
 
-        The estimate includes the time between steps, such as for evaluations.
+        The estimate includes the time between steps, for example evaluations.
         """
         if self._done <= self._first:
             return None
@@ -74,7 +74,7 @@ class Terminal:
             self._bar.set_postfix_str(name, refresh=False)
 
     def line(self, step: int, scalars: dict[str, float]) -> None:
-        """Log a line about a step: number, some scalars, tokens/s, seconds of each phase, and the time left.
+        """Print a line about a step: its index, some scalars, tokens/s, seconds of each phase, and time left.
 
         scalars: {name: value}, as Monitor.finish_step returns them. The scalars named in SHOWN are shown.
         """

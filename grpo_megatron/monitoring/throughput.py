@@ -18,7 +18,7 @@ _FORWARD_PASSES = 3
 
 @dataclass(frozen=True)
 class Throughput:
-    """Computes tokens/s, FLOPs utilisation and idle shares of a step."""
+    """Computes tokens/s, FLOPs utilisation, and idle shares of trainer and engines, for each step."""
 
     cost: CostModel
     """Estimates the FLOPs of a forward pass from sequence lengths."""
@@ -33,12 +33,13 @@ class Throughput:
 
     @property
     def devices(self) -> int:
-        """Number of devices of the run. On CPUs, each rank of trainer and engines counts as a device."""
+        """Number of devices that the run uses. On CPUs, each rank of trainer and engines is a device."""
         return max(self.ranks, self.engine_devices) if self.shared else self.ranks + self.engine_devices
 
     def scalars(self, trained_on: TrainedOn, seconds: float, phases: dict[str, float]) -> dict[str, float]:
         """Return {name: value} of the metrics `throughput/...` and `idle/...` of a step.
 
+        trained_on: the sequences that the step trained on.
         seconds: duration of the step.
         phases: {phase of the driver: seconds} within the step.
         """

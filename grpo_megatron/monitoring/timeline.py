@@ -1,4 +1,4 @@
-"""The file timeline.json: what every process of a run did when.
+"""The file timeline.json: phases of every process of a run, with start and duration.
 
 chrome://tracing and https://ui.perfetto.dev show it. The file is a JSON array of complete events ("ph": "X",
 times in microseconds) of the Trace Event Format, with one event per line. The format allows the closing
@@ -20,26 +20,28 @@ _PHASES, _STEPS = 0, 1
 
 
 class Timeline:
-    """Writer of timeline.json. Any thread may add spans (phases with their times). `flush` writes them.
+    """Writer of timeline.json, which records the phases of all processes of a run as spans of time.
+
+    Any thread may add spans. `flush` writes the added spans to the file.
 
     step: the current step. It is written with each span, so that a resumed run can remove the spans of steps
         after its checkpoint
     """
 
     def __init__(self, directory: str, limit: int, resumed: int = 0):
-        """Open the file.
+        """Open the file. A resumed run removes the spans of later steps, and a new run deletes an old file.
 
         directory: the run's folder
         limit: size in bytes above which the file is renamed to timeline.previous.json, and a new file begins
-        resumed: last step in the checkpoint that the run continues from; 0 for a new run
+        resumed: step of the checkpoint that the run continues from; 0 for a new run
         """
         self._folder, self._limit, self.step = Path(directory), limit, resumed
-        # Two locks; `_writing` is the outer one. Adding must not wait for a file system that may be slow.
+        # Two locks, because `add` must not wait for a slow file system. `flush` takes `_writing` first.
         self._adding, self._writing = threading.Lock(), threading.Lock()
         self._waiting: list[tuple[str, dict[str, Any]]] = []  # (process, event without its pid)
         if resumed:
             for name in (TIMELINE, PREVIOUS):
-                _take_back(self._folder / name, resumed)
+                _remove_later(self._folder / name, resumed)
         else:
             (self._folder / TIMELINE).unlink(missing_ok=True)
         self._open()
@@ -72,7 +74,7 @@ class Timeline:
     def flush(self) -> None:
         """Write the spans added since the last call. If the file is then too large, begin a new file.
 
-        Raises OSError if that fails. The spans are then lost.
+        Raises OSError if the spans cannot be written. They are then lost.
         """
         with self._writing:
             with self._adding:
@@ -83,10 +85,11 @@ class Timeline:
                 self._rotate()
 
     def _write(self, events: list[tuple[str, dict[str, Any]]]) -> None:
-        """Append events to the file, each with a number for its process, as the format requires.
+        """Append events to the file. The format identifies processes by integers, which are added here.
 
-        events: (name of the process, event). Before the first event of a process, a row with its name is
-            written.
+        A row with a process's name and integer is written before the first event of the process.
+
+        events: list of (name of the process, event).
         """
         pids, rows = dict(self._pids), []
         for process, event in events:
@@ -138,7 +141,7 @@ def _named(process: str, pid: int) -> str:
 
 
 def read_timeline(path: Path) -> list[dict[str, Any]]:
-    """Return the events of timeline.json. Damaged lines, such as a line that was cut off, are left out."""
+    """Return the events in a timeline file. Damaged lines, such as a line that was cut off, are left out."""
     events = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -150,11 +153,8 @@ def read_timeline(path: Path) -> list[dict[str, Any]]:
     return events
 
 
-def _take_back(path: Path, resumed: int) -> None:
-    """Remove the events of steps after `resumed` from a timeline file.
-
-    If no events are left, the file is deleted.
-    """
+def _remove_later(path: Path, resumed: int) -> None:
+    """Remove the events of steps after `resumed` from a timeline file. Delete the file if none are left."""
     if not path.exists():
         return
     kept = [event for event in read_timeline(path) if event["args"].get("step", 0) <= resumed]

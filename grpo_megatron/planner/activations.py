@@ -1,10 +1,10 @@
 """Bytes that a micro-batch takes on a rank: activations and the buffers of the output layer.
 
-Counted are the activations kept for the backward pass, the layer that is being computed, and the tiles of the
-output layer. The method follows Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-Models" (arXiv:2205.05198), sections 4 and 5, with three differences: attention is a flash kernel, which keeps
-no probabilities (as with their selective recomputation); there is no dropout; the MLP has a gate. Each
-element is counted once per layer that keeps it.
+These bytes are the activations kept for the backward pass, the layer that is being computed, and the tiles
+of the output layer. The method follows Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models" (arXiv:2205.05198), sections 4 and 5, with three differences: attention is a flash kernel,
+which keeps no probabilities (as with their selective recomputation); there is no dropout; the MLP has a gate.
+Each element is counted once per layer that keeps it.
 """
 
 from functools import cache
@@ -15,19 +15,19 @@ from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.planner.states import itemsize
 
-# Size of a tile of float32 logits in megatron.head.fused on a GPU: its bytes, and its vocabulary words if it
-# spans the largest number of tokens.
+# Size of a tile of float32 logits in megatron.head.fused on a GPU: its bytes, and the number of vocabulary
+# entries in a tile with the largest number of tokens.
 _TILE_BYTES, _TILE_WORDS = 128 << 20, 8192
 
 
 def layer_activations(
     arch: Architecture, megatron: MegatronConfig, has_experts: bool, recomputed: frozenset[str]
 ) -> float:
-    """Return the bytes that one layer keeps for its backward pass, per token of a rank's micro-batch.
+    """Return the bytes of activations that a rank keeps of one layer for the backward pass, per token.
 
-    Each tensor-parallel rank keeps its share of every projection. With sequence parallelism it also keeps
-    only its share of the inputs and outputs of norms and router. Each expert is assumed to receive equally
-    many tokens.
+    The rank keeps its tensor-parallel share of every projection. With sequence parallelism, it keeps only its
+    share of the inputs and outputs of norms and router, too. All experts are assumed to receive equally many
+    tokens.
 
     has_experts: whether the layer's MLP is a mixture of experts.
     recomputed: modules that are recomputed in the backward pass, so that only their inputs are kept: mlp,
@@ -53,7 +53,7 @@ def layer_activations(
 
 
 def _attention_elements(arch: Architecture, sizes: ParallelSizes) -> float:
-    """Return the number of elements that one layer's attention keeps on a rank, per token of a micro-batch.
+    """Count the elements that a rank keeps of one layer's attention for the backward pass, per token.
 
     These elements are queries, keys and values, queries and keys before their norms, and the output.
     """
@@ -72,17 +72,17 @@ def _attention_elements(arch: Architecture, sizes: ParallelSizes) -> float:
 
 
 def recomputed_modules(megatron: MegatronConfig) -> frozenset[str]:
-    """Return the modules of a layer that the backward pass computes again, such as `mlp`.
+    """Return the modules of a layer that selective recomputation computes again in the backward pass.
 
-    The set is empty unless megatron.recompute is `selective`.
+    An example is `mlp`. The set is empty unless megatron.recompute is `selective`.
     """
     return frozenset(megatron.recompute_modules if megatron.recompute == Recompute.selective else ())
 
 
 def kept_by_layer(arch: Architecture, megatron: MegatronConfig, has_experts: bool) -> float:
-    """Return the bytes that one layer keeps for its backward pass, per token of a rank's micro-batch.
+    """Return the bytes that a rank keeps of one layer for the backward pass, per token, as configured.
 
-    They depend on megatron.recompute. A layer that is recomputed as a whole keeps only its input.
+    The bytes depend on megatron.recompute. If a layer is recomputed as a whole, only its input is kept.
 
     has_experts: whether the layer's MLP is a mixture of experts.
     """
@@ -96,12 +96,14 @@ def kept_by_layer(arch: Architecture, megatron: MegatronConfig, has_experts: boo
 
 
 def kept_activations(arch: Architecture, config: Config, stage: int) -> int:
-    """Return the largest number of bytes of activations that a rank of a pipeline stage keeps at any time.
+    """Return the peak bytes of activations that a rank of a pipeline stage keeps for backward passes.
 
     The rank keeps the activations of all micro-batches whose forward pass has begun and whose backward pass
     has not ended. With p stages, stage s (from 0) has begun p - s micro-batches in the 1F1B schedule
     (arXiv:2104.04473 section 2.2). With v > 1 chunks per stage, it has begun 2 (p - s - 1) + (v - 1) p + 1
     chunks of micro-batches (figure 4 of that paper, as Megatron schedules it).
+
+    stage: index of the pipeline stage.
     """
     megatron, sizes = config.megatron, ParallelSizes.from_config(config.megatron)
     micro_batches = float(sizes.pp - stage)
@@ -117,7 +119,7 @@ def kept_activations(arch: Architecture, config: Config, stage: int) -> int:
 
 
 def working_activations(arch: Architecture, config: Config, stage: int, backward: bool = True) -> int:
-    """Return the bytes that computing one layer takes, in addition to the kept activations.
+    """Return the temporary bytes that a rank needs while it computes one layer, beside the kept activations.
 
     They consist of all activations of the layer, including recomputed ones, the gradients of these
     activations, which are about as large, and the layer's inputs gathered over the tensor-parallel ranks.
@@ -133,16 +135,16 @@ def working_activations(arch: Architecture, config: Config, stage: int, backward
 
 
 def has_exact_kl(config: Config) -> bool:
-    """Return whether the loss contains the exact KL to the reference policy (kl_loss_type=full).
+    """Return whether the loss contains the exact KL divergence to the reference policy (kl_loss_type=full).
 
-    The last stage then keeps the reference's hidden states, and computes logits of the reference as well as
-    of the policy.
+    The last pipeline stage then keeps the reference's hidden states, and computes logits of the reference as
+    well as of the policy.
     """
     return config.algorithm.needs_reference and config.algorithm.kl_loss_type == "full"
 
 
 class ReferenceHidden(NamedTuple):
-    """Bytes of the reference policy's last hidden states on a rank of the last stage.
+    """Bytes of the reference policy's last hidden states on a rank of the last pipeline stage.
 
     on_device: bytes in the memory of the rank's device
     on_host: bytes in host memory
@@ -153,10 +155,10 @@ class ReferenceHidden(NamedTuple):
 
 
 def reference_hidden(arch: Architecture, config: Config) -> ReferenceHidden:
-    """Return the bytes of the reference policy's last hidden states of a step, on a rank of the last stage.
+    """Return the bytes of the reference policy's last hidden states on a rank of the last pipeline stage.
 
-    The exact KL needs these states until the end of the step. Without the exact KL, the result is 0. At most
-    ref.hidden_gib of them are on the device, and the rest is in host memory.
+    The exact KL needs these states for all samples of a step. At most ref.hidden_gib are on the device, and
+    the rest is in host memory. Without the exact KL, both numbers are 0.
     """
     if not has_exact_kl(config):
         return ReferenceHidden(0, 0)
@@ -174,12 +176,11 @@ def reference_hidden(arch: Architecture, config: Config) -> ReferenceHidden:
 
 
 def head_bytes(arch: Architecture, config: Config) -> int:
-    """Return the bytes that the fused output layer takes on a rank of the last stage.
+    """Return the bytes that the fused output layer needs on a rank of the last pipeline stage.
 
     They consist of the layer's input and the input's gradient (float32) for all tokens of the micro-batch,
-    and of tiles of logits. The fused layer never makes a whole [tokens, vocabulary] tensor, see
-    megatron.head.fused. With the exact KL and ref.offload, the reference's output weight is copied to the
-    device too, as in Passes.compute_gradients.
+    and of tiles of logits. The fused layer (megatron.head.fused) never makes a whole [tokens, vocabulary]
+    tensor. With the exact KL and ref.offload, the reference's output weight is copied to the device too.
     """
     size, tokens = itemsize(config.megatron), config.train.max_tokens_per_micro_batch
     # Each projection has a tile of logits in float32, and another tile in the parameters' dtype if that is

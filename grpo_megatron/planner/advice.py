@@ -22,10 +22,10 @@ _GROWTHS = (2, 4, 8, 16, 32, 64)
 
 
 def planned_architecture(config: Config) -> Architecture:
-    """Return the architecture of model.path, if the planner can plan this configuration.
+    """Check that the planner supports this configuration, and return the architecture of model.path.
 
-    Raises UserError for a configuration that the planner does not cover: an unknown cluster, machines without
-    a GPU, LoRA, or replayed samples. Raises UserError also for a config.json that cannot be read.
+    Raises UserError for a configuration that the planner does not support: an unknown cluster, machines
+    without a GPU, LoRA, or replayed samples. Raises UserError also for a config.json that cannot be read.
     """
     cluster = config.cluster
     if cluster.gpu not in (None, "none", *GPUS):
@@ -43,11 +43,13 @@ def planned_architecture(config: Config) -> Architecture:
 
 
 def checked_plan(config: Config, arch: Architecture, lengths: Lengths, with_sync: bool = True) -> Plan:
-    """Return the plan of a configuration that breaks no rule and for which the GPUs have enough memory.
+    """Compute the plan (memory and times) of a configuration, and check that the run is possible.
 
     Raises UserError if the configuration breaks a rule, or if the GPUs have too little memory. In the second
     case, the message names settings, layouts or clusters with which the memory is enough.
 
+    arch: architecture of the model.
+    lengths: mean lengths of prompts and responses.
     with_sync: compute the time of the weight sync too, which takes seconds for large models.
     """
     _must_hold(broken_rules(config, arch))
@@ -62,11 +64,16 @@ def checked_plan(config: Config, arch: Architecture, lengths: Lengths, with_sync
 
 
 def searched_plans(config: Config, arch: Architecture, lengths: Lengths) -> list[Plan]:
-    """Return the plans of the fastest layouts that break no rule and for which the GPUs have enough memory.
+    """Search for the fastest layouts (parallel sizes and placement) on the cluster, and return their plans.
+
+    The layouts break no rule, and the GPUs have enough memory for them. The fastest plan comes first.
 
     Raises UserError if some rules are broken in every layout; the message lists these rules. Raises UserError
     also if the GPUs have too little memory in all layouts; the message then names settings or clusters with
     which the memory is enough.
+
+    arch: architecture of the model.
+    lengths: mean lengths of prompts and responses.
     """
     _must_hold(broken_in_any_layout(config, arch))
     found = search(config, arch, lengths)
@@ -84,10 +91,10 @@ def _must_hold(broken: list[str]) -> None:
 
 
 def _advice(config: Config, arch: Architecture, lengths: Lengths) -> str:
-    """Return advice for a configuration that needs too much GPU memory, as lines of text.
+    """Return advice, as lines of text, for a configuration that needs more memory than the GPUs have.
 
-    It names the smallest changes with which this layout fits, and the fastest layout that fits. If neither
-    exists, it is about other clusters.
+    The text names the smallest changes with which this layout fits, and the fastest layout that fits. If
+    neither exists, the text is about larger clusters.
     """
     found = []
     changed = least_changes(config, arch)
@@ -102,7 +109,10 @@ def _advice(config: Config, arch: Architecture, lengths: Lengths) -> str:
 
 
 def _advice_on_clusters(config: Config, arch: Architecture, lengths: Lengths) -> str:
-    """Return advice if no layout has enough GPU memory: another engine mem_fraction, or more nodes."""
+    """Return advice, as a line of text, for a model that no layout on the configured cluster fits.
+
+    The text names another rollout.engine.mem_fraction, or a number of nodes, with which a layout fits.
+    """
     fitting = with_values(config, "rollout.engine", mem_fraction=most_engine_fraction(config.cluster.gpu))
     # More nodes do not help an engine whose mem_fraction is too large for a GPU: try the smaller one.
     grown = min(config, fitting, key=lambda each: each.rollout.engine.mem_fraction)

@@ -34,7 +34,7 @@ def engine_expert_bytes(arch: Architecture, engine: EngineConfig) -> int:
 def _weight_bytes(arch: Architecture, layout: EngineLayout, itemsize: int) -> tuple[int, int]:
     """Return (bytes without routed experts, bytes of routed experts) of the weights on one engine rank.
 
-    itemsize: bytes of an element, for weights whose dtype the engine does not fix.
+    itemsize: bytes of an element of the weights, except of weights that always have a dtype of their own.
     """
     entries = engine_entries((entry for entry in weight_map(arch).values() if entry.exported), layout)
     itemsizes = {entry.engine: entry.engine_dtype.itemsize for entry in entries if entry.engine_dtype}
@@ -46,7 +46,7 @@ def _weight_bytes(arch: Architecture, layout: EngineLayout, itemsize: int) -> tu
 
 
 def fp32_head_bytes(arch: Architecture, config: Config) -> int:
-    """Return the bytes of the float32 copy of the output layer that an engine rank makes in a decoding step.
+    """Return the bytes of the output layer's float32 copy, which an engine rank makes in each decoding step.
 
     The result is 0 unless model.fp32_head is set.
     """
@@ -60,8 +60,8 @@ def fp32_head_bytes(arch: Architecture, config: Config) -> int:
 def kv_bytes_per_token(arch: Architecture, engine: EngineConfig) -> int:
     """Return the bytes that one token takes in the KV cache of an engine rank.
 
-    A token takes a key and a value for each of the rank's heads in each layer. With latent attention every
-    rank caches the whole latents instead.
+    The cache has a key and a value for each of the rank's KV heads in each layer. With latent attention, it
+    has the token's latents of each layer instead, complete on every rank.
     """
     size = engine_dtype(arch, engine).itemsize if engine.kv_cache_dtype == KVCacheDtype.auto else 1
     if arch.latent:
@@ -76,7 +76,7 @@ def kv_tokens(arch: Architecture, engine: EngineConfig, pool: int) -> int:
     The result is 0 if the weights alone need more than `pool`. With data-parallel attention, the ranks of an
     engine form groups that cache the tokens of different requests, so the capacities of the groups add up.
 
-    pool: bytes on each GPU for weights and KV cache.
+    pool: bytes on each GPU that weights and KV cache may take together.
     """
     of_a_group = max(0, pool - engine_weight_bytes(arch, engine)) // kv_bytes_per_token(arch, engine)
     if engine.max_total_tokens is not None:

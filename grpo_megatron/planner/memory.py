@@ -38,11 +38,11 @@ HIDDEN = "reference's hidden states"
 
 @dataclass(frozen=True)
 class Moment:
-    """Memory of the fullest GPU in one phase of a step.
+    """Memory in use in one phase of a step, on the GPU where it is largest.
 
     name: name of the phase, such as `training`.
-    stage: pipeline stage of the trainer rank on that GPU; None: only an engine is counted.
-    items: {item: bytes}.
+    stage: index of the pipeline stage of the trainer rank on that GPU; None: only an engine is counted.
+    items: {item: bytes}, such as {"parameters": 8 * 10**9}.
     """
 
     name: str
@@ -60,26 +60,26 @@ class Moment:
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of a run, in bytes."""
+    """Estimated memory that a run takes on GPUs, in host memory and in files, in bytes."""
 
     state: TrainingState
-    """Parameters, gradients and optimizer states of a rank, of the pipeline stage where they are largest."""
+    """Parameters, gradients and optimizer states of a rank, in the pipeline stage where they are largest."""
     moments: tuple[Moment, ...]
-    """One per phase: training, optimizer step, weight sync, generation, and scoring by a reward model."""
+    """One Moment per phase: training, optimizer step, weight sync, generation, scoring by a reward model."""
     capacity: int
-    """Memory of a GPU, of which `usable` is a part."""
+    """Whole memory of a GPU."""
     rank_asleep: int
-    """Memory that a rank keeps on the GPU while it sleeps and an engine computes; 0 if ranks never sleep."""
+    """GPU memory that a trainer rank still holds while it sleeps; 0 if ranks never sleep."""
     engine_asleep: int
-    """Memory that an engine keeps on the GPU while a rank computes; 0 if they do not share GPUs in turns."""
+    """GPU memory that an engine still holds while a trainer rank uses its GPU; 0 if they take no turns."""
     engine_weights: int
     """Weights of one engine rank."""
     kv_tokens: int
     """Number of tokens (not bytes) for which the KV cache of one engine has room."""
     host: dict[str, int]
-    """{item: bytes} in the host memory of a node."""
+    """{item: bytes} in host memory, per node."""
     files: dict[str, int]
-    """{item: bytes} in files of a node in megatron.offload_folder."""
+    """{item: bytes} in files in megatron.offload_folder, per node."""
 
     @property
     def usable(self) -> int:
@@ -87,14 +87,14 @@ class Memory:
 
     @property
     def fullest(self) -> Moment:
-        """Phase in which a GPU has the most memory in use."""
+        """The phase in which a GPU has the most memory in use."""
         return max(self.moments, key=lambda moment: moment.total)
 
     @property
     def tightest(self) -> Moment:
-        """Phase in which a GPU has the most memory in use, other than generation.
+        """The phase, except generation, in which a GPU has the most memory in use.
 
-        Generation always fills the share of the GPU that rollout.engine.mem_fraction sets.
+        Generation is left out because it always fills the share that rollout.engine.mem_fraction sets.
         """
         return max(
             (moment for moment in self.moments if moment.name != "generation"),
@@ -103,17 +103,19 @@ class Memory:
 
 
 def memory(config: Config, arch: Architecture) -> Memory:
-    """Return the memory that a `train` run takes. The whole model is trained, without LoRA.
+    """Estimate the memory that a `train` run takes. The whole model is trained, without LoRA.
 
     config: must state cluster.gpu and cluster.gpus_per_node.
+    arch: architecture of the model.
     """
     return _Account(config, arch).memory()
 
 
 def most_engine_fraction(gpu: str) -> float:
-    """Return the largest rollout.engine.mem_fraction that leaves enough memory for a sleeping trainer rank.
+    """Return the largest rollout.engine.mem_fraction that works beside a sleeping trainer rank in any layout.
 
-    The memory is enough in any layout. The result is rounded down to a multiple of 1/20.
+    The rest of the GPU's memory is enough for the CUDA contexts of both and for the rank's communicators. The
+    result is rounded down to a multiple of 1/20.
 
     gpu: name of the GPU in capabilities.GPUS.
     """
@@ -123,12 +125,18 @@ def most_engine_fraction(gpu: str) -> float:
 
 
 def takes_turns(config: Config) -> bool:
-    """Return whether ranks and engines share GPUs, each releasing its memory while the other computes."""
+    """Return whether trainer ranks and engines use the same GPUs in turns.
+
+    Each side then releases its memory while the other side computes.
+    """
     return config.cluster.placement == Placement.colocated and config.megatron.sleep
 
 
 class _Account:
-    """Computes the memory that a run with one configuration takes. `memory` returns the result."""
+    """Calculation of the memory that a run with one configuration takes. `memory` returns the result.
+
+    A rank is a trainer rank. All numbers are bytes.
+    """
 
     def __init__(self, config: Config, arch: Architecture):
         self.config, self.arch = config, arch
@@ -177,15 +185,16 @@ class _Account:
             engine_asleep=ENGINE_CONTEXT if turns else 0,
             engine_weights=self.weights,
             kv_tokens=kv_tokens(self.arch, self.config.rollout.engine, self.pool),
-            host=self._waiting(in_files=False) | self._routing(),
-            files=self._waiting(in_files=True),
+            host=self._offloaded(in_files=False) | self._routing(),
+            files=self._offloaded(in_files=True),
         )
 
     def _routing(self) -> dict[str, int]:
-        """Return {item: bytes} of the buffers in host memory that record the experts of each cached token.
+        """Return {item: bytes} of the host memory in which engine ranks record the routing of cached tokens.
 
-        The dict is empty unless training replays the engine's routing. Each rank of an engine has such a
-        buffer. The buffers on a node that also has trainer ranks are counted.
+        The dict is empty unless training replays the engine's routing. The result is that of a node with
+        trainer ranks. Each engine rank on this node has a buffer with the experts of all tokens in its KV
+        cache.
         """
         config, moe = self.config, self.arch.moe
         if not (moe and config.moe.routing_replay == RoutingReplay.engine):
@@ -198,17 +207,20 @@ class _Account:
         return {"experts of cached tokens": ranks * tokens * self.arch.num_layers * moe.top_k * 4}
 
     def _fullest(self, name: str, items: Callable[[int], dict[str, int]], beside: dict[str, int]) -> Moment:
-        """Return the memory in one phase on the fullest GPU of all pipeline stages.
+        """Return the memory in one phase on the fullest trainer GPU, compared over all pipeline stages.
 
         name: name of the phase.
-        items: function from a stage's index to {item: bytes} of a rank of that stage.
-        beside: {item: bytes} that each of these GPUs has in addition.
+        items: function that returns {item: bytes} of a rank, given the index of its pipeline stage.
+        beside: {item: bytes} that is also on the GPU, whatever the stage.
         """
         moments = [Moment(name, stage, items(stage) | beside) for stage in range(len(self.states))]
         return max(moments, key=lambda moment: moment.total)
 
     def _resident(self, stage: int) -> dict[str, int]:
-        """Return {item: bytes} of a rank's weights, gradients and optimizer states that stay on the GPU."""
+        """Return {item: bytes} of the states that stay on a rank's GPU while the rank is awake.
+
+        These are parameters, gradients, optimizer states and the reference policy, unless they are offloaded.
+        """
         state, config = self.states[stage], self.config
         found = {"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer}
         if config.optimizer.offload:
@@ -218,10 +230,10 @@ class _Account:
         return found
 
     def _after_passes(self, stage: int) -> dict[str, int]:
-        """Return {item: bytes} on a rank's GPU between passes.
+        """Return {item: bytes} on a rank's GPU between two forward or backward passes.
 
-        The items are the resident ones (see `_resident`), and buffers that a pass leaves for later passes.
-        These buffers are released when ranks sleep or make room for engines.
+        The items are those of `_resident`, and buffers that a pass leaves for later passes. These buffers are
+        released when ranks sleep or make room for engines.
         """
         found = self._resident(stage)
         if self.states[stage].workspaces:
@@ -245,7 +257,7 @@ class _Account:
         return found
 
     def _stepping(self, stage: int) -> dict[str, int]:
-        """Return {item: bytes} on a rank's GPU in an optimizer step, when all optimizer states are there."""
+        """Return {item: bytes} on a rank's GPU in an optimizer step, which needs all optimizer states."""
         return self._after_passes(stage) | {"optimizer": self.states[stage].optimizer}
 
     def _scoring(self, stage: int) -> dict[str, int]:
@@ -258,8 +270,8 @@ class _Account:
         beside = self._resident(stage) if gave_back else self._after_passes(stage)
         return beside | {"reward model": self.scorer_weights[stage], "layer being computed": working}
 
-    def _waiting(self, in_files: bool) -> dict[str, int]:
-        """Return {item: bytes} of the tensors of one node that wait outside the GPUs until they are needed.
+    def _offloaded(self, in_files: bool) -> dict[str, int]:
+        """Return {item: bytes} of the tensors that the ranks of one node have offloaded from their GPUs.
 
         in_files: If True, return the tensors in files of megatron.offload_folder, else those in host memory.
             The reference, its hidden states, a reward model and the copy of the last synced weights are
@@ -293,9 +305,9 @@ class _Account:
 
 
 def num_communicators(config: Config) -> int:
-    """Return the number of Megatron's process groups with several ranks that a trainer rank belongs to.
+    """Return the number of NCCL communicators that a trainer rank has, whose buffers take GPU memory.
 
-    Each of these groups has an NCCL communicator, whose buffers take GPU memory.
+    Each of Megatron's process groups with more than one rank has a communicator.
     """
     sizes = ParallelSizes.from_config(config.megatron)
     replicas = sizes.tp * sizes.cp * sizes.dp // (sizes.ep * sizes.etp)

@@ -14,8 +14,10 @@ from grpo_megatron.planner.time import Lengths, Times, times
 class Plan:
     """Estimated memory and times of a run, for one configuration and one cluster.
 
+    config: the configuration, which includes the cluster.
+    memory: the estimated memory.
     problems: one sentence for each reason why the GPUs have too little memory; empty if they have enough.
-    times: None if the GPUs have too little memory.
+    times: estimated times of a step; None if the GPUs have too little memory.
     """
 
     config: Config
@@ -25,15 +27,16 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """True if the GPUs have enough memory. An engine's KV cache must hold one longest sequence."""
+        """True if the GPUs have enough memory, including a KV cache for one sequence of maximum length."""
         return not self.problems
 
 
 def plan(config: Config, arch: Architecture, lengths: Lengths | None = None, with_sync: bool = True) -> Plan:
-    """Return the memory and times of a run with this configuration.
+    """Estimate the memory and times of a run with this configuration.
 
     config: must break no rule, train the whole model, and state cluster.gpu (a name in GPUS), cluster.nodes
         and cluster.gpus_per_node.
+    arch: architecture of the model.
     lengths: mean lengths of prompts and responses; None: half of the maximum lengths.
     with_sync: compute the time of the weight sync too, which takes seconds for large models.
     """
@@ -70,5 +73,5 @@ def _problems(config: Config, found: Memory) -> list[str]:
 
 
 def gb(size: float) -> str:
-    """Return a number of bytes as text, in units of 10**9 bytes, such as `12.3`."""
+    """Format a number of bytes in units of 10**9 bytes, such as `12.3`."""
     return f"{size / 1e9:.1f}"

@@ -16,10 +16,10 @@ from grpo_megatron.weights.sync.resharding import choose_transport
 
 
 def sync_seconds(config: Config, arch: Architecture) -> float:
-    """Return the time of one weight sync in seconds, with the transport that the run would use.
+    """Estimate the seconds of one weight sync from trainer to engines, with the transport of the run.
 
     Transfers between nodes and within nodes are included. Raises UserError if the transport cannot reach the
-    engines.
+    engines, for example because they are on other nodes.
     """
     engine, sizes = config.rollout.engine, ParallelSizes.from_config(config.megatron)
     layout, speed = EngineLayout.from_config(engine), GPUS[config.cluster.gpu].speed
@@ -32,10 +32,10 @@ def sync_seconds(config: Config, arch: Architecture) -> float:
 
 
 def _with_few_experts(arch: Architecture, sizes: ParallelSizes, engine: EngineLayout) -> Architecture:
-    """Return an architecture with the same bytes in fewer, wider experts, to plan a sync quickly.
+    """Return an architecture with the same bytes in fewer, wider experts, so that a sync is planned quickly.
 
-    A reshard plan lists every expert, which takes a minute for some thousands of them. Neighbouring experts
-    are on the same trainer and engine ranks, so one wide expert can stand for several. The result has as few
+    A reshard plan lists every expert, which takes a minute for thousands of experts. Neighbouring experts are
+    on the same trainer and engine ranks, so one wide expert can stand for several. The result has as few
     experts as the expert-parallel sizes of trainer and engine allow.
     """
     if arch.moe is None:

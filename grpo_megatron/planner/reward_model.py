@@ -13,7 +13,7 @@ from grpo_megatron.model.families import read_architecture
 class PlannedRewardModel:
     """A reward model that scores on the trainer's ranks.
 
-    config: the configuration with which the ranks build it.
+    config: the configuration with which the ranks build the reward model.
     arch: architecture of the reward model.
     """
 
@@ -22,7 +22,7 @@ class PlannedRewardModel:
 
 
 def scorer(config: Config) -> PlannedRewardModel | None:
-    """Return the reward model that the run has on the trainer's ranks; None if it has none.
+    """Return the reward model that scores on the trainer's ranks; None if the run has none.
 
     Raises UserError if the config.json in reward.model.path cannot be read.
     """
@@ -33,9 +33,9 @@ def scorer(config: Config) -> PlannedRewardModel | None:
 
 @cache
 def _architecture(path: str) -> Architecture:
-    """Return the architecture of the model in the folder `path`, which is read once per process.
+    """Read the architecture of the model in the folder `path`. The result is cached.
 
-    A layout search needs it for each of hundreds of candidates. Reading it each time took a quarter of the
-    search.
+    A layout search needs the result for each of hundreds of candidates. Without the cache, reading took a
+    quarter of the search.
     """
     return read_architecture(path)

@@ -28,7 +28,7 @@ _MOST_STAGES = 32
 
 
 def search(config: Config, arch: Architecture, lengths: Lengths, count: int = 5) -> list[Plan]:
-    """Return the plans of the fastest layouts on the configured cluster, the fastest first.
+    """Search the layouts that train fastest on the configured cluster. Return their plans, the fastest first.
 
     There is at most one plan for each placement and layout of the trainer. Batches, lengths, algorithm and
     precision stay as configured. A micro-batch keeps its number of tokens, summed over all context-parallel
@@ -38,6 +38,8 @@ def search(config: Config, arch: Architecture, lengths: Lengths, count: int = 5)
     time. Candidates are tried in the order of this bound. The search ends when the remaining bounds are above
     the times of the plans found.
 
+    arch: architecture of the model.
+    lengths: mean lengths of prompts and responses.
     count: largest number of plans to return.
     """
     bounds = [
@@ -56,9 +58,9 @@ def search(config: Config, arch: Architecture, lengths: Lengths, count: int = 5)
 
 
 def _quickest(candidate: Config, arch: Architecture, lengths: Lengths) -> Plan | None:
-    """Return the fastest plan of a layout; None if all plans break a rule or need too much GPU memory.
+    """Return the fastest plan with the candidate's layout, over all settings of recomputation and offloading.
 
-    The plans differ in what is recomputed or offloaded.
+    Returns None if all these plans break a rule or need too much GPU memory.
     """
     variants = list(_variants(candidate, arch))
     if not plan(variants[-1], arch, lengths, with_sync=False).fits:
@@ -69,10 +71,10 @@ def _quickest(candidate: Config, arch: Architecture, lengths: Lengths) -> Plan |
 
 
 def least_changes(config: Config, arch: Architecture) -> Plan | None:
-    """Return the plan after the fewest changes to the configuration that bring it within the GPUs' memory.
+    """Find the fewest changes to a configuration after which the GPUs' memory is enough. Return the new plan.
 
-    The layout stays. Among equally few changes, cheap ones are preferred. Returns None if four changes are
-    not enough.
+    The layout stays. Among equally few changes, those that cost least time are preferred. Returns None if
+    four changes are not enough.
     """
     changes = list(_changes(config, arch))
     for size in range(1, 5):
@@ -88,7 +90,7 @@ def least_changes(config: Config, arch: Architecture) -> Plan | None:
 
 
 def with_values(config: Config, section: str, **values) -> Config:
-    """Return a copy of the configuration with other values in one section.
+    """Return a copy of the configuration with new values in one section.
 
     section: dotted name, such as `megatron` or `rollout.engine`.
     values: {key of the section: new value}.
@@ -99,9 +101,9 @@ def with_values(config: Config, section: str, **values) -> Config:
 
 
 def broken_rules(config: Config, arch: Architecture) -> list[str]:
-    """Return one sentence for each rule that the configuration breaks with this model.
+    """Return a sentence for each rule that the configuration breaks; empty if it breaks none.
 
-    The folder of the model need not contain its weights.
+    arch: architecture of the model. Its folder need not contain weights.
     """
     return list(
         dict.fromkeys(
@@ -111,9 +113,9 @@ def broken_rules(config: Config, arch: Architecture) -> list[str]:
 
 
 def broken_in_any_layout(config: Config, arch: Architecture) -> list[str]:
-    """Return one sentence for each rule that is broken even with one rank and one engine.
+    """Return a sentence for each rule that is broken whatever the layout.
 
-    No layout can mend such a rule, so a search need not begin if there are any.
+    To find these rules, the configuration is checked with a layout of one trainer rank and one engine.
     """
     one = {"num_engines": 1, "tensor_parallel": 1, "expert_parallel": 1, "data_parallel_attention": 1}
     alone = with_values(
@@ -123,7 +125,7 @@ def broken_in_any_layout(config: Config, arch: Architecture) -> list[str]:
 
 
 def _step_seconds(config: Config, arch: Architecture, lengths: Lengths) -> float:
-    """Return the seconds of a step without weight sync, whether or not the GPUs have enough memory."""
+    """Estimate the seconds of a step without weight sync, even if the GPUs have too little memory."""
     pool = int(config.rollout.engine.mem_fraction * GPUS[config.cluster.gpu].memory)
     tokens = kv_tokens(arch, config.rollout.engine, pool)
     return times(config, arch, training_states(arch, config.megatron), tokens, lengths).step
@@ -135,7 +137,7 @@ def _doublings(most: int) -> list[int]:
 
 
 def _candidates(config: Config, arch: Architecture) -> Iterator[Config]:
-    """Yield a configuration for each combination of placement, engine layout and trainer layout.
+    """Yield a configuration for each placement, engine layout and trainer layout that the search tries.
 
     Each configuration uses the whole cluster and breaks no rule about layouts. An engine's KV cache has room
     for at least one sequence of maximum length.
@@ -178,7 +180,7 @@ _ONE_RANK = {
 
 
 def _placements(config: Config) -> Iterator[tuple[Placement, int, int]]:
-    """Yield (placement, number of GPUs of the trainer, number of GPUs of the engines) to try."""
+    """Yield the divisions of the cluster to try: (placement, GPUs of the trainer, GPUs of all engines)."""
     nodes, per_node = config.cluster.nodes, config.cluster.gpus_per_node
     gpus = nodes * per_node
     yield Placement.colocated, gpus, gpus
@@ -188,9 +190,9 @@ def _placements(config: Config) -> Iterator[tuple[Placement, int, int]]:
 
 
 def _layouts(config: Config, arch: Architecture, gpus: int) -> Iterator[ParallelSizes]:
-    """Yield the trainer layouts that use exactly `gpus` GPUs and break no rule about layouts.
+    """Yield the trainer layouts to try, which use exactly `gpus` GPUs and break no rule about layouts.
 
-    If the run has a reward model, the layouts break no rule with the reward model either.
+    If the run has a reward model, the layouts break no rule for this model either.
     """
     per_node, scoring = config.cluster.gpus_per_node, scorer(config)
     stages = _doublings(min(gpus, arch.num_layers, _MOST_STAGES))
@@ -210,9 +212,10 @@ def _layouts(config: Config, arch: Architecture, gpus: int) -> Iterator[Parallel
 
 
 def _with_layout(config: Config, sizes: ParallelSizes) -> Config:
-    """Return the configuration with this trainer layout and the distributed optimizer.
+    """Return the configuration with this trainer layout, and with the fastest settings for it.
 
-    Nothing is recomputed or offloaded, and colocated ranks sleep while engines generate.
+    The optimizer is distributed, and nothing is recomputed or offloaded. Colocated ranks sleep while engines
+    generate.
     """
     config = with_values(
         config,
@@ -247,7 +250,7 @@ def _micro_batch(config: Config, cp: int) -> int:
 def _recomputations(arch: Architecture) -> list[dict]:
     """Return the settings of recomputation to try, each as {key of the section megatron: value}.
 
-    They are: nothing, the modules of each layer that free the most memory, and whole layers.
+    They recompute nothing, or the modules of each layer that free the most memory, or whole layers.
     """
     modules = ["layernorm"]
     modules += ["mlp"] if arch.moe is None or not all(arch.moe.layers) else []
@@ -266,9 +269,10 @@ def _variants(config: Config, arch: Architecture) -> Iterator[Config]:
 
 
 def _changes(config: Config, arch: Architecture) -> Iterator[list[tuple[str, dict]]]:
-    """Yield changes to the configuration that take less GPU memory, the cheapest first.
+    """Yield possible changes to the configuration that save GPU memory, the cheapest in time first.
 
-    Each change is a list of options, of which one is to be chosen. An option is (section, {key: value}).
+    A change is a list of alternatives, such as several values of a key. An alternative is (section, {key:
+    value}).
     """
     megatron, train = config.megatron, config.train
     if config.cluster.placement == Placement.colocated and not takes_turns(config):

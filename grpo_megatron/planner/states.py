@@ -17,8 +17,10 @@ from grpo_megatron.weights.sync.ranks import TrainerRanks
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Memory of one trainer rank that lasts from step to step, in bytes.
+    """GPU memory of a trainer rank that lasts from step to step, in bytes.
 
+    parameters: the rank's shard of the model.
+    gradients: float32 gradients of these parameters.
     optimizer: Adam's two moments, and float32 master weights unless the parameters are float32.
     workspaces: FP8 copies of the weights, plain and transposed.
     """
@@ -30,15 +32,15 @@ class TrainingState:
 
 
 def itemsize(megatron: MegatronConfig) -> int:
-    """Return the bytes of one element of a parameter, which are also those of an activation's element."""
+    """Return the bytes of one element of the trainer's parameters and activations: 4 for fp32, else 2."""
     return 4 if megatron.precision == Precision.fp32 else 2
 
 
 def training_states(arch: Architecture, megatron: MegatronConfig) -> list[TrainingState]:
-    """Return one TrainingState for each pipeline stage: the memory of one of its ranks, without LoRA.
+    """Return one TrainingState for each pipeline stage, which holds for every rank of the stage.
 
-    All ranks of a stage are alike. Mixed precision follows arXiv:1710.03740, with Adam: parameters in bf16;
-    gradients, two moments and a master copy in float32. The distributed optimizer (ZeRO stage 1,
+    The whole model is trained, without LoRA. Mixed precision follows arXiv:1710.03740, with Adam: parameters
+    in bf16; gradients, two moments and a master copy in float32. The distributed optimizer (ZeRO stage 1,
     arXiv:1910.02054 section 5) splits moments and master copy over the replicas.
     """
     sizes = ParallelSizes.from_config(megatron)
@@ -59,9 +61,9 @@ def training_states(arch: Architecture, megatron: MegatronConfig) -> list[Traini
 
 @cache
 def stage_elements(arch: Architecture, sizes: ParallelSizes) -> tuple[tuple[int, int], ...]:
-    """Return, for a rank of each pipeline stage, (parameters outside experts, parameters of experts).
+    """Return, for each pipeline stage, the number of parameters on one of its ranks.
 
-    Parameters are counted in elements.
+    Each item is (elements of parameters outside experts, elements of parameters of experts).
     """
     dense, experts = [0] * sizes.pp, [0] * sizes.pp
     stage_of_layer = [
@@ -77,11 +79,11 @@ def stage_elements(arch: Architecture, sizes: ParallelSizes) -> tuple[tuple[int,
 
 @cache
 def _elements(arch: Architecture, tp: int, etp: int, one_stage: bool) -> Counter:
-    """Return {(location, is expert): number of parameters} of one tensor-parallel shard of the model.
+    """Count the parameters of one tensor-parallel shard: {(location, is expert): number of elements}.
 
-    location: a layer index, or `first` for the stage with the embedding, or `last` for the stage with the
-        output layer.
-    is expert: True for the parameters of all experts of the layer together.
+    location: a layer index, or `first` for the pipeline stage with the embedding, or `last` for the stage
+        with the output layer.
+    is expert: True for the parameters of all experts of the layer together, False for all others.
 
     The result is cached because a layout search needs it again for every number of stages, replicas and
     expert-parallel ranks.

@@ -12,7 +12,7 @@ MODEL_OF_TIME = (
 
 
 def trainer_text(config: Config) -> str:
-    """Return the trainer's layout, such as `TP8 PP2 DP8`."""
+    """Format the trainer's layout as text, such as `TP8 PP2 DP8`."""
     megatron = config.megatron
     sizes = {
         "TP": megatron.tensor_parallel,
@@ -27,7 +27,7 @@ def trainer_text(config: Config) -> str:
 
 
 def engines_text(config: Config) -> str:
-    """Return the engines' layout, such as `16 x TP8, colocated`."""
+    """Format the engines' layout as text, such as `16 x TP8, colocated`."""
     engine = config.rollout.engine
     return f"{engine.num_engines} x TP{engine.tensor_parallel}, {config.cluster.placement.value}"
 
@@ -51,7 +51,7 @@ def changes_text(before: Config, after: Config) -> str:
 
 
 def _value(value) -> str:
-    """Return a value as it is written in a shell argument."""
+    """Format a configuration value for a shell argument `key=value`."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
@@ -60,7 +60,7 @@ def _value(value) -> str:
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
-    """Return rows as an aligned text table. The first column is aligned to the left, all others to the right.
+    """Format rows as a text table. The first column is aligned to the left, all others to the right.
 
     head: texts of the first row.
     """
@@ -76,7 +76,7 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def plan_text(found: Plan, lengths: Lengths) -> str:
-    """Return the whole text about a plan that has enough GPU memory: layout, memory and times.
+    """Format a plan for `grpo-megatron plan`: layout, memory and times. The GPUs must have enough memory.
 
     lengths: the mean lengths that the plan assumes.
     """
@@ -161,7 +161,7 @@ def bottleneck_text(found: Plan) -> str:
 
 
 def search_text(config: Config, found: list[Plan], lengths: Lengths) -> str:
-    """Return a table of the plans that a search found, and the settings of the first plan.
+    """Format the plans that a search found as a table, followed by the settings of the first plan.
 
     config: the configuration that the search started from.
     lengths: the mean lengths that the plans assume.

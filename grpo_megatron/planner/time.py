@@ -48,14 +48,14 @@ LAYER_SECONDS, FABRIC_SECONDS, NETWORK_SECONDS = 20e-6, 10e-6, 30e-6
 
 @dataclass(frozen=True)
 class Lengths:
-    """Mean number of tokens of a prompt and of a response; by default, half of the maximum."""
+    """Mean number of tokens of a prompt and of a response."""
 
     prompt: float
     response: float
 
     @classmethod
     def given(cls, config: Config, prompt: float | None = None, response: float | None = None) -> "Lengths":
-        """Return the mean lengths that the user gave. None stands for half of the configured maximum.
+        """Check the mean lengths that the user gave. None stands for half of the configured maximum.
 
         Raises UserError for a mean that is not above 0, or above the configured maximum.
         """
@@ -76,9 +76,9 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Times:
-    """Times of one training step, by phase.
+    """Estimated times of one training step, by phase.
 
-    seconds: {phase: seconds}.
+    seconds: {phase: seconds}, such as {"generation": 60.5}.
     tokens: tokens of all prompts and responses of the step.
     gpus: number of GPUs of trainer and engines.
     mfu: model FLOPs utilisation of the training pass (arXiv:2204.02311 appendix B): its FLOPs without
@@ -114,7 +114,7 @@ def num_gpus(config: Config) -> int:
 def times(
     config: Config, arch: Architecture, states: list[TrainingState], kv_tokens: int, lengths: Lengths
 ) -> Times:
-    """Return the times of a training step, without the weight sync.
+    """Estimate the times of a training step, without the weight sync.
 
     states: result of planner.states.training_states.
     kv_tokens: tokens for which an engine's KV cache has room, above 0.
@@ -132,7 +132,7 @@ def times(
 
 
 def _scoring_seconds(config: Config, lengths: Lengths) -> dict[str, float]:
-    """Return {"scoring": seconds} of loading a reward model and scoring all samples; {} without a model."""
+    """Return {"scoring": seconds to load a reward model and score all samples}; {} without a reward model."""
     found = scorer(config)
     if found is None:
         return {}
@@ -142,11 +142,11 @@ def _scoring_seconds(config: Config, lengths: Lengths) -> dict[str, float]:
 
 
 def generation_seconds(config: Config, arch: Architecture, kv_tokens: int, lengths: Lengths) -> float:
-    """Return the seconds in which one engine generates its share of a step's responses.
+    """Estimate the seconds in which one engine generates its share of a step's responses.
 
-    The engine decodes as many responses at once as request slots and KV cache (`kv_tokens`) allow. Each
-    decoding step gives each of them one token. One response is assumed to have the maximum length, so there
-    are at least that many steps, and fewer responses are decoded at once towards the end.
+    The engine decodes as many responses at once as request slots and KV cache (`kv_tokens`) allow. A decoding
+    step adds a token to each of them. One response is assumed to have the maximum length. So there are at
+    least as many decoding steps as its tokens, and towards the end fewer responses are decoded at once.
     """
     engine, prompts = config.rollout.engine, config.data.train_batch_size
     responses = ceil(prompts * config.rollout.n / engine.num_engines)
@@ -167,7 +167,7 @@ def _engine_rate(config: Config) -> float:
 
 
 def _decode_step(config: Config, arch: Architecture, batch: float, context: float) -> float:
-    """Return the seconds of one decoding step, which adds one token to each of `batch` requests.
+    """Estimate the seconds of one decoding step, which adds one token to each of `batch` requests.
 
     context: mean number of tokens that each request has in the KV cache.
     """
@@ -196,7 +196,7 @@ def _decode_step(config: Config, arch: Architecture, batch: float, context: floa
 
 @dataclass(frozen=True)
 class _Flops:
-    """FLOPs of one sequence's forward pass, by kind of kernel, because kinds reach different speeds."""
+    """FLOPs of one sequence's forward pass, by kind of kernel. The kinds reach different speeds."""
 
     projections: float
     """FLOPs of the projections of attention."""
@@ -211,7 +211,7 @@ class _Flops:
 
     @classmethod
     def of(cls, arch: Architecture, length: float) -> "_Flops":
-        """Return the FLOPs of a sequence of `length` tokens."""
+        """Count the FLOPs of a sequence of `length` tokens."""
         cost, moe = arch.cost_model, arch.moe
         with_experts = sum(moe.layers) if moe else 0
         mlp = 6.0 * (arch.num_layers - with_experts) * arch.hidden_size * arch.ffn_hidden_size
@@ -235,7 +235,7 @@ class _Flops:
 
 
 class _Passes:
-    """Times of the trainer's passes over the samples of a step."""
+    """Cost model for the trainer's forward and backward passes over the samples of a step."""
 
     def __init__(self, config: Config, arch: Architecture, lengths: Lengths):
         self.config, self.arch, self.lengths = config, arch, lengths
@@ -248,8 +248,8 @@ class _Passes:
     def seconds(self, training: bool) -> float:
         """Return the seconds of one pass over all samples of a step.
 
-        training: If True, forward and backward passes in optimizer steps; if False, a forward pass for
-            log-probs.
+        training: True for a forward and backward pass, split into optimizer steps; False for a forward pass
+            that computes log-probs.
         """
         config, sizes = self.config, self.sizes
         prompts = config.train.ppo_mini_batch_size if training else config.data.train_batch_size
@@ -267,8 +267,8 @@ class _Passes:
     def logprob_seconds(self, states: list[TrainingState]) -> dict[str, float]:
         """Return {phase: seconds} of the passes for the log-probs of the old policy and of the reference.
 
-        The dict has only the passes that the run makes. A pass of the reference includes exchanging its
-        weights for the policy's and back.
+        The dict has only the passes that the run makes. The time of the reference includes exchanging the
+        policy's weights for the reference's, and back.
         """
         config, found = self.config, {}
         if config.train.old_logprobs == OldLogprobs.recompute:
@@ -280,10 +280,10 @@ class _Passes:
         return found
 
     def optimizer_seconds(self, states: list[TrainingState]) -> float:
-        """Return the seconds of all optimizer steps of a training step.
+        """Return the seconds of all optimizer steps of a training step, without their passes.
 
         An optimizer step sums gradients over the replicas, gathers parameters and updates states. With
-        megatron.overlap, summing and gathering run during the backward pass, and only the rest counts.
+        megatron.overlap, summing and gathering run during the backward pass; only the excess counts.
         """
         config = self.config
         steps = config.train.ppo_epochs * config.data.train_batch_size // config.train.ppo_mini_batch_size
@@ -304,12 +304,12 @@ class _Passes:
         return 3 * self.samples * self.flops.total / promised
 
     def _rate(self) -> float:
-        """Return the FLOP/s of matrix products in the training precision, by the GPU's data sheet."""
+        """Return the data sheet's FLOP/s of one GPU for matrix products in the training precision."""
         fp8 = self.config.megatron.precision == Precision.fp8 and self.speed.fp8
         return self.speed.fp8 if fp8 else self.speed.bf16
 
     def _forward(self) -> float:
-        """Return the seconds of a forward pass of all samples, if all ranks have equal work."""
+        """Return the seconds to compute a forward pass of all samples, if all ranks have equal work."""
         flops, rate = self.flops, self._rate()
         dense = (flops.projections + flops.mlp) / (PRODUCTS * rate) + flops.head / (
             PRODUCTS * self.speed.bf16
@@ -318,7 +318,7 @@ class _Passes:
         return self.samples * (dense + rest) / self.sizes.world_size
 
     def _recomputed(self) -> float:
-        """Return the seconds of recomputing activations in the backward pass of all samples."""
+        """Return the seconds that the backward pass of all samples spends on recomputing activations."""
         flops, rate, modules = self.flops, self._rate(), recomputed_modules(self.config.megatron)
         if self.config.megatron.recompute == Recompute.full:
             return self._forward()
@@ -338,10 +338,10 @@ class _Passes:
         return max(work) * self.sizes.pp / sum(work)
 
     def _message(self, size: float, ranks: int) -> float:
-        """Return the seconds in which a rank sends `size` bytes to the other ranks of its group.
+        """Return the seconds in which a rank sends `size` bytes, spread over the other ranks of its group.
 
-        ranks: number of neighbouring ranks that the group spans. If it spans several nodes, only the bytes to
-            other nodes count, because the network is the slower link.
+        ranks: number of neighbouring ranks that the group spans. If they are on several nodes, only the bytes
+            to other nodes count, because the network is the slower link.
         """
         per_node = self.config.cluster.gpus_per_node
         if ranks <= per_node:
@@ -349,7 +349,7 @@ class _Passes:
         return NETWORK_SECONDS + size * (1 - per_node / ranks) / (LINKS * self.speed.network)
 
     def _sent(self, tokens: float) -> float:
-        """Return the seconds of the messages in a micro-batch's forward pass, on a rank of the busiest stage.
+        """Return the seconds of all messages in a micro-batch's forward pass, on a rank of the busiest stage.
 
         Tensor parallel: hidden states are gathered and scattered around attention and around the MLP
             (arXiv:2205.05198 section 4.2).
@@ -381,7 +381,7 @@ class _Passes:
         return seconds
 
     def _reducing(self) -> float:
-        """Return the seconds of the collectives over the replicas in one optimizer step.
+        """Return the seconds of the collectives over the data-parallel replicas in one optimizer step.
 
         With the distributed optimizer, gradients are reduce-scattered and parameters gathered. Otherwise
         gradients are all-reduced, which is a reduce-scatter and a gather of gradients.

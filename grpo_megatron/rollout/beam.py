@@ -24,7 +24,7 @@ Ask = Callable[[int, list[int], int], Awaitable[Completion]]
 
 @dataclass(frozen=True)
 class Beam:
-    """A response under construction: one of the sequences that a beam search extends token by token."""
+    """A response under construction. A beam search extends several beams token by token."""
 
     ids: tuple[int, ...] = ()
     """Token ids of the response so far, without the prompt."""
@@ -43,16 +43,16 @@ class Beam:
 
 
 class BeamSearch:
-    """The state of a beam search for the responses to one prompt. The caller makes the calls to an engine.
+    """The state of a beam search for the responses to one prompt. The caller sends the requests to an engine.
 
     While `done` is False, the caller asks the engine for the most likely next tokens of each unfinished beam
-    in `live`, and passes the answers to `advance`.
+    (those in `live`), and passes the answers to `advance`. `completions` then returns the responses.
     """
 
     def __init__(self, width: int, ends: Iterable[int], limit: int, config: BeamConfig):
-        """Begin with one empty beam.
+        """Begin a search with one empty beam.
 
-        width: number of beams, and of responses to find.
+        width: number of beams. This is also the number of responses to find.
         ends: ids of the tokens that end a response.
         limit: maximum number of tokens of a response.
         config: length penalty and stopping rule of the search.
@@ -67,8 +67,8 @@ class BeamSearch:
     def advance(self, answers: list[Completion]) -> None:
         """Extend the unfinished beams in `live` by one token, and update `live`, `finished` and `done`.
 
-        answers: the engine's answers, in the order of `live`, each with the `candidates` most likely next
-            tokens.
+        answers: the engine's answer for each beam, in the order of `live`. An answer has the most likely next
+            tokens of its beam. Their number is `self.candidates`.
         """
         found = [
             (beam.total + logprob, beam, token, logprob, answer.weight_spans[0].version)
@@ -110,9 +110,9 @@ class BeamSearch:
         return self._score(self.live[0].total, length) > self.finished[-1][0]
 
     def completions(self, group: int) -> list[Completion]:
-        """Return the finished responses, the best first, as if an engine had sampled them.
+        """Return the finished responses, the best first, in the form of an engine's answers.
 
-        group: index of the group. A Completion has the key (group, its index in the returned list).
+        group: index of the prompt's group. The key of each Completion is (group, index in the returned list).
         """
         return [self._completion(beam, (group, index)) for index, (_, beam) in enumerate(self.finished)]
 
@@ -132,10 +132,10 @@ class BeamSearch:
 
 
 async def run_search(search: BeamSearch, ask: Ask) -> None:
-    """Run a beam search until it is done. The search then holds the responses.
+    """Run a beam search until it is done. `search` then holds the responses.
 
-    ask: requests the next token of one beam from the engine. It is called for all unfinished beams at once,
-        so that the engine batches the requests.
+    ask: async function that asks the engine for the next token of one beam. It is called for all unfinished
+        beams at once, so that the engine batches the requests.
     """
     while not search.done:
         search.advance(

@@ -2,7 +2,7 @@
 
 An environment is a class (or a function that makes an instance) registered by `@environment("name")`. One
 instance plays one episode. All its methods run one after the other in one process, each within reward.timeout
-seconds. This module is light to import, because those processes import only it when they start.
+seconds. This module is light to import, because the worker processes import only it when they start.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class StepResult:
     """The environment's answer to one turn of the model."""
 
     observation: str | list[dict[str, Any]] = ""
-    """What the model reads next: text, or chat messages (dicts with role and content)."""
+    """Text or chat messages (dicts with role and content) that the model reads next."""
     reward: float = 0.0
     """Reward of this turn. The reward of the whole episode is the sum over its turns."""
     done: bool = False
@@ -82,11 +82,12 @@ class Environment(Protocol):
 
         The observation is a text or a list of chat messages. None means that the model reads the prompt only.
 
-        seed: the same for all episodes of a group (one prompt), so that they start in the same state.
+        seed: seed of the initial state. All episodes of a group (one prompt) get the same seed, so that they
+            start in the same state.
         """
 
     async def step(self, response: str) -> StepResult:
-        """Process a turn of the model, and return the environment's answer.
+        """Process one turn of the model, and return the environment's answer.
 
         response: the text of the turn, without end and padding tokens.
         """
@@ -101,8 +102,8 @@ class Environment(Protocol):
 def resolve_environment(rollout: RolloutConfig, reward: RewardConfig) -> Callable[[Prompt], Environment]:
     """Return the class or function that rollout.environment names. It makes an environment from a prompt.
 
-    Raises UserError if the name is unknown. Raises UserError also if the environment cannot be used, for
-    example because a method is missing.
+    Raises UserError if the name is unknown, or if the environment cannot be used, for example because a
+    method is missing.
     """
     if rollout.environment == "gymnasium":
         from grpo_megatron.rollout.gymnasium_environment import gymnasium_environment
@@ -140,10 +141,11 @@ def _check_methods(made: type, setting: str) -> None:
 
 
 def asks_reward_function(rollout: RolloutConfig, reward: RewardConfig) -> bool:
-    """Return True if a run calls reward.function.
+    """Return True if a run calls the reward functions of reward.function.
 
-    A run does so if it has no environment, or if its environment sets `asks_reward_function`. Raises
-    UserError if rollout.environment is unknown or cannot be used.
+    This is the case if the run has no environment, or if its environment sets `asks_reward_function`.
+
+    Raises UserError if rollout.environment is unknown or cannot be used.
     """
     return rollout.environment is None or _asks(resolve_environment(rollout, reward))
 
@@ -153,7 +155,7 @@ def _asks(made: Callable[[Prompt], Environment]) -> bool:
 
 
 def offered_tools(rollout: RolloutConfig, reward: RewardConfig) -> list[dict[str, Any]]:
-    """Return the JSON schemas of the functions that the environment offers to the model, possibly []."""
+    """Return the JSON schemas of the functions that the environment lets the model call; [] if none."""
     return list(getattr(resolve_environment(rollout, reward), "tools", ())) if rollout.environment else []
 
 
@@ -181,15 +183,15 @@ class Environments:
         )
 
     def episode(self, prompt: Prompt) -> "RemoteEnvironment":
-        """Return a handle for a new episode. Its `reset` makes the instance in a worker process."""
+        """Return a handle for a new episode. Its `reset` makes the environment in a worker process."""
         episode = next(self._episodes)
         pool = self._pools[episode % len(self._pools)]
         return RemoteEnvironment(pool, episode, prompt, self._timeout, self._could_not_close)
 
     def _could_not_close(self, problem: str) -> None:
-        """Log a warning that an episode could not be closed, on the first call only.
+        """Log a warning that an environment could not be closed. Only the first call logs.
 
-        problem: why it could not be closed.
+        problem: why the environment could not be closed.
         """
         self._warn(f"{problem}; the run continues and does not report further episodes that cannot be closed")
 
@@ -217,29 +219,29 @@ class RemoteEnvironment:
         self._timeout, self._could_not_close = timeout, could_not_close
 
     async def reset(self, seed: int) -> str | list[dict[str, Any]]:
-        """Make the environment's instance and begin the episode.
+        """Make the environment and begin the episode. Return the first observation; "" if there is none.
 
-        Return the first observation, or "" if there is none.
+        seed: seed of the environment's initial state.
         """
         return await self._call("reset", self._prompt, seed)
 
     async def step(self, response_ids: np.ndarray) -> tuple[str, StepResult]:
-        """Pass a turn of the model to the environment. Return (text of the turn, the environment's answer).
+        """Pass one turn of the model to the environment. Return (text of the turn, environment's answer).
 
         response_ids: int32 token ids of the turn. The worker process decodes them.
         """
         return await self._call("step", response_ids)
 
     async def text(self, ids: np.ndarray) -> str:
-        """Return the text of int32 token ids. The worker process decodes them, which spares the driver."""
+        """Decode int32 token ids to text. The worker process does this, to spare CPU time of the driver."""
         return await self._call("text", ids)
 
     async def close(self) -> None:
-        """Close the environment's instance in the worker process, and remove it. Errors are logged only."""
+        """Close the environment in the worker process, and forget it there. Errors are only logged."""
         try:
             closing = asyncio.ensure_future(self._call("close"))
-            # An abort waits for this. The time is enough for a running step and for the closing itself, but
-            # not for everything else that a busy process does first.
+            # If the generation is aborted, it waits here. The time is enough for a running step and for the
+            # closing itself, but not for everything else that a busy process does first.
             await asyncio.wait({closing}, timeout=2 * self._timeout)
             if closing.done():
                 closing.result()
@@ -249,7 +251,7 @@ class RemoteEnvironment:
                 closing.cancel()
                 self._pool.tell(("close", self._episode, ()))
         except ProcessLost:
-            pass  # its instances are gone too; the next episode there reports that
+            pass  # the worker process is gone, with its environments; its next episode reports that
         except UserError as error:
             self._could_not_close(str(error))
 
@@ -264,9 +266,9 @@ class RemoteEnvironment:
 
 
 class _Host:
-    """The environment instances in one worker process, each under the number of its episode.
+    """Holds the environments that run in one worker process, and calls their methods.
 
-    The driver numbers the episodes of a run from 0.
+    Each environment belongs to one episode. The driver numbers the episodes of a run from 0.
     """
 
     def __init__(self, rollout: RolloutConfig, reward: RewardConfig, decode: Decode):
@@ -276,11 +278,10 @@ class _Host:
         self._alive: dict[int, tuple[Any, int]] = {}  # (instance, uid of the prompt)
 
     def work(self, calls: Sequence[tuple[str, int, tuple]], seconds: float) -> list[Any]:
-        """Call methods of this object in order. Return one result per call; a UserError counts as a result.
+        """Call methods of this object in order. Return the result of each call, or the UserError it raised.
 
-        calls: (name of the method, number of the episode that it is called for, further arguments) of each
-            call.
-        seconds: duration after which no further call begins. The list is then shorter than `calls`.
+        calls: for each call (name of the method, number of the episode, further arguments).
+        seconds: time after which no further call begins. The returned list is then shorter than `calls`.
         """
         until, results = time.monotonic() + seconds, []
         for method, episode, arguments in calls:
@@ -313,8 +314,8 @@ class _Host:
 
     def step(self, episode: int, response_ids: np.ndarray) -> tuple[str, StepResult]:
         if episode not in self._alive:
-            # The process's death may have been noticed by a call whose result is ignored, such as `close` of
-            # another episode.
+            # A new process has replaced the one with this episode. A call whose result is ignored, such as
+            # `close` of another episode, may have been the first to notice that the old process was dead.
             raise WorkerDied(
                 f"environment {self._name}: the process of an episode died between two turns, so the "
                 "episode is lost"
@@ -331,12 +332,12 @@ class _Host:
             self._limited(where, lambda: _awaited(instance.close()))
 
     def _limited(self, where: str, call: Callable) -> Any:
-        """Run a coroutine and return its result.
-
-        Raises EnvironmentFailed if the coroutine raises an error or exceeds reward.timeout.
+        """Run a coroutine with the time limit reward.timeout, and return its result.
 
         where: environment, method and record, for the error message.
-        call: returns the coroutine.
+        call: function that returns the coroutine.
+
+        Raises EnvironmentFailed if the coroutine raises an error or exceeds the time limit.
         """
         try:
             # This also interrupts Python code that does not await. It works because this is the process's
@@ -364,11 +365,11 @@ def _is_observation(value: Any) -> bool:
 
 
 def _checked(result: Any, where: str) -> StepResult:
-    """Return the result of an environment's step(), with its numbers converted to plain Python numbers.
-
-    Raises EnvironmentFailed if the result is not a valid StepResult.
+    """Check the result of an environment's step(), and return it with plain Python numbers.
 
     where: environment, method and record, for the error message.
+
+    Raises EnvironmentFailed if the result is not a valid StepResult.
     """
     if not isinstance(result, StepResult):
         raise EnvironmentFailed(f"{where} returned {shown(result)}; it must return a StepResult")

@@ -38,20 +38,21 @@ Respond = Callable[..., Awaitable[Completion]]
 
 
 class SingleTurn:
-    """The player of episodes without an environment, each of which is a prompt and one response.
+    """Plays episodes without an environment. Each episode consists of a prompt and one response.
 
-    Reward workers score each response while other responses are still being generated.
+    Reward workers score finished responses while the engines still generate other responses.
     """
 
     def __init__(self, rewards: RewardWorkers):
         self._rewards = rewards
 
     async def play(self, episode: Episode, respond: Respond) -> tuple[Sample, ...]:
-        """Generate and score one response. Return (sample,).
+        """Generate and score one response. Return it as a tuple of one sample.
 
-        Return () if the reward failed and reward.on_failure=leave_out.
+        The tuple is empty if the reward failed and reward.on_failure=leave_out.
 
-        respond: asks the engine for a turn of the model.
+        episode: prompt, ids and limits of the episode.
+        respond: function that asks the engine for the response.
         """
         trajectory = Trajectory(episode)
         turn = await respond(trajectory.ids, trajectory.room)
@@ -61,9 +62,11 @@ class SingleTurn:
         return () if sample.is_left_out else (sample,)
 
     async def complete(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Sample, ...]:
-        """Return a prompt's samples with the group rewards added. Called when all of them are generated.
+        """Add the group rewards, which score all samples of a prompt together, and return the samples.
 
         With reward.on_failure=leave_out, samples whose reward failed are removed.
+
+        samples: all samples of the prompt.
         """
         return tuple(
             sample for sample in await self._rewards.score_group(prompt, samples) if not sample.is_left_out
@@ -75,10 +78,10 @@ class SingleTurn:
 
 
 class MultiTurn:
-    """The player of episodes in which an environment answers each turn of the model.
+    """Plays episodes in which an environment answers each turn of the model.
 
-    The reward is the sum of the rewards of the turns. Training uses exactly the sampled tokens of each turn,
-    preceded by exactly the tokens that the model read before that turn.
+    The reward of an episode is the sum of the rewards of its turns. Training uses exactly the tokens that
+    were sampled in each turn, after exactly the tokens that the model read before this turn.
     """
 
     def __init__(
@@ -92,15 +95,16 @@ class MultiTurn:
         on_failure: OnFailure = OnFailure.error,
         failure_value: float = 0.0,
     ):
-        """Store what all episodes of a run need.
+        """Set what is common to all episodes of a run.
 
+        environments: the worker processes that run the environments.
         max_turns: maximum number of the model's turns per episode.
         seed: run.seed, from which the environments' initial states are derived.
         history: the rule for what the model reads before each turn, see history.py.
-        rewards: scores the last turn of each episode with reward.function. None if the environment does not
-            ask for that.
+        rewards: scores the last turn of each episode with reward.function, in addition to the environment's
+            rewards. None if the environment does not ask for this score.
         on_failure: what happens to an episode whose environment fails.
-        failure_value: reward of an episode whose environment fails, with OnFailure.value.
+        failure_value: reward of an episode whose environment fails, if `on_failure` is OnFailure.value.
         """
         self._environments, self._tokenizer, self._max_turns, self._seed = (
             environments,
@@ -112,17 +116,18 @@ class MultiTurn:
         self._on_failure, self._failure_value, self._warn = on_failure, failure_value, Rarely(logger)
 
     async def play(self, episode: Episode, respond: Respond) -> tuple[Sample, ...]:
-        """Play an episode until it ends, and return its sequences as samples with rewards.
+        """Play an episode until it ends, and return its token sequences as samples with rewards.
 
         Return () if the environment or the reward failed and reward.on_failure=leave_out.
 
-        respond: asks the engine for a turn of the model.
+        episode: prompt, ids, limits and initial state of the episode.
+        respond: function that asks the engine for a turn of the model.
 
         Finish reasons of the samples:
 
         - stop: the environment is done, or has failed.
         - max_turns: the model has had `max_turns` turns.
-        - length: a turn was cut off, or an observation would leave no tokens for the next turn.
+        - length: a turn was cut off at the token limit, or an observation leaves no tokens for the next turn.
         """
         history, trajectory = self._history(episode.prompt, self._tokenizer), Trajectory(episode)
         world = self._environments.episode(episode.prompt)
@@ -179,7 +184,7 @@ class MultiTurn:
                 finish_reason = "length"
         samples, failed, scored_text = trajectory.samples(finish_reason), False, None
         if self._rewards:
-            answer = await self._rewards.score(episode.prompt, _alone(turn, samples[-1]))
+            answer = await self._rewards.score(episode.prompt, _with_only(turn, samples[-1]))
             if answer.is_left_out:
                 return ()
             reward, failed, scored_text = reward + answer.reward, answer.reward_failed, text
@@ -198,7 +203,7 @@ class MultiTurn:
         )
 
     async def complete(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Sample, ...]:
-        """Return the samples unchanged, because `play` has already set the reward of each."""
+        """Return the samples unchanged, because `play` has already set all rewards."""
         return tuple(samples)
 
     def _end(self, trajectory: Trajectory, turn: Completion, result: StepResult) -> str | None:
@@ -213,7 +218,7 @@ class MultiTurn:
         return "max_turns" if trajectory.turns == self._max_turns else None
 
     def _initial_state(self, episode: Episode) -> int:
-        """Return the seed for the environment's reset(), derived from run.seed and Episode.state."""
+        """Return the seed for the environment's reset(). It is derived from run.seed and Episode.state."""
         return int(np.random.SeedSequence([self._seed, *episode.state]).generate_state(1)[0])
 
     def close(self) -> None:
@@ -222,11 +227,10 @@ class MultiTurn:
             self._rewards.close()
 
 
-def _alone(turn: Completion, sample: Sample) -> Sample:
-    """Return a sample that has only one turn as its response, so that reward.function scores only this turn.
+def _with_only(turn: Completion, sample: Sample) -> Sample:
+    """Return a copy of `sample` whose response is only `turn`, so that reward.function scores only this turn.
 
-    turn: the turn.
-    sample: the sample that contains the turn. All fields that do not concern the response are taken from it.
+    turn: a turn of the model that is part of the sample's response.
     """
     mask = np.ones(len(turn.response_ids), dtype=np.bool_)
     return replace(
@@ -241,13 +245,15 @@ def _alone(turn: Completion, sample: Sample) -> Sample:
 
 
 def record_check(config: Config) -> RecordCheck | None:
-    """Return a function that raises UserError for a record that the configured rewards cannot score.
+    """Return a function that checks, while data is loading, that the rewards can score a record.
 
-    The returned function is called while data is loading, because such a record would otherwise end the run
-    later. Return None if a failing reward does not end the run (reward.on_failure), if the run calls no
+    The returned function raises UserError if they cannot. Without it, a bad record would end the run later,
+    when its reward is computed.
+
+    The result is None if a failing reward does not end the run (reward.on_failure), if the run calls no
     reward function, or if no reward function has a check of records.
 
-    Raises UserError for unknown rewards.
+    Raises UserError if a configured reward is unknown.
     """
     if config.reward.on_failure != OnFailure.error or not asks_reward_function(config.rollout, config.reward):
         return None
@@ -262,8 +268,8 @@ def make_episodes(
 
     The object is a MultiTurn if rollout.environment is set, else a SingleTurn.
 
-    places: function from a role ("reward" or "environment") to the node, process name and log file of each
-        worker process with this role.
+    places: function that returns the node, process name and log file of each worker process with a role. Its
+        argument is the role, "reward" or "environment".
     """
     rollout = config.rollout
     if rollout.environment is None:

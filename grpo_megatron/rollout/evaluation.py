@@ -41,7 +41,7 @@ class _Drawn:
 
 
 class Evaluation:
-    """Generates and scores responses to all held-out prompts, as the section `eval` configures."""
+    """Evaluates the model: generates and scores responses to all held-out prompts of each data set."""
 
     def __init__(
         self,
@@ -55,10 +55,11 @@ class Evaluation:
         """Prepare the evaluation.
 
         datasets: {name of a data set: its prompts}.
+        config: configuration of the run. Its section `eval` configures the evaluation.
         directory: folder of the run. Samples are saved in its subfolder `eval`.
-        show: function (step, name, text) that displays samples to the user.
-        score: returns groups with the scores of a reward model added. None if there is no reward model. It is
-            called once, after all generation, because it may need the engines' GPUs.
+        show: function that displays samples to the user. Its arguments are step, name and text.
+        score: function that adds the scores of a reward model to groups and returns them. None if there is no
+            reward model. It is called once, after all generation, because it may need the engines' GPUs.
         """
         self._manager, self._show, self._score = manager, show, score
         self.datasets = datasets
@@ -70,7 +71,9 @@ class Evaluation:
         self._greedy = replace(self._sampled, n=1, temperature=0.0, top_p=1.0)
 
     def run(self, step: int) -> dict[str, float]:
-        """Evaluate the current weights, and return {"eval/METRIC": score} for the logs, see `scalars`.
+        """Evaluate the current weights, and return {"eval/METRIC": score} for the logs.
+
+        With several data sets, the keys are "eval/DATASET/METRIC". `scores` lists the metrics.
 
         step: number of training steps done so far, for the names of saved samples.
         """
@@ -79,16 +82,18 @@ class Evaluation:
     def scores(self, step: int) -> Scores:
         """Evaluate the current weights, and return {data set: {metric: score}}.
 
-        If there are several data sets, the mean over them is added under AVERAGE. The metrics are:
+        If there are several data sets, their mean is added under the name AVERAGE. The metrics are:
 
         - "mean@n": mean reward of n samples per prompt.
         - "pass@k" for k = 2, 4, .. n: estimated probability that at least one of k samples has a reward of at
           least eval.pass_reward.
-        - "maj@n": mean reward of the most frequent answer among the n samples. It exists only if
+        - "maj@n": mean reward of the most frequent answer among the n samples, for n > 2. It exists only if
           reward.response_from or reward.extract defines what a response's answer is.
         - "greedy": mean reward with greedy decoding. It exists only with eval.greedy.
         - "failed": number of samples whose reward or environment failed. It exists unless
           reward.on_failure=error. With reward.on_failure=leave_out, these samples count in no other metric.
+
+        step: number of training steps done so far, for the names of saved samples.
         """
         scores = {name: self._dataset(step, name, drawn) for name, drawn in self._drawn().items()}
         if len(scores) > 1:
@@ -101,9 +106,12 @@ class Evaluation:
         return scores
 
     def _dataset(self, step: int, name: str, drawn: _Drawn) -> dict[str, float]:
-        """Return {metric: score} of one data set, and save and show its samples as configured.
+        """Compute the metrics of one data set, and save and show its samples as configured.
 
-        drawn: the responses to the data set's prompts.
+        name: name of the data set.
+        drawn: the scored responses to the data set's prompts.
+
+        Returns {metric: score}.
         """
         scores = self._scores(drawn.sampled)
         if drawn.greedy:
@@ -171,9 +179,9 @@ class Evaluation:
         )
 
     def _answer(self, sample: Sample) -> str | None:
-        """Return the answer in a sample's text, for maj@n.
+        """Return the answer that a sample's text contains, for maj@n.
 
-        Return None if the text contains no answer, or if the reward failed.
+        The result is None if the text contains no answer, or if the reward of the sample failed.
         """
         if sample.reward_failed:  # the text may be what made the reward fail
             return None
@@ -216,7 +224,7 @@ def _line(group: Group) -> str:
 
 
 def scalars(scores: Scores) -> dict[str, float]:
-    """Return the scores for the logs as {"eval/METRIC": score}.
+    """Convert scores for the logs: return {"eval/METRIC": score}.
 
     If there are several data sets, the keys are "eval/DATASET/METRIC".
     """

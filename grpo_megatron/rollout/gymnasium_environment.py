@@ -15,10 +15,11 @@ observation_text = Registry("function", "rollout.gymnasium.text", call=Call(("ta
 
 
 class GymnasiumEnvironment:
-    """One episode of a gymnasium task with a Discrete action space. The rewards are those of the task.
+    """One episode of a gymnasium task with a Discrete action space, in which the model chooses the actions.
 
-    If a turn of the model names no action, the answer is the list of actions, or the episode ends
-    (rollout.gymnasium.invalid_action). The component `invalid_actions` counts the turns without an action.
+    The reward of a turn is the task's reward. If a turn names no action, its reward is
+    rollout.gymnasium.invalid_reward. The environment then answers with the list of actions, or ends the
+    episode (rollout.gymnasium.invalid_action). The reward component `invalid_actions` counts these turns.
     """
 
     def __init__(self, options: GymnasiumConfig, text: Callable[[Any, Any], str], prompt: Prompt):
@@ -69,7 +70,7 @@ class GymnasiumEnvironment:
         self._task.close()
 
     def _show(self, observation: Any) -> list[dict[str, Any]]:
-        """Return the observation as a chat message of the user.
+        """Return an observation of the task as a list with one chat message of the role `user`.
 
         The text is also stored in `_seen`, because the answer to a turn without an action repeats it.
         """
@@ -79,8 +80,10 @@ class GymnasiumEnvironment:
     def _word(self, response: str) -> str | None:
         """Return the word in a turn of the model that should name an action, or None if there is none.
 
-        The word is the last match of rollout.gymnasium.action_pattern, or its group 1 if it has groups.
-        Without a pattern it is the whole turn.
+        The word is the last match of rollout.gymnasium.action_pattern, or group 1 of this match if the
+        pattern has groups. Without a pattern, the word is the whole turn.
+
+        response: text of the turn.
         """
         if self._options.action_pattern is None:
             return response.strip()
@@ -91,8 +94,9 @@ class GymnasiumEnvironment:
 def gymnasium_environment(options: GymnasiumConfig) -> Callable[[Prompt], GymnasiumEnvironment]:
     """Return a function that makes a GymnasiumEnvironment for a prompt.
 
-    Raises UserError if gymnasium is not installed, or if gymnasium does not know the task
-    rollout.gymnasium.id.
+    options: the section rollout.gymnasium of the configuration.
+
+    Raises UserError if gymnasium is not installed, or does not know the task rollout.gymnasium.id.
     """
     try:
         import gymnasium

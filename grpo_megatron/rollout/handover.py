@@ -9,18 +9,22 @@ from grpo_megatron.weights.sync.sync import WeightSync
 
 
 class SleepingRanks(Protocol):
-    """The methods that put the trainer's ranks to sleep and wake them.
+    """The part of the interface of the trainer's ranks that Handover uses.
 
-    Handover calls them to pass the GPUs between trainer and engines. Implemented by trainer.ranks.RankGroup.
+    Implemented by trainer.ranks.RankGroup.
     """
 
-    def sleep(self) -> dict[str, float]: ...
+    def sleep(self) -> dict[str, float]:
+        """Free the GPU memory of the ranks.
+
+        Returns {name: GiB} of the memory in use before and after; {} if nothing was freed.
+        """
 
 
 class Handover:
-    """Prepares the engines for generation, and the trainer's ranks for training.
+    """Prepares engines and trainer ranks for their next task: weights for the engines, memory for both.
 
-    metrics: {name: value} of memory use and of weight syncs, each from its last measurement
+    metrics: {name: value} of memory use and of weight syncs, each from the last measurement
     """
 
     def __init__(
@@ -31,8 +35,9 @@ class Handover:
         sharing: DeviceSharing | None = None,
         sleeps: bool = False,
     ):
-        """Store the parts. At this time, the engines have no weights yet, and the ranks are awake.
+        """Store the parts. This is called when the ranks are awake and the engines have no weights yet.
 
+        weight_sync: copies the trainer's weights into the engines.
         sharing: moves the memory of devices that engines and ranks share. None if they share no devices.
         sleeps: True if ranks that share no devices with engines release their memory during generation.
         """
@@ -45,11 +50,12 @@ class Handover:
         return self._memory | self.weight_sync.metrics | (self._sharing.metrics if self._sharing else {})
 
     def publish(self, changed: bool = True) -> None:
-        """Copy the trainer's weights into the engines, which tag every sample with the weights' version.
+        """Copy the trainer's weights into the engines.
 
-        If engines and ranks share devices, the engines have the devices' memory afterwards.
+        If engines and ranks share devices, this also gives the memory of the devices to the engines.
 
-        changed: whether the weights differ from those published last. If so, the version increases by one.
+        changed: True if the weights differ from those published last. The version of the weights, with which
+            engines tag every sample, then increases by one.
         """
         sync = partial(self.weight_sync.run, changed)
         if self._sharing:
@@ -61,11 +67,11 @@ class Handover:
             self.weight_sync.probe()
 
     def to_engines(self) -> None:
-        """Prepare for generation, during which the ranks do not work.
+        """Prepare the engines for generation.
 
-        If engines and ranks share devices, the engines get the devices' memory back if the ranks have it. The
-        weights published last are then copied into the engines again. If they share no devices, the ranks
-        release their memory if `sleeps` is set.
+        If engines and ranks share devices and the ranks have the devices' memory, the memory goes back to the
+        engines, and the weights published last are copied into the engines again. If they share no devices,
+        the ranks release their own memory, but only if `sleeps` is set.
         """
         if self._sharing:
             if self._sharing.state == DeviceUse.training:

@@ -15,16 +15,16 @@ Observation = str | list[dict[str, Any]]
 
 
 class History(Protocol):
-    """Interface of the objects that decide what the model reads before each turn of one episode."""
+    """Interface of an object that decides what the model reads before each turn of one episode."""
 
     def begin(self, observation: Observation) -> list[int]:
-        """Return the token ids that the model reads before its first turn: the prompt and the observation.
+        """Return the token ids that the model reads before its first turn: prompt and first observation.
 
         observation: the environment's first observation, possibly empty.
         """
 
     def go_on(self, ids: list[int], turn: str, observation: Observation) -> list[int]:
-        """Return all token ids that the model reads before its next turn.
+        """Return all token ids that the model reads before its next turn, from the start of the episode.
 
         ids: token ids that the model read before its last turn, followed by the token ids of that turn.
         turn: text of the model's last turn.
@@ -65,7 +65,7 @@ class AppendedHistory:
 
 
 class TemplateHistory:
-    """A history that renders all messages so far anew before each turn (rollout.history=template).
+    """A history that renders all messages with the chat template before each turn (rollout.history=template).
 
     The chat template may drop parts of earlier turns, such as the reasoning. The model does not read these
     parts again.
@@ -78,9 +78,8 @@ class TemplateHistory:
                 "not be token ids, and data.chat_template must not be none"
             )
         self._prompt, self._messages, self._tokenizer = prompt, prompt.messages, tokenizer
-        self._is_begun = (
-            prompt.messages[-1]["role"] == "assistant"
-        )  # the next turn continues the last message
+        # True if the model's next turn continues the last message.
+        self._is_begun = prompt.messages[-1]["role"] == "assistant"
 
     def begin(self, observation: Observation) -> list[int]:
         self._messages = _joined(self._prompt, _as_messages(observation))
@@ -111,11 +110,13 @@ def _as_messages(observation: Observation) -> list[dict[str, Any]]:
 
 
 def _joined(prompt: Prompt, observation: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the prompt's chat messages followed by those of an environment's first observation.
+    """Return the prompt's chat messages, followed by those of an environment's first observation.
 
     If the observation's first message has the same role as the prompt's last message, the two are merged,
-    because many templates require alternating roles. Raises UserError if the prompt ends with an assistant
-    message, which the model should continue, and the observation is not empty.
+    because many templates require alternating roles.
+
+    Raises UserError if the prompt ends with an assistant message and the observation is not empty. The model
+    should continue that message, so no observation can follow.
     """
     messages = prompt.messages
     if observation and messages[-1]["role"] == "assistant":

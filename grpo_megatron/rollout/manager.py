@@ -20,7 +20,7 @@ from grpo_megatron.sglang.request import Completion, Request
 
 
 def sampling_parameters(rollout: RolloutConfig) -> dict:
-    """Return SGLang's sampling parameters by name, except max_new_tokens, which each turn sets."""
+    """Return {name: value} of SGLang's sampling parameters, except max_new_tokens, which each turn sets."""
     return {
         "temperature": rollout.temperature,
         "top_p": rollout.top_p,
@@ -32,14 +32,14 @@ def sampling_parameters(rollout: RolloutConfig) -> dict:
 
 @dataclass(frozen=True)
 class Goal:
-    """Number of groups that `RolloutManager.fill` should return, and limits for it (dynamic sampling)."""
+    """Batch size of dynamic sampling (`RolloutManager.fill`), and limits for the generation."""
 
     groups: int
     """Number of groups that fill the batch."""
     in_flight: float
-    """Number of groups to generate at the same time, divided by the number that the batch still lacks."""
+    """Factor of at least 1: while the batch lacks N groups, N * in_flight groups are generated at a time."""
     most: int
-    """Maximum number of prompts to use."""
+    """Maximum number of prompts to use for one batch."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Filled:
     """The result of `RolloutManager.fill`: groups for a batch, and prompts that are not in the batch."""
 
     groups: list[Group] = field(default_factory=list)
-    """Groups that `keep` accepted, at most Goal.groups."""
+    """Groups that the caller's function `keep` accepted, at most Goal.groups."""
     dropped: list[Prompt] = field(default_factory=list)
     """Prompts of the groups that `keep` refused."""
     aborted: list[Prompt] = field(default_factory=list)
@@ -55,17 +55,17 @@ class Filled:
 
 
 class StaleWeights(UserError):
-    """An engine generated tokens with other weights than the trainer's newest weights."""
+    """An engine generated tokens with weights that are not the trainer's newest weights."""
 
 
 class RolloutManager:
-    """Generates and scores samples on the engines, all of them concurrently, and groups them by prompt."""
+    """Generates samples on all engines concurrently, scores them, and groups them by prompt."""
 
     def __init__(self, engines: EnginePool, episodes: SingleTurn | MultiTurn, turn_ends: Sequence[int] = ()):
-        """Create a manager.
+        """Create a manager, which numbers its groups from 0.
 
-        engines: generate the turns of the model.
-        episodes: plays the episodes and scores them.
+        engines: the engines that generate the turns of the model.
+        episodes: the object that plays the episodes and scores them.
         turn_ends: ids of tokens that end a turn of the model, in addition to the end tokens in the model's
             files, which the engines know.
         """
@@ -75,10 +75,11 @@ class RolloutManager:
     def generate(
         self, prompts: list[Prompt], rollout: RolloutConfig, same_states: bool = False
     ) -> list[Group]:
-        """Return `rollout.n` scored samples for each prompt, as groups in the order of the prompts.
+        """Generate and score `rollout.n` samples for each prompt. Return groups in the order of the prompts.
 
+        rollout: settings such as the number of samples and the temperature.
         same_states: if True, an environment's initial state depends only on the prompt, so that evaluations
-            are alike.
+            at different steps are comparable.
 
         With reward.on_failure=leave_out, failed samples are left out of their group, which may become empty.
 
@@ -109,7 +110,9 @@ class RolloutManager:
         This is dynamic sampling. The accepted groups are returned in the order of their prompts.
 
         draw: function that returns the next prompts. Its argument is the number of prompts.
-        keep: function that returns True to accept a group for the batch. It is called when a group is done.
+        keep: function that decides whether a group is accepted for the batch. It is called when the group is
+            done.
+        rollout: settings such as the number of samples and the temperature.
         goal: size of the batch and limits.
 
         Raises UserError if an engine dies, or finishes no request for rollout.engine.request_timeout seconds.
@@ -166,9 +169,9 @@ class RolloutManager:
         stops = self._turn_ends.union(rollout.stop_token_ids)
         parameters = sampling_parameters(rollout) | {"stop_token_ids": sorted(stops)}
 
-        async def ask(member: int, ids: list[int], most: int, routed: int = 0, top: int = 0) -> Completion:
+        async def ask(member: int, ids: list[int], limit: int, routed: int = 0, top: int = 0) -> Completion:
             request = Request(
-                (index, member), ids, parameters | {"max_new_tokens": most}, routed=routed, top=top
+                (index, member), ids, parameters | {"max_new_tokens": limit}, routed=routed, top=top
             )
             completion = await client.generate(request)
             self._check(completion, prompt)
@@ -179,7 +182,7 @@ class RolloutManager:
             search = BeamSearch(rollout.n, ends, rollout.max_response_length, rollout.beam)
             asked = prompt.ids.tolist()
             await run_search(search, lambda beam, ids, top: ask(beam, asked + ids, 1, top=top))
-            responds = [partial(_found, completion) for completion in search.completions(index)]
+            responds = [partial(_already_found, completion) for completion in search.completions(index)]
         else:
             responds = [partial(ask, member) for member in range(rollout.n)]
         group_id = self._next_group + index
@@ -194,9 +197,11 @@ class RolloutManager:
         return replace(group, failed=rollout.n - len(group.trajectories))
 
     def _check(self, completion: Completion, prompt: Prompt) -> None:
-        """Raise UserError if the engine aborted the request.
+        """Check that an engine finished a request, and that it used the trainer's newest weights.
 
-        Raise StaleWeights if the engine generated with other weights than the trainer's newest weights.
+        prompt: the prompt of the request, for messages.
+
+        Raises UserError if the engine aborted the request, or StaleWeights if it used other weights.
         """
         if completion.finish_reason == "abort":
             raise UserError(
@@ -218,9 +223,10 @@ class RolloutManager:
         self._next_group = state["next_group"]
 
 
-async def _found(completion: Completion, ids: list[int], most: int, routed: int = 0) -> Completion:
-    """Return `completion`, which a beam search has already found. The engine is not asked.
+async def _already_found(completion: Completion, ids: list[int], limit: int, routed: int = 0) -> Completion:
+    """Return the response that a beam search has already found, in place of a request to the engine.
 
-    The other parameters are unused. They exist because a `Respond` function has them.
+    completion: the response.
+    ids, limit, routed: unused. They exist because this function takes the place of a `Respond` function.
     """
     return completion

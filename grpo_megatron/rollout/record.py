@@ -1,4 +1,4 @@
-"""Recorded rollouts: one line of JSON with the groups of each step, for training on them again.
+"""Recordings of rollouts: files with the groups of each step as a line of JSON, for training on them again.
 
 The format is JSON and not pickle, so that loading a recording runs no code. float32 log-probs survive
 exactly, because they are written as float64, whose shortest decimal form reads back the same.
@@ -24,17 +24,18 @@ logger = logging.getLogger(__name__)
 
 _FORMAT = {"format": "grpo_megatron.rollout", "version": 1}
 _HEADER = json_text(_FORMAT) + "\n"
-# A row may have gigabytes. So only its two ends are read to find its step, and whether it is complete.
+# A row may have gigabytes. So only its two ends are parsed to find its step, and whether it is complete.
 _BEGINNING, _END = re.compile(rb'\{\s*"step"\s*:\s*(\d{1,18})\s*,'), re.compile(rb"\]\s*\}\s*$")
 _LONGEST = 100  # maximum number of bytes of a header, and of a match of these expressions
 
 
 class Recorder:
-    """The writer of a recording (rollout.record), a file with the groups of each training step.
+    """Writes a recording (rollout.record): a file with the groups of each training step.
 
-    A resumed run keeps the recorded steps up to `resumed`, the step of its checkpoint, and removes later
-    steps. A new run (`resumed` is 0) renames an earlier recording to PATH.1, PATH.2 or the like, and logs
-    this.
+    path: path of the file.
+    resumed: step of the checkpoint that a resumed run continues from. Steps that were recorded after this
+        step are removed from the file. 0 for a new run: an earlier recording is renamed to PATH.1, PATH.2 or
+        the like.
 
     Raises UserError if the file at `path` is not a recording.
     """
@@ -53,8 +54,8 @@ class Recorder:
     def write(self, step: int, groups: list[Group]) -> None:
         """Append the groups of a step to the file.
 
-        If the file cannot be written, for example because the disk is full, a warning is logged, and the
-        recording lacks this step. The run goes on.
+        If the file cannot be written, for example because the disk is full, the recording lacks this step. A
+        warning is logged, and the run goes on.
         """
         try:
             self._file.append_row({"step": step, "groups": [_group_to_json(group) for group in groups]})
@@ -72,22 +73,22 @@ class Recorder:
 
 
 class Replay:
-    """The reader of a recording (rollout.replay). The groups of a step are read when they are requested.
+    """Reads a recording (rollout.replay). The groups of a step are loaded only when they are requested.
 
     An incomplete last line of the file is ignored, because a killed run may have left it there.
     """
 
     def __init__(self, path: str):
-        """Open a recording, and find the row of each step in the file.
+        """Open the recording at `path`, and find the row of each step in the file.
 
-        Raises UserError if the file is not a recording, or if one of its rows is damaged.
+        Raises UserError if the file is not a recording, if a row is damaged, or if two rows have the same
+        step.
         """
         if file_problem(path):
             raise UserError(f"rollout.replay: {path} {file_problem(path)}")
         self._path = path
-        self._places: dict[
-            int, tuple[int, int]
-        ] = {}  # step -> (start of its row, length of its row), in bytes
+        # {step: (start of its row, length of its row)}, in bytes
+        self._places: dict[int, tuple[int, int]] = {}
         with open(path, "rb") as file:
             header = file.readline(_LONGEST)
             if not _is_header(header):
@@ -114,7 +115,10 @@ class Replay:
                 place += len(row)
 
     def read(self, step: int) -> list[Group]:
-        """Return the groups of a step (from 1). Raises UserError if the step is missing or damaged."""
+        """Return the groups of a step. Raises UserError if the step is missing or damaged.
+
+        step: index of the training step, from 1.
+        """
         if step not in self._places:
             raise UserError(
                 f"rollout.replay: {self._path} contains {len(self._places)} steps, but not step {step}; "
@@ -134,10 +138,10 @@ class Replay:
 
 
 def must_be_free(path: str) -> None:
-    """Raise UserError if a recording cannot be written to this path.
+    """Check that a recording can be written to this path. Raises UserError if not.
 
-    This is the case if the folder cannot be written to, or if the path names a file that is not a recording.
-    That file may be a data file, named in rollout.record by mistake, and would be overwritten.
+    An existing file is accepted only if it is a recording. Another file, such as a data file that is named in
+    rollout.record by mistake, would be overwritten. The folder must be writable.
     """
     if problem := output_file_problem(path):
         raise UserError(f"rollout.record: {path} {problem}")
@@ -160,7 +164,7 @@ def _is_header(line: bytes) -> bool:
 
 
 def _step_of(row: bytes) -> int | None:
-    """Return the step number with which a row begins, or None if the row is damaged.
+    """Return the step that a row of a recording belongs to, or None if the row is damaged.
 
     row: the row, or only its beginning.
     """
@@ -169,10 +173,10 @@ def _step_of(row: bytes) -> int | None:
 
 
 def _end_of(path: str, last: int) -> int:
-    """Return the size in bytes of a recording's header and its steps up to step `last`.
+    """Return the size in bytes of the part of a recording that ends with step `last`: header and rows.
 
     The result is 0 if the file does not have a complete header. The search starts at the end of the file, so
-    that the part to keep, which may have many gigabytes, is not read.
+    that most of this part, which may have many gigabytes, is not read.
     """
     if not os.path.getsize(path):
         return 0
@@ -187,7 +191,10 @@ def _end_of(path: str, last: int) -> int:
 
 
 def _group_to_json(group: Group) -> dict:
-    """Return a group as values that JSON has. prompt_ids that equal the prompt's ids are omitted."""
+    """Convert a group to values that JSON can represent.
+
+    A sample's prompt_ids are omitted if they equal the ids of the group's prompt.
+    """
     samples = []
     for sample in group.samples:
         item = dict(vars(sample))

@@ -18,7 +18,7 @@ _GIB = 2**30
 
 
 class DeviceUse(Enum):
-    """States of the devices that engines and ranks share. Each value says what both sides have in memory."""
+    """States of the devices that engines and ranks share. Each value says what both have in device memory."""
 
     serving = "engines serve, ranks sleep"
     vacant = "engines have given back weights and KV cache, ranks sleep"
@@ -29,16 +29,16 @@ class DeviceUse(Enum):
 
 
 class Transition(NamedTuple):
-    """A change of the devices' state from `before` to `after`. It is refused in any state but `before`."""
+    """A change of the shared devices' state from `before` to `after`. It is refused in any other state."""
 
     name: str
     before: DeviceUse
     after: DeviceUse
 
 
-# The transitions form one ring. Weights are copied from memory to memory, so both sides must hold weights at
-# the same time, but should hold little else. Therefore the KV cache is released before the ranks wake, and is
-# allocated again when they sleep.
+# The transitions form one ring. Weights are copied from memory to memory, so engines and ranks must hold
+# weights at the same time, but should hold little else. Therefore the KV cache is released before the ranks
+# wake, and is allocated again when they sleep.
 RING = (
     Transition("release", DeviceUse.serving, DeviceUse.vacant),
     Transition("wake", DeviceUse.vacant, DeviceUse.training),
@@ -83,9 +83,11 @@ class SharingRanks(Protocol):
 class DeviceSharing:
     """Moves the memory of shared devices between engines and trainer ranks.
 
-    Create this object after the start of the engines and before the start of the ranks. Each public method
-    performs one transition of RING, except to_ranks and to_engines, which perform several. A transition is
-    recorded as a phase of the monitor. A method raises RuntimeError if its transition is not the next one.
+    This happens in a fixed ring of transitions (RING). Each public method performs one transition, except
+    to_ranks and to_engines, which perform several. A method raises RuntimeError if its transition is not the
+    next one. The monitor records each transition as a phase.
+
+    Create this object when the engines have started, but the ranks have not.
 
     state: the current state of the devices
     metrics: {name: GiB} of memory in use after each transition, for the engine and the rank that use most.
@@ -99,12 +101,15 @@ class DeviceSharing:
         self.metrics: dict[str, float] = {}
 
     def release(self) -> None:
-        """Have the engines release the memory of their weights and KV cache, so that the ranks can use it."""
+        """Have the engines release the memory of weights and KV cache, so that the ranks can use it."""
         with self._transition("release"):
             self._engines.release_memory()
 
     def started(self, ranks: SharingRanks) -> None:
-        """Store the ranks, which have just started and are awake. The call counts as the first `wake`."""
+        """Tell this object that the ranks have started and are awake. This call replaces the first `wake`.
+
+        ranks: the trainer's ranks.
+        """
         with self._transition("wake"):
             self._ranks = ranks
 
@@ -113,17 +118,17 @@ class DeviceSharing:
             self._ranks.wake()
 
     def resume_weights(self) -> None:
-        """Have the engines allocate memory for their weights again. Only `sync` fills this memory."""
+        """Have the engines allocate memory for their weights again. `sync` then copies weights into it."""
         with self._transition("resume_weights"):
-            # Memory is fullest here. Release what training has left, such as FP8 copies of the weights,
-            # before the engines' weights come.
+            # The devices' memory is fullest here. Before the engines allocate their weights, the ranks
+            # release what training has left, such as FP8 copies of the weights.
             self._ranks.make_room()
             self._engines.resume_weights()
 
     def sync(self, run: Callable[[], None]) -> None:
-        """Call `run` as the transition `sync`.
+        """Have the trainer's weights copied into the engines, as the transition `sync`.
 
-        run: copies the trainer's weights into the engines.
+        run: function that copies the weights.
         """
         with self._transition("sync"):
             run()
@@ -133,20 +138,20 @@ class DeviceSharing:
             self.metrics |= self._ranks.sleep()
 
     def resume_kv_cache(self) -> None:
-        """Have the engines allocate an empty KV cache, so that they can serve requests again."""
+        """Have the engines allocate an empty KV cache, so that the engines can serve requests again."""
         with self._transition("resume_kv_cache"):
             self._engines.resume_kv_cache()
 
     def to_ranks(self) -> None:
-        """Give the devices' memory to the ranks, for training. Does nothing if the ranks have it already."""
+        """Give the devices' memory to the ranks, for training, unless they have it already."""
         if self.state != DeviceUse.training:
             self.release()
             self.wake()
 
     def to_engines(self, sync: Callable[[], None]) -> None:
-        """Give the devices' memory to the engines, for generation, and copy the trainer's weights into it.
+        """Give the devices' memory to the engines, for generation, and fill it with the trainer's weights.
 
-        sync: copies the trainer's weights into the engines.
+        sync: function that copies the trainer's weights into the engines.
         """
         self.resume_weights()
         self.sync(sync)

@@ -17,25 +17,25 @@ from grpo_megatron.rollout.record import Recorder, Replay
 
 @dataclass(frozen=True)
 class Rollout:
-    """The groups that were sampled for a training step, and the prompts and groups that were left out."""
+    """The groups that were sampled for a training step, and what was left out of the step."""
 
     groups: list[Group]
     """Groups to train on."""
     used: list[int] = field(default_factory=list)
-    """uids of all prompts that the step used up: the prompts of `groups`, of dropped and of failed groups."""
+    """uids of the prompts that the step used up: those of `groups`, and of dropped and failed groups."""
     dropped: int = 0
     """Number of groups that dynamic sampling left out because algorithm.filters refused them."""
     aborted: int = 0
     """Number of groups that dynamic sampling aborted, because the batch was full before they were done."""
     failed: list[Group] = field(default_factory=list)
-    """Groups that are not trained on. So many of their samples failed that too few are left to compare."""
+    """Groups that are not trained on, because so many rewards failed that too few samples are left."""
 
 
 class EngineRollouts:
-    """Samples the groups of training steps from the engines, and records them if rollout.record is set."""
+    """Samples each training step's groups from the engines, and records them if rollout.record is set."""
 
     def __init__(self, manager: RolloutManager, config: Config, resumed: int = 0):
-        """Prepare sampling, and open the recording if rollout.record is set.
+        """Prepare sampling, and open the file of the recording if rollout.record is set.
 
         resumed: step of the checkpoint that a resumed run continues from. 0 for a new run.
         """
@@ -46,13 +46,14 @@ class EngineRollouts:
     def sample(self, step: int, prompts: PromptSource) -> Rollout:
         """Sample the groups of a training step from the next data.train_batch_size prompts.
 
-        Dynamic sampling goes on with further prompts until algorithm.filters have accepted
-        data.train_batch_size groups, or rollout.dynamic_sampling.max_batches is reached. Raises UserError if
-        it ends with fewer groups and rollout.dynamic_sampling.shortage=error. Raises UserError also if no
-        group at all is left.
+        Dynamic sampling, if enabled, uses further prompts until algorithm.filters have accepted
+        data.train_batch_size groups, or until rollout.dynamic_sampling.max_batches is reached.
 
         step: index of the step, from 1, for the recording and for messages.
         prompts: hands out the prompts, and takes back those that dynamic sampling did not need.
+
+        Raises UserError if no group is left. Raises UserError if dynamic sampling does not fill the batch and
+        rollout.dynamic_sampling.shortage=error.
         """
         failed: list[Group] = []
         if self._config.rollout.dynamic_sampling.enabled:
@@ -75,7 +76,7 @@ class EngineRollouts:
         return Rollout(filled.groups, used, len(filled.dropped) - len(failed), len(filled.aborted), failed)
 
     def _is_too_small(self, group: Group) -> bool:
-        """Return True if samples of the group failed and too few are left for the advantage estimator."""
+        """Return True if samples of the group failed, and too few are left for the advantage estimator."""
         return group.failed > 0 and len(group.trajectories) < smallest_group(
             self._config.algorithm.adv_estimator
         )
@@ -83,10 +84,11 @@ class EngineRollouts:
     def _fill(self, step: int, prompts: PromptSource, failed: list[Group]) -> Filled:
         """Sample until algorithm.filters have accepted enough groups (dynamic sampling).
 
-        Return the result of RolloutManager.fill: the accepted groups, and the prompts that were left out.
-
         step: index of the step, for messages.
+        prompts: hands out the prompts.
         failed: a list, to which this method appends groups with too few samples (`_is_too_small`).
+
+        Returns the accepted groups, and the prompts that were left out.
         """
         rollout = self._config.rollout
         options = rollout.dynamic_sampling
@@ -114,7 +116,7 @@ class EngineRollouts:
         return filled
 
     def _passes_filters(self, group: Group) -> bool:
-        """Return True if algorithm.filters accept the group. They see rewards with the overlong penalty."""
+        """Return True if algorithm.filters accept the group, given rewards with the overlong penalty."""
         config = self._config
         shaped = shape_overlong([group], config.rollout.max_response_length, config.reward.overlong_buffer)
         return bool(filtered(shaped, config.algorithm.filters))
@@ -132,13 +134,17 @@ class EngineRollouts:
 
 
 class ReplayedRollouts:
-    """Reads the groups of training steps from a recording (rollout.replay), for a run without engines.
+    """Reads each training step's groups from a recording (rollout.replay), for a run without engines.
 
-    The class has the interface of rollout.synchronous.SynchronousRollouts.
+    The class has the same interface as rollout.synchronous.SynchronousRollouts, which samples from engines.
     """
 
     def __init__(self, path: str, phases: Phases):
-        """Open the recording. phases: records the time of reading as the phase `generate`."""
+        """Open the recording.
+
+        path: path of the recording.
+        phases: measures the time of reading, as the phase `generate` of a step.
+        """
         self._replay, self._phases = Replay(path), phases
         self.version: int | None = None
         self.metrics: dict[str, float] = {}

@@ -12,19 +12,19 @@ from grpo_megatron.rollout.source import Rollout
 def pass_at_k(samples: int, correct: int, k: int) -> float:
     """Return pass@k: the estimated probability that at least one of k samples is right.
 
-    The estimate is 1 - C(n-c, k) / C(n, k) for n drawn samples, of which c are right. It is the unbiased
-    estimator of Chen et al. 2021 (arXiv:2107.03374, eq. 1).
+    The estimate is 1 - C(n-c, k) / C(n, k), the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374,
+    eq. 1).
 
-    samples: number n of drawn samples.
-    correct: number c of right samples.
+    samples: number n of samples that were drawn.
+    correct: number c of these samples that are right.
     """
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
 
 
 def pass_rates(groups: list[Group], pass_reward: float) -> dict[str, float]:
-    """Return {"pass@k": mean of `pass_at_k` over the groups with at least k trajectories} for k = 2, 4, ...
+    """Return {"pass@k": mean over the groups} for k = 2, 4, 8, ... up to the size of the largest group.
 
-    The largest k is at most the number of trajectories of the largest group.
+    A group counts for pass@k only if it has at least k trajectories.
 
     pass_reward: a trajectory is right if its reward is at least this value.
     """
@@ -42,9 +42,9 @@ def majority_reward(answers: list[str | None], rewards: list[float]) -> float:
     """Return maj@n of a prompt: the reward of the most frequent answer among its n samples.
 
     In a tie, the answer that comes first wins. If no sample has an answer, the result is the first sample's
-    reward. maj@k for k < n cannot be computed from the result.
+    reward.
 
-    answers: answer of each sample. A sample without an answer (None) does not vote.
+    answers: answer of each sample, or None for a sample without an answer, which does not vote.
     rewards: reward of each sample.
     """
     votes = Counter(answer for answer in answers if answer is not None)
@@ -52,7 +52,9 @@ def majority_reward(answers: list[str | None], rewards: list[float]) -> float:
 
 
 def group_statistics(groups: list[Group], pass_reward: float) -> dict[str, float]:
-    """Return {name: scalar} for the logs: rewards, components, pass@k, lengths and finish reasons.
+    """Compute statistics of groups for the logs: rewards, components, pass@k, lengths and finish reasons.
+
+    Returns {name: value}, with names such as "reward/mean".
 
     pass_reward: a trajectory is right if its reward is at least this value.
     """
@@ -89,7 +91,9 @@ def group_statistics(groups: list[Group], pass_reward: float) -> dict[str, float
 def step_statistics(
     groups: list[Group], rollout: Rollout, pass_reward: float, version: int | None
 ) -> dict[str, float]:
-    """Return {name: scalar} for the logs, about the groups that a step trains on or leaves out.
+    """Compute statistics for the logs about the groups that a step trains on or leaves out.
+
+    Returns {name: value}: those of `group_statistics`, numbers of groups that are left out, and staleness.
 
     groups: the groups that the step trains on.
     rollout: the rollout that the groups come from, with the counts of groups that are not trained on.
@@ -106,12 +110,13 @@ def step_statistics(
 
 
 def staleness(groups: list[Group], version: int) -> dict[str, float]:
-    """Return the staleness of the sampled tokens: by how many versions the weights have changed since then.
+    """Return the staleness of the sampled tokens.
 
-    The result is {"staleness/mean": mean over the tokens, "staleness/max": maximum}. It is empty if the model
-    wrote no token.
+    A token's staleness is the number of versions by which the weights have changed since it was sampled.
 
     version: version of the weights that are being trained.
+
+    Returns {"staleness/mean": mean over the tokens, "staleness/max": maximum}; {} if there are no tokens.
     """
     spans = [span for group in groups for sample in group.samples for span in sample.weight_spans]
     tokens = np.array([span.end - span.start for span in spans])

@@ -1,4 +1,4 @@
-"""Rollouts in turn with training: each step's groups are sampled with the newest weights."""
+"""Rollouts that alternate with training: each step's groups are sampled with the newest weights."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,8 +12,9 @@ from grpo_megatron.rollout.source import EngineRollouts, Rollout
 
 
 class SynchronousRollouts:
-    """The training loop's interface to the engines: rollouts, weight syncs, device sharing and evaluations.
+    """The training loop's interface to the engines: samples rollouts, syncs weights and runs evaluations.
 
+    If engines and trainer share devices, this object also passes the devices' memory between the two.
     ReplayedRollouts has the same interface, for runs without engines.
     """
 
@@ -27,15 +28,16 @@ class SynchronousRollouts:
         score: Callable[[list[Group]], list[Group]] | None = None,
         sampled: Callable[[], None] = lambda: None,
     ):
-        """Connect the parts that a rollout needs.
+        """Store the parts that do the work.
 
-        source: samples the groups.
+        source: samples the groups of a step.
         prompts: hands out the training prompts.
         handover: prepares the engines for generation, and the ranks for training.
         evaluation: scores held-out prompts. None if there are none.
-        score: returns the groups with the rewards of a reward model, which runs on the trainer's ranks. None
-            if there is no reward model.
-        sampled: called after each generation, when the ranks have the memory of shared devices again.
+        score: function that adds the rewards of a reward model, which runs on the trainer's ranks, to groups.
+            None if there is no reward model.
+        sampled: function that is called after each generation, when the ranks have the memory of shared
+            devices again.
         """
         self.source, self.prompts, self.handover = source, prompts, handover
         self._phases, self._evaluation, self._score = monitor.phases, evaluation, score
@@ -43,20 +45,23 @@ class SynchronousRollouts:
 
     @property
     def version(self) -> int | None:
-        """Version of the weights that the engines serve; 0 before the first sync. It is never None here."""
+        """Version of the weights that the engines serve; 0 before the first sync."""
         return self.handover.weight_sync.version
 
     @property
     def metrics(self) -> dict[str, float]:
-        """{name: value} of the last weight sync, and of the memory in use by engines and ranks."""
+        """Metrics {name: value} of the last weight sync, and of the memory in use by engines and ranks."""
         return self.handover.metrics
 
     def start(self) -> None:
-        """Copy the trainer's weights into the engines, which have none yet."""
+        """Copy the trainer's weights into the engines for the first time."""
         self.handover.publish()
 
     def take(self, step: int) -> Rollout:
-        """Sample the groups of a step (from 1), and return them with rewards. Then the ranks can train."""
+        """Sample the groups of a training step and return them with rewards. The ranks can train afterwards.
+
+        step: index of the step, from 1.
+        """
         self.handover.to_engines()
         with self._phases("generate"):
             rollout = self.source.sample(step, self.prompts)
@@ -72,7 +77,7 @@ class SynchronousRollouts:
         self.handover.publish()
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Return {metric: score} on the held-out prompts; empty if there are none.
+        """Evaluate the engines' weights on the held-out prompts. Return {metric: score}; {} without prompts.
 
         step: number of training steps done so far.
         """
@@ -90,10 +95,10 @@ class SynchronousRollouts:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Restore the state from a checkpoint.
+        """Restore the state of prompts, groups and weight syncs from a checkpoint.
 
-        state: the run's state as `state_dict` returned it. Some entries are None if that run replayed a
-            recording.
+        state: the state as `state_dict` returned it. If the checkpoint is of a run that replayed a recording,
+            its entries are empty, and nothing is restored.
         """
         self.source.load_state_dict(state["rollouts"])
         if state["prompts"]:

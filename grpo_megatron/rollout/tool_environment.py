@@ -32,17 +32,17 @@ _LONGEST = 4000
 
 
 class ToolCalls:
-    """One episode of rollout.environment=tools, which runs the tool calls in each turn of the model.
+    """An environment (rollout.environment=tools) that runs the tool calls in each turn of the model.
 
-    The episode ends with the first turn that contains no call. The components `tool_calls` and
-    `failed_tool_calls` count all calls and the failed calls.
+    An object plays one episode, which ends with the first turn that contains no call. The reward components
+    `tool_calls` and `failed_tool_calls` count all calls and the failed calls.
     """
 
     def __init__(self, tools: dict[str, Callable[..., Any]], seconds: float, prompt: Prompt):
         """Begin an episode.
 
-        tools: functions that the model may call, by name.
-        seconds: time after which no further call is started, from the beginning of each turn's calls.
+        tools: {name: function} of the tools that the model may call.
+        seconds: time for the calls of a turn. After this time, no further call of the turn is started.
         """
         self._tools, self._seconds = tools, seconds
 
@@ -75,7 +75,7 @@ class ToolCalls:
         Raises ValueError if the call is malformed or comes too late. Errors of the tool are passed on.
 
         text: JSON of the call, as the model wrote it.
-        end: value of time.monotonic() after which no call is started.
+        end: value of time.monotonic() after which the call comes too late.
         """
         if time.monotonic() > end:
             raise ValueError("there is no time left for this call in this turn")
@@ -94,20 +94,21 @@ class ToolCalls:
 
 
 class ToolEnvironment:
-    """The factory of episodes for rollout.environment=tools. Calling it with a prompt makes a ToolCalls."""
+    """Makes the environments for rollout.environment=tools. A call with a prompt returns a ToolCalls."""
 
     asks_reward_function = True
 
     def __init__(self, names: Sequence[str], reward: RewardConfig):
-        """Look up the functions of the tools.
+        """Look up the tools' functions, and check that the model can call them.
 
-        names: value of rollout.tools.
+        names: names of the tools (rollout.tools).
+        reward: its time limit and its sandbox settings also apply to the tools.
 
         Raises UserError if a name is unknown, if a function cannot be a tool, or if this machine cannot
         isolate the programs of the tool `python`.
         """
-        # Time of a turn. A call that starts at the end of this time gets the same time again. The remaining
-        # 20 % are for its sandbox to start and end.
+        # Time for the calls of a turn. A call that starts at the end of this time may take as long again. The
+        # remaining 20 % of reward.timeout are for its sandbox to start and end.
         self._seconds = 0.4 * reward.timeout
         found = [
             _python(reward.code, self._seconds) if name == "python" else tool.get(name) for name in names
@@ -142,7 +143,7 @@ class ToolEnvironment:
 
 
 def _check_tool(setting: str, function: Callable) -> None:
-    """Raise UserError if a tool has no `__name__`, or cannot be called with keyword arguments only.
+    """Raise UserError if a tool has no `__name__`, or if it cannot be called with only keyword arguments.
 
     setting: configuration key and value that name the tool, for the error message.
     """
@@ -161,11 +162,12 @@ def _check_tool(setting: str, function: Callable) -> None:
 
 
 def _python(options: CodeConfig, seconds: float) -> Callable[[str], str]:
-    """Return the built-in tool `python`, which runs a program in the sandbox.
+    """Return the built-in tool `python`, a function that runs a Python program in the sandbox.
+
+    options: isolation and limits of the sandbox.
+    seconds: time limit of a program.
 
     Raises UserError if this machine cannot isolate programs as `options` require.
-
-    seconds: time limit of a program.
     """
     required_containment(options.isolation)
 

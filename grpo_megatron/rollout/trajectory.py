@@ -37,9 +37,10 @@ class _Sequence:
         self._routing: list[np.ndarray] = []
 
     def follow(self, ids: list[int]) -> bool:
-        """Append the tokens of `ids` that follow this sequence's tokens, as tokens of the environment.
+        """Extend this sequence to `ids`, if `ids` begins with this sequence. Return whether it does.
 
-        Return True if `ids` begins with this sequence's tokens. Otherwise append nothing and return False.
+        The appended tokens are marked as written by the environment, not by the model. If `ids` does not
+        begin with this sequence, nothing is appended.
 
         ids: all token ids that the model reads before its next turn.
         """
@@ -49,7 +50,7 @@ class _Sequence:
         return True
 
     def write(self, turn: Completion) -> None:
-        """Append `turn`, which the model generated, to the tokens of this sequence."""
+        """Append a turn that the model generated to this sequence."""
         start = len(self._mask)
         self._spans += [
             replace(span, start=start + span.start, end=start + span.end) for span in turn.weight_spans
@@ -66,10 +67,10 @@ class _Sequence:
 
     @property
     def routed(self) -> int:
-        """Number of leading tokens of `ids` whose MoE experts the engine has reported.
+        """Number of leading tokens of `ids` for which the engine has reported the chosen MoE experts.
 
-        The last sampled token of a turn is not among them, because the engine chooses a token's experts in
-        the forward pass that reads the token.
+        The last token of a turn is not included, because the engine chooses a token's experts in the forward
+        pass that reads the token.
         """
         return sum(map(len, self._routing))
 
@@ -90,7 +91,7 @@ class _Sequence:
 
 
 class Trajectory:
-    """The token sequences of an episode.
+    """The token sequences of an episode under construction. Most episodes have one sequence.
 
     A new sequence begins when the input of a turn does not start with all tokens of the last sequence.
     """
@@ -105,12 +106,12 @@ class Trajectory:
 
     @property
     def ids(self) -> list[int]:
-        """All token ids of the last sequence, with its prompt. Do not modify the list."""
+        """Token ids of the last sequence, including the prompt. Do not modify the list."""
         return self._sequences[-1].ids
 
     @property
     def room(self) -> int:
-        """Maximum number of tokens of the model's next turn: what is left of the episode's token limit."""
+        """Number of tokens that the model's next turn may have: what is left of the episode's token limit."""
         return self._room(len(self.ids))
 
     def _room(self, length: int) -> int:
@@ -118,14 +119,16 @@ class Trajectory:
 
     @property
     def routed(self) -> int:
-        """Number of leading tokens in `ids` whose MoE experts the engine has reported already."""
+        """Number of leading tokens of `ids` for which the engine has reported the chosen MoE experts."""
         return self._sequences[-1].routed
 
     def read(self, ids: list[int]) -> bool:
-        """Set all token ids that the model reads before its next turn.
+        """Set the tokens that the model reads before its next turn. Return False if the limit leaves no turn.
 
-        If `ids` does not start with the tokens of the last sequence, it begins a new sequence. Return True
-        if the episode's token limit leaves tokens for the turn. Otherwise change nothing and return False.
+        If `ids` starts with the tokens of the last sequence, this sequence is extended. Otherwise a new
+        sequence begins. If the episode's token limit leaves no token for the next turn, nothing changes.
+
+        ids: all token ids that the model reads before its next turn.
         """
         if self._room(len(ids)) <= 0:
             return False
@@ -140,17 +143,17 @@ class Trajectory:
         self._sequences[-1].write(turn)
 
     def samples(self, finish_reason: str) -> tuple[Sample, ...]:
-        """Return each sequence as a Sample with this finish reason. Rewards and texts are not set yet."""
+        """Return the sequences as Samples with this finish reason, but without rewards and texts."""
         return tuple(sequence.sample(self._episode, finish_reason) for sequence in self._sequences)
 
 
 def _whole_routing(parts: list[np.ndarray]) -> np.ndarray | None:
     """Return the MoE experts of a sequence, [tokens, layers, experts per token], or None if `parts` is empty.
 
-    The engine reports no experts for the last token, because no forward pass read this token. A row of any
-    experts is added for it. The row has no effect, because the last position predicts nothing.
+    The engine reports no experts for the last token, because no forward pass has read this token. A row of
+    arbitrary experts is added for it. The row has no effect, because the last position predicts nothing.
 
-    parts: the experts of each turn as the engine reported them (Completion.routing).
+    parts: for each turn, the experts that the engine reported (Completion.routing), in order.
     """
     if not parts:
         return None

@@ -56,7 +56,7 @@ def test_processes_meet_on_loopback_where_a_node_is_known_by_an_address_that_no_
     for at, alone in (("127.0.0.1", True), ("127.0.1.1", True), ("10.0.0.5", False)):
         monkeypatch.setattr(placement.ray.util, "get_node_ip_address", lambda at=at: at)
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-        assert placement._loopback_alone() == (dict.fromkeys(names, "lo") if alone else {})
+        assert placement._loopback_variables() == (dict.fromkeys(names, "lo") if alone else {})
 
 
 @pytest.mark.parametrize(

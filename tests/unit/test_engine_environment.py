@@ -33,7 +33,7 @@ def environments(monkeypatch):
     """environments(**variables of the driver): the environments that Ray is asked to set for a rank and
     for an engine.
     """
-    monkeypatch.setattr(placement, "_loopback_alone", dict)
+    monkeypatch.setattr(placement, "_loopback_variables", dict)
 
     def of_both(slot=Slot(0, "node", 3), engine=EngineConfig(), **variables) -> tuple[dict, dict]:
         for name in (

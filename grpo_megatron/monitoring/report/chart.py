@@ -22,10 +22,10 @@ _LARGEST = 1e300
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart.
+    """One line of a line chart.
 
     label: name of the scalar, for the legend.
-    curve: the scalar's values by step.
+    curve: list of (step, value).
     dashed: True for a line of the other run in a comparison.
     """
 
@@ -77,7 +77,7 @@ def line_chart(lines: Sequence[Line]) -> Markup:
 
 
 def _colours(lines: Sequence[Line]) -> dict[str, str]:
-    """Return {label: colour}. The lines of a scalar have the same colour for both runs of a comparison."""
+    """Choose colours. Return {label: colour}, so that a scalar has the same colour for both compared runs."""
     labels = dict.fromkeys(line.label for line in lines)
     return {label: COLOURS[index % len(COLOURS)] for index, label in enumerate(labels)}
 
@@ -85,8 +85,8 @@ def _colours(lines: Sequence[Line]) -> dict[str, str]:
 def nice_ticks(low: float, high: float, whole: bool = False) -> list[float]:
     """Return about three to seven round numbers for the ticks of an axis from `low` to `high`.
 
-    The numbers are 1, 2 or 5 times a power of ten apart. The first is at or just below `low`, and the last at
-    or just above `high`.
+    The distance between them is 1, 2 or 5 times a power of ten. The first is at or just below `low`, and the
+    last at or just above `high`.
 
     whole: If True, return only integers, and none outside `low` to `high`.
     """
@@ -100,7 +100,7 @@ def nice_ticks(low: float, high: float, whole: bool = False) -> list[float]:
 
 
 def _range(values: list[float]) -> tuple[float, float]:
-    """Return (smallest value, largest value) for an axis, widened if they are equal."""
+    """Return (smallest value, largest value) as the range of an axis, widened if the two are equal."""
     low, high = min(values), max(values)
     if high - low > 1e-12 * max(abs(low), abs(high)):
         return low, high
@@ -118,6 +118,6 @@ def _thinned(curve: Curve) -> list[tuple[float, float]]:
 
 
 def _number(value: float) -> str:
-    """Return a number as short text with three significant digits."""
+    """Return a number as text with three significant digits."""
     text = f"{value:.3g}"
     return f"{value:.0f}" if "e+" in text and abs(value) < 1e6 else text

@@ -1,4 +1,4 @@
-"""Shares of the driver's phases in which ranks, engines and workers were busy, from a run's timeline."""
+"""Busy shares: how much of each driver phase the ranks, engines and workers worked, from a run's timeline."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -11,11 +11,11 @@ Interval = tuple[float, float]
 
 
 def busy_shares(events: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return {driver phase: {role: share of the phase in which a process of that role was busy}}.
+    """Return how busy the processes were in each phase of the driver: {driver phase: {role: share}}.
 
-    A process is busy while it is in a phase of its own. The share, from 0 to 1, is the mean over the role's
-    processes. A role is a process's name up to its number: `trainer rank 3 of 8` has the role `trainer rank`.
-    The result is empty if only the driver recorded phases.
+    The share, from 0 to 1, is the part of the driver's phase in which a process was in a phase of its own, as
+    the mean over all processes of the role. A role is a process's name up to its number: `trainer rank 3 of
+    8` has the role `trainer rank`. The result is empty if only the driver recorded phases.
 
     events: events of timeline.json, in the Trace Event Format.
     """
@@ -43,15 +43,15 @@ def busy_shares(events: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]
 
 
 def _role(process: str) -> str:
-    """Return the name of a process up to its number, such as `trainer rank` of `trainer rank 3 of 8`."""
+    """Return a process's role: its name up to its number, such as `trainer rank` of `trainer rank 3 of 8`."""
     words = process.split()
     return " ".join(words[: next((i for i, word in enumerate(words) if word.isdigit()), len(words))])
 
 
 def _mean_share(phase: list[Interval], processes: list[list[Interval]]) -> float:
-    """Return the share of a driver phase in which a process is busy: the mean over the processes, 0 to 1.
+    """Return the share (0 to 1) of a driver phase in which a process is busy, as the mean over processes.
 
-    phase: all intervals of the phase.
+    phase: all intervals of the driver phase.
     processes: the busy intervals of each process, sorted and without overlaps.
     """
     whole = sum(end - start for start, end in phase)
@@ -61,7 +61,7 @@ def _mean_share(phase: list[Interval], processes: list[list[Interval]]) -> float
 
 
 def _union(intervals: list[Interval]) -> list[Interval]:
-    """Return the union of the intervals, sorted and without overlaps.
+    """Merge overlapping intervals. Return the union, sorted.
 
     The time of a phase within another phase thus counts once.
     """

@@ -25,11 +25,11 @@ Changes = dict[str, tuple[str, str]]
 
 
 def page(run: RecordedRun, other: RecordedRun | None = None, changes: Changes | str = "") -> str:
-    """Return an HTML page about a run.
+    """Return an HTML page about a run, with its results, curves, phases, samples and configuration.
 
-    other: a run to compare with. Its curves are drawn dashed.
-    changes: {key: (value in `run`, value in `other`)} of the configuration keys that differ, or a text that
-        says why they are not known.
+    other: a run to compare with, whose curves are drawn dashed; None: no comparison.
+    changes: {key: (value in `run`, value in `other`)} of the configuration keys that differ, or a sentence
+        that says why the configurations cannot be compared.
     """
     sections = [("Result", _results(run, other))]
     if other:
@@ -60,7 +60,10 @@ def _chart(names: list[str], run: RecordedRun, other: RecordedRun | None) -> Mar
 
 
 def _results(run: RecordedRun, other: RecordedRun | None) -> Markup:
-    """Return an HTML table of the first and last values of the evaluations, the reward and the SFT loss."""
+    """Return an HTML table with the first and last values of evaluations, reward and SFT loss.
+
+    other: a run to compare with, whose last values are shown too; None: no comparison.
+    """
     names = [
         name
         for name in run.curves
@@ -88,7 +91,7 @@ def _changes(changes: Changes | str, name: str, other: str) -> Markup:
 
 
 def _phases(run: RecordedRun) -> Markup:
-    """Return HTML with a bar for each phase of a step: its mean seconds, and its share of the step.
+    """Return HTML about the time of a step: a bar for each phase, with mean seconds and share of the step.
 
     A sentence about the time of monitoring and a table of idle shares follow.
     """
@@ -121,7 +124,7 @@ def _phases(run: RecordedRun) -> Markup:
 
 
 def _idle(run: RecordedRun) -> tuple[list[str], list[list[str]]] | None:
-    """Return (head, rows) of a table: the idle share of ranks, engines and workers in each driver phase.
+    """Return a table, as (head, rows), of the idle shares of ranks, engines and workers per driver phase.
 
     Returns None if only the driver recorded phases.
     """
@@ -136,7 +139,7 @@ def _idle(run: RecordedRun) -> tuple[list[str], list[list[str]]] | None:
 
 
 def _texts(run: RecordedRun, wanted: Callable[[str], bool]) -> Markup:
-    """Return the last few texts of each wanted name as HTML, with the newest step first.
+    """Return HTML with the last few texts that the run logged under each wanted name, the newest first.
 
     wanted: function that returns True for the names to show, such as names that begin with `samples/`.
     """
@@ -147,7 +150,9 @@ def _texts(run: RecordedRun, wanted: Callable[[str], bool]) -> Markup:
 
 
 def _first_and_last_texts(run: RecordedRun, wanted: Callable[[str], bool]) -> Markup:
-    """Return the first and the last text of each wanted name as HTML, to compare before and after training.
+    """Return HTML with the first and the last text that the run logged under each wanted name.
+
+    A reader can thus compare the texts before and after training.
 
     wanted: function that returns True for the names to show.
     """

@@ -18,14 +18,14 @@ Curve = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """Data that a run has recorded in its folder."""
+    """Metrics, texts, configuration and timeline that a run has recorded in its folder."""
 
     folder: Path
     """The run's folder."""
     curves: dict[str, Curve]
-    """{name of a scalar: its curve}. If a step was written several times, the curve has the last value."""
+    """{name of a scalar: list of (step, value)}, with the last value if a step was written several times."""
     texts: list[dict[str, Any]]
-    """Texts that the run has shown, as dicts with "step", "name" and "text"."""
+    """Texts that the run has logged, such as samples, as dicts with "step", "name" and "text"."""
     config: str | None
     """The resolved configuration as YAML; None if the folder has no config.yaml."""
     timeline: list[dict[str, Any]]
@@ -37,12 +37,12 @@ class RecordedRun:
 
     @property
     def steps(self) -> int:
-        """Number of the last recorded step; 0 if no step was recorded."""
+        """Index of the last recorded step, from 1; 0 if no step was recorded."""
         return max((curve[-1][0] for curve in self.curves.values()), default=0)
 
 
 def read_run(folder: str) -> RecordedRun:
-    """Return the data that a run has recorded in its folder.
+    """Read the metrics, texts, configuration and timeline that a run has recorded in its folder.
 
     Raises UserError if the folder has no metrics.jsonl, or if a row of that file is damaged. An incomplete
     last row is ignored, because the run may have been killed while it wrote the row.
@@ -66,7 +66,10 @@ def read_run(folder: str) -> RecordedRun:
 
 
 def _curves(path: Path) -> dict[str, Curve]:
-    """Return {name of the scalar: its curve} from metrics.jsonl. Raises UserError for a damaged row."""
+    """Read metrics.jsonl. Return {name of a scalar: list of (step, value)}.
+
+    Raises UserError for a damaged row.
+    """
     found: dict[str, dict[int, float]] = {}
     rows = path.read_bytes().splitlines(keepends=True)
     for line, raw in enumerate(rows, start=1):
@@ -76,8 +79,8 @@ def _curves(path: Path) -> dict[str, Curve]:
         step = row.pop("step", None)
         if type(step) is not int:
             raise UserError(
-                f"{path}:{line}: step must be the number of a step, but is {shortened(repr(step))}; correct "
-                "or remove the line"
+                f"{path}:{line}: step must be an integer, but is {shortened(repr(step))}; correct or remove "
+                "the line"
             )
         for name, value in row.items():
             if type(value) not in (int, float) and value is not None:
