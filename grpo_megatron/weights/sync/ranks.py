@@ -8,10 +8,14 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 @dataclass(frozen=True)
 class TrainerRanks:
-    """Megatron's assignment of parameter shards to trainer ranks, from which the reshard plan is computed.
+    """Megatron's assignment of parameter shards to trainer ranks. The reshard plan is computed from it.
 
-    Consecutive ranks differ first in their tensor-parallel rank, then in the context-, data- and
-    pipeline-parallel rank. For experts the order is expert-tensor, expert, data and pipeline parallel.
+    In the numbering of ranks, the tensor-parallel rank varies fastest, then the context-, the data- and the
+    pipeline-parallel rank. For experts, the expert-tensor-parallel rank varies fastest, then the expert-, the
+    data- and the pipeline-parallel rank.
+
+    sizes: the trainer's parallel sizes.
+    num_layers: number of layers of the model.
     """
 
     sizes: ParallelSizes
