@@ -110,7 +110,7 @@ class Resharding:
         )
 
     def _check_parameters(self, target: WeightTarget) -> None:
-        """Check that the engines have the parameters that the plan expects, and store their dtypes in the setup.
+        """Check that the engines have the parameters of the plan, and store their dtypes for later commands.
 
         Raises a UserError that names the parameters which differ from the plan.
         """
