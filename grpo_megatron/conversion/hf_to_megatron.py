@@ -61,7 +61,7 @@ class _Unit:
 
 @dataclass
 class _Converter:
-    """The job of the worker processes (a pool.Job): convert tensors and write the files of Megatron.
+    """The job of the worker processes (a pool.Job): convert HF tensors and write output files.
 
     source: folder of the HF checkpoint.
     folder: folder to which the files are written.

@@ -41,7 +41,7 @@ class Progress:
     """The amount of work that was done, and the time that it took.
 
     bytes: number of bytes that were converted or read.
-    seconds: seconds since the first worker process was ready, so that the start of processes does not count.
+    seconds: seconds from when the first worker process was ready. The start of processes does not count.
     """
 
     bytes: int

@@ -206,7 +206,7 @@ class Buffer:
         self._raw = np.empty(0, np.uint8)
 
     def tensor(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised tensor in this memory. It is valid until the next call.
+        """Return an uninitialised tensor in this memory. The tensor is valid until the next call.
 
         The tensor covers its whole storage, as append_tensor requires.
         """

@@ -25,8 +25,8 @@ Accepted = tuple[bool, str]
 class EngineControl:
     """Interface to one SGLang engine that is the same for all supported releases of SGLang.
 
-    Methods that return Accepted, (whether SGLang accepted the call, message), report a refusal in this way.
-    All other errors are those that SGLang raises.
+    Calls that SGLang can refuse return Accepted, which is (whether SGLang accepted the call, message). All
+    errors are those that SGLang raises.
     """
 
     def __init__(self, engine: Any):

@@ -67,7 +67,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 class GGUFFile:
-    """A reader of a GGUF file, llama.cpp's format of a model. It returns the contents in the terms of HF.
+    """A reader of a GGUF file (llama.cpp) that returns the contents as an HF checkpoint would have them.
 
     `config` returns the equivalent config.json, and `read` returns tensors by their HF names.
 

@@ -74,7 +74,7 @@ class HFCheckpoint:
         redundant tensors that some tools write: the output layer of a model with a tied embedding, and RoPE's
         inverse frequencies.
 
-        entries: {Megatron name: parameter with its HF names} of the model, from model.families.weight_map.
+        entries: {Megatron name: parameter with its HF names}, as model.families.weight_map returns them.
         """
         promised = {name for entry in entries.values() for name in entry.hf}
         scales = {name + SCALES for name in (promised | {_HEAD}) & self.names if self._is_fp8(name)}
@@ -106,8 +106,8 @@ class HFCheckpoint:
         is none. Only the headers of the files are read, with one exception: if the output layer is tied to
         the embedding but the files contain an output layer, the values of the two are compared.
 
-        entries: {Megatron name: parameter with its HF names and shapes} of the model that config.json
-            describes, from model.families.weight_map.
+        entries: {Megatron name: parameter with its HF names and shapes}, as model.families.weight_map returns
+            them for the model in config.json.
         """
         promised = hf_shapes(entries)
         found = []

@@ -54,7 +54,7 @@ class HFWriter:
     def close(self) -> list[tuple[str, dict[str, int]]]:
         """Write the remaining tensors. Return [(file name, {tensor: bytes})] for all shards of this writer.
 
-        The function `finish` of this module needs the shards of all writers.
+        The caller passes the shards of all writers to the function `finish` of this module.
         """
         self._flush()
         return self.shards

@@ -45,9 +45,9 @@ def _elements(parcel: Parcel, buffer: torch.Tensor) -> np.ndarray:
 
 
 class Encoder:
-    """Encoder that sends only those weights of a trainer rank that changed since the last sync.
+    """Delta encoder: it reduces a trainer rank's messages to the weights that changed since the last sync.
 
-    It keeps a copy of the last sent weights in host memory.
+    The encoder keeps a copy of the last sent weights in host memory.
 
     sent_bytes: bytes of all payloads since the last call of `begin`.
     """

@@ -313,7 +313,7 @@ class ReshardPlan:
         If ranks need the same rectangle at different positions of their parameters, it is listed once for
         each position.
 
-        entry: the parameter, as an entry of the model's weight map.
+        entry: the parameter, with its HF names and its layouts in trainer and engine.
         shard: index of the trainer's shard.
         receiver: return only the rectangles that this engine rank needs; None: all rectangles.
         """

@@ -10,7 +10,7 @@ from grpo_megatron.weights.fp8_blocks import quantise
 
 
 class QuantisedShards(Mapping):
-    """Mapping {name: tensor} of a trainer rank's shards that quantises linear weights to FP8 when it is read.
+    """Mapping {name: tensor} of a trainer rank's shards that quantises linear weights when they are read.
 
     A weight sync to FP8 engines reads the weights from this mapping. It contains every shard under its
     Megatron name. For each linear weight it also contains the FP8 elements and the scales, under the names

@@ -24,7 +24,7 @@ class TrainerRanks:
     def stage(self, entry: Entry) -> int:
         """Return the index of the pipeline stage that has this parameter.
 
-        entry: the weight map entry of the parameter.
+        entry: the parameter, with its names and its sharded axis.
         """
         if entry.megatron.startswith("embedding."):
             return 0
@@ -42,7 +42,7 @@ class TrainerRanks:
     def shards(self, entry: Entry) -> int:
         """Return the number of shards that tensor parallelism divides a parameter into; 1: not divided.
 
-        entry: the weight map entry of the parameter.
+        entry: the parameter, with its names and its sharded axis.
         """
         if entry.axis is None:
             return 1
@@ -51,7 +51,7 @@ class TrainerRanks:
     def holders(self, entry: Entry, shard: int) -> tuple[int, ...]:
         """Return all trainer ranks that hold a copy of one shard of a parameter.
 
-        entry: the weight map entry of the parameter.
+        entry: the parameter, with its names and its sharded axis.
         shard: index of the shard, from 0.
         """
         sizes, stage = self.sizes, self.stage(entry)

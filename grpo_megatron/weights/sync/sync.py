@@ -25,7 +25,7 @@ class WeightSync:
 
         resharding: transfers the weights from the trainer to the engines.
         probe: compares the log-probs of trainer and engines; None: no comparison.
-        probe_every: number of syncs between two comparisons. The first one follows the first sync. 0: none.
+        probe_every: compare after the first sync and then after every `probe_every`-th sync; 0: never.
         """
         self._source, self._target, self._resharding = source, target, resharding
         self._probe, self._probe_every, self._probing, self._syncs = probe, probe_every, False, 0
