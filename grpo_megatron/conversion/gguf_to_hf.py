@@ -34,7 +34,7 @@ _KNOWN_SPLITS = (
 
 
 def gguf_to_hf(source: str, target: str, dtype: torch.dtype, tokenizer: str | None = None) -> int:
-    """Convert a GGUF file, the format of llama.cpp, to an HF checkpoint. Return the number of parameters.
+    """Convert a model from a GGUF file (llama.cpp) to an HF checkpoint. Return its number of parameters.
 
     source: path of the GGUF file.
     target: folder of the HF checkpoint. It must be empty or absent.
@@ -64,7 +64,8 @@ def _write_tensors(
 ) -> list[tuple[str, dict[str, int]]]:
     """Write all tensors of the model into `folder`, as shards of at most 1 GiB.
 
-    Returns [(file of the shard, {tensor name: bytes})], which `hf_writer.finish` needs for the index.
+    Return [(file name of the shard, {tensor name: bytes})], which `hf_writer.finish` needs for the index.
+    Raises UserError if a tensor is missing or has the wrong shape, or if the file has further tensors.
     """
     writer = hf_writer.HFWriter(folder, "0", max_shard_bytes=2**30)
     shapes = hf_shapes(weight_map(arch))
@@ -139,14 +140,14 @@ def _make_tokenizer(file: GGUFFile):
         ) from error
     if template := file.value("tokenizer.chat_template"):
         tokenizer.chat_template = template
-    return _as_the_file_says(file, tokenizer)
+    return _corrected(file, tokenizer)
 
 
-def _as_the_file_says(file: GGUFFile, tokenizer):
-    """Return the tokenizer, corrected where transformers 5.19 reads it differently from what the file says.
+def _corrected(file: GGUFFile, tokenizer):
+    """Return a copy of a tokenizer without the errors that transformers 5.19 makes when it reads a GGUF file.
 
-    Added tokens with ids beyond the vocabulary are removed. SmolLM's splitting of numbers into digits is
-    added. A BOS token is put before each text if the file asks for it.
+    Added tokens with ids beyond the vocabulary are removed. For SmolLM, the splitting of numbers into digits
+    is added. If the file requires a BOS token before each text, the copy adds the token.
 
     tokenizer: the tokenizer that transformers has read from the file.
     """

@@ -61,10 +61,10 @@ class _Unit:
 
 @dataclass
 class _Converter:
-    """The work of each worker process (a pool.Job): convert chunks of the HF checkpoint and write the files.
+    """The job of the worker processes (a pool.Job): convert HF tensors and write output files.
 
     source: folder of the HF checkpoint.
-    folder: folder that the files are written to.
+    folder: folder to which the files are written.
     """
 
     source: str
@@ -75,9 +75,10 @@ class _Converter:
         self.buffer = Buffer()
 
     def do(self, unit: _Unit, advance) -> list[tuple[int, int]]:
-        """Write the unit's file. Return (offset, length in bytes) of each of its chunks, for the metadata.
+        """Write one output file. Return [(offset, length)] of its chunks in bytes, for the metadata.
 
-        advance: called with the bytes of each chunk that has been written, for the progress bar.
+        unit: the file and its chunks.
+        advance: function to call with the bytes of each chunk that has been written, for the progress bar.
         """
         places = []
         path = self.folder / unit.name
@@ -99,9 +100,9 @@ class _Converter:
 def hf_to_megatron(source: str, target: str, processes: int) -> Progress:
     """Convert an HF checkpoint to Megatron's distributed format, in the dtype of config.json.
 
-    The weights go to `target`/actor, configuration and tokenizer to `target`/hf. If an earlier call with the
-    same source and target was interrupted, this call continues it. Return the bytes written and the seconds
-    taken.
+    The weights are written to `target`/actor, configuration and tokenizer to `target`/hf. If an earlier call
+    with the same source and target was interrupted, this call continues the conversion. Return the bytes
+    written and the seconds taken.
 
     source: folder of the HF checkpoint.
     target: folder of the Megatron checkpoint. It must be empty or absent.
@@ -172,13 +173,14 @@ def _units(saved: SavedModel, arch: Architecture) -> list[_Unit]:
 def _finish(
     folder: PartialFolder, weights: Path, saved: SavedModel, arch: Architecture, units: list[_Unit]
 ) -> None:
-    """Write the files that a Megatron checkpoint needs besides the tensors.
+    """Write the files of a Megatron checkpoint that contain no tensors.
 
-    These are a file with the objects that are not tensors, an empty common.pt, and the metadata, which say in
-    which file and at which offset each chunk is.
+    These are a file with the objects that are not tensors, an empty common.pt, and the metadata. The metadata
+    say in which file and at which offset each chunk of a tensor is.
 
-    folder: the partial output, whose notes hold the places of the chunks.
-    weights: folder that the files are written to.
+    folder: the unfinished output. Its notes are the offsets and lengths of the chunks in each file.
+    weights: folder to which the files are written.
+    units: the files with tensors, which have been written.
     """
     tensors = {part.key: StoredTensor(part.dtype or arch.dtype, part.full, ()) for part in saved.parts}
     for unit in units:

@@ -35,7 +35,7 @@ _OPTIMIZER = "optimizer."
 class Described:
     """Name, shape and dtype of a tensor in a checkpoint, without its values.
 
-    digest: SHA-256 of the elements in row-major order, little-endian; None if it was not requested.
+    digest: SHA-256 of the elements in row-major order, little-endian, in hexadecimal; None if not requested.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Listing:
     """The description of all tensors of a checkpoint, to be printed or compared with another checkpoint.
 
     path: the checkpoint, as the user named it.
-    kind: "HF", "Megatron" or "Megatron, its own keys".
+    kind: format of the checkpoint: "HF", "Megatron" (listed by HF's names) or "Megatron, its own keys".
     tensors: the tensors, sorted by name. The names are Megatron's keys for the last kind, else HF's names.
     """
 
@@ -85,7 +85,7 @@ class Listing:
 
 @dataclass
 class _Hasher:
-    """The work of each worker process (a pool.Job): compute the digests of tensors."""
+    """The job of the worker processes (a pool.Job): compute the SHA-256 digests of tensors."""
 
     tensors: Tensors
 
@@ -107,11 +107,12 @@ class _Hasher:
 
 
 def listing(path: str, hf: str | None, keys: bool, digests: bool, processes: int) -> Listing:
-    """Return name, shape, dtype and, if requested, digest of every tensor in a checkpoint.
+    """List all tensors in a checkpoint with name, shape, dtype and, if requested, digest.
 
     Optimizer states are left out.
 
-    path: an HF checkpoint, or a Megatron checkpoint from hf_to_megatron, a training run or Megatron-LM.
+    path: folder of an HF checkpoint, or of a Megatron checkpoint from hf_to_megatron, a training run or
+        Megatron-LM.
     hf: HF folder of the model that a Megatron checkpoint belongs to. None: the checkpoint's own subfolder
         hf/, if it has one.
     keys: True to list a Megatron checkpoint by Megatron's keys instead of HF's names.
@@ -156,9 +157,9 @@ def _with_digests(path: str, source: Tensors, tensors: list[Described], processe
 
 
 def differences(first: Listing, second: Listing) -> list[str]:
-    """Compare two listings. Return one line for each tensor that differs.
+    """Compare the listings of two checkpoints. Return one line of text for each tensor that differs.
 
-    A tensor differs if it is in one listing only, or has another shape, dtype or digest.
+    A tensor differs if only one listing has it, or if its shape, dtype or digest differs.
     """
     a, b = ({tensor.name: tensor for tensor in listing.tensors} for listing in (first, second))
     found = [f"{name}: only in {first.path}" for name in sorted(a.keys() - b.keys())]

@@ -41,7 +41,7 @@ _FP8_BUCKET = BUCKET_BYTES // 8  # smaller, because quantising works on several 
 class HFTensor:
     """A tensor that is to be written to an HF checkpoint.
 
-    dtype: dtype in which the tensor is read, and written unless `fp8` is set.
+    dtype: dtype in which the tensor is read. It is also written in this dtype, unless `fp8` is set.
     fp8: True to write the tensor as float8_e4m3fn with a scale for each block of 128 x 128 elements.
     """
 
@@ -52,9 +52,9 @@ class HFTensor:
 
     @property
     def stored(self) -> list[tuple[str, Shape, torch.dtype]]:
-        """(name, shape, dtype) of each tensor that the file contains for this one.
+        """(name, shape, dtype) of each tensor that is stored in the file for this HF tensor.
 
-        These are two tensors if `fp8` is set: the FP8 elements and their scales.
+        If `fp8` is set, two tensors are stored: the FP8 elements and their scales.
         """
         if not self.fp8:
             return [(self.name, self.shape, self.dtype)]
@@ -83,10 +83,10 @@ class _Unit:
 
 @dataclass
 class _Converter:
-    """The work of each worker process (a pool.Job): read the Megatron checkpoint and write the HF files.
+    """The job of the worker processes (a pool.Job): read the Megatron checkpoint and write the HF files.
 
     source: reader of the Megatron checkpoint.
-    folder: folder that the files are written to.
+    folder: folder to which the files are written.
     """
 
     source: MegatronTensors
@@ -139,8 +139,8 @@ class _Converter:
 def companions_of(source: str, hf: str | None) -> str:
     """Return the folder with the configuration and the tokenizer of a Megatron checkpoint's model.
 
-    source: the Megatron checkpoint. Its subfolder hf/ is returned if `hf` is None.
-    hf: the folder that the user has given, which is returned if it is not None.
+    source: folder of the Megatron checkpoint. If `hf` is None, its subfolder hf/ is returned.
+    hf: folder that the user has given. If it is not None, it is returned.
 
     Raises UserError if the folder has no config.json.
     """
@@ -158,10 +158,10 @@ def megatron_to_hf(
     dtype: torch.dtype | None = None,
     fp8: bool = False,
 ) -> Progress:
-    """Write the weights of a Megatron checkpoint, without optimizer states, as an HF checkpoint.
+    """Convert a Megatron checkpoint, without its optimizer states, to an HF checkpoint.
 
-    If an earlier call with the same arguments was interrupted, this call continues it. Return the bytes
-    written and the seconds taken.
+    If an earlier call with the same arguments was interrupted, this call continues the conversion. Return the
+    bytes written and the seconds taken.
 
     source: folder of the Megatron checkpoint.
     target: folder of the HF checkpoint. It must be empty or absent.
@@ -169,7 +169,7 @@ def megatron_to_hf(
         converted checkpoint has.
     processes: maximum number of worker processes.
     dtype: dtype of the written tensors. None: the dtype in config.json.
-    fp8: True to write matrices of attention, experts and MLPs in block-scaled FP8, like DeepSeek-V3.
+    fp8: True to write the matrices of attention, experts and MLPs in block-scaled FP8, like DeepSeek-V3.
 
     Raises UserError if the source is incomplete, damaged, pickled or of another model. Raises UserError also
     if the target is not empty, or if the disk is full.
@@ -206,7 +206,7 @@ def megatron_to_hf(
     )
     with writing(folder.result):
         hf_writer.copy_companions(companions, str(folder.result), dtype or arch.dtype)
-        _describe(folder.result, tensors, fp8)
+        _set_quantization_config(folder.result, tensors, fp8)
         _write_index(folder.result, units)
     folder.finish()
     return progress
@@ -215,7 +215,7 @@ def megatron_to_hf(
 def hf_tensors(
     saved: SavedModel, shapes: dict[str, Shape], dtype: torch.dtype, fp8: bool = False
 ) -> list[HFTensor]:
-    """Return the tensors to write to the HF checkpoint, each with its dtype, in the order of `shapes`.
+    """Return the tensors to write to an HF checkpoint, with shapes and dtypes, in the order of `shapes`.
 
     A tied output layer is left out, because the Megatron checkpoint does not store it.
 
@@ -223,7 +223,7 @@ def hf_tensors(
     shapes: {HF name: shape} of all tensors of the model.
     dtype: dtype of all tensors, except those that have the same dtype in every training precision, such as a
         router's bias.
-    fp8: True to mark the matrices of the layers, except routers, for FP8.
+    fp8: True to write the matrices of the layers, except those of routers, in FP8.
     """
     fixed = {piece.hf: part.dtype for part in saved.parts for piece in part.pieces}
     router = {piece.hf for part in saved.parts if ".router." in part.key for piece in part.pieces}
@@ -245,13 +245,14 @@ def _units(tensors: list[HFTensor]) -> list[_Unit]:
     return [_Unit(hf_writer.shard_name(index, len(files)), inside) for index, (inside, _) in enumerate(files)]
 
 
-def _describe(folder: Path, tensors: list[HFTensor], fp8: bool) -> None:
+def _set_quantization_config(folder: Path, tensors: list[HFTensor], fp8: bool) -> None:
     """Make quantization_config in the output's config.json match the written weights.
 
-    config.json is a copy from the folder of the original model, whose weights may be stored differently.
+    config.json was copied from the folder of the original model, whose weights may be stored differently.
 
     folder: the output folder.
     tensors: the tensors that are written.
+    fp8: True if matrices are written in FP8.
     """
     config = read_object(folder / "config.json")
     config.pop("quantization_config", None)

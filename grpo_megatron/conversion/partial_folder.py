@@ -16,12 +16,12 @@ _PLAN, _LOCK, _NOTES, _RESULT = "plan.json", "lock", "notes", "result"
 
 
 class PartialFolder:
-    """The folder `target`.partial, in which a conversion collects its output until it is complete.
+    """The folder `target`.partial, in which a conversion collects its output until the output is complete.
 
     The folder contains the finished output files and a note for each of them, so that an interrupted
-    conversion can be continued. A note is any JSON value, such as the offsets of the chunks in the file. Each
-    file is written as NAME.tmp, synced to disk and then renamed, so that a file under its final name is
-    complete. At the end, the folder with the output files is renamed to `target`.
+    conversion can be continued. A note is any JSON value, such as the offsets of tensors in the file. The
+    conversion must write each file as NAME.tmp, sync it to disk and rename it, so that every file with its
+    final name is complete. At the end, the folder with the output files is renamed to `target`.
 
     plan: JSON-serialisable description of what the output is made from, such as source files and dtype. A
         conversion continues an earlier one only if both have the same plan.
@@ -37,7 +37,7 @@ class PartialFolder:
         self.result, self._notes = self.root / _RESULT, self.root / _NOTES
         with writing(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.root / _LOCK, "w")  # noqa: SIM115 it is held until this object goes
+            self._lock = open(self.root / _LOCK, "w")  # noqa: SIM115 the lock is held until this object is deleted
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -63,7 +63,7 @@ class PartialFolder:
         replace_text(self.root / _PLAN, json_text(plan))
 
     def note(self, name: str) -> Any:
-        """Return the JSON value that `add_note` stored for an output file; None if it is not finished.
+        """Return the JSON value that `add_note` stored for an output file; None if the file is not finished.
 
         name: path of the file relative to the target folder.
         """
@@ -84,7 +84,7 @@ class PartialFolder:
         return self._notes / f"{name.replace('/', '-')}.json"
 
     def check_space(self, needed: int) -> None:
-        """Raise UserError if the disk has fewer than `needed` free bytes, before a conversion fills it."""
+        """Raise UserError if the disk has fewer than `needed` free bytes. Called before a conversion."""
         free = shutil.disk_usage(self.root).free
         if free < needed:
             raise UserError(
@@ -110,10 +110,9 @@ def refuse_existing(target: str) -> None:
 
 
 def files_of(folder: str | Path, suffixes: tuple[str, ...]) -> list[list]:
-    """Return [name, bytes, modification time in ns] of each file in a folder, for a PartialFolder's plan.
+    """Return [[name, bytes, modification time in ns]] of the files in a folder, for a PartialFolder's plan.
 
-    The list is in the plan because an interrupted conversion may be continued only if its source files are
-    unchanged.
+    An interrupted conversion may be continued only if its source files, and so this list, have not changed.
 
     suffixes: endings of the names of the files to list.
     """

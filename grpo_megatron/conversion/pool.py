@@ -20,14 +20,14 @@ _REFRESH_SECONDS = 0.1  # time between two updates of the progress bar
 
 
 class Job(Protocol):
-    """Interface of the work that worker processes do.
+    """Interface of a job that worker processes do, one unit of work at a time.
 
-    The object is sent to each process once, before the first unit of work. What a unit of work is depends on
-    the job: the description of an output file, for example.
+    The job is sent to each process once, before its first unit of work. A unit of work is any object that the
+    job's method `do` accepts, such as the description of an output file.
     """
 
     def start(self) -> None:
-        """Open files and allocate buffers. Called once in each worker process, before its first unit."""
+        """Open files and allocate buffers. Called once in each process, before its first unit of work."""
 
     def do(self, unit: Any, advance: Callable[[int], None]) -> Any:
         """Do one unit of work and return its result. Raises UserError if the unit cannot be done.
@@ -40,8 +40,8 @@ class Job(Protocol):
 class Progress:
     """The amount of work that was done, and the time that it took.
 
-    bytes: number of bytes.
-    seconds: seconds from when the first process was ready.
+    bytes: number of bytes that were converted or read.
+    seconds: seconds from when the first worker process was ready. The start of processes does not count.
     """
 
     bytes: int
@@ -86,15 +86,15 @@ def run(
 
 
 def _share(job: Job, units: list, processes: int, bar: tqdm, done: Callable[[Any, Any], None]) -> float:
-    """Do all units of work in worker processes.
+    """Do all units of work in worker processes, for `run`.
 
     Return the time (of time.monotonic) at which the first worker process was ready.
 
     bar: the progress bar.
-    done: called with each unit and its result, in this process.
+    done: called in this process with each unit and its result.
     """
     context = multiprocessing.get_context("spawn")
-    # Without locks, which a killed process would leave locked. Each unit has a count of its own.
+    # There are no locks, because a killed process would leave them locked. Each unit has its own count.
     counts, begun = context.RawArray("q", len(units)), context.RawValue("d")
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(
@@ -112,7 +112,7 @@ def _share(job: Job, units: list, processes: int, bar: tqdm, done: Callable[[Any
         pool.shutdown()
     except BrokenProcessPool:
         pool.shutdown()  # ends the other processes by SIGTERM
-        raise _lost(workers) from None
+        raise _death_of(workers) from None
     except BaseException:
         for process in workers:
             process.kill()
@@ -121,13 +121,13 @@ def _share(job: Job, units: list, processes: int, bar: tqdm, done: Callable[[Any
     return begun.value
 
 
-def _lost(workers: set) -> UserError:
-    """Return the error that names the worker process that died.
+def _death_of(workers: set) -> UserError:
+    """Return the error to raise after the death of a worker process. It says which process died, and how.
 
-    When a worker process dies, the pool ends the others by SIGTERM. So the one that ended in another way died
-    first.
+    When a worker process dies, the pool ends the other processes by SIGTERM. A process that ended in another
+    way is therefore the one that died.
 
-    workers: the worker processes.
+    workers: all worker processes.
     """
     dead = min(workers, key=lambda process: process.exitcode in (0, None, -signal.SIGTERM))
     code = dead.exitcode or 0
@@ -138,20 +138,20 @@ def _lost(workers: set) -> UserError:
     )
 
 
-_own: dict[str, Any] = {}  # the arguments of `_begin` in a worker process, for `_do`
+_worker: dict[str, Any] = {}  # the arguments of `_begin` in a worker process, for `_do`
 
 
 def _begin(parent: int, job: Job, counts, begun) -> None:
-    """Prepare a worker process, before its first unit of work.
+    """Prepare a new worker process. Called in the worker process.
 
-    parent: id of the process that started it.
-    counts: shared array with the bytes done of each unit.
-    begun: shared number, the time at which the first worker process was ready; 0 before.
+    parent: id of the process that started the worker process.
+    counts: array, shared by all processes, with the number of bytes done of each unit.
+    begun: number, shared by all processes: the time at which the first worker process was ready; 0 before.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
     end_with_parent(parent)
     torch.set_num_threads(1)
-    _own.update(job=job, counts=counts, begun=begun, is_started=False)
+    _worker.update(job=job, counts=counts, begun=begun, is_started=False)
 
 
 def _do(index: int, unit: Any) -> Any:
@@ -159,13 +159,13 @@ def _do(index: int, unit: Any) -> Any:
 
     index: index of the unit among all units.
     """
-    if not _own["is_started"]:
+    if not _worker["is_started"]:
         # Not in `_begin`, because the pool does not pass on errors that are raised there.
-        _own["job"].start()
-        _own["is_started"] = True
-        _own["begun"].value = _own["begun"].value or time.monotonic()
+        _worker["job"].start()
+        _worker["is_started"] = True
+        _worker["begun"].value = _worker["begun"].value or time.monotonic()
 
     def advance(count: int) -> None:
-        _own["counts"][index] += count
+        _worker["counts"][index] += count
 
-    return _own["job"].do(unit, advance)
+    return _worker["job"].do(unit, advance)

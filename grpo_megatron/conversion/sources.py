@@ -30,7 +30,7 @@ _HEAD, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 class Tensors(Protocol):
     """Interface of a reader of a checkpoint's tensors.
 
-    A reader is sent to a worker process and opened there.
+    A reader is created without opening files, sent to the worker processes and opened there by `open`.
     """
 
     def open(self) -> None: ...
@@ -44,7 +44,7 @@ class Tensors(Protocol):
 
 @dataclass
 class HFTensors:
-    """Reader of the tensors in an HF checkpoint.
+    """Reader of the tensors in an HF checkpoint, which is in the folder `folder`.
 
     raw: True to read FP8 tensors as they are stored, without dequantising them.
     """
@@ -61,7 +61,9 @@ class HFTensors:
 
 @dataclass
 class MegatronTensors:
-    """Reader of HF tensors that a Megatron checkpoint contains as parts of Megatron's tensors.
+    """Reader of the tensors in a Megatron checkpoint by their HF names.
+
+    An HF tensor is assembled from rectangles of one or more Megatron tensors.
 
     folder: folder with the checkpoint's weight files.
     places: {HF name: [(key of a Megatron tensor, rectangle of the HF tensor in that Megatron tensor)]}.
@@ -86,7 +88,9 @@ class MegatronTensors:
             self.reader.read(key, at, part[(None,) * lead])
             filled += part.numel()
         if filled != out.numel():
-            raise RuntimeError(f"the weight map does not cover {name}")
+            raise RuntimeError(
+                f"the weight map in grpo_megatron/model/families does not cover all elements of {name}"
+            )
 
     def shape(self, name: str) -> Shape:
         """Return the shape of the whole HF tensor."""
@@ -97,7 +101,7 @@ class MegatronTensors:
 
 @dataclass
 class KeyTensors:
-    """Reader of a Megatron checkpoint's tensors under Megatron's keys, for a model that is not known.
+    """Reader of the tensors in a Megatron checkpoint by Megatron's keys. It works for any model.
 
     folder: folder with the checkpoint's weight files.
     """
@@ -112,7 +116,7 @@ class KeyTensors:
 
 
 def hf_files(path: str) -> bool:
-    """Return True if the folder has files of an HF checkpoint: safetensors, or their index, or both."""
+    """Return whether a folder has files of an HF checkpoint: safetensors files, their index, or both."""
     return any(Path(path).glob("*.safetensors")) or any(Path(path).glob("*.safetensors.index.json"))
 
 
@@ -139,7 +143,7 @@ def weights_folder(source: str) -> Path:
 
 
 def megatron_tensors(folder: Path, saved: SavedModel) -> MegatronTensors:
-    """Return a reader of the model's HF tensors in a Megatron checkpoint.
+    """Return a reader of the tensors in a Megatron checkpoint by their HF names, after checking them.
 
     folder: folder with the checkpoint's weight files.
     saved: the place of each parameter in a Megatron checkpoint of this model.
@@ -181,7 +185,7 @@ def megatron_tensors(folder: Path, saved: SavedModel) -> MegatronTensors:
 
 
 def _differ(folder: Path, first: str, second: str) -> bool:
-    """Return True if the Megatron tensors with the keys `first` and `second` differ in shape or values."""
+    """Return whether two tensors of a Megatron checkpoint, given by their keys, differ in shape or values."""
     reader = TorchDistReader(folder)
     shape, dtype = reader.tensors[first].shape, reader.tensors[first].dtype
     if reader.tensors[second].shape != shape:
@@ -196,13 +200,13 @@ def _differ(folder: Path, first: str, second: str) -> bool:
 
 
 class Buffer:
-    """Memory for a part of a tensor. It is reused, because allocating memory takes longer than filling it."""
+    """Reusable memory for parts of tensors. Allocating new memory would take longer than filling it."""
 
     def __init__(self):
         self._raw = np.empty(0, np.uint8)
 
     def tensor(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised tensor in this memory, which the next call uses again.
+        """Return an uninitialised tensor in this memory. The tensor is valid until the next call.
 
         The tensor covers its whole storage, as append_tensor requires.
         """
@@ -221,11 +225,14 @@ def buckets(
     buffer: Buffer,
     multiple: int = 1,
 ):
-    """Yield a tensor's rows from first to last, in parts of at most `limit` bytes.
+    """Read a tensor piece by piece: yield its rows from first to last, in parts of at most `limit` bytes.
 
     All parts use the same memory, so a part is valid only until the next one is requested.
 
     tensors: reader of the checkpoint.
+    name: name of the tensor.
+    shape: shape of the tensor.
+    dtype: dtype of the yielded parts.
     buffer: the memory for the parts.
     multiple: the number of rows of every part except the last is divisible by this. A part has at least this
         many rows, even if they exceed `limit`.

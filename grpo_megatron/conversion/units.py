@@ -17,20 +17,20 @@ _ABOUT = 32  # number of files to aim at, within these bounds of their size
 
 
 def file_bytes(total: int) -> int:
-    """Return the size limit in bytes of one output file, for a checkpoint of `total` bytes.
+    """Return the maximum size in bytes of an output file, for a checkpoint of `total` bytes.
 
-    The limit is a 32nd of the total, but at least 256 MiB and at most 4 GiB. A larger tensor that is not
+    The maximum is a 32nd of the total, but at least 256 MiB and at most 4 GiB. A larger tensor that is not
     split gets a file of its own.
     """
     return min(max(total // _ABOUT, _LEAST), _MOST)
 
 
 def filled(items: Iterable[tuple[Item, int]], limit: int) -> list[tuple[list[Item], int]]:
-    """Group items, in order, into units of work of at most `limit` bytes each.
+    """Group items, without changing their order, into units of work of at most `limit` bytes each.
 
     Return [(items of the unit, sum of their bytes)]. An item larger than `limit` is a unit by itself.
 
-    items: (item, bytes) pairs.
+    items: pairs of an item and its bytes.
     """
     found: list[tuple[list[Item], int]] = []
     for item, size in items:

@@ -29,7 +29,7 @@ _LENGTHS = (48, 17)  # lengths of the sequences whose logits are compared
 
 @dataclass
 class _Comparer:
-    """The work of each worker process (a pool.Job): compare tensors of the two checkpoints bit by bit."""
+    """The job of the worker processes (a pool.Job): compare tensors of two checkpoints bit by bit."""
 
     hf: HFTensors
     megatron: MegatronTensors
@@ -112,10 +112,10 @@ def different_bits(hf: str, megatron: str, processes: int) -> tuple[list[str], P
 
 
 def logits_difference(hf: str, megatron: str) -> tuple[float, float]:
-    """Compare the float32 logits of Megatron's model and transformers' model on random tokens.
+    """Compare the logits of Megatron's model and transformers' model for random tokens, in float32.
 
-    Return (largest difference, largest magnitude of transformers' logits). A reward model has one logit per
-    token, its score. Both models are loaded completely in float32, one after the other.
+    Return (largest absolute difference of logits, largest magnitude of transformers' logits). A reward model
+    has one logit per token, the token's score. Both models are loaded completely, one after the other.
 
     hf: folder of the HF checkpoint, which transformers loads.
     megatron: folder of the Megatron checkpoint.

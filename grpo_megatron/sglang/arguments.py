@@ -17,7 +17,7 @@ from grpo_megatron.weights import fp8_blocks
 def engine_dtype(config: EngineConfig, model_path: str) -> str:
     """Return the name of the dtype that the engine computes in, such as "bfloat16".
 
-    With rollout.engine.dtype=auto this is the dtype of the checkpoint at `model_path`.
+    If rollout.engine.dtype is "auto", this is the dtype of the checkpoint at `model_path`.
     """
     # SGLang's own "auto" converts float32 checkpoints to float16.
     return (
@@ -34,11 +34,12 @@ def engine_arguments(
 
     An engine on several nodes also needs `node_arguments`.
 
+    config: the section rollout.engine of the configuration.
+    model: the section model of the configuration.
     seed: random seed of the engine.
     needs_tokenizer: True if the engine must convert tokens to text, for stop strings.
-    gpu: True if the engine has GPUs. It is a parameter because the driver's machine may have a GPU and the
-        engine's machine none.
-    routing: True if requests will ask which experts (MoE) each token was routed to.
+    gpu: True if the engine has GPUs. The caller says so, because the engine may run on another machine.
+    routing: True if requests will ask for the experts (MoE) that each token was routed to.
     """
     arguments = {
         "model_path": model.path,
@@ -101,9 +102,7 @@ def _on_cpu(config: EngineConfig) -> dict[str, Any]:
 
 
 def node_arguments(node: int, nodes: int, address: str) -> dict[str, Any]:
-    """Return further arguments of sglang.Engine for one node of an engine that spans several nodes.
-
-    They are needed in addition to those of `engine_arguments`.
+    """Return the additional arguments of sglang.Engine for one node of an engine that spans several nodes.
 
     node: index of the node, from 0.
     nodes: number of nodes.
@@ -115,7 +114,7 @@ def node_arguments(node: int, nodes: int, address: str) -> dict[str, Any]:
 def engine_environment(config: EngineConfig, gpu: bool, threads: int = 1) -> dict[str, str]:
     """Return the environment variables with which the Ray actor of an engine must be started.
 
-    Cluster.options adds the variables that every actor of a run needs.
+    Variables that every actor of a run needs are not included: Cluster.options adds them.
 
     gpu: True if the engine has GPUs.
     threads: intra-op threads of each tensor-parallel rank on a CPU.

@@ -15,10 +15,10 @@ _POLL_SECONDS = 5.0
 
 
 class EngineClient:
-    """A client of one engine with at most rollout.max_concurrency requests in flight.
+    """A client that sends requests to one engine, with at most rollout.max_concurrency requests in flight.
 
     The client sends requests in groups and polls the engine for finished ones, so that one Ray call carries
-    many samples. EnginePool.clients creates clients.
+    many samples. EnginePool.clients creates the clients.
 
     end_ids: ids of the tokens that end a response.
     """
@@ -28,18 +28,18 @@ class EngineClient:
         engine: ray.actor.ActorHandle,
         process: Process,
         config: RolloutConfig,
-        batch: int,
+        client_id: int,
         end_ids: frozenset[int],
     ):
         """Connect to a running engine.
 
         engine: the SGLangEngine actor.
         process: name and log of the engine, for error messages.
-        batch: id that all requests of this client have. It is higher than the id of every earlier client.
-            `abort` ends all requests with ids up to this id.
+        client_id: id of this client. It must be higher than the id of every earlier client of the engine,
+            because `abort` ends the requests of all clients up to this one.
         end_ids: ids of the tokens that end a response.
         """
-        self._engine, self._process, self._batch = engine, process, batch
+        self._engine, self._process, self._client_id = engine, process, client_id
         self.end_ids = end_ids
         self._timeout = config.engine.request_timeout
         self._slots = asyncio.Semaphore(config.max_concurrency)
@@ -50,8 +50,8 @@ class EngineClient:
     async def generate(self, request: Request) -> Completion:
         """Send a request and return its completion.
 
-        While rollout.max_concurrency requests of this client are in flight, the call waits before it sends.
-        At most one request with a given key may be in flight.
+        If rollout.max_concurrency requests of this client are in flight, wait before sending. No two requests
+        in flight may have the same key.
         Raises UserError if the engine dies. Raises UserError also if the engine finishes no request for
         rollout.engine.request_timeout seconds.
         """
@@ -60,11 +60,11 @@ class EngineClient:
             answer = self._answers[request.key] = loop.create_future()
             self._unsent.append(request)
             if len(self._unsent) == 1:
-                loop.call_soon(self._send)  # together with other requests that arrive until then
+                loop.call_soon(self._send)  # it also sends the requests that arrive until then
             return await answer
 
     async def abort(self) -> None:
-        """End all requests in flight on the engine. No caller may still be awaiting `generate`.
+        """End all requests in flight on the engine. Callers of `generate` must have been cancelled before.
 
         Only one client of an engine has requests in flight at a time, so no other client is affected.
         Raises UserError if the engine dies.
@@ -73,14 +73,14 @@ class EngineClient:
         self._unsent = []
         if self._poller:
             self._poller.cancel()
-        reference = self._engine.abort.remote(self._batch)
+        reference = self._engine.abort.remote(self._client_id)
         with contextlib.suppress(Exception):
             await reference  # fetch raises the error
         fetch(reference, self._process, "abort")
 
     def _send(self) -> None:
         # The result of this call is not awaited: if the engine fails, the poll reports it.
-        self._engine.submit.remote(self._batch, self._unsent)
+        self._engine.submit.remote(self._client_id, self._unsent)
         self._unsent = []
         if self._poller is None or self._poller.done():
             self._poller = asyncio.create_task(self._poll())
@@ -97,7 +97,7 @@ class EngineClient:
         clock = asyncio.get_running_loop().time
         last_progress = clock()
         while self._answers:
-            reference = self._engine.poll.remote(self._batch, _POLL_SECONDS)
+            reference = self._engine.poll.remote(self._client_id, _POLL_SECONDS)
             with contextlib.suppress(Exception):
                 await reference  # fetch raises the error
             completions: list[Completion] = fetch(reference, self._process, "generate")

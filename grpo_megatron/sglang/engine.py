@@ -28,7 +28,7 @@ from grpo_megatron.weights.sync.messages import SyncCommand, SyncReport
 
 
 class StartReport(NamedTuple):
-    """The report of an engine that has loaded the model.
+    """Information that an engine returns when it has loaded the model.
 
     pid: id of the engine's process.
     end_ids: ids of the tokens that end a response.
@@ -38,10 +38,10 @@ class StartReport(NamedTuple):
     end_ids: frozenset[int]
 
 
-class _Scheduling:
-    """Tells the engine's heartbeat whether SGLang's child processes make progress (a ProgressSource).
+class _SchedulerProgress:
+    """Tells the engine's heartbeat whether SGLang's scheduler makes progress (a heartbeat.ProgressSource).
 
-    The actor's own threads cannot tell: its event loop keeps running even if SGLang's scheduler hangs.
+    The actor's own threads do not show this: its event loop keeps running even if SGLang's scheduler hangs.
     """
 
     def __init__(self, control: EngineControl, children: Children):
@@ -58,7 +58,10 @@ class _Scheduling:
 
 
 def _phase(method: Callable) -> Callable:
-    """Decorate a method of an engine so that heartbeats, and so the hang detector, name it while it runs."""
+    """Decorate a method of an engine so that heartbeats report its name as the phase while it runs.
+
+    The hang detector names this phase if the engine hangs.
+    """
 
     @wraps(method)
     async def within(engine, *arguments):
@@ -82,8 +85,9 @@ class SGLangEngine:
         """Start the engine.
 
         process: name and log of this process.
-        arguments: arguments of sglang.Engine.
-        routed_layers: for each layer of the model, whether it has experts; None if routing is not requested.
+        arguments: {name: value} of the arguments of sglang.Engine.
+        routed_layers: for each layer of the model, True if it has experts. None: completions do not report
+            the experts of tokens.
         others: {process: EngineNode actor} for the engine's nodes after the first.
         """
         redirect_output(process.log)
@@ -99,10 +103,10 @@ class SGLangEngine:
         self._memory = EngineMemory(process.name, self._control, self._while_alive)
         self._tp_size = arguments["tp_size"]
         self._admitted, self._updating, self._paused = False, False, False
-        self._aborted = -1  # id of the last aborted batch
+        self._aborted = -1  # id of the last client whose requests were aborted
         self._finished: asyncio.Queue = asyncio.Queue()
         self._tasks: set[asyncio.Task] = set()
-        self._heartbeat = Heartbeat(_Scheduling(self._control, self._children))
+        self._heartbeat = Heartbeat(_SchedulerProgress(self._control, self._children))
         self._heartbeat.start()
 
     async def ready(self) -> StartReport:
@@ -116,19 +120,19 @@ class SGLangEngine:
         """Send a heartbeat to the driver's hang detector now, ahead of the regular interval."""
         self._heartbeat.beat()
 
-    def _dead(self) -> Process | None:
-        """Return a process of this engine whose SGLang child process has died, or None if all are alive.
+    def _dead_process(self) -> Process | None:
+        """Return a process of this engine whose SGLang child processes have died, or None if all are alive.
 
-        An engine has one process with SGLang children on each of its nodes.
+        An engine has one process with SGLang child processes on each of its nodes.
         """
         if not self._children.alive:
             return self._process
         return next((process for process, end in self._ends.items() if end.done()), None)
 
     async def _while_alive(self, call: str, awaitable: Awaitable, timeout: float | None = None) -> Any:
-        """Wait for a call to SGLang and return its result, without waiting forever if SGLang dies.
+        """Wait for a call to SGLang and return its result, or raise an error if SGLang dies meanwhile.
 
-        After a SIGKILL of SGLang's scheduler process, every call was seen to wait forever.
+        Without this check, calls to SGLang wait forever after its scheduler process has been killed.
 
         call: name of the call, for error messages.
         awaitable: the call.
@@ -143,7 +147,7 @@ class SGLangEngine:
             await asyncio.wait({task}, timeout=step)
             waited += step
             if not task.done():
-                if dead := self._dead():
+                if dead := self._dead_process():
                     task.cancel()
                     raise dead.died(call)
                 if timeout is not None and waited >= timeout:
@@ -152,7 +156,7 @@ class SGLangEngine:
         return task.result()
 
     def admit(self) -> None:
-        """Let the engine answer requests until the next weight update. A new engine refuses them at first."""
+        """Let the engine answer requests until the next weight update. A new engine refuses requests."""
         self._admitted = True
 
     def _must_be_admitted(self) -> None:
@@ -161,18 +165,18 @@ class SGLangEngine:
         if not self._admitted:
             raise RuntimeError(
                 f"{self._process.name} cannot serve, because its weights have not been compared with the "
-                "trainer's"
+                "trainer's; sync the weights first"
             )
         self._memory.must_have(*MemoryPart)
 
-    async def submit(self, batch: int, requests: list[Request]) -> None:
+    async def submit(self, client_id: int, requests: list[Request]) -> None:
         """Start to answer requests. `poll` returns the completions.
 
-        batch: id of the client that sends the requests (EngineClient).
+        client_id: id of the EngineClient that sends the requests.
         """
-        # Ray may run the calls of an async actor in another order than they were made. Requests that arrived
-        # after their abort used to be answered in the next step.
-        for request in requests if batch > self._aborted else ():
+        # Ray may run the calls of an async actor in another order than they were made. So requests may arrive
+        # after they were aborted. They are dropped, because their completions would appear in the next step.
+        for request in requests if client_id > self._aborted else ():
             task = asyncio.create_task(self._generate(request))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -187,15 +191,15 @@ class SGLangEngine:
         except Exception as error:  # poll raises it in the caller
             self._finished.put_nowait(error)
 
-    async def poll(self, batch: int, timeout: float) -> list[Completion]:
+    async def poll(self, client_id: int, timeout: float) -> list[Completion]:
         """Return the completions since the last call. Wait up to `timeout` seconds for the first one.
 
         The list is empty if no request finishes in time, or if the client's requests have been aborted. If a
         request failed, its error is raised.
 
-        batch: id of the client that polls.
+        client_id: id of the EngineClient that polls.
         """
-        if batch <= self._aborted:
+        if client_id <= self._aborted:
             return []
         try:
             done = [await self._while_alive("generate", self._finished.get(), timeout)]
@@ -224,14 +228,17 @@ class SGLangEngine:
             if len(entries) != len(ids) or any(
                 token not in (given, 0) for (_, token, _), given in zip(entries, ids, strict=True)
             ):
-                raise RuntimeError("the engine scored different tokens from those that it was given")
+                raise RuntimeError(
+                    f"{self._process.name} returned log-probs of other tokens than it was asked to score"
+                )
         return [np.array([logprob for logprob, _, _ in entries[1:]], dtype=np.float32) for entries in scored]
 
     @_phase
     async def begin_update(self, pause: PauseMode) -> None:
-        """Stop serving requests, and prepare SGLang for new weights. `end_update` ends this state.
+        """Stop serving requests, and prepare SGLang for new weights. `end_update` resumes serving.
 
-        pause: what happens to running requests: they are retracted, continued in place, or aborted.
+        pause: what happens to running requests: they are retracted (computed anew), kept in place, or
+            aborted.
         """
         self._memory.must_have(MemoryPart.weights)
         self._admitted, self._updating = False, True
@@ -248,7 +255,7 @@ class SGLangEngine:
 
     @_phase
     async def receive_weights(self, command: SyncCommand) -> list[SyncReport]:
-        """Make every tensor-parallel rank carry out a weight-sync command, after `begin_update`.
+        """Make every tensor-parallel rank carry out a weight-sync command. `begin_update` must come before.
 
         Return one report per rank, in rank order. Raises UserError if a rank failed.
         """
@@ -268,8 +275,8 @@ class SGLangEngine:
     async def end_update(self, version: int, keep_cache: bool) -> None:
         """Resume serving with the new weights, whose version is `version`, and drop the prefix cache.
 
-        keep_cache: True to keep the prefix cache if requests are paused. These requests then continue with
-            keys and values that the old weights computed.
+        keep_cache: True to keep the prefix cache if requests are paused. The paused requests then continue
+            with the keys and values that were computed with the old weights.
         """
         await self._accepted("end_weight_update", self._control.end_weight_update())
         if not (keep_cache and self._paused):
@@ -281,26 +288,27 @@ class SGLangEngine:
         self._updating = False
         self.admit()
 
-    async def reset(self, batch: int) -> bool:
+    async def reset(self, client_id: int) -> bool:
         """Drop all requests after a failure elsewhere in the run. Return whether this engine can be kept.
 
-        It cannot be kept if SGLang has died, or during a weight update, when some weights are new and some
-        are old.
+        The engine cannot be kept if SGLang has died. It cannot be kept either if a weight update has begun
+        but not ended, because some of its weights may be new and others old.
 
-        batch: highest id of a client so far. The requests of all clients up to this id are dropped.
+        client_id: highest id of an EngineClient so far. The requests of all clients up to this id are
+            dropped.
         """
-        if self._updating or self._dead():
+        if self._updating or self._dead_process():
             return False
         self._admitted = False
-        await self.abort(batch)
+        await self.abort(client_id)
         return True
 
-    async def abort(self, batch: int) -> None:
-        """End all requests of clients with ids up to `batch`, and discard their completions.
+    async def abort(self, client_id: int) -> None:
+        """End all requests of clients with ids up to `client_id`, and discard their completions.
 
         No client with a higher id may have sent requests yet.
         """
-        self._aborted = batch
+        self._aborted = client_id
         self._control.abort()
         if self._tasks:
             await self._while_alive("abort", asyncio.wait(self._tasks))
@@ -311,8 +319,8 @@ class SGLangEngine:
     async def release_memory(self) -> None:
         """Release the memory of the weights and the KV cache, so that the trainer can use it.
 
-        Before the next request, the memory must be resumed and a weight sync must fill in the weights. Raises
-        RuntimeError while requests run.
+        Before the next request, `resume_memory` must allocate the memory again, and a weight sync must fill
+        in the weights. Raises RuntimeError while requests run.
         """
         if self._tasks:
             raise RuntimeError(f"{self._process.name} is still generating, so its memory cannot be released")
@@ -324,11 +332,11 @@ class SGLangEngine:
         await self._memory.resume(part)
 
     async def occupied(self) -> int:
-        """Return the bytes in use on the engine's fullest GPU, or by its processes if it has no GPU."""
+        """Return the bytes of memory in use on the engine's fullest GPU, or without GPU by its processes."""
         return engine_bytes(self._children)
 
     async def _accepted(self, call: str, awaitable: Awaitable[Accepted]) -> None:
-        """Wait for SGLang's answer to a call. Raises UserError if SGLang refuses the call.
+        """Wait for a call that SGLang can refuse. Raises UserError if SGLang refuses it.
 
         call: name of the call, for error messages.
         """

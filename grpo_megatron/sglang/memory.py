@@ -10,13 +10,13 @@ from grpo_megatron.cluster.memory import anonymous_bytes
 from grpo_megatron.sglang.node import Children
 from grpo_megatron.sglang.release import EngineControl
 
-# A scheduler that runs ahead of its device ends its last batch some milliseconds after the batch's requests
-# end.
+# Number of polls until the scheduler must be idle. A scheduler that runs ahead of its device is busy for some
+# milliseconds after the requests of its last batch have ended.
 _IDLE_POLLS, _IDLE_POLL_SECONDS = 200, 0.05
 
 
 class MemoryPart(Enum):
-    """A part of an engine's memory that can be released. The values are SGLang's memory tags.
+    """A part of an engine's memory that can be released, with SGLang's name (tag) of the part as its value.
 
     The contents of a part are lost when it is released.
     """
@@ -28,18 +28,18 @@ class MemoryPart(Enum):
 class EngineMemory:
     """Releases and resumes the memory of an engine, and records which parts are released.
 
-    The record is needed because SGLang keeps none: it accepts requests or weights while the memory for them
-    is released, and then crashes.
+    The record is needed because SGLang keeps none. SGLang would accept requests or weights while the memory
+    for them is released, and then crash.
     """
 
-    def __init__(self, name: str, control: EngineControl, waited_for: Callable[[str, Awaitable], Awaitable]):
-        """Manage the memory of a running engine, of which no part is released.
+    def __init__(self, name: str, control: EngineControl, await_call: Callable[[str, Awaitable], Awaitable]):
+        """Manage the memory of a running engine. No part of the memory may be released yet.
 
         name: name of the engine in error messages.
-        waited_for: awaits a call to SGLang and returns its result. Its arguments are the name of the call and
-            the awaitable. SGLangEngine passes a function that raises an error if SGLang dies meanwhile.
+        await_call: function that awaits a call to SGLang and returns its result. Its arguments are the name
+            of the call and the awaitable. SGLangEngine passes a function that raises an error if SGLang dies.
         """
-        self._name, self._control, self._waited_for = name, control, waited_for
+        self._name, self._control, self._await_call = name, control, await_call
         self._released: set[MemoryPart] = set()
 
     def must_have(self, *parts: MemoryPart) -> None:
@@ -57,7 +57,7 @@ class EngineMemory:
         """
         self.must_have(*MemoryPart)
         await self._until_idle()
-        await self._waited_for(
+        await self._await_call(
             "release_memory_occupation", self._control.release_memory([part.value for part in MemoryPart])
         )
         self._released = set(MemoryPart)
@@ -68,27 +68,28 @@ class EngineMemory:
         Raises RuntimeError if the scheduler is still busy after ten seconds.
         """
         for _ in range(_IDLE_POLLS):
-            if (await self._waited_for("flush_cache", self._control.flush_cache()))[0]:
+            if (await self._await_call("flush_cache", self._control.flush_cache()))[0]:
                 return
             await asyncio.sleep(_IDLE_POLL_SECONDS)
         raise RuntimeError(f"{self._name} is still generating, so its memory cannot be released")
 
     async def resume(self, part: MemoryPart) -> None:
-        """Allocate the memory of a released part again. Its contents are undefined.
+        """Allocate the memory of a released part again. The contents of the memory are undefined.
 
         Raises RuntimeError if the part is not released.
         """
         if part not in self._released:
             raise RuntimeError(f"{self._name} has not released the memory of its {part.value}")
-        await self._waited_for("resume_memory_occupation", self._control.resume_memory([part.value]))
+        await self._await_call("resume_memory_occupation", self._control.resume_memory([part.value]))
         self._released.remove(part)
 
 
 def engine_bytes(children: Children) -> int:
     """Return the bytes of memory in use by an engine on this node.
 
-    With GPUs this is the memory in use on the fullest of the engine's GPUs, by all processes together, also
-    those of the trainer. Without GPUs it is the anonymous memory of SGLang's child processes.
+    With GPUs, this is the memory in use on the engine's fullest GPU. It includes the memory of all processes
+    that use the GPU, such as the trainer. Without GPUs, it is the anonymous memory of SGLang's child
+    processes.
 
     children: SGLang's child processes on this node.
     """

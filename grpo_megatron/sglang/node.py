@@ -21,9 +21,10 @@ _SHARED = "/dev/shm/sgl"
 
 
 class Children:
-    """The child processes of this process that SGLang has started, found when the object is created.
+    """SGLang's processes that are child processes of this process. They are looked up once, at creation.
 
-    Used to detect dead engines, to measure their memory, and to delete their shared-memory files.
+    The class is used to detect dead engines, to measure their memory, and to delete their shared-memory
+    files.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,7 @@ class Children:
         return [child.pid for child in self._processes]
 
     def states(self) -> list[str]:
-        """Return the state of each process, such as `sglang::scheduler (pid 7) stopped`, for heartbeats."""
+        """Return the state of each child process as text, such as `sglang::scheduler (pid 7) stopped`."""
         found = []
         for child in self._processes:
             with suppress(psutil.NoSuchProcess):
@@ -47,10 +48,10 @@ class Children:
         return found
 
     def unlink_shared_files(self) -> None:
-        """Delete the names of the processes' shared-memory files.
+        """Remove the child processes' shared-memory files from /dev/shm while the processes still use them.
 
-        Every process must have opened its files already. The files then disappear when the processes end.
-        Otherwise they would stay in /dev/shm forever, because SGLang ends its processes by SIGKILL.
+        Every process must have opened its files already. The files are freed when the processes end. If they
+        were not removed, they would stay in /dev/shm forever, because SGLang ends its processes by SIGKILL.
         """
         for pid in self.pids:
             with suppress(OSError):  # the process has just died, which is detected elsewhere
@@ -65,10 +66,10 @@ class Children:
 
 @ray.remote
 class EngineNode:
-    """The Ray actor on each node after the first of an engine that spans several nodes.
+    """The Ray actor for a further node of an engine that spans several nodes.
 
-    The actor starts SGLang's scheduler processes on its node. They follow the schedulers on the first node,
-    where the SGLangEngine actor receives all requests.
+    An SGLangEngine actor on the engine's first node receives all requests. On each other node, an EngineNode
+    actor starts SGLang's scheduler processes, which follow the schedulers on the first node.
     """
 
     def __init__(self, process: Process, arguments: dict[str, Any]):
@@ -82,9 +83,9 @@ class EngineNode:
         return os.getpid()
 
     async def end(self) -> None:
-        """Return as soon as one of SGLang's child processes on this node has ended.
+        """Wait until one of SGLang's child processes on this node ends, then return.
 
-        The SGLangEngine actor on the engine's first node makes this call, to notice the end.
+        The SGLangEngine actor on the engine's first node makes this call, to notice if this node fails.
         """
         while self._children.alive:
             await asyncio.sleep(1.0)

@@ -40,7 +40,7 @@ def _free_address() -> str:
 class EnginePool:
     """The engines of a run, which all serve the same weights.
 
-    weight_version: version of the weights of the last sync; 0 before the first sync.
+    weight_version: version of the weights that the last sync sent; 0 before the first sync.
     """
 
     def __init__(
@@ -59,15 +59,15 @@ class EnginePool:
 
         seed: random seed of engine 0; engine i gets seed + i.
         log_dir: folder of the engines' log files.
-        hang_detector: the hang detector, which monitors all engines.
-        routing: True to return the experts of each token in completions, if the model has experts.
+        hang_detector: monitors the heartbeats of all engines.
+        routing: True to report, in completions, the experts (MoE) that each token was routed to.
         pause: what a weight update does to running requests.
         shared: True if the engines share their devices with the trainer, so that they must be able to release
             their memory while the trainer computes (rollout.sharing).
         """
         self._config, self._pause = config, pause
         self.weight_version = 0
-        self._batch = 0
+        self._client_id = 0  # of the last clients
         self._end_ids: frozenset[int] = frozenset()  # known when the engines are ready
         self._log_dir, self._hang_detector = log_dir, hang_detector
         self.nodes = tuple(slot.node for slots in cluster.engine_slots for slot in slots)
@@ -102,7 +102,7 @@ class EnginePool:
         self._start(range(len(self._settings)))
 
     def _start(self, indices: Iterable[int]) -> None:
-        """Start the engines with these indices, each with its processes on all its nodes.
+        """Start the engines with these indices, with one Ray actor on each node of each engine.
 
         Raises ProcessLost if a node does not report a free port for an engine's rendezvous.
         """
@@ -127,7 +127,7 @@ class EnginePool:
             self._hang_detector.add(self.processes[index], self._engines[index])
 
     def _addresses(self, indices: Iterable[int]) -> dict[int, str]:
-        """Return {engine index: host:port at which the engine's processes rendezvous}.
+        """Return {engine index: host:port at which the engine's processes find each other (rendezvous)}.
 
         Only engines on several nodes, or with data-parallel attention, need an address. The first node of
         each such engine is asked for a free port, all nodes at the same time.
@@ -151,7 +151,7 @@ class EnginePool:
             limit = f"rollout.engine.start_timeout={self._config.engine.start_timeout:.0f} s"
             raise ProcessLost(
                 f"the first nodes of the engines {sorted(asked)} did not report a free port within {limit}; "
-                "raise it if the nodes start slowly"
+                "raise this limit if the nodes start slowly"
             ) from error
         except ray.exceptions.RayError as error:
             raise process_error(error, self.processes[min(asked)], "free_address") from error
@@ -159,13 +159,13 @@ class EnginePool:
     def recover(self, anew: bool) -> None:
         """Bring the engines into a usable state after a failure anywhere in the run.
 
-        Engines that are dead, or have both old and new weights, are restarted. The others drop their
-        requests. The caller must call `wait_until_ready` next, and then sync the weights.
+        Engines that are dead or whose weight update was interrupted are restarted. The other engines drop
+        their requests. The caller must call `wait_until_ready` next, and then sync the weights.
 
-        anew: True to restart all engines. This is needed if they share devices with the trainer, because it
-            is unknown which memory they have released.
+        anew: True to restart all engines. This is necessary if they share devices with the trainer, because
+            it is unknown which memory they have released.
         """
-        resets = [engine.reset.remote(self._batch) for engine in self._engines]
+        resets = [engine.reset.remote(self._client_id) for engine in self._engines]
         ray.wait(resets, num_returns=len(resets), timeout=_RESET_SECONDS)
         lost = [index for index, reset in enumerate(resets) if anew or not _answered_yes(reset)]
         self._close(lost)
@@ -188,14 +188,14 @@ class EnginePool:
         self._end_ids = started[len(nodes) - 1].end_ids  # all engines, which come last, have the same model
 
     def clients(self) -> list[EngineClient]:
-        """Return one new client for each engine. The clients must all be used within one event loop.
+        """Return a new client for each engine. All these clients must be used within one event loop.
 
         All requests of earlier clients must have finished or been aborted.
         """
-        self._batch += 1
+        self._client_id += 1
         pairs = zip(self._engines, self.processes, strict=True)
         return [
-            EngineClient(engine, process, self._config, self._batch, self._end_ids)
+            EngineClient(engine, process, self._config, self._client_id, self._end_ids)
             for engine, process in pairs
         ]
 
@@ -243,8 +243,8 @@ class EnginePool:
     def release_memory(self) -> None:
         """Release the memory of the engines' weights and KV caches, so that the trainer can use it.
 
-        No request may be running. Before the engines serve again, the memory must be resumed and a weight
-        sync must fill in the weights.
+        No request may be running. Before the engines serve again, `resume_weights`, a weight sync and
+        `resume_kv_cache` are necessary.
         """
         self._on_all("release_memory")
 

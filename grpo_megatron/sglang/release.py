@@ -23,16 +23,16 @@ Accepted = tuple[bool, str]
 
 
 class EngineControl:
-    """The calls to one SGLang engine, the same for all supported releases of SGLang.
+    """Interface to one SGLang engine that is the same for all supported releases of SGLang.
 
-    Methods that return Accepted report a refusal by the engine in their result. Errors of the other methods
-    are raised as SGLang raises them.
+    Calls that SGLang can refuse return Accepted, which is (whether SGLang accepted the call, message). All
+    errors are those that SGLang raises.
     """
 
     def __init__(self, engine: Any):
         """Wrap a running engine.
 
-        engine: an sglang.Engine in this process.
+        engine: an object of the class sglang.Engine in this process.
         """
         from sglang.srt.managers import io_struct
 
@@ -43,12 +43,13 @@ class EngineControl:
     ) -> dict[str, Any]:
         """Sample one response and return SGLang's answer.
 
+        prompt_ids: token ids of the prompt.
         sampling: SGLang's sampling parameters.
-        routed: index of the first token whose experts are returned; None: no experts are returned.
+        routed: index of the first token whose experts (MoE) are returned; None: no experts are returned.
         top: number of most likely tokens to return for each response token; 0: none.
 
-        SGLang stores the experts of a token with its keys and values. So it also returns the experts of
-        tokens that it finds in its prefix cache.
+        SGLang stores the experts of a token along with its keys and values. The experts are therefore known
+        for tokens in SGLang's prefix cache too.
         """
         wanted = {} if routed is None else {"return_routed_experts": True, "routed_experts_start_len": routed}
         if top:
@@ -79,7 +80,7 @@ class EngineControl:
 
     @property
     def last_heard(self) -> float:
-        """Time of the last message from SGLang's scheduler, e.g. decoded tokens; seconds since the epoch."""
+        """Time of the last message, such as new tokens, from SGLang's scheduler: seconds since the epoch."""
         return self._manager.last_receive_tstamp
 
     @property
@@ -89,14 +90,14 @@ class EngineControl:
 
     @property
     def knows_spans(self) -> bool:
-        """True if samples report the weight version of each span of tokens, which SGLang does since 0.5.20.
+        """True if SGLang reports which weight version sampled which tokens of a response (since 0.5.20).
 
-        Earlier releases only report the version under which a sample ended.
+        Earlier releases report only one version for a response: the version when it ended.
         """
         return "weight_versions" in self._requests.BatchTokenIDOutput.__struct_fields__
 
     async def freeze_gc(self) -> None:
-        """Make garbage collections faster: all processes of the engine skip the objects that exist now."""
+        """Exclude all objects that exist now from garbage collection in the engine's processes, for speed."""
         await self._manager.freeze_gc()
 
     async def pause(self, mode: PauseMode) -> None:
@@ -106,22 +107,23 @@ class EngineControl:
         await self._manager.continue_generation(self._requests.ContinueGenerationReqInput())
 
     async def begin_weight_update(self) -> Accepted:
-        """Make the engine accept new weights. Return (whether the engine agreed, message).
+        """Prepare the engine for new weights. Return (whether the engine accepted the call, message).
 
-        SGLang's releases before 0.5.21 accept weights at any time, so nothing is done for them.
+        Releases of SGLang before 0.5.21 accept weights at any time. For them nothing is done.
         """
         if not hasattr(self._manager, "begin_weight_update"):
             return True, ""
         return await self._manager.begin_weight_update(self._requests.BeginWeightUpdateReqInput(), None)
 
     async def call_loader(self, payload: bytes, num_ranks: int, loader: str) -> Accepted:
-        """Call a function on every tensor-parallel rank, as a custom weight loader with access to the model.
+        """Call a function on every tensor-parallel rank of the engine, as SGLang's custom weight loader.
 
-        Return (whether the engine agreed, message).
+        The function gets the rank's model and named tensors. Return (whether the engine accepted the call,
+        message).
 
-        payload: the pickled named tensors that the function gets.
+        payload: the named tensors, pickled.
         num_ranks: number of the engine's tensor-parallel ranks.
-        loader: the import path of the function.
+        loader: import path of the function.
         """
         request = self._requests.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[payload] * num_ranks, load_format=loader, flush_cache=False
@@ -138,21 +140,21 @@ class EngineControl:
         return answer.success, answer.message
 
     async def release_memory(self, tags: list[str]) -> None:
-        """Release the parts of the engine's memory that have these tags.
+        """Release parts of the engine's memory.
 
         The scheduler must be idle, and none of this memory may be released already. Otherwise SGLang crashes.
         EngineMemory checks both conditions.
 
-        tags: SGLang's memory tags, the values of memory.MemoryPart.
+        tags: names of the parts, which are the values of memory.MemoryPart.
         """
         await self._manager.release_memory_occupation(
             self._requests.ReleaseMemoryOccupationReqInput(tags=tags)
         )
 
     async def resume_memory(self, tags: list[str]) -> None:
-        """Allocate the parts of the engine's memory that have these tags again. All of them must be released.
+        """Allocate parts of the engine's memory again. All of these parts must have been released before.
 
-        tags: SGLang's memory tags, the values of memory.MemoryPart.
+        tags: names of the parts, which are the values of memory.MemoryPart.
         """
         await self._manager.resume_memory_occupation(self._requests.ResumeMemoryOccupationReqInput(tags=tags))
 
@@ -164,16 +166,17 @@ class EngineControl:
             )
             await self._manager.update_weight_version(request)
         else:
-            # Before 0.5.21 only the tokenizer manager has the version. It sets it in this way after an
-            # update.
+            # Before 0.5.21 only the tokenizer manager has the version. After a weight update it makes this
+            # call itself.
             self._manager._update_weight_version_if_provided(str(version))
 
 
 def weight_spans(meta: dict[str, Any], length: int) -> tuple[WeightSpan, ...]:
-    """Return the spans of a response's tokens with the weight version that sampled each span.
+    """Return the spans of a response's tokens, each with the weight version that sampled it.
 
+    meta: SGLang's meta_info of the response. Before SGLang 0.5.20 it contains only one version, which is
+        returned for the whole response.
     length: number of tokens of the response.
-    meta: SGLang's meta_info. Before 0.5.20 it has only the last version.
     """
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": length}]
     return tuple(WeightSpan(int(span["version"]), span["start"], span["end"]) for span in spans)

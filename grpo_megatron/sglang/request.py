@@ -51,7 +51,7 @@ class Completion:
 
 
 def _routing(request: Request, answer: dict, has_experts: tuple[bool, ...]) -> np.ndarray:
-    """Decode SGLang's array of experts into Completion.routing, which omits the layers without experts.
+    """Return Completion.routing, decoded from SGLang's answer. Layers without experts are left out.
 
     has_experts: for each layer of the model, True if the layer has experts.
     """

@@ -16,20 +16,20 @@ from grpo_megatron.cluster.gpu_environment import preload_environment
 def meeting_file() -> tuple[BinaryIO, str]:
     """Create the file through which an engine's processes on this node find each other (rendezvous).
 
-    Return (file, path). The path is valid as long as this process keeps the file open. The file replaces
-    SGLang's rendezvous port. It has no name in a folder, because engines are ended by SIGKILL and would leave
-    a named file behind. A named file could not be deleted after the rendezvous either, because process groups
-    that are created later use it too.
+    Return (file, path). The path is valid as long as this process keeps the file open. The file is used
+    instead of SGLang's rendezvous port. It is a temporary file without a name in a folder, because an engine
+    that is ended by SIGKILL would leave a named file behind. A named file could not be deleted after the
+    rendezvous either, because process groups that are created later need it too.
     """
     file = tempfile.TemporaryFile()  # noqa: SIM115 - held as long as the engine
     return file, f"/proc/{os.getpid()}/fd/{file.fileno()}"
 
 
 def start_engine(arguments: dict[str, Any]) -> Any:
-    """Start SGLang and return sglang.Engine(**arguments). Its processes are children of this process.
+    """Start SGLang with these arguments of sglang.Engine, and return the sglang.Engine.
 
-    Used in place of sglang.Engine, because some preparation must come before the import of SGLang: for the
-    memory saver, and for a fast start on a CPU.
+    SGLang's processes are child processes of this process. The function also prepares the memory saver and a
+    fast start on a CPU, which must happen before SGLang is imported.
     """
     unlink_files_of_the_dead()
     if arguments.get("enable_memory_saver"):
@@ -56,10 +56,11 @@ def start_engine(arguments: dict[str, Any]) -> Any:
 
 
 def unlink_files_of_the_dead() -> None:
-    """Delete the shared-memory files that this user's killed SGLang processes have left in /dev/shm.
+    """Delete the shared-memory files in /dev/shm that dead SGLang processes of this user have left behind.
 
-    Such files have 24 MiB each and are named /dev/shm/sgl_shm_KIND_PID_RANDOM. They remain only if an engine
-    was killed during its start, because node.Children.unlink_shared_files deletes the names afterwards.
+    Each file has 24 MiB and is named /dev/shm/sgl_shm_KIND_PID_RANDOM. Only engines that were killed while
+    they started leave files, because the files of a started engine are removed by
+    node.Children.unlink_shared_files.
     """
     for path in Path("/dev/shm").glob("sgl_shm_*"):
         pid = path.name.split("_")[-2]

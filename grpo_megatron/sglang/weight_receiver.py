@@ -21,17 +21,18 @@ KV_SCALES = ("k_scale", "v_scale")
 
 
 def report_key(command: SyncCommand, rank: int) -> str:
-    """Return the key of a rank's SyncReport in the driver's key-value store.
+    """Return the key under which a rank puts its SyncReport into the driver's key-value store.
 
+    command: the weight-sync command that the report is about.
     rank: tensor-parallel rank within the engine that the command is for.
     """
     return f"report/{command.sync_id}/{command.engine}.{rank}"
 
 
 class _Bytes:
-    """Bytes that are pickled by value and unpickled as a uint8 tensor, to send them to ranks on other nodes.
+    """Bytes that become a uint8 tensor when they are unpickled, possibly by a rank on another node.
 
-    It replaces SGLang's serialisation of tensors, which refers to a file of this node.
+    SGLang's own serialisation of tensors is not used, because it refers to a file on the sender's node.
     """
 
     def __init__(self, content: bytes):
@@ -42,7 +43,7 @@ class _Bytes:
 
 
 def as_named_tensors(command: SyncCommand) -> bytes:
-    """Serialise a command as named tensors, the only form in which SGLang passes data to a weight loader."""
+    """Serialise a command as named tensors, because SGLang passes no other data to a custom weight loader."""
     return pickle.dumps([("command", _Bytes(pickle.dumps(command)))])
 
 
@@ -50,8 +51,10 @@ def receive_weights(model: torch.nn.Module, named_tensors: list[tuple[str, torch
     """Carry out a weight-sync command in one rank of an engine. SGLang calls this as a custom weight loader.
 
     The rank's SyncReport goes to the driver's key-value store, because SGLang discards what a loader returns.
-    The report also contains the traceback of an error. An exception would end SGLang's scheduler.
+    If the command fails, the report contains the traceback. The error is not raised, because it would end
+    SGLang's scheduler.
 
+    model: the rank's model, whose parameters are written.
     named_tensors: one tensor, the SyncCommand serialised by `as_named_tensors`.
     """
     from sglang.srt.distributed import get_tp_group
@@ -87,9 +90,9 @@ def _carry_out(command: SyncCommand, me: EngineRank, model: torch.nn.Module) -> 
 def reset_kv_scales(model: torch.nn.Module) -> None:
     """Set the scales of an FP8 KV cache to 1, because the trainer has no such scales.
 
-    FP8 engines have these parameters for some model families, such as Llama, Qwen2 and Mixtral. The values
-    are lost when the engine releases the memory of the weights. An engine that started with load_format=dummy
-    has random values.
+    The scales are parameters of the engine's model in FP8 engines for some model families, such as Llama,
+    Qwen2 and Mixtral. Their values are lost when the engine releases the memory of the weights. An engine
+    that started with load_format=dummy has random values.
     """
     for module in model.modules():
         for name in KV_SCALES:
@@ -100,7 +103,7 @@ def reset_kv_scales(model: torch.nn.Module) -> None:
 
 
 def _receiver(command: SyncCommand, me: EngineRank, model: torch.nn.Module) -> WeightReceiver:
-    """Return this rank's WeightReceiver. The model object keeps it while `command.setup` is the same."""
+    """Return this rank's WeightReceiver. It is kept in `model`, and replaced if `command.setup` changes."""
     kept: WeightReceiver | None = model.__dict__.get(_RECEIVER)
     if kept is None or kept.setup != command.setup:
         if kept is not None:

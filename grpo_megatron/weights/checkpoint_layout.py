@@ -32,10 +32,10 @@ class SavedPart:
     """Shape of this part, with as many dimensions as `full`. A dimension that selects one layer or expert
     has size 1."""
     pieces: tuple[Piece, ...]
-    """The rectangles of HF tensors that this part consists of. `Piece.at` is a position in the whole
-    tensor."""
+    """Rectangles of HF tensors that together form this part. `Piece.at` is the position of a rectangle in the
+    whole Megatron tensor."""
     padded: bool
-    """True if the tensor is padded, so that its size depends on the parallel layout that saved it."""
+    """True if the checkpoint pads the tensor. Its size then depends on the parallel layout that saved it."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,11 @@ class SavedModel:
 
 
 def clipped(piece: Piece, at: Shape, shape: Shape) -> Piece | None:
-    """Return the part of `piece` that lies in one rectangle of its local tensor, local[at : at + shape].
+    """Return the part of a piece that lies within the rectangle local[at : at + shape], or None if none does.
 
-    The `at` of the returned piece counts from the start of the rectangle, so that a conversion can process a
-    large tensor one rectangle at a time. Return None if the piece does not overlap the rectangle.
-
-    piece: position of a rectangle of an HF tensor in a local tensor, such as a tensor of a Megatron
-        checkpoint.
+    A piece is a rectangle of an HF tensor together with its position in another tensor, called `local` here.
+    The other tensor is a tensor of a Megatron checkpoint, for example. The position of the returned piece
+    counts from the first element of local[at : at + shape].
     """
     lead = len(piece.at) - len(piece.shape)
     low = np.maximum(piece.at, at)
@@ -69,11 +67,12 @@ def clipped(piece: Piece, at: Shape, shape: Shape) -> Piece | None:
 
 
 def rows_within(shape: Shape, itemsize: int, limit: int, multiple: int = 1) -> list[tuple[Shape, Shape]]:
-    """Cut a tensor into rectangles of at most `limit` bytes, so that it is never in memory as a whole.
+    """Divide a tensor into rectangles of at most `limit` bytes, to process it without loading all of it.
 
-    Return [(start, shape)]: for each rectangle the index of its first element, and its shape. The cuts are
-    along the first dimension whose size is not 1. Its indices are called rows here.
+    Return [(index of the first element, shape)] of the rectangles. The tensor is cut only along its first
+    dimension whose size is not 1. The indices of this dimension are called rows here.
 
+    shape: shape of the tensor.
     itemsize: bytes of an element.
     multiple: the number of rows of every rectangle except the last is divisible by this. A rectangle has at
         least this many rows, even if they exceed `limit`.

@@ -10,16 +10,16 @@ _LEAST_EXPONENT = -126  # the smallest exponent of a normal float32 number
 def quantise(matrix: torch.Tensor, rows: int = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise a matrix to FP8 with one scale per block of `rows` x 128 elements. Return (elements, scales).
 
-    elements: float8_e4m3fn [r, c]. An element times the scale of its block is the original value, rounded.
-    scales: float32 [ceil(r / rows), ceil(c / 128)].
+    - elements: float8_e4m3fn [r, c]. An element times the scale of its block is the original value, rounded.
+    - scales: float32 [ceil(r / rows), ceil(c / 128)].
+
+    Each scale is the smallest power of two for which the largest magnitude of the block, divided by the
+    scale, is at most 448. TransformerEngine's blockwise recipe chooses scales in the same way, so FP8
+    training and an engine compute with the same numbers. The rounding error is at most 2**-4 of the value, or
+    2**-10 of the scale where the element is subnormal in FP8.
 
     matrix: [r, c] of any float dtype.
     rows: number of rows of a block; 1 for activations.
-
-    Each element is rounded to the nearest e4m3 number. The error is at most 2**-4 of the value, or 2**-10 of
-    the scale where the element is subnormal in FP8. Each scale is the smallest power of two for which the
-    largest magnitude of the block, divided by the scale, is at most 448. TransformerEngine's blockwise recipe
-    chooses scales in the same way, so FP8 training and an engine compute with the same numbers.
     Raises ValueError if the matrix contains NaN or infinity.
     """
     height, width = matrix.shape
@@ -29,8 +29,8 @@ def quantise(matrix: torch.Tensor, rows: int = BLOCK) -> tuple[torch.Tensor, tor
     largest = blocks.abs().amax(dim=(1, 3))
     if not torch.isfinite(largest).all():
         raise ValueError("it contains NaN or infinity")
-    # largest = fraction * 2**exponent and 448 = 0.875 * 2**9. A logarithm could be rounded past a power of
-    # two.
+    # largest = fraction * 2**exponent and 448 = 0.875 * 2**9. frexp is exact, while a logarithm could be
+    # rounded past a power of two.
     fraction, exponent = torch.frexp(largest)
     exponent = (exponent - 9 + (fraction > 0.875)).clamp_min(_LEAST_EXPONENT)
     # The scale of a block of zeros is arbitrary.

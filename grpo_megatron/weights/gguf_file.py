@@ -18,11 +18,12 @@ from grpo_megatron.paths import file_problem
 
 @dataclass(frozen=True)
 class _Kind:
-    """The HF names of a GGUF architecture, and the differences between GGUF's tensors and HF's tensors."""
+    """HF's names for a GGUF architecture, and how its tensors in GGUF files differ from those in HF files."""
 
     architecture: str
     """Name of the architecture in the list `architectures` of config.json."""
     model_type: str
+    """`model_type` of config.json, such as "qwen2"."""
     permuted: bool = False
     """True if the two channels that RoPE rotates together are adjacent rows of the query and key projections.
     In HF files they are half a head apart."""
@@ -66,7 +67,9 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 class GGUFFile:
-    """A GGUF file of a model, read as if it were an HF checkpoint.
+    """A reader of a GGUF file (llama.cpp) that returns the contents as an HF checkpoint would have them.
+
+    `config` returns the equivalent config.json, and `read` returns tensors by their HF names.
 
     The constructor raises UserError if the file is damaged, if it is one of several files that the model is
     split into, or if this project cannot train its architecture.
@@ -154,9 +157,9 @@ class GGUFFile:
         return config | self.special_tokens()
 
     def special_tokens(self) -> dict[str, int]:
-        """Return the ids of the file's special tokens by their HF names, such as {"eos_token_id": 2}.
+        """Return the ids of the model's special tokens by their HF names, such as {"eos_token_id": 2}.
 
-        They belong in config.json and generation_config.json.
+        An HF checkpoint has these ids in config.json and generation_config.json.
         """
         ids = {name: self.value(f"tokenizer.ggml.{key}") for key, name in _TOKENS.items()}
         return {name: int(value) for name, value in ids.items() if value is not None}
@@ -203,7 +206,7 @@ class GGUFFile:
         return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
 
     def read(self, name: str, arch: Architecture) -> torch.Tensor:
-        """Return a tensor by its HF name, dequantised to float32, with its rows in HF's order.
+        """Return the tensor with the HF name `name`, dequantised to float32 and with its rows in HF's order.
 
         arch: architecture of the model.
         Raises UserError if the file lacks the tensor, or has it in an unknown quantisation.
@@ -249,14 +252,14 @@ class GGUFFile:
 
 @cache
 def _names(architecture: gguf.MODEL_ARCH, num_layers: int) -> gguf.TensorNameMap:
-    """Return gguf's map from HF tensor names to GGUF tensor names, for an architecture and depth."""
+    """Return the gguf package's map from HF tensor names to GGUF tensor names, for a model of this depth."""
     return gguf.get_tensor_name_map(architecture, num_layers)
 
 
 def _plain(value: Any) -> Any:
-    """Return a float rounded to the digits that a float32 has, such as 1e-05 for 9.999999747378752e-06.
+    """Return a float with only the digits that a float32 has, such as 1e-05 for 9.999999747378752e-06.
 
-    GGUF stores float32 numbers, and config.json should have the number that the user knows. Values that are
-    not floats are returned unchanged.
+    GGUF stores numbers as float32, and config.json should contain them as the model's author wrote them.
+    Values that are not floats are returned unchanged.
     """
     return float(str(np.float32(value))) if isinstance(value, float) else value

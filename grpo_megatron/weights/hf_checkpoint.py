@@ -40,10 +40,9 @@ _TORCH_TYPES = {name: dtype for dtype, name in TYPES.items()}
 
 
 class HFCheckpoint:
-    """A reader that reads the tensors of an HF checkpoint folder (safetensors) one at a time, onto the CPU.
+    """A reader of an HF checkpoint folder (safetensors). It reads one tensor at a time, into CPU memory.
 
-    raw: True to return block-scaled FP8 tensors as they are stored. By default they are dequantised to
-        float32.
+    raw: True to return block-scaled FP8 tensors as they are stored. False: they are dequantised to float32.
 
     The constructor raises UserError if the index or a file is missing, or if a file is not a safetensors
     file. It also raises UserError if a tensor that the index lists is in no file.
@@ -69,13 +68,13 @@ class HFCheckpoint:
         return set(self._where)
 
     def unread(self, entries: dict[str, Entry]) -> list[str]:
-        """Return the sorted names of checkpoint tensors that the weight map does not use, to report them.
+        """Return the sorted names of the checkpoint's tensors that the model does not use, to report them.
 
         The list leaves out the tensors of multi-token prediction layers, the scales of FP8 tensors, and two
         redundant tensors that some tools write: the output layer of a model with a tied embedding, and RoPE's
         inverse frequencies.
 
-        entries: the weight map, from model.families.weight_map.
+        entries: {Megatron name: parameter with its HF names}, as model.families.weight_map returns them.
         """
         promised = {name for entry in entries.values() for name in entry.hf}
         scales = {name + SCALES for name in (promised | {_HEAD}) & self.names if self._is_fp8(name)}
@@ -89,7 +88,7 @@ class HFCheckpoint:
 
     @property
     def notes(self) -> list[str]:
-        """Messages for the user, one for each group of files or tensors that are not loaded."""
+        """Messages that tell the user which files or tensors of the folder are not loaded."""
         beside = weights_beside(self.folder, self._where)
         found = [beside] if beside else []
         if self.left_out:
@@ -101,14 +100,14 @@ class HFCheckpoint:
         return found
 
     def violations(self, entries: dict[str, Entry]) -> list[str]:
-        """Compare the checkpoint's tensor names, shapes and dtypes with the weight map, before loading.
+        """Check, before loading, that the checkpoint has the tensors that its config.json requires.
 
-        Return one sentence for each error. The list is empty if everything is right.
+        Names, shapes and dtypes are checked. Return one sentence for each error, and an empty list if there
+        is none. Only the headers of the files are read, with one exception: if the output layer is tied to
+        the embedding but the files contain an output layer, the values of the two are compared.
 
-        Only the headers of the files are read, with one exception: if the output layer is tied to the
-        embedding but the files contain an output layer, the values of the two are compared.
-
-        entries: the weight map of the architecture in config.json, from model.families.weight_map.
+        entries: {Megatron name: parameter with its HF names and shapes}, as model.families.weight_map returns
+            them for the model in config.json.
         """
         promised = hf_shapes(entries)
         found = []
@@ -199,7 +198,7 @@ class HFCheckpoint:
         return None
 
     def _slice(self, name: str) -> Any:
-        """Return safetensors' handle of a tensor. The handle reads shape, dtype and elements on demand.
+        """Return the safetensors library's handle of a tensor, which reads shape, dtype and slices on demand.
 
         Raises UserError if the checkpoint does not have the tensor.
         """
@@ -244,8 +243,8 @@ class HFCheckpoint:
     def read_into(self, name: str, start: Shape, out: torch.Tensor) -> None:
         """Fill `out` with tensor[start : start + out.shape], cast to the dtype of `out`.
 
-        Whole rows that need no cast are read faster than by `read_slice`: directly from the file, where the
-        safetensors library would map the file into memory and read the disk page by page.
+        Whole rows that need no cast are read directly from the file. This is faster than `read_slice`, in
+        which the safetensors library maps the file into memory and the disk is read page by page.
         Raises UserError if the checkpoint does not have the tensor, or if the file ends too early.
         """
         shape, dtype = self.header(name)

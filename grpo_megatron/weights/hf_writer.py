@@ -16,7 +16,7 @@ from grpo_megatron.weights.weight_files import INDEX, SINGLE
 
 
 class HFWriter:
-    """A writer that writes tensors into the files (shards) of a new HF checkpoint.
+    """A writer of the weight files (shards) of a new HF checkpoint.
 
     Several writers with different tags may write to one folder, for example one per pipeline stage.
     Afterwards the function `finish` gives all shards their final names and writes the index.
@@ -54,7 +54,7 @@ class HFWriter:
     def close(self) -> list[tuple[str, dict[str, int]]]:
         """Write the remaining tensors. Return [(file name, {tensor: bytes})] for all shards of this writer.
 
-        The function `finish` of this module needs the shards of all writers.
+        The caller passes the shards of all writers to the function `finish` of this module.
         """
         self._flush()
         return self.shards
@@ -63,8 +63,7 @@ class HFWriter:
 def start(partial: str, final: str, source: str) -> None:
     """Begin an export: create the empty folder `partial`, which the exported files are written to.
 
-    final: the name that `finish` gives the folder at the end, so that an incomplete export never has this
-        name.
+    final: the name that `finish` gives the folder at the end. An incomplete export never has this name.
     source: folder of the model that was loaded.
     Raises UserError if `final` is `source`, because the export would overwrite the model.
     """
@@ -78,10 +77,10 @@ def start(partial: str, final: str, source: str) -> None:
 
 
 def finish(partial: str, shards: list[tuple[str, dict[str, int]]], final: str) -> None:
-    """Complete an export: rename all shards to HF names, write the index, and rename `partial` to `final`.
+    """Complete an export: give the shards their HF names, write the index, and rename `partial` to `final`.
 
-    The folder is renamed only after everything is on the disk. An existing folder `final` is deleted first,
-    because loaders could pick up an old index or old shards beside the new files.
+    The folder is renamed only after its contents have been synced to disk. An existing folder `final` is
+    deleted first, because loaders could pick up an old index or old shards beside the new files.
 
     shards: [(file name, {tensor: bytes})], the results of HFWriter.close of all writers, concatenated.
     """
@@ -110,7 +109,9 @@ def shard_name(index: int, count: int) -> str:
 
 
 def write_index(folder: Path, where: dict[str, str], total_bytes: int) -> None:
-    """Write the index file, which tells HF's loaders the file of each tensor, unless there is only one file.
+    """Write the index file of an HF checkpoint, which names the file of each tensor.
+
+    A checkpoint with only one weight file gets no index, because HF's loaders do not need it.
 
     where: {tensor: file name}.
     total_bytes: bytes of all tensors.

@@ -13,12 +13,13 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def finish(folder: str, parts: Iterable[str], lora: LoraConfig, base: str) -> None:
-    """Complete an export of LoRA adapters: merge all shards into the one file that PEFT reads.
+    """Complete an export of LoRA adapters: merge the shards into PEFT's weight file, and write PEFT's config.
 
-    PEFT's adapter_config.json is also written.
+    The files are adapter_model.safetensors and adapter_config.json.
 
-    folder: the folder of the export, to which HFWriters have written the shards.
-    parts: file names of the shards. These files are deleted.
+    folder: the folder of the export, which contains the shards that HFWriters have written.
+    parts: file names of the shards. The shards are deleted.
+    lora: settings with which the adapters were trained.
     base: name or path of the model that the adapters belong to.
     """
     root = Path(folder)

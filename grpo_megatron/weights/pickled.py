@@ -7,10 +7,10 @@ _LEGACY_MEGATRON = "mp_rank_[0-9]*"
 
 
 def pickled_weights(folder: str | Path) -> str | None:
-    """Return the end of an error message about pickled weights in a folder, or None if the folder has none.
+    """Return an error text about the pickled weights in a folder; None if the folder has no pickled weights.
 
-    The text begins with a verb ("contains ..."), so the caller puts the folder before it. It says how to
-    convert the weights safely.
+    The text also says how to convert the weights safely. It begins with a verb ("contains ..." or "stores
+    ..."), so that the caller can put the name of the folder before it.
     """
     root = Path(folder)
     legacy = sorted(

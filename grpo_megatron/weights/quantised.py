@@ -30,11 +30,13 @@ _NAMES = {
 
 
 def fp8_block(folder: Path, config: Fields) -> tuple[int, int] | None:
-    """Return how many (rows, columns) share a scale in an FP8 checkpoint, or None if it is not quantised.
+    """Return the block size of an FP8 checkpoint: the (rows, columns) of a weight that share a scale.
 
-    config: the contents of the checkpoint's config.json.
-    Raises UserError if the checkpoint is quantised in another way, because it cannot be trained then. The
-    message names the quantisation method and says what to do instead.
+    Return None if the checkpoint is not quantised. Raises UserError if it is quantised in another way,
+    because this project cannot load it. The message names the quantisation method and says what to do.
+
+    folder: the folder of the checkpoint.
+    config: the contents of its config.json.
     """
     settings = config.object("quantization_config") or config.object("compression_config")
     if settings is None:
@@ -56,10 +58,10 @@ def fp8_block(folder: Path, config: Fields) -> tuple[int, int] | None:
 
 
 def _method(name: str, settings: Fields) -> str:
-    """Return the usual name of a quantisation method, with its variant if the settings name one.
+    """Return the usual name of a quantisation method, and its variant if known, such as "ModelOpt (NVFP4)".
 
-    name: `quant_method` of config.json.
-    settings: `quantization_config` of config.json.
+    name: `quant_method` of config.json, such as "modelopt".
+    settings: `quantization_config` of config.json, which may name the variant.
     """
     variant = settings.text("quant_algo", None) or settings.text("format", None)
     return _NAMES.get(name, shortened(name)) + (f" ({shortened(variant)})" if variant else "")

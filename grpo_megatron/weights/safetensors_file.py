@@ -34,9 +34,10 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def starts(path: str | Path) -> dict[str, int]:
-    """Return {tensor: byte offset of its first element in the file}, which the safetensors library hides.
+    """Return {tensor name: byte offset of the tensor's first element in a safetensors file}.
 
-    The file must be intact, because its header is not checked here.
+    The safetensors library does not offer these offsets. The file must be intact, because its header is not
+    checked here.
     """
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -49,11 +50,12 @@ def starts(path: str | Path) -> dict[str, int]:
 
 
 class Header:
-    """The header of a new safetensors file. Once it is known, tensors can be written one by one.
+    """The header of a safetensors file that will be written. It fixes the place of each tensor in the file.
 
-    Tensors of larger dtypes come first, so that each tensor starts at a multiple of its element size.
+    The tensors can then be written one by one, each at its place. Tensors of larger dtypes come first in the
+    file, so that each tensor starts at a multiple of its element size.
 
-    raw: the bytes that the file must begin with.
+    raw: the header as bytes, to be written at the beginning of the file.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, Shape, torch.dtype]]):

@@ -19,7 +19,7 @@ FP8 = "F8_E4M3"  # safetensors' name of the dtype
 
 @dataclass(frozen=True)
 class Stored:
-    """The properties of a checkpoint's stored tensors that a reader must know.
+    """Properties of an HF checkpoint that a reader must know: its FP8 block size and the layers to leave out.
 
     block: (rows, columns) that share a scale in FP8 tensors; None if the checkpoint has no FP8 tensors.
     left_out: name prefixes of layers that predict tokens beyond the next one (multi-token prediction). These
@@ -31,10 +31,11 @@ class Stored:
 
 
 def read_stored(folder: Path) -> Stored:
-    """Return how the tensors in `folder` are stored, as config.json says; without config.json, unquantised.
+    """Read from config.json whether the tensors in an HF folder are in FP8, and which layers to leave out.
 
-    Raises UserError if config.json is damaged. Raises UserError also if the weights are quantised in another
-    way than FP8 with one scale per block.
+    Without config.json, the tensors are taken to be unquantised, and no layer is left out. Raises UserError
+    if config.json is damaged. Raises UserError also if the weights are quantised in another way than FP8 with
+    one scale per block.
     """
     path = folder / "config.json"
     if is_absent(path):
@@ -51,10 +52,11 @@ def read_stored(folder: Path) -> Stored:
 
 
 def scales_shape(shape: Shape, block: tuple[int, int]) -> Shape:
-    """Return the shape of the tensor of scales that belongs to a whole FP8 tensor of shape `shape`.
+    """Return the shape of the tensor of scales that belongs to a whole FP8 tensor.
 
-    A block at the end of a dimension may be smaller than the others.
+    A block at the end of a dimension may be smaller than the other blocks.
 
+    shape: shape of the FP8 tensor.
     block: the (rows, columns) that share a scale.
     """
     return tuple(math.ceil(size / part) for size, part in zip(shape, block, strict=True))

@@ -111,9 +111,9 @@ def read_metadata(folder: str | Path) -> dict[str, StoredTensor]:
 
 
 def load_metadata(folder: str | Path) -> Metadata:
-    """Load a checkpoint's `.metadata` file without running code from its pickle, unlike torch's own reader.
+    """Load the `.metadata` file of a checkpoint without running code that its pickle may contain.
 
-    Raises UserError if the file cannot be read.
+    torch's own reader would run that code. Raises UserError if the file cannot be read.
     """
     try:
         with open(Path(folder, METADATA), "rb") as file:
@@ -160,10 +160,10 @@ def _check_files(root: Path, tensors: dict[str, StoredTensor]) -> None:
 
 
 class TorchDistReader:
-    """A reader of any rectangle of the tensors of a torch_dist checkpoint, to convert it with little memory.
+    """A reader of a torch_dist checkpoint that can read any rectangle of a tensor, and needs little memory.
 
-    The only large memory is a scratch buffer, which is needed where a rectangle is not contiguous in the file
-    or must be cast.
+    Its only large memory is a scratch buffer. The buffer is needed if a rectangle is not contiguous in the
+    file or must be cast.
     """
 
     def __init__(self, folder: str | Path):
@@ -258,7 +258,8 @@ class TorchDistReader:
         A chunk is a ZIP archive that torch.save wrote, with one tensor. Raises an error of any type if the
         file is damaged.
 
-        dtype: the dtype that the metadata promise for the tensor.
+        dtype: dtype of the tensor according to the checkpoint's metadata. It is an error if the chunk has
+            another dtype.
         """
         with open(self.folder / chunk.file, "rb") as file:
             section = _Section(file, chunk.offset, chunk.length)

@@ -20,11 +20,11 @@ from grpo_megatron.files import json_text, new_file, replace_text, write_buffer
 from grpo_megatron.weights.torch_dist import METADATA, SETTINGS, StoredTensor
 
 
-class _Remembering:
-    """An output stream for torch.save that stores a write error instead of raising it.
+class _ErrorKeepingStream:
+    """An output stream for torch.save that keeps the first write error in `error` instead of raising it.
 
-    torch.save ends the process if a write fails while it runs. The caller raises `error` after torch.save
-    returns.
+    torch.save ends the process if its stream raises an error. The caller raises `error` after torch.save has
+    returned.
     """
 
     def __init__(self, file):
@@ -39,16 +39,16 @@ class _Remembering:
         return len(data)
 
     def flush(self) -> None:
-        """Do nothing: torch.save needs this method, and the owner of the file flushes it."""
+        """Do nothing. torch.save requires this method, but the owner of the file flushes the file."""
 
 
 def append_tensor(file, tensor: torch.Tensor) -> tuple[int, int]:
-    """Append a tensor to an open file as one chunk of a checkpoint. Returns (offset, length) in bytes.
+    """Append a tensor to an open file as one chunk of a checkpoint. Return (offset, length) in bytes.
 
-    The tensor must cover its whole storage, because torch.save writes the storage. Raises OSError, where
-    torch.save would end the process.
+    The tensor must cover its whole storage, because torch.save writes the storage. Raises OSError if the file
+    cannot be written. (torch.save itself would end the process.)
     """
-    offset, stream = file.tell(), _Remembering(file)
+    offset, stream = file.tell(), _ErrorKeepingStream(file)
     checksums = torch.serialization.get_crc32_options()
     # torch never checks these checksums, and computes them at only a third of a disk's speed.
     torch.serialization.set_crc32_options(False)
@@ -64,12 +64,12 @@ def append_tensor(file, tensor: torch.Tensor) -> tuple[int, int]:
 def write_metadata(
     folder: str | Path, tensors: dict[str, StoredTensor], objects: dict[str, tuple[str, int, int]]
 ) -> list[str]:
-    """Write `.metadata` and `metadata.json`, which turn the files of a folder into a torch_dist checkpoint.
+    """Write the files `.metadata` and `metadata.json`, which complete a torch_dist checkpoint.
 
-    Return the names of the two files.
+    They say where in the folder's data files each tensor and object is. Return the names of the two files.
 
-    tensors: {key: its dtype, shape and chunks in the files}.
-    objects: {key: (file name, offset, length)} of the objects that are not tensors, in bytes.
+    tensors: {key: dtype, shape and chunks of the tensor}.
+    objects: {key: (file name, byte offset, length in bytes)} of the objects that are not tensors.
     """
     root = Path(folder)
     state: dict = {key: BytesStorageMetadata() for key in objects}

@@ -17,7 +17,7 @@ _NAMED = 5  # maximum number of files or tensors that a message names
 
 
 def some(names: list[str], separator: str = ", ") -> str:
-    """Return up to five names as text for a message, followed by the number of names that are left out."""
+    """Return the first five names as text for a message, such as "a, b, c, d, e (and 3 more)"."""
     more = f" (and {len(names) - _NAMED} more)" if len(names) > _NAMED else ""
     return separator.join(shortened(name, 150) for name in names[:_NAMED]) + more
 
@@ -82,8 +82,9 @@ def files_of_tensors(folder: Path) -> dict[str, Path]:
 
 
 def weights_beside(folder: Path, found: dict[str, Path]) -> str | None:
-    """Return a message that names the weight files of a folder that are not read; None if all are read.
+    """Return a message for the user that names the weight files which are not read; None if all are read.
 
+    folder: an HF checkpoint folder.
     found: {tensor: its file}, the result of `files_of_tensors`.
     """
     read = {path.name for path in found.values()}
@@ -98,7 +99,7 @@ def weights_beside(folder: Path, found: dict[str, Path]) -> str | None:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Return {tensor: file name} from an index file. Raises UserError if the contents are not an index."""
+    """Return {tensor: file name} from an index file. Raises UserError if the file is not a valid index."""
     promised = read_object(index).get("weight_map")
     if not isinstance(promised, dict):
         raise UserError(f"{index}: weight_map must be an object that maps tensors to file names")
@@ -111,10 +112,10 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _refuse_second_set(folder: Path, found: dict[str, Path]) -> None:
-    """Raise UserError if another safetensors file of the folder also has tensors of `found`.
+    """Raise UserError if another safetensors file in the folder has tensors that model.safetensors also has.
 
-    Called for a folder without an index. SGLang reads all safetensors files of such a folder. If several
-    files have the same tensor, the last one that SGLang reads wins.
+    The check is for a folder without an index. SGLang reads all safetensors files of such a folder, and uses
+    the last copy of a tensor that it reads.
 
     found: {tensor: its file} of model.safetensors.
     """

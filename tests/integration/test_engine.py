@@ -180,17 +180,17 @@ def test_a_batch_that_is_full_aborts_what_runs_and_what_waits(manager, tokenizer
     assert largest_difference(again, model, 1.0) <= 1e-5
 
 
-def test_requests_that_arrive_after_their_batch_was_aborted_are_not_answered(
+def test_requests_that_arrive_after_their_client_was_aborted_are_not_answered(
     manager, engines, tokenizer, model
 ):
     """Ray may run an actor's calls in another order than they were made in."""
-    engine, batch, asked = engines._engines[0], open_batch(engines), prompts(tokenizer)
-    ray.get(engine.abort.remote(batch))
+    engine, client_id, asked = engines._engines[0], new_client_id(engines), prompts(tokenizer)
+    ray.get(engine.abort.remote(client_id))
     # With keys of the groups that come next.
     ray.get(
-        engine.submit.remote(batch, [Request((0, s), [1, 2, 3], {"max_new_tokens": 2}) for s in range(2)])
+        engine.submit.remote(client_id, [Request((0, s), [1, 2, 3], {"max_new_tokens": 2}) for s in range(2)])
     )
-    assert ray.get(engine.poll.remote(batch, 60.0), timeout=30) == []
+    assert ray.get(engine.poll.remote(client_id, 60.0), timeout=30) == []
     groups = manager.generate(asked, RolloutConfig(n=2, max_response_length=12))
     assert largest_difference(groups, model, 1.0) <= 1e-5
 
@@ -220,10 +220,10 @@ def test_how_responses_end(manager, engines, tokenizer, model):
     assert ends == {end, seven}
 
 
-def open_batch(engines):
-    """Open a batch and return its number, for calls that an EngineClient would otherwise make."""
+def new_client_id(engines):
+    """Return the id of a new client, for calls that an EngineClient would otherwise make."""
     engines.clients()
-    return engines._batch
+    return engines._client_id
 
 
 def check_update(manager, engines, tokenizer, model, model_path):
@@ -290,8 +290,8 @@ def sampled_over_an_update(engines, mode, prompt_ids):
     """Sample long responses, with an empty update in the middle."""
     engine = engines._engines[0]
     sampling = {"temperature": 1.0, "max_new_tokens": 400, "ignore_eos": True}
-    batch = open_batch(engines)
-    ray.get(engine.submit.remote(batch, [Request((0, i), prompt_ids, sampling) for i in range(4)]))
+    client_id = new_client_id(engines)
+    ray.get(engine.submit.remote(client_id, [Request((0, i), prompt_ids, sampling) for i in range(4)]))
     time.sleep(0.3)
     engines._pause = mode
     engines.begin_update()
@@ -299,7 +299,7 @@ def sampled_over_an_update(engines, mode, prompt_ids):
     engines.end_update(engines.weight_version + 1)
     done = []
     while len(done) < 4:
-        done += ray.get(engine.poll.remote(batch, 5.0))
+        done += ray.get(engine.poll.remote(client_id, 5.0))
     return done
 
 
@@ -321,10 +321,10 @@ def test_requests_that_run_over_an_update_go_on_or_end_as_configured(engines, to
 def test_an_engine_that_nobody_admitted_says_so_at_once(engines, tokenizer):
     engine = engines._engines[0]
     engines.begin_update()
-    batch = open_batch(engines)
-    ray.get(engine.submit.remote(batch, [Request((0, 0), [1, 2], {"max_new_tokens": 2})]))
+    client_id = new_client_id(engines)
+    ray.get(engine.submit.remote(client_id, [Request((0, 0), [1, 2], {"max_new_tokens": 2})]))
     with pytest.raises(RuntimeError, match="engine 0 cannot serve"):
-        ray.get(engine.poll.remote(batch, 5.0))
+        ray.get(engine.poll.remote(client_id, 5.0))
     engines.end_update(engines.weight_version + 1)
     assert len(engines.score([[1, 2, 3]])[0]) == 2
 

@@ -25,34 +25,35 @@ _MASKED_QUERIES = 512
 
 @dataclass
 class Block:
-    """n sequences whose attention is computed together, with up to L tokens each, of which up to E are new.
+    """A group of n sequences of a batch whose attention is computed together.
 
-    New tokens are tokens whose keys and values were not cached before this step.
+    A sequence has up to L tokens. Up to E of them are new, which means that their keys and values were not
+    cached before this step.
     """
 
     rows: torch.Tensor
-    """int64 [n, E]: index in the batch of each new token's query. A sequence with fewer than E new tokens
-    is padded by repeating its last index."""
+    """int64 [n, E]: row of each new token in the batch's tensor of queries. A sequence with fewer than E new
+    tokens is padded by repeating its last row."""
     real: torch.Tensor
     """int64 [new tokens]: positions in `rows.flatten()` that are not padding."""
     slots: torch.Tensor
-    """int64 [n, L]: slots in SGLang's pool of each token's keys and values. Shorter sequences are padded
-    with slot 0, which SGLang never uses."""
+    """int64 [n, L]: slot of each token's keys and values in SGLang's pool. Shorter sequences are padded with
+    slot 0, which SGLang never uses."""
     lengths: torch.Tensor
     """int64 [n]: number of tokens of each sequence."""
     prefix: torch.Tensor
     """int64 [n]: number of cached tokens of each sequence."""
     _head_slots: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Cache of `head_slots`: {heads: result}."""
+    """Cache of the results of `head_slots`: {heads: result}."""
     _padding: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Cache of `padding`: {heads: result}."""
+    """Cache of the results of `padding`: {heads: result}."""
 
     def head_slots(self, heads: int) -> torch.Tensor:
-        """Return the rows of SGLang's pool that hold the keys (or values) of the block, sequence by sequence.
+        """Return the positions of the block's keys (or values) in SGLang's pool, int64 [n * heads * L].
 
-        The result is int64 [n * heads * L], with the heads of a sequence one after the other. It indexes the
-        pool viewed as [slots * heads, head_dim], so that one index_select gathers everything. It is computed
-        once per batch and used in every layer.
+        The positions are ordered by sequence, then by head, then by token. They are rows of the pool viewed
+        as [slots * heads, head_dim], so that one index_select gathers all keys of the block. The result is
+        computed once per batch and used in every layer.
 
         heads: number of KV heads.
         """
@@ -63,7 +64,7 @@ class Block:
     def padding(self, heads: int) -> torch.Tensor:
         """Return the additive attention mask, float32 [n * heads, 1, L]: -inf after a sequence's end, else 0.
 
-        It is computed once per batch and used in every layer.
+        The mask is computed once per batch and used in every layer.
 
         heads: number of KV heads.
         """
@@ -82,11 +83,11 @@ def make_blocks(
     The sequences of a block have similar numbers of tokens and of new tokens. Either all of them have a
     cached prefix, or none has one.
 
-    req_to_token: int32 [requests, context], the pool's slots of each request.
-    requests: int64 [B], the row in `req_to_token` of each sequence.
-    lengths: int64 [B], the tokens of each sequence.
-    prefix: int64 [B], the cached tokens of each sequence. The batch holds the other tokens, sequence by
-        sequence.
+    req_to_token: int32 [requests, context], slot of each token of each request in SGLang's pool.
+    requests: int64 [B], row of each sequence in `req_to_token`.
+    lengths: int64 [B], number of tokens of each sequence, cached tokens included.
+    prefix: int64 [B], number of cached tokens of each sequence. The batch contains the queries of the other
+        tokens, sequence by sequence.
     """
     new = lengths - prefix
     starts = new.cumsum(0) - new
@@ -129,8 +130,8 @@ def decode_attention(
     values: [slots, kv_heads, v_dim], SGLang's whole pool of cached values.
     scale: factor of the scores before the softmax.
 
-    The query heads that share a kv head are the rows of one matrix product. All dtypes are computed in
-    float32.
+    Everything is computed in float32. The query heads that share a KV head are the rows of one matrix
+    product.
     """
     n, heads, d = q.shape
     kv_heads = keys.shape[1]
@@ -184,10 +185,10 @@ def extend_attention(
 
 
 class BatchedAttention(TorchNativeAttnBackend):
-    """The attention backend of CPU engines: SGLang's `torch_native`, but computed on blocks of sequences.
+    """The attention backend of CPU engines. It computes attention for blocks of similar sequences at once.
 
-    Cross-attention, encoders and sliding windows are left to the methods of `torch_native`. The models of
-    this project do not have them.
+    The base class, SGLang's backend `torch_native`, computes one sequence at a time. Its methods are still
+    used for cross-attention, encoders and sliding windows, which the models of this project do not have.
     """
 
     def init_forward_metadata(self, forward_batch):

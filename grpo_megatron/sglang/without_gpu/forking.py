@@ -19,7 +19,7 @@ _IMPORTS = "grpo_megatron.sglang.without_gpu.forked_imports"
 def prepare() -> None:
     """Start the process from which SGLang's processes will be forked, and return immediately.
 
-    The process gets the current environment and imports SGLang in the background.
+    The new process gets the current environment variables and imports SGLang in the background.
     """
     forkserver.set_forkserver_preload([_IMPORTS])
     forkserver.ensure_running()
@@ -51,8 +51,8 @@ def _run(environment: dict[str, str], function: Callable, *arguments) -> Any:
 
     Child processes of the forked process are spawned, not forked.
 
-    environment: the environment of the engine's process. SGLang may have set variables since `prepare`.
-    function: the main function. Its result is returned.
+    environment: environment variables to set. SGLang may have changed them since `prepare` was called.
+    function: the main function. It is called with `arguments`, and its result is returned.
     """
     # Set only the variables that changed: once the whole environment has been set, a process title cannot be
     # set.

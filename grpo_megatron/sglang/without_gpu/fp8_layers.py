@@ -26,7 +26,7 @@ from grpo_megatron.weights.fp8_blocks import quantise
 def register() -> None:
     """Make SGLang use the FP8 linear layers and experts of this module, in this process.
 
-    They replace functions that need Triton. Only layers that are created from now on use them.
+    They replace functions of SGLang that need Triton. Only layers that are created from now on use them.
     """
     fp8_utils.triton_w8a8_block_fp8_linear = linear
     fused_moe.fused_experts = experts
@@ -40,11 +40,12 @@ def linear(
     input_scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return a linear layer's output. It replaces SGLang's triton_w8a8_block_fp8_linear, which needs a GPU.
+    """Compute a linear layer with FP8 weights on a CPU. Return [..., out] in the input's dtype.
 
-    The result is [..., out] in the input's dtype. Sums are float32.
+    The function replaces SGLang's triton_w8a8_block_fp8_linear, which needs a GPU. Products are summed in
+    float32.
 
-    input: [..., n] of any float dtype.
+    input: [..., n] of any float dtype. It is quantised to FP8 too.
     weight: float8_e4m3fn [out, n].
     block_size: (rows, columns) of the weight that share a scale.
     weight_scale: float32, one scale per block of the weight.
@@ -54,7 +55,7 @@ def linear(
         raise NotImplementedError("FP8 products on a CPU do not support an input that is already quantised")
     values, scales = quantise(input.reshape(-1, input.shape[-1]), rows=1)
     x = values.float() * scales.repeat_interleave(block_size[1], 1)
-    out = (x @ _multiplied(weight, weight_scale, block_size).t()).to(input.dtype)
+    out = (x @ _dequantised(weight, weight_scale, block_size).t()).to(input.dtype)
     return (out if bias is None else out + bias).view(*input.shape[:-1], len(weight))
 
 
@@ -71,14 +72,17 @@ def experts(
     use_fp8_w8a8: bool,
     **others,
 ) -> torch.Tensor:
-    """Return the output of an MoE layer's experts, [tokens, h]. It replaces SGLang's Triton kernels.
+    """Compute the experts of an MoE layer with FP8 weights on a CPU. Return [tokens, h].
 
-    hidden_states: [tokens, h].
+    The function replaces SGLang's Triton kernels.
+
+    hidden_states: [tokens, h], the input.
     w1: gate and up projections, float8_e4m3fn [experts, 2f, h].
     w2: down projections, float8_e4m3fn [experts, h, f].
     topk_output: indices and weights of each token's experts. The index of an expert on another rank is -1.
-    w1_scale, w2_scale: one scale per block of `w1` and `w2`.
+    w1_scale, w2_scale: float32, one scale per block of `w1` and `w2`.
     block_shape: (rows, columns) of a block.
+    others: further arguments of SGLang. Raises NotImplementedError if one of them is used.
 
     Four values are rounded to the input's dtype: the output of the first product, the output of SwiGLU, the
     output of the second product times the expert's weight, and the sum over a token's experts. The model's
@@ -87,23 +91,26 @@ def experts(
     config = moe_runner_config
     unlike = {name for name, value in others.items() if value is not None and value is not False}
     if unlike or not use_fp8_w8a8 or not _is_plain(config):
-        raise NotImplementedError(f"FP8 experts on a CPU do not support {sorted(unlike)} and {config}")
+        raise NotImplementedError(
+            f"FP8 experts on a CPU do not support these arguments: {sorted(unlike)}, "
+            f"use_fp8_w8a8={use_fp8_w8a8}, {config}"
+        )
     dtype, (weights, chosen, _) = hidden_states.dtype, topk_output
     x, out = _rounded(hidden_states, block_shape[1]), torch.zeros_like(hidden_states, dtype=torch.float32)
     for expert in chosen[chosen >= 0].unique().tolist():
         tokens, places = (chosen == expert).nonzero(as_tuple=True)
-        gate_up = (x[tokens] @ _multiplied(w1[expert], w1_scale[expert], block_shape).t()).to(dtype)
+        gate_up = (x[tokens] @ _dequantised(w1[expert], w1_scale[expert], block_shape).t()).to(dtype)
         gate, up = gate_up.float().chunk(2, dim=-1)
         inner = _rounded((silu(gate) * up).to(dtype), block_shape[1])
-        down = inner @ _multiplied(w2[expert], w2_scale[expert], block_shape).t()
+        down = inner @ _dequantised(w2[expert], w2_scale[expert], block_shape).t()
         out.index_add_(0, tokens, (down * weights[tokens, places, None]).to(dtype).float())
     return out.to(dtype)
 
 
 def _is_plain(config: MoeRunnerConfig) -> bool:
-    """Return whether `experts` supports this MoE layer.
+    """Return whether the function `experts` supports an MoE layer with this configuration.
 
-    It supports plain SwiGLU MLPs whose outputs are weighted after the second matrix product.
+    Supported are plain SwiGLU MLPs whose outputs are weighted after the second matrix product.
     """
     limits = config.gemm1_alpha, config.gemm1_clamp_limit, config.swiglu_limit
     other = (
@@ -112,14 +119,14 @@ def _is_plain(config: MoeRunnerConfig) -> bool:
     return config.activation == "silu" and config.is_gated and not other
 
 
-def _multiplied(weight: torch.Tensor, scale: torch.Tensor, block_size: list[int]) -> torch.Tensor:
+def _dequantised(weight: torch.Tensor, scale: torch.Tensor, block_size: list[int]) -> torch.Tensor:
     """Return the dequantised weight, float32 [out, n]: each element times the scale of its block."""
     rows, columns = block_size
     return weight.float() * scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
 
 
 def _rounded(x: torch.Tensor, columns: int) -> torch.Tensor:
-    """Return x [tokens, n] rounded to FP8 and back to float32, to compute as the GPU kernel does.
+    """Round x [tokens, n] to FP8 numbers, as the GPU kernel does. Return the result as float32.
 
     Each group of `columns` features of a token has its own scale, which need not be a power of two.
     """

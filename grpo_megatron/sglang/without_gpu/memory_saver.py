@@ -29,7 +29,7 @@ _PROT_NONE, _PROT_READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
 class _Recorded(TorchDispatchMode):
     """A context manager that records the storages of all CPU tensors that are created inside its context.
 
-    storages: dict that the storages are added to.
+    storages: dict to which the storages are added.
     """
 
     def __init__(self, storages: dict[int, StorageWeakRef]):
@@ -46,10 +46,10 @@ class _Recorded(TorchDispatchMode):
 
 
 class HostMemorySaver(_TorchMemorySaverAdapterNoop):
-    """The memory saver of CPU engines, a stand-in for the package torch_memory_saver, which needs CUDA.
+    """The memory saver of CPU engines. It replaces the package torch_memory_saver, which needs CUDA.
 
-    A region is the memory of all tensors with one tag. `pause` releases the memory of a region, and its
-    contents are lost. After `resume` the memory is filled with zeros.
+    The memory of all tensors with the same tag is a region. `pause` releases the memory of a region, whose
+    contents are lost. `resume` makes the memory usable again, filled with zeros.
     """
 
     enabled = True
@@ -59,7 +59,7 @@ class HostMemorySaver(_TorchMemorySaverAdapterNoop):
 
     @contextmanager
     def region(self, tag: str, enable_cpu_backup: bool = False) -> Iterator[None]:
-        """Return a context. `pause` and `resume` with this tag act on the tensors that are created inside."""
+        """Return a context. Tensors that are created inside it belong to the region with this tag."""
         if enable_cpu_backup:
             raise NotImplementedError("the memory saver of CPU engines does not support enable_cpu_backup")
         storages = self._regions[tag]
@@ -83,7 +83,7 @@ class HostMemorySaver(_TorchMemorySaverAdapterNoop):
         Only these pages are released, because the first and last page of a storage may also contain other
         data.
 
-        tag: select the tensors that were created in a `region` with this tag.
+        tag: tag of the region to which the tensors belong.
         """
         page = mmap.PAGESIZE
         for address, reference in self._regions[tag].items():
@@ -110,7 +110,7 @@ def register() -> HostMemorySaver:
 
 
 def weights_region():
-    """Return a context in which new tensors count as weights, so that they are released with the weights.
+    """Return a context. Tensors that are created inside it are released together with the weights.
 
     The context has no effect if this engine was started without the memory saver.
     """

@@ -21,9 +21,10 @@ from torch.nn.functional import linear, silu
 
 
 def register(platform_key: str) -> None:
-    """Replace SGLang's slow operators with those of this module, in this process, from now on.
+    """Replace SGLang's slow operators with the operators of this module, in this process, from now on.
 
-    platform_key: the key of the CPU platform in SGLang's operators, TorchCpuPlatform.get_dispatch_key_name.
+    platform_key: key under which SGLang looks up the operators of the CPU platform
+        (TorchCpuPlatform.get_dispatch_key_name).
     """
     BaseFusedOp.register_oot_forward(RMSNorm, rms_norm, platform_key)
     # These subclasses differ only in their frequencies.
@@ -47,14 +48,14 @@ def store_weights_by_column(model: torch.nn.Module) -> None:
 
 @cache
 def _scalar(value: float) -> torch.Tensor:
-    """Return a cached tensor of a constant, for torch operators that take no Python numbers."""
+    """Return a constant as a cached scalar tensor, for torch operators that accept no Python numbers."""
     return torch.tensor(value)
 
 
 def rms_norm(self: RMSNorm, x, residual=None, post_residual_addition=None, quant_linear=None):
     """Return RMSNorm(x) for x [..., h]. With a residual, return (RMSNorm(x + residual), x + residual).
 
-    It replaces RMSNorm's native forward for float32 and launches fewer operators.
+    The function replaces RMSNorm's native forward for float32, and launches fewer operators.
     """
     special = self.variance_size_override is not None or self.fp32_residual or not self.has_weight
     if x.dtype != torch.float32 or special or post_residual_addition is not None:
@@ -70,7 +71,7 @@ def rms_norm(self: RMSNorm, x, residual=None, post_residual_addition=None, quant
 def rotate(self: RotaryEmbedding, positions, query, key, offsets=None, fused_set_kv_buffer_arg=None):
     """Return (query, key), each [tokens, heads * head_size], with the rotary embedding applied.
 
-    It replaces RotaryEmbedding's native forward for float32 and launches fewer operators.
+    The function replaces RotaryEmbedding's native forward for float32, and launches fewer operators.
     """
     whole = self.is_neox_style and self.rotary_dim == self.head_size and not hasattr(self, "sin_cos_cache")
     if (
@@ -97,8 +98,8 @@ def rotate(self: RotaryEmbedding, positions, query, key, offsets=None, fused_set
 def experts(self: UnquantizedFusedMoEMethod, layer, dispatch_output):
     """Return the output of an MoE layer's experts, as SGLang's StandardCombineInput.
 
-    It replaces SGLang's native version, which is wrong under expert parallelism: the index of an expert on
-    another rank is -1, and the native version takes it for the index of one of this rank's experts.
+    The function replaces SGLang's native version, which is wrong under expert parallelism. There, the index
+    of an expert on another rank is -1, which the native version uses as an index into this rank's experts.
     """
     x, (weights, chosen, _) = dispatch_output.hidden_states, dispatch_output.topk_output
     if not (chosen < 0).any():

@@ -14,9 +14,9 @@ ATTENTION_BACKEND = "grpo_batched"  # batched_attention.BatchedAttention
 def activate() -> str | None:
     """Return the import path of the platform class if SGLANG_PLATFORM names this platform, else None.
 
-    This is the entry point. SGLang calls it wherever the package is installed, also on GPU machines. If it
-    returned the class there, SGLang would use the CPU instead of CUDA (0.5.23), or `import sglang` would fail
-    (0.5.17).
+    SGLang calls this entry point wherever the package is installed, also on GPU machines. If the function
+    returned the class on a GPU machine, SGLang 0.5.23 would use the CPU instead of CUDA, and the import of
+    SGLang 0.5.17 would fail.
     """
     if os.environ.get("SGLANG_PLATFORM") != PLATFORM_NAME:
         return None
@@ -24,9 +24,9 @@ def activate() -> str | None:
 
 
 def _allocate_plain(dims, dtype, device, pin_memory, allocator, registration_granularity_bytes=None):
-    """Allocate and return SGLang's host buffer for the experts that tokens are routed to.
+    """Allocate SGLang's host buffer for the experts that tokens are routed to, and return the buffer.
 
-    It replaces SGLang's function, which also registers the buffer with CUDA.
+    The function replaces SGLang's own, which also registers the buffer with CUDA.
     """
     return allocator.allocate(dims, dtype=dtype, device=device)
 

@@ -14,7 +14,7 @@ from grpo_megatron.weights.sync.plan import Layouts, Link, ReshardPlan
 
 @dataclass(frozen=True)
 class Machine:
-    """The speed of the hardware that weights travel over.
+    """The speed of the hardware that transfers weights.
 
     network: GB/s of one GPU between nodes, in each direction.
     fabric: GB/s of one GPU within a node, in each direction.
@@ -41,14 +41,15 @@ class Cost:
     messages: int
     """Number of messages sent by the GPU that sends the most messages."""
     bound: float
-    """Lower bound of the seconds of a sync between the same layouts, whatever the reshard plan."""
+    """Minimum of the seconds that any sync between the same trainer and engines takes, even with another
+    reshard plan."""
     seconds: float
-    """Estimated seconds of a sync that follows the reshard plan."""
+    """Estimated seconds of the sync."""
 
 
 @dataclass
 class _Traffic:
-    """Counters of bytes and messages in one sync. The keys are GPUs: trainer ranks and EngineRanks."""
+    """Bytes and messages of each GPU in one sync. The counters' keys are trainer ranks and EngineRanks."""
 
     network_out: Counter = field(default_factory=Counter)
     """Bytes sent to other nodes."""
@@ -85,7 +86,7 @@ class _Traffic:
 
 
 def cost(layouts: Layouts, machine: Machine, bucket_bytes: int, itemsize: int = 2) -> Cost:
-    """Return the estimated cost of one weight sync with the reshard plan for these layouts.
+    """Estimate the cost of one weight sync between the trainer and the engines that the layouts describe.
 
     machine: speed of the hardware.
     bucket_bytes: weight_sync.bucket_bytes, the maximum bytes of a message.
@@ -125,13 +126,13 @@ def cost(layouts: Layouts, machine: Machine, bucket_bytes: int, itemsize: int = 
 
 
 def _bound(layouts: Layouts, traffic: _Traffic, machine: Machine, model_bytes: int) -> float:
-    """Return a lower bound of the seconds that a sync takes, whatever the plan (Cost.bound).
+    """Return Cost.bound: the minimum of the seconds that a sync takes, even with another reshard plan.
 
     Each engine rank must receive its parameters, and the trainer must send each element at least once. With
-    `layouts.within_nodes`, all data that a node's trainer ranks lack must come through that node's network
-    cards, and each engine rank must read its parameters over the fabric.
+    `layouts.within_nodes`, each engine rank must read its parameters over the fabric of its node. The
+    parameters that the node's trainer ranks lack must also come through the node's network cards.
 
-    traffic: the traffic of the reshard plan for these layouts.
+    traffic: bytes that each GPU sends and receives with the reshard plan.
     model_bytes: bytes of all weights in the engines' dtype.
     """
     if not layouts.within_nodes:
@@ -149,10 +150,10 @@ _MOST_GROUPS = 16
 
 
 def broadcast_is_cheaper(layouts: Layouts, bucket_bytes: int, machine: Machine = Machine()) -> bool:
-    """Return whether broadcasts are at least 10 % faster than sending to each engine separately.
+    """Return whether a weight sync is at least 10 % faster with broadcasts than with a copy for each engine.
 
-    Broadcasts pay off for a small model with many engines, for example. The result is False if an engine rank
-    would be in too many process groups, because broadcasts need one process group per link.
+    Broadcasts pay off for a small model with many engines, for example. They need one process group for each
+    set of a sender and its receivers. The result is False if an engine rank would be in too many groups.
 
     bucket_bytes: weight_sync.bucket_bytes, the maximum bytes of a message.
     """
@@ -166,7 +167,7 @@ def broadcast_is_cheaper(layouts: Layouts, bucket_bytes: int, machine: Machine =
 
 
 def on_nodes(layouts: Layouts, gpus_per_node: int, colocated: bool) -> Layouts:
-    """Return the layouts with a node assigned to each rank, to estimate the cost on an imagined cluster.
+    """Return a copy of the layouts in which every rank has a node, to estimate costs on an imagined cluster.
 
     Nodes are filled one after the other, first with the trainer's ranks and then with the engines' ranks.
 

@@ -20,9 +20,9 @@ _LEVEL = 1
 
 
 def max_payload(parcel: Parcel) -> int:
-    """Return the largest number of bytes that may be sent for a parcel: the whole parcel and a footer.
+    """Return the maximum size in bytes of a parcel's payload: the whole parcel and a footer.
 
-    A parcel is one message of packed weights.
+    A parcel is one message of packed weights. Its payload is what is actually sent.
     """
     return parcel.total_bytes + _FOOTER.size
 
@@ -45,9 +45,11 @@ def _elements(parcel: Parcel, buffer: torch.Tensor) -> np.ndarray:
 
 
 class Encoder:
-    """The delta encoder of a trainer rank's weights. It keeps a copy of the last sent weights in host memory.
+    """Delta encoder: it reduces a trainer rank's messages to the weights that changed since the last sync.
 
-    sent_bytes: sum of the sizes of all payloads since the last call of `begin`.
+    The encoder keeps a copy of the last sent weights in host memory.
+
+    sent_bytes: bytes of all payloads since the last call of `begin`.
     """
 
     def __init__(self):
@@ -67,9 +69,9 @@ class Encoder:
     def encode(self, parcel: Parcel, buffer: torch.Tensor) -> torch.Tensor:
         """Return the payload to send for a parcel, uint8 [bytes]. `decode` restores the parcel from it.
 
-        A parcel is one message of packed weights. The payload holds the elements that changed since the last
-        sync, compressed. If the last sync is unknown, or if the payload would not be smaller, it holds the
-        whole parcel.
+        A parcel is one message of packed weights. The payload contains the elements that changed since the
+        last sync, compressed. The payload contains the whole parcel instead if this would not be larger, or
+        if the encoder has no weights of the last sync.
 
         buffer: uint8, the packed parcel with its digests, followed by room for the footer (`max_payload`
             bytes in all). A payload with the whole parcel is a view of this buffer.
@@ -110,7 +112,9 @@ class Encoder:
 
 
 def decode(parcel: Parcel, payload: torch.Tensor, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Restore a packed parcel with its digests from an `Encoder.encode` payload. Return uint8 [total_bytes].
+    """Restore a packed parcel with its digests from a payload that `Encoder.encode` has returned.
+
+    Return uint8 [total_bytes]. A parcel is one message of packed weights.
 
     parameters: {name of an engine's parameter: this rank's part of it}, with the values of the last sync. A
         delta payload contains only the elements that differ from these values.
@@ -123,9 +127,9 @@ def decode(parcel: Parcel, payload: torch.Tensor, parameters: dict[str, torch.Te
     raw = payload.cpu().numpy()
     elements = _elements(parcel, buffer)  # shares the buffer's memory
     decompressor = zstandard.ZstdDecompressor()
-    behind = len(raw) - _FOOTER.size - 8 * len(parcel.tensor_spans)
+    digests_at = len(raw) - _FOOTER.size - 8 * len(parcel.tensor_spans)
     bits = np.frombuffer(decompressor.decompress(raw[:size].tobytes()), dtype=np.uint8)
-    values = np.frombuffer(decompressor.decompress(raw[size:behind].tobytes()), dtype=elements.dtype)
+    values = np.frombuffer(decompressor.decompress(raw[size:digests_at].tobytes()), dtype=elements.dtype)
     elements[np.unpackbits(bits, count=len(elements)).astype(bool)] = values
-    buffer[parcel.data_bytes :] = payload[behind : -_FOOTER.size]
+    buffer[parcel.data_bytes :] = payload[digests_at : -_FOOTER.size]
     return buffer.to(payload.device)

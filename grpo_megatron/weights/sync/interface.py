@@ -9,9 +9,9 @@ from grpo_megatron.weights.sync.messages import SyncCommand
 
 
 class WeightSource(Protocol):
-    """The trainer, as a weight sync uses it. Implemented by trainer.weights.TrainerWeights.
+    """Interface of the trainer in a weight sync. trainer.weights.TrainerWeights implements it.
 
-    processes: the trainer's ranks.
+    processes: one process per trainer rank.
     """
 
     processes: list[Process]
@@ -24,10 +24,10 @@ class WeightSource(Protocol):
 
 
 class WeightTarget(Protocol):
-    """The engines, as a weight sync uses them. Implemented by sglang.pool.EnginePool.
+    """Interface of the engines in a weight sync. sglang.pool.EnginePool implements it.
 
-    Between `begin_update` and `end_update` (the update session) the engines serve no requests. If anything
-    fails in between, their weights are undefined, and they must not serve again.
+    Between `begin_update` and `end_update` the engines serve no requests. If anything fails in between, the
+    engines' weights are undefined, and the engines must not serve again.
 
     processes: one process per engine.
     """
@@ -43,22 +43,23 @@ class WeightTarget(Protocol):
         """
 
     def end_update(self, version: int) -> None:
-        """Resume serving. From now on, the engines' samples report `version` as their weight version."""
+        """Let the engines serve again. From now on, their samples report `version` as the weight version."""
 
 
 class Probe(Protocol):
-    """A comparison of what the trainer and the engines compute after a weight sync.
+    """Interface of a check, after a weight sync, that trainer and engines compute the same log-probs.
 
-    It detects errors that checksums cannot: weights that arrived intact, but that an engine uses differently.
-    Implemented by trainer.weight_probe.WeightProbe. The two steps are separate methods, because trainer and
-    engines may have to take turns on devices that they share.
+    The check detects errors that checksums cannot detect: weights that arrived intact, but that an engine
+    uses wrongly. trainer.weight_probe.WeightProbe implements it. Its two steps are separate methods, because
+    trainer and engines may have to take turns on devices that they share.
     """
 
     def ask_trainer(self) -> None:
-        """Compute outputs with the trainer, and keep them as the values that `ask_engines` expects."""
+        """Compute log-probs of fixed token sequences with the trainer, and keep them for `ask_engines`."""
 
     def ask_engines(self) -> dict[str, float]:
-        """Compute the outputs of `ask_trainer` with the engines, and compare them. Return {metric: value}.
+        """Compute the same log-probs with the engines, and compare them with those of `ask_trainer`.
 
-        Raises RuntimeError if the outputs differ too much.
+        Return metrics, such as {"probe_mean": mean absolute difference}. Raises RuntimeError if the log-probs
+        differ too much.
         """

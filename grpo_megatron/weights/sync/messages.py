@@ -14,11 +14,11 @@ from grpo_megatron.weights.sync.plan import Layouts
 
 
 class SyncKind(Enum):
-    """The work that a SyncCommand asks of trainer ranks and engine ranks.
+    """The work that a SyncCommand asks trainer ranks and engine ranks to do.
 
-    describe: report the names, shapes and dtypes of the engine's parameters. It is sent to engine ranks only.
-    transfer: copy the weights and compare digests (checksums).
-    verify: compare digests only. No weights are sent.
+    describe: report the names, shapes and dtypes of the engine's parameters. Only engine ranks get this kind.
+    transfer: copy the weights from trainer to engines, and compare digests (checksums).
+    verify: compare digests only, without sending weights.
     """
 
     describe = "describe"
@@ -39,7 +39,7 @@ class SyncSetup:
     bucket_bytes: int
     """Maximum bytes of data in a parcel, which is one message of packed weights."""
     timeout: float
-    """Maximum seconds that one message of packed weights may take."""
+    """Maximum seconds that a rank waits for one message of packed weights (weight_sync.timeout)."""
     dtypes: tuple[tuple[str, torch.dtype], ...] = ()
     """(name of an engine's parameter, its dtype) for every parameter. Empty until the engines have
     reported them."""
@@ -51,7 +51,8 @@ class SyncSetup:
     def payload_bytes(self, parcel: Parcel, kind: SyncKind = SyncKind.transfer) -> int:
         """Return the maximum number of bytes that are sent for a parcel in a sync of this kind.
 
-        A parcel is one message of packed weights. SyncKind.verify sends only its digests, 8 bytes each.
+        A parcel is one message of packed weights. In a sync of the kind SyncKind.verify, only the parcel's
+        digests (checksums) are sent, 8 bytes each.
         """
         if kind == SyncKind.verify:
             return 8 * len(parcel.tensor_spans)
@@ -90,7 +91,8 @@ class SyncReport:
     trainer rank with the engine ranks that get the same bytes from it. Its checksum is the sum of the
     digests of these bytes modulo 2^64. The driver compares the checksums of sender and receivers."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """{activity, such as "pack", or "all" for the whole sync: seconds that it took}."""
+    """{activity: seconds that it took}. Activities are "pack" and "digest", for example, and "all" for the
+    whole sync."""
     bytes: int = 0
     """Number of payload bytes that the rank sent or received."""
     parameters: dict[str, tuple[tuple[int, ...], torch.dtype]] | None = None
@@ -101,9 +103,9 @@ class SyncReport:
     """Traceback if the command failed, else empty."""
 
     def add_digests(self, link: str, digests: list[int]) -> None:
-        """Add the digests of one message to the checksum of its link in `link_checksums`.
+        """Add the digests of one message to the checksum, in `link_checksums`, of the message's link.
 
-        link: name of the link, which is a sender with its receivers.
+        link: name of the link. A link is a sender with its receivers.
         """
         self.link_checksums[link] = (self.link_checksums.get(link, 0) + sum(digests)) % DIGEST_MODULUS
 

@@ -19,13 +19,13 @@ from grpo_megatron.weights.sync.plan import Link, Part, ReshardPlan
 
 # Digests and their sums are taken modulo this number.
 DIGEST_MODULUS = 2**64
-# Parts start at a multiple of this many bytes. Views of every dtype need it, and digests count in words of 8
-# bytes.
+# Parts start at a multiple of this many bytes. Views of a wide dtype need this alignment, and so do digests,
+# which count in words of 8 bytes.
 _ALIGNMENT = 16
 
 
 class TensorSpan(NamedTuple):
-    """A range of a parcel's buffer (packed weights) whose contents belong to one HF tensor.
+    """A range of a buffer of packed weights (a parcel) whose contents belong to one HF tensor.
 
     hf: name of the HF tensor.
     start: index of the range's first 8-byte word in the buffer.
@@ -41,8 +41,8 @@ class TensorSpan(NamedTuple):
 class Parcel:
     """The layout of one message of a weight sync: rectangles of several parameters, packed into one buffer.
 
-    The buffer has `total_bytes` bytes. It holds the rectangles (`parts`), followed by one int64 digest
-    (checksum) for each of `tensor_spans`.
+    The buffer has `total_bytes` bytes. It contains the rectangles (`parts`), followed by one int64 digest
+    (checksum) for each range in `tensor_spans`.
     """
 
     link: Link
@@ -60,7 +60,7 @@ class Parcel:
 
     @cached_property
     def tensor_spans(self) -> list[TensorSpan]:
-        """Ranges of the buffer that have one digest (checksum) each. A range belongs to one HF tensor."""
+        """Ranges of the buffer with a digest (checksum) of their own. A range belongs to one HF tensor."""
         ends = (*self.offsets[1:], self.data_bytes)
         found: list[TensorSpan] = []
         for part, start, end in zip(self.parts, self.offsets, ends, strict=True):
@@ -93,8 +93,8 @@ class Parcel:
     def pack_again(self, parameters: dict[str, torch.Tensor], buffer: torch.Tensor) -> None:
         """Copy this message's rectangles from the receiver's parameters back into a buffer.
 
-        Used to compute the digests (checksums) of what the engine really holds, and to decode deltas. The
-        digests at the end of the buffer are not written.
+        The receiver needs the packed buffer to compute the digests (checksums) of the weights that the engine
+        really has, and to decode deltas. The digests at the end of the buffer are not written.
 
         parameters: {name of an engine's parameter: this rank's part of it}.
         buffer: uint8 [total_bytes or more].
@@ -145,9 +145,9 @@ class Parcel:
 
 
 def odd_factors(parcels: list[Parcel], device: torch.device) -> torch.Tensor:
-    """Return the factors 1, 3, 5, ... for Parcel.digests, as many as the largest of these parcels needs.
+    """Return the factors 1, 3, 5, ... by which `Parcel.digests` multiplies words, as int64 [n].
 
-    The result is int64 [8-byte words of the largest parcel]. It is computed once and used for all parcels.
+    n is the number of 8-byte words in the largest parcel, so that the result can be used for all parcels.
     """
     words = max((parcel.data_bytes for parcel in parcels), default=0) // 8
     return torch.arange(1, 2 * words, 2, dtype=torch.int64, device=device)
@@ -158,10 +158,10 @@ def make_parcels(
 ) -> list[Parcel]:
     """Divide the rectangles that are sent over a link into parcels of at most `max_bytes` bytes of data.
 
-    A parcel is one message of packed weights. A larger rectangle is cut by rows. A single row larger than
-    `max_bytes` gets a parcel of its own.
+    A parcel is one message of packed weights, and a link is a sender with its receivers. A rectangle larger
+    than `max_bytes` is cut by rows. A single row larger than `max_bytes` gets a parcel of its own.
 
-    parts: the rectangles that the link's sender copies to its receivers.
+    parts: the rectangles.
     dtypes: {name of an engine's parameter: its dtype}. Data is sent in this dtype.
     """
     whole_bytes = max(_ALIGNMENT, max_bytes // _ALIGNMENT * _ALIGNMENT)  # parts are padded to the alignment
@@ -190,7 +190,7 @@ def make_parcels(
 
 
 def _cut(part: Part, max_numel: int) -> Iterator[Part]:
-    """Cut a rectangle by rows, and yield rectangles of at most `max_numel` elements, but at least one row."""
+    """Cut a rectangle into groups of rows with at most `max_numel` elements each, but at least one row."""
     move = part.move
     step = max(1, max_numel // prod(move.shape[1:]))
     if move.shape[0] <= step:
@@ -218,14 +218,15 @@ def _moved(at: tuple[int, ...], dimensions: int, rows: int) -> tuple[int, ...]:
 def parcels_in_order(
     plan: ReshardPlan, links: dict[Link, list[Part]], dtypes: dict[str, torch.dtype], max_bytes: int
 ) -> list[Parcel]:
-    """Return all parcels of some links in the order in which sender and receivers process them.
+    """Divide the weights that are sent over some links into parcels, in the order in which they are sent.
 
-    A parcel is one message of packed weights. All parcels of the plan have one global order. Every process
-    handles the parcels that it sends or receives in this order, so that processes cannot deadlock. In the
-    global order, neighbouring parcels tend to have different senders and different receivers, so that
-    transfers run in parallel.
+    A parcel is one message of packed weights, and a link is a sender with its receivers. All processes send
+    and receive their parcels in the same global order, so that they cannot deadlock. In this order,
+    neighbouring parcels tend to have different senders and different receivers, so that transfers run in
+    parallel.
 
-    links: {link: rectangles that are sent over it}, from ReshardPlan.
+    plan: the reshard plan that the links belong to.
+    links: {link: rectangles that are sent over it}.
     dtypes: {name of an engine's parameter: its dtype}.
     max_bytes: maximum bytes of data in a parcel.
     """

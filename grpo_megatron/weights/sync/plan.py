@@ -98,7 +98,7 @@ class Layouts:
     node."""
 
     def node_of(self, receiver: EngineRank) -> str | None:
-        """Return the name of an engine rank's node, or None if the layouts do not name nodes."""
+        """Return the name of an engine rank's node, or None if everything is on one node."""
         return (
             self.engine_nodes[receiver.engine * self.engine.tp + receiver.rank] if self.engine_nodes else None
         )
@@ -139,22 +139,23 @@ class ReshardPlan:
         return engine_shapes(self.entries, self.layouts.engine)
 
     def outgoing(self, rank: int) -> dict[Link, list[Part]]:
-        """Return what a trainer rank sends from its own shards, as {link: rectangles that are sent over it}.
+        """Return what a trainer rank sends from its own shards: {link: rectangles that are sent over it}.
 
         A link is a trainer rank with the engine ranks that receive the same bytes from it.
         """
         return self._collected(self._links(sender=rank))
 
     def relayed(self, rank: int) -> dict[Link, list[Part]]:
-        """Return what a trainer rank gets from other nodes and relays to its own node, as {link: rectangles}.
+        """Return what a trainer rank relays for senders on other nodes to engine ranks on its own node.
 
-        A link is the sending trainer rank with the engine ranks that receive the same bytes from it.
+        The result is {link: rectangles that are sent over it}. A link is the sending trainer rank with the
+        engine ranks that receive the same bytes from it.
         """
         links = self._collected(self._links(relay_rank=rank)) if self.has_relays else {}
         return {link: parts for link, parts in links.items() if link.sender != rank}
 
     def incoming(self, receiver: EngineRank) -> dict[Link, list[Part]]:
-        """Return what an engine rank receives, as {link: rectangles that it receives over the link}.
+        """Return what an engine rank receives: {link: rectangles that are sent to it over the link}.
 
         A link is a trainer rank with the engine ranks that receive the same bytes from it.
         """
@@ -163,9 +164,9 @@ class ReshardPlan:
     def quantised(self, rank: int) -> dict[str, list[Move]]:
         """Return how a trainer rank reorders the rows of weights before it quantises them for FP8 engines.
 
-        The result is {Megatron name: copies from the shard into the reordered shard}, for each weight to
-        quantise. It is empty if the engines do not use FP8. In the reordered shard, the rows of each HF
-        tensor are adjacent (`model.block_scaled.stacked_by_tensor`).
+        The result is {Megatron name: copies from the rank's shard into the reordered shard}, for each weight
+        that is quantised. It is empty if the engines do not use FP8. In the reordered shard, the rows of each
+        HF tensor are adjacent (`model.block_scaled.stacked_by_tensor`).
         """
         found = {}
         for entry in self._exported if self.layouts.engine.fp8 else ():
@@ -179,8 +180,8 @@ class ReshardPlan:
     def volumes(self, itemsize: int) -> dict[Link, int]:
         """Return {link: bytes sent over it} for the whole plan, for the cost model and for checks.
 
-        A link is a trainer rank with the engine ranks that receive the same bytes from it. This is much
-        cheaper than listing every rectangle, so it also works for thousands of ranks.
+        A link is a trainer rank with the engine ranks that receive the same bytes from it. The rectangles are
+        not listed, so the sums can be computed even for thousands of ranks.
 
         itemsize: bytes of an element of the engines' dtype.
         """
@@ -209,8 +210,8 @@ class ReshardPlan:
     ) -> Iterator[tuple[Link, Part]]:
         """Yield (link, rectangle sent over it) for the whole plan, or for the selected links only.
 
-        A link is a trainer rank with the engine ranks that receive the same bytes from it. Each argument
-        selects the links with this sender, receiver or relay rank. None selects all.
+        A link is a trainer rank with the engine ranks that receive the same bytes from it. An argument that
+        is not None selects the links with this sender, this receiver or this relay rank.
         """
         for index, entry in enumerate(self.entries):
             for shard in range(self._ranks.shards(entry)):
@@ -244,7 +245,7 @@ class ReshardPlan:
                             yield link
 
     def _may_relay(self, rank: int, group: int) -> bool:
-        """Return whether a trainer rank is on the node of a group of engine ranks, and so may relay to it.
+        """Return whether a trainer rank may relay to a group of engine ranks, because it is on their node.
 
         group: index of the group in `_receiver_groups`.
         """
@@ -252,7 +253,10 @@ class ReshardPlan:
         return layouts.node_of(self._receiver_groups[group][0]) == layouts.rank_nodes[rank]
 
     def _receivers(self, group: int, tp_ranks: Sequence[int]) -> Iterator[tuple[EngineRank, ...]]:
-        """Yield the receivers of each link by which a rectangle is sent to a group of engine ranks.
+        """Yield the receivers of each link over which a rectangle is sent to a group of engine ranks.
+
+        With multicast, one link leads to all ranks of the group that need the rectangle. Otherwise each of
+        these ranks has its own link.
 
         group: index of the group in `_receiver_groups`.
         tp_ranks: tensor-parallel ranks, within each engine, that need the rectangle.
@@ -275,7 +279,7 @@ class ReshardPlan:
 
     @property
     def has_relays(self) -> bool:
-        """True if some weights may reach their receivers through another trainer rank than their sender."""
+        """True if some trainer ranks may pass on weights that other trainer ranks send (Link.relay_rank)."""
         return self.layouts.within_nodes and len(set(self.layouts.rank_nodes)) > 1
 
     @cached_property
@@ -287,7 +291,7 @@ class ReshardPlan:
 
     @cached_property
     def _receiver_groups(self) -> list[tuple[EngineRank, ...]]:
-        """The engine ranks in groups. All ranks of a group get a given shard from the same trainer rank.
+        """Groups of engine ranks. All ranks of a group get a given shard from the same trainer rank.
 
         Without multicast, a group is the ranks of one engine on one node. With multicast and `within_nodes`,
         a group is all engine ranks on one node. With multicast alone, all engine ranks are one group.
@@ -304,11 +308,12 @@ class ReshardPlan:
         )
 
     def _needed(self, entry: Entry, shard: int, receiver: EngineRank | None) -> dict[Move, list[int]]:
-        """Return {rectangle of a shard: tensor-parallel ranks, within each engine, that need it}.
+        """Return {rectangle of a trainer's shard: tensor-parallel ranks, within each engine, that need it}.
 
-        Ranks that need the same rectangle at different positions of their parameters get separate entries.
+        If ranks need the same rectangle at different positions of their parameters, it is listed once for
+        each position.
 
-        entry: the weight map entry of the parameter.
+        entry: the parameter, with its HF names and its layouts in trainer and engine.
         shard: index of the trainer's shard.
         receiver: return only the rectangles that this engine rank needs; None: all rectangles.
         """
@@ -325,11 +330,11 @@ class ReshardPlan:
 
     @cached_property
     def _senders(self) -> dict[tuple[int, int], dict[int, tuple[int, ...]]]:
-        """The trainer ranks that send each shard, and the groups of engine ranks that they send it to.
+        """{shard: {trainer rank that sends the shard: groups of engine ranks to which it sends the shard}}.
 
-        The format is {(index in `entries`, index of the shard): {trainer rank: indices in
-        `_receiver_groups`}}. Among the ranks that may send to a group, the one with the fewest elements to
-        send so far is chosen, so that the load is balanced.
+        A shard is identified by (index of the parameter in `entries`, index of the shard), and a group by its
+        index in `_receiver_groups`. Of the ranks that may send to a group, the one with the fewest elements
+        to send so far is chosen, so that the load is balanced.
         """
         load: dict[tuple[int, ...], dict[int, int]] = {}
         chosen = {}
@@ -338,20 +343,20 @@ class ReshardPlan:
             for shard in range(shards):
                 holders, goes_to = self._ranks.holders(entry, shard), defaultdict(tuple)
                 for group in range(len(self._receiver_groups)):
-                    serving = self._serving(holders, group)
-                    loads = load.setdefault(serving, dict.fromkeys(serving, 0))
-                    sender = min(serving, key=loads.__getitem__)
+                    eligible = self._eligible_senders(holders, group)
+                    loads = load.setdefault(eligible, dict.fromkeys(eligible, 0))
+                    sender = min(eligible, key=loads.__getitem__)
                     loads[sender] += entry.numel // shards
                     goes_to[sender] += (group,)
                 chosen[index, shard] = dict(goes_to)
         return chosen
 
-    def _serving(self, holders: tuple[int, ...], group: int) -> tuple[int, ...]:
-        """Return which trainer ranks of `holders` may send a shard to a group of engine ranks.
+    def _eligible_senders(self, holders: tuple[int, ...], group: int) -> tuple[int, ...]:
+        """Return the trainer ranks that may send a shard to a group of engine ranks.
 
-        If the group is on one node and some holders are on that node too, these holders are returned.
-        Otherwise the holders are divided among the n groups (every n-th holder), so that different groups
-        have different senders.
+        If the group is on one node, these are the ranks on the same node that hold the shard, if there are
+        any. Otherwise the holders of the shard are divided among the n groups (every n-th holder), so that
+        different groups have different senders.
 
         holders: the trainer ranks that hold the shard.
         group: index of the group in `_receiver_groups`.

@@ -10,20 +10,21 @@ from grpo_megatron.weights.fp8_blocks import quantise
 
 
 class QuantisedShards(Mapping):
-    """A trainer rank's shards as a mapping {name: tensor} that quantises linear weights to FP8 on demand.
+    """Mapping {name: tensor} of a trainer rank's shards that quantises linear weights when they are read.
 
-    Parcels for FP8 engines are packed from it. Besides {Megatron name: shard} it contains the FP8 elements
-    and the scales of each linear weight, under the names that `elements_name` and `scales_name`
-    (model.block_scaled) return. A weight is quantised when one of these names is read. Only the last
-    quantised weight is cached, because packing reads slices of one parameter many times in a row.
+    A weight sync to FP8 engines reads the weights from this mapping. It contains every shard under its
+    Megatron name. For each linear weight it also contains the FP8 elements and the scales, under the names
+    that `elements_name` and `scales_name` (model.block_scaled) return. Reading either of the two quantises
+    the weight. Only the last quantised weight is cached, because a sync reads slices of one parameter many
+    times in a row.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], orders: dict[str, list[Move]]):
         """Wrap the shards of a rank.
 
         parameters: {Megatron name: shard}.
-        orders: {Megatron name: copies that reorder the shard's rows before it is quantised}, the result of
-            ReshardPlan.quantised for this rank.
+        orders: {Megatron name: copies that reorder the shard's rows before quantisation} of each linear
+            weight, the result of ReshardPlan.quantised for this rank.
         """
         self._parameters, self._orders = parameters, orders
         self._sources = {name(weight): weight for weight in orders for name in (elements_name, scales_name)}

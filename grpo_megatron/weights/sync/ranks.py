@@ -8,10 +8,14 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 @dataclass(frozen=True)
 class TrainerRanks:
-    """Megatron's assignment of parameter shards to trainer ranks, from which the reshard plan is computed.
+    """Megatron's assignment of parameter shards to trainer ranks. The reshard plan is computed from it.
 
-    Consecutive ranks differ first in their tensor-parallel rank, then in the context-, data- and
-    pipeline-parallel rank. For experts the order is expert-tensor, expert, data and pipeline parallel.
+    In the numbering of ranks, the tensor-parallel rank varies fastest, then the context-, the data- and the
+    pipeline-parallel rank. For experts, the expert-tensor-parallel rank varies fastest, then the expert-, the
+    data- and the pipeline-parallel rank.
+
+    sizes: the trainer's parallel sizes.
+    num_layers: number of layers of the model.
     """
 
     sizes: ParallelSizes
@@ -20,7 +24,7 @@ class TrainerRanks:
     def stage(self, entry: Entry) -> int:
         """Return the index of the pipeline stage that has this parameter.
 
-        entry: the weight map entry of the parameter.
+        entry: the parameter, with its names and its sharded axis.
         """
         if entry.megatron.startswith("embedding."):
             return 0
@@ -38,7 +42,7 @@ class TrainerRanks:
     def shards(self, entry: Entry) -> int:
         """Return the number of shards that tensor parallelism divides a parameter into; 1: not divided.
 
-        entry: the weight map entry of the parameter.
+        entry: the parameter, with its names and its sharded axis.
         """
         if entry.axis is None:
             return 1
@@ -47,7 +51,7 @@ class TrainerRanks:
     def holders(self, entry: Entry, shard: int) -> tuple[int, ...]:
         """Return all trainer ranks that hold a copy of one shard of a parameter.
 
-        entry: the weight map entry of the parameter.
+        entry: the parameter, with its names and its sharded axis.
         shard: index of the shard, from 0.
         """
         sizes, stage = self.sizes, self.stage(entry)

@@ -13,7 +13,7 @@ from grpo_megatron.weights.sync.transports import parcel_receiver
 
 
 class WeightReceiver:
-    """The receiver of one engine rank's weights. It writes them into the parameters and verifies them.
+    """Receives the weights of one engine rank, writes them into its parameters and verifies them.
 
     The object is kept from sync to sync, because setting up its buffers and connections takes long.
     """
@@ -28,9 +28,10 @@ class WeightReceiver:
         self._scratch = torch.empty(largest, dtype=torch.uint8, device=device)
 
     def receive(self, command: SyncCommand, parameters: dict[str, torch.Tensor]) -> SyncReport:
-        """Receive all weights, write them into the parameters, and compare digests with the sender's.
+        """Receive all weights, write them into the parameters, and compare digests with the senders' digests.
 
-        For SyncKind.verify the sender sends only digests (checksums), and the parameters stay as they are.
+        If the command's kind is SyncKind.verify, only digests (checksums) are received, and the parameters
+        stay as they are.
 
         parameters: {name of an engine's parameter: this rank's part of it}, written in place.
 
@@ -60,10 +61,12 @@ class WeightReceiver:
     def _load(
         self, parcel: Parcel, payload: torch.Tensor, parameters: dict[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Write received weights into the parameters. Return the sender's digests, int64 [tensor_spans].
+        """Write the weights of one message into the parameters. Return its digests, int64 [tensor_spans].
 
-        parcel: layout of a message of packed weights.
-        payload: the bytes that were received for it.
+        The digests (checksums) were computed by the sender.
+
+        parcel: layout of the message.
+        payload: the received bytes.
         """
         buffer = delta.decode(parcel, payload, parameters) if self.setup.delta else payload
         parcel.unpack(buffer, parameters)

@@ -26,17 +26,18 @@ _SHOWN = 5
 
 
 class Resharding:
-    """Transfers the trainer's weights: its ranks send slices of their shards directly to the engine ranks.
+    """The driver's part of a weight sync, which sends commands to all ranks and compares their checksums.
 
-    Each engine rank writes the slices into its own parameters. This object runs in the driver process. It
-    sends the commands to the ranks and compares the checksums of both sides.
+    In the sync, trainer ranks send slices of their shards directly to engine ranks. Each engine rank writes
+    the slices into its own parameters.
     """
 
     def __init__(self, layouts: Layouts, config: WeightSyncConfig, folder: str, call_timeout: float):
         """Compute the reshard plan, and start the key-value store through which the ranks coordinate.
 
         layouts: how trainer and engines divide the model, and the nodes that they are on.
-        folder: for the transport `disk`, the folder for the data, which only this run uses.
+        config: the section weight_sync of the configuration.
+        folder: folder for the files of the transport `disk`. No other run may use it.
         call_timeout: maximum seconds of a whole sync.
         Raises UserError if the configured transport cannot reach the engines.
         """
@@ -59,7 +60,8 @@ class Resharding:
         """Transfer all weights from the trainer (`source`) to the engines (`target`), and verify them.
 
         The weights are verified by digests (checksums). Return metrics of the sync, such as {"sent_gb": 15.2,
-        "engine_load_seconds": 0.8}. The engines must be between `begin_update` and `end_update`.
+        "engine_load_seconds": 0.8}. The caller must have called `target.begin_update`, and calls
+        `target.end_update` afterwards.
 
         version: version number of the trainer's weights, see WeightSync.version.
         Raises UserError if the engines' parameters differ from the plan in name, shape or dtype. Raises
@@ -99,7 +101,7 @@ class Resharding:
         return SyncCommand(kind, self._sync_id, self._setup, full=self._delivered != version - 1)
 
     def _reports(self, references: list[ray.ObjectRef], processes: list[Process]) -> list:
-        """Wait for one remote call per process and return the results in order.
+        """Wait for remote calls, one per process, and return their results in the order of the processes.
 
         Raises the error of a process whose call failed.
         """
@@ -108,9 +110,9 @@ class Resharding:
         )
 
     def _check_parameters(self, target: WeightTarget) -> None:
-        """Check that the engines have the planned parameters, and store the parameters' dtypes in the setup.
+        """Check that the engines have the parameters of the plan, and store their dtypes for later commands.
 
-        Raises UserError that names the parameters which differ from the plan.
+        Raises a UserError that names the parameters which differ from the plan.
         """
         command = self._command(SyncKind.describe, version=0)
         reports = _by_rank(self._reports(target.receive_weights(command), target.processes))
@@ -143,12 +145,13 @@ class Resharding:
             if different:
                 raise RuntimeError(
                     f"{me} did not load the weights that the trainer sent: the checksums of these links "
-                    f"differ: {', '.join(different[:_SHOWN])}; try another weight_sync.transport"
+                    f"differ: {', '.join(different[:_SHOWN])} (each named TRAINER_RANK-ENGINE.RANK); try "
+                    "another weight_sync.transport"
                 )
 
     @cached_property
     def _links_to(self) -> dict[EngineRank, list[str]]:
-        """{engine rank: names of the links over which the plan sends it weights}."""
+        """{engine rank: names of the links (a sender with its receivers) over which it receives weights}."""
         found = {me: [] for me in self._plan.engine_ranks}
         for link in self._plan.volumes(itemsize=1):
             for me in link.receivers:
@@ -156,7 +159,7 @@ class Resharding:
         return found
 
     def close(self) -> None:
-        """Delete the files of the transport `disk` that dead trainer ranks could not delete."""
+        """Delete the files of the transport `disk` that trainer ranks left behind when they died."""
         self._clear_folder()
 
     def _clear_folder(self) -> None:
@@ -176,7 +179,7 @@ def parameter_differences(
 ) -> list[str]:
     """Return one sentence for each engine parameter whose name, shape or dtype differs from the plan.
 
-    If a parameter differs on several ranks, the sentence names only the first of them.
+    If a parameter differs on several engine ranks, the sentence names only the first rank.
 
     described: {engine rank: {parameter: (shape, dtype)}}, as the engines have reported their parameters.
     """
@@ -210,9 +213,9 @@ def _compare_digests(received: dict[EngineRank, SyncReport]) -> None:
 
 
 def _by_rank(reports) -> dict[EngineRank, SyncReport]:
-    """Return {engine rank: its report}.
+    """Arrange the reports of all engine ranks as {engine rank: report}.
 
-    reports: for each engine, the list of its ranks' reports.
+    reports: for each engine, the list of its ranks' reports in rank order.
     """
     return {
         EngineRank(engine, rank): report
@@ -224,8 +227,8 @@ def _by_rank(reports) -> dict[EngineRank, SyncReport]:
 def _metrics(sent: list[SyncReport], received: list[SyncReport]) -> dict[str, float]:
     """Return the metrics of a sync as {name: value}, with names such as "sent_gb" and "engine_load_seconds".
 
-    The metrics are the GB that the trainer sent, the GB that the engines received, and for each activity the
-    seconds of the slowest trainer rank and of the slowest engine rank.
+    The metrics are the GB that the trainer sent, the GB that the engines received, and the seconds of each
+    activity on the slowest trainer rank or engine rank.
 
     sent: the reports of all trainer ranks.
     received: the reports of all engine ranks.
@@ -246,8 +249,8 @@ def choose_transport(config: WeightSyncConfig, layouts: Layouts) -> tuple[Transp
     """Choose the transport that carries the weights. Return (transport, layouts adapted to the transport).
 
     With `weight_sync.transport=auto` the transport is shared memory if every engine node has a trainer rank,
-    else process groups. Process groups broadcast if the cost model in weights.sync.cost says that this is
-    faster. Otherwise they send point to point. Raises UserError if shared memory is configured but an engine
+    else process groups. Process groups send by broadcast if the cost model (weights.sync.cost) predicts that
+    broadcasts are faster, else point to point. Raises UserError if shared memory is configured but an engine
     node has no trainer rank.
     """
     remote = sorted(set(layouts.engine_nodes) - set(layouts.rank_nodes))

@@ -23,6 +23,7 @@ class WeightSender:
     def __init__(self, setup: SyncSetup, rank: int, device: torch.device, transformer_engine: bool = False):
         """Compute the messages that a trainer rank sends, and open its connections.
 
+        setup: settings of all weight syncs of the run.
         rank: the trainer rank.
         device: device of the buffers in which weights are packed.
         transformer_engine: True if the rank's parameters have the names of TransformerEngine's layers.
@@ -46,7 +47,7 @@ class WeightSender:
     ) -> SyncReport:
         """Send this rank's weights, and relay weights of ranks on other nodes to engines on this node.
 
-        For SyncKind.verify, send only the digests (checksums) of the weights.
+        If the command's kind is SyncKind.verify, only the digests (checksums) of the weights are sent.
 
         parameters: {Megatron name: this rank's current shard, with LoRA adapters merged}.
         advance: called before each message, to report progress to the hang detector.
@@ -75,9 +76,10 @@ class WeightSender:
     def _send_own(
         self, parcel: Parcel, parameters: Mapping[str, torch.Tensor], kind: SyncKind, report: SyncReport
     ) -> None:
-        """Pack one message of this rank's weights and send it to the engines, or to a relay rank near them.
+        """Pack one message of this rank's weights and send it to engine ranks, or to a relay rank.
 
-        The message's digests, bytes and seconds are added to `report`.
+        A relay rank is a trainer rank on the engine ranks' node that hands the message to them. The message's
+        digests, bytes and seconds are added to `report`.
 
         parcel: layout of the message.
         """

@@ -7,7 +7,7 @@ from grpo_megatron.weights.sync.resharding import Resharding
 
 
 class WeightSync:
-    """Copies the trainer's weights into the engines. The training loop calls `run` when they have changed.
+    """Copies the trainer's weights into the engines. The training loop calls `run` after each weight change.
 
     version: version of the weights that the engines serve; 0 before the first sync.
     metrics: {"sync/NAME": value} of the last sync.
@@ -24,8 +24,8 @@ class WeightSync:
         """Connect a trainer (`source`) to the engines (`target`).
 
         resharding: transfers the weights from the trainer to the engines.
-        probe: compares what trainer and engines compute; None: no comparison.
-        probe_every: use the probe after the first sync, and then after every `probe_every`-th sync; 0: never.
+        probe: compares the log-probs of trainer and engines; None: no comparison.
+        probe_every: compare after the first sync and then after every `probe_every`-th sync; 0: never.
         """
         self._source, self._target, self._resharding = source, target, resharding
         self._probe, self._probe_every, self._probing, self._syncs = probe, probe_every, False, 0
@@ -58,7 +58,7 @@ class WeightSync:
         self.metrics["sync/seconds"] = time.perf_counter() - started
 
     def probe(self) -> None:
-        """Compare what the engines and the trainer compute, if `probe_every` asks for it after this sync.
+        """Compare the log-probs of engines and trainer if `probe_every` requires it after the last sync.
 
         The results are added to `metrics`. Raises RuntimeError if trainer and engines differ too much.
         """

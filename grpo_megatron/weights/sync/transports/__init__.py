@@ -15,6 +15,8 @@ from grpo_megatron.weights.sync.transports.shared_memory import SharedMemoryRece
 def parcel_sender(setup: SyncSetup, rank: int, parcels: list[Parcel], device: torch.device) -> ParcelSender:
     """Return the sending side of the configured transport for a trainer rank.
 
+    setup: settings of weight syncs, which include the transport.
+    rank: the trainer rank.
     parcels: the messages of packed weights that the rank sends to engine ranks.
     device: device of the buffers in which the weights are packed.
     """
@@ -32,6 +34,7 @@ def parcel_receiver(
 ) -> ParcelReceiver:
     """Return the receiving side of the configured transport for an engine rank.
 
+    setup: settings of weight syncs, which include the transport.
     me: the engine rank.
     parcels: the messages of packed weights that the engine rank receives.
     device: device of the engine's parameters.

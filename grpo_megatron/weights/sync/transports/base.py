@@ -23,27 +23,27 @@ class ParcelSender(Protocol):
     def begin(self, sync_id: int) -> None:
         """Begin a weight sync.
 
-        sync_id: id of the sync's SyncCommand, which no other sync of the run has.
+        sync_id: id of the sync, unique within the run (SyncCommand.sync_id).
         """
 
     def buffer(self, size: int) -> torch.Tensor:
         """Wait until a buffer is free, and return it: uint8 [size], to be filled with the next message.
 
-        Raises TimeoutError if no buffer becomes free in time, because receivers have not read older messages.
+        Raises TimeoutError if the receivers do not read older messages in time, so that no buffer is free.
         """
 
     def send(self, parcel: Parcel, payload: torch.Tensor) -> None:
         """Send the bytes of a message: packed weights, a delta, or only digests (checksums).
 
         parcel: layout of the message.
-        payload: the bytes, in the tensor that `buffer` returned last, in a part of it, or in another tensor
-            of at most its size. The caller must not write to this tensor afterwards.
+        payload: uint8, the bytes. It is the tensor that `buffer` returned last, a part of that tensor, or
+            another tensor that is not larger. The caller must not write to it afterwards.
         """
 
     def finish(self) -> None:
-        """Wait until all messages of this sync have left their buffers.
+        """Wait until no message of this sync needs its buffer any more.
 
-        The transport through files returns at once, because a file is complete when `send` returns.
+        The transport through files does not wait, because a file is complete when `send` returns.
         """
 
     def close(self) -> None: ...
@@ -60,7 +60,7 @@ class ParcelReceiver(Protocol):
         payload: uint8 [bytes]: packed weights, a delta, or only digests (checksums). It is valid until the
             next message is requested, because its buffer is then used again.
 
-        sync_id: id of the sync's SyncCommand, as for ParcelSender.begin.
+        sync_id: id of the sync, the same as for ParcelSender.begin.
         parcels: layouts of the messages.
         payload_bytes: function that returns the maximum bytes of a message.
 
@@ -72,10 +72,11 @@ class ParcelReceiver(Protocol):
 
 
 def parcel_key(sync_id: int, parcel: Parcel, state: str) -> str:
-    """Return the key that announces, in the key-value store, that a message has reached a state.
+    """Return the key with which one side tells the other, through a key-value store, the state of a message.
 
-    The sender or a receiver sets the key, and the other side waits for it.
+    One side sets the key when the message has reached the state, and the other side waits for the key.
 
+    sync_id: id of the weight sync.
     parcel: layout of the message.
     state: name of the state, such as "sent" or "taken".
     """
@@ -87,4 +88,7 @@ def wait_for(store: dist.Store, key: str, timeout: float) -> None:
     try:
         store.wait([key], timedelta(seconds=timeout))
     except dist.DistStoreError as error:
-        raise TimeoutError(f"no process reported {key} within {timeout:.0f} s") from error
+        raise TimeoutError(
+            f"no process reported {key} within {timeout:.0f} s (weight_sync.timeout); the other side of the "
+            "weight sync has failed or is too slow"
+        ) from error

@@ -35,7 +35,7 @@ class DiskSender:
 
     The files of a sync are deleted when the next sync begins.
 
-    store: the driver's key-value store, in which complete files are announced.
+    store: the driver's key-value store, in which the sender announces complete files to receivers.
     folder: this run's subfolder of weight_sync.folder.
     device: the device of the buffers in which weights are packed.
     """
@@ -100,7 +100,7 @@ class DiskReceiver:
             yield parcel, torch.from_numpy(payload).to(self._device)
 
     def _read(self, path: Path) -> np.ndarray:
-        """Return the contents, uint8 [bytes], of a file that its sender has announced.
+        """Return the contents, uint8 [bytes], of a file that its sender has announced as complete.
 
         A file that another node wrote may become visible on this node only after a delay. Raises TimeoutError
         if the file does not become visible in time.

@@ -30,10 +30,10 @@ Member = int | EngineRank  # a trainer rank, or an engine rank
 
 
 class _Route(NamedTuple):
-    """The process group over which a sender and its receivers (a link) communicate.
+    """The process group through which a sender reaches its receivers, and the target within the group.
 
     name: name of the group, the same in all processes.
-    members: the group's trainer ranks and engine ranks, in the order of their ranks in the group.
+    members: trainer ranks and engine ranks of the group. The index of a member is its rank in the group.
     target: the member that the sender sends to. None: the sender broadcasts to all members.
     """
 
@@ -65,7 +65,8 @@ def _groups_of(layouts: Layouts, me: Member, links: list[Link]) -> dict[str, lis
     Members with which `me` exchanges no data are listed too, because all members must create a group
     together.
 
-    links: the senders and receivers of everything that `me` sends or receives.
+    me: the process, a trainer rank or an engine rank.
+    links: all links (a sender with its receivers) over which `me` sends or receives.
     """
     routes = [_route(layouts, link) for link in links]
     if layouts.within_nodes:
@@ -103,8 +104,9 @@ class Groups:
         return dist.ProcessGroupNCCL(store, rank, size, options)
 
     def transfer(self, link: Link, payload: torch.Tensor, sending: bool) -> dist.Work:
-        """Start to send or receive bytes between sender and receivers. Pass the returned work to `wait`.
+        """Start to send or receive bytes over a link. Return the work, with which `wait` waits for the end.
 
+        link: a sender with its receivers. This process is one of them.
         payload: the tensor to send, or the tensor to receive into.
         sending: True in the sender's process.
         """
@@ -125,8 +127,8 @@ class Groups:
             work.wait(self._timeout)
         except RuntimeError as error:
             raise TimeoutError(
-                f"the transfer of {what} failed or took longer than {self._timeout.total_seconds():.0f} s: "
-                f"{error}"
+                f"the transfer of {what} failed or took longer than {self._timeout.total_seconds():.0f} s "
+                f"(weight_sync.timeout): {error}"
             ) from error
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
@@ -138,7 +140,7 @@ class Groups:
 class _Ring:
     """A fixed number of buffers that messages of packed weights use in turn.
 
-    Allocating memory for each message would take as long as the copy into it.
+    The buffers are reused, because allocating memory for a message would take as long as the copy into it.
     """
 
     def __init__(self, device: torch.device):
@@ -149,9 +151,9 @@ class _Ring:
         )
 
     def take(self, size: int) -> torch.Tensor:
-        """Return a buffer, uint8 [size], whose contents stay valid during the next _IN_FLIGHT calls.
+        """Return the next buffer, uint8 [size]. Its contents stay valid during the next _IN_FLIGHT calls.
 
-        The call after those reuses its memory.
+        Later calls use its memory again.
         """
         self._next = (self._next + 1) % len(self._buffers)
         if len(self._buffers[self._next]) < size:
@@ -235,10 +237,10 @@ class GroupReceiver:
 class Relay(GroupSender):
     """The transport of packed weights between trainer ranks, over a process group of all trainer ranks.
 
-    If trainer and engines share GPUs, an NCCL group cannot contain both. An engine then takes its weights
-    from a trainer rank on its own node, the relay rank (`Link.relay_rank`). The inherited methods send this
-    rank's messages (parcels) to the relay ranks on other nodes. `take` receives the messages that this rank
-    must relay to engines on its own node.
+    If trainer and engines share GPUs, an NCCL group cannot contain both. An engine then gets all weights from
+    trainer ranks on its own node. Such a trainer rank also relays weights from other nodes (it is their
+    `Link.relay_rank`). The inherited methods send this rank's messages (parcels) to relay ranks on other
+    nodes. `take` receives the messages that this rank must relay to engines on its own node.
     """
 
     def __init__(self, setup: SyncSetup, rank: int, parcels: list[Parcel], device: torch.device):
@@ -250,7 +252,7 @@ class Relay(GroupSender):
         """Receive a message that this rank must relay to engines, and return its bytes, uint8 [bytes].
 
         parcel: layout of the message.
-        kind: kind of the weight sync.
+        kind: kind of the weight sync. It determines how many bytes are received.
         """
         payload_bytes = partial(self._setup.payload_bytes, kind=kind)
         ((_, payload),) = self._receiver.receive(0, [parcel], payload_bytes)

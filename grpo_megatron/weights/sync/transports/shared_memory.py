@@ -1,9 +1,10 @@
 """Transport of parcels through memory that a trainer rank shares with the engine ranks of its node.
 
-The memory is shared by CUDA IPC on GPUs, and by a file in memory on CPUs. A sender fills its few slots in
-turn. A slot is free again when all receivers of its parcel have confirmed it, so there is never a second copy
-of the whole model. Both sides announce parcels through a key-value store that the sender serves on its node.
-The driver's store would handle the announcements of all nodes more slowly than the parcels are transferred.
+The memory is shared by CUDA IPC on GPUs, and by a file in memory on CPUs. A sender fills a few buffers
+(slots) in turn. A slot is free again when all receivers of its parcel have confirmed that they have read it,
+so there is never a second copy of the whole model. Both sides announce parcels through a key-value store that
+the sender serves on its node. The driver's store would handle the announcements of all nodes more slowly than
+the parcels are transferred.
 """
 
 import json
@@ -48,9 +49,9 @@ def _make(size: int, device: torch.device) -> tuple[torch.Tensor, Any, IO | None
 def _open(handle: Any, device: torch.device) -> torch.Tensor:
     """Map a sender's shared memory into this process, for use on `device`. Return it as uint8 [bytes].
 
-    A CUDA IPC handle contains the device's index in the sender's process. A trainer rank sees one GPU, so the
-    index is always 0. An engine's scheduler sees all GPUs of its engine, and index 0 may be another
-    scheduler's GPU. So the index in the handle is replaced.
+    The GPU index in a CUDA IPC handle is replaced by the index of `device`, because the two processes number
+    GPUs differently. A trainer rank sees only its own GPU, as index 0. An engine's scheduler sees all GPUs of
+    its engine, so that index 0 may be the GPU of another scheduler.
 
     handle: the handle that `_make` returned in the sender's process.
     """
@@ -62,8 +63,8 @@ def _open(handle: Any, device: torch.device) -> torch.Tensor:
         return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
 
 
-def _settle(memory: torch.Tensor) -> None:
-    """Wait until all copies on the memory's device are done. Called before another process reads them."""
+def _wait_for_copies(memory: torch.Tensor) -> None:
+    """Wait until all copies on the memory's device are done, so that another process may use the memory."""
     if memory.device.type != "cpu":
         torch.get_device_module(memory.device).synchronize(memory.device)
 
@@ -73,8 +74,8 @@ class SharedMemorySender:
 
     Weights are packed into slots: a few buffers in shared memory on the sender's device, used in turn.
 
-    store: the driver's key-value store. The sender puts the handle of its memory, and the address of its own
-        store, there.
+    store: the driver's key-value store, in which the sender publishes the handle of its memory and the
+        address of its own key-value store.
     rank: this trainer rank.
     slot_bytes: bytes of the largest message.
     device: device of the shared memory.
@@ -107,7 +108,7 @@ class SharedMemorySender:
         slot = self._memory[start : start + len(payload)]
         if payload.data_ptr() != slot.data_ptr():
             slot.copy_(payload.clone())  # clone, because the payload may overlap the slot
-        _settle(slot)
+        _wait_for_copies(slot)
         self._store.set(parcel_key(self._sync_id, parcel, "sent"), json_text((start, len(payload))))
 
     def finish(self) -> None:
@@ -125,7 +126,7 @@ class SharedMemorySender:
 
 
 class _RankMemory(NamedTuple):
-    """The shared memory and the key-value store of a trainer rank from which a receiver reads weights."""
+    """A trainer rank's shared memory and key-value store, as opened by a receiver on the same node."""
 
     memory: torch.Tensor
     store: dist.Store
@@ -136,7 +137,7 @@ class SharedMemoryReceiver:
 
     It reads weights from the shared memory of the trainer ranks on its node.
 
-    store: the driver's key-value store, in which senders put the handles of their memory.
+    store: the driver's key-value store, in which senders publish the handles of their memory.
     device: the device of the engine's parameters.
     timeout: maximum seconds to wait for one message.
     """
@@ -152,7 +153,7 @@ class SharedMemoryReceiver:
             memory, store = self._memory_of(parcel.link.relay_rank)
             start, size = json.loads(self._value(store, parcel_key(sync_id, parcel, "sent")))
             yield parcel, memory[start : start + size]
-            _settle(memory)
+            _wait_for_copies(memory)
             taken, receivers = parcel_key(sync_id, parcel, "taken"), len(parcel.link.receivers)
             if receivers == 1 or store.add(f"{taken}/count", 1) == receivers:
                 for key in (parcel_key(sync_id, parcel, "sent"), f"{taken}/count"):
