@@ -105,7 +105,7 @@ def forward_probe(
 
     Each micro-batch gives one float32 tensor [2, T] on the device: log-probs in row 0, entropies in row 1. T
     is the micro-batch's number of tokens over all CP ranks, without padding. The list is empty except on the
-    last pipeline stage.
+    last pipeline stage. The arguments are those of `forward_logprobs`.
     """
 
     def collect(hidden: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:

@@ -378,7 +378,7 @@ class _WeightGradient:
 
         If the gradient was added to main_grad, this is a placeholder that makes the parameter's hooks run: a
         tensor of undefined values, or of zeros if Megatron has set `zero_out_wgrad` on the parameter. If DDP
-        has no hooks on the parameter, it is None. Megatron's linear layers do the same.
+        has no hooks on the parameter, the result is None. Megatron's linear layers do the same.
         """
         if self.parameter is None:
             return self.out

@@ -121,7 +121,7 @@ def make_objective(
 
 
 def _of_tokens(head: Head, loss: TokenLoss) -> Objective:
-    """Return a policy's objective: the sum of weight times loss over this CP rank's target tokens."""
+    """Return the objective function of a policy: it sums weight times loss over this CP rank's tokens."""
 
     def objective(hidden: torch.Tensor, micro_batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:
         new = head.of_trained(hidden, micro_batch, loss.needs_full_kl)
@@ -134,7 +134,7 @@ def _of_tokens(head: Head, loss: TokenLoss) -> Objective:
 
 
 def _of_pairs(head: ScoreHead, loss: PreferenceLoss) -> Objective:
-    """Return a reward model's objective: the sum of weight times loss over a micro-batch's preference pairs.
+    """Return the objective function of a reward model: it sums weight times loss over preference pairs.
 
     Every CP rank computes the whole sum, but only the gradient through its own tokens.
     """
