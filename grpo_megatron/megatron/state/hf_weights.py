@@ -88,7 +88,7 @@ def _entry_of(entries: dict[str, Entry], name: str) -> Entry:
 
 
 def mark_parallel(chunks, entries: dict[str, Entry]) -> None:
-    """Mark the parameters that are split over TP, and those of experts, as Megatron needs it.
+    """Mark the parameters that are split over TP, and the parameters of experts, as Megatron expects.
 
     TP mark: Megatron sets it while it initialises weights, which this project skips. Without this mark, the
     gradient norm would count a split parameter on the first TP rank only, and be silently too small.
@@ -160,10 +160,11 @@ def iterate_hf(
     dtype: dtype of the yielded tensors, except for float32 buffers. None: do not change the dtype.
     values: {Megatron name: this rank's shard} of the parameters. None: the values in the chunks.
 
-    Only the first data-parallel replica works. There, the first rank of the group over which a parameter is
-    split receives the shards of the other ranks and yields the tensors. Only one gathered parameter is in
-    memory at a time, plus what the caller keeps. Experts come last, so that a rank which yields only experts
-    has sent all its other shards before its caller makes it wait.
+    Only ranks of the first replica take part (of the first expert replica for experts). A parameter may be
+    split over the ranks of a group. The group's first rank then receives the shards of the others and yields
+    the tensors. Only one gathered parameter is in memory at a time, plus what the caller keeps. Experts come
+    last, so that a rank which yields only experts has sent all its other shards before its caller makes it
+    wait.
     """
     rank = rank_info()
     values = local_weights(chunks) if values is None else values
@@ -184,7 +185,7 @@ def iterate_hf(
 
 
 def whole_tensors(entry: Entry, shards: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """Assemble a Megatron parameter's shards to the HF tensors that it contains.
+    """Assemble the HF tensors that one Megatron parameter contains from the parameter's shards.
 
     entry: weight map entry of the parameter.
     shards: all shards of the parameter in rank order; a single shard if the parameter is not split.

@@ -106,7 +106,7 @@ def _within_row(row: int, start: int, stop: int, shape: tuple[int, ...]):
 
 
 def sharded_model(chunks) -> tuple[list[_Shard], list[dict[str, ShardedObject]]]:
-    """Return (shards, objects): everything that Megatron wants saved of this rank's model in a checkpoint.
+    """Return (shards, objects): all parts of this rank's model that Megatron would put in a checkpoint.
 
     shards: parts of all parameters and buffers. Each is a rectangle of a global tensor.
     objects: for each model chunk, {name within the chunk: object} of everything that is not a tensor.

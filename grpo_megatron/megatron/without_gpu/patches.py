@@ -240,7 +240,7 @@ def install() -> None:
 def must_be_new(prefix: str) -> None:
     """Raise RuntimeError if a module whose name starts with `prefix` is imported already.
 
-    Patches change a module while it is imported, so they would have no effect on this module.
+    Patches change a module while it is imported, so patching it later would have no effect.
     """
     loaded = next((name for name in sys.modules if name.startswith(prefix)), None)
     if loaded:

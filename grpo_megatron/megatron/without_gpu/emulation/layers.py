@@ -188,7 +188,7 @@ def fused_multi_row_unpadding(source, target, padded_rows, rows):
 def multi_tensor_l2norm(chunk_size, overflow, lists, per_tensor):
     """Return (L2 norm of all n tensors together [1], L2 norm of each tensor [n]).
 
-    lists: one list, which has the tensors.
+    lists: [tensors], a list that contains one list of tensors.
     """
     norms = torch.stack([tensor.float().norm() for tensor in lists[0]]) if lists[0] else torch.zeros(1)
     return norms.norm().view(1), norms

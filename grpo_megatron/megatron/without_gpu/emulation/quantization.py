@@ -219,7 +219,7 @@ def fused_amax_and_scale_update_after_reduction(amaxes, histories, scales, algor
     """Compute the FP8 scales of the next step for the recipe "delayed scaling". Update `scales` in place.
 
     amaxes: largest absolute value of each tensor in this step.
-    histories: for each group of tensors, their values of `amaxes` in the last steps. This step's are added.
+    histories: for each group of n tensors, their amaxes in the last steps, [steps, n]. This step's are added.
     algorithm: "max": compute the scale from the largest value in the history. Any other name: from this
         step's value.
     margin: the scale is divided by 2 ** margin.
