@@ -1,10 +1,10 @@
-"""Training engine: what runs on one trainer rank (model, optimizer, checkpoints, weight export).
+"""Training engine: all code that runs on one trainer rank (model, optimizer, checkpoints, weight export).
 
 It does not depend on prompts or reward functions.
 """
 
 from grpo_megatron.megatron.without_gpu import patches
 
-# This must run before any module below imports Megatron. With CUDA it only adds what a missing
-# TransformerEngine leaves undefined.
+# This must run before any module of this package imports Megatron. With CUDA it only adds the names that
+# Megatron lacks if TransformerEngine is not installed.
 patches.install()

@@ -1,9 +1,9 @@
-"""Actor: one rank of the trained model, as the parts that the driver and the tests call.
+"""Actor: one rank of the trained model, divided into parts whose methods the driver and the tests call.
 
-PolicyTrainer calls methods of the parts, such as `mini_batches.train_step`, through a Ray actor. The tests in
+PolicyTrainer calls these methods, such as `mini_batches.train_step`, through a Ray actor. The tests in
 tests/parallel call them directly. If a docstring says that all ranks must call a method, they must do so at
-the same time. Arguments are the same on all ranks, except micro-batches, which are those of the rank's
-data-parallel replica.
+the same time. Arguments are the same on all ranks, with one exception: micro-batches are the same only
+within a data-parallel replica.
 """
 
 from collections.abc import Callable
@@ -22,14 +22,15 @@ from grpo_megatron.megatron.trained_model import TrainedModel
 
 
 class Actor:
-    """One rank of the trained model. `process_groups.initialize` must have run in this process.
+    """One rank of the trained model, divided into parts for passes, checkpoints, weights and memory.
 
-    model: the model with its optimizer and reference weights, which all parts use
-    passes: forward and training passes
-    mini_batches: the mini-batches of the current step, on which the passes run
-    checkpoints: saving and loading of the training state
-    weights: weight sync, export, and changes and checks of the weights
-    memory: frees device memory while rollout engines use the device
+    Call `process_groups.initialize` in this process before creating an Actor. Attributes:
+    model: the model with its optimizer and reference weights, which the other parts use.
+    passes: runs forward passes and training steps.
+    mini_batches: holds the mini-batches of the current step, and runs the passes over them.
+    checkpoints: saves and loads the training state.
+    weights: syncs weights to the rollout engines, exports an HF checkpoint, changes and checks weights.
+    memory: frees device memory while rollout engines use the device.
     """
 
     def __init__(
@@ -41,10 +42,10 @@ class Actor:
     ):
         """Build the model, load its weights and set up the optimizer.
 
-        command: decides whether a policy or a reward model is trained, whether a reference and a frozen
-            reward model are held beside it, and how long the learning-rate schedule is.
+        command: kind of run. It decides whether a policy or a reward model is trained, whether this rank also
+            holds a reference model and a frozen reward model, and how long the learning-rate schedule is.
         heartbeat: reports this process's progress to the driver's hang detector. None: report no progress.
-        build: builds the model. Benchmarks build a model with random weights.
+        build: function that builds the model. Benchmarks pass one that builds it with random weights.
         """
         heartbeat = heartbeat or Heartbeat()
         scores = command == Command.train and scores_on_ranks(config)

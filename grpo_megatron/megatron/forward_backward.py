@@ -2,9 +2,9 @@
 
 Scaling: Megatron divides all gradients by the token count that loss functions return, summed over
 micro-batches and ranks (``calculate_per_token_loss``). Let M be the number of tokens of the whole optimizer
-step, and w and l the weight and the loss of a token. Our loss functions return (M * sum w l, their
-micro-batch's share of M), so exactly ``sum w l`` remains. MoE auxiliary losses, which Megatron adds per
-token, are then scaled correctly too.
+step, and w and l the weight and the loss of a token. Our loss functions return ``M * sum w l`` and the number
+of tokens of their micro-batch on this rank. These numbers add up to M, so ``sum w l`` remains after the
+division. MoE auxiliary losses, which Megatron adds per token, are then scaled correctly too.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,12 +27,12 @@ def _run(
     """Run Megatron's pipeline schedule over the micro-batches.
 
     chunks: model chunks of this rank, wrapped in DDP or Float16Module.
-    loss_func: called on the last pipeline stage with (output of the model, micro-batch). With a backward pass
-        it must return (loss, token count, metrics), otherwise it may return anything.
+    loss_func: called on the last pipeline stage with (last hidden states, micro-batch). It returns anything
+        if forward_only is True, otherwise (loss, token count, metrics).
     forward_only: if True, run no backward pass.
-    routing: source of the choice of experts.
-    Returns one item per micro-batch: the metrics with a backward pass, otherwise what loss_func returned. The
-    list is empty except on the last pipeline stage.
+    routing: says whether MoE routers choose the experts, or reuse a recorded choice.
+    Returns one item per micro-batch: the result of loss_func if forward_only is True, otherwise the metrics.
+    The list is empty except on the last pipeline stage.
     """
 
     def forward_step(iterator: Iterator[MicroBatch], model):
@@ -41,7 +41,7 @@ def _run(
         padding = None
         if chunk.config.num_moe_experts:
             set_routing(chunk, routing, micro_batch.routing)
-            # Megatron gives a TP rank its share of the mask on the first stage only.
+            # Megatron cuts the mask to a TP rank's share on the first stage only.
             padding = micro_batch.padding
             if not chunk.pre_process:
                 tp_rank = mpu.get_tensor_model_parallel_rank()
@@ -79,10 +79,12 @@ def forward_logprobs(
     routing: Routing = Routing.own,
     keep_hidden: Callable[[MicroBatch, torch.Tensor], None] | None = None,
 ) -> list[torch.Tensor]:
-    """Return the log-probs of the target tokens: a float32 tensor [T] per micro-batch, on the device.
+    """Return the log-probs of the target tokens: one float32 tensor [T] per micro-batch, on the device.
 
-    T counts the micro-batch's tokens on all CP ranks, without padding. The list is empty except on the last
-    pipeline stage.
+    T is the micro-batch's number of tokens over all CP ranks, without padding. The list is empty except on
+    the last pipeline stage.
+    head: computes the log-probs from the last hidden states.
+    routing: says whether MoE routers choose the experts, or reuse a recorded choice.
     keep_hidden: called with each micro-batch and this rank's last hidden states [t, h], to store them.
     """
 
@@ -101,8 +103,9 @@ def forward_probe(
 ) -> list[torch.Tensor]:
     """Return log-probs and entropies of the target tokens, to compare them with those of the rollout engines.
 
-    The result is a float32 tensor [2, T] per micro-batch, on the device. T counts the micro-batch's tokens on
-    all CP ranks, without padding. The list is empty except on the last pipeline stage.
+    Each micro-batch gives one float32 tensor [2, T] on the device: log-probs in row 0, entropies in row 1. T
+    is the micro-batch's number of tokens over all CP ranks, without padding. The list is empty except on the
+    last pipeline stage. The arguments are those of `forward_logprobs`.
     """
 
     def collect(hidden: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
@@ -114,7 +117,7 @@ def forward_probe(
 
 @torch.no_grad()
 def forward_scores(chunks: list, micro_batches: list[MicroBatch], head: ScoreHead) -> list[torch.Tensor]:
-    """Return a reward model's scores: per micro-batch of S sequences a float32 tensor [S], on the device.
+    """Return a reward model's scores: one float32 tensor [S] per micro-batch of S sequences, on the device.
 
     The list is empty except on the last pipeline stage.
     """
@@ -128,16 +131,17 @@ def forward_backward(
     step_tokens: int,
     routing: Routing = Routing.own,
 ) -> list[Metrics]:
-    """Compute the gradients of the objective, summed over micro-batches and ranks, into DDP's buffers.
+    """Run forward and backward passes, which leave the objective's gradients in DDP's gradient buffers.
 
-    objective: (hidden states, micro-batch) -> (sum of weight times loss, metrics).
+    The gradients are summed over all micro-batches and ranks.
+    objective: function (hidden states, micro-batch) -> (sum of weight times loss, metrics).
     step_tokens: number of tokens of the optimizer step over all ranks, padding excluded.
     Returns the metrics of each micro-batch on the last pipeline stage, and an empty list on the other stages.
     """
 
     def compute(hidden: torch.Tensor, micro_batch: MicroBatch):
         total, metrics = objective(hidden, micro_batch)
-        # The count stays on the host, where Megatron adds it up as a number.
+        # The count is a CPU tensor, because Megatron adds up the counts on the host.
         share = torch.tensor(int((micro_batch.pack.index >= 0).sum()), dtype=torch.int)
         return total * step_tokens, share, metrics
 

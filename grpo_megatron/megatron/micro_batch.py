@@ -1,4 +1,4 @@
-"""Micro-batches as inputs of the model on one rank, and a store that keeps them from one pass to the next."""
+"""Micro-batches as model inputs on one rank, and a store that keeps them from one pass to the next."""
 
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -31,13 +31,13 @@ class MicroBatch:
     pack: Pack
     """Mapping between the T tokens of the micro-batch and this rank's t tokens."""
     packed: PackedSequences
-    """Lengths and positions of the sequences, in the form that attention layers take."""
+    """Lengths and positions of the sequences, as attention layers need them."""
     tokens: torch.Tensor
     """int64 [1, t]: token ids."""
     position_ids: torch.Tensor
     """int64 [1, t]: position of each token in its sequence."""
     padding: torch.Tensor
-    """bool [1, t]: True on padding."""
+    """bool [1, t]: True for tokens that are padding."""
     target: torch.Tensor
     """int64 [t]: id of the token that each position predicts."""
     first_token: int
@@ -45,12 +45,12 @@ class MicroBatch:
     weight: torch.Tensor | None = None
     """float32 [t]: weight of each token's loss. None until `set_loss_inputs` sets it."""
     trained: torch.Tensor | None = None
-    """int64 [n]: indices, below t, of the tokens whose loss counts. None until `set_loss_inputs` sets it.
+    """int64 [n]: indices, among the t tokens, of those whose loss counts. `set_loss_inputs` sets it.
 
-    The training pass computes log-probs of these tokens only.
+    The training pass computes log-probs of these tokens only. None before `set_loss_inputs`.
     """
     inputs: LossInputs | PairInputs | None = None
-    """Further inputs of the loss: LossInputs for a policy, PairInputs for a reward model."""
+    """Further inputs of the loss: LossInputs for a policy, PairInputs for a reward model. None until set."""
     routing: dict[int, torch.Tensor] | None = None
     """{layer index: int64 [t, k]}: the k experts of each token. None: the routers choose them.
 
@@ -72,7 +72,10 @@ class MicroBatch:
 
 
 def rank_layout(config: Config, cp_rank: int) -> Layout:
-    """Return how packs of sequences are padded and split on a rank with this CP rank."""
+    """Return the rules by which a rank pads a micro-batch's sequences and takes its part of them.
+
+    cp_rank: the rank's index in its context-parallel (CP) group.
+    """
     megatron = config.megatron
     layout = Layout(
         megatron.tensor_parallel,
@@ -86,10 +89,7 @@ def rank_layout(config: Config, cp_rank: int) -> Layout:
 
 
 def _fp8_alignment(megatron: MegatronConfig) -> int:
-    """Return the multiple to which the tokens of a pack, and each rank's part of it, must be padded for FP8.
-
-    Without FP8 it is 1.
-    """
+    """Return the number that FP8 kernels require a rank's token count to be a multiple of. Without FP8: 1."""
     if megatron.precision != Precision.fp8:
         return 1
     return {FP8Recipe.blockwise: 128, FP8Recipe.mxfp8: 32}.get(megatron.fp8.recipe, 16)
@@ -98,9 +98,10 @@ def _fp8_alignment(megatron: MegatronConfig) -> int:
 def lay_out(
     batch: TrainBatch, layout: Layout, device: torch.device, own_attention: bool, first_token: int = 0
 ) -> MicroBatch:
-    """Return the model's inputs for one micro-batch: its sequences, padded, and cut to this rank's part.
+    """Prepare one micro-batch as model input: pad its sequences, take this rank's part, copy it to `device`.
 
-    The fields for the loss are still None.
+    The fields for the loss stay None.
+    batch: the samples.
     layout: rules for padding and for this rank's part.
     own_attention: True if PackedAttention computes attention, False if TransformerEngine does.
     first_token: number of tokens of the mini-batch's earlier micro-batches, without padding.
@@ -118,11 +119,11 @@ def lay_out(
 
 
 def set_loss_inputs(micro_batch: MicroBatch, batch: TrainBatch, current_is_old: bool) -> None:
-    """Set `weight`, `trained` and `inputs` of the micro-batch, from which a policy's loss is computed.
+    """Set the fields `weight`, `trained` and `inputs` of a micro-batch, which a policy's loss needs.
 
-    `lay_out` cannot set them: advantages and old log-probs are known only after the passes for log-probs.
+    `lay_out` cannot set them, because advantages and old log-probs are known only after the log-prob passes.
     batch: the samples of this micro-batch, with their advantages and log-probs.
-    current_is_old: if True, the loss takes the current log-probs in place of the old log-probs.
+    current_is_old: if True, the loss uses the current log-probs in place of the old log-probs.
     """
     pack, device = micro_batch.pack, micro_batch.target.device
     group = mpu.get_context_parallel_group()
@@ -146,9 +147,9 @@ def set_loss_inputs(micro_batch: MicroBatch, batch: TrainBatch, current_is_old: 
 
 
 def _trained_positions(pack: Pack, mask: np.ndarray) -> torch.Tensor:
-    """Return the indices, in this rank's part of the pack, of the tokens where the mask is True: int64 [n].
+    """Return where the mask is True in this rank's part of the pack, as token indices, int64 [n].
 
-    If there is no such token, return index 0, because the head's collectives need at least one token.
+    If it is True nowhere, return index 0, because the head's collectives need at least one token.
     mask: bool [T], over the tokens of all CP ranks.
     """
     positions = pack.local_positions(mask)
@@ -156,9 +157,9 @@ def _trained_positions(pack: Pack, mask: np.ndarray) -> torch.Tensor:
 
 
 def set_pair_inputs(micro_batch: MicroBatch, batch: TrainBatch) -> None:
-    """Set `inputs` of the micro-batch for a reward model's loss: weight and margin of each preference pair.
+    """Set the field `inputs` of a micro-batch for a reward model's loss: weight and margin of each pair.
 
-    batch: sequence 2i is the chosen sequence of pair i, and sequence 2i + 1 the rejected sequence.
+    batch: preference pairs. Sequence 2i is the chosen response of pair i, and sequence 2i + 1 the rejected.
     """
     device, ends = micro_batch.target.device, batch.cu_seqlens[1:] - 1
     weight = batch.weight[ends].reshape(-1, 2).sum(1)
@@ -169,9 +170,10 @@ def set_pair_inputs(micro_batch: MicroBatch, batch: TrainBatch) -> None:
 
 
 def set_routing_from(micro_batch: MicroBatch, batch: TrainBatch, layers: tuple[bool, ...]) -> None:
-    """Set `routing` of the micro-batch to the experts that the rollout engine chose for this rank's tokens.
+    """Set the field `routing` of a micro-batch to the experts that the rollout engine chose for its tokens.
 
     The trainer then uses the same experts as the engine (rollout routing replay, R3).
+    batch: the samples of the micro-batch, with the engine's choice of experts.
     layers: for each layer of the model, True if it has experts.
     Raises ValueError if the batch has no routing, or routing for another number of layers.
     """
@@ -196,14 +198,14 @@ def set_routing_from(micro_batch: MicroBatch, batch: TrainBatch, layers: tuple[b
 
 @dataclass
 class PreparedStore:
-    """Cache of the prepared micro-batches of one training step, which all passes over them share.
+    """Cache of the prepared micro-batches of one training step, so that all passes over them share the work.
 
-    The key of a mini-batch is (step, index of the mini-batch within the step). The first key with another
-    step empties the cache.
+    The key of a mini-batch is (step, index of the mini-batch within the step). When a key of another step
+    comes, the cache is emptied.
     """
 
     layout: Layout
-    """Rules by which this rank pads sequences and takes its part of them."""
+    """Rules by which this rank pads sequences and takes its part of the tokens."""
     device: torch.device
     """Device of the micro-batches' tensors."""
     own_attention: bool
@@ -216,11 +218,11 @@ class PreparedStore:
     """Host memory for the other hidden states of the reference."""
 
     def get(self, key: tuple[int, int] | None, batches: list[TrainBatch]) -> list[MicroBatch]:
-        """Return the prepared micro-batches of a mini-batch, from the cache if `key` is in it.
+        """Return the prepared micro-batches of a mini-batch. Prepare them if the cache does not have them.
 
-        key: key of the mini-batch. None: prepare the micro-batches for this call only.
+        key: key of the mini-batch. None: prepare the micro-batches without using the cache.
         batches: the samples of each micro-batch.
-        Raises ValueError if the samples are divided into other micro-batches than at the key's first call.
+        Raises ValueError if the first call with this key divided the samples into other micro-batches.
         """
         if key is None:
             firsts = accumulate((batch.num_tokens for batch in batches), initial=0)
@@ -239,13 +241,15 @@ class PreparedStore:
         )
         if not same:
             raise ValueError(
-                f"mini-batch {key} is divided into different micro-batches than in its first pass"
+                f"mini-batch {key} is divided into different micro-batches than in its first pass; "
+                "use the same micro-batches in all passes of a step"
             )
         return kept
 
     def keep_hidden(self, micro_batch: MicroBatch, hidden: torch.Tensor, device_limit: int) -> None:
-        """Copy the reference's hidden states [t, h] to micro_batch.reference_hidden, for the exact KL.
+        """Copy the reference's hidden states to micro_batch.reference_hidden, for the exact KL.
 
+        hidden: [t, h], last hidden states of the reference model.
         device_limit: maximum number of bytes of device memory for the hidden states of all micro-batches in
             this store. Hidden states beyond this limit are copied to host memory.
         """
@@ -271,10 +275,11 @@ def choose_routing(
 ) -> Routing:
     """Return the source of each token's experts in a pass of the policy, as moe.routing_replay says.
 
-    With moe.routing_replay=engine, this also sets the engine's choice in the micro-batches that lack it.
+    With moe.routing_replay=engine, also store the engine's choice in the micro-batches that have none yet.
     replay: value of moe.routing_replay.
-    moe: experts of the model. None: it has no experts.
-    prepared, micro_batches: the same micro-batches, after and before preparation by `lay_out`.
+    moe: description of the model's experts. None: the model has none.
+    prepared: micro-batches as model inputs, which `lay_out` made from `micro_batches`.
+    micro_batches: the samples of each micro-batch.
     recording: True in the pass for the old log-probs. With moe.routing_replay=old_policy, that pass records
         the experts, and training passes reuse them.
     Raises ValueError in a training pass with moe.routing_replay=old_policy if no experts are recorded.

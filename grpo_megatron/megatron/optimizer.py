@@ -34,8 +34,8 @@ class StepOutcome:
 
     grad_norm: gradient norm before clipping, over all ranks.
     lr: learning rate of the step.
-    dropped: True if the step changed nothing, because the gradient norm was not finite or more than
-        optimizer.max_grad_norm_to_step, or because the caller asked for it.
+    dropped: True if the step was not taken, because the gradient norm was not finite or above
+        optimizer.max_grad_norm_to_step, or because the caller asked for it. Nothing has then changed.
     """
 
     grad_norm: float
@@ -44,15 +44,16 @@ class StepOutcome:
 
 
 def lr_scheduler(optimizer, config: OptimizerConfig, decay_steps: int) -> OptimizerParamScheduler:
-    """Return Megatron's scheduler that sets the learning rate of optimizer steps 1, 2, ...
+    """Return Megatron's scheduler, which sets the learning rate of each optimizer step.
 
-    On return, the rate of step 1 is set already.
-    optimizer: Megatron's optimizer, whose param_groups get the rates.
-    decay_steps: length of the whole schedule, see config.derived.lr_decay_steps.
+    Steps are counted from 1. On return, the rate of step 1 is set already.
+    optimizer: Megatron's optimizer, in whose param_groups the scheduler sets the rates.
+    decay_steps: number of optimizer steps of the whole schedule, see config.derived.lr_decay_steps.
 
-    Step k of a warm-up of n steps runs at lr * k / n. Later steps run at lr_min + (lr - lr_min) * c. With
-    D = decay_steps and r = (k - n) / (D - n), c is
+    Step k of a warm-up of n steps has the rate lr * k / n. A later step k has the rate
+    lr_min + (lr - lr_min) * c. With D = decay_steps and r = (k - n) / (D - n), c is
 
+    constant: 1;
     cosine: (1 + cos(pi r)) / 2 (arXiv:1608.03983 eq. 5, one period);
     linear: 1 - r;
     wsd: 1 up to step D - wsd_decay_steps, then falling to 0 at step D with the shape that wsd_decay_style
@@ -84,11 +85,11 @@ def lr_scheduler(optimizer, config: OptimizerConfig, decay_steps: int) -> Optimi
 
 
 def continue_schedule(scheduler: OptimizerParamScheduler, config: OptimizerConfig, state: dict) -> None:
-    """Resume a saved schedule at its step, with the learning rates of the present configuration.
+    """Resume a saved schedule at its step, with the learning rates of the current configuration.
 
     Checkpoints contain the old rates in the optimizer's parameter groups. Without this function, resuming
     would silently ignore a changed optimizer.lr.
-    config: the present optimizer settings.
+    config: the current optimizer settings.
     state: the scheduler's state_dict from the checkpoint.
     """
     for group in scheduler.optimizer.param_groups:
@@ -96,15 +97,16 @@ def continue_schedule(scheduler: OptimizerParamScheduler, config: OptimizerConfi
             max_lr=config.lr, min_lr=config.lr_min, betas=(config.beta1, config.beta2), eps=config.eps
         )
         group.update(start_wd=config.weight_decay, end_wd=config.weight_decay)
-    # load_state_dict adds the saved steps to those already made, so start from 0.
+    # load_state_dict adds the saved number of steps to the scheduler's own, so start from 0.
     scheduler.num_steps = 0
     scheduler.load_state_dict(state)
 
 
 def _is_token_embedding(parameter, name: str) -> bool:
-    """Return True for the token embedding, and for its copy on the last pipeline stage if the two are tied.
+    """Return True if `parameter` is the token embedding, or a tied copy of it on the last pipeline stage.
 
     Weight decay must treat both copies alike, or they would drift apart.
+    name: the parameter's name in Megatron.
     """
     return name.endswith("embedding.word_embeddings.weight") or getattr(parameter, "shared_embedding", False)
 
@@ -112,10 +114,10 @@ def _is_token_embedding(parameter, name: str) -> bool:
 def _weight_decay_overrides(
     megatron_config: MegatronOptimizerConfig, config: OptimizerConfig
 ) -> dict[ParamKey, ParamGroupOverride]:
-    """Return Megatron's settings for the parameters that are exempt from weight decay.
+    """Return the settings by which Megatron exempts parameters from weight decay.
 
-    Megatron's default exempts all biases and 1-d parameters (norms). Without optimizer.decay_embeddings, the
-    token embeddings are exempt too.
+    Megatron's default exempts all biases and 1-d parameters (norms). With optimizer.decay_embeddings=false,
+    the token embeddings are exempt too.
     """
     overrides = get_standard_config_overrides(megatron_config)
     if not config.decay_embeddings:
@@ -127,18 +129,18 @@ def _weight_decay_overrides(
 
 
 class Optimizer:
-    """Megatron's optimizer with gradient clipping, a learning-rate schedule, and a check of the gradient.
+    """Megatron's optimizer with gradient clipping, learning-rate schedule and a check of the gradient norm.
 
-    A step is dropped if its gradient norm is not finite, or more than optimizer.max_grad_norm_to_step.
+    A step is dropped if its gradient norm is not finite, or above optimizer.max_grad_norm_to_step.
     """
 
     def __init__(self, chunks: list, config: OptimizerConfig, decay_steps: int, params_dtype: torch.dtype):
-        """Build optimizer and scheduler over this rank's parameters.
+        """Build optimizer and learning-rate scheduler for this rank's parameters.
 
-        chunks: DDP-wrapped model chunks. Their ddp_config says whether data-parallel replicas divide the
-            optimizer's states among them.
+        chunks: DDP-wrapped model chunks. Their ddp_config says whether the optimizer's states are divided
+            over the data-parallel replicas (distributed optimizer).
         config: this project's OptimizerConfig, not Megatron's class of the same name.
-        decay_steps: see `lr_scheduler`.
+        decay_steps: number of optimizer steps of the whole learning-rate schedule.
         params_dtype: dtype of the parameters.
         """
         self._config = config
@@ -163,25 +165,25 @@ class Optimizer:
         self.scheduler = lr_scheduler(self.inner, config, decay_steps)
 
     def parts(self) -> list:
-        """Return Megatron's inner optimizers: separate optimizers for dense and for experts' parameters."""
+        """Return Megatron's inner optimizers. Dense parameters and experts' parameters have separate ones."""
         return getattr(self.inner, "chained_optimizers", [self.inner])
 
     def zero_grad(self) -> None:
         self.inner.zero_grad()
 
     def load_scheduler(self, state: dict) -> None:
-        """Resume the learning-rate schedule of a checkpoint, with the rates of the present configuration.
+        """Resume the learning-rate schedule of a checkpoint, with the rates of the current configuration.
 
         state: the scheduler's state_dict from the checkpoint.
         """
         continue_schedule(self.scheduler, self._config, state)
 
     def _must_drop(self, grad_norm: float) -> bool:
-        """Return, on all ranks alike, whether any rank finds the gradient norm infinite, NaN or too large.
+        """Return True on all ranks if any rank finds the gradient norm infinite, NaN or too large.
 
         All ranks must call this. The limit is optimizer.max_grad_norm_to_step. Replicas may add up the global
-        norm in different order, so its last bit may differ between ranks. Yet no rank may take the step while
-        another rank drops it.
+        norm in different orders, so its last bit may differ between ranks. All ranks must still decide alike,
+        because no rank may take the step while another one drops it.
         """
         limit = self._config.max_grad_norm_to_step
         found = not math.isfinite(grad_norm) or (limit is not None and grad_norm > limit)
@@ -190,7 +192,7 @@ class Optimizer:
         return bool(flag)
 
     def step(self, drop: bool = False) -> StepOutcome:
-        """Take one optimizer step, or drop it. All ranks must call this.
+        """Take one optimizer step, or drop it if the gradient norm is not usable. All ranks must call this.
 
         A dropped step changes neither parameters nor moments nor the learning rate.
         drop: if True, drop the step even if the gradient is fine. Must be the same on all ranks.
@@ -201,7 +203,8 @@ class Optimizer:
         if self._must_drop(grad_norm) or drop:
             self.inner.zero_grad()
             return StepOutcome(grad_norm, lr, dropped=True)
-        # The rest of Megatron's own step(), which would prepare and measure the gradient a second time.
+        # Megatron's own step() is not called, because it would prepare and measure the gradient a second
+        # time. The rest of this method does what step() does after that.
         for optimizer in self.parts():
             if optimizer.config.clip_grad > 0 and optimizer.get_parameters():
                 clip_grad_by_total_norm_fp32(
@@ -217,8 +220,10 @@ def wrap_for_training(
 ) -> tuple[list[DistributedDataParallel], Optimizer]:
     """Wrap each model chunk in Megatron's DDP, and build the optimizer over all chunks.
 
-    The chunks' config also gets the callbacks of DDP and optimizer, which Megatron's pipeline schedules call.
-    decay_steps: see `lr_scheduler`.
+    Callbacks of DDP and optimizer are stored in the chunks' config, because Megatron's pipeline schedules
+    call them there.
+    decay_steps: number of optimizer steps of the whole learning-rate schedule.
+    Returns (wrapped chunks, optimizer).
     """
     megatron, megatron_config = config.megatron, chunks[0].config
     ddp_config = DistributedDataParallelConfig(
@@ -230,7 +235,7 @@ def wrap_for_training(
     bf16 = megatron_config.bf16
     modules = [Float16Module(megatron_config, chunk) if bf16 else chunk for chunk in chunks]
     wrapped = [
-        # Buckets pay off only in the chunk whose backward pass runs last.
+        # Gradient buckets save time only in the chunk whose backward pass runs last.
         DistributedDataParallel(megatron_config, ddp_config, module, disable_bucketing=i > 0)
         for i, module in enumerate(modules)
     ]

@@ -33,11 +33,11 @@ MicroBatches = list[TrainBatch]
 
 
 class Passes:
-    """Forward and training passes over micro-batches on one rank. All ranks must call each method.
+    """Forward passes and training steps over micro-batches on one rank. All ranks must call each method.
 
-    Passes run the trained model, the reference model (its weights can take the place of the trained weights),
-    or a frozen reward model.
-    prepared: prepared micro-batches of the current step
+    A pass runs the trained model, the reference model (the trained model with the reference's weights), or a
+    frozen reward model. The argument `micro_batches` has the samples of the rank's data-parallel replica.
+    prepared: cache of the prepared micro-batches of the current step.
     """
 
     def __init__(self, model: TrainedModel, reward_model: RewardModel | None):
@@ -53,18 +53,15 @@ class Passes:
     def begin_reference(self) -> None:
         """Swap the reference's weights into the model, until `end_reference`. All ranks must call this.
 
-        Before `end_reference`, only `logprobs(reference=True)` may be called, any number of times. A weight
-        sync or a checkpoint would mistake the reference's weights for the policy's weights.
+        Until then, only `logprobs(reference=True)` may be called, any number of times. A weight sync or a
+        checkpoint would use the reference's weights as the policy's.
         """
         model, reference = self._model, self._model.require_reference()
         model.until_saved(weights_only=True)
         model.reference_passes.begin(model.settled_weights(), reference.in_place())
 
     def end_reference(self) -> None:
-        """Swap the policy's weights, which `begin_reference` took out, back into the model.
-
-        All ranks must call this.
-        """
+        """Swap the policy's weights back into the model after `begin_reference`. All ranks must call this."""
         self._model.reference_passes.end()
 
     def logprobs(
@@ -78,10 +75,11 @@ class Passes:
 
         All ranks must call this. Every rank of the last pipeline stage returns the log-probs of its replica's
         T tokens. The other ranks return None.
-        reference: if True, compute with the reference's weights. `begin_reference` must have been called.
+        reference: True in a pass with the reference's weights, which `begin_reference` must have swapped in.
         key: (step, index of the mini-batch). Later passes with the same key reuse the prepared inputs and,
-            with moe.routing_replay, the choice of experts.
-        keep_hidden: with `reference`, keep the last hidden states for the exact KL of `train_step`.
+            with moe.routing_replay, the choice of experts. None: prepare inputs for this pass only.
+        keep_hidden: if True, store the last hidden states for the exact KL of `train_step`. Set it only with
+            reference=True.
         """
         model = self._model
         if reference and not model.reference_passes.begun:
@@ -97,30 +95,31 @@ class Passes:
     def scores(self, micro_batches: MicroBatches) -> np.ndarray | None:
         """Return the reward model's score of every sequence, float32 [S], in the order of the micro-batches.
 
+        The frozen reward model computes the scores. If there is none, the trained model must be a reward
+        model, and computes them.
         All ranks must call this. One rank of each data-parallel replica returns the scores of the replica's
         S sequences. The other ranks return None.
-        The frozen reward model computes the scores. If there is none, the trained model is the reward model.
         """
         prepared = self.prepared.get(None, micro_batches)
         with self._model.settled_weights():
-            of_policy = partial(forward_scores, self._model.ddp, head=self._head)
-            parts = (self._reward_model or of_policy)(prepared)
+            of_trained_model = partial(forward_scores, self._model.ddp, head=self._head)
+            parts = (self._reward_model or of_trained_model)(prepared)
         return torch.cat(parts).cpu().numpy() if self._reports else None
 
     def probe(
         self, micro_batches: MicroBatches, temperature: float, rounding: torch.dtype | None
     ) -> np.ndarray | None:
-        """Return log-prob and entropy of every target token, float32 [2, T], to compare with an engine's.
+        """Return log-prob and entropy of every target token, to compare them with a rollout engine's.
 
-        All ranks must call this. One rank of each data-parallel replica returns the values of the replica's T
-        tokens, in the order of the micro-batches. The other ranks return None.
-        temperature: divides the logits, in place of the configured temperature.
+        All ranks must call this. One rank of each data-parallel replica returns float32 [2, T], the values of
+        the replica's T tokens in the order of the micro-batches. The other ranks return None.
+        temperature: divisor of the logits, in place of the configured temperature.
         rounding: dtype whose rounding errors are simulated, by a random factor on each layer's output. None:
             no rounding errors.
         """
         model, head = self._model, replace(self._head, temperature=temperature)
         prepared = self.prepared.get(None, micro_batches)
-        # No earlier pass recorded a routing of these sequences. Only the engine's samples may bring one.
+        # No earlier pass recorded the experts of these sequences, but samples of the engine may have them.
         replays = (
             self._config.moe.routing_replay == RoutingReplay.engine and micro_batches[0].routing is not None
         )
@@ -144,6 +143,7 @@ class Passes:
     ) -> TrainResult | None:
         """Take one optimizer step on the weighted sum of all replicas' losses. All ranks must call this.
 
+        If a metric exceeds its limit in loss.limits, the weights do not change.
         One rank of each data-parallel replica returns a TrainResult. The other ranks return None.
         step_tokens: number of tokens of the optimizer step over all replicas, padding excluded.
         current_is_old: if True, the current log-probs serve as the old policy's (train.old_logprobs=current).
@@ -168,10 +168,10 @@ class Passes:
         current_is_old: bool = False,
         key: tuple[int, int] | None = None,
     ) -> Metrics:
-        """Compute the gradients for `train_step`, with the same arguments, into each parameter's `main_grad`.
+        """Compute the gradients of one optimizer step into each parameter's `main_grad`.
 
-        All ranks must call this. One rank of each data-parallel replica returns the replica's metrics. The
-        other ranks return an empty dict.
+        The arguments are those of `train_step`. All ranks must call this. One rank of each data-parallel
+        replica returns the replica's metrics. The other ranks return an empty dict.
         """
         model = self._model
         model.reference_passes.require_policy()

@@ -13,7 +13,7 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Global rank of this process, and its rank in each group of the parallel layout."""
+    """Global rank of this process, and its rank in each process group of the parallel layout."""
 
     rank: int
     """Global rank."""
@@ -66,7 +66,7 @@ def initialize(
     The backend is NCCL with CUDA, otherwise gloo. The call blocks until every rank has joined.
     sizes: sizes of the parallel layout.
     rank: global rank of this process.
-    rendezvous: key-value store, or torch init_method such as file://PATH, by which the ranks find each other.
+    rendezvous: how the ranks find each other: a key-value store, or a torch init_method such as file://PATH.
     seed: seed of Megatron's random number generators.
     timeout_seconds: maximum number of seconds that a collective operation may take.
     Returns the rank of this process in each group.
@@ -106,7 +106,7 @@ def set_seed(seed: int) -> None:
 
 
 def local_device() -> torch.device:
-    """Return this process's GPU, or the CPU where there is none."""
+    """Return this process's GPU, or the CPU if there is no GPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -20,17 +20,17 @@ class Measurement:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Result of one optimizer step, as one rank of each data-parallel replica returns it."""
+    """Result of one optimizer step. One rank of each data-parallel replica returns it."""
 
     grad_norm: float
     """Gradient norm before clipping, over all ranks."""
     lr: float
     """Learning rate of the step."""
     dropped: bool
-    """True: the step was dropped and changed nothing."""
+    """True if the step was dropped, so that it did not change the weights."""
     metrics: Metrics
     """Metrics of this data-parallel replica, as Python numbers instead of tensors."""
     beyond: tuple[str, ...] = ()
-    """One sentence for each limit of the loss that was exceeded, over all replicas."""
+    """One sentence for each metric that exceeded its limit (TokenLoss.limits), merged over all replicas."""
     occupied: int = 0
-    """Bytes of GPU memory (without a GPU: host memory) of the rank that returns this result."""
+    """Bytes of GPU memory (without a GPU: host memory) in use on the rank that returns this result."""

@@ -1,4 +1,4 @@
-"""Frozen reward model on the ranks of the trained model. Its weights wait in host memory between uses."""
+"""Frozen reward model on the ranks of the trained model. Its weights are in host memory between uses."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,59 +19,59 @@ from grpo_megatron.model.families import read_architecture, weight_map
 
 
 class RewardModel:
-    """Frozen reward model that scores samples on the ranks of the trained policy.
+    """Frozen reward model that scores samples on the ranks that train the policy.
 
-    It is divided over the ranks with the policy's parallel sizes, but may have another architecture. All its
-    pipeline stages have the same number of layers.
+    It has the policy's parallel sizes (TP, PP, CP, ...), but may have another architecture. All its pipeline
+    stages have the same number of layers. Its weights are in device memory only while it computes scores.
     """
 
     def __init__(self, config: Config, tick: Callable[[], None]):
         """Build the reward model, load its weights, and move them to host memory.
 
-        config: configuration of the run, which is the policy's.
+        config: configuration of the run. reward.model.path names the reward model; the rest is the policy's.
         tick: called before each forward pass of a model chunk, to report progress to the hang detector.
         Raises UserError if reward.model.path cannot be read as a reward model.
         """
-        path, own = config.reward.model.path, scorer_config(config)
-        # The policy's kind of layers, for which micro-batches are prepared.
+        path, own_config = config.reward.model.path, scorer_config(config)
+        # Micro-batches are prepared for the policy's kind of layers, so use the same kind here.
         with_engine = uses_transformer_engine(config.megatron)
         arch = read_architecture(path, reward_model=True)
-        chunks = build_model(arch, own, with_engine)
+        chunks = build_model(arch, own_config, with_engine)
         load_reward_model(chunks, path, weight_map(arch, with_engine), config.run.seed)
         for chunk in chunks:
             chunk.register_forward_pre_hook(lambda *_: tick())
         bf16 = chunks[0].config.bf16
         self._modules = [(Float16Module(chunk.config, chunk) if bf16 else chunk).eval() for chunk in chunks]
-        self._head = make_head(chunks, arch, own)
+        self._head = make_head(chunks, arch, own_config)
         weights = unique_storages(parameter.data for chunk in chunks for parameter in chunk.parameters())
-        self._held = [_Held(storage) for storage in weights.values()]
+        self._offloaded = [_OffloadedStorage(storage) for storage in weights.values()]
 
     @contextmanager
     def _weights_on_device(self) -> Iterator[None]:
-        """Copy the weights to device memory. Free that memory when the context ends."""
-        for held in self._held:
-            held.bring()
+        """Copy the weights to device memory. Free this memory when the context ends."""
+        for offloaded in self._offloaded:
+            offloaded.bring()
         try:
             yield
         finally:
-            for held in self._held:
-                held.drop()
+            for offloaded in self._offloaded:
+                offloaded.drop()
 
     def __call__(self, micro_batches: list[MicroBatch]) -> list[torch.Tensor]:
-        """Return the reward model's scores: per micro-batch of S sequences a float32 tensor [S].
+        """Return the reward model's scores: one float32 tensor [S] per micro-batch of S sequences.
 
         The list is empty except on the last pipeline stage. All ranks must call this.
-        micro_batches: prepared by the policy's PreparedStore. The reward model can read them too, because
-            both models use the same kind of layers (TransformerEngine's, or Megatron's local layers).
+        micro_batches: prepared by the policy's PreparedStore. The reward model can use them, because both
+            models have the same kind of layers (TransformerEngine's, or Megatron's local layers).
         """
         with self._weights_on_device():
             return forward_scores(self._modules, micro_batches, self._head)
 
 
-class _Held:
-    """Storage of frozen weights, with a constant copy in host memory.
+class _OffloadedStorage:
+    """Storage of frozen weights that are kept in host memory and copied to the device when they are needed.
 
-    `bring` copies the weights to the device. `drop` frees their device memory.
+    `bring` copies the weights to the device. `drop` frees their device memory. The host copy stays.
     """
 
     def __init__(self, storage: torch.UntypedStorage):

@@ -13,15 +13,15 @@ def start_actor(config: Config, command: Command, rank: int, store: StoreAddress
     """Join the process groups and build this rank's Actor. All ranks must call this.
 
     The driver sends this function to the process of every rank.
-    command: see Actor.
+    command: kind of run, see Actor.
     rank: global rank of this process.
     store: address of the key-value store through which the ranks find each other.
     heartbeat: reports the progress of this process to the driver's hang detector.
-    Returns (Actor, RankInfo): this rank of the trained model, and its rank in each process group.
+    Returns (Actor, RankInfo): this rank of the trained model, and this process's rank in each process group.
     """
     # Megatron is imported here, not at the top of the file, so that the driver can send this function to a
-    # rank without loading Megatron itself. Garbage collection is off during the import: it would find
-    # nothing, because imported modules stay, and take a fifth of the time.
+    # rank without loading Megatron itself. Garbage collection is off during the import. It would take a
+    # fifth of the import's time and free nothing, because imported modules stay in memory.
     gc.disable()
     if config.megatron.emulate_kernels:
         from grpo_megatron.megatron.without_gpu import emulation

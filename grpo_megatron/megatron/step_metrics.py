@@ -15,9 +15,11 @@ def router_metrics(
 ) -> Metrics:
     """Return the metrics moe/load_balancing_loss and moe/z_loss of the routers. All ranks must call this.
 
-    They are means over this replica's tokens and layers with experts. A loss with coefficient 0 is left out.
+    Each metric is a mean over this replica's tokens and layers with experts. A loss with coefficient 0 is
+    left out.
     chunks: model chunks of this rank, whose routers have summed the losses during the training pass.
-    experts: says which layers have experts. config: coefficients of the losses.
+    experts: says which layers have experts.
+    config: coefficients of the losses.
     tokens: number of the replica's tokens in the training pass.
     device: device on which the metrics are computed.
     """
@@ -36,9 +38,10 @@ def router_metrics(
 
 
 def merge_over_context(metrics: Metrics) -> Metrics:
-    """Return the metrics of all CP ranks, merged. All CP ranks must call this.
+    """Return the metrics of this rank's CP group, merged. All ranks of the group must call this.
 
-    CP ranks see different tokens of the same sequences.
+    CP ranks measure different tokens of the same sequences.
+    metrics: the metrics that this rank measured.
     """
     group = mpu.get_context_parallel_group()
     if group.size() == 1:
@@ -52,8 +55,8 @@ def beyond_limits(limits: dict[str, float], metrics: Metrics) -> tuple[str, ...]
     """Return one sentence for each metric that, merged over all ranks, exceeds its limit or is NaN.
 
     All ranks must call this. If the result is not empty, the optimizer step must be dropped.
-    limits: {metric: largest allowed value}, such as a limit on the KL.
-    metrics: the metrics of this rank.
+    limits: {name of the metric: largest allowed value}.
+    metrics: {name: metric} as measured by this rank; may be empty.
     """
     if not limits:
         return ()

@@ -23,14 +23,14 @@ from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 class TrainedModel:
     """Model, optimizer and reference weights of one rank.
 
-    Passes, checkpoints, weight sync and sleep read and change the same tensors. With `settled_weights` and
-    `until_saved` they wait for each other.
+    Passes, checkpoints, weight sync and sleep all read or change these tensors. They call `settled_weights`
+    and `until_saved` first, so that none of them changes a tensor that another has yet to read.
     """
 
     def __init__(self, config: Config, command: Command, heartbeat: Heartbeat):
         """Build the model, load its weights and set up the optimizer.
 
-        command: see Actor.
+        command: kind of run, see Actor.
         heartbeat: reports this process's progress to the driver's hang detector.
         """
         self.config, self.command, self.heartbeat = config, command, heartbeat
@@ -48,7 +48,7 @@ class TrainedModel:
         self.adapters = adapter_entries(self.entries.values(), config.megatron.lora)
         if self.adapters:
             lora.attach(self.chunks, self.adapters, config.run.seed)
-        # Read the values before DDP and the optimizer move the parameters into their buffers.
+        # Load the weights before DDP and the optimizer move the parameters into their buffers.
         self.reference, same_model = None, config.ref.path in (None, path)
         if command == Command.train and config.algorithm.needs_reference:
             self._load(config.ref.path or path)
@@ -78,12 +78,13 @@ class TrainedModel:
 
     @contextmanager
     def settled_weights(self):
-        """Wait until all parameters have their newest values. Within the context no new values arrive.
+        """Wait until all parameters have their newest values. No new values arrive within the context.
 
-        Code that reads or swaps weights needs this context. With megatron.overlap and the distributed
-        optimizer, new values arrive from other ranks only during the next training forward pass. Without the
-        context, code would read old values, or what it writes would be overwritten.
-        Raises RuntimeError while the reference's weights are in the policy's place.
+        All ranks must enter this context around code that reads or replaces weights. With megatron.overlap
+        and the distributed optimizer, a rank receives the values that other ranks updated only during the
+        next training forward pass. Without the context, code would read old values, and the values that it
+        writes would be overwritten. The model is in eval mode within the context.
+        Raises RuntimeError if the model has the reference's weights at present.
         """
         self.reference_passes.require_policy()
         overlapping = self.ddp if self._gathers_in_forward else []
@@ -100,14 +101,17 @@ class TrainedModel:
     def until_saved(self, weights_only: bool = False) -> None:
         """Wait until the thread that writes a checkpoint has read the tensors that the caller will change.
 
-        The thread reads weights and optimizer states in place, without copying them first.
+        The thread reads weights and optimizer states in place, without copying them first. If no checkpoint
+        is being written, return at once.
         weights_only: True if the caller will change only weights, not the optimizer's states.
         """
         if self.writer:
             self.writer.wait_until_read(weights_only)
 
     def require_reference(self) -> ReferenceWeights:
-        """Return the reference weights. Raises RuntimeError if the configuration asks for none."""
+        """Return the reference weights. Raises RuntimeError if the run has no reference model."""
         if self.reference is None:
-            raise RuntimeError("this actor was built without reference weights")
+            raise RuntimeError(
+                "this actor has no reference weights: the command or the algorithm of this run needs none"
+            )
         return self.reference

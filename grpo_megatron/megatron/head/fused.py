@@ -27,7 +27,7 @@ _GPU_TILE = (128 << 20, 4096)
 class Tiling:
     """Division of this TP rank's [t, words] logits into tiles, so that only one tile is in memory at a time.
 
-    A word is a vocabulary entry. Rows of the weight that only pad the vocabulary are in no tile.
+    A word is a vocabulary entry. No tile has rows of the output weight that only pad the vocabulary.
     """
 
     start: int
@@ -72,9 +72,10 @@ class Tiling:
         return _Scratch(torch.empty(self.chunk_tokens * self.chunk_vocab, dtype=dtype, device=like.device))
 
     def columns(self, target: torch.Tensor, words: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (column, inside): where the n target tokens lie in a tile with these words.
+        """Return (column, inside): the column of each target token in a tile, and whether the tile has it.
 
-        column: int64 [n, 1], 0 for targets outside the tile. inside: bool [n], False for these.
+        target: int64 [n]. words: the tile's words, as a slice of this rank's words.
+        column: int64 [n, 1], 0 for targets outside the tile. inside: bool [n], False for targets outside.
         """
         column = target - (self.start + words.start)
         inside = (column >= 0) & (column < words.stop - words.start)
@@ -83,7 +84,7 @@ class Tiling:
 
 @dataclass(frozen=True)
 class _Scratch:
-    """Memory of one tile, which all tiles reuse. A call returns a [rows, columns] matrix in this memory."""
+    """Memory for one tile, which all tiles reuse. Call it to get a [rows, columns] view of the memory."""
 
     memory: torch.Tensor
 
@@ -92,10 +93,10 @@ class _Scratch:
 
 
 class _Projection:
-    """Function (tokens, words) -> logits of this tile, divided by the temperature, as float32.
+    """Output projection, computed tile by tile. Call it with slices (tokens, words) to get a tile's logits.
 
-    The next call overwrites the result. exact: if True, keep the float32 sums of the matrix product. If
-    False, round them to the weight's dtype.
+    Logits are float32 and divided by the temperature. The next call overwrites them.
+    exact: if True, keep the matrix product's float32 sums. If False, round them to the weight's dtype.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class _Projection:
             return torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=logits).mul_(
                 1.0 / self.temperature
             )
-        if self.exact:  # a CPU has no such product, but products of bf16 numbers are exact in float32
+        if self.exact:  # a CPU's torch.mm has no out_dtype; products of bf16 numbers are exact in float32
             factors = hidden.float(), weight.float().t()
             return torch.addmm(logits, *factors, beta=0, alpha=1.0 / self.temperature, out=logits)
         low = torch.mm(hidden, weight.t(), out=self.low(len(hidden), len(weight)))
@@ -129,11 +130,12 @@ class _Projection:
 
 
 class _Sums:
-    """Running sums over the vocabulary, float32 [t] each, of functions of a = z - max z and c = r - max r.
+    """Running sums over the vocabulary, each float32 [t], from which log-prob, entropy and KL are computed.
 
-    z and r are logits / temperature of policy and reference. When the maxima grow, the sums are rescaled
-    (Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", extended to the other sums):
+    With z and r the logits / temperature of policy and reference, a = z - max z and c = r - max r:
         norm = sum e^a    linear = sum e^a a    cross = sum e^a (a - c)    ref_norm = sum e^c
+    When a maximum grows, the sums are rescaled (Milakov & Gimelshein 2018, "Online normalizer calculation for
+    softmax", extended to the other sums).
     """
 
     def __init__(self, tokens: int, with_reference: bool, device: torch.device):
@@ -165,7 +167,7 @@ class _Sums:
         sums[1] += a.mul_(exp).sum(1)
 
     def reduce(self, group) -> None:
-        """Add up the running sums of all TP ranks, which share the vocabulary. All must call this."""
+        """Add up all TP ranks' sums over their parts of the vocabulary. All TP ranks must call this."""
         if group.size() > 1:
             highest = self.maximum.clone()
             dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
@@ -186,7 +188,7 @@ class _Sums:
 
 @dataclass(frozen=True)
 class HeadTask:
-    """Arguments of the autograd function FusedHead that are not differentiated."""
+    """Arguments of the autograd function FusedHead that get no gradient."""
 
     target: torch.Tensor
     """int64 [t]: id of the word whose log-prob is computed."""
@@ -197,7 +199,7 @@ class HeadTask:
     tiling: Tiling
     """Tiles of this rank's logits."""
     group: dist.ProcessGroup
-    """TP group, whose ranks share the vocabulary."""
+    """TP process group, over whose ranks the vocabulary is split."""
     into_main_grad: bool
     """If True, add the weight's gradient to its `main_grad`."""
     exact: bool
@@ -207,7 +209,7 @@ class HeadTask:
 class FusedHead(torch.autograd.Function):
     """Autograd function for output projection, log-softmax, entropy and KL, without storing all logits.
 
-    With z and r the logits / temperature of policy and reference, p = softmax(z) and q = softmax(r):
+    With z and r the logits / temperature of policy and reference, p = softmax(z), q = softmax(r), j a word:
 
     logp_target = log p_target          d logp / dz_j = [j = target] - p_j
     H    = -sum p log p                 d H    / dz_j = -p_j (log p_j + H)
@@ -288,11 +290,11 @@ class FusedHead(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Coefficients:
-    """Coefficients of the loss's gradient with respect to logits:
+    """Coefficients of the loss's gradient with respect to the logits. With a and c as in `_Sums`:
 
-    d loss / d logits of word j = e^a_j (constant + linear a_j + ref c_j) + target [j = target]
-    Each is float32 [t], or None if the loss uses no output that needs the coefficient. They combine the three
-    derivatives of `FusedHead`, with log p = a - log_norm and log q = c - log_ref_norm (see `_Sums`), and
+    d loss / d logit of word j = e^a_j (constant + linear a_j + ref c_j) + target [j = target token]
+    Each coefficient is float32 [t], or None if the loss uses no output that needs it. The coefficients
+    combine the three derivatives of `FusedHead`, with log p = a - log_norm and log q = c - log_ref_norm, and
     include the division by norm and temperature.
     """
 
@@ -321,9 +323,9 @@ class _Coefficients:
         return cls(constant * scale, linear, ref, target)
 
     def grad_logits(self, tokens: slice, a, c, column, inside, scratch: _Scratch | None) -> torch.Tensor:
-        """Return the loss's gradient with respect to one tile's logits. This overwrites `a` and `c`.
+        """Return the loss's gradient with respect to one tile's logits. `a` and `c` are overwritten.
 
-        a, c: the tile's a and c of `_Sums`. column, inside: from Tiling.columns. scratch: memory to work in.
+        a, c: see `_Sums`; here of one tile. column, inside: from Tiling.columns. scratch: working memory.
         """
         if self.linear is None:
             grad = a.exp_().mul_(self.constant[tokens, None])
@@ -339,9 +341,9 @@ class _Coefficients:
 
 
 class _WeightGradient:
-    """Gradient of the output weight, summed over tokens in float32, one block of words after the other.
+    """Accumulator for the gradient of the output weight. Sums over tokens are float32.
 
-    parameter: parameter to whose `main_grad` the gradient is added. None: the gradient is a new tensor.
+    parameter: the gradient is added to this parameter's `main_grad`. None: the gradient is a new tensor.
     """
 
     def __init__(self, weight: torch.Tensor, tiling: Tiling, parameter: torch.nn.Parameter | None):
@@ -362,7 +364,7 @@ class _WeightGradient:
     ) -> None:
         """Add one tile's gradient: grad_logits.T @ hidden, with grad_logits [n, words] and hidden [n, h].
 
-        Tiles with the same words must follow each other. first, last: True for the first and last such tile.
+        Add all tiles with the same words in a row. first, last: True for the first and last of these tiles.
         """
         out = self.out[words]
         sums = out if self.block is None else self.block[: len(out)]
@@ -372,11 +374,11 @@ class _WeightGradient:
             out.copy_(sums) if self.parameter is None else out.add_(sums)
 
     def result(self) -> torch.Tensor | None:
-        """Return the gradient for autograd.
+        """Return what autograd gets as the weight's gradient.
 
-        If the gradient is in main_grad, return a placeholder instead, so that the parameter's hooks run:
-        undefined values, or zeros if Megatron has marked the parameter as `zero_out_wgrad`. Without DDP's
-        hooks, return None. Megatron's linear layers do the same.
+        If the gradient was added to main_grad, this is a placeholder that makes the parameter's hooks run: a
+        tensor of undefined values, or of zeros if Megatron has set `zero_out_wgrad` on the parameter. If DDP
+        has no hooks on the parameter, the result is None. Megatron's linear layers do the same.
         """
         if self.parameter is None:
             return self.out
@@ -388,7 +390,7 @@ class _WeightGradient:
 
 
 def _add_product(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, overwrite: bool = False) -> None:
-    """Compute out += left @ right in place, or out = left @ right if `overwrite` is True. out is float32."""
+    """Add left @ right to `out` in place, or overwrite `out` with it. out: float32 [rows, columns]."""
     if out.dtype == left.dtype:
         out.addmm_(left, right, beta=0 if overwrite else 1)
     elif overwrite:

@@ -1,7 +1,7 @@
 """Head of a language model: computes log-prob, entropy and KL to a reference per token from hidden states.
 
-Megatron's own output layer first computes all logits. Here the output projection is fused with what follows
-(`fused`), so a tensor of all logits, [t, vocabulary], never exists.
+Megatron's own output layer first computes all logits. Here `fused` computes the output projection together
+with the log-probs, so a tensor of all logits, [t, vocabulary], never exists.
 """
 
 from typing import NamedTuple
@@ -14,9 +14,10 @@ from grpo_megatron.megatron.head.fused import FusedHead, HeadTask, Tiling
 
 
 class HiddenStatesOutput(ColumnParallelLinear):
-    """Output layer that returns hidden states instead of logits. Its parameters keep their names.
+    """Output layer of a language model that returns hidden states instead of logits.
 
-    `token_logprobs` reads its weight and does the projection.
+    It keeps the parameters of Megatron's output layer and their names. `token_logprobs` projects the hidden
+    states with this layer's weight.
     """
 
     def forward(self, input_, weight=None, runtime_gather_output=None):
@@ -26,8 +27,8 @@ class HiddenStatesOutput(ColumnParallelLinear):
 def hand_out_hidden_states(model) -> None:
     """Make a GPTModel return hidden states [1, t, h] instead of logits.
 
-    GPTModel constructs its output layer itself, so this replaces the class of the existing layer. Its
-    parameter, names and sharded checkpoint state do not change.
+    GPTModel constructs its output layer itself, so this function changes the class of the existing layer. The
+    layer's parameter, names and sharded checkpoint state stay the same.
     """
     model.output_layer.__class__ = HiddenStatesOutput
 
@@ -61,17 +62,18 @@ def token_logprobs(
     exact_logits: bool = False,
     positions: torch.Tensor | None = None,
 ) -> HeadOutput:
-    """Return log-prob of each target, entropy of each distribution and, with a reference, the exact KL.
+    """Return each target token's log-prob, its distribution's entropy and, with a reference, the exact KL.
 
-    Distributions are softmax(logits / temperature) over the vocabulary, in float32 whatever the weights'
-    dtype. The result is differentiable (once) in hidden and weight. An output that the loss does not use
-    costs nothing in the backward pass. All TP ranks must call this and compute the same loss from the result.
+    A token's distribution is softmax(logits / temperature) over the vocabulary. It is computed in float32,
+    whatever the dtype of the weight. The result can be differentiated once, with respect to hidden and
+    weight. An output that the loss does not use costs nothing in the backward pass. All TP ranks must call
+    this and compute the same loss from the result.
 
     hidden: last hidden states [t, h]; with sequence_parallel [t / tp, h], this TP rank's part.
     weight: [V_padded / tp, h], this rank's rows of the output projection (of the embedding if tied).
     target: int64 [t], ids below vocab_size. Any other id has log-prob NaN.
-    reference: (hidden, weight) of the reference model, of the same shapes. No gradient flows into them. They
-        must stay unchanged until the backward pass, which reads them again.
+    reference: (hidden, weight) of the reference model, with the same shapes. They get no gradient. They must
+        stay unchanged until the backward pass, which reads them again.
     chunk_tokens, chunk_vocab: maximum size of the tiles in which logits are computed. None: 8 MiB of float32
         logits and at most 1024 tokens on a CPU, 128 MiB and 4096 tokens on a GPU.
     accumulate_into_main_grad: add the weight's gradient to `weight.main_grad` (DDP's buffer), as Megatron's
@@ -85,7 +87,9 @@ def token_logprobs(
     if temperature <= 0:
         raise ValueError(f"temperature must be above 0, but is {temperature}")
     if accumulate_into_main_grad and not hasattr(weight, "main_grad"):
-        raise ValueError("accumulate_into_main_grad: the weight has no main_grad")
+        raise ValueError(
+            "accumulate_into_main_grad=True needs weight.main_grad, which only a parameter wrapped by DDP has"
+        )
     hidden = _all_tokens(hidden, sequence_parallel, tp_group).to(weight.dtype)
     if len(hidden) != len(target):
         raise ValueError(f"there are {len(hidden)} hidden states for {len(target)} targets")
@@ -103,8 +107,8 @@ def token_logprobs(
 def _of_reference(reference, hidden, weight, sequence_parallel: bool, tp_group):
     """Return (hidden states of all t tokens, output weight) of the reference model, both detached.
 
-    reference: see `token_logprobs`. If it is None, the result is (None, None).
-    hidden, weight: the policy's. Raises ValueError if the reference's shapes differ from the policy's.
+    reference: (hidden, weight), see `token_logprobs`. None: return (None, None).
+    hidden, weight: tensors of the policy. Raises ValueError if the reference's tensors have other shapes.
     """
     if reference is None:
         return None, None
@@ -120,11 +124,11 @@ def _of_reference(reference, hidden, weight, sequence_parallel: bool, tp_group):
 
 
 def _all_tokens(hidden, sequence_parallel: bool, group):
-    """Return the hidden states of all t tokens, [t, h], on every TP rank.
+    """Return the hidden states of all t tokens, [t, h], on every rank of a TP group.
 
     The backward pass adds up the gradients of all TP ranks, because each rank computes only the gradient
     through its own part of the vocabulary.
-    hidden: [t, h]; with sequence_parallel [t / tp, h].
+    hidden: [t, h]; with sequence_parallel [t / tp, h], this TP rank's part.
     """
     if sequence_parallel:
         return tensor_parallel.gather_from_sequence_parallel_region(

@@ -27,7 +27,7 @@ Objective = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, Metrics]]
 
 @dataclass(frozen=True)
 class Head:
-    """Head of a language model: log-prob, entropy and optionally KL per target token, from hidden states."""
+    """Head of a language model: computes log-prob, entropy and optionally KL of target tokens."""
 
     weight: Callable[[], torch.Tensor]
     """Function that returns this TP rank's rows of the output projection, [V_padded / tp, h]."""
@@ -52,9 +52,9 @@ class Head:
     def of_trained(self, hidden: torch.Tensor, micro_batch: MicroBatch, with_kl: bool) -> HeadOutput:
         """Return log-prob and entropy, each [t], of the target tokens whose loss counts, and zeros elsewhere.
 
-        The tokens of a prompt thus cost nothing.
-        hidden: as in `__call__`.
-        with_kl: if True, return the exact KL too. The micro-batch must have the reference's hidden states.
+        Only these tokens are computed, so prompt tokens cost nothing.
+        hidden: last hidden states [1, t, h]; with sequence parallelism [1, t / tp, h].
+        with_kl: if True, also return the exact KL. The micro-batch must have the reference's hidden states.
         """
         reference = (micro_batch.hidden_of_reference(), self.reference_weight()) if with_kl else None
         found = self._values(hidden, micro_batch.target, micro_batch.trained, reference)
@@ -86,10 +86,10 @@ def _spread(values: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
 
 
 def make_head(chunks: list, arch: Architecture, config: Config) -> Head | ScoreHead:
-    """Return the head of the trained model: Head for a language model, ScoreHead for a reward model.
+    """Return the head for a model: Head for a language model, ScoreHead for a reward model.
 
-    chunks: this rank's model chunks. The head reads the last chunk's output weight at each call, because the
-        reference's weight may have taken its place.
+    chunks: this rank's model chunks. The head looks up the last chunk's output weight at each call, because
+        the reference's values may have been swapped in since the last call.
     """
     weight, sequence_parallel = (lambda: output_weight(chunks[-1])), config.megatron.sequence_parallel
     if arch.scalar_head:
@@ -105,10 +105,11 @@ def make_objective(
     batches: list[TrainBatch],
     current_is_old: bool,
 ) -> Objective:
-    """Return the objective of one training pass: (hidden states, micro-batch) -> (weighted loss, metrics).
+    """Return the objective of one training pass, after storing the loss's inputs in the micro-batches.
 
-    The loss's inputs are first stored in the micro-batches.
-    prepared, batches: the same micro-batches, after and before preparation by `lay_out`.
+    The objective is a function (hidden states, micro-batch) -> (weighted loss, metrics).
+    prepared: micro-batches as model inputs, which `lay_out` made from `batches`.
+    batches: the samples of each micro-batch.
     current_is_old: if True, the current log-probs serve as the old policy's (train.old_logprobs=current).
     """
     for micro_batch, batch in zip(prepared, batches, strict=True):
@@ -120,22 +121,22 @@ def make_objective(
 
 
 def _of_tokens(head: Head, loss: TokenLoss) -> Objective:
-    """Return the objective of a policy. It adds up weight times loss over this CP rank's target tokens."""
+    """Return the objective function of a policy: it sums weight times loss over this CP rank's tokens."""
 
     def objective(hidden: torch.Tensor, micro_batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:
         new = head.of_trained(hidden, micro_batch, loss.needs_full_kl)
         token_loss, metrics = loss(new.logp, new.entropy, micro_batch.inputs, new.kl)
         total = (micro_batch.weight * token_loss).sum()
-        metrics["actor/loss"] = Sum(total.detach().clone())  # schedules divide the loss in place
+        metrics["actor/loss"] = Sum(total.detach().clone())  # a clone: Megatron divides the loss in place
         return total, metrics
 
     return objective
 
 
 def _of_pairs(head: ScoreHead, loss: PreferenceLoss) -> Objective:
-    """Return the objective of a reward model. It adds up weight times loss over a micro-batch's pairs.
+    """Return the objective function of a reward model: it sums weight times loss over preference pairs.
 
-    Every CP rank computes the whole value, but only the gradient through its own tokens.
+    Every CP rank computes the whole sum, but only the gradient through its own tokens.
     """
 
     def objective(hidden: torch.Tensor, micro_batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:

@@ -21,9 +21,9 @@ from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 
 
 class ScoreOutput(MegatronModule):
-    """Output layer of a reward model. It returns its input, the hidden states [t, 1, h], unchanged.
+    """Output layer of a reward model, which returns its input, the hidden states [t, 1, h], unchanged.
 
-    It also holds the weight w [1, h], from which ScoreHead computes scores. Every TP rank holds all of w.
+    The layer holds the weight w [1, h] with which ScoreHead computes scores. Every TP rank holds all of w.
     """
 
     def __init__(self, config):
@@ -38,9 +38,9 @@ class ScoreOutput(MegatronModule):
 
 
 def put_scalar_head(model) -> None:
-    """Turn a language model (a GPTModel) into a reward model, in place, before weights are loaded.
+    """Turn a GPTModel into a reward model in place. Call this before weights are loaded.
 
-    ScoreOutput replaces the output projection, so that the model returns hidden states [1, t, h].
+    A ScoreOutput replaces the output projection, so the model returns hidden states [1, t, h].
     """
     model.output_layer = ScoreOutput(model.config)
 
@@ -48,10 +48,10 @@ def put_scalar_head(model) -> None:
 def load_reward_model(chunks, folder: str, entries: dict[str, Entry], seed: int) -> None:
     """Fill the parameters of a reward model from an HF checkpoint.
 
-    folder: checkpoint of a reward model, or of a language model. A language model has no score head, so the
-        score head then gets random values.
+    folder: checkpoint of a reward model or of a language model. A language model has no score head, so the
+        reward model's score head then gets random values.
     entries: weight map of the reward model, {Megatron name: entry}.
-    seed: seed of these random values.
+    seed: seed of the random values.
     """
     has_head = read_architecture(folder).scalar_head
     load_hf(chunks, HFCheckpoint(folder), entries, left_out=() if has_head else (SCALAR_HEAD,))
@@ -85,8 +85,8 @@ class ScoreHead:
 
         hidden: last hidden states [1, t, h]; with sequence parallelism [1, t / tp, h].
 
-        A score's gradient flows into the hidden state of the sequence's last token and into w, both only on
-        the CP rank that holds this token. Gradients are summed over CP ranks, so their sum is exact.
+        A score's gradient flows into w and into the hidden state of the sequence's last token, only on the CP
+        rank that holds this token. Training sums gradients over CP ranks, so the total gradient is exact.
         """
         pack = micro_batch.pack
         rows, sequences = pack.last_tokens(mpu.get_tensor_model_parallel_rank())
@@ -98,7 +98,7 @@ class ScoreHead:
             0, own[1], hidden[0].index_select(0, own[0])
         )
         if self.sequence_parallel:
-            # Now every TP rank has the same last states and gradient of w, which needs no sum over TP.
+            # Every TP rank now has the same last states, so also the same gradient of w: no sum over TP.
             last = tensor_parallel.reduce_from_tensor_model_parallel_region(last)
         scores = (last.float() * self.weight().float()).sum(1)
         return pack.sum_over_context(scores, mpu.get_context_parallel_group()) + (scores - scores.detach())

@@ -20,9 +20,9 @@ from grpo_megatron.batch.layout import Pack, on_device
 
 
 class _Rotate(torch.autograd.Function):
-    """Autograd function of the rotary embedding, which saves only cos and sin for the backward pass, not x.
+    """Autograd function of the rotary embedding. It saves only cos and sin for the backward pass, not x.
 
-    x: [t, heads, d]. cos, sin: [t, 1, d], with the first half of sin's channels negated.
+    x: [t, heads, d]. cos, sin: [t, 1, d]; the first half of sin's channels is negated.
     """
 
     @staticmethod
@@ -55,13 +55,13 @@ def rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torc
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """Sizes of one kernel call, which computes attention for n sequences, or n sections of sequences.
+    """Sizes of one attention kernel call, which computes n sequences, or n sections of sequences, together.
 
-    n: number of sequences or sections, which all have the same size.
-    q: number of consecutive queries of each sequence or section.
-    k: number of keys of each sequence or section. The queries are at the last q of the k positions.
-    part: index of the tensor whose first n * k rows are the keys. The pack's keys are split into several
-        tensors (PackedSequences.key_sizes).
+    n: number of sequences or sections. All have the same size.
+    q: number of queries per sequence or section. They are consecutive tokens.
+    k: number of keys per sequence or section. The queries are at the last q of the k positions.
+    part: index of the key tensor whose first n * k rows are the keys. The pack's keys are split into several
+        such tensors (PackedSequences.key_sizes).
     """
 
     n: int
@@ -72,8 +72,9 @@ class AttentionBatch:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's description of a pack of sequences, plus the batches in which attention is computed.
+    """Description of a pack (sequences concatenated along the token axis) that all attention layers use.
 
+    It adds to Megatron's PackedSeqParams the batches in which PackedAttention computes attention.
     query_rows, key_rows and inverse reorder rows. They are None if the order does not change.
     """
 
@@ -93,18 +94,19 @@ class PackedSequences(PackedSeqParams):
     inverse: torch.Tensor | None = None
     """int64 [t]: for each token of the pack, its row in the batches' concatenated outputs."""
     short: bool = False
-    """True to compute batches by batched matrix products, False to use torch's flash kernel."""
+    """True if all sequences are so short that batched matrix products replace torch's flash kernel."""
     _kept: dict = field(default_factory=dict, repr=False)
     """Cached rotations and masks, which are the same in every layer."""
 
     def rotation(
         self, frequencies: torch.Tensor, dtype: torch.dtype, factor: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (cos, sin) of each token's rotation times `factor`, both [t, 1, d], for `rotate`.
+        """Return (cos, sin), both [t, 1, d], with which `rotate` rotates the pack's queries and keys.
 
-        frequencies: angle per position of each channel pair, in radians, [d / 2].
-        dtype: dtype of the result, by which the result is cached. So frequencies and factor must be the same
-            in every layer.
+        The result is cached by dtype, so all layers must pass the same frequencies and factor.
+        frequencies: [d / 2], angle per position of each channel pair, in radians.
+        dtype: dtype of the result.
+        factor: number that cos and sin are multiplied by.
         """
         if dtype not in self._kept:
             angle = self.position_ids.to(frequencies.dtype)[:, None] * frequencies.to(
@@ -119,7 +121,7 @@ class PackedSequences(PackedSeqParams):
     def mask(self, batch: AttentionBatch, dtype: torch.dtype) -> torch.Tensor:
         """Return the causal mask [q, k] to add to the batch's attention scores: -inf on later keys, else 0.
 
-        The mask is cached, so that all layers save the same tensor for the backward pass.
+        The mask is cached, so all layers save the same tensor for the backward pass.
         """
         key = (batch.q, batch.k, dtype)
         if key not in self._kept:
@@ -128,28 +130,28 @@ class PackedSequences(PackedSeqParams):
         return self._kept[key]
 
 
-# A batch holds sequences down to this share of its longest one. A smaller share would waste attention FLOPs
-# on padding; a larger one would make many small kernels.
+# Least length of a sequence in a batch, as a share of the longest one. A smaller share would waste attention
+# FLOPs on padding; a larger one would make many small kernels.
 _BATCH_RANGE = 0.8
-# On a CPU, packs whose sequences are at most this long are computed by batched matrix products, because
-# torch's flash kernel makes a small product for each head of each sequence. A query and head then has at most
-# this many scores in memory.
+# On a CPU, packs whose sequences have at most this many tokens are computed by batched matrix products,
+# because torch's flash kernel makes a small product for each head of each sequence.
 _SHORT = 128
-# Among short sequences, starting a product costs more than padding does.
+# The same share for short sequences, where starting a product costs more than padding does.
 _SHORT_BATCH_RANGE = 0.5
-# Queries that share a mask. A mask's size is this times the keys of a sequence, whatever the pack holds.
+# Most queries (rows) of a mask. Its columns are the keys of one sequence, so it does not grow with the pack.
 _MASKED_QUERIES = 1024
 
 
 def describe_pack(
     pack: Pack, device: torch.device, own_attention: bool = True, equal_only: bool | None = None
 ) -> PackedSequences:
-    """Return the description of a pack that the attention of all layers uses, with tensors on `device`.
+    """Return the PackedSequences of a pack, which the attention of all layers uses. Tensors are on `device`.
 
     own_attention: True if PackedAttention computes attention, False if TransformerEngine does.
-    equal_only: if True and there is no CP, compute only neighbouring sequences of equal length together. This
-        needs no padding and no reordering, but more kernel calls. None: True on a CPU for packs with long
-        sequences, where a kernel call costs little in comparison.
+    equal_only: if True, a batch holds only neighbouring sequences of equal length. This needs no padding and
+        no reordering, but more kernel calls. If False, a batch may hold any sequences of similar length.
+        None: True on a CPU for packs with long sequences, where a kernel call costs little in comparison.
+        Under CP, and without own_attention, it has no effect.
     """
     cu_seqlens = on_device(torch.from_numpy(pack.cu_seqlens), device)
     cu_seqlens_padded = on_device(torch.from_numpy(pack.cu_seqlens_padded), device)
@@ -162,7 +164,7 @@ def describe_pack(
         # layer.
         cu_seqlens, cu_seqlens_padded = cu_seqlens_padded, None
     elif pack.layout.cp > 1:
-        plan = _masked_stretches(pack, device)
+        plan = _sequence_sections(pack, device)
     else:
         short = device.type == "cpu" and longest <= _SHORT
         if equal_only is None:
@@ -184,9 +186,10 @@ def describe_pack(
 
 
 def _whole_sequences(pack: Pack, device: torch.device, groups: list[np.ndarray]) -> dict:
-    """Return {field: value} of PackedSequences for a pack without CP, with batches of whole sequences.
+    """Return the fields of PackedSequences that divide a pack into batches of whole sequences, without CP.
 
     groups: for each batch, the indices of its sequences.
+    Returns {name of the field: value}.
     """
     lengths, starts = pack.padded_lengths, pack.cu_seqlens_padded[:-1].astype(np.int64)
     batches, rows, real = [], [], []
@@ -220,11 +223,11 @@ def _similar(lengths: np.ndarray, share: float) -> list[np.ndarray]:
     return groups
 
 
-def _masked_stretches(pack: Pack, device: torch.device) -> dict:
-    """Return {field: value} of PackedSequences for a pack under CP.
+def _sequence_sections(pack: Pack, device: torch.device) -> dict:
+    """Return the fields of PackedSequences that divide a pack into batches, under context parallelism (CP).
 
-    Each batch is a section of one sequence: at most _MASKED_QUERIES queries on this rank, and the keys of all
-    CP ranks up to the last of these queries.
+    Each batch is a section of one sequence: at most _MASKED_QUERIES of this rank's queries, and the keys of
+    all CP ranks up to the last of these queries. Returns {name of the field: value}.
     """
     batches = []
     firsts, lengths = pack.pieces(pack.layout.cp_rank)
@@ -245,14 +248,13 @@ class PackedAttention(MegatronModule):
 
     It uses torch's scaled_dot_product_attention or, for short sequences on a CPU, batched matrix products.
 
-    forward: query [t, heads, d], key [t, kv_heads, d] and value [t, kv_heads, e] of one TP and CP rank, not
-        yet rotated -> [t, heads * e].
+    forward: takes query [t, heads, d], key [t, kv_heads, d] and value [t, kv_heads, e] of one TP and CP rank,
+        not yet rotated. Returns [t, heads * e].
     rope_frequencies: float32 [at most d / 2], the same in all layers. None: the inputs are rotated already.
 
-    Megatron's own rotation of packs is not used: it asks for the lengths of all sequences (a synchronisation)
-    and computes cosines twice in every layer. Padding comes after a sequence's real tokens, where the causal
-    mask hides it. Under CP every rank gathers the keys and values of the pack. A mask has at most 1024 rows,
-    and one column per key of a sequence.
+    Megatron's rotary embedding is not used here, because in every layer it copies the sequence lengths to the
+    host (a synchronisation) and computes cosines twice. Padding comes after a sequence's real tokens, so the
+    causal mask hides it. Under CP every rank gathers the keys and values of the whole pack.
     """
 
     def __init__(
@@ -308,7 +310,8 @@ class PackedAttention(MegatronModule):
     def _attend(self, packed: PackedSequences, batch: AttentionBatch, query, key, value) -> torch.Tensor:
         """Return the attention output of one batch, [n * q, heads * e].
 
-        query: [n * q, heads, d]. key: [at least n * k, kv_heads, d]. value: [rows of key, kv_heads, e].
+        query: [n * q, heads, d]. key: [rows, kv_heads, d] and value: [rows, kv_heads, e], of which the first
+            n * k rows are used.
         """
         seen = batch.n * batch.k
         if seen < len(key):
@@ -328,12 +331,12 @@ class PackedAttention(MegatronModule):
 
 
 class _ShortAttention(torch.autograd.Function):
-    """Attention softmax(scale * q k^T + mask) v for short sequences on a CPU, by batched matrix products.
+    """Autograd function for attention over short sequences on a CPU, by batched matrix products.
 
-    On a CPU this is twice as fast as torch's flash kernel.
-    query [n, q, heads, d], key [n, k, kv_heads, d], value [n, k, kv_heads, e], float32 mask [q, k] ->
-    [n * q, heads * e]. The query heads that share a kv head become rows of one matrix. bf16 inputs are
-    computed in float32, so that scores are not rounded.
+    It computes softmax(scale * q k^T + mask) v, twice as fast as torch's flash kernel on a CPU.
+    Inputs: query [n, q, heads, d], key [n, k, kv_heads, d], value [n, k, kv_heads, e], float32 mask [q, k].
+    Output: [n * q, heads * e]. The query heads that share a kv head become rows of one matrix. bf16 inputs
+    are computed in float32, so that scores are not rounded.
     """
 
     @staticmethod
@@ -366,12 +369,15 @@ class _ShortAttention(torch.autograd.Function):
 
 
 def _rows_of_heads(x: torch.Tensor, groups: int = 1) -> torch.Tensor:
-    """Return x [n, length, kv_heads * groups, d] reordered to [n * kv_heads, groups * length, d]."""
+    """Return x [n, length, kv_heads * groups, d] reordered to [n * kv_heads, groups * length, d].
+
+    groups: number of query heads that share a kv head.
+    """
     return x.unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3).flatten(0, 1)
 
 
 def _heads_of_rows(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return x [n * kv_heads, groups * length, d] reordered to [n, length, heads, d]: undo `_rows_of_heads`.
+    """Undo `_rows_of_heads`: return x [n * kv_heads, groups * length, d] as [n, length, heads, d].
 
     shape: shape of the result. Its last size is ignored.
     """

@@ -30,14 +30,15 @@ from grpo_megatron.model.architecture import Architecture
 
 
 def uses_transformer_engine(megatron: MegatronConfig) -> bool:
-    """Return True to build the model from TransformerEngine's layers, False for Megatron's local layers.
+    """Return True if the model's layers are TransformerEngine's, False if they are Megatron's local layers.
 
-    `auto` chooses TransformerEngine if this machine can run it, but not in fp32: there it has no fused
-    attention, and its matrix products round their operands to TF32. Adapters need the local layers.
+    megatron.transformer_impl=auto chooses TransformerEngine if this machine can run it and the precision is
+    not fp32. In fp32, TransformerEngine has no fused attention, and its matrix products round their operands
+    to TF32. LoRA adapters always need the local layers.
 
     Raises UserError if the configuration needs TransformerEngine or FP8 and this machine cannot run it. The
-    check before the run misses this if cluster.gpu describes another machine. Raises UserError also for
-    TransformerEngine's layers with precision fp32.
+    check before the run does not find this if cluster.gpu describes another machine than this one. Raises
+    UserError also for TransformerEngine's layers with precision fp32.
     """
     impl, precision = megatron.transformer_impl, megatron.precision
     here = Capabilities.of_this_machine().emulating(megatron.emulate_kernels)
@@ -65,10 +66,10 @@ def uses_transformer_engine(megatron: MegatronConfig) -> bool:
 
 
 def _add_adapters(attention, mlp, lora: LoraConfig) -> None:
-    """Add LoRA adapters to the layers that lora.targets names, by changing the layers' classes in the specs.
+    """Add LoRA adapters to the linear layers that lora.targets names, by changing their classes in the specs.
 
-    attention, mlp: Megatron's submodule specs, changed in place. mlp is None for a layer with experts, which
-        get no adapters.
+    attention, mlp: Megatron's submodule specs of a transformer layer, changed in place. mlp is None if the
+        layer has experts, because experts get no adapters.
     """
     for submodules, layer, target, adapted in (
         (attention, "linear_qkv", "q_proj", AdaptedColumns),
@@ -83,8 +84,9 @@ def _add_adapters(attention, mlp, lora: LoraConfig) -> None:
 def _layer_spec(arch: Architecture, lora: LoraConfig, transformer_engine: bool, num_experts: int | None):
     """Return Megatron's spec of one transformer layer.
 
-    The layer consists of TransformerEngine's modules, or of Megatron's local modules with this project's
-    norm, attention and activation, which support packed sequences on a CPU too.
+    transformer_engine: if True, the layer consists of TransformerEngine's modules. If False, it consists of
+        Megatron's local modules, with this project's norm, attention and activation. These support packed
+        sequences and run on a CPU too.
     num_experts: number of the layer's experts. None for a dense layer.
     """
     if transformer_engine:
@@ -144,7 +146,7 @@ def _block_spec(
 ) -> TransformerBlockSubmodules:
     """Return Megatron's specs of the transformer layers in one model chunk, and of the final norm.
 
-    vp_stage: index of the virtual pipeline stage. None: the rank has only one chunk.
+    vp_stage: index of the chunk on this rank (virtual pipeline stage). None: the rank has only one chunk.
     """
     first = get_transformer_layer_offset(megatron_config, vp_stage=vp_stage)
     has_experts = arch.moe.layers if arch.moe else (False,) * arch.num_layers
@@ -163,12 +165,14 @@ def _block_spec(
 def build_model(
     arch: Architecture, config: Config, transformer_engine: bool = False, without_memory: bool = False
 ) -> list[GPTModel]:
-    """Return this rank's model chunks in forward order: one chunk, or several with a virtual pipeline.
+    """Build this rank's model chunks. Return them in forward order.
 
-    Their parameters are uninitialised; `load_hf` fills them. The last stage returns hidden states instead of
-    logits, because the head computes log-probs without storing all logits.
-    transformer_engine: result of `uses_transformer_engine`. False: Megatron's local layers.
-    without_memory: True: build on torch's meta device, to read names and shapes only.
+    There is one chunk, or several with a virtual pipeline. Parameters are uninitialised; `load_hf` fills
+    them. The last stage returns hidden states instead of logits, because the head computes log-probs without
+    storing all logits.
+    transformer_engine: result of `uses_transformer_engine`.
+    without_memory: if True, create the parameters on torch's default device, not on the GPU. Callers set it
+        within torch.device("meta"), to read names and shapes without memory for the parameters.
     """
     megatron = config.megatron
     megatron_config = transformer_config(arch, config, transformer_engine, without_memory)
@@ -194,7 +198,7 @@ def build_model(
             vp_stage=vp_stage,
         )
         if rotated_by_megatron:
-            # Megatron's rope scaling has Llama 3.1's numbers built in; these come from config.json.
+            # Megatron's RoPE scaling has Llama 3.1's numbers built in. Our frequencies come from config.json.
             chunk.rotary_pos_emb.inv_freq = arch.rope_frequencies().to(chunk.rotary_pos_emb.inv_freq.device)
         if chunk.post_process:
             (put_scalar_head if arch.scalar_head else hand_out_hidden_states)(chunk)
@@ -207,10 +211,10 @@ def build_model(
 
 
 def _fuse_weight_gradients(chunk: GPTModel) -> None:
-    """Let TransformerEngine's layers add weight gradients directly to DDP's float32 gradient buffers.
+    """Make TransformerEngine's layers add weight gradients directly to DDP's float32 gradient buffers.
 
-    This saves a bf16 copy of each gradient. The flag is set on the modules, because Megatron's config option
-    would also reach the embedding and output layer, which need apex for it.
+    This saves a bf16 copy of each gradient. Megatron's option gradient_accumulation_fusion is not used,
+    because it would also apply to the embedding and the output layer, which need apex for it.
     """
     for module in chunk.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
@@ -220,9 +224,9 @@ def _fuse_weight_gradients(chunk: GPTModel) -> None:
 def output_weight(chunk: GPTModel) -> torch.Tensor:
     """Return the weight with which the head computes log-probs or scores from hidden states.
 
-    For a language model, these are this TP rank's rows of the output projection (of the embedding if the two
-    are tied), [V_padded / tp, h]. For a reward model, it is the weight of the score head, [1, h].
-    chunk: the model chunk of the last pipeline stage.
+    A language model's weight is [V_padded / tp, h]: this TP rank's rows of the output projection, or of the
+    embedding if the two are tied. A reward model's weight is the score head's, [1, h].
+    chunk: last model chunk of the last pipeline stage.
     """
     if chunk.share_embeddings_and_output_weights:
         return chunk.shared_embedding_or_output_weight()

@@ -28,10 +28,10 @@ from grpo_megatron.model.architecture import LATENT_NORM_EPS, Architecture
 
 @dataclass(frozen=True)
 class LatentAttentionParts:
-    """Classes from which LatentAttention is built: TransformerEngine's, or Megatron's local ones.
+    """Classes of LatentAttention's submodules: TransformerEngine's, or those for Megatron's local layers.
 
     column_parallel, row_parallel: classes of the tensor-parallel linear layers.
-    core: class of the attention over heads; it must not apply a rotary embedding.
+    core: class that computes attention from query, key and value. It must not apply a rotary embedding.
     """
 
     column_parallel: type
@@ -55,11 +55,12 @@ class _Replicated(torch.nn.Linear):
 
 
 class LatentAttention(MegatronModule):
-    """Attention whose keys and values, and optionally queries, come from low-rank latents.
+    """Multi-head latent attention (MLA): keys, values and optionally queries come from low-rank latents.
 
     The rotary embedding applies to a few channels only. All heads share the rotated channels of the key.
 
-    forward: hidden states [t, 1, h], under sequence parallelism [t / tp, 1, h] -> (the same shape, None).
+    forward: takes hidden states [t, 1, h], under sequence parallelism [t / tp, 1, h]. Returns (output of the
+        same shape, None).
     The constructor takes the arguments that Megatron's transformer layer passes to its attention. Parameters
     have the names of Megatron's MLASelfAttention.
     """
@@ -93,7 +94,7 @@ class LatentAttention(MegatronModule):
             self.linear_q_proj = column_parallel(arch.hidden_size, heads * arch.head_dim)
         else:
             self.linear_q_down_proj = _Replicated(config, self.latent.query_rank, arch.hidden_size)
-        # Created next to the queries' down projection, because weight syncs send both in one bucket.
+        # Created right after the queries' down projection, because weight syncs send both in one bucket.
         kv_rows = self.latent.kv_rank + self.latent.rotated_dim
         self.linear_kv_down_proj = _Replicated(config, kv_rows, arch.hidden_size)
         if self.latent.query_rank is not None:
@@ -117,7 +118,7 @@ class LatentAttention(MegatronModule):
         )
 
     def _make_core(self, submodules, layer_number, cp_comm_type, pg_collection, arch: Architecture):
-        """Return the module that computes attention over this TP rank's heads."""
+        """Return the module that computes attention from query, key and value of this TP rank's heads."""
         return submodules.core(
             config=self.config,
             layer_number=layer_number,
@@ -154,7 +155,7 @@ class LatentAttention(MegatronModule):
         """Return (query, key, value) of this TP rank's heads, with the rotary embedding applied.
 
         query and key: [t, heads, plain_dim + rotated_dim]. value: [t, heads, value_dim].
-        hidden: as in `forward`. packed: the pack's PackedSequences.
+        hidden: hidden states, as in `forward`. packed: PackedSequences, which says where sequences begin.
         """
         latent = self.latent
         if latent.query_rank is None:
@@ -163,7 +164,7 @@ class LatentAttention(MegatronModule):
             query = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))[0]
         latents, shared = self.linear_kv_down_proj(hidden).split([latent.kv_rank, latent.rotated_dim], dim=-1)
         pair = self.linear_kv_up_proj(self.kv_layernorm(latents))[0]
-        # Every rank's heads use the shared part, so its gradient is the sum over ranks.
+        # The heads of all TP ranks use the shared channels, so their gradient is the sum over TP ranks.
         if self.config.sequence_parallel:
             shared = gather_from_sequence_parallel_region(shared, group=self.tp_group)
         else:
@@ -173,15 +174,15 @@ class LatentAttention(MegatronModule):
         plain, turned = query.split([latent.plain_dim, latent.rotated_dim], dim=-1)
         key, value = pair.split([latent.plain_dim, latent.value_dim], dim=-1)
         rotation = packed.rotation(self.rope_frequencies, query.dtype, self.rope_factor)
-        turned, shared = (rotate(self._halves(x), rotation) for x in (turned, shared))
+        turned, shared = (rotate(self._ordered_for_rotation(x), rotation) for x in (turned, shared))
         query = torch.cat([plain, turned], dim=-1)
         key = torch.cat([key, shared.expand(-1, key.shape[1], -1)], dim=-1)
         return query, key, value.contiguous()
 
-    def _halves(self, x: torch.Tensor) -> torch.Tensor:
+    def _ordered_for_rotation(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [..., d] with its channels in the order that `rotate` expects.
 
-        `rotate` pairs channel i with channel i + d / 2. Checkpoints with latent.interleaved pair adjacent
-        channels.
+        `rotate` rotates channel i together with channel i + d / 2. Models with latent.interleaved rotate
+        adjacent channels together, so their channels are reordered. Other models' channels stay as they are.
         """
         return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if self.latent.interleaved else x

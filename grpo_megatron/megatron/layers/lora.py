@@ -1,8 +1,8 @@
-"""LoRA adapters (arXiv:2106.09685) for tensor-parallel layers: frozen W, used as W + (alpha / rank) B A.
+"""LoRA adapters (arXiv:2106.09685) for tensor-parallel layers, which compute with W + (alpha / rank) B A.
 
-In a column-parallel layer, B is split over TP by rows. In a row-parallel layer, A is split over TP by
-columns. The other matrix is whole on every rank. TP ranks exchange only the product of the input with A,
-which has `rank` columns.
+W is the frozen weight, A is `lora_a` and B is `lora_b`. In a column-parallel layer, B is split over TP by
+rows. In a row-parallel layer, A is split over TP by columns. Every rank holds the whole other matrix. TP
+ranks exchange only the product of the input with A, which has `rank` columns.
 """
 
 import math
@@ -28,43 +28,45 @@ from grpo_megatron.model.pieces import box
 class _Adapted:
     """Base class of column-parallel and row-parallel linear layers with a LoRA adapter.
 
-    Shapes: weight [out, in], lora_a [rank, in], lora_b [out, rank]. out and in are the sizes of this TP
-    rank's shard of the weight.
+    Shapes: weight [out, in], lora_a [rank, in], lora_b [out, rank]. out and in are sizes of this TP rank's
+    shard of the weight; rank is the adapter's rank.
     """
 
     def _add_adapter(self, lora: LoraConfig, whole: str) -> None:
         """Create the adapter's matrices lora_a and lora_b, uninitialised. `attach` fills them.
 
-        whole: name of the matrix that is not split over TP, "lora_a" or "lora_b".
+        whole: "lora_a" or "lora_b": name of the matrix that every TP rank holds as a whole.
         """
         rows, columns = self.weight.shape
         self.rank, self.alpha = lora.rank, lora.alpha
         self.lora_a = torch.nn.Parameter(self.weight.new_empty(lora.rank, columns))
         self.lora_b = torch.nn.Parameter(self.weight.new_empty(rows, lora.rank))
-        # Under SP each TP rank sees different tokens at the whole matrix: finalize_model_grads sums marked
-        # gradients over TP.
+        # Under SP each TP rank computes the whole matrix's gradient from other tokens. With this mark,
+        # finalize_model_grads sums the gradients over TP.
         getattr(self, whole).sequence_parallel = self.sequence_parallel
 
     def _with_adapter(self, output: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-        """Return `output`, the frozen layer's output, plus the adapter's output.
+        """Return `output` plus the adapter's output.
 
+        output: [..., out], the frozen layer's output.
         low: [..., rank], the product of the layer's input with lora_a.
         """
         return torch.add(output, F.linear(low, self.lora_b), alpha=self.alpha / self.rank)
 
     def merged_weight(self) -> torch.Tensor:
-        """Return this rank's shard of W + (alpha / rank) B A, rounded once to the dtype of W."""
+        """Return the weight plus the adapter, W + (alpha / rank) B A, rounded once: this rank's shard."""
         product = self.lora_b.float() @ self.lora_a.float()
         return product.mul_(self.alpha / self.rank).add_(self.weight).to(self.weight.dtype)
 
     def _mark_as_split(
         self, state: dict, name: str, axis: int, prefix: str, offsets: tuple, metadata: dict
     ) -> None:
-        """Correct `state`, the result of Megatron's sharded_state_dict, for an adapter matrix that TP splits.
+        """Correct the entry of an adapter matrix that is split over TP in `state`.
 
-        Megatron does not know the adapter, so its entry in `state` says that every TP rank has the whole
-        matrix. The new entry says that the matrix is split along `axis`.
-        name: "lora_a" or "lora_b".
+        Megatron does not know the adapter, so its entry says that every TP rank has the whole matrix. The new
+        entry says that the matrix is split along `axis`.
+        state: result of Megatron's sharded_state_dict, changed in place.
+        name: name of the matrix, "lora_a" or "lora_b".
         prefix, offsets, metadata: the arguments of sharded_state_dict.
         """
         key, groups = f"{prefix}{name}", {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
@@ -75,7 +77,7 @@ class _Adapted:
 
 
 class AdaptedColumns(tp.ColumnParallelLinear, _Adapted):
-    """Column-parallel linear layer with an adapter, for Megatron's local layers."""
+    """Column-parallel linear layer with a LoRA adapter. It replaces Megatron's local layer."""
 
     def __init__(self, *args, lora: LoraConfig, **kwargs):
         super().__init__(*args, **kwargs)
@@ -84,7 +86,8 @@ class AdaptedColumns(tp.ColumnParallelLinear, _Adapted):
     def forward(self, input_, weight=None, runtime_gather_output=None):
         output, bias = super().forward(input_, weight, runtime_gather_output)
         low = F.linear(input_, self.lora_a)
-        # In the backward pass, each rank has the part of the gradient that comes through its own rows of B.
+        # In the backward pass, each rank has only the gradient through its own rows of B, so the gradients
+        # are summed over TP.
         if self.sequence_parallel:
             low = tp.gather_from_sequence_parallel_region(
                 low, tensor_parallel_output_grad=True, group=self.tp_group
@@ -100,10 +103,10 @@ class AdaptedColumns(tp.ColumnParallelLinear, _Adapted):
 
 
 class AdaptedGateUp(AdaptedColumns):
-    """Linear layer that computes the MLP's gate and up projection together, with an adapter.
+    """Linear layer with a LoRA adapter that computes the MLP's gate and up projection together.
 
-    Each TP rank holds its rows of the gate projection, then its rows of the up projection. Megatron's MLP
-    describes this order to checkpoints for weight and bias only, so this class describes it for lora_b.
+    Each TP rank holds its rows of the gate projection, then its rows of the up projection. Checkpoints must
+    know this order. Megatron's MLP describes it for weight and bias only, so this class does so for lora_b.
     """
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
@@ -114,7 +117,7 @@ class AdaptedGateUp(AdaptedColumns):
 
 
 class AdaptedRows(tp.RowParallelLinear, _Adapted):
-    """Row-parallel linear layer with an adapter, for Megatron's local layers."""
+    """Row-parallel linear layer with a LoRA adapter. It replaces Megatron's local layer."""
 
     def __init__(self, *args, lora: LoraConfig, **kwargs):
         super().__init__(*args, **kwargs)
@@ -136,12 +139,13 @@ class AdaptedRows(tp.RowParallelLinear, _Adapted):
 
 
 def attach(chunks, entries: dict[str, Entry], seed: int) -> None:
-    """Give all adapters their initial values, and freeze all other parameters.
+    """Initialise all LoRA adapters, and freeze all other parameters.
 
-    A is uniform in +-1 / sqrt(in) as in PEFT, with the same values in every parallel layout. B is zero, so
-    that the adapters do not change the model's output at first.
+    lora_a is uniform in +-1 / sqrt(in) as in PEFT, with the same values in every parallel layout. lora_b is
+    zero, so that the adapters do not change the model's output at first.
+    chunks: model chunks of this rank.
     entries: {Megatron name: weight map entry} of the adapters.
-    seed: seed of A's values.
+    seed: seed of the values of lora_a.
     """
     parameters, group = local_parameters(chunks, adapters=True), mpu.get_tensor_model_parallel_group()
     for name, parameter in parameters.items():
@@ -158,8 +162,7 @@ def attach(chunks, entries: dict[str, Entry], seed: int) -> None:
         for name, parameter in chunk.named_parameters():
             parameter.requires_grad_(is_adapter(name))
         if chunk.pre_process:
-            # A recomputed layer gets no gradient, not even for its adapters, unless one of its inputs needs
-            # one.
+            # With recomputation, a layer's adapters get a gradient only if one of its inputs requires one.
             chunk.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
 
 
@@ -169,11 +172,11 @@ def _first_value(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 class MergedWeights(Mapping):
-    """Mapping {Megatron name: current value of this rank's shard}, with adapters merged into the weights.
+    """Mapping {Megatron name: this rank's shard of the weight}, with LoRA adapters added to the weights.
 
-    Weight syncs and HF exports read the weights through this mapping. Adapters are merged when a name is
-    looked up. The last merged tensor is kept, because code that packs slices of a tensor looks up its name
-    repeatedly.
+    Weight syncs and HF exports read the weights through this mapping. It adds an adapter to its weight when
+    the weight's name is looked up. The last result is cached, because a weight sync packs slices of a tensor
+    and looks up its name for each slice.
     """
 
     def __init__(self, chunks):
@@ -200,9 +203,10 @@ class MergedWeights(Mapping):
 
 
 def description(chunks) -> dict | None:
-    """Return {"rank": int, "alpha": float, "layers": names of the adapted layers}, or None without adapters.
+    """Describe the model's adapters: {"rank": int, "alpha": float, "layers": names of the adapted layers}.
 
-    Checkpoints store this description, so that a resumed run can compare it with its own adapters.
+    Returns None if the model has no adapters. Checkpoints store the description, so that a resumed run can
+    compare it with its own adapters.
     """
     found = {
         name.rsplit(".")[-1]: module
@@ -215,10 +219,10 @@ def description(chunks) -> dict | None:
 
 
 def check_checkpoint(folder: str, saved: dict | None, chunks) -> None:
-    """Raise UserError if a checkpoint has other adapters than the model, because weights would be lost.
+    """Raise UserError if a checkpoint has other LoRA adapters than the model, so that weights would be lost.
 
     folder: folder of the checkpoint, for the message.
-    saved: `description` of the saved model.
+    saved: result of `description` for the saved model.
     chunks: model chunks of this rank.
     """
     ours = description(chunks)

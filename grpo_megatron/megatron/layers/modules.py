@@ -27,9 +27,9 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class _FloatRMSNorm(torch.autograd.Function):
-    """RMS norm of float32 tensors on a CPU.
+    """Autograd function of the RMS norm for float32 tensors on a CPU.
 
-    It replaces torch's rms_norm, which takes more operations on a CPU and so is slower.
+    It is faster than torch's rms_norm, which takes more operations on a CPU.
     """
 
     @staticmethod
@@ -53,9 +53,9 @@ class _FloatRMSNorm(torch.autograd.Function):
 
 
 class SwiGLU(MegatronModule):
-    """Gated activation silu(x[..., :f]) * x[..., f:] (Shazeer 2020, arXiv:2002.05202).
+    """SwiGLU activation: silu of the first half of the channels, times the second half (arXiv:2002.05202).
 
-    [..., 2f] -> [..., f].
+    forward: takes x [..., 2f], returns silu(x[..., :f]) * x[..., f:], shape [..., f].
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,10 +63,10 @@ class SwiGLU(MegatronModule):
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Autograd function of SwiGLU with fewer copies than Megatron's.
+    """Autograd function of SwiGLU that makes fewer copies than Megatron's version.
 
-    Megatron's version adds an offset of zero, keeps the result for the backward pass, and concatenates the
-    halves of the gradient.
+    Megatron's version also adds an offset of zero to the second half, saves this copy for the backward pass,
+    and concatenates the two halves of the gradient.
     """
 
     @staticmethod

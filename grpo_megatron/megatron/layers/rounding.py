@@ -1,6 +1,6 @@
-"""Rounding noise: measures how far log-probs move if only rounding differs.
+"""Rounding noise: random rounding errors, to measure how far log-probs move if only rounding differs.
 
-Differences between engine and trainer are compared with this, to tell rounding from errors.
+A difference between engine and trainer that is much larger than this movement is an error, not rounding.
 """
 
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def rounding_noise(chunks: list[torch.nn.Module], dtype: torch.dtype, seed: int = 0):
-    """Add a rounding error of `dtype` to every layer's output within the context.
+    """Add random errors of the size of a rounding to `dtype` to every layer's output within the context.
 
     Rounding to the nearest number changes a value by up to eps / 2 of the value. So outputs are multiplied by
     1 + u, with u uniform in [-eps / 2, eps / 2]. Layers are the modules without children. Integer outputs do

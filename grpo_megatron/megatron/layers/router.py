@@ -1,6 +1,7 @@
-"""Router of layers with experts. Its choice of experts can be recorded and replayed.
+"""Router of mixture-of-experts (MoE) layers, whose choice of experts can be recorded and replayed.
 
-Replay lets the trainer use the same experts as the engine, or in training the same as for the old log-probs.
+With replay, the trainer uses the same experts as the rollout engine, or a training pass uses the same experts
+as the pass that computed the old log-probs.
 """
 
 from collections import deque
@@ -17,11 +18,11 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 
 class Routing(Enum):
-    """Source of the choice of experts in a pass over micro-batches.
+    """Source of the experts that tokens are sent to, in a pass over micro-batches.
 
-    own: the routers choose.
-    record: the routers choose, and the choice is stored in the micro-batch.
-    given: the choice that is stored in the micro-batch is used again.
+    own: the routers choose the experts.
+    record: the routers choose the experts, and the choice is stored in the micro-batch.
+    given: the routers use the choice that is stored in the micro-batch.
     """
 
     own = "own"
@@ -30,11 +31,12 @@ class Routing(Enum):
 
 
 class _Choice:
-    """Recorder of one router's choice of experts, which can also make the router use a given choice.
+    """Recorder of one router's experts, which can also replay them. It is the router's `router_replay`.
 
-    It has the interface of Megatron's `router_replay`.
-    given: int64 [t, k], experts to use in the next forward pass. None: the router chooses.
-    record: if True, the next forward pass stores its choice in `recorded`, int64 [t, k].
+    Megatron calls `get_replay_topk` on this object.
+    given: int64 [t, k], experts that the next forward pass must use. None: the router chooses.
+    record: if True, the next forward pass stores its experts in `recorded`, int64 [t, k].
+    training: True while the model is in training mode.
     """
 
     def __init__(self):
@@ -45,11 +47,11 @@ class _Choice:
         self._to_recompute: deque[torch.Tensor] = deque()
 
     def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
-        """Return (scores of the k chosen experts of each token [t, k], indices of these experts [t, k]).
+        """Choose k experts for each token. Return (scores of these experts [t, k], their indices [t, k]).
 
         Megatron's router calls this instead of its own top-k function.
         scores: scores of all experts, [t, experts].
-        default_compute_topk: Megatron's own top-k function.
+        default_compute_topk: Megatron's own top-k function, used if no experts are given.
         """
         indices = self._given_to_this_pass()
         if indices is None:
@@ -63,11 +65,11 @@ class _Choice:
     def _given_to_this_pass(self) -> torch.Tensor | None:
         """Return the experts to use in this pass, int64 [t, k], or None if the router chooses.
 
-        A backward pass that recomputes activations must use the same experts as the forward pass of the same
-        micro-batch. By then `given` belongs to a later micro-batch, and Megatron does not say which
+        If activations are recomputed in the backward pass, the recomputation must use the same experts as the
+        forward pass. By then `given` belongs to a later micro-batch, and Megatron does not say which
         micro-batch it recomputes. But a stage runs its backward passes in the order of its forward passes, so
-        a queue returns the right experts. Megatron recomputes exactly the training forward passes that run
-        without gradients, so these passes put their experts into the queue.
+        a queue returns the right experts. A training forward pass that runs without gradients will be
+        recomputed, so it appends its experts to the queue. A recomputation takes them out.
         """
         if self.given is None:
             return None
@@ -84,13 +86,13 @@ class _Choice:
 
 
 class Router(TopKRouter):
-    """Megatron's top-k router, extended in two ways.
+    """Megatron's top-k MoE router, plus replay of experts and corrected auxiliary losses.
 
-    A recorded choice of experts can be replayed. And the auxiliary losses do not depend on the parallel
-    layout: the training loss contains the sum of (T / M) * loss over the step's micro-batches, with T the
-    micro-batch's tokens over all TP and CP ranks, and M the tokens of the step. Megatron's own T counts the
-    tokens of one rank, so its auxiliary losses shrink with the number of ranks under sequence or context
-    parallelism.
+    Replay: the router can use a recorded choice of experts (see Routing).
+    Auxiliary losses: they do not depend on the parallel layout. The training loss contains the sum of
+    (T / M) * loss over the step's micro-batches. T is the micro-batch's number of tokens over all TP and CP
+    ranks, and M the number of tokens of the step. Megatron's own T counts the tokens of one rank, so its
+    auxiliary losses shrink with the number of ranks under sequence or context parallelism.
 
     correction_bias: if True, the buffer `expert_bias`, float32 [experts], is added to the scores when experts
         are chosen, but not when they are weighted (arXiv:2408.15664). Training does not change this bias.
@@ -101,14 +103,15 @@ class Router(TopKRouter):
         self.router_replay = _Choice()
         self.loss_sums: dict[str, torch.Tensor] = {}
         if correction_bias:
-            # Megatron's own switch for the bias would also move it towards equal loads after every step.
+            # Megatron's own option for this bias is not used: it changes the bias after every step.
             del self.expert_bias
             self.register_buffer("expert_bias", self.weight.new_zeros(len(self.weight), dtype=torch.float32))
 
     def _apply(self, fn, recurse=True):
-        """Convert the dtype or device of the module by `fn`, but keep the correction bias in float32.
+        """Convert the module's dtype or device by `fn`, but keep the correction bias in float32.
 
-        Returns the module. With a rounded bias, the router would choose other experts than the engine does.
+        torch calls this method for every conversion, such as `.bfloat16()`. With a rounded bias, the router
+        would choose other experts than the engine. Returns the module.
         """
         bias = self.expert_bias
         super()._apply(fn, recurse)
@@ -153,14 +156,14 @@ class Router(TopKRouter):
 
 
 def is_correction_bias(name: str) -> bool:
-    """Return True if a buffer's name is that of a Router's correction bias, `expert_bias`."""
+    """Return True if `name` is the full name of a Router's correction bias, the buffer `expert_bias`."""
     return name.endswith(".router.expert_bias")
 
 
 def routers(chunk) -> Iterator[tuple[int, Router]]:
-    """Yield (layer index, router) of each layer with experts in a model chunk.
+    """Yield (layer index, router) for each layer with experts in a model chunk.
 
-    The layer index counts from 0 in the whole model.
+    Layer indices count all layers of the whole model from 0.
     """
     for layer in chunk.decoder.layers:
         router = getattr(layer.mlp, "router", None)
@@ -171,7 +174,7 @@ def routers(chunk) -> Iterator[tuple[int, Router]]:
 def set_routing(chunk, routing: Routing, given: dict[int, torch.Tensor] | None) -> None:
     """Tell the routers of a model chunk whether to choose, record or replay in the next forward pass.
 
-    given: {layer index: int64 [t, k]}, experts of this rank's tokens. It is used with Routing.given only.
+    given: {layer index: int64 [t, k]}, experts of this rank's tokens. Only Routing.given uses it.
     """
     for layer, router in routers(chunk):
         router.router_replay.given = given[layer] if routing == Routing.given else None
@@ -179,19 +182,18 @@ def set_routing(chunk, routing: Routing, given: dict[int, torch.Tensor] | None) 
 
 
 def recorded_routing(chunk) -> dict[int, torch.Tensor]:
-    """Return {layer index: int64 [t, k]}: the experts that the last forward pass chose for each token.
+    """Return the experts that the last forward pass chose for each token, as {layer index: int64 [t, k]}.
 
-    That pass must have run with Routing.record.
+    The pass must have run with Routing.record.
     """
     return {layer: router.router_replay.recorded for layer, router in routers(chunk)}
 
 
 def take_loss_sums(chunks) -> dict[str, torch.Tensor]:
-    """Return the sums of the routers' auxiliary losses, and reset these sums.
+    """Return the sums of the routers' auxiliary losses since the last call, and reset the routers.
 
-    Returns {"load_balancing_loss": sum, "z_loss": sum}, without the losses that were not computed. A sum is
-    over this rank's layers and all micro-batches since the last call. This also clears the recorded choices
-    of experts.
+    The result is {"load_balancing_loss": sum, "z_loss": sum}, without losses that were not computed. A sum is
+    over this rank's layers and micro-batches. The reset also clears the recorded choices of experts.
     """
     sums: dict[str, torch.Tensor] = {}
     for chunk in chunks:

@@ -9,9 +9,9 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 
 def _pipeline_layout(arch: Architecture, sizes: ParallelSizes) -> list[list[str]] | None:
-    """Return the layers of each model chunk, such as [["embedding", "decoder"], ["decoder", "loss"]].
+    """Return the layer types of each model chunk, such as [["embedding", "decoder"], ["decoder", "loss"]].
 
-    Return None if the layers are divided evenly, which is Megatron's default.
+    Returns None if the layers are divided evenly over the chunks, which is Megatron's default.
     """
     if not sizes.pipeline_layers:
         return None
@@ -86,7 +86,7 @@ def _fp8_settings(megatron: MegatronConfig) -> dict:
     return {
         "fp8": megatron.fp8.format.value,
         "fp8_recipe": megatron.fp8.recipe.value,
-        # TransformerEngine's own defaults. Megatron's would keep only the last step's amax.
+        # TransformerEngine's own defaults. With Megatron's defaults, only the last step's amax would count.
         "fp8_amax_history_len": 1024,
         "fp8_amax_compute_algo": "max",
         "first_last_layers_bf16": first + last > 0,
@@ -96,14 +96,14 @@ def _fp8_settings(megatron: MegatronConfig) -> dict:
 
 
 def _fusions(arch: Architecture, transformer_engine: bool) -> dict:
-    """Return the settings of Megatron's fused kernels, which only TransformerEngine's layers use.
+    """Return the TransformerConfig options that switch Megatron's fused kernels on or off.
 
-    Only TransformerEngine's layers use these kernels. With local layers, modules.py and attention.py replace
-    activation, norm and attention.
+    Only TransformerEngine's layers use fused kernels. With local layers, modules.py and attention.py replace
+    Megatron's activation, norm and attention.
     """
     fused = transformer_engine
     return {
-        # Without fusion, Megatron asks for the lengths of all sequences in every layer and pass.
+        # Without fusion, Megatron copies the sequence lengths to the host in every layer and pass.
         "apply_rope_fusion": fused and arch.latent is None,
         "bias_activation_fusion": fused,
         "bias_dropout_fusion": fused,
@@ -116,7 +116,7 @@ def _fusions(arch: Architecture, transformer_engine: bool) -> dict:
 
 
 def transformer_config(arch: Architecture, config: Config, transformer_engine: bool, without_memory: bool):
-    """Return Megatron's TransformerConfig for this model. The arguments are those of `build_model`."""
+    """Return Megatron's TransformerConfig for a model. See `build_model` for the arguments."""
     from megatron.core.transformer import TransformerConfig
 
     params_dtype = torch.float32 if config.megatron.precision == Precision.fp32 else torch.bfloat16
@@ -143,8 +143,8 @@ def transformer_config(arch: Architecture, config: Config, transformer_engine: b
         # Weights come from the checkpoint: skip Megatron's random initialisation.
         perform_initialization=False,
         use_cpu_initialization=without_memory or not torch.cuda.is_available(),
-        # Our loss function divides by nothing. Megatron divides by the token count it is given
-        # (see forward_backward.py).
+        # Our loss functions return sums. Megatron divides them by the token count that is returned beside
+        # them (see forward_backward.py).
         calculate_per_token_loss=True,
         **_fusions(arch, transformer_engine),
         **_fp8_settings(config.megatron),

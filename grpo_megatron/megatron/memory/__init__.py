@@ -1,1 +1,1 @@
-"""Memory of a rank: device memory that is freed for a while, and host memory that holds its contents."""
+"""Memory of a rank: freeing device memory for a while, and host memory that keeps the contents meanwhile."""

@@ -1,6 +1,6 @@
 """Host memory for tensors that are moved out of device memory for a while.
 
-With CUDA it is page-locked, so that copies to and from the device run beside computation.
+With CUDA this memory is page-locked (pinned), so that copies to and from the device overlap with computation.
 """
 
 import mmap
@@ -10,7 +10,7 @@ import torch
 
 
 class _Pages(mmap.mmap):
-    """Anonymous memory pages. With CUDA they are page-locked until the last tensor that uses them is gone."""
+    """Anonymous memory pages. With CUDA they stay page-locked until no tensor uses them any more."""
 
     def __new__(cls, size: int):
         return super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -28,19 +28,20 @@ class _Pages(mmap.mmap):
 
 
 def host_memory(size: int) -> torch.Tensor:
-    """Return a new uint8 tensor of `size` > 0 bytes in host memory, which is page-locked with CUDA.
+    """Return a new uint8 tensor in host memory. With CUDA the memory is page-locked.
 
-    It replaces torch's `pin_memory`, which allocates powers of two: 70 GB would take 128 GB.
+    torch's `pin_memory` is not used, because it allocates powers of two: 70 GB would take 128 GB.
     Page-locking is slow, so keep the tensor and reuse it in every step.
+    size: number of bytes, at least 1.
     """
     return torch.frombuffer(_Pages(size), dtype=torch.uint8)
 
 
 @dataclass
 class HostArena:
-    """Allocator of host tensors that are released together. It keeps its memory for later tensors.
+    """Allocator of host tensors that are all released together. It keeps its memory for later tensors.
 
-    block_bytes: minimum size of the blocks in which the allocator asks for memory.
+    block_bytes: the allocator requests memory in blocks of at least this many bytes.
     """
 
     block_bytes: int = 1 << 30
@@ -60,5 +61,5 @@ class HostArena:
         return self._blocks[index][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def clear(self) -> None:
-        """Release all tensors that `like` returned. Their memory will be overwritten by later tensors."""
+        """Release all tensors that `like` returned. Later tensors will overwrite their memory."""
         self._used = [0] * len(self._blocks)

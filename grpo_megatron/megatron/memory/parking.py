@@ -19,13 +19,13 @@ from grpo_megatron.paths import output_folder_problem
 
 
 class Parking:
-    """Frees the memory of tensor storages and restores it later. Meanwhile the contents are saved elsewhere.
+    """Frees the memory of tensor storages and restores it later, with the contents saved in between.
 
-    folder: folder of files for the contents. None: pinned host memory with CUDA. Without CUDA, host memory is
-        what must be freed, so None means files in the system's folder for temporary files.
+    folder: folder for files with the contents. None: with CUDA, save the contents in pinned host memory.
+        Without CUDA, host memory is what must be freed, so None means files in the system's folder for
+        temporary files.
 
-    The files have no names, so they vanish with the process. Ranks are ended by SIGKILL, which would leave
-    named files on the disk.
+    The files have no names, so they vanish with the process, even if SIGKILL ends it.
     """
 
     def __init__(self, folder: str | None = None):
@@ -46,11 +46,13 @@ class Parking:
     def park(self, name: str, storages: dict[int, torch.UntypedStorage], keep: bool = True) -> None:
         """Save the contents of the storages, and free their memory until `unpark(name)`.
 
-        storages: {address: storage}.
+        name: name of this group of storages, for `unpark`.
+        storages: {address: storage}, as `unique_storages` returns them.
         keep: if False, do not save the contents. `unpark` then fills the storages with zeros.
+        Raises RuntimeError if storages are parked under this name already.
         """
         if name in self._parked:
-            raise RuntimeError(f"{name} is parked already")
+            raise RuntimeError(f"{name} is parked already: call unpark({name!r}) first")
         # One file for all storages, one after the other, because a process may open only so many files.
         file = tempfile.TemporaryFile(dir=self._folder) if self._in_files and keep else None  # noqa: SIM115 - open until unpark
         copies: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []
@@ -69,7 +71,7 @@ class Parking:
         return_to_system()
 
     def unpark(self, name: str) -> None:
-        """Restore memory and contents of the storages that were parked as `name`. Do nothing if none were."""
+        """Restore memory and contents of the storages parked as `name`. Do nothing if none are parked."""
         file, copies = self._parked.pop(name, (None, []))
         for storage, size, copy in copies:
             storage.resize_(size)
@@ -107,7 +109,7 @@ def _as_tensor(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _host_bytes(storage: torch.UntypedStorage):
-    """Return a writable buffer over a storage in host memory.
+    """Return a storage in host memory as a writable buffer that shares its memory.
 
     Unlike Tensor.numpy(), this does not prevent the storage from being resized later.
     """

@@ -14,7 +14,7 @@ class RankMemory:
         self._model, self._prepared = model, prepared
 
     def make_room(self) -> None:
-        """Free memory that later passes can rebuild: prepared micro-batches, FP8 weight copies, caches."""
+        """Free memory that can be filled again: prepared micro-batches, FP8 copies of weights, caches."""
         self._prepared.clear()
         self._model.memory.drop_fp8_casts()
         return_to_system()
@@ -24,9 +24,9 @@ class RankMemory:
 
         All ranks must call this. Rollout engines use the memory in the meantime. Until `wake`, only
         `RankCheckpoints.written` and `RankCheckpoints.finish` may be called.
-        Returns {"before": {kind: bytes}, "asleep": {kind: bytes}}: memory before and after. The kinds are
-        "parameters", "gradients", "optimizer", "fp8_casts" (see TrainingMemory), and "occupied" for all
-        memory of this process.
+        Returns the memory in use before and after: {"before": {kind: bytes}, "asleep": {kind: bytes}}. The
+        kinds are "parameters", "gradients", "optimizer" and "fp8_casts" (see TrainingMemory), and "occupied"
+        for all memory of this process.
         """
         model = self._model
         report = {"before": model.memory.resident() | {"occupied": occupied()}}

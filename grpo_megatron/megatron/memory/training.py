@@ -1,4 +1,4 @@
-"""Device memory that model and optimizer occupy on a rank, and how to free it for a while."""
+"""TrainingMemory measures the device memory of model and optimizer on a rank, and frees it for a while."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +12,9 @@ Bytes = dict[str, int]
 
 
 def unique_storages(tensors) -> dict[int, torch.UntypedStorage]:
-    """Return {address: storage} of the tensors. Tensors that are views of one storage count once.
+    """Return the storages of the tensors, {address: storage}. Tensors that share a storage give one item.
 
-    None and empty tensors are left out.
+    tensors: iterable of tensors. None and empty tensors are left out.
     """
     storages = (tensor.untyped_storage() for tensor in tensors if tensor is not None)
     return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
@@ -23,23 +23,24 @@ def unique_storages(tensors) -> dict[int, torch.UntypedStorage]:
 class TrainingMemory:
     """Measures the device memory of a DDP-wrapped model and its optimizer, and frees it for a while.
 
-    `sleep` frees the memory for the rollout engines. With an offloaded optimizer, the optimizer's states are
-    on the device only during an optimizer step. Methods look up the tensors at each call, because some
-    tensors appear only with the first step.
+    `sleep` frees the memory for rollout engines. If the optimizer is offloaded, its states are on the device
+    only within `optimizer_at_hand`. Methods look up the tensors at each call, because the first step creates
+    some of them.
 
-    The kinds of memory are
+    Kinds of memory:
     parameters: the weights.
-    gradients: DDP's buffers.
-    optimizer: Adam's moments, and master weights where they are not the weights themselves.
+    gradients: DDP's gradient buffers.
+    optimizer: Adam's moments, and the master weights if they are not the weights themselves.
     fp8_casts: FP8 copies of the weights, which TransformerEngine keeps from one micro-batch to the next.
     """
 
     def __init__(self, ddp: list, optimizer, offload_optimizer: bool, folder: str | None):
-        """Register model and optimizer, and move an offloaded optimizer's states to the host at once.
+        """Take a model and its optimizer. If the optimizer is offloaded, free the memory of its states.
 
         ddp: DDP-wrapped model chunks.
         optimizer: Optimizer of these chunks.
-        offload_optimizer: keep the optimizer's states in device memory only within `optimizer_at_hand`.
+        offload_optimizer: if True, the optimizer's states are in device memory only within
+            `optimizer_at_hand`.
         folder: folder for the contents of freed memory. None: host memory (without CUDA, a temporary folder).
         """
         self._ddp, self._optimizer, self._offload = ddp, optimizer, offload_optimizer
@@ -88,9 +89,9 @@ class TrainingMemory:
             casts.clear()
 
     def resident(self) -> Bytes:
-        """Return {kind: bytes} that are in device memory now.
+        """Return the number of bytes of each kind in device memory now, {kind: bytes}.
 
-        The kinds are "parameters", "gradients", "optimizer" and "fp8_casts", see the class.
+        The kinds are "parameters", "gradients", "optimizer" and "fp8_casts" (see TrainingMemory).
         """
         kinds = {
             "parameters": self.parameters(),
@@ -104,7 +105,10 @@ class TrainingMemory:
 
     @contextmanager
     def optimizer_at_hand(self):
-        """Keep an offloaded optimizer's states on the device within the context, for a step or checkpoint."""
+        """Hold an offloaded optimizer's states in device memory within the context.
+
+        An optimizer step and the start of a checkpoint need this. Without offloading, nothing happens.
+        """
         self._parking.unpark("optimizer")
         try:
             yield
@@ -118,7 +122,8 @@ class TrainingMemory:
     def sleep(self) -> None:
         """Free the device memory of weights, gradients and optimizer states until `wake`.
 
-        Weights and states are copied to the host. Gradients are not, and come back as zeros.
+        The contents of weights and optimizer states are saved. Gradients are not saved, and `wake` sets them
+        to zero.
         """
         if not self._parking.parked("optimizer"):
             self._parking.park("optimizer", self.optimizer())
@@ -126,7 +131,7 @@ class TrainingMemory:
         self._parking.park("gradients", self.gradients(), keep=False)
 
     def wake(self) -> None:
-        """Bring back what `sleep` has freed."""
+        """Restore what `sleep` freed. The states of an offloaded optimizer stay out of device memory."""
         self._parking.unpark("gradients")
         self._parking.unpark("parameters")
         if not self._offload:

@@ -1,6 +1,6 @@
 """Training checkpoints: saves and restores weights, optimizer, schedule, reference and random states.
 
-Any parallel layout can read a checkpoint of any other.
+A run with any parallel layout can read a checkpoint that any other layout has written.
 """
 
 import io
@@ -23,7 +23,7 @@ _REFERENCE = "reference."
 
 
 class RankCheckpoints:
-    """Writer and reader of one rank's part of training checkpoints. It writes one checkpoint at a time."""
+    """Saves and loads one rank's part of training checkpoints. Only one checkpoint is written at a time."""
 
     def __init__(self, model: TrainedModel):
         self._model = model
@@ -33,11 +33,13 @@ class RankCheckpoints:
         return [ddp.module for ddp in model.ddp], model.optimizer, model.reference
 
     def begin(self, folder: str) -> None:
-        """Start writing the current weights, optimizer state and learning-rate state to `folder`.
+        """Start writing the current weights, optimizer state, learning-rate state and random states.
 
-        All ranks must call this. A thread writes the files, while other methods may be called. Methods that
-        change tensors which the thread has yet to read wait for the thread. The checkpoint is complete when
-        `finish` has returned.
+        All ranks must call this. A thread writes the files. Other methods may be called meanwhile. They wait
+        before they change a tensor that the thread has yet to read. The checkpoint is complete when `finish`
+        has returned.
+        folder: folder to write. It is the same on all ranks.
+        Raises RuntimeError if the previous checkpoint has not been finished.
         """
         model = self._model
         if model.writer:
@@ -48,20 +50,20 @@ class RankCheckpoints:
                 model.until_saved()
 
     def written(self) -> bool:
-        """Return True if this rank has written its file, or if no checkpoint is in progress."""
+        """Return True if this rank is not writing: its file is finished, or no checkpoint was begun."""
         return self._model.writer is None or self._model.writer.done()
 
     def finish(self) -> SaveReport:
         """Wait until the checkpoint that `begin` started is on disk. Return the report on this rank's file.
 
-        All ranks must call this. It may be called while the rank's device memory is freed (RankMemory.sleep).
+        All ranks must call this. They may call it while device memory is freed (RankMemory.sleep).
         Raises NotWritten on all ranks if any rank could not write its file. The message names these ranks.
         """
         writer, self._model.writer = self._model.writer, None
         return writer.finish()
 
     def verify(self, folder: str, files: dict[str, FileRecord]) -> None:
-        """Raise DamagedCheckpoint if a checkpoint's files are damaged. Call this before `load`, on all ranks.
+        """Raise DamagedCheckpoint if a checkpoint's files are damaged. Call this on all ranks before `load`.
 
         files: {file name: recorded size and checksum of the file}.
         """
@@ -70,8 +72,9 @@ class RankCheckpoints:
     def load(self, folder: str) -> None:
         """Restore weights, optimizer state and learning-rate state from a checkpoint.
 
-        All ranks must call this. Reference weights are restored too if the checkpoint has them, that is if
-        they had been reset when it was written.
+        All ranks must call this. Random states are restored too if the parallel layout is the same. Reference
+        weights are restored if the checkpoint has them, that is if `reset_reference` had replaced them before
+        the checkpoint was written.
         """
         self._model.until_saved()
         with self._model.settled_weights(), self._model.memory.optimizer_at_hand():
@@ -82,12 +85,11 @@ def save(folder: str, chunks, optimizer, reference: ReferenceWeights | None = No
     """Start writing this rank's part of a checkpoint. Return the Writer, whose `finish` the caller must call.
 
     All ranks must call this.
-    folder: folder to write. The caller renames it when all writers have finished, so that a crash leaves no
-        half-written checkpoint under the final name.
+    folder: folder to write. The caller renames it after `finish`, so that a crash leaves no half-written
+        checkpoint under the final name.
     chunks: model chunks of this rank.
     optimizer: Optimizer of these chunks. None: save the weights only.
-    reference: reference weights. They are saved if they are no longer those of the HF checkpoint in the
-        configuration.
+    reference: reference weights. They are saved only if they have changed since they were first loaded.
     """
     begun = time.perf_counter()
     shards, objects = sharded_model(chunks)
@@ -117,14 +119,14 @@ def save(folder: str, chunks, optimizer, reference: ReferenceWeights | None = No
 
 
 def load(folder: str, chunks, optimizer, reference: ReferenceWeights | None = None) -> None:
-    """Restore the weights of a checkpoint, which any parallel layout may have written.
+    """Restore the weights of a checkpoint that any parallel layout has written, and optionally the optimizer.
 
     All ranks must call this.
     chunks: model chunks of this rank, which are filled in place.
-    optimizer: Optimizer whose state and learning-rate schedule are restored too. None: restore only weights.
+    optimizer: Optimizer whose state and learning-rate schedule are restored. None: restore only weights.
     reference: reference weights, which are restored if the checkpoint has any.
-    Raises UserError if the checkpoint is of another model, or damaged. Raises UserError also if an optimizer
-    is given and the checkpoint has only weights.
+    Raises UserError if the checkpoint is of another model, or damaged, or if an optimizer is given and the
+    checkpoint has only weights.
     """
     shards, objects = sharded_model(chunks)
     pieces = weight_pieces(shards, writing=False)
@@ -164,19 +166,22 @@ def save_weights(folder: str, chunks) -> None:
 
 
 def load_weights(folder: str, chunks) -> None:
-    """Load the model's weights from a checkpoint that `save` or `save_weights` wrote, into its parameters."""
+    """Load the weights of a checkpoint into the model's parameters. All ranks must call this.
+
+    folder: a checkpoint that `save` or `save_weights` wrote.
+    """
     load(folder, chunks, None)
 
 
 def _serialised(value) -> bytes:
-    """Return a value that is not a tensor, such as FP8 scales, as bytes in Megatron's format."""
+    """Return a value that is not a tensor, such as random states, as bytes in Megatron's format."""
     buffer = io.BytesIO()
     torch.save([value], buffer)
     return buffer.getvalue()
 
 
 def _deserialised(buffer: io.BytesIO):
-    # weights_only runs no code of the file. TransformerEngine's state is bytes in a BytesIO.
+    # With weights_only, torch runs no code from the file. TransformerEngine's state is bytes in a BytesIO.
     with torch.serialization.safe_globals([io.BytesIO]):
         return torch.load(buffer, weights_only=True)[0]
 
@@ -184,7 +189,7 @@ def _deserialised(buffer: io.BytesIO):
 def _fill_optimizer_state(optimizer) -> None:
     """Create Adam's moments, as zeros, if the optimizer has taken no step yet.
 
-    A checkpoint needs these tensors to save from and to load into.
+    Saving a checkpoint reads these tensors, and loading one fills them.
     """
     for chained in optimizer.parts():
         adam = chained.optimizer

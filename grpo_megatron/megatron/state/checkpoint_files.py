@@ -39,23 +39,20 @@ _COMMON = "common.pt"
 
 
 class _Written(NamedTuple):
-    """Location of one saved item in the file of the rank that wrote it.
-
-    The item is either a rectangular part of a tensor or a whole object.
-    """
+    """Location of one saved item, a rectangular part of a tensor or an object, in a rank's file."""
 
     name: str
     """Name of the tensor or object in the checkpoint."""
-    at: int
-    """Offset in the file in bytes."""
+    start: int
+    """Position of the item's first byte in the file."""
     length: int
-    """Length in the file in bytes."""
+    """Number of bytes in the file."""
     shape: tuple[int, ...] | None = None
     """Shape of the whole tensor. None for an object."""
     dtype: torch.dtype | None = None
     """Dtype of the tensor. None for an object."""
     offset: tuple[int, ...] = ()
-    """Offset of the rectangle in the whole tensor."""
+    """Index of the rectangle's first element in the whole tensor, one number per axis."""
     size: tuple[int, ...] = ()
     """Shape of the rectangle."""
 
@@ -63,9 +60,9 @@ class _Written(NamedTuple):
 class Writer:
     """Writes one rank's file of a checkpoint in a thread, so that training goes on meanwhile.
 
-    The thread reads the weights and optimizer states that training uses, without copying them all first. Code
-    must call `wait_until_read` before it changes them. Weights are written first, because they may be swapped
-    with the reference's weights long before the optimizer's states change.
+    The thread reads the weights and optimizer states in place, without copying all of them first. Code must
+    call `wait_until_read` before it changes them. Weights are written first, because training may swap them
+    with the reference's weights long before it changes the optimizer's states.
     """
 
     def __init__(
@@ -79,11 +76,11 @@ class Writer:
     ):
         """Start the thread that writes the file.
 
-        folder: folder of the checkpoint; the same on all ranks.
+        folder: folder of the checkpoint. It is the same on all ranks.
         weights, states: the parts of weights and optimizer states that this rank must write.
         objects: {name in the checkpoint: bytes} of everything that is not a tensor.
-        common: values that apply to all ranks, such as the learning-rate schedule. Rank 0 writes them.
-        begun: time.perf_counter() when saving began, for the report.
+        common: values that are equal on all ranks, such as the learning-rate schedule. Rank 0 writes them.
+        begun: time.perf_counter() when saving began. Durations in the SaveReport count from it.
         """
         self._begun = begun
         self._folder, self._rank, self._common = folder, dist.get_rank(), common
@@ -117,8 +114,8 @@ class Writer:
                 file.flush()
                 os.fsync(file.fileno())
         except Exception as error:
-            # `finish` raises this on all ranks. A rank that raised here would leave the others in a
-            # collective.
+            # `finish` raises this error on all ranks. If only this rank raised it, the others would wait for
+            # this rank in a collective.
             self._error = f"{type(error).__name__}: {error}"
         finally:
             self._weights_read.set()
@@ -127,15 +124,16 @@ class Writer:
 
     def _write(self, file: DigestedFile, pieces: list[Rectangle]) -> None:
         for piece in pieces:
-            host = piece.data.cpu()  # no copy where the live memory is the host's
-            # The tensor to write must fill its whole storage. A copy would, but the page faults of a copy
-            # cost more than the writing.
+            host = piece.data.cpu()  # makes no copy if the tensor is in host memory already
+            # torch.save writes a tensor's whole storage, which is larger than this piece. A copy of the piece
+            # would have its own storage, but the page faults of a copy cost more than the writing. So give
+            # the same memory a storage of the piece's size.
             memory = (ctypes.c_char * host.nbytes).from_address(host.data_ptr())
-            at, length = append_tensor(file, torch.frombuffer(memory, dtype=host.dtype).view(host.shape))
+            start, length = append_tensor(file, torch.frombuffer(memory, dtype=host.dtype).view(host.shape))
             self._written.append(
                 _Written(
                     piece.name,
-                    at,
+                    start,
                     length,
                     piece.shape,
                     piece.data.dtype,
@@ -147,7 +145,7 @@ class Writer:
     def wait_until_read(self, weights_only: bool = False) -> None:
         """Wait until the thread has read all tensors, so that the caller may change them.
 
-        weights_only: wait for the weights only, not for the optimizer's states.
+        weights_only: if True, wait only for the weights, not for the optimizer's states.
         """
         begun = time.perf_counter()
         (self._weights_read if weights_only else self._all_read).wait()
@@ -158,10 +156,10 @@ class Writer:
         return not self._thread.is_alive()
 
     def finish(self) -> SaveReport:
-        """Wait for the files of all ranks, then let rank 0 write the checkpoint's metadata.
+        """Wait until all ranks have written their files. Rank 0 then writes the checkpoint's metadata.
 
-        All ranks must call this. Returns the report on this rank's file; on rank 0 it includes the metadata's
-        files. Raises NotWritten on all ranks if any rank could not write its file.
+        All ranks must call this. Returns the report on this rank's file. On rank 0, the report includes the
+        metadata's files. Raises NotWritten on all ranks if any rank could not write its file.
         """
         begun = time.perf_counter()
         self._thread.join()
@@ -187,9 +185,8 @@ class Writer:
     def _finish_folder(self, files: dict[str, list[_Written]]) -> None:
         folder = Path(self._folder)
         common = io.BytesIO()
-        torch.save(
-            self._common, common
-        )  # into memory first, because on a full disk torch's own writer says "unexpected pos"
+        # Into memory first, because torch's own writer reports a full disk as "unexpected pos".
+        torch.save(self._common, common)
         with new_file(folder / _COMMON) as file:
             file.write(common.getvalue())
         written = [_COMMON, *write_metadata(folder, *_contents(files))]
@@ -200,20 +197,20 @@ class Writer:
 def _contents(
     files: dict[str, list[_Written]],
 ) -> tuple[dict[str, StoredTensor], dict[str, tuple[str, int, int]]]:
-    """Return the contents of all ranks' files, in the form that write_metadata takes.
+    """Return where the checkpoint's tensors and objects lie in the ranks' files, as write_metadata takes it.
 
-    files: {file name: what its rank wrote}.
-    Returns (tensors, objects): {tensor name: StoredTensor} and {object name: (file name, offset, length)}.
+    files: {file name: items that this file contains}.
+    Returns (tensors, objects): {tensor name: StoredTensor} and {object name: (file name, start, length)}.
     Raises RuntimeError if the written parts of a tensor do not have as many elements as the tensor.
     """
     parts, objects = defaultdict(list), {}
     for file, items in files.items():
         for item in items:
             if item.shape is None:
-                objects[item.name] = (file, item.at, item.length)
+                objects[item.name] = (file, item.start, item.length)
             else:
                 parts[item.name].append(
-                    (item, StoredChunk(item.offset, item.size, file, item.at, item.length))
+                    (item, StoredChunk(item.offset, item.size, file, item.start, item.length))
                 )
     tensors = {}
     for name, pairs in parts.items():
@@ -227,10 +224,10 @@ def _contents(
 
 
 class _Targets:
-    """Load planner for torch's FileSystemReader: tells the reader where to put the data that it reads.
+    """Load planner for torch's FileSystemReader. It says where in memory the reader puts what it reads.
 
-    pieces: {tensor name: parts of the tensor to fill}.
-    objects: {object name: content} of the objects that were read.
+    pieces: {tensor name: parts of the tensor, whose `data` is to be filled}.
+    objects: {object name: content} of the objects that have been read.
     """
 
     def __init__(self, pieces: dict[str, list[Rectangle]]):
@@ -249,9 +246,9 @@ class _Targets:
 
 
 def verify(folder: str, files: dict[str, FileRecord]) -> None:
-    """Check all files of a checkpoint against their records. Each rank reads a share of the files.
+    """Check that all files of a checkpoint have their recorded sizes and checksums.
 
-    All ranks must call this.
+    All ranks must call this. Each rank reads a share of the files.
     files: {file name: recorded size and checksum of the file}.
     Raises DamagedCheckpoint on all ranks if a file differs from its record. Raises UserError on all ranks if
     a file cannot be read.
@@ -267,7 +264,7 @@ def read(
 ) -> dict[str, io.BytesIO]:
     """Read parts of tensors, and objects, from a checkpoint that any parallel layout may have written.
 
-    pieces: rectangular parts of tensors, whose `data` is filled in place.
+    pieces: the parts of tensors to read. Their `data` is filled in place.
     objects: names of objects to read.
     optional: names of further objects, which are read if the checkpoint has them.
     Returns {object name: content}.
@@ -314,9 +311,9 @@ def _object_item(name: str) -> ReadItem:
 
 
 def read_common(folder: str) -> dict:
-    """Return a checkpoint's values that apply to all ranks, which are the argument `common` of Writer.
+    """Return the values of a checkpoint that are equal on all ranks, such as the learning-rate schedule.
 
-    Raises UserError if the values cannot be read.
+    They are the argument `common` of Writer. Raises UserError if they cannot be read.
     """
     try:
         return torch.load(Path(folder, _COMMON), weights_only=True)

@@ -29,13 +29,14 @@ def save_hf(
 ) -> None:
     """Write the current weights as an HF checkpoint. All ranks must call this.
 
-    The files are written to `folder`.partial, which then replaces `folder`, so a crash leaves the old folder.
+    The files are written to `folder`.partial, which then replaces `folder`. After a crash, `folder` is still
+    the old one.
     chunks: model chunks of this rank.
     entries: weight map of the model, {Megatron name: entry}.
-    config: names the original model, whose configuration and tokenizer are copied.
+    config: names the original model (model.path), whose config.json and tokenizer are copied.
     dtype: dtype of the written tensors.
     adapters: {Megatron name: weight map entry} of the LoRA adapters. They are merged into the weights, and
-        also written separately to `folder`/adapter.
+        also written separately to `folder`/adapter. Empty without adapters.
     """
     rank, partial, model_path = rank_info(), f"{folder}.partial", config.model.path
     if rank.rank == 0:
@@ -67,10 +68,10 @@ def _of_reward_model(arch: Architecture, model_path: str) -> dict[str, Any]:
 
 
 def _write(folder: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, dict[str, int]]]:
-    """Write this rank's tensors to safetensors files of this rank. All ranks must call this.
+    """Write this rank's tensors to its own safetensors files in `folder`. All ranks must call this.
 
-    tensors: (HF name, tensor) pairs; may be empty on a rank.
-    Returns (file name, {tensor name: size in bytes}) for each file of all ranks, by pipeline stage.
+    tensors: (HF name, tensor) pairs of this rank; may be empty.
+    Returns (file name, {tensor name: size in bytes}) for each file of all ranks, ordered by pipeline stage.
     """
     rank = rank_info()
     writer = hf_writer.HFWriter(folder, f"{rank.rank:05d}")

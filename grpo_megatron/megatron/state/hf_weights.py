@@ -26,7 +26,7 @@ _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
 
 
 def local_parameters(chunks, adapters: bool = False) -> dict[str, torch.nn.Parameter]:
-    """Return {global name: parameter} of this rank's model chunks.
+    """Return the parameters of this rank's model chunks, {global name: parameter}.
 
     A global name is Megatron's name with the layer and expert indices of the whole model.
     adapters: if True, return only the LoRA adapters' parameters. If False, return all other parameters.
@@ -37,10 +37,10 @@ def local_parameters(chunks, adapters: bool = False) -> dict[str, torch.nn.Param
 
 
 def local_weights(chunks) -> dict[str, torch.Tensor]:
-    """Return {global name: tensor} of this rank's tensors that an HF checkpoint contains.
+    """Return this rank's tensors that belong in an HF checkpoint, {global name: tensor}.
 
-    These are the parameters without adapters, and the routers' correction biases, which are buffers. A global
-    name is Megatron's name with the layer and expert indices of the whole model.
+    They are all parameters except LoRA adapters, and the routers' correction biases, which are buffers. A
+    global name is Megatron's name with the layer and expert indices of the whole model.
     """
     biases = _under_global_names(
         chunks, lambda chunk: ((n, b) for n, b in chunk.named_buffers() if is_correction_bias(n))
@@ -49,11 +49,11 @@ def local_weights(chunks) -> dict[str, torch.Tensor]:
 
 
 def _under_global_names(chunks, named: Callable) -> dict:
-    """Return {global name: tensor} of tensors in the model chunks.
+    """Rename tensors of the model chunks. Return {global name: tensor}.
 
     A global name has the layer and expert indices of the whole model. Megatron's own names count layers per
     chunk and experts per rank.
-    named: function that returns (Megatron's own name, tensor) pairs of a chunk.
+    named: function that returns the (Megatron's own name, tensor) pairs of a chunk to rename.
     """
     first_expert = mpu.get_expert_model_parallel_rank()
     found = {}
@@ -88,12 +88,12 @@ def _entry_of(entries: dict[str, Entry], name: str) -> Entry:
 
 
 def mark_parallel(chunks, entries: dict[str, Entry]) -> None:
-    """Set the attributes by which Megatron knows which parameters are split over TP or belong to experts.
+    """Mark the parameters that are split over TP, and the parameters of experts, as Megatron expects.
 
-    Megatron sets the TP attribute while it initialises weights, which this project skips. Without it, the
-    gradient norm would count a split parameter on the first TP rank only, and be silently too small. The
-    expert attribute decides which ranks sum the gradient. Megatron sets it only with expert_parallel > 1.
-    Without it, TP ranks that each hold the whole expert would keep the gradients of their own tokens.
+    TP mark: Megatron sets it while it initialises weights, which this project skips. Without this mark, the
+    gradient norm would count a split parameter on the first TP rank only, and be silently too small.
+    Expert mark: it decides which ranks sum the gradient. Megatron sets it only with expert_parallel > 1.
+    Without this mark, TP ranks that each hold whole experts would keep the gradients of their own tokens.
     entries: weight map of the model, {Megatron name: entry}.
     """
     for name, parameter in local_parameters(chunks).items():
@@ -110,11 +110,12 @@ def load_hf(
 ) -> None:
     """Fill this rank's parameters with their slices of an HF checkpoint, cast to each parameter's dtype.
 
+    chunks: model chunks of this rank.
     entries: weight map of the model, {Megatron name: entry}.
     left_out: Megatron names of parameters that are not filled, because the checkpoint does not have them.
 
-    Raises UserError if names, shapes or types in the checkpoint differ from the weight map. Without this
-    check, tensors that no entry reads would be lost silently.
+    Raises UserError if names, shapes or types of tensors in the checkpoint differ from the weight map, so
+    that no tensor of the checkpoint is ignored silently.
     """
     entries = {name: entry for name, entry in entries.items() if name not in left_out}
     violations = checkpoint.violations(entries)
@@ -139,7 +140,10 @@ def load_hf(
 
 
 def _split_over(entry: Entry):
-    """Return the process group over whose ranks the entry's parameter is split."""
+    """Return the process group over which a parameter is split: the experts' TP group, or the usual one.
+
+    entry: weight map entry of the parameter.
+    """
     return mpu.get_expert_tensor_parallel_group() if entry.expert else mpu.get_tensor_model_parallel_group()
 
 
@@ -149,17 +153,18 @@ def iterate_hf(
     dtype: torch.dtype | None = None,
     values: Mapping[str, torch.Tensor] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (HF name, full tensor) of all parameters, for HF exports.
+    """Gather the model's parameters for an HF export. Yield (HF name, full tensor).
 
     Each tensor is yielded on one rank only. All ranks must exhaust the iterator.
     entries: weight map of the model, {Megatron name: entry}.
-    dtype: dtype of the tensors, except for float32 buffers. None: do not change the dtype.
+    dtype: dtype of the yielded tensors, except for float32 buffers. None: do not change the dtype.
     values: {Megatron name: this rank's shard} of the parameters. None: the values in the chunks.
 
-    In the first data-parallel replica, the first rank of the group over which a parameter is split yields its
-    tensors. The other ranks of the group send their shards to this rank. At most one gathered parameter is in
-    memory beyond what the consumer keeps. Experts come last, so that a rank that yields only experts has sent
-    all its other shards before its consumer makes it wait.
+    Only ranks of the first replica take part (of the first expert replica for experts). A parameter may be
+    split over the ranks of a group. The group's first rank then receives the shards of the others and yields
+    the tensors. Only one gathered parameter is in memory at a time, plus what the caller keeps. Experts come
+    last, so that a rank which yields only experts has sent all its other shards before its caller makes it
+    wait.
     """
     rank = rank_info()
     values = local_weights(chunks) if values is None else values
@@ -180,9 +185,11 @@ def iterate_hf(
 
 
 def whole_tensors(entry: Entry, shards: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """Return (HF name, full tensor) for each HF tensor of which one Megatron parameter consists.
+    """Assemble the HF tensors that one Megatron parameter contains from the parameter's shards.
 
+    entry: weight map entry of the parameter.
     shards: all shards of the parameter in rank order; a single shard if the parameter is not split.
+    Returns (HF name, full tensor) for each HF tensor.
     """
     full = {hf: shards[0].new_empty(shape) for hf, shape in zip(entry.hf, entry.shapes, strict=True)}
     for rank, shard in enumerate(shards):

@@ -21,11 +21,11 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 @torch.no_grad()
 def logits_of(folder: str, arch: Architecture, sequences: list[torch.Tensor]) -> torch.Tensor:
-    """Load a whole model on this rank and return its logits of all tokens, float32 [t, vocabulary].
+    """Load a whole model in fp32 on this rank. Return its logits of all tokens, float32 [t, vocabulary].
 
     folder: folder of the Megatron checkpoint.
-    sequences: token ids of each sequence. The result has the rows of the first sequence, then those of the
-        second sequence, and so on.
+    sequences: token ids of each sequence, int [length]. t is the sum of their lengths. The rows of the result
+        are in the order of the sequences.
     """
     pack = Layout().pack(np.array([len(tokens) for tokens in sequences]))
     with tempfile.TemporaryDirectory() as store:

@@ -1,6 +1,6 @@
 """Names, shapes and offsets of a model's tensors in Megatron checkpoints, for conversion from and to HF.
 
-They are found by building Megatron's model without memory for its weights.
+To find them, `saved_model` builds Megatron's model without memory for its weights.
 """
 
 import io
@@ -29,10 +29,9 @@ _PRECISION, _PARAMETERS = Precision.bf16, torch.bfloat16
 
 
 def saved_model(arch: Architecture) -> SavedModel:
-    """Return which tensors and other objects a Megatron checkpoint of this architecture contains.
+    """Return the tensors and other objects that a Megatron checkpoint of this architecture contains.
 
-    All parallel layouts save the same tensors, only cut differently, so the result for one rank is valid for
-    all layouts.
+    The result is valid for all parallel layouts. They save the same tensors, only cut differently.
     """
     with tempfile.TemporaryDirectory() as folder:
         process_groups.initialize(ParallelSizes(), 0, f"file://{folder}/store", seed=0)
@@ -68,10 +67,10 @@ def _read(model, state: dict, entries: dict) -> SavedModel:
 
 
 def _part(tensor, parameter: torch.Tensor, pieces: list[Piece]) -> SavedPart:
-    """Return the name, shape and offset of a tensor in the checkpoint, and the HF tensors it consists of.
+    """Describe one tensor of a checkpoint: its name, shape and offset, and the parts of HF tensors in it.
 
     tensor: Megatron's ShardedTensor, whose data is a view of the parameter.
-    pieces: parts of HF tensors, with their positions in the parameter.
+    pieces: parts of HF tensors that the parameter consists of, with their positions in the parameter.
     """
     view, lead = tensor.data, tensor.prepend_axis_num
     if view.stride() != parameter.stride():

@@ -1,4 +1,4 @@
-"""Reference weights on the actor's ranks, swapped with the policy's in place."""
+"""Reference weights on the ranks of the policy. To compute with them, they are swapped with the policy's."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -19,18 +19,18 @@ _ALIGNMENT = 256
 class ReferenceWeights:
     """Weights of the reference model: a second set of values for the policy's parameters.
 
-    To compute with them, both sets of values are swapped in memory. The parameter tensors stay the same
-    objects, because the optimizer refers to them (with the distributed optimizer, to views of one buffer). A
-    replaced parameter would silently stop being trained.
+    To compute with the reference model, `in_place` swaps the two sets of values. The parameters stay the same
+    tensor objects, because the optimizer refers to them (with the distributed optimizer, to views of one
+    buffer). A replaced tensor would silently stop being trained.
     """
 
     def __init__(self, chunks, on_host: bool = True, same_model: bool = True):
-        """Copy the current values of the model's parameters as the reference weights.
+        """Store a copy of the current values of the model's parameters as the reference weights.
 
         chunks: model chunks of this rank.
         on_host: if True, keep the copy in host memory, otherwise in device memory.
-        same_model: True if policy and reference start from the same checkpoint. With adapters, only the
-            adapters' initial values are then stored, because frozen parameters are equal in both models.
+        same_model: True if policy and reference start from the same checkpoint. If the model has adapters,
+            only their values are then stored, because the frozen parameters are equal in both models.
         """
         adapters = local_parameters(chunks, adapters=True)
         held = adapters if adapters and same_model else local_weights(chunks) | adapters
@@ -42,7 +42,7 @@ class ReferenceWeights:
         )
         parts = zip(memory.split(sizes), self._parameters, strict=True)
         self._others = [part[: parameter.nbytes] for part, parameter in parts]
-        self.is_initial = True  # these are the model's first weights, which a checkpoint need not hold
+        self.is_initial = True  # a checkpoint need not hold these weights: they can be loaded again
         self._take()
 
     @property
@@ -53,14 +53,14 @@ class ReferenceWeights:
     def _pieces(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield (policy's bytes, reference's bytes) of all parameters, in pieces of at most `size` bytes.
 
-        Both are uint8 views of the values of the same elements of a parameter.
+        Both are uint8 views, of the same elements of the same parameter.
         """
         for parameter, other in zip(self._parameters, self._others, strict=True):
             own = parameter.detach().view(-1).view(torch.uint8)
             yield from zip(own.split(size), other.split(size), strict=True)
 
     def take_current(self) -> None:
-        """Copy the parameters' current values into the reference weights."""
+        """Replace the reference weights by a copy of the parameters' current values."""
         self._take()
         self.is_initial = False
 
@@ -71,11 +71,11 @@ class ReferenceWeights:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        """Swap the values of policy and reference.
+        """Swap the values of policy and reference in the model's parameters, piece by piece.
 
         With CUDA this returns before the copies are done; later work on the current stream waits for them.
-        Each byte crosses the link once in each direction, and both directions are busy at the same time:
-        while one piece of the policy moves out, the reference's next piece moves in.
+        Copies to and from the device overlap: while one piece of the policy is copied to the host, the
+        reference's next piece is copied to the device.
         """
         device = self._parameters[0].device
         backend = torch.get_device_module(device)  # torch.cpu also has streams; they do nothing
@@ -101,22 +101,22 @@ class ReferenceWeights:
         current.wait_stream(outward)
 
     def held_value(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the stored reference value of a parameter, in host or device memory, wherever it is kept.
+        """Return the stored reference value of a parameter, without copying it from where it is stored.
 
-        Returns None if no value is stored, because policy and reference share it (frozen parameters, with
-        adapters). Must not be called within `in_place`, where the values of policy and reference are swapped.
+        Returns None if policy and reference share the value, so that none is stored (frozen parameters of a
+        model with adapters). Do not call this within `in_place`, where the stored values are the policy's.
         """
         index = next((i for i, own in enumerate(self._parameters) if own is parameter), None)
         return None if index is None else self._others[index].view(parameter.dtype).view(parameter.shape)
 
     def value_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Return the reference's value of a parameter, on the parameter's device."""
+        """Return the reference's value of a parameter, on the device that the parameter is on."""
         value = self.held_value(parameter)
         return parameter.detach() if value is None else value.to(parameter.device, non_blocking=True)
 
     @contextmanager
     def in_place(self):
-        """Swap the reference weights into the model. Swap the policy's weights back when the context ends."""
+        """Swap the reference weights into the model, and the policy's weights back when the context ends."""
         self._exchange()
         try:
             yield
@@ -125,9 +125,10 @@ class ReferenceWeights:
 
 
 class ReferencePasses:
-    """Record of whether the model has the reference weights: from Passes.begin_reference to end_reference.
+    """Record of whether the model has the reference weights at present.
 
-    It holds the contexts that are entered at the beginning and exited at the end.
+    Passes.begin_reference calls `begin` with the context managers that swap the reference weights in.
+    Passes.end_reference calls `end`, which exits them.
     """
 
     def __init__(self) -> None:
@@ -138,12 +139,12 @@ class ReferencePasses:
         return self._contexts is not None
 
     def require_policy(self) -> None:
-        """Raise RuntimeError if the model has the reference weights, not those of the policy."""
+        """Raise RuntimeError if the model has the reference weights instead of the policy's."""
         if self.begun:
             raise RuntimeError("the model has the reference's weights: call end_reference first")
 
     def begin(self, *contexts: AbstractContextManager) -> None:
-        """Enter the contexts in this order. `end` exits them."""
+        """Enter the contexts in the given order, and keep them open until `end`."""
         with ExitStack() as stack:
             for context in contexts:
                 stack.enter_context(context)

@@ -10,10 +10,10 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 
 def name() -> str:
-    """Return the name under which a checkpoint stores this rank's random states.
+    """Return the name under which a checkpoint stores the states of this rank's random number generators.
 
-    The name contains the parallel layout. A run with another layout does not find the name, so it keeps the
-    random states with which it began.
+    The name contains the parallel layout. A run with another layout does not find this name in the
+    checkpoint, so it keeps the states with which it began.
     """
     tp, pp = mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size()
     return f"random_states.tp{tp}.pp{pp}.{dist.get_rank()}_{dist.get_world_size()}"

@@ -34,18 +34,21 @@ class Rectangle:
     shape: tuple[int, ...]
     """Shape of the global tensor."""
     offset: tuple[int, ...]
-    """Offset of the rectangle in the global tensor."""
+    """Index of the rectangle's first element in the global tensor, one number per axis."""
     data: torch.Tensor
-    """Contiguous view of the weights or optimizer states in use, with as many axes as the global tensor."""
+    """The rectangle's values: a contiguous view of the weights or optimizer states that training uses.
+
+    It has as many axes as the global tensor.
+    """
     padded: bool
-    """True if the global shape depends on the parallel layout, because it is padded with zeros."""
+    """True if zeros pad the global tensor to a shape that depends on the parallel layout."""
 
 
 class _Shard(NamedTuple):
-    """Part of a parameter (or buffer) of this rank that is one rectangle of a global tensor.
+    """Part of this rank's parameter (or buffer) that is one rectangle of a global tensor.
 
     A global tensor is the parameter as it would be without parallelism.
-    parameter: the whole parameter on this rank.
+    parameter: everything that this rank has of the parameter, of which the shard is a part.
     place: Megatron's description of the rectangle: name, shape and offset in the global tensor.
     """
 
@@ -58,7 +61,7 @@ class _Shard(NamedTuple):
 
     @property
     def start(self) -> int:
-        """Index of the shard's first element in the flat parameter."""
+        """Index of the shard's first element in the flattened parameter."""
         part, whole = self.place.data, self.parameter
         if (
             not part.is_contiguous()
@@ -71,11 +74,11 @@ class _Shard(NamedTuple):
 def rectangles(
     start: int, stop: int, shape: tuple[int, ...]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Divide the flat range [start, stop) of a tensor's elements into the fewest rectangles.
+    """Divide the range [start, stop) of a tensor's elements into rectangles, as few as possible.
 
-    Elements are numbered in row-major order.
+    start, stop: indices in the flattened tensor (row-major order).
     shape: shape of the tensor.
-    Yields (offset, size) of each rectangle, in row-major order.
+    Yields (offset, size) of each rectangle, in row-major order, each with one number per axis.
     """
     if start >= stop:
         return
@@ -103,9 +106,9 @@ def _within_row(row: int, start: int, stop: int, shape: tuple[int, ...]):
 
 
 def sharded_model(chunks) -> tuple[list[_Shard], list[dict[str, ShardedObject]]]:
-    """Return (shards, objects): what a checkpoint must contain of this rank's model, according to Megatron.
+    """Return (shards, objects): all parts of this rank's model that Megatron would put in a checkpoint.
 
-    shards: the parts of all parameters and buffers, which are rectangles of global tensors.
+    shards: parts of all parameters and buffers. Each is a rectangle of a global tensor.
     objects: for each model chunk, {name within the chunk: object} of everything that is not a tensor.
     """
     metadata = {
@@ -126,10 +129,11 @@ def sharded_model(chunks) -> tuple[list[_Shard], list[dict[str, ShardedObject]]]
 
 
 def _own_shares(shards: list[_Shard]) -> dict[int, range]:
-    """Return {id(parameter): range of the parameter's flat elements that this rank writes to a checkpoint}.
+    """Return which elements of each parameter this rank writes to a checkpoint.
 
-    Data-parallel replicas have equal parameters, so each replica writes an equal share of the elements. A
-    parameter of which this rank writes nothing may be missing.
+    Data-parallel replicas have equal parameters, so each replica writes an equal share of the elements.
+    Returns {id(parameter): range of indices in the flattened parameter}. A parameter of which this rank
+    writes nothing may be missing.
     """
     shares = {}
     for expert in (False, True):
@@ -138,13 +142,13 @@ def _own_shares(shards: list[_Shard]) -> dict[int, range]:
             if expert
             else mpu.get_data_parallel_group(with_context_parallel=True)
         )
-        # Megatron numbers copies by (pipeline stage, TP rank, replica). Copies on other stages or TP ranks
-        # than the first write nothing.
+        # Megatron numbers copies by (pipeline stage, TP rank, replica). Only the copies on the first stage
+        # and the first TP rank are written.
         mine = [shard for shard in shards if shard.expert == expert and not any(shard.place.replica_id[:-1])]
         if any(shard.place.replica_id[-1] != group.rank() for shard in mine):
             raise RuntimeError(
                 "this version of Megatron is not supported: a parameter's replica_id must be its "
-                "data-parallel rank"
+                "data-parallel rank; install megatron-core 0.16.1"
             )
         parameters = {id(shard.parameter): shard.parameter for shard in mine}
         total = sum(parameter.numel() for parameter in parameters.values())
@@ -159,13 +163,13 @@ def _own_shares(shards: list[_Shard]) -> dict[int, range]:
 def _pieces(
     prefix: str, shard: _Shard, values: torch.Tensor, first: int, wanted: range
 ) -> Iterator[Rectangle]:
-    """Yield rectangles of the shard's global tensor, each of at most _MOST_ELEMENTS elements.
+    """Divide the wanted elements of a shard into rectangles of its global tensor.
 
-    Together they are the elements of the shard that are in the range `wanted`.
-    prefix: put before the global tensor's name.
-    values: flat values of the parameter (or of an optimizer state of it), from the parameter's flat element
-        `first` on.
-    wanted: range of the parameter's flat elements.
+    Each rectangle has at most _MOST_ELEMENTS elements.
+    prefix: prefix for the global tensor's name.
+    values: flattened values of the parameter, or of one of its optimizer states.
+    first: index, in the flattened parameter, of the first element of `values`.
+    wanted: range of indices in the flattened parameter. Elements outside the shard are ignored.
     """
     place, begin = shard.place, shard.start
     start, stop = max(wanted.start, begin), min(wanted.stop, begin + place.data.numel())
@@ -187,10 +191,11 @@ def _pieces(
 
 
 def _elements(shards: list[_Shard], writing: bool) -> dict[int, range]:
-    """Return {id(parameter): range of the parameter's flat elements} that this rank writes or reads.
+    """Return which elements of each parameter this rank writes to a checkpoint, or reads from one.
 
-    writing: if True, this rank's share of the elements, so that replicas together write each element once. If
-        False, all elements that the rank holds.
+    writing: if True, return this rank's share of the elements, so that replicas together write each element
+        once. If False, return all elements that the rank holds.
+    Returns {id(parameter): range of indices in the flattened parameter}.
     """
     if writing:
         return _own_shares(shards)
@@ -205,12 +210,12 @@ def weight_pieces(
 ) -> list[Rectangle]:
     """Return the rectangular parts of weights that this rank must write to a checkpoint, or read from one.
 
-    shards: result of `sharded_model`.
+    shards: the shards that `sharded_model` returns.
     writing: if True, return this rank's share of the elements, so that replicas together write each element
         once. If False, return all elements that the rank holds.
-    prefix: put before the names of the weights in the checkpoint.
-    values_of: function from a parameter to the contiguous values to save, or to fill, instead of the
-        parameter's own values. It returns None to leave the parameter out. Used for reference weights.
+    prefix: prefix for the names of the weights in the checkpoint.
+    values_of: function that takes a parameter and returns the contiguous values to save or to fill, such as
+        the reference's. If it returns None, the parameter is left out. Default: the parameter's own values.
     """
     shares = _elements(shards, writing)
     pieces = []
@@ -222,10 +227,10 @@ def weight_pieces(
 
 
 def optimizer_pieces(shards: list[_Shard], optimizer, writing: bool) -> list[Rectangle]:
-    """Return the rectangular parts of optimizer states that this rank must write to a checkpoint, or read.
+    """Return the parts of optimizer states that this rank must write to a checkpoint, or read from one.
 
     The states are Adam's moments, and fp32 master weights for parameters that are not fp32.
-    shards: result of `sharded_model`.
+    shards: the shards that `sharded_model` returns.
     optimizer: Optimizer of the model.
     writing: if True, return this rank's share of the elements, so that replicas together write each element
         once. If False, return all elements that the rank holds.
@@ -246,12 +251,12 @@ def optimizer_pieces(shards: list[_Shard], optimizer, writing: bool) -> list[Rec
 def _optimizer_state(
     optimizer, parameter: torch.Tensor
 ) -> tuple[int, range | None, dict[str, torch.Tensor]] | None:
-    """Return (first, own, states), the optimizer states of a parameter on this rank. None: there are none.
+    """Return (first, own, states), the optimizer states that this rank has of a parameter. None: it has none.
 
-    first: index, in the flattened parameter, of the element at which the states begin.
-    own: range of elements whose states no other data-parallel replica has. None: every replica has all
-        states.
-    states: {name of the state: flat values}.
+    first: index, in the flattened parameter, of the element with which the states begin.
+    own: range of elements whose states only this data-parallel replica has (distributed optimizer). None:
+        every replica has the states of all elements.
+    states: {name of the state: flattened values}.
     """
     for part in optimizer.parts():
         own = None

@@ -11,17 +11,17 @@ from grpo_megatron.weights.sync.sender import WeightSender, sender_for
 
 
 class RankWeights:
-    """Sends, exports, changes and checks the policy's current weights. All ranks must call each method."""
+    """Sends, exports, changes and checks the weights of one rank. All ranks must call each method."""
 
     def __init__(self, model: TrainedModel):
         self._model = model
         self._sender: WeightSender | None = None
 
     def send(self, command: SyncCommand) -> SyncReport:
-        """Do this rank's part of a weight sync to the engines, as the driver's command says.
+        """Send this rank's weights to the rollout engines, as the driver's command says.
 
-        Returns this rank's report. The connections to the engines are kept until a command with another
-        setup comes.
+        Connections to the engines stay open for the next weight sync, unless its command has another setup.
+        Returns this rank's report on the sync.
         """
         model = self._model
         with model.settled_weights(), torch.no_grad():
@@ -33,7 +33,7 @@ class RankWeights:
         """Write the current weights as an HF checkpoint. All ranks must call this.
 
         dtype: dtype of the written tensors. None: dtype of the parameters.
-        Raises UserError if the disk fails.
+        Raises UserError if the files cannot be written.
         """
         model = self._model
         with writing(folder), model.settled_weights():
@@ -43,19 +43,19 @@ class RankWeights:
             )
 
     def reset_reference(self) -> None:
-        """Copy the policy's current weights into the reference weights. All ranks must call this."""
+        """Replace the reference weights by the policy's current weights. All ranks must call this."""
         model, reference = self._model, self._model.require_reference()
         model.until_saved(weights_only=True)  # the checkpoint's weights include the reference's
         with model.settled_weights():
             reference.take_current()
 
     def scale(self, factor: float, share: float = 1.0) -> None:
-        """Multiply every parameter by `factor`, so that the self-test can sync changed weights.
+        """Multiply every parameter by `factor`, so that the self-test has changed weights to sync.
 
         All ranks must call this. The optimizer's master weights do not change, so the next optimizer step
-        undoes the change.
-        share: fraction of the elements to multiply, chosen at random. If it is below 1, replicas differ
-            afterwards, so nothing may be trained.
+        undoes the multiplication.
+        share: fraction of the elements to multiply, chosen at random. If it is below 1, data-parallel
+            replicas have different weights afterwards, so do not train with them.
         """
         self._model.until_saved(weights_only=True)
         with self._model.settled_weights(), torch.no_grad():

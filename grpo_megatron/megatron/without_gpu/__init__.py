@@ -1,4 +1,4 @@
-"""Megatron without a GPU or without TransformerEngine, for laptops and tests.
+"""Patches that let Megatron run without a GPU or without TransformerEngine, for laptops and tests.
 
-Megatron and TransformerEngine are changed while they are imported; the project holds no modified copy.
+They change Megatron and TransformerEngine while these are imported. The project holds no modified copy.
 """

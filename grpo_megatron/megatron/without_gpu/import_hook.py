@@ -1,7 +1,7 @@
 """Import hook that changes modules of Megatron (and TransformerEngine) while they are imported.
 
-It lets this project patch Megatron without a modified copy of it: `patches` and `emulation` register
-their changes here. One finder in ``sys.meta_path`` holds them.
+With it, this project can patch Megatron without holding a modified copy. `patches` and `emulation` register
+their changes here. One finder in ``sys.meta_path`` keeps all of them.
 """
 
 import ast
@@ -15,11 +15,11 @@ from typing import Any
 
 @dataclass
 class Changes:
-    """Changes to make to modules while they are imported.
+    """Changes that the import hook makes to modules while they are imported.
 
-    rewriters: {prefix of module names: class that transforms the syntax trees of these modules}.
-    names: {name: value} of global variables that rewritten modules get in addition.
-    mend: {module name: functions that are called with the module right after it is loaded, and change it}.
+    rewriters: {prefix of module names: ast.NodeTransformer class that rewrites the source of these modules}.
+    names: {name: value} of global variables that are added to the rewritten modules.
+    mend: {module name: functions to call with this module right after it is loaded, which patch it}.
     """
 
     rewriters: dict[str, type[ast.NodeTransformer]] = field(default_factory=dict)
@@ -66,10 +66,10 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def changes() -> Changes:
-    """Return the Changes for this process's imports. The first call also installs the import hook.
+    """Return the Changes that this process's import hook makes. The first call installs the import hook.
 
     Callers add their changes to the returned object. A change has no effect on modules that were imported
-    before.
+    before it was added.
     """
     for finder in sys.meta_path:
         if isinstance(finder, _Finder):

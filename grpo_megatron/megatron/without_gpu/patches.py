@@ -26,7 +26,7 @@ _CUDA_TENSOR_TYPES = ("torch.cuda.FloatTensor", "torch.cuda.HalfTensor", "torch.
 
 
 class _Stream:
-    """Replacement for torch.cuda.Stream. A CPU works in program order, so waiting is never needed."""
+    """Replacement for torch.cuda.Stream on a CPU. It does nothing, because a CPU works in program order."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -78,8 +78,8 @@ class _Nvtx:
 class CpuCuda(types.ModuleType):
     """Replacement for ``torch.cuda`` inside Megatron on a machine without CUDA.
 
-    Rewritten modules see this object in place of torch.cuda. Names that it does not define come from the real
-    torch.cuda.
+    Rewritten modules use this object in place of torch.cuda. A name that it does not define is looked up in
+    the real torch.cuda.
     """
 
     Stream = _Stream
@@ -197,7 +197,7 @@ def _patch_mappings(module):
     def gather_unequal(input_, group, output_split_sizes=None, use_global_buffer=False):
         if output_split_sizes is None or group.size() == 1:
             return gather(input_, group, output_split_sizes, use_global_buffer)
-        # gloo only gathers parts of equal size.
+        # gloo gathers only parts of equal size.
         padded = input_.new_zeros(max(output_split_sizes), *input_.shape[1:])
         padded[: len(input_)] = input_
         parts = [torch.empty_like(padded) for _ in output_split_sizes]
@@ -216,10 +216,10 @@ def _patch_mappings(module):
 
 
 def install() -> None:
-    """Register patches of Megatron's modules for this machine. They are applied when Megatron is imported.
+    """Register the patches that Megatron needs on this machine. They are applied when Megatron is imported.
 
-    On a machine without CUDA, they replace Megatron's use of torch.cuda. A second call does nothing. Raises
-    RuntimeError if Megatron was imported before, because its modules then already refer to ``torch.cuda``.
+    On a machine without CUDA, they make Megatron use the CPU instead of torch.cuda. A second call does
+    nothing. Raises RuntimeError if Megatron is imported already, because patches would then have no effect.
     """
     ours = changes()
     if ours.mend:
@@ -238,10 +238,12 @@ def install() -> None:
 
 
 def must_be_new(prefix: str) -> None:
-    """Raise RuntimeError if a module whose name starts with `prefix` was already imported.
+    """Raise RuntimeError if a module whose name starts with `prefix` is imported already.
 
-    Patches change a module while it is imported, so they would have no effect on a module imported before.
+    Patches change a module while it is imported, so patching it later would have no effect.
     """
     loaded = next((name for name in sys.modules if name.startswith(prefix)), None)
     if loaded:
-        raise RuntimeError(f"{loaded} was imported before its CPU patches were installed")
+        raise RuntimeError(
+            f"{loaded} was imported before its patches were installed; install them before it is imported"
+        )

@@ -9,11 +9,11 @@ import torch
 
 
 class TorchAdam(torch.optim.Optimizer):
-    """Adam or AdamW, in place of the FusedAdam of TransformerEngine or apex, if neither is installed.
+    """Adam or AdamW in plain torch, for use instead of FusedAdam if TransformerEngine is not installed.
 
     It has FusedAdam's interface and state layout, because Megatron's distributed optimizer relies on both.
-    The step counter is in the parameter group. The moments (with shape and dtype of the parameter) are
-    ``state[p]["exp_avg"]`` and ``state[p]["exp_avg_sq"]``.
+    The step counter is in the parameter group. The moments of a parameter p are ``state[p]["exp_avg"]`` and
+    ``state[p]["exp_avg_sq"]``, with the shape and dtype of p.
     adam_w_mode: True for AdamW (Loshchilov & Hutter 2019), False for Adam (Kingma & Ba 2015).
     """
 
@@ -65,7 +65,8 @@ def _absent() -> bool:
 
 
 def _mend_moe_utils(module):
-    # megatron-core 0.16.1 leaves this undefined without TransformerEngine: the first router forward fails.
+    # megatron-core 0.16.1 leaves this name undefined without TransformerEngine, and the first forward pass of
+    # a router fails.
     if not hasattr(module, "te_general_gemm"):
         module.te_general_gemm = None
 
@@ -85,7 +86,7 @@ def _mend_distributed_optimizer(module):
         module.USING_TE_OPTIMIZER = True
 
 
-# {module: functions that are called with it after it is loaded}
+# {module name: functions that are called with the module right after it is loaded}
 MEND = {
     "megatron.core.transformer.moe.moe_utils": [_mend_moe_utils],
     "megatron.core.optimizer": [_mend_optimizer],

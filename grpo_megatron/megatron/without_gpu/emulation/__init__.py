@@ -3,10 +3,11 @@
 With megatron.emulate_kernels, FP8 training and TransformerEngine's layers can be tested without a GPU.
 Modules, autograd functions, quantizers, FP8 tensors, recipes, the caching of FP8 weights, the choice of an
 attention backend, ring attention, recomputation and the fused optimizer's bookkeeping are TransformerEngine's
-own. Its wheel is pure Python and is unpacked outside the environment: installed without its library it would
-break Megatron's import.
+own. Its wheel is pure Python and is unpacked outside the Python environment. If it were installed there
+without its compiled library, importing Megatron would fail.
 
-Values are what the kernels compute, up to the order of summation. Speed and memory say nothing about a GPU.
+The emulation computes the same values as the kernels, up to the order of summation. Its speed and memory say
+nothing about a GPU.
 """
 
 import ast
@@ -37,7 +38,7 @@ _KERNELS = {
 
 
 class _Hopper(patches.CpuCuda):
-    """Replacement for ``torch.cuda`` inside Megatron and TransformerEngine: claims to be a Hopper GPU."""
+    """Replacement for ``torch.cuda`` inside Megatron and TransformerEngine that reports a Hopper GPU."""
 
     @staticmethod
     def is_available():
@@ -61,7 +62,7 @@ class _Hopper(patches.CpuCuda):
 class _ToCpu(patches.CudaToCpu):
     """Syntax tree transformer that makes a TransformerEngine module use the CPU instead of CUDA.
 
-    It handles more expressions than CudaToCpu, which is written for Megatron.
+    It also rewrites expressions that occur only in TransformerEngine. CudaToCpu is written for Megatron.
     """
 
     def visit_Constant(self, node):
@@ -77,8 +78,11 @@ class _ToCpu(patches.CudaToCpu):
         return super().visit_Attribute(node)
 
 
-class _InOrder:
-    """Replacement for torch's `_coalescing_manager`, which gloo lacks. Collectives run one after another."""
+class _NotCoalesced:
+    """Replacement for torch's `_coalescing_manager`, which does not work with gloo.
+
+    Collectives within this context run one after another, instead of together.
+    """
 
     def __init__(self, group=None, device=None, async_ops=False):
         pass
@@ -113,22 +117,21 @@ def _mend_context_parallel(module):
 
 
 def _mend_cpp_extensions(module):
-    # This module copies the names that the extension lists, but is asked for others too.
+    # This module copies only the names in the extension's __all__, but other names are read from it too.
     module.__getattr__ = sys.modules["transformer_engine_torch"].__getattr__
 
 
 def _mend_quantization(module):
-    # This is the answer for a Hopper GPU; the real function asks for the CUDA version of the build.
+    # The answer is that of a Hopper GPU. The real function would ask for the CUDA version of the build.
     module.check_fp8_block_scaling_support = lambda: (True, "")
 
 
 def install() -> None:
     """Make ``transformer_engine`` importable in this process, with its compiled kernels emulated in torch.
 
-    It must run before the first import of Megatron.
-
-    A second call does nothing. Raises UserError if the emulation is impossible on this machine, for example
-    because it has CUDA, or because TransformerEngine's wheel is not unpacked.
+    Call this before the first import of Megatron. A second call does nothing. Raises UserError if the
+    emulation is impossible on this machine, for example because the machine has CUDA, or because
+    TransformerEngine's wheel is not unpacked.
     """
     if "transformer_engine_torch" in sys.modules and isinstance(
         sys.modules["transformer_engine_torch"], Extension
@@ -143,7 +146,7 @@ def install() -> None:
     sys.path.append(str(folder))
     ours = changes()
     ours.rewriters["transformer_engine."] = _ToCpu
-    ours.names |= {"__cpu_cuda__": _Hopper(), "__coalesced__": _InOrder}
+    ours.names |= {"__cpu_cuda__": _Hopper(), "__coalesced__": _NotCoalesced}
     pytorch = "transformer_engine.pytorch"
     ours.mend |= {
         f"{pytorch}.distributed": [_mend_distributed],

@@ -1,7 +1,7 @@
 """Replacement for `transformer_engine_torch`, the compiled extension of TransformerEngine 2.11, on a CPU.
 
-Its enumerations have the values of the real ones. Its functions are the emulated ones. Any other name exists
-too, so that imports succeed, but raises when it is called.
+Its enumerations have the values of the real ones. Its functions are the emulated kernels. Any other name can
+be imported too, but raises NotImplementedError when it is called.
 """
 
 import enum
@@ -71,13 +71,13 @@ _ENUMERATIONS = (
 
 
 class _Missing:
-    """Placeholder for a function or class of the extension that is not emulated. It raises when called."""
+    """Placeholder for a function or class that is not emulated. Calling it raises NotImplementedError."""
 
     def __init__(self, name: str):
         self.__name__ = name
 
     def __call__(self, *args, **kwargs):
-        raise NotImplementedError(f"{self.__name__} is not emulated on a CPU")
+        raise NotImplementedError(f"{self.__name__} is not emulated on a CPU; use a machine with a GPU")
 
     def __getattr__(self, name: str):
         if name.startswith("__"):
@@ -86,7 +86,10 @@ class _Missing:
 
 
 class MissingModule(types.ModuleType):
-    """Placeholder for a module that is imported but not used. Every name exists, but raises when called."""
+    """Placeholder for a module that is imported but not used.
+
+    Every name can be read from it, but raises NotImplementedError when it is called.
+    """
 
     def __init__(self, name: str):
         super().__init__(name)
@@ -100,9 +103,9 @@ class MissingModule(types.ModuleType):
 
 
 class Extension(MissingModule):
-    """Module that is imported in place of `transformer_engine_torch`.
+    """Module that is imported in place of `transformer_engine_torch`, TransformerEngine's compiled extension.
 
-    functions: {name: emulated function}.
+    functions: {name in the extension: emulated function}.
     calls: {name of an emulated function: number of its calls}. Tests read this to see which kernels ran.
     """
 
@@ -111,7 +114,7 @@ class Extension(MissingModule):
         self.calls = dict.fromkeys(functions, 0)
         for enumeration in _ENUMERATIONS:
             setattr(self, enumeration.__name__, enumeration)
-        # Annotations refer to these names. No class that is used here derives from them.
+        # These names occur only in annotations, and as base classes of classes that are not used here.
         for name in (
             "CommOverlapCore",
             "CommOverlapBase",

@@ -1,7 +1,7 @@
 """Emulated kernels of TransformerEngine: matrix products, norm, rotary embedding, padding and optimizer.
 
-Each public function replaces the function of this name in TransformerEngine's compiled extension, with the
-same arguments. Products are summed in float32, as in the real kernels, but in another order.
+Each public function replaces the function of the same name in TransformerEngine's compiled extension, with
+the same arguments. Products are summed in float32, as in the real kernels, but in another order.
 """
 
 import math
@@ -25,9 +25,9 @@ def _check_sizes(*shapes: tuple[int, ...]) -> None:
 
 
 def _product(a, transa: bool, b, transb: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the product of a cuBLAS call in torch. Return (op(b) @ op(a), b dequantised), both float32.
+    """Compute the matrix product of a cuBLAS call. Return (op(b) @ op(a), b dequantised), both float32.
 
-    op(a) is a transposed if transa is True, and likewise op(b). b comes first, because cuBLAS is
+    op(a) is a, or its transpose if transa is True; op(b) likewise. b comes first, because cuBLAS is
     column-major.
     """
     left, right = operand(a, not transa), operand(b, transb)
@@ -48,8 +48,8 @@ def generic_gemm(
     """Compute the matrix product of A and B, with the arguments of TransformerEngine's extension.
 
     Returns (product, gradient of the bias, None, extra_output). The product is quantized if a quantizer is
-    given, and otherwise stored in `out` if that is given. If `grad` is True, the gradient of a given bias is
-    computed. If `grad` is False, the bias is added to the product, and its gradient is None.
+    given, and otherwise stored in `out` if `out` is given. With a bias, `grad` decides: if True, the bias's
+    gradient is computed. If False, the bias is added to the product, and its gradient is None.
     """
     if gelu or comm_overlap is not None:
         raise NotImplementedError("products with GELU or with overlapped communication are not emulated")
@@ -85,7 +85,7 @@ def te_general_grouped_gemm(
     A, transa, B, transb, out, out_dtype, m_splits, bias, bias_type, single_output, gelu_in, grad, workspaces,
     workspace_size, accumulate, split_accumulator, sm_count,
 ):  # fmt: skip
-    """Compute one matrix product per expert, into `out`. Return the biases unchanged.
+    """Compute the matrix product of A[i] and B[i] for each expert i, into `out`. Return `bias` unchanged.
 
     single_output: if True, out[0] gets the results of all experts, with m_splits[i] rows for expert i. If
         False, out[i] gets the result of expert i.
@@ -101,8 +101,9 @@ def te_general_grouped_gemm(
 
 
 def rmsnorm_fwd(x, weight, eps, output, quantizer, out_dtype, sm_margin, zero_centered):
-    """Compute the RMS norm. Return (x / rms(x) * weight, None, 1 / rms(x) of each row).
+    """Compute the RMS norm of each row of x. Return (x / rms(x) * weight, None, 1 / rms(x) of each row).
 
+    quantizer: if not None, the first result is quantized with it.
     zero_centered: if True, the factor is weight + 1 instead of weight.
     """
     values = x.float()
@@ -129,7 +130,7 @@ def rmsnorm_bwd(grad, x, inverse, weight, sm_margin, zero_centered):
 
 
 def _positions(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """Return, for each row that a CP rank holds, the row's position in its sequence: int64 [t].
+    """Return the position in its sequence of each row (token) that a CP rank holds, int64 [t].
 
     A sequence is cut into 2 * cp chunks. Rank r holds the chunks r and 2 * cp - 1 - r, counted from 0.
     cu_seqlens: cumulative lengths of the whole sequences, over all CP ranks.
@@ -157,7 +158,7 @@ def _rotate(x, freqs, layout, interleaved, cu_seqlens, cp_size, cp_rank, directi
 
 
 def fused_rope_forward(x, freqs, start_positions, layout, interleaved, cu_seqlens, cp_size, cp_rank):
-    """Return x [t, heads, d] of a pack of sequences after the rotary embedding.
+    """Apply the rotary embedding to a pack of sequences. Return x [t, heads, d], rotated.
 
     freqs: [s, 1, 1, r], angles of the positions 0 to s - 1. Only the first r channels of x are rotated.
     cu_seqlens: cumulative lengths of the whole sequences, over all CP ranks.
@@ -185,7 +186,10 @@ def fused_multi_row_unpadding(source, target, padded_rows, rows):
 
 
 def multi_tensor_l2norm(chunk_size, overflow, lists, per_tensor):
-    """Return (L2 norm of all tensors together [1], L2 norm of each tensor [n]). lists: [list of tensors]."""
+    """Return (L2 norm of all n tensors together [1], L2 norm of each tensor [n]).
+
+    lists: [tensors], a list that contains one list of tensors.
+    """
     norms = torch.stack([tensor.float().norm() for tensor in lists[0]]) if lists[0] else torch.zeros(1)
     return norms.norm().view(1), norms
 
@@ -198,9 +202,11 @@ def multi_tensor_scale(chunk_size, overflow, lists, scale):
 def multi_tensor_adam(
     chunk_size, overflow, lists, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay
 ):
-    """Update parameters and moments in place by Adam (mode 0: decay in the gradient) or AdamW (mode 1).
+    """Take one optimizer step of Adam or AdamW. Parameters and moments are updated in place.
 
-    lists: [gradients, parameters, first moments, second moments].
+    lists: [gradients, parameters, first moments, second moments], each a list of tensors.
+    step: number of the step, from 1.
+    mode: 0 for Adam (weight decay is added to the gradient), 1 for AdamW.
     """
     correct1, correct2 = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1, 1)
     for grad, parameter, moment, second in zip(*lists, strict=True):

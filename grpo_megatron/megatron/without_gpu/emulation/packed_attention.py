@@ -1,9 +1,10 @@
 """Emulated cuDNN attention over packs, and emulated kernels of ring attention (context parallelism).
 
-Each public function replaces the function of this name in TransformerEngine's compiled extension. Like the
-real kernel, the emulation refuses float32 and writes nothing to rows outside of the given sequences. The
-softmax statistics of these rows are `PADDING_STATISTICS`, which tests set to NaN to find code that reads
-them.
+Each public function replaces the function of the same name in TransformerEngine's compiled extension. Like
+the real kernel, the emulation refuses float32 and writes no softmax statistics for padding rows, which belong
+to no sequence. Their statistics are `PADDING_STATISTICS`. Tests set it to NaN to find code that reads them.
+
+The softmax statistics of a row are the log of its softmax denominator (log-sum-exp of the row's scores).
 """
 
 from itertools import pairwise
@@ -12,7 +13,7 @@ import torch
 
 from grpo_megatron.megatron.without_gpu.emulation.extension import FusedAttentionBackend, MaskType
 
-# Softmax statistics of rows that belong to no sequence. The kernel leaves there whatever the memory held.
+# Softmax statistics of rows that belong to no sequence. The real kernel leaves their memory as it was.
 PADDING_STATISTICS = 0.0
 
 
@@ -21,8 +22,9 @@ def get_fused_attn_backend(*args):
 
 
 def _sequences(cu, cu_padded, cu_keys, cu_keys_padded):
-    """Return a list of (slice of query rows, slice of key rows), one pair for each sequence that has both.
+    """Return where each sequence lies in a pack, as a list of (slice of query rows, slice of key rows).
 
+    Sequences without queries or without keys are left out.
     cu, cu_keys: cumulative real lengths of queries and keys.
     cu_padded, cu_keys_padded: cumulative padded lengths. None: there is no padding.
     """
@@ -45,9 +47,10 @@ def _is_causal(mask) -> bool:
 
 
 def _scores(query, key, scale: float, causal: bool) -> torch.Tensor:
-    """Return the attention scores [heads, q, k]. Several query heads may share one key head.
+    """Return the attention scores of one sequence, [heads, q, k]: scale times query times key.
 
-    query: [q, heads, d]. key: [k, kv_heads, d].
+    query: [q, heads, d]. key: [k, kv_heads, d]. Several query heads may share one key head.
+    causal: if True, scores of keys after the query are -inf. Query i is at the position of key i.
     """
     key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
@@ -62,6 +65,7 @@ def fused_attn_fwd(
 ):  # fmt: skip
     """Compute attention over a pack of sequences, as cuDNN's fused kernel does.
 
+    query: [t, heads, d]. key, value: [rows, kv_heads, d]. cu_q, cu_kv: cumulative sequence lengths.
     Returns [output, statistics, random state]. The statistics are the log of each row's softmax denominator,
     float32 [t, heads, 1]. The random state is zeros, because dropout is not emulated.
     """
@@ -88,7 +92,8 @@ def fused_attn_bwd(
 ):  # fmt: skip
     """Compute the backward pass of fused_attn_fwd.
 
-    auxiliary: list whose first tensor is the statistics of the forward pass.
+    grad: gradient of `output`.
+    auxiliary: list whose first tensor is the softmax statistics that fused_attn_fwd returned.
     Returns [gradient of the query, gradient of the key, gradient of the value, None, None].
     """
     statistics, causal = auxiliary[0], _is_causal(mask)
@@ -120,7 +125,10 @@ def _sum_of_heads(grads: torch.Tensor, shared: int) -> torch.Tensor:
 
 
 def _half(cu_seqlens, which: int) -> torch.Tensor:
-    """Return the row indices of the first (which=0) or second (which=1) halves of all sequences."""
+    """Return the row indices of the first (which=0) or second (which=1) half of each sequence, in one tensor.
+
+    cu_seqlens: cumulative lengths of the sequences on this rank.
+    """
     ends = cu_seqlens.tolist()
     parts = [
         torch.arange(start + (end - start) // 2 * which, start + (end - start) // 2 * (which + 1))
@@ -133,14 +141,16 @@ def thd_read_half_tensor(tensor, cu_seqlens, half):
     """Return the rows of the first (half=0) or second (half=1) half of each sequence.
 
     tensor: [t, heads, d], or keys and values together, [2, t, heads, d].
+    cu_seqlens: cumulative lengths of the sequences.
     """
     return tensor.index_select(0 if tensor.dim() == 3 else 1, _half(cu_seqlens, half))
 
 
 def thd_get_partitioned_indices(cu_seqlens, total, world, rank):
-    """Return the indices, int32, of the rows of the whole pack that a CP rank holds.
+    """Return which rows of the whole pack a CP rank holds, as int32 indices.
 
     Each sequence is cut into 2 * world chunks. The rank holds the chunks rank and 2 * world - 1 - rank.
+    world, rank: size of the CP group, and the rank's index in it.
     """
     rows, ends = [], cu_seqlens.tolist()
     for start, end in pairwise(ends):
@@ -151,10 +161,11 @@ def thd_get_partitioned_indices(cu_seqlens, total, world, rank):
 
 
 def thd_second_half_lse_correction(statistics, of_step, cu_seqlens, packed):
-    """Include the keys of one step of ring attention in the second halves' softmax statistics, in place.
+    """Update softmax statistics in place after a step of ring attention that computed only second halves.
 
-    statistics: [heads, t], log of each row's softmax denominator over the keys of earlier steps.
-    of_step: the same for the rows of the sequences' second halves, over the keys of this step only.
+    The rows of each sequence's second half have then seen the keys of this step too.
+    statistics: [heads, t], log of each row's softmax denominator over the keys of all earlier steps.
+    of_step: [heads, rows of the second halves], log of the softmax denominator over this step's keys.
     """
     rows = _half(cu_seqlens, 1)
     statistics[:, rows] = torch.logaddexp(statistics[:, rows], of_step[:, : len(rows)])
@@ -168,11 +179,14 @@ def thd_read_second_half_lse(statistics, cu_seqlens, packed, length):
 
 
 def thd_out_correction(output, of_step, statistics, statistics_of_step, cu_seqlens, only_second_half, packed):
-    """Add the attention over the keys of one step of ring attention to `output`, in place.
+    """Add the attention output of one step of ring attention to the total output, in place.
 
-    The addend `of_step` is weighted by the step's share of the softmax over all keys.
-    statistics: log of each row's softmax denominator over all keys.
+    The step's output is weighted by the share of the step's keys in the softmax over all keys.
+    output: total output, [t, heads, d].
+    of_step: output of this step, over its own keys only.
+    statistics: [heads, t], log of each row's softmax denominator over all keys.
     statistics_of_step: the same over this step's keys.
+    only_second_half: if True, the step computed only the second half of each sequence.
     """
     rows = _half(cu_seqlens, 1) if only_second_half else torch.arange(len(output))
     part = of_step.view(-1, *output.shape[1:])[: len(rows)].float()
@@ -181,11 +195,11 @@ def thd_out_correction(output, of_step, statistics, statistics_of_step, cu_seqle
 
 
 def thd_grad_correction(grad, of_step, cu_seqlens, first, second):
-    """Combine the gradient of one step of ring attention with `grad`, in place.
+    """Add the gradient of one step of ring attention to `grad`, or copy it to `grad`, in place.
 
-    first, second: what to do in the first and second half of each sequence: "add" the step's gradient, "copy"
-        the step's gradient over `grad`, or "none".
     of_step: gradient of this step. It has no rows for a half with "none".
+    first, second: what to do with the first and with the second half of each sequence: "add" the step's
+        gradient, "copy" it over `grad`, or "none" (leave `grad` as it is).
     """
     both = "none" not in (first, second)
     for half, how in enumerate((first, second)):

@@ -1,7 +1,7 @@
 """Emulated FP8 casts of TransformerEngine's compiled extension.
 
 Casts round to nearest even and saturate, as the real kernels do. Quantizers and quantized tensors are
-TransformerEngine's own objects; these functions fill and read them.
+TransformerEngine's own objects. The functions here fill and read them.
 """
 
 import torch
@@ -31,9 +31,11 @@ def is_quantized(tensor) -> bool:
 
 
 def _scale(amax: torch.Tensor, top: float, power_of_two: bool) -> torch.Tensor:
-    """Return the FP8 scale: the factor that maps `amax` to `top`, the largest FP8 number.
+    """Return the FP8 scale, by which values are multiplied before a cast: it maps `amax` to `top`.
 
     The scale is 1 where amax is 0 or not finite.
+    amax: largest absolute value of each tensor or block.
+    top: largest number of the FP8 format.
     power_of_two: if True, round the scale down to a power of two.
     """
     scale = torch.where((amax == 0) | ~torch.isfinite(amax), torch.ones_like(amax), top / amax).clamp_max(
@@ -48,7 +50,7 @@ def _cast(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torc
 
 
 def _transposed(rows: torch.Tensor) -> torch.Tensor:
-    """Return `rows` [..., n] as [n, ...]: with the last axis in front, as TransformerEngine's transposes."""
+    """Return `rows` [..., n] with its last axis moved to the front, [n, ...], as TransformerEngine does."""
     flat = rows.reshape(-1, rows.shape[-1]).t().contiguous()
     return flat.view(rows.shape[-1], *rows.shape[:-1])
 
@@ -59,7 +61,7 @@ def _transposed(rows: torch.Tensor) -> torch.Tensor:
 def _store(tensor: torch.Tensor, quantizer, output) -> None:
     dtype = FP8[quantizer.dtype]
     values = tensor.detach().float()
-    if hasattr(quantizer, "with_amax_reduction"):  # current scaling: the scale is this tensor's
+    if hasattr(quantizer, "with_amax_reduction"):  # current scaling: the scale comes from this tensor
         if not quantizer.use_existing_amax:
             amax = values.abs().max() if values.numel() else values.new_zeros(())
             if quantizer.with_amax_reduction:
@@ -67,7 +69,7 @@ def _store(tensor: torch.Tensor, quantizer, output) -> None:
             quantizer.amax.copy_(amax)
         amax = quantizer.amax.clamp_min(quantizer.amax_epsilon)
         quantizer.scale.copy_(_scale(amax, torch.finfo(dtype).max, quantizer.force_pow_2_scales))
-    elif values.numel():  # delayed scaling: the scale is given; note the amax for later ones
+    elif values.numel():  # delayed scaling: the scale is given; record the amax for later scales
         quantizer.amax.copy_(torch.maximum(quantizer.amax, values.abs().max()))
     data = _cast(values, quantizer.scale, dtype)
     if output._data is not None:
@@ -87,7 +89,7 @@ def _values(tensor) -> torch.Tensor:
     return data.view(FP8[tensor._fp8_dtype]).float() * tensor._scale_inv
 
 
-# --- a scale for each block of 128, or of 128 x 128
+# --- a scale for each block of 1 x 128 or 128 x 128 values
 
 
 def _block_cast(
@@ -117,18 +119,18 @@ def _store_blocks(tensor: torch.Tensor, quantizer, output) -> None:
         if data is None:
             continue
         cast, inverse = _block_cast(source, FP8[quantizer.dtype], rows, quantizer)
-        # In the GEMM_READY format, columns are stored transposed, and scales of single rows with the block
-        # axis first. In the compact format, everything lies as in the tensor.
+        # In the GEMM_READY format, column-wise data are stored transposed, and the scales of 1 x 128 blocks
+        # are stored with the block axis first. In the compact format, nothing is transposed.
         data.copy_((cast.t() if along and compact else cast).reshape(data.shape))
         inverse = inverse if rows > 1 or (compact and not along) else inverse.t()
         scales.zero_()[: inverse.shape[0], : inverse.shape[1]] = inverse
 
 
 def _block_values(tensor, columnwise: bool) -> torch.Tensor:
-    """Return the float32 values of a block-wise quantized tensor.
+    """Return the float32 values of a block-wise quantized tensor, which may hold two quantized copies.
 
-    columnwise: if True, read the copy that is quantized by columns. If False, read the copy that is quantized
-        by rows. With blocks of 1 x 128 the two copies are rounded differently.
+    columnwise: if True, read the copy that is quantized along columns. If False, read the copy that is
+        quantized along rows. With blocks of 1 x 128 the two copies are rounded differently.
     """
     if tensor._data_format == BlockScaleFormat.COMPACT:
         raise RuntimeError("a quantized tensor in the compact format cannot be multiplied, only gathered")
@@ -148,9 +150,10 @@ def _block_values(tensor, columnwise: bool) -> torch.Tensor:
 
 
 def operand(tensor, columnwise: bool) -> torch.Tensor:
-    """Return the float32 values of a matrix product's operand, quantized or not.
+    """Return the float32 values of a matrix product's operand. The operand may be quantized or not.
 
-    columnwise: if True and there are two copies, quantized by rows and by columns, read the copy by columns.
+    columnwise: if True, read the copy that is quantized along columns. Only block-wise quantized tensors have
+        two copies; for other tensors this has no effect.
     """
     if not is_quantized(tensor):
         return tensor.float()
@@ -169,9 +172,9 @@ def quantize(tensor, quantizer, output=None, noop=None):
 
 
 def _internal(tensor, quantizer):
-    """Return the tensor as a Float8TensorStorage, which the real extension returns for internal quantizers.
+    """Convert an FP8 tensor to a Float8TensorStorage, a plain object that is not a torch.Tensor.
 
-    That class is not a torch.Tensor.
+    The real extension returns this class if quantizer.internal is True.
     """
     from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
@@ -185,8 +188,9 @@ def _internal(tensor, quantizer):
 
 
 def split_quantize(tensor, sections, quantizers):
-    """Return the FP8 tensors of all experts: the rows of each expert, cast with the expert's quantizer.
+    """Cast the rows of each expert to FP8 with the expert's own quantizer. Return a list of FP8 tensors.
 
+    tensor: the rows of all experts, one expert after the other.
     sections: number of rows of each expert.
     """
     return [
@@ -204,16 +208,20 @@ def fp8_transpose(data, dtype, *, out=None):
 
 
 def bgrad_quantize(grad, quantizer):
-    """Return (gradient of the bias, quantized gradient of the layer's output)."""
+    """Return (gradient of the bias, quantized `grad`).
+
+    grad: gradient of a linear layer's output.
+    """
     return grad.reshape(-1, grad.shape[-1]).sum(0), quantize(grad, quantizer)
 
 
 def fused_amax_and_scale_update_after_reduction(amaxes, histories, scales, algorithm, dtype, margin):
-    """Compute the next step's FP8 scales for the recipe "delayed scaling", in place.
+    """Compute the FP8 scales of the next step for the recipe "delayed scaling". Update `scales` in place.
 
-    amaxes: this step's largest absolute value of each tensor, which is stored in the tensor's history.
-    algorithm: "max" computes the scale from the largest value of the history, any other name from this step's
-        value.
+    amaxes: largest absolute value of each tensor in this step.
+    histories: for each group of n tensors, their amaxes in the last steps, [steps, n]. This step's are added.
+    algorithm: "max": compute the scale from the largest value in the history. Any other name: from this
+        step's value.
     margin: the scale is divided by 2 ** margin.
     """
     top = torch.finfo(FP8[dtype]).max
