@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class Command(StrEnum):
-    """A command that makes a run. The value is its name on the command line."""
+    """A subcommand of grpo-megatron that makes a run. The value is its name on the command line."""
 
     train = "train"
     sft = "sft"

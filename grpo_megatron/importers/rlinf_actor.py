@@ -33,7 +33,7 @@ def _sequence_parallel(value: Any, source: Source) -> bool:
 
 
 def _model_of_the_actor(value: Any, source: Source) -> dict[str, Any]:
-    """Return {"model.path": the actor's model folder}.
+    """Convert the folder of RLinf's actor model to {"model.path": folder}.
 
     Raises CannotCarry if the rollout has another model, because grpo_megatron has one model for both.
     """
@@ -65,7 +65,7 @@ def _global_batch(value: Any, source: Source) -> int:
 
 
 def _unless_constant(ours: str) -> Convert:
-    """Return a converter to the key `ours` for a key that has no effect with a constant learning rate."""
+    """Return a converter that sets the key `ours`, or sets nothing if the learning rate is constant."""
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
         constant = source["actor.lr_sched.lr_decay_style"] in (None, "constant")

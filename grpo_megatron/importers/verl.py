@@ -73,10 +73,10 @@ def _micro_batch(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _discounting(estimators: tuple[str, ...], why: str):
-    """Return a converter for verl's gamma or lam. The converter sets no key.
+    """Return a converter for verl's keys algorithm.gamma and algorithm.lam. It sets no key.
 
-    grpo_megatron does not discount advantages. So the converter raises CannotCarry for a value other than 1
-    if the run's advantage estimator reads the key.
+    grpo_megatron does not discount advantages. The converter raises CannotCarry for a value other than 1 if
+    the run's advantage estimator reads the key.
 
     estimators: verl's advantage estimators that read the key.
     why: message of CannotCarry.
@@ -111,9 +111,9 @@ def _of_other_losses(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _generated_batches(value: Any, source: Source) -> dict[str, Any]:
-    """Convert verl's filter_groups.max_num_gen_batches. Return {our key: its value}.
+    """Convert verl's filter_groups.max_num_gen_batches to {"rollout.dynamic_sampling.max_batches": value}.
 
-    verl's 0, which means no limit, becomes 10000. The result is empty if filter_groups is disabled, because
+    0, which means no limit in verl, becomes 10000. The result is empty if filter_groups is disabled, because
     verl then ignores the limit.
     """
     if not truth(source["algorithm.filter_groups.enable"]):
@@ -124,7 +124,8 @@ def _generated_batches(value: Any, source: Source) -> dict[str, Any]:
 def _loss_mode(source: Source) -> str:
     """Return verl's name of the policy loss that a run uses, such as `vanilla`.
 
-    In bypass mode verl replaces loss_mode by the mode's own loss_type.
+    The name is the value of policy_loss.loss_mode. In verl's bypass mode, rollout_correction.loss_type
+    decides instead; a value of it that is not known gives `unknown`.
     """
     if not bypasses(source):
         return str(source[f"{ACTOR}.policy_loss.loss_mode"])

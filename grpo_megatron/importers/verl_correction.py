@@ -39,10 +39,12 @@ def _number(key: str, text: Any) -> float | int:
 
 
 def _thresholds(key: str, value: Any) -> tuple[float | None, float]:
-    """Return (lower bound or None, upper bound) that a threshold of verl states.
+    """Parse a threshold of verl. Return (lower bound or None, upper bound).
 
-    value: a number, which is the upper bound, or a text "lower_upper". Raises CannotCarry for anything else.
-    key: verl's key of the threshold, for the message.
+    key: verl's key of the threshold, for messages.
+    value: a number, which is the upper bound, or a text such as "0.5_5.0" with both bounds.
+
+    Raises CannotCarry for anything else.
     """
     if value is None:
         raise CannotCarry(f"verl also requires {key}; set it")
@@ -69,8 +71,8 @@ def _rollout_is(value: Any, source: Source) -> dict[str, Any]:
         return {"mismatch.correction": "tis" if value == "token" else "seq_tis", "mismatch.ratio_high": upper}
     if source[f"{CORRECTION}.rollout_rs"] is not None and not bypasses(source):
         raise CannotCarry(
-            "what lower_upper zeroes stays in verl's means, and what rollout_rs masks does not; here "
-            "mismatch.renormalize is for both"
+            "verl's means include tokens whose weight lower_upper sets to 0, but not tokens that rollout_rs "
+            "masks; here mismatch.renormalize applies to both"
         )
     kind = "icepop" if value == "token" else "mis"
     return {"mismatch.correction": kind, **dict(zip(_BOUNDS, (lower, upper), strict=True))}
@@ -82,7 +84,7 @@ def _rollout_rs(value: Any, source: Source) -> dict[str, Any]:
     criteria = list(dict.fromkeys(part.strip() for part in str(value).split(",")))
     if len(criteria) > 1:
         raise CannotCarry("only one criterion at a time is supported; set mismatch.rejection")
-    return {**_rejection(criteria[0], source), **_what_a_mask_takes(source)}
+    return {**_rejection(criteria[0], source), **_effects_of_a_mask(source)}
 
 
 def _rejection(name: str, source: Source) -> dict[str, Any]:
@@ -110,11 +112,11 @@ def _kept(kind: str, low: float, high: float) -> dict[str, Any]:
     return {"mismatch.rejection": kind, "mismatch.rejection_low": low, "mismatch.rejection_high": high}
 
 
-def _what_a_mask_takes(source: Source) -> dict[str, Any]:
-    """Return the settings with which grpo_megatron masks tokens as verl does.
+def _effects_of_a_mask(source: Source) -> dict[str, Any]:
+    """Return the settings of grpo_megatron that give rejected tokens the same effect as in verl.
 
-    Outside of bypass mode, verl removes rejected tokens from the batch, so that they also do not count in KL,
-    entropy and the means. In bypass mode the result is empty.
+    Outside of its bypass mode, verl removes rejected tokens from the batch: they do not count in the KL, the
+    entropy and the means either. In bypass mode the result is empty.
     """
     if bypasses(source):
         return {}

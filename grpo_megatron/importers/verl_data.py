@@ -49,12 +49,13 @@ def _overlong_length(buffer: str) -> Convert:
 
 
 def _overlong_end(buffer: str) -> Convert:
-    """Return a converter that checks the length at which verl's overlong buffer ends, and sets no key.
+    """Return a converter for the length at which verl's overlong buffer ends. It sets no key.
 
-    In grpo_megatron the buffer always ends at rollout.max_response_length. If the buffer is enabled, the
-    converter raises CannotCarry for a different length.
+    In grpo_megatron the buffer (the last tokens of a response, which cost reward) always ends at
+    rollout.max_response_length. The converter raises CannotCarry for a different length, if the buffer is
+    enabled.
 
-    buffer: verl's section with the settings of the buffer.
+    buffer: name of verl's section with the settings of the buffer.
     """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
@@ -163,9 +164,9 @@ _SANDBOX = "programs run in a sandbox on the node here: reward.function=code"
 
 
 def _reward_sections(old: bool) -> tuple[str, str, str, str, str]:
-    """Return verl's names for (reward manager, function, sandbox, manager's arguments, reward model).
+    """Return verl's keys or sections for (reward manager, function, sandbox, manager's arguments, model).
 
-    The names are keys or sections of verl's configuration.
+    `model` is the section of the reward model.
 
     old: True for the names that verl used until the end of 2025.
     """

@@ -62,7 +62,7 @@ def _unless_constant(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _min_ratio(value: Any, source: Source) -> dict[str, Any]:
-    """Return {"optimizer.lr_min": rate} for verl's minimum, which is a fraction of the peak learning rate.
+    """Convert verl's minimum learning rate, a fraction of the peak rate, to {"optimizer.lr_min": rate}.
 
     The result is empty if the minimum is 0 or the schedule is constant.
     """

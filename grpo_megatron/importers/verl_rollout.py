@@ -27,12 +27,12 @@ def _validation(value: Any, source: Source) -> dict[str, Any]:
     return {"eval.temperature": 0.0, "eval.n": 1, "eval.greedy": False}
 
 
-def _off_is(neutral: Any, why: str):
-    """Return a converter for a filter of sampled tokens, such as top-p, that must be switched off.
+def _must_be_off(neutral: Any, why: str):
+    """Return a converter for a sampling filter, such as top-p, that must be switched off.
 
-    With the filter, tokens would be sampled from another distribution than the one of the log-probs.
+    A filter changes the distribution that tokens are sampled from, but not the recorded log-probs.
 
-    neutral: the value that switches the filter off. For any other value the converter raises CannotCarry.
+    neutral: the value that switches the filter off. The converter raises CannotCarry for other values.
     why: message of CannotCarry.
     """
 
@@ -62,12 +62,12 @@ def _max_turns(value: Any, source: Source) -> dict[str, Any]:
     )
 
 
-def _same_as(length: str) -> Convert:
-    """Return a converter for one of verl's lengths that grpo_megatron has no key for. It sets no key.
+def _must_equal(length: str) -> Convert:
+    """Return a converter for a limit of verl that must equal another of verl's limits. It sets no key.
 
-    The converter raises CannotCarry if the value is not equal to that of the key `length`.
+    grpo_megatron has one key for both limits. The converter raises CannotCarry if the limits differ.
 
-    length: verl's key of the length that is carried over. It is also verl's default for the converted key.
+    length: verl's key of the other limit, such as `data.max_prompt_length`. Only this key is carried over.
     """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
@@ -103,14 +103,14 @@ ENGINE = (
         becomes(
             f"{ROLLOUT}.top_p",
             "rollout.top_p",
-            _off_is(1, "log-probs would not be those of the distribution that is sampled from"),
+            _must_be_off(1, "log-probs would not be those of the distribution that is sampled from"),
             "only 1: see rollout.top_k",
             default=1.0,
         ),
         becomes(
             f"{ROLLOUT}.top_k",
             "rollout.top_k",
-            lambda value, source: _off_is(
+            lambda value, source: _must_be_off(
                 -1, "log-probs would not be those of the distribution that is sampled from"
             )(value if value is not None and 0 < value < 500_000 else -1, source),
             "only -1 (off), as are 0 and numbers above any vocabulary",
@@ -152,13 +152,13 @@ ENGINE = (
         becomes(
             f"{ROLLOUT}.prompt_length",
             "data.max_prompt_length",
-            _same_as("data.max_prompt_length"),
+            _must_equal("data.max_prompt_length"),
             "only data.max_prompt_length",
         ),
         becomes(
             f"{ROLLOUT}.response_length",
             "rollout.max_response_length",
-            _same_as("data.max_response_length"),
+            _must_equal("data.max_response_length"),
             "only data.max_response_length",
         ),
         becomes(
