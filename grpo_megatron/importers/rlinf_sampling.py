@@ -53,7 +53,7 @@ SAMPLING = trains(
         "algorithm.sampling_params.top_k",
         "rollout.top_k",
         _top_k,
-        "only -1 (off), as is a number above any vocabulary",
+        "only -1 (off); 0 and numbers above any vocabulary mean the same",
     ),
     becomes(
         "algorithm.sampling_params.max_new_tokens",

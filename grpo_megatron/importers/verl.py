@@ -244,8 +244,8 @@ LOSS = (
         f"{ACTOR}.policy_loss.loss_mode",
         ("algorithm.surrogate", "algorithm.ratio_level", "algorithm.loss_agg_mode"),
         _loss,
-        "vanilla: clip of the token's ratio; gspo: clip of the sequence's, always with seq-mean-token-mean; "
-        "cispo; gpg: reinforce; in bypass_mode, loss_type decides",
+        "vanilla: clip, ratio of the token; gspo: clip, ratio of the sequence, always seq-mean-token-mean; "
+        "cispo: cispo; gpg: reinforce; in bypass_mode, loss_type decides",
         default="vanilla",
     ),
     becomes(
@@ -270,10 +270,10 @@ LOSS = (
         f"{ACTOR}.policy_loss.*",
         (),
         _of_other_losses,
-        "belongs to losses that are not here (clip_cov, kl_cov, dro, sapo)",
+        "belongs to losses that do not exist here (clip_cov, kl_cov, dro, sapo)",
     ),
-    becomes(f"{ACTOR}.tau_pos", (), _of_other_losses, "belongs to a loss that is not here (sapo)"),
-    becomes(f"{ACTOR}.tau_neg", (), _of_other_losses, "belongs to a loss that is not here (sapo)"),
+    becomes(f"{ACTOR}.tau_pos", (), _of_other_losses, "belongs to a loss that does not exist here (sapo)"),
+    becomes(f"{ACTOR}.tau_neg", (), _of_other_losses, "belongs to a loss that does not exist here (sapo)"),
     becomes(
         f"{ACTOR}.loss_scale_factor",
         (),
@@ -315,7 +315,7 @@ BATCH = (
         _dynamic_tokens,
         "per CP rank in both; here at least the longest sequence",
     ),
-    dropped(f"{ACTOR}.ppo_micro_batch_size", "deprecated there; use the one per GPU"),
+    dropped(f"{ACTOR}.ppo_micro_batch_size", "deprecated in verl; use ppo_micro_batch_size_per_gpu"),
     dropped(
         "*micro_batch_size*",
         "all passes of a step use one partition into micro-batches: train.max_tokens_per_micro_batch",

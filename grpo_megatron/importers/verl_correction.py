@@ -128,7 +128,8 @@ ROLLOUT_CORRECTION = (
         f"{CORRECTION}.rollout_is",
         ("mismatch.correction", *_BOUNDS),
         _rollout_is,
-        "a weight; token: tis, sequence: seq_tis; with a threshold lower_upper: icepop, mis",
+        "importance weights; token: tis; sequence: seq_tis; with a threshold of the form lower_upper, token: "
+        "icepop, and sequence: mis",
         default=None,
     ),
     becomes(
@@ -141,9 +142,10 @@ ROLLOUT_CORRECTION = (
             "algorithm.mask_applies_to",
         ),
         _rollout_rs,
-        "a mask; token_k1, seq_sum_k1, seq_mean_k1: token_ratio, seq_ratio, seq_geometric_ratio with "
-        "inverted bounds; *_k2, *_k3: the same names; token, sequence, geometric (2025): the same bounds; "
-        "without bypass_mode, masked tokens leave KL, entropy and means too",
+        "masks; token_k1: token_ratio, seq_sum_k1: seq_ratio, seq_mean_k1: seq_geometric_ratio, each with "
+        "inverted bounds; *_k2, *_k3: the same names; the names of 2025, token: token_ratio, sequence: "
+        "seq_ratio, geometric: seq_geometric_ratio, each with the same bounds; without bypass_mode, masked "
+        "tokens do not count in KL, entropy and means either",
         default=None,
     ),
     becomes(f"{CORRECTION}.rollout_is_threshold", (), elsewhere, "read with rollout_is", default=2.0),
@@ -172,7 +174,7 @@ ROLLOUT_CORRECTION = (
         f"{CORRECTION}.loss_type",
         (),
         elsewhere,
-        "the policy loss in bypass_mode: read with policy_loss.loss_mode",
+        "decides the policy loss in bypass_mode; read with policy_loss.loss_mode",
         default="ppo_clip",
     ),
     dropped(f"{CORRECTION}.*", "no such part of the correction here"),

@@ -211,7 +211,12 @@ def _reward_entries(old: bool) -> tuple[KeyMapping, ...]:
                 ),
                 "only false",
             ),
-            becomes(f"{function}.path", "reward.function", only((None,), _BY_HAND), "a function of yours"),
+            becomes(
+                f"{function}.path",
+                "reward.function",
+                only((None,), _BY_HAND),
+                "only null; else set reward.function=module:function",
+            ),
             becomes(
                 f"{sandbox}.url",
                 "reward.function",

@@ -113,7 +113,7 @@ ENGINE = (
             lambda value, source: _must_be_off(
                 -1, "log-probs would not be those of the distribution that is sampled from"
             )(value if value is not None and 0 < value < 500_000 else -1, source),
-            "only -1 (off), as are 0 and numbers above any vocabulary",
+            "only -1 (off); 0 and numbers above any vocabulary mean the same",
             default=-1,
         ),
         becomes(
@@ -162,19 +162,35 @@ ENGINE = (
             "only data.max_response_length",
         ),
         becomes(
-            f"{ROLLOUT}.multi_turn.enable", "rollout.environment", _turns, "only false; else a class of yours"
+            f"{ROLLOUT}.multi_turn.enable",
+            "rollout.environment",
+            _turns,
+            "only false; else write an environment",
         ),
-        becomes(f"{ROLLOUT}.multi_turn.tool_config_path", "rollout.environment", _turns, "a class of yours"),
         becomes(
-            f"{ROLLOUT}.multi_turn.interaction_config_path", "rollout.environment", _turns, "a class of yours"
+            f"{ROLLOUT}.multi_turn.tool_config_path",
+            "rollout.environment",
+            _turns,
+            "only null; else write an environment",
+        ),
+        becomes(
+            f"{ROLLOUT}.multi_turn.interaction_config_path",
+            "rollout.environment",
+            _turns,
+            "only null; else write an environment",
         ),
         becomes(
             f"{ROLLOUT}.agent.default_agent_loop",
             "rollout.environment",
             lambda value, source: {} if value == "single_turn_agent" else _turns(value, source),
-            "only single_turn_agent; else a class of yours",
+            "only single_turn_agent; else write an environment",
         ),
-        becomes(f"{ROLLOUT}.agent.agent_loop_config_path", "rollout.environment", _turns, "a class of yours"),
+        becomes(
+            f"{ROLLOUT}.agent.agent_loop_config_path",
+            "rollout.environment",
+            _turns,
+            "only null; else write an environment",
+        ),
         *(
             becomes(
                 key,
@@ -222,13 +238,13 @@ ENGINE = (
         f"{ROLLOUT}.name",
         (),
         only(("sglang",), "the engine is always SGLang here"),
-        "any engine there is SGLang here",
+        "whatever the value, the engine is SGLang here",
     ),
     becomes(
         f"{ROLLOUT}.expert_parallel_size",
         "rollout.engine.expert_parallel",
         _experts,
-        "only a divisor of the engine's TP: its ranks are TP * DP there",
+        "only a divisor of the engine's TP; an engine of verl has TP * DP ranks",
     ),
     becomes(
         f"{ROLLOUT}.data_parallel_size",
@@ -312,5 +328,5 @@ ENGINE = (
         default=False,
     ),
     dropped(f"{ROLLOUT}.*", "no counterpart among the options of the engine"),
-    dropped("actor_rollout_ref.hybrid_engine", "always true in verl's GRPO; here cluster.placement"),
+    dropped("actor_rollout_ref.hybrid_engine", "always true in verl's GRPO; see cluster.placement"),
 )
