@@ -174,7 +174,7 @@ class AlgorithmConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """True if log-probs under the reference policy are needed."""
+        """Return True if log-probs under the reference policy are needed, for a KL in the loss or reward."""
         return self.use_kl_loss or self.use_kl_in_reward
 
 

@@ -13,10 +13,10 @@ class Command(StrEnum):
 
     @property
     def trains(self) -> bool:
-        """True if the command starts trainer ranks."""
+        """Return True if the command starts trainer ranks."""
         return self != Command.eval
 
     @property
     def generates(self) -> bool:
-        """True if the command starts engines. `train` starts none if it replays recorded rollouts."""
+        """Return True if the command starts engines. `train` starts none if it replays recorded rollouts."""
         return self in (Command.train, Command.eval)

@@ -33,7 +33,7 @@ _TYPES = (
 
 
 class _Resolver(VersionedResolver):
-    """Resolver that decides which unquoted words are null, booleans or numbers: those of `_TYPES`.
+    """YAML resolver that gives an unquoted word its type by `_TYPES`, such as bool for `off`.
 
     ruamel.yaml's own resolver would follow YAML 1.2.
     """

@@ -48,9 +48,9 @@ def hydra_value(text: str, placeholders: str = "(?!)", shown: Callable[[str], st
 
 
 def as_words(value: Any) -> Any:
-    """Return the value with each reference ${key} in a text written as $<key>, also in lists and mappings.
+    """Replace each reference ${key} in a value by the text $<key>, also within lists and mappings.
 
-    OmegaConf would resolve ${key} when it loads the imported configuration.
+    Otherwise OmegaConf would try to resolve the reference when it loads the imported configuration.
     """
     if isinstance(value, dict):
         return {as_words(name): as_words(one) for name, one in value.items()}

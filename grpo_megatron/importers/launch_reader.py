@@ -103,8 +103,8 @@ class _Reader:
     def _first_run(self) -> Trace:
         """Return the record of the first run of the script that calls a launch command.
 
-        A first try sets none of the unset variables and arguments of the script. Further tries set more and
-        more of them to placeholders. Raises UserError if no try calls a launch command.
+        In a first try, all unset variables and arguments of the script stay unset. Further tries set more
+        and more of them to placeholders. Raises UserError if no try calls a launch command.
         """
         without_default = tuple(name for name in self._names if not self._has_default(name))
         for prints, unknown in (
@@ -258,13 +258,13 @@ class _Reader:
                 self._leave_open(key, f"${names[0]}", f"depends on ${names[0]}, which is not set")
 
     def _record_variables(self, other: Launch, names: tuple[str, ...]) -> set[str]:
-        """Record the settings that a run with some variables set to placeholders changes.
+        """Record the settings that change when some variables are set to placeholders.
 
         Returns the variables whose effect is more than being part of a value. They choose a branch of the
         script, for example.
 
-        other: the launch command of this run.
-        names: the variables that are set to placeholders.
+        other: the launch command of the run with these variables set.
+        names: the variables.
         """
         settings, decisive = self._settings, dict[str, list[str]]()
         for key in self._differing(other):

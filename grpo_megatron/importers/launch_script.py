@@ -86,7 +86,10 @@ class Trace:
 
     @property
     def pattern(self) -> str:
-        """Return a regular expression that matches each placeholder of this run, or nothing without any."""
+        """Return a regular expression that matches the placeholders of this run.
+
+        It matches nothing if the run has none.
+        """
         return next((rf"{one[:-_DIGITS]}\d{{{_DIGITS}}}" for one in self.placeholders), "(?!)")
 
     def shown(self, text: str) -> str:
@@ -202,7 +205,7 @@ class ScriptRecorder:
 
 
 def _check(outcome: Outcome) -> None:
-    """Raise UserError if the sandbox ended the script, it is not a bash script, or bash could not start."""
+    """Raise UserError if bash did not start, or could not read the script, or was ended by the sandbox."""
     reason = outcome.ended.value
     if "cannot allocate" in outcome.stderr:
         reason = "memory"

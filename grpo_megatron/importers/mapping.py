@@ -225,21 +225,21 @@ def becomes(
 
 
 def dropped(theirs: str, why: str) -> KeyMapping:
-    """Return the mapping of a key that has no counterpart in grpo_megatron. why: the reason, as its note."""
+    """Return the mapping of a key that has no counterpart in grpo_megatron. why: the reason."""
     return KeyMapping(theirs, (), why)
 
 
 def trains(*entries: KeyMapping) -> tuple[KeyMapping, ...]:
-    """Return copies of the mappings, marked as those of keys that decide what is trained."""
+    """Return copies of the mappings with changes_training=True. Their keys decide what is trained."""
     return tuple(replace(entry, changes_training=True) for entry in entries)
 
 
 def choice(names: dict[str, Any], why: str = "there is no such choice here") -> Convert:
-    """Return a converter that looks up the value in a table.
+    """Return a function that converts the value of a setting by looking it up in a table.
 
     names: the table {the other system's value as text: value of grpo_megatron's key}. If several keys are to
         be set, it has {key: value} in place of a value.
-    why: message of the CannotCarry that the converter raises for a value that is not in the table.
+    why: message of the CannotCarry that the function raises for a value that is not in the table.
     """
 
     def convert(value: Any, source: Source) -> Any:
@@ -264,10 +264,10 @@ def truth(value: Any) -> bool:
 
 
 def only(expected: tuple[Any, ...], why: str) -> Convert:
-    """Return a converter that accepts only the expected values, and sets no key.
+    """Return a function that converts a setting only if it has one of the expected values.
 
-    It is for keys that grpo_megatron does not have. The expected values ask for what grpo_megatron does
-    anyway. For any other value the converter raises CannotCarry with the message `why`.
+    The expected values ask for what grpo_megatron does anyway, so the function returns {}: no key is set. For
+    any other value it raises CannotCarry with the message `why`.
     """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
@@ -279,19 +279,19 @@ def only(expected: tuple[Any, ...], why: str) -> Convert:
 
 
 def elsewhere(value: Any, source: Source) -> dict[str, Any]:
-    """Return {}: this converter sets no key. Use it for a key whose value another key's converter reads."""
+    """Convert a setting to {}: no key is set. Use this for a key that the conversion of another key reads."""
     return {}
 
 
 def flag(value: Any, source: Source) -> bool:
-    """Convert a truth value. This is `truth` with the signature of a converter."""
+    """Convert a truth value of the other system to a bool, as `truth` does. source: not used."""
     return truth(value)
 
 
 def room_for(longest: Callable[[Source], int]) -> Convert:
-    """Return a converter for the other system's switch for dynamic batch sizes.
+    """Return a function that converts the other system's switch for dynamic batch sizes.
 
-    grpo_megatron always packs micro-batches by tokens, so the switch itself has no counterpart. The converter
+    grpo_megatron always packs micro-batches by tokens, so the switch itself has no counterpart. The function
     sets train.max_tokens_per_micro_batch to the longest sequence if that is longer than the key's default.
 
     longest: function that returns the length of the run's longest sequence, prompt and response, in tokens.
@@ -309,7 +309,7 @@ def room_for(longest: Callable[[Source], int]) -> Convert:
 
 
 def unless_null(ours: str) -> Convert:
-    """Return a converter that sets the key `ours` to the same value, or sets nothing if the value is null."""
+    """Return a function that converts a value to {ours: value}, and null to {}, so that no key is set."""
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
         return {} if value is None else {ours: value}
@@ -318,11 +318,12 @@ def unless_null(ours: str) -> Convert:
 
 
 def only_where(applies: Callable[[Source], bool], ours: str, names: dict[str, Any] | None = None) -> Convert:
-    """Return a converter for a key of the other system that has an effect only in some configurations.
+    """Return a function that converts a setting to {ours: value}, or to {} if the setting has no effect.
 
-    The converter sets the key `ours`. It sets nothing if the key has no effect, or if its value is null.
+    It returns {} for the value null too.
 
-    applies: function that returns whether the key has an effect in the imported configuration.
+    applies: function that returns whether the setting has an effect in the imported configuration.
+    ours: key of grpo_megatron.
     names: {the other system's value: value of `ours`} of the values that have another name here.
     """
 
@@ -333,10 +334,7 @@ def only_where(applies: Callable[[Source], bool], ours: str, names: dict[str, An
 
 
 def every(ours: str) -> Convert:
-    """Return a converter for an interval in steps. -1, which means never, becomes 0.
-
-    ours: key of grpo_megatron for the interval.
-    """
+    """Return a function that converts an interval in steps to {ours: interval}. -1 (never) becomes 0."""
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
         return {ours: max(0, value) if isinstance(value, int) else value}
@@ -361,9 +359,9 @@ def total_steps(value: Any, source: Source) -> dict[str, Any]:
 
 
 def epochs(steps: str) -> Convert:
-    """Return a converter for the number of epochs, which sets no key.
+    """Return a function that converts a number of epochs to {}: no key is set.
 
-    grpo_megatron measures a run in steps, not epochs. The converter therefore raises CannotCarry unless the
+    grpo_megatron measures a run in steps, not epochs. The function therefore raises CannotCarry unless the
     settings also give the number of steps.
 
     steps: the other system's key for the number of steps.

@@ -66,7 +66,7 @@ def _global_batch(value: Any, source: Source) -> int:
 
 
 def _unless_constant(ours: str) -> Convert:
-    """Return a converter that sets the key `ours`, or sets nothing if the learning rate is constant."""
+    """Return a function that converts a value to {ours: value}, or to {} if the learning rate is constant."""
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
         constant = source["actor.lr_sched.lr_decay_style"] in (None, "constant")

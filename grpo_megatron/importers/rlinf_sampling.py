@@ -25,11 +25,12 @@ def _sampled(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _must_be_off(neutral: Any) -> Convert:
-    """Return a converter for a sampling filter, such as top-p, that must be switched off.
+    """Return a function that checks that a sampling filter, such as top-p, is switched off.
 
     A filter changes the distribution that tokens are sampled from, but not the recorded log-probs.
 
-    neutral: the value that switches the filter off. The converter raises CannotCarry for other values.
+    neutral: the value that switches the filter off. The function returns this value. It raises CannotCarry
+        if the filter has any other value than this or null.
     """
 
     def convert(value: Any, source: Source) -> Any:

@@ -73,10 +73,10 @@ def _micro_batch(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _discounting(estimators: tuple[str, ...], why: str):
-    """Return a converter for verl's keys algorithm.gamma and algorithm.lam. It sets no key.
+    """Return a function that checks that verl's algorithm.gamma or algorithm.lam discounts nothing.
 
-    grpo_megatron does not discount advantages. The converter raises CannotCarry for a value other than 1 if
-    the run's advantage estimator reads the key.
+    grpo_megatron does not discount advantages. The function raises CannotCarry for a value other than 1 if
+    the run's advantage estimator reads the key, and else returns {}: no key is set.
 
     estimators: verl's advantage estimators that read the key.
     why: message of CannotCarry.
@@ -125,7 +125,7 @@ def _loss_mode(source: Source) -> str:
     """Return verl's name of the policy loss that a run uses, such as `vanilla`.
 
     The name is the value of policy_loss.loss_mode. In verl's bypass mode, rollout_correction.loss_type
-    decides instead; a value of it that is not known gives `unknown`.
+    decides instead, and the result for an unknown loss_type is `unknown`.
     """
     if not bypasses(source):
         return str(source[f"{ACTOR}.policy_loss.loss_mode"])

@@ -49,11 +49,11 @@ def _overlong_length(buffer: str) -> Convert:
 
 
 def _overlong_end(buffer: str) -> Convert:
-    """Return a converter for the length at which verl's overlong buffer ends. It sets no key.
+    """Return a function that checks the length at which verl's overlong buffer ends.
 
-    In grpo_megatron the buffer (the last tokens of a response, which cost reward) always ends at
-    rollout.max_response_length. The converter raises CannotCarry for a different length, if the buffer is
-    enabled.
+    The buffer is the range of response lengths in which the reward is reduced. In grpo_megatron it always
+    ends at rollout.max_response_length. If the buffer is enabled and ends elsewhere, the function raises
+    CannotCarry. Otherwise it returns {}: no key is set.
 
     buffer: name of verl's section with the settings of the buffer.
     """
@@ -164,9 +164,10 @@ _SANDBOX = "programs run in a sandbox on the node here: reward.function=code"
 
 
 def _reward_sections(old: bool) -> tuple[str, str, str, str, str]:
-    """Return verl's keys or sections for (reward manager, function, sandbox, manager's arguments, model).
+    """Return the keys or sections in which verl configures five parts of the reward.
 
-    `model` is the section of the reward model.
+    The parts are the reward manager, the reward function, the sandbox, the arguments of the reward manager,
+    and the reward model.
 
     old: True for the names that verl used until the end of 2025.
     """

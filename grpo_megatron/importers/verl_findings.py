@@ -24,9 +24,8 @@ def refusal(source: Source, settings: Settings) -> str | None:
 def findings(source: Source, settings: Settings) -> list[Finding]:
     """Return the differences between what a verl run trains and what the imported run trains.
 
-    Differences that concern a single key are left out, because the mapping of the key reports them.
-
-    Examples of the others are the reward, a model for images, and a base configuration that was not read.
+    Differences that concern a single key are left out, because the mapping of the key reports them. Among
+    the others are the reward, a model for images, and a base configuration that was not read.
     """
     found = [
         Finding(

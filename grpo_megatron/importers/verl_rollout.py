@@ -28,11 +28,12 @@ def _validation(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _must_be_off(neutral: Any, why: str):
-    """Return a converter for a sampling filter, such as top-p, that must be switched off.
+    """Return a function that checks that a sampling filter, such as top-p, is switched off.
 
     A filter changes the distribution that tokens are sampled from, but not the recorded log-probs.
 
-    neutral: the value that switches the filter off. The converter raises CannotCarry for other values.
+    neutral: the value that switches the filter off. The function returns this value. It raises CannotCarry
+        if the filter has any other value than this or null.
     why: message of CannotCarry.
     """
 
@@ -63,9 +64,10 @@ def _max_turns(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _must_equal(length: str) -> Convert:
-    """Return a converter for a limit of verl that must equal another of verl's limits. It sets no key.
+    """Return a function that checks that a limit of verl equals another of verl's limits.
 
-    grpo_megatron has one key for both limits. The converter raises CannotCarry if the limits differ.
+    grpo_megatron has one key for both limits. If they are equal, the function returns {}: no key is set. If
+    they differ, it raises CannotCarry.
 
     length: verl's key of the other limit, such as `data.max_prompt_length`. Only this key is carried over.
     """
