@@ -98,7 +98,7 @@ def exchanges_of_a_step(actor: Actor) -> int:
     actor.passes.begin_reference()
     for index in range(MINI_BATCHES):
         ids = rng.integers(6, 29, 12).astype(np.int32)
-        sample = Sample(
+        sample = Sample.of(
             0, index, ids[:4], ids[4:], np.ones(8, np.bool_), np.full(8, -3.0, np.float32), "stop"
         )
         actor.passes.logprobs([TrainBatch.from_samples([sample])], reference=True, key=(1, index))

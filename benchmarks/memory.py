@@ -58,7 +58,7 @@ def make_batch(tokens: int) -> TrainBatch:
     rng = np.random.default_rng(0)
     length = tokens // SEQUENCES
     samples = [
-        Sample(
+        Sample.of(
             group_id=0,
             trajectory_id=i,
             prompt_ids=rng.integers(6, 29, length // 4).astype(np.int32),

@@ -65,7 +65,9 @@ def samples(count: int) -> list[tuple[Prompt, Sample]]:
         found.append(
             (
                 prompt,
-                Sample(0, uid, prompt.ids, ids, np.ones(TOKENS, bool), np.zeros(TOKENS, np.float32), "stop"),
+                Sample.of(
+                    0, uid, prompt.ids, ids, np.ones(TOKENS, bool), np.zeros(TOKENS, np.float32), "stop"
+                ),
             )
         )
     return found
@@ -84,7 +86,7 @@ def rates(
         RewardConfig(function=f"{MODULE}:{name}"), importlib.import_module(MODULE).decode, places
     )
     plain = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
-    texts = [decode(sample.response_ids) for _, sample in given]
+    texts = [decode(sample.arrays.response_ids) for _, sample in given]
 
     async def by_ours() -> list[float]:
         return [

@@ -138,7 +138,7 @@ def batch_of(
     old_logp: mean of the old log-probs.
     """
     samples = [
-        Sample(
+        Sample.of(
             group_id=i // GROUP,
             trajectory_id=i,
             prompt_ids=rng.integers(words.start, words.stop, prompt).astype(np.int32),

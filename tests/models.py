@@ -158,7 +158,7 @@ def random_samples(count=12, vocab_size=61, seed=0, group_size=4, longest=40) ->
         mask = rng.random(response) < 0.9
         mask[0] = True
         samples.append(
-            Sample(
+            Sample.of(
                 group_id=i // group_size,
                 trajectory_id=i,
                 prompt_ids=rng.integers(3, vocab_size, prompt).astype(np.int32),

@@ -175,7 +175,7 @@ def _text(folder: str, length: int, sequences: int = 8) -> TrainBatch:
     pieces = np.array_split(np.asarray(ids, dtype=np.int32), sequences)
     return TrainBatch.from_samples(
         [
-            Sample(
+            Sample.of(
                 0,
                 i,
                 piece[:1],

@@ -6,8 +6,6 @@ groups to keep, in their order.
 
 from dataclasses import replace
 
-import numpy as np
-
 from grpo_megatron.batch.sample import Group
 from grpo_megatron.config.algorithm import AlgorithmConfig
 from grpo_megatron.errors import UserError
@@ -34,7 +32,7 @@ def mask_truncated(groups: list[Group]) -> list[Group]:
     def masked(sample):
         if sample.finish_reason != "length":
             return sample
-        return replace(sample, loss_mask=np.zeros_like(sample.loss_mask))
+        return replace(sample, num_trained=0)
 
     return [replace(group, samples=tuple(masked(sample) for sample in group.samples)) for group in groups]
 

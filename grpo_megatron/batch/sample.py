@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 
+from grpo_megatron.batch.arrays import Handle, Here, SampleArrays, read
 from grpo_megatron.batch.prompt import Prompt
 
 
@@ -37,14 +39,14 @@ class Sample:
     """Id of the group that this sample belongs to. A group is all trajectories of one prompt."""
     trajectory_id: int
     """Id of the trajectory that this sequence belongs to."""
-    prompt_ids: np.ndarray
-    """int32 [P]. Tokens that the model read before its first turn in this sequence."""
-    response_ids: np.ndarray
-    """int32 [R], R > 0. Tokens after the prompt, written by the model or by the environment."""
-    loss_mask: np.ndarray
-    """bool [R]. False for tokens that are not trained on, such as text that the model did not write."""
-    rollout_logprobs: np.ndarray
-    """float32 [R]. Natural log of the probability with which each token was sampled, after temperature."""
+    handle: Handle
+    """Handle of the arrays. `arrays` reads them."""
+    num_prompt: int
+    """Number of tokens that the model read before its first turn in this sequence."""
+    num_response: int
+    """Number of tokens after these, written by the model or by the environment."""
+    num_trained: int
+    """Number of response tokens that are trained on. 0 if a filter excludes the sample from training."""
     finish_reason: str
     """One of "stop", "length", "abort" and, for an episode, "max_turns"."""
     weight_spans: tuple[WeightSpan, ...] = ()
@@ -55,9 +57,6 @@ class Sample:
     """Reward of the trajectory. None if it is not computed yet, or if it failed and is left out."""
     reward_components: dict[str, float] = field(default_factory=dict)
     """{name: number} of further numbers that were computed with the reward, for the logs."""
-    routing: np.ndarray | None = None
-    """int16 [P + R, L, k] or None. The k experts that the engine chose for each token in each of L MoE
-    layers."""
     turns: int = 1
     """Number of turns that the model wrote in this sequence."""
     reward_failed: bool = False
@@ -65,24 +64,51 @@ class Sample:
     scored_text: str | None = None
     """Part of response_text that reward.function scored (an episode's last turn). None: the whole text."""
 
-    def __post_init__(self):
-        length = len(self.response_ids)
-        if length == 0:
-            raise ValueError(f"trajectory {self.trajectory_id}: empty response")
-        if len(self.loss_mask) != length or len(self.rollout_logprobs) != length:
-            raise ValueError(
-                f"trajectory {self.trajectory_id}: {length} response tokens, but {len(self.loss_mask)} mask "
-                f"values and {len(self.rollout_logprobs)} log-probs"
-            )
-        if self.routing is not None and len(self.routing) != self.num_tokens:
-            raise ValueError(
-                f"trajectory {self.trajectory_id}: {self.num_tokens} tokens, but routing for "
-                f"{len(self.routing)}"
-            )
+    @classmethod
+    def of(
+        cls,
+        group_id: int,
+        trajectory_id: int,
+        prompt_ids: np.ndarray,
+        response_ids: np.ndarray,
+        loss_mask: np.ndarray,
+        rollout_logprobs: np.ndarray,
+        finish_reason: str,
+        *,
+        routing: np.ndarray | None = None,
+        **others: Any,
+    ) -> "Sample":
+        """Return a sample whose arrays are in this process. The arrays are those of SampleArrays.
+
+        others: further fields of Sample.
+        Raises ValueError if the arrays do not fit together.
+        """
+        try:
+            arrays = SampleArrays(prompt_ids, response_ids, loss_mask, rollout_logprobs, routing)
+        except ValueError as error:
+            raise ValueError(f"trajectory {trajectory_id}: {error}") from error
+        counts = (len(prompt_ids), len(response_ids), int(np.count_nonzero(loss_mask)))
+        return cls(group_id, trajectory_id, Here(arrays), *counts, finish_reason, **others)
+
+    @property
+    def arrays(self) -> SampleArrays:
+        """The arrays. Raises RuntimeError in a driver whose run trains, see `no_arrays`."""
+        return read(self.handle)
+
+    def with_arrays(self, **changes: np.ndarray | None) -> "Sample":
+        """Return a copy with other arrays, which are given by their names."""
+        arrays = replace(self.arrays, **changes)
+        return replace(
+            self,
+            handle=Here(arrays),
+            num_prompt=len(arrays.prompt_ids),
+            num_response=len(arrays.response_ids),
+            num_trained=int(np.count_nonzero(arrays.loss_mask)),
+        )
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.response_ids)
+        return self.num_prompt + self.num_response
 
     @property
     def num_written(self) -> int:

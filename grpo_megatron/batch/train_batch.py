@@ -82,14 +82,15 @@ class TrainBatch:
         table = SampleTable.of(samples)
         cu_seqlens = np.concatenate([[0], np.cumsum(table.num_tokens)]).astype(np.int32)
         arrays = {name: np.zeros(cu_seqlens[-1], dtype) for name, dtype in _TOKEN_ARRAYS.items()}
-        for sample, start, end in zip(samples, cu_seqlens[:-1], cu_seqlens[1:], strict=True):
-            arrays["tokens"][start:end] = np.concatenate([sample.prompt_ids, sample.response_ids])
+        given = [sample.arrays for sample in samples]
+        for sample, own, start, end in zip(samples, given, cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+            arrays["tokens"][start:end] = np.concatenate([own.prompt_ids, own.response_ids])
             arrays["target"][start : end - 1] = arrays["tokens"][start + 1 : end]
             # The first response token is predicted at the last prompt position.
-            predicts = slice(start + len(sample.prompt_ids) - 1, end - 1)
-            arrays["loss_mask"][predicts] = sample.loss_mask
-            arrays["rollout_logp"][predicts] = sample.rollout_logprobs
-        routed = [sample.routing for sample in samples if sample.routing is not None]
+            predicts = slice(start + sample.num_prompt - 1, end - 1)
+            arrays["loss_mask"][predicts] = own.loss_mask if sample.num_trained else False
+            arrays["rollout_logp"][predicts] = own.rollout_logprobs
+        routed = [own.routing for own in given if own.routing is not None]
         if routed and len(routed) != len(samples):
             raise ValueError(
                 f"{len(routed)} of {len(samples)} samples carry the engine's routing; either all samples "

@@ -78,7 +78,7 @@ class ExampleMaker:
         asked = Asked(text, self.tokenizer.messages(given, where), tools)
         answer = self.records.meant(required(record, data.response_key, where))
         response, mask = written(self.tokenizer, asked, answer, f"{where}: field {data.response_key!r}")
-        return Sample(
+        return Sample.of(
             group_id=self.first + index,
             trajectory_id=self.first + index,
             prompt_ids=within_limit(prompt, data),
@@ -95,7 +95,7 @@ class ExampleMaker:
         """
         sample, data = self(index), self.config.data
         problem = too_long(
-            len(sample.prompt_ids), len(sample.response_ids), data, self.config.rollout.max_response_length
+            sample.num_prompt, sample.num_response, data, self.config.rollout.max_response_length
         )
         if problem and data.overlong_prompts != OverlongPrompts.skip:
             raise UserError(

@@ -64,7 +64,7 @@ class PairMaker:
         response = self.conversations.finished(tokenizer.encode(said))
         if not (said and len(tokenizer.encode(said)) and len(response)):
             raise UserError(f"{where}: the response in field {key!r} has no tokens: {shown(said)}")
-        return Sample(
+        return Sample.of(
             group_id=self.first + index,
             trajectory_id=self.first + index,
             prompt_ids=within_limit(prompt_ids, self.config),
@@ -122,12 +122,16 @@ class PairMaker:
 
     def problem(self, pair: Pair) -> str | None:
         """Return why the pair is too long, as the end of a sentence about its record; None if it is not."""
-        prompt, response = (max(len(ids) for ids in both) for both in zip(*map(_parts, pair), strict=True))
+        prompt, response = (max(sample.num_prompt for sample in pair), max(s.num_response for s in pair))
         return too_long(prompt, response, self.config, self.longest)
 
 
-def _parts(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
-    return sample.prompt_ids, sample.response_ids
+def _are_alike(one: Sample, other: Sample) -> bool:
+    """Return True if the samples have the same prompt and the same response."""
+    return all(
+        np.array_equal(getattr(one.arrays, name), getattr(other.arrays, name))
+        for name in ("prompt_ids", "response_ids")
+    )
 
 
 def _margin(record: dict[str, Any], key: str, where: str) -> float:
@@ -168,7 +172,7 @@ def load_pairs(
                         "data.overlong_prompts=skip"
                     )
                 counts["too long"] += 1
-            elif all(np.array_equal(*both) for both in zip(*map(_parts, pair), strict=True)):
+            elif _are_alike(*pair):
                 counts["with two responses that are alike"] += 1
             else:
                 kept.append(index)

@@ -56,11 +56,11 @@ class RewardWorkers:
         ProcessLost if the worker process died. Otherwise the sample is marked as failed.
         """
         found = await self._ask(
-            RewardTask(prompt.uid, prompt.text, sample.response_ids, prompt.answer, prompt.fields)
+            RewardTask(prompt.uid, prompt.text, sample.arrays.response_ids, prompt.answer, prompt.fields)
         )
         if isinstance(found, Failed):
             # The worker sends the decoded text. Decode here only if the worker is gone.
-            sample = replace(sample, response_text=found.text or self._decode(sample.response_ids))
+            sample = replace(sample, response_text=found.text or self._decode(sample.arrays.response_ids))
             return self._failed([sample], found)[0]
         sample = replace(sample, response_text=found.text, reward_components=found.components)
         return sample if self._of_groups else self._total(sample, found.components)
@@ -83,7 +83,7 @@ class RewardWorkers:
                 responses=[sample.response_text for sample in left],
                 answer=prompt.answer,
                 record=prompt.fields,
-                tokens=[len(sample.response_ids) for sample in left],
+                tokens=[sample.num_response for sample in left],
                 components=[sample.reward_components for sample in left],
             )
         )

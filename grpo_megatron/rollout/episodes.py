@@ -147,7 +147,7 @@ class MultiTurn:
         return tuple(
             replace(
                 sample.scored(self._failure_value, {}),
-                response_text=self._tokenizer.decode(sample.response_ids),
+                response_text=self._tokenizer.decode(sample.arrays.response_ids),
                 reward_failed=True,
             )
             for sample in trajectory.samples("stop")
@@ -194,7 +194,7 @@ class MultiTurn:
                     "rename one of them"
                 )
             components |= answer.reward_components
-        texts = [await world.text(sample.response_ids) for sample in samples]
+        texts = [await world.text(sample.arrays.response_ids) for sample in samples]
         return tuple(
             replace(sample, response_text=text, reward_failed=failed, scored_text=scored_text).scored(
                 reward, components
@@ -232,16 +232,13 @@ def _with_only(turn: Completion, sample: Sample) -> Sample:
 
     turn: a turn of the model that is part of the sample's response.
     """
-    mask = np.ones(len(turn.response_ids), dtype=np.bool_)
-    return replace(
-        sample,
+    only = sample.with_arrays(
         response_ids=turn.response_ids,
-        loss_mask=mask,
+        loss_mask=np.ones(len(turn.response_ids), dtype=np.bool_),
         rollout_logprobs=turn.logprobs,
-        weight_spans=turn.weight_spans,
         routing=None,
-        turns=1,
     )
+    return replace(only, weight_spans=turn.weight_spans, turns=1)
 
 
 def record_check(config: Config) -> RecordCheck | None:

@@ -197,15 +197,15 @@ def _group_to_json(group: Group) -> dict:
     """
     samples = []
     for sample in group.samples:
-        item = dict(vars(sample))
-        if np.array_equal(sample.prompt_ids, group.prompt.ids):
-            del item["prompt_ids"]
-        else:
-            item["prompt_ids"] = sample.prompt_ids.tolist()
+        item, arrays = dict(vars(sample)), sample.arrays
+        for name in ("handle", "num_prompt", "num_response", "num_trained"):
+            del item[name]
+        if not np.array_equal(arrays.prompt_ids, group.prompt.ids):
+            item["prompt_ids"] = arrays.prompt_ids.tolist()
         for name in ("response_ids", "loss_mask", "rollout_logprobs"):
-            item[name] = item[name].tolist()
+            item[name] = getattr(arrays, name).tolist()
         item["weight_spans"] = [asdict(span) for span in sample.weight_spans]
-        item["routing"] = None if sample.routing is None else sample.routing.tolist()
+        item["routing"] = None if arrays.routing is None else arrays.routing.tolist()
         samples.append(item)
     prompt = {**vars(group.prompt), "ids": group.prompt.ids.tolist()}
     return {"group_id": group.group_id, "prompt": prompt, "samples": samples, "failed": group.failed}
@@ -226,5 +226,5 @@ def _group_from_json(item: dict) -> Group:
         if values.get("routing") is not None:
             arrays["routing"] = np.array(values["routing"], dtype=np.int16)
         spans = tuple(WeightSpan(**span) for span in values["weight_spans"])
-        samples.append(Sample(**{**values, **arrays, "weight_spans": spans}))
+        samples.append(Sample.of(**{**values, **arrays, "weight_spans": spans}))
     return Group(item["group_id"], prompt, tuple(samples), item.get("failed", 0))

@@ -76,7 +76,7 @@ class _Sequence:
 
     def sample(self, episode: Episode, finish_reason: str) -> Sample:
         ids = np.array(self.ids, dtype=np.int32)
-        return Sample(
+        return Sample.of(
             group_id=episode.group_id,
             trajectory_id=episode.trajectory_id,
             prompt_ids=ids[: self._start],

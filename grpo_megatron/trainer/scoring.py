@@ -66,7 +66,7 @@ class ModelRewards:
 
         If the conversation is longer than the reward model or a micro-batch allows, its first tokens are cut.
         """
-        prompt_ids, response_ids = sample.prompt_ids, sample.response_ids
+        prompt_ids, response_ids = sample.arrays.prompt_ids, sample.arrays.response_ids
         if not self._keeps_ids:
             where = f"record {prompt.uid}"
             if prompt.messages is None and self._config.data.chat_template != NO_TEMPLATE:
@@ -81,8 +81,7 @@ class ModelRewards:
         ids = np.concatenate([prompt_ids, self._conversations.finished(response_ids)])[-self._longest :]
         # Nothing is trained on these tokens, so it does not matter where the response begins. A response of
         # its end token only may have no token left here.
-        return replace(
-            sample,
+        return sample.with_arrays(
             prompt_ids=ids[:-1],
             response_ids=ids[-1:],
             loss_mask=np.zeros(1, dtype=np.bool_),

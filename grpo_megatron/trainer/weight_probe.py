@@ -112,7 +112,7 @@ class WeightProbe:
 
 def _as_sample(index: int, ids: np.ndarray) -> Sample:
     count = len(ids) - 1
-    return Sample(
+    return Sample.of(
         group_id=index,
         trajectory_id=index,
         prompt_ids=np.asarray(ids[:1], dtype=np.int32),

@@ -32,7 +32,7 @@ def recording(tmp_path_factory):
             for i in range(3):
                 length = int(rng.integers(3, LONGEST + 1))
                 samples.append(
-                    Sample(
+                    Sample.of(
                         group_id=g,
                         trajectory_id=3 * g + i,
                         prompt_ids=ids,

@@ -26,10 +26,11 @@ def test_beams_are_trained_on_recorded_and_replayed(ray_here, arithmetic, tmp_pa
         assert 0 < row["mismatch/max"] <= 1e-4
         assert row["staleness/max"] == 0
         for group in replay.read(step):
-            found = [tuple(sample.response_ids.tolist()) for sample in group.samples]
+            found = [tuple(sample.arrays.response_ids.tolist()) for sample in group.samples]
             assert len(set(found)) == 4
             scores = [
-                sample.rollout_logprobs.sum() / len(sample.response_ids) ** 0.5 for sample in group.samples
+                sample.arrays.rollout_logprobs.sum() / len(sample.arrays.response_ids) ** 0.5
+                for sample in group.samples
             ]
             assert scores == sorted(scores, reverse=True)
     again = [*common, "run.name=again", f"rollout.replay={tmp_path}/beams.jsonl"]

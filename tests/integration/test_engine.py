@@ -134,12 +134,12 @@ def test_groups_come_back_in_order_with_exact_logprobs(manager, tokenizer, model
     assert len({group.group_id for group in groups}) == 4
     samples = all_samples(groups)
     assert len(samples) == len({sample.trajectory_id for sample in samples}) == 20
-    assert len({tuple(s.response_ids) for s in groups[0].samples}) > 1
+    assert len({tuple(s.arrays.response_ids) for s in groups[0].samples}) > 1
     assert largest_difference(groups, model, 0.8) <= 1e-5
     for group in groups:
         for sample in group.samples:
-            assert np.array_equal(sample.prompt_ids, group.prompt.ids)
-            text = tokenizer.decode(sample.response_ids)
+            assert np.array_equal(sample.arrays.prompt_ids, group.prompt.ids)
+            text = tokenizer.decode(sample.arrays.response_ids)
             assert sample.response_text == text
             assert sample.reward == sum(c.isdigit() for c in text) / max(1, len(text))
 
@@ -150,8 +150,10 @@ def test_beam_groups_are_those_of_transformers(manager, tokenizer, model):
     groups = manager.generate(asked, beams)
     for prompt, group in zip(asked, groups, strict=True):
         sequences, scores = transformers_beams(model, prompt.ids.tolist(), 3, (end,), 8, beam)
-        assert [sample.response_ids.tolist() for sample in group.samples] == sequences
-        assert [sample.rollout_logprobs.mean() for sample in group.samples] == pytest.approx(scores, abs=1e-5)
+        assert [sample.arrays.response_ids.tolist() for sample in group.samples] == sequences
+        assert [sample.arrays.rollout_logprobs.mean() for sample in group.samples] == pytest.approx(
+            scores, abs=1e-5
+        )
     warm = manager.generate(asked, replace(beams, temperature=0.7))
     assert largest_difference(warm, model, 0.7) <= 1e-5
 
@@ -207,15 +209,15 @@ def test_how_responses_end(manager, engines, tokenizer, model):
         (template_ends_turns, plain),
     ):
         for sample in all_samples(used.generate(asked, sampling)):
-            last = sample.response_ids[-1]
+            last = sample.arrays.response_ids[-1]
             if sample.finish_reason == "length":
-                assert len(sample.response_ids) == 30
-                assert end not in sample.response_ids
+                assert len(sample.arrays.response_ids) == 30
+                assert end not in sample.arrays.response_ids
                 continue
             assert sample.finish_reason == "stop"
             stops = {end} if (used, sampling) == (manager, plain) else {end, seven}
             assert last in stops
-            assert not stops & set(sample.response_ids[:-1].tolist())
+            assert not stops & set(sample.arrays.response_ids[:-1].tolist())
             ends.add(int(last))
     assert ends == {end, seven}
 
@@ -232,7 +234,7 @@ def check_update(manager, engines, tokenizer, model, model_path):
     sampling = RolloutConfig(n=1, temperature=0.0, max_response_length=10)
 
     def responses(groups):
-        return [group.samples[0].response_ids.tolist() for group in groups]
+        return [group.samples[0].arrays.response_ids.tolist() for group in groups]
 
     before = manager.generate(asked, sampling)
     assert responses(before) == [greedy(model, prompt, 10) for prompt in asked]
@@ -250,7 +252,7 @@ def check_update(manager, engines, tokenizer, model, model_path):
     assert responses(after) != responses(before)
     for sample in all_samples(after):
         assert [(s.version, s.start, s.end) for s in sample.weight_spans] == [
-            (41, 0, len(sample.response_ids))
+            (41, 0, len(sample.arrays.response_ids))
         ]
     sampled = manager.generate(asked, RolloutConfig(n=4, max_response_length=10))
     assert largest_difference(sampled, other, 1.0) <= 1e-5

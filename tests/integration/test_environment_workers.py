@@ -41,19 +41,23 @@ def test_the_transcript_is_exact_to_the_token(counting):
     sample = play(counting, script)
     observations = [[*letters("1:"), AB, ord(";")], [*letters("2:"), AB, ord(";")]]
     parts = [letters("cab"), observations[0], letters("x"), observations[1], letters("ab end")]
-    assert sample.response_ids.tolist() == joined(parts)
-    assert sample.response_ids.dtype == np.int32
+    assert sample.arrays.response_ids.tolist() == joined(parts)
+    assert sample.arrays.response_ids.dtype == np.int32
     # Every request is the one before, the model's own tokens, and the observation.
     assert script.asked == [letters("ask:") + joined(parts[:end]) for end in (0, 2, 4)]
     assert script.allowed == [100, 93, 88]
-    assert sample.loss_mask.tolist() == [True] * 3 + [False] * 4 + [True] + [False] * 4 + [True] * 6
+    assert sample.arrays.loss_mask.tolist() == [True] * 3 + [False] * 4 + [True] + [False] * 4 + [True] * 6
     logprobs = [-101, -102, -103, 0, 0, 0, 0, -201, 0, 0, 0, 0, *range(-301, -307, -1)]
-    assert sample.rollout_logprobs.tolist() == logprobs
-    assert sample.rollout_logprobs.dtype == np.float32
+    assert sample.arrays.rollout_logprobs.tolist() == logprobs
+    assert sample.arrays.rollout_logprobs.dtype == np.float32
     assert sample.weight_spans == (WeightSpan(3, 0, 3), WeightSpan(3, 7, 8), WeightSpan(3, 12, 18))
     assert (sample.finish_reason, sample.turns, sample.reward) == ("stop", 3, 1.5)
     assert sample.response_text == "cab1:ab;x2:ab;ab end"
-    assert (sample.group_id, sample.trajectory_id, sample.prompt_ids.tolist()) == (2, 5, letters("ask:"))
+    assert (sample.group_id, sample.trajectory_id, sample.arrays.prompt_ids.tolist()) == (
+        2,
+        5,
+        letters("ask:"),
+    )
     assert sample.reward_components["one"] == 3
 
 
@@ -69,8 +73,8 @@ def test_a_first_observation_follows_the_prompt(counting):
     script = Script("end")
     sample = play(counting, script, prompt(first="ab?"))
     assert script.asked == [[*letters("ask:"), AB, ord("?")]]
-    assert sample.response_ids.tolist() == [AB, ord("?"), *letters("end")]
-    assert sample.loss_mask.tolist() == [False, False, True, True, True]
+    assert sample.arrays.response_ids.tolist() == [AB, ord("?"), *letters("end")]
+    assert sample.arrays.loss_mask.tolist() == [False, False, True, True, True]
     assert sample.weight_spans == (WeightSpan(3, 2, 5),)
     with pytest.raises(
         UserError,
@@ -97,8 +101,8 @@ def test_a_first_observation_follows_the_prompt(counting):
 def test_how_episodes_end(counting, turns, limit, max_turns, text, reason):
     sample = play(counting, Script(*turns, "......"), limit=limit, max_turns=max_turns)
     assert (sample.response_text, sample.finish_reason) == (text, reason)
-    assert len(sample.response_ids) <= limit
-    assert sample.loss_mask[-1]
+    assert len(sample.arrays.response_ids) <= limit
+    assert sample.arrays.loss_mask[-1]
     assert sample.reward == 0.5 * sample.turns  # of the cut-off turn, too
 
 
@@ -209,8 +213,8 @@ def test_a_failure_costs_its_episode_where_it_may(obedient, capsys, order, asked
     turns = ["fine"] if asked else ["fine", order]
     sample = play(obedient, Script(*turns), prompt(**asked), failure_value=-0.5)
     assert (sample.reward, sample.reward_failed, sample.reward_components) == (-0.5, True, {})
-    assert sample.response_text == decode(sample.response_ids) == played
-    assert sample.loss_mask.sum() == sum(map(len, turns))
+    assert sample.response_text == decode(sample.arrays.response_ids) == played
+    assert sample.arrays.loss_mask.sum() == sum(map(len, turns))
     assert "; the reward of this episode is reward.failure_value=-0.5" in capsys.readouterr().out
     fine = play(obedient, Script("fine"), max_turns=1, failure_value=-0.5)
     assert (fine.reward, fine.reward_failed) == (1, False)

@@ -59,8 +59,8 @@ def played(ray_here, arithmetic, root):
 
 def parts(sample):
     """Return the parts of a response in order, as [(whether the model wrote it, ids)]."""
-    edges = np.flatnonzero(np.diff(sample.loss_mask)) + 1
-    masks, ids = np.split(sample.loss_mask, edges), np.split(sample.response_ids, edges)
+    edges = np.flatnonzero(np.diff(sample.arrays.loss_mask)) + 1
+    masks, ids = np.split(sample.arrays.loss_mask, edges), np.split(sample.arrays.response_ids, edges)
     return [(bool(mask[0]), part) for mask, part in zip(masks, ids, strict=True)]
 
 
@@ -84,14 +84,14 @@ def test_the_model_is_trained_on_its_own_tokens_alone(played, root):
                 assert sample.reward == pytest.approx(
                     sum(share_of_digits(played.decode(ids)) for ids in turns)
                 )
-                assert not sample.rollout_logprobs[~sample.loss_mask].any()
-                assert (sample.rollout_logprobs[sample.loss_mask] < 0).all()
-                assert len(sample.response_ids) <= LONGEST
-                in_spans = np.zeros_like(sample.loss_mask)
+                assert not sample.arrays.rollout_logprobs[~sample.arrays.loss_mask].any()
+                assert (sample.arrays.rollout_logprobs[sample.arrays.loss_mask] < 0).all()
+                assert len(sample.arrays.response_ids) <= LONGEST
+                in_spans = np.zeros_like(sample.arrays.loss_mask)
                 for span in sample.weight_spans:
                     assert span.version == step
                     in_spans[span.start : span.end] = True
-                assert np.array_equal(in_spans, sample.loss_mask)
+                assert np.array_equal(in_spans, sample.arrays.loss_mask)
                 ends.add((sample.finish_reason, len(turns)))
     assert ("stop", 3) in ends  # some were played to the end
     assert {reason for reason, _ in ends} == {"stop", "length"}

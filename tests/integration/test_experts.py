@@ -75,10 +75,10 @@ def test_every_sequence_carries_its_experts(live):
     root, _ = live
     for group in Replay(f"{root}/rollouts.jsonl").read(1):
         for sample in group.samples:
-            assert sample.routing.shape == (sample.num_tokens, 2, 2)
-            assert sample.routing.min() >= 0
-            assert sample.routing.max() < 4
-            assert (np.diff(np.sort(sample.routing, axis=2), axis=2) > 0).all()
+            assert sample.arrays.routing.shape == (sample.num_tokens, 2, 2)
+            assert sample.arrays.routing.min() >= 0
+            assert sample.arrays.routing.max() < 4
+            assert (np.diff(np.sort(sample.arrays.routing, axis=2), axis=2) > 0).all()
 
 
 def test_ranks_slept_while_the_engine_worked(live):

@@ -39,7 +39,7 @@ def recording(tmp_path_factory):
                 draw.integers(3, 15, draw.integers(3, LONGEST + 1)).astype(np.int32) for _ in range(N)
             ]
             samples = [
-                Sample(
+                Sample.of(
                     group_id=group,
                     trajectory_id=N * group + number,
                     prompt_ids=ids,

@@ -45,7 +45,9 @@ def configured(*overrides):
 def groups(*rewards):
     def sample(number, reward):
         ids = np.array([1, 2], dtype=np.int32)
-        return Sample(0, number, ids, ids, np.ones(2, bool), np.zeros(2, np.float32), "stop", reward=reward)
+        return Sample.of(
+            0, number, ids, ids, np.ones(2, bool), np.zeros(2, np.float32), "stop", reward=reward
+        )
 
     prompt = Prompt(0, np.array([1, 2], dtype=np.int32), "", "")
     return [
@@ -88,7 +90,9 @@ def rewarded(config, places, *responses):
 
     def sample(text):
         ids = encode(text)
-        return Sample(0, 0, prompt.ids, ids, np.ones(len(ids), bool), np.zeros(len(ids), np.float32), "stop")
+        return Sample.of(
+            0, 0, prompt.ids, ids, np.ones(len(ids), bool), np.zeros(len(ids), np.float32), "stop"
+        )
 
     async def score_all():
         return await workers.score_group(
@@ -199,9 +203,9 @@ def test_truncated_responses_are_not_trained_on():
     (group,) = groups([1, 0])
     cut = replace(group, samples=(group.samples[0], replace(group.samples[1], finish_reason="length")))
     (left,) = apply_filters([cut], configured("algorithm.overlong_filter=true").algorithm)
-    assert [sample.loss_mask.any() for sample in left.samples] == [True, False]
+    assert [sample.num_trained > 0 for sample in left.samples] == [True, False]
     (plain,) = apply_filters([cut], configured().algorithm)
-    assert all(sample.loss_mask.all() for sample in plain.samples)
+    assert all(sample.num_trained == sample.num_response for sample in plain.samples)
 
 
 @pytest.mark.parametrize(

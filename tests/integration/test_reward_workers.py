@@ -34,7 +34,7 @@ FUNCTION = "tests.integration.helpers:obey"
 
 def sample(response: str) -> Sample:
     ids = letters(response)
-    return Sample(0, 0, PROMPT.ids, ids, np.ones(len(ids), bool), np.zeros(len(ids), np.float32), "stop")
+    return Sample.of(0, 0, PROMPT.ids, ids, np.ones(len(ids), bool), np.zeros(len(ids), np.float32), "stop")
 
 
 def run(workers, *responses):

@@ -119,8 +119,10 @@ def test_log_probs_of_a_cut_distribution(controller, verdict, monkeypatch):
     rng = np.random.default_rng(1)
 
     def cut(sample):
-        shares = rng.uniform(0.8, 1, len(sample.response_ids))
-        return replace(sample, rollout_logprobs=(sample.rollout_logprobs - np.log(shares)).astype("f4"))
+        shares = rng.uniform(0.8, 1, len(sample.arrays.response_ids))
+        return sample.with_arrays(
+            rollout_logprobs=(sample.arrays.rollout_logprobs - np.log(shares)).astype("f4")
+        )
 
     change_samples(controller, monkeypatch, cut)
     assert verdict().explanations[0].startswith("top-p:")
@@ -130,9 +132,9 @@ def test_token_ids_changed_after_sampling(controller, verdict, monkeypatch):
     """Tokenizing the response's text again has such an effect. Here two neighbours are exchanged."""
 
     def exchange(sample):
-        ids = sample.response_ids.copy()
+        ids = sample.arrays.response_ids.copy()
         ids[1:3] = ids[2:0:-1] if len(ids) > 2 else ids[1:3]
-        return replace(sample, response_ids=ids)
+        return sample.with_arrays(response_ids=ids)
 
     change_samples(controller, monkeypatch, exchange)
     (found,) = verdict().explanations

@@ -183,7 +183,7 @@ class Scorer:
         self.asked = []
 
     async def score(self, prompt, sample):
-        self.asked.append((prompt, sample.response_ids.tolist()))
+        self.asked.append((prompt, sample.arrays.response_ids.tolist()))
         return sample.scored(0.75, {"right": 1.0})
 
 
@@ -239,8 +239,8 @@ def test_an_episode_with_calls_is_scored_by_its_last_turn(places, tmp_path, hist
     assert (sample.reward, sample.finish_reason, sample.scored_text) == (0.75, "stop", "It is 42")
     assert sample.reward_components == {"tool_calls": 2, "failed_tool_calls": 1, "right": 1.0}
     answered = "<tool>42<tool>error: there is no tool 'abacus'; there are calculator<assistant>"
-    assert tokenizer.decode_all(sample.response_ids) == f"{written[0]}{answered}{written[1]}"
-    assert tokenizer.decode_all(sample.response_ids[sample.loss_mask]) == "".join(written)
+    assert tokenizer.decode_all(sample.arrays.response_ids) == f"{written[0]}{answered}{written[1]}"
+    assert tokenizer.decode_all(sample.arrays.response_ids[sample.arrays.loss_mask]) == "".join(written)
 
 
 def test_sft_reads_prompts_with_the_tools_that_training_offers(tmp_path, monkeypatch):

@@ -59,7 +59,7 @@ class TrainerOnEveryRank(PolicyTrainer):
 def groups_of(samples: list[Sample]) -> list[Group]:
     """Return groups of four samples each."""
     return [
-        Group(i, Prompt(i, samples[4 * i].prompt_ids, "", ""), tuple(samples[4 * i : 4 * i + 4]))
+        Group(i, Prompt(i, samples[4 * i].arrays.prompt_ids, "", ""), tuple(samples[4 * i : 4 * i + 4]))
         for i in range(len(samples) // 4)
     ]
 

@@ -49,7 +49,7 @@ def make_batch(seed: int, experts: tuple[int, int, int] | None = None) -> TrainB
         mask = rng.random(response) < 0.9
         mask[0] = True
         samples.append(
-            Sample(
+            Sample.of(
                 group_id=i // 4,
                 trajectory_id=i,
                 prompt_ids=rng.integers(3, 61, length - response).astype(np.int32),

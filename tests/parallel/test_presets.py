@@ -38,7 +38,7 @@ def scored_batch(mismatch: float = 0.0) -> TrainBatch:
     for i in range(12):
         length = int(rng.integers(3, 40))
         samples.append(
-            Sample(
+            Sample.of(
                 group_id=i // 3,
                 trajectory_id=i,
                 prompt_ids=rng.integers(3, 61, 5).astype(np.int32),

@@ -49,7 +49,7 @@ def batch(smollm2):
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
         response = tokenizer(answer + "<|im_end|>")["input_ids"]
         samples.append(
-            Sample(
+            Sample.of(
                 group_id=i,
                 trajectory_id=i,
                 prompt_ids=np.array(prompt, np.int32),

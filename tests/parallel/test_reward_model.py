@@ -33,7 +33,7 @@ def make_pairs(seed: int) -> TrainBatch:
 
     def sample(pair: int, length: int, reward: float) -> Sample:
         response = max(1, int(length * rng.uniform(0.3, 0.95)))
-        return Sample(
+        return Sample.of(
             group_id=pair,
             trajectory_id=pair,
             prompt_ids=rng.integers(3, 61, length - response).astype(np.int32),

@@ -10,7 +10,7 @@ from grpo_megatron.batch.train_batch import TrainBatch
 def group(number: int, rewards: tuple[float, ...], text: str = "well", version: int = 1) -> Group:
     prompt = Prompt(number, np.array([1, 2]), "what?", "this")
     samples = tuple(
-        Sample(
+        Sample.of(
             group_id=number,
             trajectory_id=10 * number + i,
             prompt_ids=prompt.ids,

@@ -1,7 +1,5 @@
 """Batches of flat tokens, and a weight for each of them."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -12,7 +10,7 @@ from tests.models import random_batch, random_samples
 
 
 def sample(prompt, response, mask=None, group=0, trajectory=0):
-    return Sample(
+    return Sample.of(
         group_id=group,
         trajectory_id=trajectory,
         prompt_ids=np.array(prompt, np.int32),
@@ -36,11 +34,11 @@ def test_arrays_sit_at_the_position_that_predicts():
 def test_the_routing_of_the_samples_follows_their_tokens():
     routing = [np.full((tokens, 2, 1), number, np.uint8) for number, tokens in ((1, 5), (2, 3))]
     samples = [sample([7, 8], [9, 10, 2]), sample([5], [6, 2])]
-    batch = TrainBatch.from_samples([replace(s, routing=r) for s, r in zip(samples, routing, strict=True)])
+    batch = TrainBatch.from_samples([s.with_arrays(routing=r) for s, r in zip(samples, routing, strict=True)])
     assert batch.routing[:, 0, 0].tolist() == [1] * 5 + [2] * 3
     assert batch.select([1]).routing.tolist() == routing[1].tolist()
     with pytest.raises(ValueError, match="1 of 2 samples carry the engine's routing"):
-        TrainBatch.from_samples([replace(samples[0], routing=routing[0]), samples[1]])
+        TrainBatch.from_samples([samples[0].with_arrays(routing=routing[0]), samples[1]])
 
 
 def test_select_keeps_each_sequence_whole():
@@ -60,7 +58,7 @@ def test_an_empty_response_is_refused():
 
 def test_misaligned_logprobs_are_refused():
     with pytest.raises(ValueError, match="2 log-probs"):
-        Sample(0, 3, np.array([1]), np.array([1, 2, 3]), np.ones(3, bool), np.zeros(2, np.float32), "stop")
+        Sample.of(0, 3, np.array([1]), np.array([1, 2, 3]), np.ones(3, bool), np.zeros(2, np.float32), "stop")
 
 
 # Two groups. Group 0: trajectories of 3 and 1 trained tokens; group 1: 2 tokens, and one fully masked.
@@ -128,8 +126,10 @@ def test_unknown_mode_is_refused(batch):
 def test_random_samples_have_all_their_tokens():
     samples = random_samples(count=5)
     batch = TrainBatch.from_samples(samples)
-    assert batch.loss_mask.sum() == sum(s.loss_mask.sum() for s in samples)
+    assert batch.loss_mask.sum() == sum(s.arrays.loss_mask.sum() for s in samples)
     for s, start, end in zip(samples, batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
         mask = batch.loss_mask[start:end]
-        assert batch.target[start:end][mask].tolist() == s.response_ids[s.loss_mask].tolist()
-        np.testing.assert_array_equal(batch.rollout_logp[start:end][mask], s.rollout_logprobs[s.loss_mask])
+        assert batch.target[start:end][mask].tolist() == s.arrays.response_ids[s.arrays.loss_mask].tolist()
+        np.testing.assert_array_equal(
+            batch.rollout_logp[start:end][mask], s.arrays.rollout_logprobs[s.arrays.loss_mask]
+        )

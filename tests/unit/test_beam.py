@@ -123,7 +123,7 @@ class Engine:
 
 class Rewards:
     async def score(self, prompt, sample):
-        return sample.scored(float(len(sample.response_ids)), {})
+        return sample.scored(float(len(sample.arrays.response_ids)), {})
 
     async def score_group(self, prompt, samples):
         return samples
@@ -153,11 +153,11 @@ def test_a_group_is_what_one_search_finds(model):
     assert engine.most == 4 * 3  # steps of all groups overlap
     for uid, group in enumerate(groups):
         sequences, scores = transformers_beams(model, [*PROMPT, 30 + uid], 3, (43, 40), 7, BeamConfig())
-        assert [sample.response_ids.tolist() for sample in group.samples] == sequences
-        means = [sample.rollout_logprobs.mean() for sample in group.samples]
+        assert [sample.arrays.response_ids.tolist() for sample in group.samples] == sequences
+        means = [sample.arrays.rollout_logprobs.mean() for sample in group.samples]
         assert means == pytest.approx(scores, rel=1e-5)
         for sample in group.samples:
-            length = len(sample.response_ids)
+            length = len(sample.arrays.response_ids)
             assert sample.reward == length
             assert sample.weight_spans == (WeightSpan(3, 0, length),)
     assert len({sample.trajectory_id for group in groups for sample in group.samples}) == 12

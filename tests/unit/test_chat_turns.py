@@ -39,7 +39,9 @@ def folders(tmp_path_factory):
 def marked(tokenizer, sample):
     """Return the response with [[...]] around each part that is learned."""
     text, before = "", False
-    for number, learned in zip(sample.response_ids.tolist(), sample.loss_mask.tolist(), strict=True):
+    for number, learned in zip(
+        sample.arrays.response_ids.tolist(), sample.arrays.loss_mask.tolist(), strict=True
+    ):
         text += {(False, True): "[[", (True, False): "]]"}.get(
             (before, learned), ""
         ) + f"{tokenizer.tokenizer.decode([number])}"
@@ -54,7 +56,7 @@ def learned(folder, record, tmp_path, **data):
     config = Config(model=ModelConfig(path=folder), data=data, rollout=RolloutConfig(max_response_length=500))
     tokenizer = PromptTokenizer(folder, data)
     [sample], _ = load_examples(config, tokenizer)
-    return tokenizer.decode_all(sample.prompt_ids), marked(tokenizer, sample)
+    return tokenizer.decode_all(sample.arrays.prompt_ids), marked(tokenizer, sample)
 
 
 THOUGHT = "<think>\n\n</think>\n\n"
@@ -292,7 +294,7 @@ def test_tokenizers_that_put_a_space_before_texts(tmp_path):
     (tmp_path / "r.jsonl").write_text('{"prompt": "2+2=?", "response": "4"}\n')
     config = Config(model=ModelConfig(path=str(tmp_path)), data=DataConfig(train=f"{tmp_path}/r.jsonl"))
     [sample], _ = load_examples(config, tokenizer)
-    assert tokenizer.tokenizer.convert_ids_to_tokens(sample.response_ids.tolist()) == ["4", "</s>"]
+    assert tokenizer.tokenizer.convert_ids_to_tokens(sample.arrays.response_ids.tolist()) == ["4", "</s>"]
     assert tokenizer.tokenizer.convert_ids_to_tokens(tokenizer.encode("4").tolist()) == ["▁4"]
 
 
@@ -317,6 +319,6 @@ def test_preferred_responses_have_their_calls(folders, tmp_path, kind):
     [(chosen, rejected)], _ = load_pairs(
         f"{tmp_path}/p.jsonl", Conversations(tokenizer, None), DataConfig(), 200
     )
-    assert '{"a": 1}' in tokenizer.decode_all(chosen.response_ids)
-    assert tokenizer.decode_all(rejected.response_ids).startswith("3")
-    assert chosen.prompt_ids.tolist() == rejected.prompt_ids.tolist()
+    assert '{"a": 1}' in tokenizer.decode_all(chosen.arrays.response_ids)
+    assert tokenizer.decode_all(rejected.arrays.response_ids).startswith("3")
+    assert chosen.arrays.prompt_ids.tolist() == rejected.arrays.prompt_ids.tolist()

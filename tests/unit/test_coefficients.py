@@ -17,7 +17,7 @@ def samples(rewards, lengths, first_group=0):
         ids = np.arange(1, length + 1, dtype=np.int32)
         masks = np.ones(length, bool), np.zeros(length, np.float32)
         made.append(
-            Sample(first_group + i // 2, 10 * first_group + i, ids[:1], ids, *masks, "stop", reward=reward)
+            Sample.of(first_group + i // 2, 10 * first_group + i, ids[:1], ids, *masks, "stop", reward=reward)
         )
     return made
 

@@ -74,7 +74,9 @@ class Rewards:
         self.differs = differs
 
     async def score(self, prompt, sample):
-        return sample.scored(float(self.differs(prompt.uid) and sample.response_ids.tolist() == [0]), {})
+        return sample.scored(
+            float(self.differs(prompt.uid) and sample.arrays.response_ids.tolist() == [0]), {}
+        )
 
     async def score_group(self, prompt, samples):
         return tuple(samples)

@@ -12,6 +12,7 @@ from grpo_megatron.algorithm.filters import (
 )
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample
+from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import AlgorithmConfig
 from grpo_megatron.errors import UserError
 
@@ -20,7 +21,7 @@ def group(number: int, *rewards: float, reasons: tuple[str, ...] = ()) -> Group:
     """Return samples of three response tokens, of which the first and the last are trained."""
     mask = np.array([True, False, True])
     samples = tuple(
-        Sample(
+        Sample.of(
             number,
             10 * number + i,
             np.array([1], np.int32),
@@ -42,8 +43,10 @@ def test_groups_of_equal_rewards_are_left_out_and_the_others_keep_their_order():
 
 def test_only_samples_that_were_cut_off_lose_their_trained_tokens():
     (masked,) = mask_truncated([group(0, 1, 0, 0.5, reasons=("stop", "length", "abort"))])
-    trained = [sample.loss_mask.tolist() for sample in masked.samples]
-    assert trained == [[True, False, True], [False] * 3, [True, False, True]]
+    trained = [sample.num_trained for sample in masked.samples]
+    assert trained == [2, 0, 2]
+    (_, left_out, _) = masked.samples
+    assert not TrainBatch.from_samples([left_out]).loss_mask.any()
     assert masked.rewards == [1, 0, 0.5]  # The rewards still count in the group's mean.
 
 
@@ -53,7 +56,7 @@ def test_filters_come_first_and_the_overlong_filter_last(overlong):
     options = AlgorithmConfig(filters=["nonzero_variance"], overlong_filter=overlong)
     (kept,) = apply_filters(groups, options)
     assert kept.group_id == 1
-    assert [sample.loss_mask.any() for sample in kept.samples] == [True, not overlong]
+    assert [bool(sample.num_trained) for sample in kept.samples] == [True, not overlong]
     assert len(apply_filters(groups, AlgorithmConfig(overlong_filter=overlong))) == 2
 
 

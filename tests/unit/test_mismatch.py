@@ -101,7 +101,7 @@ def described(row, tokens, cu_seqlens, decode) -> str:
         ids = np.array(tokens[start:end], np.int32)
         masks = np.ones(len(ids) - 1, bool), np.zeros(len(ids) - 1, np.float32)
         trajectory = 30 + len(batches)
-        sample = Sample(0, trajectory, ids[:1], ids[1:], *masks, "stop")
+        sample = Sample.of(0, trajectory, ids[:1], ids[1:], *masks, "stop")
         batches.append(TrainBatch.from_samples([sample]))
     metrics = in_context({"mismatch/max": Max(row[0]), "mismatch/worst": Top([row])}, batches)
     return mismatch_report(metrics, Config().mismatch, decode).worst

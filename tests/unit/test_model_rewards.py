@@ -93,7 +93,7 @@ def groups(folders, said="1+1", responses=("2<eos>", "3")) -> list[Group]:
     for response in responses:
         written = tokenizer.encode(response)
         samples.append(
-            Sample(
+            Sample.of(
                 group_id=0,
                 trajectory_id=len(samples),
                 prompt_ids=ids,
@@ -116,8 +116,8 @@ def test_with_the_same_tokenizer_tokens_are_read_as_they_were_sampled(folders):
     assert ranks.read(tokenizer) == ["<user>1+1<assistant>2<eos>", "<user>1+1<assistant>3<eos>"]
     assert group.rewards == [7.0, 7.0]
     assert [sample.reward_components for sample in group.samples] == [{"other": 1.0, "model": 7.0}] * 2
-    assert [sample.response_ids.tolist() for sample in group.samples] == [
-        s.response_ids.tolist() for s in before[0].samples
+    assert [sample.arrays.response_ids.tolist() for sample in group.samples] == [
+        s.arrays.response_ids.tolist() for s in before[0].samples
     ]
 
 

@@ -173,8 +173,8 @@ def test_a_pair_in_every_form(tmp_path, conversations, form):
     pairs, _ = load(tmp_path, conversations, FORMS[form])
     [(chosen, rejected)] = pairs
     for sample, response in ((chosen, "2"), (rejected, "3")):
-        assert text(conversations, sample.prompt_ids) == "<user>1+1<assistant>"
-        assert text(conversations, sample.response_ids) == f"{response}<eos>"
+        assert text(conversations, sample.arrays.prompt_ids) == "<user>1+1<assistant>"
+        assert text(conversations, sample.arrays.response_ids) == f"{response}<eos>"
 
 
 def test_a_conversation_of_several_turns(tmp_path, conversations):
@@ -182,7 +182,7 @@ def test_a_conversation_of_several_turns(tmp_path, conversations):
     [(chosen, _)], _ = load(
         tmp_path, conversations, {"prompt": PROMPT, "chosen": [*more, said("4")], "rejected": "5"}
     )
-    assert text(conversations, chosen.prompt_ids) == "<user>1+1<assistant>2<eos><user>2+2<assistant>"
+    assert text(conversations, chosen.arrays.prompt_ids) == "<user>1+1<assistant>2<eos><user>2+2<assistant>"
 
 
 def test_weights_and_margins_of_a_batch(tmp_path, conversations):
@@ -250,8 +250,8 @@ def test_prompts_can_be_cut_and_responses_not(tmp_path, conversations):
     [(chosen, _)], _ = load(
         tmp_path, conversations, {"prompt": PROMPT * 9, "chosen": "2", "rejected": "3"}, **cut
     )
-    assert text(conversations, chosen.prompt_ids).endswith("1+1<assistant>")
-    assert len(chosen.prompt_ids) == 20
+    assert text(conversations, chosen.arrays.prompt_ids).endswith("1+1<assistant>")
+    assert len(chosen.arrays.prompt_ids) == 20
     with pytest.raises(UserError, match="17 response tokens"):
         load(tmp_path, conversations, {"prompt": PROMPT, "chosen": "2" * 16, "rejected": "3"}, **cut)
 
@@ -326,7 +326,9 @@ def test_held_out_pairs_that_replicas_cannot_share_evenly(tmp_path, conversation
     held_out, _ = load(tmp_path, conversations, *[r for r in records if r["chosen"] != r["rejected"]])
     monitor = SimpleNamespace(phases=lambda name: nullcontext())
     run = SimpleNamespace(config=config, state=None, trainer=Ranks(), monitor=monitor)
-    ahead = [len(chosen.response_ids) - len(rejected.response_ids) for chosen, rejected in held_out]
+    ahead = [
+        len(chosen.arrays.response_ids) - len(rejected.arrays.response_ids) for chosen, rejected in held_out
+    ]
     found = _Training(run, held_out, held_out).evaluate(0)
     assert found["eval/margin"] == pytest.approx(np.mean(ahead))
     assert found["eval/accuracy"] == pytest.approx(np.mean(np.array(ahead) > 0))

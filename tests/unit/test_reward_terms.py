@@ -212,7 +212,9 @@ def scored_group(config, *responses):
 
     def sample(text):
         ids = encode(text)
-        return Sample(0, 0, prompt.ids, ids, np.ones(len(ids), bool), np.zeros(len(ids), np.float32), "stop")
+        return Sample.of(
+            0, 0, prompt.ids, ids, np.ones(len(ids), bool), np.zeros(len(ids), np.float32), "stop"
+        )
 
     async def score_all():
         samples = [await workers.score(prompt, sample(text)) for text in responses]

@@ -17,7 +17,7 @@ def sample(trajectory: int, reward: float, length: int, reason: str = "stop", **
     mask, logps = np.ones(length, bool), np.zeros(length, np.float32)
     ids = np.zeros(length, np.int32)
     changes.setdefault("weight_spans", (WeightSpan(5, 0, length),))
-    return Sample(0, trajectory, ids[:1], ids, mask, logps, reason, reward=reward, **changes)
+    return Sample.of(0, trajectory, ids[:1], ids, mask, logps, reason, reward=reward, **changes)
 
 
 def group(number: int, *samples: Sample, failed: int = 0) -> Group:

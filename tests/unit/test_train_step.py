@@ -99,7 +99,7 @@ def group(number, *rewards, lengths=None):
     ids, samples = np.array([5, 6], np.int32), []
     for member, reward in enumerate(rewards):
         length = lengths[member] if lengths else 2
-        sample = Sample(
+        sample = Sample.of(
             group_id=number,
             trajectory_id=len(rewards) * number + member,
             prompt_ids=ids,

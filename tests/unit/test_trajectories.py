@@ -155,16 +155,16 @@ def test_every_token_is_trained_after_what_the_model_read(tokenizer, transcript,
     ]
     found = []
     for sample in samples:
-        ids = [*sample.prompt_ids.tolist(), *sample.response_ids.tolist()]
+        ids = [*sample.arrays.prompt_ids.tolist(), *sample.arrays.response_ids.tolist()]
         version = {
             place: span.version for span in sample.weight_spans for place in range(span.start, span.end)
         }
-        assert sorted(version) == np.flatnonzero(sample.loss_mask).tolist()
-        for place in np.flatnonzero(sample.loss_mask).tolist():
-            at = len(sample.prompt_ids) + place
-            found.append((ids[:at], ids[at], sample.rollout_logprobs[place], version[place]))
-        assert not sample.rollout_logprobs[~sample.loss_mask].any()
-        assert sample.loss_mask[-1]
+        assert sorted(version) == np.flatnonzero(sample.arrays.loss_mask).tolist()
+        for place in np.flatnonzero(sample.arrays.loss_mask).tolist():
+            at = len(sample.arrays.prompt_ids) + place
+            found.append((ids[:at], ids[at], sample.arrays.rollout_logprobs[place], version[place]))
+        assert not sample.arrays.rollout_logprobs[~sample.arrays.loss_mask].any()
+        assert sample.arrays.loss_mask[-1]
         check_routing(sample, writer.requests)
         assert len(ids) <= len(prompt.ids) + limit
         assert (sample.reward, sample.trajectory_id, sample.group_id) == (0.5 * len(writer.requests), 0, 3)
@@ -256,8 +256,8 @@ def check_routing(sample, requests):
         computed = len(context) + len(own) - 1
         wanted += [[number, place] for place in range(known, computed)]
         known = computed
-    assert sample.routing[:-1, 0].tolist() == wanted
-    assert sample.routing[-1, 0].tolist() == [0, 1]  # whatever is legal
+    assert sample.arrays.routing[:-1, 0].tolist() == wanted
+    assert sample.arrays.routing[-1, 0].tolist() == [0, 1]  # whatever is legal
 
 
 # -- one trajectory of two sequences, beside one of one
@@ -277,11 +277,11 @@ def group(tokenizer):
 
 def test_the_template_drops_what_was_thought(tokenizer, group):
     (first, second), (other,) = group.trajectories
-    assert tokenizer.decode_all(first.prompt_ids) == "<user>ask<assistant>"
-    assert tokenizer.decode_all(first.response_ids) == "<think>hm</think>a<eos>"
-    assert tokenizer.decode_all(second.prompt_ids) == "<user>ask<assistant>a<eos><user>next<assistant>"
-    assert tokenizer.decode_all(second.response_ids) == "<think>hm</think>bc<eos>"
-    assert tokenizer.decode_all(other.response_ids) == "d<eos><user>next<assistant>e<eos>"
+    assert tokenizer.decode_all(first.arrays.prompt_ids) == "<user>ask<assistant>"
+    assert tokenizer.decode_all(first.arrays.response_ids) == "<think>hm</think>a<eos>"
+    assert tokenizer.decode_all(second.arrays.prompt_ids) == "<user>ask<assistant>a<eos><user>next<assistant>"
+    assert tokenizer.decode_all(second.arrays.response_ids) == "<think>hm</think>bc<eos>"
+    assert tokenizer.decode_all(other.arrays.response_ids) == "d<eos><user>next<assistant>e<eos>"
     assert [sample.trajectory_id for sample in group.samples] == [0, 0, 1]
 
 
@@ -294,7 +294,7 @@ def test_a_trajectory_of_several_sequences_counts_once(group):
     assert (scalars["reward/mean"], scalars["reward/component/x"], scalars["reward/pass@2"]) == (0.5, 2, 1)
     assert (scalars["response/turns_mean"], scalars["response/sequences_mean"]) == (2, 1.5)
     lengths = [
-        len(first.response_ids) + len(second.response_ids),
+        len(first.arrays.response_ids) + len(second.arrays.response_ids),
         len("de") + 2,
     ]  # and two end tokens; the answer is not the model's
     assert scalars["response/length_mean"] == np.mean(lengths)
@@ -360,8 +360,9 @@ def test_a_recording_has_all_sequences(tmp_path, group):
     (read,) = Replay(str(tmp_path / "r.jsonl")).read(1)
     assert read.prompt.messages == group.prompt.messages
     for sample, other in zip(read.samples, group.samples, strict=True):
-        for name, value in vars(other).items():
-            assert np.array_equal(getattr(sample, name), value), name
+        assert replace(sample, handle=None) == replace(other, handle=None)
+        for name, value in vars(other.arrays).items():
+            assert np.array_equal(getattr(sample.arrays, name), value), name
 
 
 def test_template_history_needs_a_chat(tokenizer):
@@ -378,8 +379,8 @@ def test_messages_without_a_template_are_put_as_they_are(tokenizer):
     prompt = Prompt(7, tokenizer.encode("ab"), "ab", "x")
     writer = Writer([ids_of(tokenizer, "c"), ids_of(tokenizer, "d")])
     (sample,) = play(tokenizer, prompt, writer, Answers(message("?"), [message("!")]), HistoryKind.append)
-    assert tokenizer.decode_all(sample.response_ids) == "?c!d"
-    assert sample.loss_mask.tolist() == [False, True, False, True]
+    assert tokenizer.decode_all(sample.arrays.response_ids) == "?c!d"
+    assert sample.arrays.loss_mask.tolist() == [False, True, False, True]
 
 
 def test_a_template_that_hides_turns_can_put_nothing_behind_them(tokenizer, tmp_path):

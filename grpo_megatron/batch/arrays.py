@@ -1,0 +1,81 @@
+"""The arrays of a sample, and the handles by which processes pass them on without copying them.
+
+A sample in the driver has only a handle. Its arrays stay where they were made, until the trainer's ranks
+fetch them.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class SampleArrays:
+    """The arrays of one sequence: P prompt tokens, and R > 0 response tokens."""
+
+    prompt_ids: np.ndarray
+    """int32 [P]. Tokens that the model read before its first turn in this sequence."""
+    response_ids: np.ndarray
+    """int32 [R]. Tokens after the prompt, written by the model or by the environment."""
+    loss_mask: np.ndarray
+    """bool [R]. False for tokens that are not trained on, such as text that the model did not write."""
+    rollout_logprobs: np.ndarray
+    """float32 [R]. Natural log of the probability with which each token was sampled, after temperature."""
+    routing: np.ndarray | None = None
+    """int [P + R, L, k] or None. The k experts that the engine chose for each token in each of L layers."""
+
+    def __post_init__(self):
+        length, tokens = len(self.response_ids), len(self.prompt_ids) + len(self.response_ids)
+        if length == 0:
+            raise ValueError("empty response")
+        if len(self.loss_mask) != length or len(self.rollout_logprobs) != length:
+            raise ValueError(
+                f"{length} response tokens, but {len(self.loss_mask)} mask values and "
+                f"{len(self.rollout_logprobs)} log-probs"
+            )
+        if self.routing is not None and len(self.routing) != tokens:
+            raise ValueError(f"{tokens} tokens, but routing for {len(self.routing)}")
+
+
+class Handle(Protocol):
+    """Interface of an object that knows where the arrays of a sample are."""
+
+    def get(self) -> SampleArrays:
+        """Return the arrays, after fetching them if they are elsewhere."""
+
+
+@dataclass(frozen=True)
+class Here:
+    """Handle of arrays in this process. It carries them along when it is sent to another process."""
+
+    arrays: SampleArrays
+
+    def get(self) -> SampleArrays:
+        return self.arrays
+
+
+_reading_is_allowed = True
+
+
+@contextmanager
+def no_arrays() -> Iterator[None]:
+    """Make `read` raise RuntimeError in this process. The driver uses this while a run trains.
+
+    At the scale of a cluster, a driver that touches tokens would take longer than the GPUs.
+    """
+    global _reading_is_allowed
+    before, _reading_is_allowed = _reading_is_allowed, False
+    try:
+        yield
+    finally:
+        _reading_is_allowed = before
+
+
+def read(handle: Handle) -> SampleArrays:
+    """Return the arrays of a handle. Raises RuntimeError in a driver whose run trains (`no_arrays`)."""
+    if not _reading_is_allowed:
+        raise RuntimeError("the driver must not read the arrays of a sample while the run trains")
+    return handle.get()
