@@ -21,8 +21,7 @@ def decoder(
 
     config: the model's config.json.
     family, qk_norm, qkv_bias, moe, latent: fields of the same name in Architecture.
-    windowed: the family's default for the key use_sliding_window. True: the sliding window in config.json is
-        used.
+    windowed: the family's default for the key use_sliding_window, which limits sequences to the window.
     rotary_share: the family's default for the key partial_rotary_factor, the fraction of a head's channels
         that is rotated. 1: the family does not have this key.
 
