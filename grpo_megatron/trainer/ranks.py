@@ -83,8 +83,8 @@ class RankGroup:
         """
         if self._asleep and self._takes_turns:
             raise RuntimeError(
-                "the trainer's ranks sleep while the rollout engines use the GPUs that both share; put the "
-                "engines to sleep and wake the ranks before this call"
+                "the trainer's ranks sleep while the rollout engines use the devices that both share; put "
+                "the engines to sleep and wake the ranks before this call"
             )
         self.wake()
         return self.group
