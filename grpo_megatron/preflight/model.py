@@ -44,8 +44,8 @@ def check_model(config: Config, command: Command = Command.train) -> Architectur
 def model_violations(config: Config, arch: Architecture, command: Command = Command.train) -> list[str]:
     """Return one sentence for each reason why the model cannot run with this configuration.
 
-    The reference model and the reward model are checked too, if the command uses them. Of the weights, only
-    the headers of the files are read.
+    The reference model is checked too if the command trains, and the reward model if the rewards need one. Of
+    the weights, only the headers of the files are read.
 
     arch: architecture of the model in model.path.
     command: the command that will run. `eval` has only engines. `train` has engines unless it replays
