@@ -1,12 +1,12 @@
-"""The numbers that multiply each token's loss: advantage, weight, and the factor of the policy term.
+"""Coefficients of each token's loss: advantage, weight, and the factor of the policy term.
 
 The weight is the token's share in the mean over the optimizer step. It multiplies the whole loss of the
 token. The factor corrects the mismatch between the engine's and the trainer's log-probs. It multiplies only
 the policy term, not KL and entropy.
 
-`set_coefficients` computes them in three stages. `measure` reads the tokens and sums them up for each
-sequence. `step_credit` and `step_weights` compute a few numbers for each sequence from the sums.
-`token_coefficients` spreads these over the tokens.
+`set_coefficients` works in three stages. `measure` reads the tokens and computes sums over each sequence.
+`step_credit` and `step_weights` turn the sums into a few numbers per sequence. `token_coefficients` turns
+these numbers into the coefficients of each token.
 """
 
 from dataclasses import dataclass
@@ -28,14 +28,15 @@ from grpo_megatron.metrics import Mean, Metrics, merge
 
 @dataclass(frozen=True)
 class Measured:
-    """Result of `measure`: values of the T tokens of a mini-batch, and their sums over each sequence."""
+    """KL and mismatch correction of the T tokens of a mini-batch, with sums over each sequence."""
 
     sums: SequenceSums
-    """The sums, from which advantages and weights are computed."""
+    """Sums over the trained tokens of each sequence. Advantages and weights are computed from them."""
     suffix: np.ndarray | None
-    """float64 [T]. KL from each token to the end of its sequence. None: the reward contains no KL."""
+    """float64 [T]. KL summed from each token to the end of its sequence. None: the reward contains no KL."""
     factor: np.ndarray | None
-    """float32 [T]. Factor of the mismatch correction for the policy term. None: no correction."""
+    """float32 [T]. Factor by which the mismatch correction multiplies the token's policy term. None: no
+    correction."""
     kept: np.ndarray
     """bool [T]. False for tokens that the mismatch correction rejects."""
     metrics: Metrics
@@ -44,21 +45,25 @@ class Measured:
 
 @dataclass(frozen=True)
 class SequenceWeights:
-    """Weights of the sequences of one optimizer step."""
+    """Loss weights of the S sequences of one optimizer step."""
 
     weight: np.ndarray
     """float64 [S]. Weight of the loss of each trained token of the sequence."""
     factor: np.ndarray
-    """float64 [S]. Multiplies only the policy term."""
+    """float64 [S]. Additional factor that multiplies only the policy term of these tokens."""
 
 
 def set_coefficients(
     batches: list[TrainBatch], config: Config, correction: Correction | None, kl_controller: KLController
 ) -> Metrics:
-    """Set advantage, weight, policy_factor and loss_mask of the mini-batches of one step. Return metrics.
+    """Set advantage, weight, policy_factor and loss_mask of the mini-batches of one training step.
 
-    Advantages are computed over all mini-batches together, weights over each one.
-    correction: see `measure`. kl_controller: see `step_credit`.
+    Advantages are computed over all mini-batches together, weights within each mini-batch. Returns metrics of
+    the KL in the reward and of the mismatch correction.
+
+    correction: correction of the mismatch between engine and trainer. None if the mismatch is not known
+        before training, or if no correction is configured.
+    kl_controller: holds the coefficient of the KL in the reward, which is updated for the next step.
     """
     options = config.algorithm
     measured = [measure(batch, options, correction) for batch in batches]
@@ -76,10 +81,10 @@ def set_coefficients(
 
 
 def measure(batch: TrainBatch, options: AlgorithmConfig, correction: Correction | None) -> Measured:
-    """Compute the KL in the reward and the mismatch correction of a mini-batch's tokens, and sum them up.
+    """Compute the KL in the reward and the mismatch correction of each token, and sums over each sequence.
 
-    correction: what to do about differences between the engine's and the trainer's log-probs. None if they
-        become known only in the training forward pass, or if no correction is configured.
+    correction: correction of the differences between the engine's and the trainer's log-probs. None if the
+        differences become known only in the training forward pass, or if no correction is configured.
     """
     mask, kl, suffix, factor, metrics = batch.loss_mask, None, None, None, {}
     kept = np.ones_like(mask)
@@ -107,10 +112,13 @@ def measure(batch: TrainBatch, options: AlgorithmConfig, correction: Correction 
 def step_credit(
     table: SampleTable, sums: SequenceSums, options: AlgorithmConfig, kl_controller: KLController
 ) -> tuple[Credit, Metrics]:
-    """Return (advantages, metrics) of a whole step.
+    """Return (advantages, metrics of the KL in the reward) of a whole training step.
 
     With algorithm.use_kl_in_reward, the KL to the reference policy is subtracted from the rewards, and the
-    coefficient in `kl_controller` is updated afterwards.
+    coefficient in `kl_controller` is updated afterwards. Without it, the metrics are empty.
+
+    table: group, trajectory and reward of each of the S sequences.
+    sums: sums over the trained tokens of each sequence.
     """
     metrics: Metrics = {}
     coef = kl_controller.coef if options.use_kl_in_reward else 0.0
@@ -125,11 +133,11 @@ def step_credit(
 
 
 def mean_kl(inputs: AdvantageInputs) -> tuple[float, int]:
-    """Return (mean, count) over the trajectories that have a trained token.
+    """Return (mean, count): the mean KL per token to the reference policy, and the number of trajectories.
 
-    - mean: each trajectory's mean KL over its trained tokens, averaged over the trajectories. 0.0 if there is
-      no trajectory.
-    - count: number of these trajectories.
+    - mean: KL in nats, averaged over the trained tokens of each trajectory, then over the trajectories. 0.0
+      if there is no trajectory.
+    - count: number of trajectories with a trained token. Other trajectories are ignored.
     """
     found, rows = inputs.trajectories, np.flatnonzero(inputs.sums.trained)
     if not len(rows):
@@ -139,11 +147,15 @@ def mean_kl(inputs: AdvantageInputs) -> tuple[float, int]:
 
 
 def step_weights(table: SampleTable, sums: SequenceSums, config: Config) -> SequenceWeights:
-    """Return the weights of the sequences of one optimizer step.
+    """Return the loss weights of the sequences of one optimizer step.
 
-    A token that the mismatch correction rejects loses its policy term. It keeps KL and entropy, unless
-    algorithm.mask_applies_to is "all". By default it still counts in the denominator of the mean. With
-    mismatch.renormalize, the mean is taken only over the tokens that are kept.
+    The weights implement the mean over tokens that algorithm.loss_agg_mode asks for. Tokens that the mismatch
+    correction rejects count in the denominator of this mean. With mismatch.renormalize, they do not count in
+    the mean of the policy term, and with algorithm.mask_applies_to=all not in the mean of KL and entropy
+    either.
+
+    table: group, trajectory and reward of each of the S sequences.
+    sums: numbers of trained and of kept tokens of each sequence.
     """
     mode, longest = config.algorithm.loss_agg_mode, config.rollout.max_response_length
     ones = np.ones(len(sums.trained))
@@ -165,10 +177,15 @@ def token_coefficients(
     weights: SequenceWeights,
     applies_to: MaskAppliesTo,
 ) -> dict[str, np.ndarray | None]:
-    """Return the arrays advantage, weight, policy_factor and loss_mask of one mini-batch, each [T].
+    """Return {name: array [T]} of advantage, weight, policy_factor and loss_mask for a mini-batch's tokens.
 
-    credit, weights: those of the mini-batch's sequences.
-    applies_to: "all": tokens that the mismatch correction rejects are no longer trained tokens.
+    policy_factor is None if there is no mismatch correction.
+
+    measured: KL and mismatch correction of the mini-batch's tokens.
+    credit: advantages of the mini-batch's sequences.
+    weights: loss weights of the mini-batch's sequences.
+    applies_to: what tokens lose that the mismatch correction rejects. "policy": their policy term (factor 0).
+        "all": all terms, because they are removed from the loss mask.
     """
     sequence, mask = batch.sequence_id, batch.loss_mask
     advantage = credit.of_tokens(sequence, mask, measured.suffix)

@@ -1,6 +1,6 @@
 """Measurement of the mismatch between the log-probs of engine and trainer for the same tokens and weights.
 
-correction.py defines delta and the ratio, and contains what the loss does about the mismatch.
+correction.py defines delta and the ratio, and corrects the loss for the mismatch.
 """
 
 from collections.abc import Callable
@@ -28,15 +28,15 @@ def mismatch_metrics(
 
     With delta = logp - rollout_logp and ratio = exp(delta), the metrics over trained tokens are:
 
-    - mismatch/max and mismatch/mean: of |delta|, in nats.
-    - mismatch/k3: mean of ratio - 1 - delta, an estimate of KL(engine || trainer).
+    - mismatch/max and mismatch/mean: maximum and mean of |delta|, in nats.
+    - mismatch/k3: mean of ratio - 1 - delta, an estimate of KL(engine || trainer) in nats.
     - mismatch/ratio: quantiles of the ratio.
     - mismatch/worst: the tokens with the largest |delta|, as rows (|delta|, index_in_step, engine's
       log-prob, trainer's log-prob). Only if `index_in_step` is given.
 
-    rollout_logp, logp: float [t], log-probs of the engine and of the trainer.
+    rollout_logp, logp: float [t], log-probs of the same t tokens in the engine and in the trainer.
     mask: bool [t], True for trained tokens.
-    index_in_step: int64 [t], the index of each token in the step, by which it can be found again.
+    index_in_step: int64 [t], index of each token among all tokens of the training step.
     """
     logp = logp.detach()
     delta = torch.where(mask, logp - rollout_logp, 0)
@@ -58,9 +58,10 @@ def mismatch_metrics(
 
 
 def measure_mismatch(batch: TrainBatch) -> Metrics:
-    """Return `mismatch_metrics` of a batch, with its old_logp as the trainer's log-probs.
+    """Return the metrics of the mismatch between engine and trainer for a batch (see `mismatch_metrics`).
 
-    old_logp must have been computed with the same weights that the engine sampled with.
+    batch.old_logp has the trainer's log-probs. They must have been computed with the same weights that the
+    engine sampled with.
     """
     arrays = (batch.rollout_logp, batch.old_logp, batch.loss_mask, batch.index_in_step)
     return mismatch_metrics(*map(torch.from_numpy, arrays))
@@ -68,12 +69,16 @@ def measure_mismatch(batch: TrainBatch) -> Metrics:
 
 @dataclass(frozen=True)
 class MismatchReport:
-    """The result of `mismatch_report`: a message about a step's mismatch, and whether the run must stop."""
+    """Findings on a step's mismatch between engine and trainer, and whether the run must stop.
+
+    `mismatch_report` returns this object.
+    """
 
     worst: str
-    """One line of text for each of the tokens with the largest mismatch, with the token in its context."""
+    """One line for each of the tokens with the largest mismatch. The line shows the token in its context."""
     text: str
-    """Message to the user. Empty if the mismatch is within mismatch.threshold or need not be reported."""
+    """Message to the user. Empty if the mismatch is within mismatch.threshold, or if mismatch.action asks for
+    no message."""
     stop: bool
     """True if the run must stop."""
 
@@ -85,9 +90,9 @@ def mismatch_report(
 
     The mismatch is the difference between the engine's and the trainer's log-probs of the same tokens.
 
-    metrics: `mismatch_metrics` of the step's batches.
+    metrics: merged results of `mismatch_metrics` for the step's batches.
     batches: the mini-batches of the step.
-    decode: function from token ids to text, for showing the worst tokens. If None, token ids are shown.
+    decode: function from token ids to text, to show the worst tokens. If None, token ids are shown.
     """
     whole = TrainBatch.concatenate(batches)
     decode = decode or (lambda ids: " ".join(map(str, ids)))
@@ -105,14 +110,14 @@ def mismatch_report(
 def describe_worst(
     worst: list[tuple], tokens: np.ndarray, cu_seqlens: np.ndarray, decode: Decode, context: int = 12
 ) -> str:
-    """Return one line per row of `worst`: both log-probs, and the >>marked<< token in its context.
+    """Return one line of text per row of `worst`: both log-probs, and the >>marked<< token in its context.
 
     worst: rows (|delta|, index_in_step, engine's log-prob, trainer's log-prob) of the metric mismatch/worst.
         `index_in_step` is an index into `tokens`. The log-probs are those of the token after this index.
     tokens: int [T], the token ids of the whole step.
     cu_seqlens: int [S+1], start of each of the step's S sequences in `tokens`, and the end of the last one.
     decode: function from token ids to text.
-    context: how many tokens to show before the marked one. Half as many are shown after it.
+    context: number of tokens to show before the marked token. Half as many are shown after it.
     """
     lines = []
     for difference, index, engine, trainer in worst:

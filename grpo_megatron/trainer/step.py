@@ -13,31 +13,35 @@ from grpo_megatron.trainer.policy import PolicyTrainer
 
 
 class StepTrainer:
-    """Runs the passes of each training step: computes old and reference log-probs, takes optimizer steps.
+    """Runs the passes of each training step: computes old and reference log-probs, and takes optimizer steps.
 
     policy: the trainer, whose ranks compute the passes
     """
 
     def __init__(self, policy: PolicyTrainer, config: Config, phases: Phases):
-        """Prepare the passes.
+        """Store the arguments.
 
-        phases: measures the time of the passes under the names `logprobs`, `train` and `reference`.
+        phases: timer that measures the passes under the names `logprobs`, `train` and `reference`.
         """
         self.policy, self._config, self._phases = policy, config, phases
 
     @property
     def cost_model(self) -> CostModel:
-        """Estimate of a sequence's compute time, by which sequences are divided among replicas."""
+        """Estimate of a sequence's compute cost, used to divide sequences evenly among replicas."""
         return self.policy.cost_model
 
     def logprobs(self, mini_batches: list[MiniBatch], keep_hidden: bool = False) -> Metrics:
         """Set the log-probs of the old policy (batch.old_logp) and of the reference model (batch.ref_logp).
 
-        keep_hidden: if True, keep the reference's last hidden states on the ranks, for the exact KL.
+        train.old_logprobs decides whether old log-probs are recomputed, taken from the engine, or not set.
+        Reference log-probs are computed only if the algorithm has a KL term.
+
+        keep_hidden: if True, keep the reference model's last hidden states on the ranks. The training pass
+            computes the exact KL from these states.
 
         Returns metrics of the mismatch, which is the difference between the log-probs of engine and trainer.
-        The result is empty if the old log-probs were not recomputed, because the first optimizer step then
-        measures the mismatch.
+        If the old log-probs are not recomputed, the result is empty, and the first optimizer step measures
+        the mismatch.
         """
         config, mismatch = self._config, []
         with self._phases("logprobs"):
@@ -57,9 +61,10 @@ class StepTrainer:
         return merge(mismatch)
 
     def train(self, step: int, mini_batches: list[MiniBatch], loss: PolicyLoss) -> list[Metrics]:
-        """Take one optimizer step per mini-batch in each of train.ppo_epochs epochs.
+        """Train on the mini-batches: one optimizer step per mini-batch in each of train.ppo_epochs epochs.
 
-        Then copy the current weights into the reference weights, if `step` is a multiple of ref.reset_every.
+        Afterwards the policy's weights are copied into the reference weights if `step` is a multiple of
+        ref.reset_every.
 
         step: index of the training step.
         Returns the metrics of each optimizer step, in order.
@@ -69,7 +74,7 @@ class StepTrainer:
         with self._phases("train"):
             for mini in mini_batches * self._config.train.ppo_epochs:
                 trained.append(self.policy.train_step(mini.batch, mini.plan, loss, current, mini.key))
-                # after the first step, policy and engine are expected to differ
+                # From the second optimizer step on, policy and engine are expected to differ.
                 loss = replace(loss, mismatch_limit=None)
         every = self._config.ref.reset_every
         if every and step % every == 0:
