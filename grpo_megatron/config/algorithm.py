@@ -57,7 +57,7 @@ class KLControlConfig:
         "approaches target_kl (arXiv:1909.08593 section 2.2).",
     )
     kl_coef: float = option(
-        0.001, "Coefficient of the KL in the reward. With type=adaptive it is the first one.", ge=0
+        0.001, "Coefficient of the KL in the reward. With type=adaptive it is the initial value.", ge=0
     )
     target_kl: float = option(0.1, "KL per token that an adaptive coefficient approaches.", "nats", gt=0)
     horizon: float = option(
@@ -86,8 +86,8 @@ class AlgorithmConfig:
     adv_whiten: bool = option(False, "true: advantages are whitened over all trained tokens of the step.")
     adv_clip: float | None = option(
         None,
-        "Largest absolute value of an advantage. Larger ones are cut to it, after whitening. null: there is "
-        "no limit.",
+        "Largest absolute value of an advantage. Larger advantages are clipped to it, after whitening. null: "
+        "there is no limit.",
         gt=0,
     )
     use_valid_token_scale: bool = option(
@@ -105,18 +105,18 @@ class AlgorithmConfig:
     )
     ratio_level: Literal["token", "sequence", "sequence_sum"] = option(
         "token",
-        "What the policy ratio is of. token: each token. sequence: the geometric mean over the sequence "
-        "(GSPO). sequence_sum: the whole sequence.",
+        "Text that a policy ratio is computed for. token: each token. sequence: the whole response, as the "
+        "geometric mean of its tokens' ratios (GSPO). sequence_sum: the whole response, as their product.",
     )
     surrogate: FilledText = option(
         "clip",
         "Objective of a token: clip (PPO), cispo, reinforce (without a policy ratio), or module:function.",
     )
     clip_ratio_low: float = option(
-        0.2, "Distance below 1 at which the policy ratio is clipped: at 1 - this.", ge=0
+        0.2, "Lower clip range of the policy ratio: it is clipped at 1 minus this.", ge=0
     )
     clip_ratio_high: float = option(
-        0.2, "Distance above 1 at which the policy ratio is clipped: at 1 + this.", ge=0
+        0.2, "Upper clip range of the policy ratio: it is clipped at 1 plus this.", ge=0
     )
     clip_ratio_c: float | None = option(
         None,
@@ -126,8 +126,8 @@ class AlgorithmConfig:
     )
     early_stop_imp_ratio: float | None = option(
         None,
-        "Largest mean policy ratio over the trained tokens of an optimizer step. A step with a larger one "
-        "is dropped. null: no step is dropped for it.",
+        "Largest mean of the policy ratio over the trained tokens of an optimizer step. A step with a larger "
+        "mean is dropped. null: there is no limit.",
         gt=1,
     )
     loss_agg_mode: Literal[
@@ -141,8 +141,8 @@ class AlgorithmConfig:
     kl_loss_coef: float = option(0.001, "Coefficient of the KL in the loss.", ge=0)
     kl_loss_type: Literal[(*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS), "full")] = option(
         "k3",
-        "Estimator of the KL in the loss: k1 (or kl), abs, k2 (mse), k3 (low_var_kl), each also with a + at "
-        "the end (with the gradient of k2), or full (exact, over the whole vocabulary).",
+        "Estimator of the KL in the loss: k1 (or kl), abs, k2 (mse) or k3 (low_var_kl). With a + at the end, "
+        "such as k3+, its gradient is that of k2. full: no estimate, but the KL over the whole vocabulary.",
     )
     kl_loss_unbiased: bool = option(
         False,
@@ -161,19 +161,20 @@ class AlgorithmConfig:
     entropy_coeff: float = option(0.0, "Coefficient of the entropy bonus. 0: there is none.")
     entropy_floor: float | None = option(
         None,
-        "Mean entropy below which the entropy bonus acts, in the step after. null: it always acts.",
+        "A step has the entropy bonus only if the mean entropy of the step before was below this. null: "
+        "every step has it.",
         "nats per token",
         gt=0,
     )
     mask_applies_to: MaskAppliesTo = option(
         MaskAppliesTo.policy,
-        "What a token loses that the section mismatch masks. policy: its policy term. all: its KL and "
-        "entropy terms too.",
+        "Loss terms that are removed from a token that section mismatch masks. policy: the policy term. "
+        "all: the KL and entropy terms too.",
     )
 
     @property
     def needs_reference(self) -> bool:
-        """True if log-probs under the reference policy are needed."""
+        """Return True if log-probs under the reference policy are needed, for a KL in the loss or reward."""
         return self.use_kl_loss or self.use_kl_in_reward
 
 
@@ -181,27 +182,27 @@ class AlgorithmConfig:
 class MismatchConfig:
     correction: MismatchCorrection = option(
         MismatchCorrection.none,
-        "Weight of the policy term by the ratio of trainer to engine: none, tis, icepop, seq_tis or mis. "
-        "docs/algorithms.md explains them.",
+        "Method that weights the policy term by the ratio of trainer to engine: none, tis, icepop, seq_tis "
+        "or mis. docs/algorithms.md explains them.",
     )
     ratio_low: float | None = option(
-        None, "Lower bound of the correction's ratio. null: the published one.", ge=0
+        None, "Lower bound of the correction's ratio. null: the bound in docs/algorithms.md.", ge=0
     )
     ratio_high: float | None = option(
-        None, "Upper bound of the correction's ratio. null: the published one.", gt=0
+        None, "Upper bound of the correction's ratio. null: the bound in docs/algorithms.md.", gt=0
     )
     rejection: MismatchRejection = option(
         MismatchRejection.none,
-        "What masks policy terms, without weighting them: the ratio of tokens or sequences, or an estimate "
-        "of the KL between engine and trainer. docs/algorithms.md explains the choices.",
+        "Criterion by which the policy terms of tokens or sequences are masked: the ratio of trainer to "
+        "engine, or an estimate of their KL. docs/algorithms.md explains the choices.",
     )
     rejection_low: float | None = option(
-        None, "Smallest ratio that the rejection keeps. null: the published one.", ge=0
+        None, "Smallest ratio that the rejection keeps. null: the bound in docs/algorithms.md.", ge=0
     )
     rejection_high: float | None = option(
         None,
-        "Largest ratio that the rejection keeps, or largest KL in nats. null: the published one; for a KL "
-        "there is none.",
+        "Largest ratio that the rejection keeps, or largest KL in nats. null: the bound in "
+        "docs/algorithms.md; for a KL there is none, so it must be set.",
         gt=0,
     )
     renormalize: bool = option(
@@ -211,8 +212,8 @@ class MismatchConfig:
     )
     action: MismatchAction = option(
         MismatchAction.warn,
-        "What happens to tokens beyond threshold. off: nothing. warn: the worst are printed. mask: their "
-        "policy terms are masked. stop: the run ends without the step.",
+        "What happens to tokens whose difference exceeds threshold. off: nothing. warn: the worst are "
+        "printed. mask: their policy terms are masked. stop: the run ends without applying the step.",
     )
     threshold: float = option(
         1.0, "Largest acceptable difference between a token's log-probs of engine and trainer.", "nats", gt=0

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class Command(StrEnum):
-    """A command that makes a run. The value is its name on the command line."""
+    """A subcommand of grpo-megatron that makes a run. The value is its name on the command line."""
 
     train = "train"
     sft = "sft"
@@ -13,10 +13,10 @@ class Command(StrEnum):
 
     @property
     def trains(self) -> bool:
-        """True if the command starts trainer ranks."""
+        """Return True if the command starts trainer ranks."""
         return self != Command.eval
 
     @property
     def generates(self) -> bool:
-        """True if the command starts engines. `train` starts none if it replays recorded rollouts."""
+        """Return True if the command starts engines. `train` starts none if it replays recorded rollouts."""
         return self in (Command.train, Command.eval)

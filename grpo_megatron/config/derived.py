@@ -10,7 +10,7 @@ from grpo_megatron.config.schema import Config, Precision, Recompute
 
 
 def scores_on_ranks(config: Config) -> bool:
-    """Return True if the trainer's ranks hold a frozen reward model beside the policy.
+    """Return True if the trainer's ranks hold a frozen reward model beside the policy, to score samples.
 
     A run that replays recorded samples (rollout.replay) needs no reward model, because the samples have been
     scored already.
@@ -21,7 +21,8 @@ def scores_on_ranks(config: Config) -> bool:
 def scorer_config(config: Config) -> Config:
     """Return the configuration with which the ranks build the frozen reward model beside the policy.
 
-    It is the policy's, without adapters, recomputation and FP8, and with equally many layers in each stage.
+    It is the configuration of the policy, without LoRA adapters and recomputation, and with bf16 in place of
+    FP8. The layers are divided equally among the pipeline stages.
     """
     megatron = config.megatron
     precision = Precision.bf16 if megatron.precision == Precision.fp8 else megatron.precision
@@ -34,10 +35,10 @@ def scorer_config(config: Config) -> Config:
 def lr_decay_steps(config: Config, command: Command) -> int:
     """Return the length of the learning-rate schedule in optimizer steps, including the warm-up.
 
-    The length is optimizer.lr_decay_steps if that is set, and else the number of optimizer steps of the run.
+    The length is optimizer.lr_decay_steps if that is set, or else the number of optimizer steps of the run.
 
-    command: with `train`, a step of the run may have several optimizer steps. With any other command, it has
-        one.
+    command: the command of the run. A step of `train` may have several optimizer steps; a step of the other
+        commands has one.
     """
     if config.optimizer.lr_decay_steps is not None:
         return config.optimizer.lr_decay_steps
@@ -53,9 +54,10 @@ def pack_limit(config: Config) -> int:
 
 
 def evaluation_rollout(config: Config) -> RolloutConfig:
-    """Return how the evaluation samples: like the training, except for what the section eval sets.
+    """Return the settings of section `rollout` with which the evaluation generates responses.
 
-    It uses neither beam search nor top-k sampling.
+    Number of samples, temperature, top-p and maximum length come from section `eval`; all else is as in
+    training. Beam search and top-k sampling are off.
     """
     rollout, own = config.rollout, config.eval
     return replace(

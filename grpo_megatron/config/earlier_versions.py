@@ -22,9 +22,9 @@ REMOVED_VALUES = {
 
 
 def removed_value_problem(key: str, value: object) -> str | None:
-    """Return a message if only earlier versions accepted the value of this key, else None.
+    """Return an error message if only earlier versions accepted the value of this key, else None.
 
-    If `value` is a list, its items are checked. The message says what to use instead.
+    The message says what to use instead. If `value` is a list, each of its items is checked.
     """
     for item in value if isinstance(value, list) else [value]:
         if isinstance(item, str) and (key, item) in REMOVED_VALUES:

@@ -38,9 +38,9 @@ class EngineConfig:
     )
     data_parallel_attention: int = option(
         1,
-        "Number of groups of an engine's ranks that compute attention for requests of their own. Each group "
-        "has whole attention layers and its own part of the KV cache. 1: all ranks share the attention "
-        "layers. It needs GPUs.",
+        "Number of groups into which an engine's ranks are divided for attention. Each group has whole "
+        "attention layers, requests of its own, and its own part of the KV cache. 1: all ranks share the "
+        "attention layers. More than 1 needs GPUs.",
         gt=0,
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
@@ -72,8 +72,8 @@ class EngineConfig:
     )
     prefix_cache: bool = option(
         True,
-        "true: the engine keeps keys and values for requests with the same beginning (SGLang's radix "
-        "cache). Without such requests, as with short prompts and one turn, it only costs time.",
+        "true: the engine reuses keys and values for requests with the same beginning (SGLang's radix "
+        "cache). If there are few such requests, as with short prompts and one turn, it only costs time.",
     )
     cpu_threads: Threads = option(
         "auto",
@@ -87,7 +87,7 @@ class EngineConfig:
     )
     request_timeout: float = option(
         1800.0,
-        "Longest time without any finished sample. After that the run gives up on the engines.",
+        "Longest time in which no sample is finished. After that the run gives up on the engines.",
         "seconds",
         gt=0,
         le=LONGEST_WAIT,

@@ -21,8 +21,9 @@ class FP8Format(str, Enum):
 class FP8Config:
     recipe: FP8Recipe = option(
         FP8Recipe.tensorwise,
-        "Where the scales come from. tensorwise: the tensor itself. delayed: its last largest values. "
-        "blockwise: blocks of 128, for weights of 128 x 128. mxfp8: blocks of 32, on Blackwell.",
+        "How scales are computed. tensorwise: one scale from the tensor's largest value. delayed: one scale "
+        "from its largest values in earlier steps. blockwise: one scale for each block of 128 values, or of "
+        "128 x 128 for weights. mxfp8: one scale for each block of 32 values; it needs Blackwell.",
     )
     format: FP8Format = option(
         FP8Format.hybrid, "FP8 formats. hybrid: E5M2 for gradients, E4M3 for all else. e4m3: E4M3 for all."

@@ -21,7 +21,7 @@ _PLAIN = {int: "integer", float: "number", bool: "true or false", str: "text", t
 
 @cache
 def known_keys(cls: type = Config, prefix: str = "") -> dict[str, FieldInfo]:
-    """Return {dotted key: pydantic's description of the field} of the whole schema, in the schema's order.
+    """Return {dotted key: pydantic's description of the field} of all keys, in the schema's order.
 
     Sections such as `rollout` are included.
 
@@ -37,6 +37,7 @@ def known_keys(cls: type = Config, prefix: str = "") -> dict[str, FieldInfo]:
 
 
 def is_section(field: FieldInfo) -> bool:
+    """Return True if a field is a section, such as `rollout`, and not a key with a value."""
     return dataclasses.is_dataclass(field.annotation)
 
 
@@ -93,6 +94,7 @@ def value_problem(key: str, field: FieldInfo, error: dict[str, Any]) -> str:
 
 
 def default_of(field: FieldInfo) -> Any:
+    """Return the default value of a key."""
     return field.get_default(call_default_factory=True)
 
 
@@ -102,16 +104,18 @@ def unit_of(field: FieldInfo) -> str:
 
 
 def is_internal(field: FieldInfo) -> bool:
-    """Return whether a key is for tests, so that docs/config.md and lists of keys leave it out."""
+    """Return True if a key is only for tests. docs/config.md and lists of keys leave it out then."""
     return field.json_schema_extra["internal"]
 
 
 def unknown_key_problem(key: str, name: str = "", value: Any = None) -> str:
-    """Return what is wrong with an unknown key: its name today, or a similar one, if there is any.
+    """Return an error message about an unknown key.
 
-    key: the dotted key.
-    name: last part of the key as a file has it, which may contain dots by mistake.
-    value: its value.
+    The message says what the key is called now, if it was renamed, or suggests the most similar known key.
+
+    key: the unknown dotted key.
+    name: last part of the key as it is written in a file. It may contain dots by mistake.
+    value: value of the key. It may be a nested mapping.
     """
     shown = shortened(repr(key))
     if key in RENAMED_KEYS:
@@ -128,12 +132,12 @@ def unknown_key_problem(key: str, name: str = "", value: Any = None) -> str:
 
 
 def _buried_key(key: str, value: Any) -> str | None:
-    """Return the known key at the end of an unknown nested one, for a `did you mean` hint; else None.
+    """Return the known key with which an unknown key ends, for a `did you mean` hint; None if there is none.
 
-    It finds rollout.n in verl's actor_rollout_ref.rollout.n.
+    For example, verl's actor_rollout_ref.rollout.n ends with the known key rollout.n.
 
     key: the unknown dotted key.
-    value: its value. The first key of each nested mapping in it continues the dotted key.
+    value: value of the key. If it is a nested mapping, the first key at each level is appended to `key`.
     """
     while isinstance(value, dict) and value:
         name, value = next(iter(value.items()))

@@ -46,10 +46,10 @@ _REQUIRED = {
 class Layer:
     """Settings from one source: a YAML file, a preset or a `key=value` argument.
 
-    A configuration is merged from the schema's defaults and its layers.
+    The layers override the schema's defaults, and later layers override earlier ones.
 
     source: path of the file, `preset NAME`, or `command line`. Error messages name it.
-    values: nested plain values as written. ${references} to other keys are not resolved yet.
+    values: nested plain values as they were written. ${references} to other keys are not resolved yet.
     lines: {dotted key: line in the file, from 1}. Empty for a preset or an argument.
     """
 
@@ -67,25 +67,27 @@ class ResolvedConfig:
     origins: dict[str, str]
     """{dotted key: `default`, `preset NAME`, `FILE:line` or `command line`} of all keys."""
     refused: dict[str, str]
-    """{dotted key: error message} of each setting that the schema refuses, beginning with its origin."""
+    """{dotted key: error message} of each setting that the schema refuses. The message names the origin."""
 
     @property
     def values(self) -> dict[str, Any]:
-        """{dotted key: value} of all keys."""
+        """Return {dotted key: value} of all keys."""
         return flat(self.config)
 
 
 def read_config(path: str | None, overrides: list[str], command: Command = Command.train) -> Config:
     """Return the typed configuration for a command, with all required keys set.
 
-    It merges four sources. Each source overrides the sources before it: the schema's defaults, the preset
-    named by algorithm.preset, the YAML file, and the `key=value` overrides. Rules between keys are not
-    checked here; preflight.check.load_config checks them too.
+    Four sources are merged, each of which overrides the sources before it: the schema's defaults, the preset
+    named by algorithm.preset, the YAML file, and the overrides. Rules between keys are not checked here;
+    preflight.check.load_config checks them too.
 
+    path: the YAML file. None: no file.
+    overrides: arguments `key=value`.
     command: decides which keys are required.
 
-    Raises UserError for an unreadable file. Raises UserError also with all unknown keys (the message names
-    the nearest known key), illegal values, and required keys without a value.
+    Raises UserError for a file that cannot be read, unknown keys, illegal values, and required keys without a
+    value. The message lists all such keys.
     """
     settings = resolve(path, overrides)
     must_be_legal([*settings.refused.values(), *missing_values(settings.config, command)])
@@ -102,18 +104,26 @@ def must_be_legal(problems: list[str]) -> None:
 def resolve(path: str | None, overrides: list[str]) -> ResolvedConfig:
     """Return the typed configuration, where its values come from, and all settings that the schema refuses.
 
-    This function checks neither that required keys have a value nor the rules between keys. Raises UserError
-    for a source that cannot be read, and for an unknown preset.
+    Rules between keys are not checked, nor whether required keys have a value.
+
+    path: the YAML file. None: no file.
+    overrides: arguments `key=value`.
+
+    Raises UserError for a source that cannot be read, and for an unknown preset.
     """
     return merge(layers(path, overrides))
 
 
 def layers(path: str | None, overrides: list[str]) -> list[Layer]:
-    """Return the layers of the configuration, of which later ones override earlier ones.
+    """Return the layers of the configuration in order. Each layer overrides the layers before it.
 
-    They are the preset that the file or an override names, the YAML file `path`, and the `overrides`
-    (key=value). Raises UserError for a source that cannot be read or parsed, and for an unknown preset. Keys
-    and types are not checked here, but in `merge`.
+    The first layer is the preset that the file or an override names, if any. Then come the YAML file and each
+    override. Keys and types are not checked here, but in `merge`.
+
+    path: the YAML file. None: no file.
+    overrides: arguments `key=value`.
+
+    Raises UserError for a source that cannot be read or parsed, and for an unknown preset.
     """
     sources = read_sources(path, overrides)
     return [*read_preset(sources), *sources]
@@ -122,7 +132,8 @@ def layers(path: str | None, overrides: list[str]) -> list[Layer]:
 def read_sources(path: str | None, overrides: list[str]) -> list[Layer]:
     """Return the layer of the YAML file and one layer for each argument, but not the layer of the preset.
 
-    path: the YAML file; None: no file.
+    path: the YAML file. None: no file.
+    overrides: arguments `key=value`.
 
     Raises UserError for a file or an argument that cannot be read or parsed.
     """
@@ -152,7 +163,7 @@ def read_preset(sources: list[Layer]) -> list[Layer]:
 
 
 def merge(settings: list[Layer]) -> ResolvedConfig:
-    """Return the schema's defaults, overridden by the layers. A later layer overrides an earlier layer."""
+    """Return the typed configuration: the schema's defaults, overridden by one layer after the other."""
     values, origins, refused = plain(Config()), dict.fromkeys(flat(Config()), DEFAULT), {}
     for layer in settings:
         _overlay(values, layer.values)
@@ -166,14 +177,14 @@ def merge(settings: list[Layer]) -> ResolvedConfig:
         for names, problem in problems.items():
             key = ".".join(names)
             refused[key] = f"{_origin(key, origins)}: {problem}"
-            # Without the refused settings, the rest can be checked.
+            # Remove the refused settings, so that the next round can check the rest.
             reduce(getitem, names[:-1], values).pop(names[-1])
 
 
 def _overlay(values: dict[str, Any], layer: dict[str, Any]) -> None:
-    """Write the settings of a layer into `values`, over the values that are there.
+    """Write the settings of a layer into `values`. They override the values that are there.
 
-    Both are nested values, such as Layer.values.
+    values, layer: nested mappings, such as Layer.values.
     """
     for name, value in layer.items():
         if isinstance(value, dict) and isinstance(values.get(name), dict):
@@ -183,9 +194,12 @@ def _overlay(values: dict[str, Any], layer: dict[str, Any]) -> None:
 
 
 def _validated(values: dict[str, Any]) -> tuple[Config | None, dict[tuple[str, ...], str]]:
-    """Return (typed configuration, {}), or (None, {names of the key: problem}) if some values are illegal.
+    """Check the values of a configuration against the schema.
 
-    values: nested values. They may contain ${references} to each other. Not all problems are found at once.
+    Returns (typed configuration, {}) if all values are legal, and else (None, {key: problem}). A key is a
+    tuple of names, such as ("rollout", "n"). Some problems are only found after others are removed.
+
+    values: nested mapping of settings. A value may be a ${reference} to another key.
     """
     problems = _misread(values)
     if problems:
@@ -204,11 +218,15 @@ def _validated(values: dict[str, Any]) -> tuple[Config | None, dict[tuple[str, .
 
 
 def _misread(values: dict[str, Any], parents: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
-    """Return {names of the key: problem} of values that OmegaConf or pydantic would take for something else.
+    """Return the problems of values that OmegaConf or pydantic would misread instead of refusing them.
 
-    YAML reads a bare `off` as false. Where `off` is a choice of the key, this function changes the value back
-    to the text "off".
+    An example is true for an integer, which pydantic would read as 1. The result is {key: problem}, where a
+    key is a tuple of names, such as ("rollout", "n").
 
+    YAML reads an unquoted `off` as false. If `off` is a choice of the key, this function changes the value
+    back to the text "off".
+
+    values: nested mapping of settings.
     parents: names of the sections around `values`.
     """
     problems = {}
@@ -235,7 +253,7 @@ def _misread(values: dict[str, Any], parents: tuple[str, ...] = ()) -> dict[tupl
 
 
 def _problem(error: dict[str, Any]) -> tuple[tuple[str, ...], str]:
-    """Return (names of the key, problem) for one of pydantic's errors."""
+    """Convert one of pydantic's errors to (names of the key, such as ("rollout", "n"), error message)."""
     names = tuple(part for part in error["loc"] if isinstance(part, str))
     key = ".".join(names)
     if error["type"] == "unexpected_keyword_argument":
@@ -244,11 +262,11 @@ def _problem(error: dict[str, Any]) -> tuple[tuple[str, ...], str]:
 
 
 def _origin(key: str, origins: dict[str, str]) -> str:
-    """Return the origin (such as `FILE:line`) of the last setting of a key.
+    """Return the origin (such as `FILE:line`) of the setting that gave a key its value.
 
-    A key within it, or the mapping around it, may have been set instead.
+    That setting may also be one of a key within this key, or of the mapping around it.
 
-    origins: {dotted key: origin}.
+    origins: {dotted key: origin} of all keys, known and unknown.
     """
     return next(
         (
@@ -271,13 +289,12 @@ def plain(config: Config) -> dict[str, Any]:
 
 
 def leaves(layer: dict, parents: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield (names, value) for each value that a layer sets, for known and unknown keys.
+    """Yield (names of the key, value) for each value that a layer sets, for known and unknown keys.
 
-    names: parts of the dotted key, such as ("rollout", "n").
-    value: the value as written. For a section, or a mapping under an unknown key, the values in it are
-        yielded instead.
+    The names are the parts of the dotted key, such as ("rollout", "n"). A section, or a mapping under an
+    unknown key, is not yielded itself, but each value in it.
 
-    layer: nested values, such as Layer.values.
+    layer: nested mapping, such as Layer.values.
     parents: names of the sections around `layer`.
     """
     known = known_keys()
@@ -300,7 +317,7 @@ def flat(config: Config) -> dict[str, Any]:
 
 
 def missing_values(config: Config, command: Command) -> list[str]:
-    """Return [a sentence] about the required keys of a command that have no value; empty if all have one."""
+    """Return [error message] about a command's required keys that have no value; [] if all have one."""
     required, values = ["model.path", *_REQUIRED.get(command, [])], flat(config)
     missing = [key for key in required if values[key] in (None, "", [], MISSING)]
     return [f"no value for {', '.join(missing)}; set it in the YAML file or as key=value"] if missing else []

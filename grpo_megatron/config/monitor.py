@@ -11,24 +11,27 @@ LISTENERS = ("wandb", "prometheus")
 @dataclass
 class MonitorConfig:
     samples_every: int = option(
-        10, "Some groups of a step are shown as text every this many steps. 0: never.", "steps", ge=0
+        10, "Interval at which some groups of a step are shown as text. 0: never.", "steps", ge=0
     )
-    sample_groups: int = option(2, "Number of groups that are shown at a time.", gt=0)
+    sample_groups: int = option(2, "Number of groups that are shown of a step.", gt=0)
     sample_characters: int = option(
         4000,
-        "Largest number of characters shown of a prompt or a response. The middle of a longer one is left "
+        "Number of characters that are shown of a prompt or a response. The middle of a longer text is left "
         "out.",
         "characters",
         ge=100,
     )
     histograms_every: int = option(
         1,
-        "Histograms of rewards, response lengths and advantages are made every this many steps. 0: never.",
+        "Interval at which histograms of rewards, response lengths and advantages are made. 0: never.",
         "steps",
         ge=0,
     )
     timeline_mib: int = option(
-        64, "Size at which timeline.json becomes timeline.previous.json, and a new file begins.", "MiB", gt=0
+        64,
+        "Size at which timeline.json is renamed timeline.previous.json and a new file begins.",
+        "MiB",
+        gt=0,
     )
     listeners: list[Literal[LISTENERS]] = option(
         [],
@@ -39,7 +42,7 @@ class MonitorConfig:
     )
     prometheus_address: FilledText = option(
         "127.0.0.1",
-        "Address at which Prometheus may ask for the newest scalars, with monitor.listeners=[prometheus]. "
-        "Whoever reaches it can read them.",
+        "Address at which Prometheus can fetch the newest scalars, with monitor.listeners=[prometheus]. "
+        "Everyone who can connect to it can read them.",
     )
     prometheus_port: int = option(9400, "Port of monitor.prometheus_address.", gt=0, le=65535)

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-# In seconds (four months). Timers of the operating system and of libraries overflow at very large values.
+# Largest legal time limit in seconds, about four months. Timers of the operating system and of libraries
+# overflow at very large values.
 LONGEST_WAIT = 10**7
 
 # Decorator of the schema's classes. An unknown key, infinity and NaN are errors.
@@ -25,10 +26,11 @@ dataclass = partial(
 def option(default: Any, help: str, unit: str = "", is_internal: bool = False, **bounds: Any) -> Any:
     """Return the pydantic field of one key of the schema.
 
-    help: what the key does, for the texts that `grpo-megatron config` prints.
-    unit: unit of a quantity, such as `seconds`.
-    is_internal: the key is for tests. docs/config.md and lists of keys leave it out.
-    bounds: bounds of a number: gt, ge, lt, le, as in pydantic.
+    default: default value of the key. MISSING: the key must be set.
+    help: meaning of the key, as docs/config.md and `grpo-megatron config` show it.
+    unit: unit of the value, such as `seconds`.
+    is_internal: True if the key is only for tests. docs/config.md and lists of keys leave it out then.
+    bounds: bounds of a number, named gt, ge, lt and le as in pydantic.
     """
     settings = {"description": help, "json_schema_extra": {"unit": unit, "internal": is_internal}, **bounds}
     if isinstance(default, (list, dict)):
@@ -37,14 +39,19 @@ def option(default: Any, help: str, unit: str = "", is_internal: bool = False, *
 
 
 def section(cls: type, help: str) -> Any:
-    """Return the pydantic field of a section of the schema. The fields of `cls` are the section's keys."""
+    """Return the pydantic field of a section of the schema.
+
+    cls: class of the section. Its fields are the section's keys.
+    help: meaning of the section, as docs/config.md shows it.
+    """
     return Field(default_factory=cls, description=help, json_schema_extra={"unit": "", "internal": False})
 
 
 def _text(must: str, fits: Callable[[str], bool]) -> Any:
-    """Return the type of texts for which `fits` returns True.
+    """Return a type for pydantic: text that meets a condition.
 
-    must: the condition in words, for messages, such as `must not be empty`.
+    must: the condition in words, for error messages, such as `must not be empty`.
+    fits: function that returns True for a text that meets the condition.
     """
 
     def check(value: str) -> str:

@@ -63,7 +63,7 @@ class RewardConfig:
         {},
         "Terms whose weighted sum is the reward, in place of reward.function. An example is {right: "
         "{function: math, weight: 1.0}, form: {function: format, weight: 0.1}}. Each term has the options "
-        "of its function too. Its value is logged as the component of its name.",
+        "of its function too. Its value is logged as reward/component/NAME.",
     )
     extract: Pattern | None = option(
         None,
@@ -125,7 +125,7 @@ class RewardConfig:
     )
     shuffle_control: bool = option(
         False,
-        "true: a control experiment in which rewards are handed out at random among the samples of a step.",
+        "true: a control experiment in which the rewards of a step are shuffled among its samples.",
     )
 
 

@@ -29,8 +29,8 @@ class EarlyStopping(str, Enum):
 class BeamConfig:
     length_penalty: float = option(
         1.0,
-        "Exponent of the length in a sequence's score: the log-prob of n tokens is divided by n to the "
-        "power of this.",
+        "Exponent of the length in a sequence's score, which is its log-prob divided by (number of tokens) "
+        "to the power of this.",
         ge=-10,
         le=10,
     )
@@ -51,8 +51,8 @@ class DynamicSamplingConfig:
     )
     over_sampling: float = option(
         1.0,
-        "Number of groups in flight divided by the number of groups that are missing. A larger one fills "
-        "the batch sooner. Groups still in flight when the batch is full are aborted.",
+        "Number of groups in flight divided by the number of groups that the batch still lacks. A larger "
+        "value fills the batch sooner. Groups still in flight when the batch is full are aborted.",
         ge=1,
         le=100,
     )

@@ -9,7 +9,8 @@ class RunConfig:
     root: PathText = option("runs", "Folder that holds the folders of all runs.")
     seed: int = option(
         1234,
-        "Seed of the data order, of weights made here, and of sampling in the trainer.",
+        "Seed of the data order, of newly made weights (adapters, the head of a reward model), of sampling "
+        "in the engines, and of environments.",
         ge=0,
         le=2**31 - 1,
     )
@@ -33,8 +34,8 @@ class RunConfig:
     )
     grace: float = option(
         60.0,
-        "Time that the current step and a checkpoint may still take after SIGINT, SIGTERM or SIGHUP. After "
-        "that the run ends without them.",
+        "Time that the run still has for its current step and a checkpoint after SIGINT, SIGTERM or SIGHUP. "
+        "Then it ends, even if they are not complete.",
         "seconds",
         ge=0,
         le=LONGEST_WAIT,
@@ -52,12 +53,12 @@ class RunConfig:
 class CheckpointConfig:
     minutes: float = option(
         15.0,
-        "A checkpoint is saved after the first step that ends this long after the last checkpoint. 0: never.",
+        "Time between checkpoints. One is saved at the end of the step in which this time is over. 0: never.",
         "minutes",
         ge=0,
     )
     every: int = option(
-        0, "A checkpoint is saved every this many steps. 0: only by time, see minutes.", "steps", ge=0
+        0, "Number of steps between checkpoints. 0: they are saved only by time, see minutes.", "steps", ge=0
     )
     at_end: bool = option(
         True,
@@ -68,7 +69,10 @@ class CheckpointConfig:
         2, "Number of checkpoints to keep. An older one is deleted when its successor is complete.", ge=1
     )
     keep_every: int = option(
-        0, "Checkpoints of every this many steps are never deleted. 0: none.", "steps", ge=0
+        0,
+        "Checkpoints whose step is a multiple of this are never deleted. 0: any can be deleted.",
+        "steps",
+        ge=0,
     )
     async_save: bool = option(
         True, "true: training goes on while a checkpoint is written. false: training waits for the disk."

@@ -25,16 +25,16 @@ class CodePlace(str, Enum):
 class SandboxLimits:
     seconds: float = option(
         10.0,
-        "Longest time of one program. Time in which it waits for a processor does not count.",
+        "Longest time that one program may run. Time in which it waits for a processor does not count.",
         "seconds",
         ge=0.01,  # a shorter program may end before the time is checked
         le=LONGEST_WAIT,
     )
-    cpu_seconds: int = option(6, "Processor time of one program.", "seconds", gt=0, le=LONGEST_WAIT)
+    cpu_seconds: int = option(6, "Processor time that one program may use.", "seconds", gt=0, le=LONGEST_WAIT)
     memory_mib: int = option(
-        1024, "Address space of one program, including Python's own 30 MiB.", "MiB", ge=64
+        1024, "Address space of one program, including the 30 MiB of Python itself.", "MiB", ge=64
     )
-    threads: int = option(32, "Number of threads of one program. It can never start another process.", gt=0)
+    threads: int = option(32, "Number of threads of one program. No program can start another process.", gt=0)
     files_mib: int = option(16, "Data that one program may write into its folder.", "MiB", gt=0)
     files: int = option(64, "Number of files and folders that one program may make.", gt=0)
     output_kib: int = option(
@@ -46,9 +46,9 @@ class SandboxLimits:
 class CodeConfig:
     isolation: Isolation = option(
         Isolation.full,
-        "Isolation that a machine must be able to enforce on programs; otherwise the run is refused. full: "
-        "no network, and no files outside of their folder. no_network: no network, but programs read and "
-        "write what the run can. Isolation beyond this is used wherever the machine has it.",
+        "Isolation that the machine must be able to enforce on programs; otherwise the run is refused. full: "
+        "no network, and no files outside of the program's folder. no_network: no network, but programs can "
+        "read and write all files that the run can. A machine that can enforce more does so.",
     )
     find: CodePlace = option(
         CodePlace.last_block,

@@ -98,15 +98,15 @@ class RefConfig:
     )
     hidden_gib: float = option(
         4.0,
-        "Device memory that the reference's last hidden states of a step may take with kl_loss_type=full; "
-        "the rest waits in host memory. A replica has (tokens of its samples) * (hidden size) values of the "
-        "training precision. They are divided among the ranks of the last pipeline stage by "
+        "Device memory for the last hidden states of the reference with kl_loss_type=full; the rest of them "
+        "waits in host memory. A replica has (tokens of its samples in the step) * (hidden size) values of "
+        "the training precision. They are divided among the ranks of the last pipeline stage by "
         "context_parallel, and with sequence_parallel also by tensor_parallel.",
         "GiB",
         ge=0,
     )
     reset_every: int = option(
-        0, "The current weights become the reference after every this many steps. 0: never.", "steps", ge=0
+        0, "Number of steps after which the current weights become the reference. 0: never.", "steps", ge=0
     )
 
 
@@ -131,8 +131,8 @@ class TrainConfig:
     old_logprobs: OldLogprobs = option(
         OldLogprobs.recompute,
         "Where the log-probs of the old policy come from. recompute: from a pass of the trainer. rollout: "
-        "from the engine. current: from the training forward itself, detached; it needs one optimizer step "
-        "per batch.",
+        "from the engine. current: from the forward pass of training itself, detached; it needs one "
+        "optimizer step per batch.",
     )
 
 
@@ -174,8 +174,8 @@ class MegatronConfig:
     )
     offload_folder: PathText | None = option(
         None,
-        "Folder for the contents of memory that sleep and offload free. null: pinned host memory, or "
-        "temporary files on a machine without a GPU.",
+        "Folder for weights and optimizer states while sleep and offload keep them off the device. null: "
+        "pinned host memory, or temporary files on a machine without a GPU.",
     )
     distributed_optimizer: bool = option(
         False, "true: optimizer states and fp32 master weights are divided among the data-parallel replicas."
@@ -192,7 +192,7 @@ class MegatronConfig:
     transformer_impl: TransformerImpl = option(
         TransformerImpl.auto,
         "Implementation of the layers. transformer_engine: TransformerEngine's. local: Megatron's, in "
-        "torch. auto: the former where it can run; local in fp32 and with lora.",
+        "torch. auto: transformer_engine where it can run, but local in fp32 and with lora.",
     )
     fp8: FP8Config = section(FP8Config, "Matrix products in FP8, with megatron.precision=fp8.")
     emulate_kernels: bool = option(
@@ -231,9 +231,9 @@ class OptimizerConfig:
     lr: float = option(1e-6, "Largest learning rate, which the warm-up reaches.", gt=0)
     lr_schedule: LrSchedule = option(
         LrSchedule.constant,
-        "Learning rate after the warm-up. constant: lr. cosine (arXiv:1608.03983), linear: it falls to "
-        "lr_min. wsd: it is constant, and falls to lr_min within the last wsd_decay_steps "
-        "(arXiv:2404.06395).",
+        "Learning rate after the warm-up. constant: it stays lr. cosine (arXiv:1608.03983), linear: it falls "
+        "to lr_min. wsd (arXiv:2404.06395): it stays lr, and falls to lr_min within the last "
+        "wsd_decay_steps.",
     )
     lr_warmup_steps: int = option(
         0, "Length of the linear warm-up from 0. Step k of n runs at k/n of lr.", "optimizer steps", ge=0
@@ -255,8 +255,9 @@ class OptimizerConfig:
     )
     wsd_decay_style: WsdDecayStyle = option(
         WsdDecayStyle.linear,
-        "Share of lr - lr_min that is left after the part r of the decay of wsd. linear: 1 - r. cosine: (1 "
-        "+ cos(pi r)) / 2. exponential: 2 * 0.5^r - 1. minus_sqrt: 1 - sqrt(r) (arXiv:2405.18392).",
+        "Form of the decay of wsd: the share of lr - lr_min that is left when the fraction r of the decay is "
+        "over. linear: 1 - r. cosine: (1 + cos(pi r)) / 2. exponential: 2 * 0.5^r - 1. minus_sqrt: 1 - "
+        "sqrt(r) (arXiv:2405.18392).",
     )
     weight_decay: float = option(
         0.0, "Decoupled weight decay (AdamW) of matrices. Norms and biases never decay.", ge=0
@@ -277,7 +278,7 @@ class OptimizerConfig:
     )
     max_grad_norm_to_step: float | None = option(
         None,
-        "Largest gradient norm before clipping. A step with a larger one is dropped. null: only a step "
+        "Largest gradient norm before clipping. A step with a larger norm is dropped. null: only a step "
         "whose norm is not finite is dropped.",
         gt=0,
     )
@@ -305,8 +306,8 @@ class ClusterConfig:
     )
     hang_timeout: float = option(
         600.0,
-        "Longest time without progress in a rank or an engine that has work to do. After that it is "
-        "reported and ended.",
+        "Longest time without progress in a rank or an engine that has work to do. After that the process "
+        "is reported and ended.",
         "seconds",
         ge=10,
         le=LONGEST_WAIT,
@@ -328,7 +329,7 @@ class ClusterConfig:
 class EvalConfig:
     every: int = option(
         0,
-        "The model is evaluated every this many steps. 0: only before and after the training.",
+        "Number of steps between evaluations. 0: the model is evaluated only before and after the training.",
         "steps",
         ge=0,
     )

@@ -6,7 +6,7 @@ from grpo_megatron.config.options import LONGEST_WAIT, PathText, dataclass, opti
 
 
 class Transport(str, Enum):
-    """Way of the weights from the trainer to the engines. With `auto`, the run chooses it when it starts."""
+    """Way to send weights from the trainer to the engines. auto: the run chooses one when it starts."""
 
     auto = "auto"
     shared_memory = "shared_memory"
@@ -27,11 +27,11 @@ class WeightSyncConfig:
         "How weights reach the engines. shared_memory: on one node, with CUDA IPC on GPUs. groups: with "
         "NCCL, or gloo on CPUs. disk: through a folder. auto: chosen for the machines.",
     )
-    bucket_bytes: int = option(64 * 2**20, "Size of the buckets in which weights travel.", "bytes", gt=0)
+    bucket_bytes: int = option(64 * 2**20, "Size of the buckets in which weights are sent.", "bytes", gt=0)
     delta: bool = option(
         False,
-        "true: only what changed since the last sync is sent, compressed and without loss. It pays over "
-        "slow links. Each rank keeps a copy of what it sent.",
+        "true: only what changed since the last sync is sent, compressed and without loss. This is faster "
+        "over slow links. Each rank keeps a copy of the weights that it sent last.",
     )
     folder: PathText | None = option(
         None, "Folder that all nodes see, such as one on NFS, for transport=disk."
@@ -50,8 +50,8 @@ class WeightSyncConfig:
     )
     probe_every: int = option(
         50,
-        "Log-probs of fixed prompts are compared between trainer and engines after the first sync, and "
-        "after every this many. 0: never.",
+        "Number of syncs between comparisons of trainer and engines by the log-probs of fixed prompts. The "
+        "first sync is followed by one too. 0: never.",
         "syncs",
         ge=0,
     )

@@ -33,7 +33,10 @@ _TYPES = (
 
 
 class _Resolver(VersionedResolver):
-    """Resolver of the types of unquoted words. It uses `_TYPES` instead of the types of YAML 1.2."""
+    """YAML resolver that gives an unquoted word its type by `_TYPES`, such as bool for `off`.
+
+    ruamel.yaml's own resolver would follow YAML 1.2.
+    """
 
     versioned_resolver: ClassVar = {
         first: [(f"{_TAG}{name}", re.compile(pattern)) for name, pattern, firsts in _TYPES if first in firsts]
@@ -43,7 +46,7 @@ class _Resolver(VersionedResolver):
 
 @dataclass
 class YamlText:
-    """The value of a YAML text, and the lines of its keys for error messages.
+    """Value of a YAML text, with the line of each key for error messages.
 
     value: plain value; None for an empty text.
     lines: {dotted key: line of the key, from 1}; empty if the value is not a mapping.
@@ -73,11 +76,11 @@ def read_yaml(text: str, source: str) -> YamlText:
 
 
 def _key_lines(node: Node, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Yield (dotted key, line from 1) of each key within a node, and change every key to a str.
+    """Yield (dotted key, line from 1) of each key within a YAML node, and change every key to a str.
 
-    Merged keys (<<) come before a mapping's own keys, which override them.
+    Keys that a mapping takes over from others (`<<: *other`) come before its own keys, which override them.
 
-    prefix: dotted key of the node with a dot at its end; empty for the whole text.
+    prefix: dotted key of the node, with a dot at its end; empty for the whole text.
     """
     if not isinstance(node, MappingNode):
         return
@@ -94,7 +97,7 @@ def _key_lines(node: Node, prefix: str = "") -> Iterator[tuple[str, int]]:
 
 
 def _problem(error: Exception) -> str:
-    """Return the YAML parser's message on one line, with the line number, but without a quote of the text."""
+    """Return the YAML parser's message as one line, with the line number but without the text around it."""
     if not isinstance(error, MarkedYAMLError):
         return str(error).splitlines()[0]
     problem = error.problem

@@ -37,36 +37,41 @@ class Import:
     given: dict[str, Any] = field(default_factory=dict)
     """{key of grpo_megatron: value} of the values that a person set by hand."""
     findings: list[Finding] = field(default_factory=list)
-    """Differences that make the imported run train something else than the original run."""
+    """Differences between what the original run trains and what the imported run trains."""
     changed: list[str] = field(default_factory=list)
     """Settings that were carried over with another unit or definition, as one line of text each."""
     not_carried: list[str] = field(default_factory=list)
     """Known settings that have no counterpart in grpo_megatron, each with the reason."""
     absorbed: list[str] = field(default_factory=list)
-    """Settings that need no key of grpo_megatron, or that another setting decides, one line each."""
+    """Settings for which `values` needs no entry, or which another setting decides, one line each."""
     unknown: list[str] = field(default_factory=list)
     """Settings whose keys the mapping does not contain, as `key=value`."""
     unread: list[str] = field(default_factory=list)
     """Words of a launch script that could not be read. They may be settings, or change settings."""
     notes: list[str] = field(default_factory=list)
-    """What the launch script takes from its caller or machine, such as "$@"."""
+    """What the launch script takes from its caller or machine, such as "$@", as one line of text each."""
 
     @property
     def changes_training(self) -> list[str]:
-        """Texts of the findings. Findings that no key of grpo_megatron could settle come first."""
+        """Return one line of text for each difference in what is trained (`findings`).
+
+        Differences that a person could settle by setting a key of grpo_megatron come last.
+        """
         return [
             finding.text for finding in sorted(self.findings, key=lambda finding: bool(finding.settled_by))
         ]
 
     @property
     def needs_acceptance(self) -> bool:
-        """True if a person must accept the result, because it may train something else than the original run.
+        """Return True if the imported run may train something else, so that a person must accept it.
 
-        An unknown key or an unread word counts as well, because it can mean anything.
+        An unknown key, or a word of the launch script that could not be read, counts as such a difference,
+        because its meaning is not known.
         """
         return bool(self.changes_training or self.unknown or self.unread)
 
     def report(self) -> str:
+        """Return the report of the import: a text that says what became of each setting."""
         parts = []
         for title, lines in (
             ("changes what is trained, or is not known", self.changes_training),
@@ -85,14 +90,15 @@ class Import:
 def import_settings(system: System, settings: Settings, given: dict[str, Any] | None = None) -> Import:
     """Convert the settings of verl or RLinf into values of grpo_megatron's keys.
 
-    Each setting ends up in one field of the result, so that the report can account for all of them.
+    The result mentions every setting in at least one of its fields, so that the report accounts for all.
 
-    system: the system that the settings come from, with the mapping of its keys.
+    system: verl or RLinf, with the mapping of its keys.
+    settings: the settings, as read from a launch script or a YAML file.
     given: {key of grpo_megatron: value} that a person sets by hand. These values take precedence, and have
         the types of their keys already.
 
-    Raises UserError if most of the settings are not those of this system, or if they are not those of a GRPO
-    run.
+    Raises UserError if fewer than half of the keys belong to this system, or if its run cannot be imported,
+    such as supervised fine-tuning.
     """
     result = Import(system.name, given=given or {}, unread=list(settings.unread), notes=list(settings.notes))
     source = Source(settings.values, system.entries)
@@ -123,7 +129,7 @@ def import_settings(system: System, settings: Settings, given: dict[str, Any] | 
         for finding in system.findings(source, settings)
         if not result.given.keys() & set(finding.settled_by)
     ]
-    told = {
+    reported = {
         line.partition("=")[0]
         for lines in (
             result.origins.values(),
@@ -135,7 +141,7 @@ def import_settings(system: System, settings: Settings, given: dict[str, Any] | 
         for line in lines
     }
     result.absorbed += [
-        f"{key}={value}: another key decides" for _, key, value, _ in known if key not in told
+        f"{key}={value}: another key decides" for _, key, value, _ in known if key not in reported
     ]
     result.values |= result.given
     result.origins |= dict.fromkeys(result.given, "given by hand")
@@ -146,18 +152,18 @@ def import_settings(system: System, settings: Settings, given: dict[str, Any] | 
 def _carry(
     key: str, value: Any, entry: KeyMapping, source: Source, result: Import, undecided: str | None
 ) -> None:
-    """Convert one setting of the other system, and record in `result` what became of it.
+    """Convert one setting of verl or RLinf, and record in `result` what became of it.
 
     key, value: the setting.
     entry: the mapping of its key.
-    source: all settings of the other system.
-    undecided: text that lists the possible values, if a launch script leaves the value open; else None.
+    source: all settings of the imported run.
+    undecided: text that says what the value depends on, if the launch script leaves it open; else None.
     """
     if not entry.ours and entry.convert is None:
         if value in (None, {}, []):
             result.absorbed.append(f"{key}={value}: nothing is set")
             return
-        _leave(f"{key}={value}: {entry.note}", entry, result)
+        _record_not_carried(f"{key}={value}: {entry.note}", entry, result)
         return
     try:
         if undecided and entry.ours:
@@ -165,7 +171,7 @@ def _carry(
         carried = _converted(key, value, entry, source)
     except CannotCarry as reason:
         line = f"{key}={value}: {str(reason).removeprefix(f'{value}: ')}"
-        _leave(line, entry, result, isinstance(reason, NotKnown))
+        _record_not_carried(line, entry, result, isinstance(reason, NotKnown))
         return
     for name, ours in carried.items():
         result.values[name] = ours
@@ -183,13 +189,14 @@ def _carry(
     ]
 
 
-def _leave(line: str, entry: KeyMapping, result: Import, not_known: bool = False) -> None:
+def _record_not_carried(line: str, entry: KeyMapping, result: Import, not_known: bool = False) -> None:
     """Record in `result` a setting that is not carried over.
 
-    The setting becomes a finding, which a person must accept, if it decides what is trained or if its value
-    is not known. If a person has set one of the keys `entry.ours` by hand, there is no finding.
+    If the setting decides what is trained, or if its value is not known, a person must accept that: it
+    becomes a finding. There is no finding if the person has set a corresponding key of grpo_megatron by hand.
 
     line: text about the setting, for the report.
+    entry: mapping of the setting's key. `entry.ours` are the corresponding keys.
     not_known: True if the value of the setting is not known.
     """
     settled = [name for name in entry.ours if name in result.given]
@@ -202,7 +209,11 @@ def _leave(line: str, entry: KeyMapping, result: Import, not_known: bool = False
 
 
 def _converted(key: str, value: Any, entry: KeyMapping, source: Source) -> dict[str, Any]:
-    """Return {key of grpo_megatron: value} for a setting of the other system, in the types of these keys.
+    """Convert one setting of verl or RLinf into {key of grpo_megatron: value in the type of that key}.
+
+    key, value: the setting.
+    entry: the mapping of its key.
+    source: all settings of the imported run.
 
     Raises CannotCarry if the value has no counterpart in grpo_megatron.
     """
@@ -225,15 +236,17 @@ def _converted(key: str, value: Any, entry: KeyMapping, source: Source) -> dict[
 
 
 def _carry_default(entry: KeyMapping, source: Source, result: Import) -> None:
-    """Record the other system's default of a key that the imported run does not set.
+    """Apply the other system's default of a key that the imported run does not set.
 
-    The default is written to the keys `entry.ours` of `result`, except to keys that have the same default in
-    grpo_megatron.
+    The default is converted and written to `result.values`, unless grpo_megatron has the same default. If it
+    cannot be converted, this is recorded as for a setting that is not carried over.
+
+    entry: mapping of the key. It contains the default.
     """
     try:
         carried = _converted(entry.theirs, entry.default, entry, source)
     except CannotCarry as reason:
-        _leave(
+        _record_not_carried(
             f"{entry.theirs} (not set; {result.system}'s default is {entry.default}): {reason}", entry, result
         )
         return
@@ -244,7 +257,7 @@ def _carry_default(entry: KeyMapping, source: Source, result: Import) -> None:
 
 
 def to_yaml(result: Import) -> str:
-    """Return the imported values as YAML. A comment says which setting each value comes from."""
+    """Return the imported values as YAML. A comment on each line says which setting the value comes from."""
     return (
         nested_yaml(result.values, {key: " ".join(origin.split()) for key, origin in result.origins.items()})
         + "\n"

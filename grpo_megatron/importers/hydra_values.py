@@ -12,16 +12,19 @@ _STAND_IN = re.compile(r"xHELDx(\d+)x")
 
 
 def hydra_value(text: str, placeholders: str = "(?!)", shown: Callable[[str], str] = str) -> Any:
-    """Return the value that Hydra's grammar reads from the text.
+    """Parse the value of a Hydra argument `key=value`, such as `[1, 2]`, `{a: 1}` or `'text'`.
 
-    A text that the grammar rejects, such as a path with a tilde, is returned unchanged.
+    A text that Hydra's grammar rejects, such as a path with a tilde, is returned as a string. A reference
+    ${key} is not resolved, but becomes the text $<key>.
 
-    placeholders: regular expression that matches the parts of the text that stand for unknown texts.
-    shown: function that turns such a part into readable words, which replace it in the returned value.
+    text: the value. It may contain placeholders, which stand for parts of the value that are not known.
+    placeholders: regular expression that matches each placeholder. The default matches nothing.
+    shown: function that returns readable text for a placeholder, such as "$HOME". The returned value contains
+        this text in place of the placeholder.
     """
     if text in ("", "None"):
         return None
-    # A plain word replaces each reference and placeholder, so that the grammar takes neither for its own.
+    # A plain word stands in for each reference and placeholder while Hydra's grammar parses the text.
     held: list[str] = []
 
     def stand_in(match: re.Match) -> str:
@@ -45,10 +48,9 @@ def hydra_value(text: str, placeholders: str = "(?!)", shown: Callable[[str], st
 
 
 def as_words(value: Any) -> Any:
-    """Return the value with ${references} written as $<references>.
+    """Replace each reference ${key} in a value by the text $<key>, also within lists and mappings.
 
-    OmegaConf then does not resolve them in the imported configuration. Texts within lists and mappings are
-    changed as well.
+    Otherwise OmegaConf would try to resolve the reference when it loads the imported configuration.
     """
     if isinstance(value, dict):
         return {as_words(name): as_words(one) for name, one in value.items()}

@@ -24,8 +24,9 @@ _TALKS = ("pip", "pip3", "sed", "git", "grep", "awk", "tee", "cat")
 class Launch:
     """A command of a launch script that has settings `key=value` among its words.
 
-    call: the command
-    trace: the run of the script that called it
+    call: the command as it was recorded. In its words, placeholders stand for texts that are not known, such
+        as the value of $HOME.
+    trace: record of the run of the script that called the command. It says what each placeholder stands for.
     """
 
     call: RecordedCall
@@ -37,19 +38,20 @@ class Launch:
 
     @property
     def program(self) -> str | None:
-        """The program that the command launches; None if it is not found.
+        """Return the program that the command launches; None if it is not found.
 
-        It is the last .py or .sh file before the settings, or else the module after the last -m before them.
+        The program is the last .py or .sh file before the settings. If there is none, it is the module after
+        the last -m before them.
         """
         words = self.words
-        words = words[: next((place for place, word in enumerate(words) if _ARGUMENT.match(word)), None)]
+        words = words[: next((index for index, word in enumerate(words) if _ARGUMENT.match(word)), None)]
         modules = [after for word, after in pairwise(words) if word == "-m"]
         files = [word for word in words if word.endswith((".py", ".sh"))]
         return (modules + files)[-1] if modules or files else None
 
     @property
     def settings(self) -> dict[str, str]:
-        """{key: text of its value}. Placeholders stand for unknown parts of a text."""
+        """Return {key: value as text} of the command's settings. The values may contain placeholders."""
         return {match[1]: match[2] for match in filter(None, map(_ARGUMENT.match, self.call.words))}
 
     @property
@@ -58,26 +60,27 @@ class Launch:
 
     @property
     def other_words(self) -> list[str]:
-        """The words that are no settings, from the program or the first setting on.
+        """Return the words of the command that are not settings, from the program's name on.
 
-        They still contain the placeholders that stand for unknown texts.
+        Words before the program, such as `python3 -m`, are left out. If the program is not found, words
+        before the first setting are left out. The returned words may contain placeholders.
         """
         words, program = self.words, self.program
         first = next(
-            (place for place, word in enumerate(words) if word == program or _ARGUMENT.match(word)), 0
+            (index for index, word in enumerate(words) if word == program or _ARGUMENT.match(word)), 0
         )
         return [word for word in self.call.words[first:] if not _ARGUMENT.match(word)]
 
     def shown(self, key: str) -> str | None:
-        """Return the text of a setting's value, with `$NAME` or the like for unknown parts.
+        """Return the value of a setting as readable text; None if the command does not set the key.
 
-        Returns None if the command does not set the key.
+        Each placeholder is replaced by the text that it stands for, such as `$HOME`.
         """
         text = self.settings.get(key)
         return None if text is None else self.trace.shown(text)
 
     def shown_without(self, key: str, names: list[str]) -> str:
-        """Return the text of a setting's value as `shown` does, but with "" for the variables `names`."""
+        """Return the value of a setting as readable text, but without the variables `names` in it."""
 
         def replace(match: re.Match) -> str:
             return "" if mentioned(names, self.trace.shown(match[0])) else match[0]
@@ -85,11 +88,15 @@ class Launch:
         return self.trace.shown(re.sub(self.trace.pattern, replace, self.settings[key]))
 
     def filled(self, key: str, filling: str = "") -> str | None:
-        """Return the text of a setting's value with `filling` for each placeholder; None if not set."""
+        """Return the value of a setting as text, with `filling` in place of each placeholder.
+
+        Returns None if the command does not set the key.
+        """
         text = self.settings.get(key)
         return None if text is None else self.trace.filled(text, filling)
 
     def value(self, key: str) -> Any:
+        """Return the parsed value of a setting. Placeholders are replaced as in `shown`."""
         return hydra_value(self.settings[key], self.trace.pattern, self.trace.shown)
 
 
@@ -109,6 +116,7 @@ def read_arguments(words: list[str]) -> Settings:
 
 
 def launches(trace: Trace) -> list[Launch]:
+    """Return the launch commands in the record of a run of the script, in the order of their calls."""
     return [
         Launch(call, trace)
         for call in trace.calls
@@ -122,8 +130,8 @@ def chosen(found: list[Launch], wanted: int | None) -> int:
     """Return the index in `found` of the launch command to import.
 
     found: all launch commands of the script.
-    wanted: number of the command that the user chose, counted from 1. None: the first, if all have equal
-        settings.
+    wanted: number of the command that the user chose, counted from 1. None: the first, if all commands have
+        the same settings.
 
     Raises UserError if there is no command of this number, or if the commands differ and `wanted` is None.
     """
@@ -136,9 +144,9 @@ def chosen(found: list[Launch], wanted: int | None) -> int:
         return wanted - 1
     if any(launch.words_of_settings != found[0].words_of_settings for launch in found):
         listed = "; ".join(
-            f"{place} in line {launch.call.line} ({launch.program or launch.words[0]}, "
+            f"{number} in line {launch.call.line} ({launch.program or launch.words[0]}, "
             f"{len(launch.words_of_settings)} settings)"
-            for place, launch in enumerate(found, start=1)
+            for number, launch in enumerate(found, start=1)
         )
         raise UserError(
             f"the script launches {len(found)} different runs; choose one with --launch NUMBER: {listed}"
@@ -147,14 +155,16 @@ def chosen(found: list[Launch], wanted: int | None) -> int:
 
 
 def mentioned(names: tuple[str, ...], text: str | None) -> list[str]:
-    """Return those of the variables `names` that occur in a text as $NAME."""
+    """Return the variables among `names` that occur in a text as $NAME."""
     return [name for name in names if re.search(rf"\${name}(?!\w)", text or "")]
 
 
 def read_words(launch: Launch, settings: Settings) -> None:
-    """Add to `settings` the settings of a launch command, and what its other words mean.
+    """Add the settings of a launch command to `settings`, and sort its other words into the other fields.
 
-    Removed keys and unknown words are added to settings.unread, and --config-name to settings.base.
+    settings.unread: removals of keys (`~key`), and words whose text is not known.
+    settings.base: the values of --config-name, --config-path and --config-dir.
+    settings.notes: arguments of the script itself, such as $1.
     """
     settings.values |= {key: launch.value(key) for key in launch.settings}
     words = map(launch.trace.shown, launch.other_words)

@@ -32,18 +32,23 @@ _MOST_FAILURES = 12
 
 
 def read_launch(script: str, wanted: int | None, environment: dict[str, str]) -> Settings:
-    """Run a launch script in the sandbox and return the settings of a command that it launches.
+    """Run a launch script in the sandbox and return the settings of one of its launch commands.
 
     script: text of the script.
-    wanted: number of the launch command, counted from 1. None: all of them must have equal settings.
-    environment: variables that are set when the script starts.
+    wanted: number of the launch command, counted from 1. None: all launch commands must have the same
+        settings.
+    environment: {name: value} of the variables that are set when the script starts.
     """
     with ScriptRecorder(script, environment) as recorder:
         return _Reader(script, recorder, wanted, environment).read()
 
 
 class _Reader:
-    """Reader of one launch command. `read` returns its settings, which the other methods complete."""
+    """Reader of the settings of one launch command in a script.
+
+    `read` takes the settings from a first run of the script. In each further run something else is assumed
+    about the machine, such as a program that fails. Settings that then differ are marked as uncertain.
+    """
 
     def __init__(
         self, script: str, recorder: ScriptRecorder, wanted: int | None, environment: dict[str, str]
@@ -58,15 +63,16 @@ class _Reader:
         self._settings = Settings()
         self._unknown: tuple[str, ...] = ()
         self._prints = "placeholder"
-        self._place = 0
+        self._index = 0
         self._launch: Launch
         self._sources: list[str] = []
 
     def read(self) -> Settings:
+        """Return the settings of the launch command, with what is uncertain or unread in them."""
         trace = self._first_run()
         found = launches(trace)
-        self._place = chosen(found, self._wanted)
-        self._launch = found[self._place]
+        self._index = chosen(found, self._wanted)
+        self._launch = found[self._index]
         settings = self._settings
         settings.program = self._launch.program
         self._sources = trace.sources
@@ -79,7 +85,7 @@ class _Reader:
             if SETTING.match(call.words[0])
         ]
         read_words(self._launch, settings)
-        # Separately, because a variable that is set hides the variables in its default.
+        # Variables with a default come later: one that is set hides the variables in its default.
         self._try_variables([(name,) for name in self._names if not self._has_default(name)])
         self._try_variables([(name,) for name in self._names if self._has_default(name)])
         if re.search(r"\$\{?[@*#1-9]|\bgetopts\b", self._script):
@@ -95,10 +101,10 @@ class _Reader:
         return settings
 
     def _first_run(self) -> Trace:
-        """Return the trace of a run of the script that launches something.
+        """Return the record of the first run of the script that calls a launch command.
 
-        As few unknown variables and arguments as possible are set to placeholders. Raises UserError if the
-        script never launches anything.
+        In a first try, all unset variables and arguments of the script stay unset. Further tries set more
+        and more of them to placeholders. Raises UserError if no try calls a launch command.
         """
         without_default = tuple(name for name in self._names if not self._has_default(name))
         for prints, unknown in (
@@ -128,78 +134,89 @@ class _Reader:
         return re.search(rf"\$\{{{name}:?[-=+]", self._script) is not None
 
     def _run(self, unknown: tuple[str, ...] = (), **options) -> Trace | None:
-        """Run the script under another assumption, and return its trace.
+        """Run the script again under another assumption, and return the record of that run.
 
-        Returns None if the launch command is then not reached.
+        Returns None if the run does not reach the launch command.
 
-        unknown: further variables that are set to placeholders.
-        options: arguments of ScriptRecorder.run.
+        unknown: variables to set to placeholders, in addition to those of the first run.
+        options: further arguments of ScriptRecorder.run.
         """
         try:
             trace = self._recorder.run((*self._unknown, *unknown), **({"prints": self._prints} | options))
         except ScriptEnded:
             return None
-        return trace if len(launches(trace)) > self._place else None
+        return trace if len(launches(trace)) > self._index else None
 
     def _differing(self, other: Launch) -> list[str]:
         keys = self._launch.settings | other.settings
         return [key for key in keys if self._launch.shown(key) != other.shown(key)]
 
     def _changes(self, trace: Trace) -> tuple[list[str], list[str], list[str]]:
-        """Return (keys, other words, sourced scripts) in which another run differs from the first run.
+        """Compare another run of the script with the first. Return (keys, other words, sourced scripts).
 
-        Values are compared without their placeholders, because a program that fails prints nothing in place
-        of a placeholder.
+        keys: keys that the launch command sets to another value. Placeholders in a value are ignored, because
+            a program that fails prints nothing in place of its placeholder.
+        other words: words of the launch command that are not settings and occur only in the other run.
+        sourced scripts: commands such as `source env.sh` that occur only in the other run.
 
         trace: the other run.
         """
-        other = launches(trace)[self._place]
+        other = launches(trace)[self._index]
         keys = [key for key in self._differing(other) if self._launch.filled(key) != other.filled(key)]
         known = set(map(self._launch.trace.filled, self._launch.other_words))
         words = [word for word in other.other_words if trace.filled(word) not in known]
         return keys, list(map(trace.shown, words)), [one for one in trace.sources if one not in self._sources]
 
     def _record_differences(self, trace: Trace | None, reason: str) -> None:
-        """Mark the settings that differ in another run as not certain.
+        """Mark the settings that differ between the first run and another run as uncertain.
 
-        trace: the other run; None: nothing is marked.
-        reason: text that says on what the settings depend.
+        trace: the other run. None: nothing is marked.
+        reason: text that says what the settings depend on.
         """
         if trace is None:
             return
         keys, words, sources = self._changes(trace)
         for key in keys:
-            values = [launch.shown(key) for launch in (self._launch, launches(trace)[self._place])]
+            values = [launch.shown(key) for launch in (self._launch, launches(trace)[self._index])]
             listed = " or ".join("not set" if value is None else value for value in values)
             self._leave_open(key, f"$<{as_words(listed)}>", reason)
         self._settings.unread += [f"{word}: {reason}" for word in words]
         self._settings.unread += [f"{source}: {_ANOTHER}; {reason}" for source in sources]
 
     def _leave_open(self, key: str, value: str, reason: str) -> None:
+        """Mark a setting as uncertain.
+
+        value: text with a $ that stands for the unknown value, such as "$<8 or 16>".
+        reason: text that says what the value depends on.
+        """
         settings = self._settings
         if key not in settings.undecided:
             settings.values[key] = value
         settings.undecided[key] = "; ".join(filter(None, (settings.undecided.get(key), reason)))
 
     def _try_outputs(self) -> None:
-        """Run the script with other outputs of programs, and mark the settings that change as not certain.
+        """Mark the settings that are computed from the output of a program as uncertain.
 
-        These settings are computed from an output, or depend on it in another way.
+        The script is run again with programs that print 1, and with programs that print nothing. A setting
+        that merely contains an output is not marked: its value names the program, as in `$(nproc)`.
         """
         names = [f"${name}" for name in self._unknown if name.isidentifier()]
         reason = f"depends on {', '.join(['the output of a program', *names])}, which is not known here"
         for prints, filling in (("1", "1"), ("nothing", "")):
             trace = self._run(prints=prints)
-            other = launches(trace)[self._place] if trace else self._launch
+            other = launches(trace)[self._index] if trace else self._launch
             for key in self._differing(other):
-                told = "$" in str(self._settings.values.get(key))
-                if not told and self._launch.filled(key, filling) != other.filled(key, filling):
+                is_marked = "$" in str(self._settings.values.get(key))
+                if not is_marked and self._launch.filled(key, filling) != other.filled(key, filling):
                     self._leave_open(key, "$<unknown>", reason)
 
     def _try_failures(self, trace: Trace) -> None:
-        """Run the script with failing programs, and mark the settings that change as not certain.
+        """Mark the settings that depend on whether a program succeeds as uncertain.
 
-        trace: the first run, whose programs all succeed.
+        The script is run again with all programs failing. If that changes something, each program is made to
+        fail by itself, up to the twelfth.
+
+        trace: the first run, in which all programs succeed.
         """
         launched = [launch.call for launch in launches(trace)]
         commands = {trace.command(call): call for call in trace.calls if call not in launched}
@@ -212,38 +229,41 @@ class _Reader:
     # variables that are not set
 
     def _try_variables(self, groups: list[tuple[str, ...]]) -> None:
-        """Run the script with unset variables set to placeholders, and record the settings that change.
+        """Find the settings that depend on variables that are not set, and record this.
 
-        groups: unset variables; those of a group are always set together. At first, one run sets all groups.
-            If a setting then changes, but not to a value that contains a placeholder, each half of `groups`
-            is tried separately.
+        The script is run with all these variables set to placeholders. If a setting then changes to a value
+        that contains none of the placeholders, each half of `groups` is tried separately, to find the
+        variable that matters.
+
+        groups: variables that are not set. The variables of one group are always set together.
         """
         groups = [group for group in groups if not set(group) & set(self._unknown)]
         names = tuple(name for group in groups for name in group)
         trace = self._run(names) if names else None
-        other = launches(trace)[self._place] if trace else None
+        other = launches(trace)[self._index] if trace else None
         if len(groups) > 1 and (
             other is None or not all(mentioned(names, other.shown(key)) for key in self._differing(other))
         ):
             self._try_variables(groups[: len(groups) // 2])
             self._try_variables(groups[len(groups) // 2 :])
         elif other is not None:
-            # A decisive variable hides the variables in the branch that is not taken now.
+            # A variable that chose another branch hides the variables of the branch that is now left out.
             decisive = self._record_variables(other, names)
             if decisive and len(groups) > 1:
                 self._try_variables([group for group in groups if not decisive & set(group)])
         elif len(names) == 1 and not self._has_default(names[0]):
             # The script cannot go on with a placeholder, so try 1.
             trace = self._run(given={names[0]: "1"})
-            for key in self._differing(launches(trace)[self._place]) if trace else ():
+            for key in self._differing(launches(trace)[self._index]) if trace else ():
                 self._leave_open(key, f"${names[0]}", f"depends on ${names[0]}, which is not set")
 
     def _record_variables(self, other: Launch, names: tuple[str, ...]) -> set[str]:
-        """Record the settings that change in a run in which variables are set to placeholders.
+        """Record the settings that change when some variables are set to placeholders.
 
-        Returns the variables that decide which branch of the script is taken.
+        Returns the variables whose effect is more than being part of a value. They choose a branch of the
+        script, for example.
 
-        other: the launch command of this run.
+        other: the launch command of the run with these variables set.
         names: the variables.
         """
         settings, decisive = self._settings, dict[str, list[str]]()
@@ -253,7 +273,7 @@ class _Reader:
             if named and not has_default and self._launch.shown(key) == other.shown_without(key, named):
                 settings.values[key] = other.value(key)
             elif named and has_default and self._launch.shown(key) is not None:
-                continue  # the default is the value
+                continue  # the first run has used the default, which is the value
             elif not named and self._is_computed(key, other, names):
                 if not has_default:
                     self._leave_open(key, "$<unknown>", f"computed from ${names[0]}, which is not set")
@@ -274,7 +294,11 @@ class _Reader:
         return set(decisive)
 
     def _note_conditions(self) -> None:
-        """Note the conditions of the script that contain unset variables, unless other values were tried."""
+        """Add a note for each variable that is not set and occurs in a condition, such as `case $DEVICE in`.
+
+        Variables that have a note already are left out. So are those that the script sets itself, unless the
+        script gives them a default as in `${DEVICE:-gpu}`.
+        """
         noted = {note.partition(":")[0] for note in self._settings.notes}
         for name in self._names:
             assigned = re.search(rf"(?:^|[\s;(]){name}\+?=|\b(?:for|read)\s(?:-\w+\s)*{name}\b", self._script)
@@ -287,17 +311,20 @@ class _Reader:
                 )
 
     def _is_computed(self, key: str, other: Launch, names: tuple[str, ...]) -> bool:
-        """Return True if a key's value is computed from the variables `names`, rather than containing them.
+        """Return True if a setting's value is computed from variables, False if it merely contains them.
 
-        In the run of `other`, the variables are placeholders. Here they are set to 1. If the value only
-        contains the variables, it is the same as the value of `other` with 1 in place of the placeholders.
+        The script is run with the variables set to 1. A value that merely contains them is then equal to the
+        value in `other`, after 1 has replaced the placeholders there.
+
+        other: the launch command of a run in which the variables are set to placeholders.
+        names: the variables.
         """
         trace = self._run(names, prints="1")
-        return trace is not None and launches(trace)[self._place].filled(key, "1") != other.filled(key, "1")
+        return trace is not None and launches(trace)[self._index].filled(key, "1") != other.filled(key, "1")
 
 
 def _variables(script: str) -> list[str]:
-    """Return the names of variables that a script reads: $NAME, ${NAME...}, and NAME in arithmetic."""
+    """Return the names of the variables that a script reads, as $NAME, ${NAME...} or NAME in arithmetic."""
     arithmetic = " ".join(re.findall(r"\(\((.*?)\)\)", script))
     return _VARIABLE.findall(script) + re.findall(r"\b[A-Za-z_]\w*", arithmetic)
 

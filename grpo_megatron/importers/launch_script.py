@@ -57,11 +57,12 @@ _ITEM = re.compile(r"(\d+) (word|line|input|text|test|source) (.*)", re.DOTALL)
 
 @dataclass
 class RecordedCall:
-    """A command that the script has called."""
+    """A command that a launch script has called. The command was recorded, not run."""
 
     words: list[str] = field(default_factory=list)
     """Words of the command. Placeholders stand for unknown texts."""
     line: int = 0
+    """Line of the script in which the command is called, from 1; 0 if it is not known."""
     input: str = ""
     """Text that the command reads from standard input; empty if the text contains no placeholder."""
 
@@ -77,20 +78,23 @@ class Trace:
     sources: list[str] = field(default_factory=list)
     """Commands that read another script, such as `source env.sh`. These scripts were not read."""
     tests: list[str] = field(default_factory=list)
-    """Conditions on files of the machine. None of the files existed in the sandbox."""
+    """Conditions on files of the machine, such as `[ -f env.sh ]`. No file of the machine was looked at."""
     errors: list[str] = field(default_factory=list)
     """Messages of bash about files that it could not open, and about wrong arithmetic."""
     not_set: list[str] = field(default_factory=list)
-    """Variables and positional parameters that ended the script, or a part, because they were not set."""
+    """Variables and positional parameters that the script requires to be set, but that were not set."""
 
     @property
     def pattern(self) -> str:
-        """Regular expression that matches each placeholder of this run; nothing if there are none."""
+        """Return a regular expression that matches the placeholders of this run.
+
+        It matches nothing if the run has none.
+        """
         return next((rf"{one[:-_DIGITS]}\d{{{_DIGITS}}}" for one in self.placeholders), "(?!)")
 
     def shown(self, text: str) -> str:
         """Return a text with each placeholder replaced by the text that it stands for, such as `$HOME`."""
-        for _ in range(10):  # what they stand for may contain placeholders as well
+        for _ in range(10):  # the text that a placeholder stands for may contain further placeholders
             text = re.sub(self.pattern, lambda match: self.placeholders.get(match[0], match[0]), text)
         return text
 
@@ -99,25 +103,30 @@ class Trace:
         return re.sub(self.pattern, filling, text)
 
     def command(self, call: RecordedCall) -> str:
-        """Return a recorded command as one line: its words with spaces between, and placeholders removed.
+        """Return a recorded command as one line of text: its words without placeholders.
 
-        launch_prelude.sh recognises repeated commands by this text.
+        launch_prelude.sh finds the commands that shall fail by this text.
         """
         return self.filled(" ".join(call.words)).replace("\n", " ")
 
 
 class ScriptEnded(UserError):
-    """Raised if the sandbox has ended the script at one of its limits."""
+    """Raised if the sandbox has ended the script at one of its limits, such as time or memory."""
 
 
 class ScriptRecorder:
-    """Runs one script in a sandbox, any number of times. Use it as a context manager.
+    """Recorder that runs a launch script in a sandbox and records the commands that the script calls.
 
-    Raises UserError if this machine has no bash or no sandbox.
+    The commands themselves are not run. `run` can be called any number of times. Use the recorder as a
+    context manager. Raises UserError if this machine has no bash or no sandbox.
     """
 
     def __init__(self, script: str, environment: dict[str, str]):
-        """Prepare runs of a script that starts with the variables of `environment` set."""
+        """Prepare runs of a script.
+
+        script: text of the script.
+        environment: {name: value} of the variables that are set when the script starts.
+        """
         self._script = script.replace("\r\n", "\n")
         self._environment = environment
         self._bash = shutil.which("bash")
@@ -148,25 +157,26 @@ class ScriptRecorder:
         prints: str = "placeholder",
         given: dict[str, str] | None = None,
     ) -> Trace:
-        """Run the script and return the record of the run.
+        """Run the script once and return a record of the commands that it called.
 
-        unknown: variables and positional parameters that are set to placeholders, which are numbers that
-            stand for unknown texts. Other variables are not set.
-        failing: commands (Trace.command) that fail when they are first called. All others succeed.
-        files_exist: True if conditions on files hold.
-        prints: what programs print: "placeholder", "nothing", or "1". With "1", the variables `unknown` are 1
-            too, and all other placeholders are other numbers than in other runs. So everything that is
-            computed from a placeholder differs.
-        given: {name: value} of further variables that are set.
+        unknown: variables and positional parameters whose values are not known. Each is set to a placeholder,
+            which is a number that can be recognised in the recorded commands.
+        failing: commands, as Trace.command returns them, that fail when they are first called. All other
+            commands succeed.
+        files_exist: True if conditions such as `[ -f FILE ]` hold.
+        prints: output of every program: "placeholder", "nothing", or "1". With "1", the variables `unknown`
+            are 1 too, and all other placeholders are different numbers than with "placeholder". A value that
+            is computed from a placeholder then differs between the two runs.
+        given: {name: value} of variables to set, in addition to those of the constructor.
 
         Raises ScriptEnded at a limit of the sandbox. Raises UserError if the text is not a bash script.
         """
         prefix = self._prefixes[prints == "1"]
-        known = {
+        placeholders = {
             name: f"{prefix}{_FIRST_VARIABLE + index}" for index, name in enumerate((*ALWAYS_SET, *unknown))
         }
         ones = dict.fromkeys(unknown, "1") if prints == "1" else {}
-        environment = known | ones | self._environment | (given or {})
+        environment = placeholders | ones | self._environment | (given or {})
         arguments = [environment.pop("0")]
         while str(len(arguments)) in environment:
             arguments.append(environment.pop(str(len(arguments))))
@@ -182,10 +192,11 @@ class ScriptRecorder:
             "LANG": "C.UTF-8",
         }
         source = _START.format(environment=environment, bash=repr(self._bash), arguments=arguments)
-        files = {"prelude": _PRELUDE, known["0"]: self._script}
+        files = {"prelude": _PRELUDE, placeholders["0"]: self._script}
         outcome = self._sandbox.run(Program(source, files=files, processes=_PROCESSES))
         _check(outcome)
-        trace = _trace(outcome, {number: f"${name}" for name, number in known.items()}, prefix, prints)
+        shown = {placeholder: f"${name}" for name, placeholder in placeholders.items()}
+        trace = _trace(outcome, shown, prefix, prints)
         for name, message in _NOT_SET.findall(outcome.stderr):
             asked = f"${{{name}:?" in self._script or f"${{{name}?" in self._script
             if (asked or message == "unbound variable") and name not in trace.not_set:
@@ -194,7 +205,7 @@ class ScriptRecorder:
 
 
 def _check(outcome: Outcome) -> None:
-    """Raise UserError if the sandbox has ended the script, or if it is not a bash script."""
+    """Raise UserError if bash did not start, or could not read the script, or was ended by the sandbox."""
     reason = outcome.ended.value
     if "cannot allocate" in outcome.stderr:
         reason = "memory"
@@ -244,7 +255,9 @@ def _trace(outcome: Outcome, placeholders: dict[str, str], prefix: str, prints: 
 
 
 def _item(text: str) -> tuple[int, str, str] | None:
-    """Return (process id, kind, text) of one record that launch_prelude.sh wrote.
+    """Parse one record that launch_prelude.sh wrote. Return (process id of the command, kind, text).
+
+    kind: `word`, `line`, `input`, `text`, `test` or `source`.
 
     Returns None for any other output of the script.
     """

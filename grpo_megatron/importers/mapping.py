@@ -47,9 +47,9 @@ def plain(value: Any) -> Any:
 class Source:
     """All settings of an imported run, for converters that need more than the value of their own key.
 
-    values: {dotted key: value} of the keys that the imported run sets. Other keys have the other system's
-        default.
-    entries: the mapping, which contains these defaults.
+    values: {dotted key: value} of the keys that the imported run sets. All other keys have the defaults of
+        the system that the run comes from.
+    entries: the mapping of this system's keys. It contains the defaults.
     """
 
     def __init__(self, values: dict[str, Any], entries: tuple["KeyMapping", ...]):
@@ -71,7 +71,7 @@ class Source:
         return plain(value)
 
     def below(self, section: str) -> dict[str, Any]:
-        """Return {key relative to the section: value} of the keys that are set below a section."""
+        """Return {key without the section's name: value} of the keys that the run sets in a section."""
         return {
             key.removeprefix(f"{section}."): self[key]
             for key in self._values
@@ -79,6 +79,7 @@ class Source:
         }
 
     def number(self, key: str) -> float | int:
+        """Return the value of a key as a finite number. Raises CannotCarry for anything else."""
         value = self[key]
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise CannotCarry(f"{key}={value!r} is not a number")
@@ -140,8 +141,8 @@ class System:
     name: the system's usual name.
     entries: mappings of exact keys and of patterns. For a key, the first exact match wins, then the first
         pattern.
-    findings: function that returns the differences in what is trained that no entry of a single key reports.
-    refusal: function that returns why these settings are not a run that can be imported; None if they are.
+    findings: function that returns further differences in what is trained, which `entries` do not report.
+    refusal: function that returns why a run with these settings cannot be imported; None if it can.
     """
 
     name: str
@@ -150,6 +151,7 @@ class System:
     refusal: Callable[[Source, Settings], str | None]
 
     def entry_for(self, key: str) -> KeyMapping | None:
+        """Return the mapping of a key of this system; None if there is none."""
         for entry in self.entries:
             if entry.theirs == key:
                 return entry
@@ -158,11 +160,11 @@ class System:
         )
 
     def table(self) -> str:
-        """Return the mapping in Markdown, with one table for each of three kinds of keys.
+        """Return the mapping in Markdown, as the documentation contains it word for word.
 
-        The documentation contains this text word for word. Keys of the other system that have the same
-        counterpart and note share a row. Patterns without a counterpart are left out: they are the sections
-        and options that only exist there, and the report of an import names each such key.
+        One table lists the keys with the same meaning, one the keys with another form or meaning, and one the
+        keys without a counterpart. Keys with the same counterpart and note share a row. Patterns without a
+        counterpart are left out, because the report of an import names each key that they match.
         """
         rows: dict[tuple[tuple[str, ...], str], list[str]] = {}
         for entry in self.entries:
@@ -198,10 +200,10 @@ def _markdown(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def same(theirs: str, ours: str, note: str = "", default: Any = UNSET, unit: str = "") -> KeyMapping:
-    """Return the entry of a key that has the same meaning under another name in grpo_megatron.
+    """Return the mapping of a key that has the same meaning in grpo_megatron, under the name `ours`.
 
-    theirs, ours: name of the key in the other system, and in grpo_megatron. The other arguments are fields of
-        KeyMapping.
+    theirs, ours: name of the key in the other system, and in grpo_megatron.
+    note, default, unit: as in KeyMapping.
     """
     return KeyMapping(theirs, (ours,), note, None, default, unit)
 
@@ -214,30 +216,30 @@ def becomes(
     default: Any = UNSET,
     unit: str = "",
 ) -> KeyMapping:
-    """Return the entry of a key whose value is translated by `convert`.
+    """Return the mapping of a key whose value the function `convert` translates.
 
-    theirs, ours: name of the key in the other system, and in grpo_megatron. The other arguments are fields of
-        KeyMapping.
+    theirs, ours: name of the key in the other system, and in grpo_megatron.
+    note, default, unit: as in KeyMapping.
     """
     return KeyMapping(theirs, (ours,) if isinstance(ours, str) else ours, note, convert, default, unit)
 
 
 def dropped(theirs: str, why: str) -> KeyMapping:
-    """Return the entry of a key that has no counterpart in grpo_megatron. why: becomes the entry's note."""
+    """Return the mapping of a key that has no counterpart in grpo_megatron. why: the reason."""
     return KeyMapping(theirs, (), why)
 
 
 def trains(*entries: KeyMapping) -> tuple[KeyMapping, ...]:
-    """Return copies of the entries with changes_training set, because their keys decide what is trained."""
+    """Return copies of the mappings with changes_training=True. Their keys decide what is trained."""
     return tuple(replace(entry, changes_training=True) for entry in entries)
 
 
 def choice(names: dict[str, Any], why: str = "there is no such choice here") -> Convert:
-    """Return a converter that looks up the value in a table. For any other value it raises CannotCarry.
+    """Return a function that converts the value of a setting by looking it up in a table.
 
-    names: {the other system's value as text: value of grpo_megatron's key}. If the entry has several keys,
-        the table has {key: value} in place of a value.
-    why: message for other values.
+    names: the table {the other system's value as text: value of grpo_megatron's key}. If several keys are to
+        be set, it has {key: value} in place of a value.
+    why: message of the CannotCarry that the function raises for a value that is not in the table.
     """
 
     def convert(value: Any, source: Source) -> Any:
@@ -249,7 +251,7 @@ def choice(names: dict[str, Any], why: str = "there is no such choice here") -> 
 
 
 def truth(value: Any) -> bool:
-    """Return a truth value, which may be a text such as "true", as a bool.
+    """Convert a truth value of the other system, such as "true" or "0", to a bool. None is False.
 
     Raises CannotCarry for anything that is neither true nor false.
     """
@@ -262,10 +264,10 @@ def truth(value: Any) -> bool:
 
 
 def only(expected: tuple[Any, ...], why: str) -> Convert:
-    """Return a converter for a key that has no counterpart in grpo_megatron. The converter sets no key.
+    """Return a function that converts a setting only if it has one of the expected values.
 
-    It accepts the expected values, which ask for what grpo_megatron does anyway. For any other value it
-    raises CannotCarry with the message `why`.
+    The expected values ask for what grpo_megatron does anyway, so the function returns {}: no key is set. For
+    any other value it raises CannotCarry with the message `why`.
     """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
@@ -277,19 +279,20 @@ def only(expected: tuple[Any, ...], why: str) -> Convert:
 
 
 def elsewhere(value: Any, source: Source) -> dict[str, Any]:
-    """Return {}, so that no key is set. This is the converter of a key that another key's converter reads."""
+    """Convert a setting to {}: no key is set. Use this for a key that the conversion of another key reads."""
     return {}
 
 
 def flag(value: Any, source: Source) -> bool:
+    """Convert a truth value of the other system to a bool, as `truth` does. source: not used."""
     return truth(value)
 
 
 def room_for(longest: Callable[[Source], int]) -> Convert:
-    """Return a converter for the other system's switch for dynamic batch sizes.
+    """Return a function that converts the other system's switch for dynamic batch sizes.
 
-    grpo_megatron always packs micro-batches by tokens, whatever the switch says. The converter only raises
-    train.max_tokens_per_micro_batch if its default is smaller than the longest sequence.
+    grpo_megatron always packs micro-batches by tokens, so the switch itself has no counterpart. The function
+    sets train.max_tokens_per_micro_batch to the longest sequence if that is longer than the key's default.
 
     longest: function that returns the length of the run's longest sequence, prompt and response, in tokens.
     """
@@ -306,6 +309,8 @@ def room_for(longest: Callable[[Source], int]) -> Convert:
 
 
 def unless_null(ours: str) -> Convert:
+    """Return a function that converts a value to {ours: value}, and null to {}, so that no key is set."""
+
     def convert(value: Any, source: Source) -> dict[str, Any]:
         return {} if value is None else {ours: value}
 
@@ -313,11 +318,13 @@ def unless_null(ours: str) -> Convert:
 
 
 def only_where(applies: Callable[[Source], bool], ours: str, names: dict[str, Any] | None = None) -> Convert:
-    """Return a converter to the key `ours` for a key that has an effect only in some configurations.
+    """Return a function that converts a setting to {ours: value}, or to {} if the setting has no effect.
 
-    applies: function that returns whether the key has an effect in the imported configuration. If it has
-        none, or if its value is null, nothing is set.
-    names: {the other system's value: value of `ours`}, where these differ.
+    It returns {} for the value null too.
+
+    applies: function that returns whether the setting has an effect in the imported configuration.
+    ours: key of grpo_megatron.
+    names: {the other system's value: value of `ours`} of the values that have another name here.
     """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
@@ -327,10 +334,7 @@ def only_where(applies: Callable[[Source], bool], ours: str, names: dict[str, An
 
 
 def every(ours: str) -> Convert:
-    """Return a converter for an interval in steps. "Never" is -1 in the other system and 0 in grpo_megatron.
-
-    ours: key of grpo_megatron for the interval.
-    """
+    """Return a function that converts an interval in steps to {ours: interval}. -1 (never) becomes 0."""
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
         return {ours: max(0, value) if isinstance(value, int) else value}
@@ -339,7 +343,7 @@ def every(ours: str) -> Convert:
 
 
 def run_name(value: Any, source: Source) -> str:
-    """Return the run's name of a foreign configuration as one folder name: slashes become dashes.
+    """Convert the other system's name of a run to a folder name: slashes become dashes.
 
     Raises CannotCarry if the name is empty, or contains a $VARIABLE whose value is not known.
     """
@@ -350,14 +354,15 @@ def run_name(value: Any, source: Source) -> str:
 
 
 def total_steps(value: Any, source: Source) -> dict[str, Any]:
+    """Convert a number of steps to {"run.total_steps": value}; {} if it is null, 0 or negative."""
     return {"run.total_steps": value} if value is not None and value > 0 else {}
 
 
 def epochs(steps: str) -> Convert:
-    """Return a converter for the number of epochs. The converter sets no key.
+    """Return a function that converts a number of epochs to {}: no key is set.
 
-    grpo_megatron measures a run in steps. So the converter raises CannotCarry unless the settings also give
-    the number of steps.
+    grpo_megatron measures a run in steps, not epochs. The function therefore raises CannotCarry unless the
+    settings also give the number of steps.
 
     steps: the other system's key for the number of steps.
     """

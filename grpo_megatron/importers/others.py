@@ -14,26 +14,28 @@ _ENOUGH = 2
 
 @dataclass(frozen=True)
 class Other:
-    """A system that is recognised but cannot be imported.
+    """A system whose launch files are recognised but cannot be imported.
 
-    marks: regular expressions. Each of them matches something that is typical of the system's files.
+    name: the system's usual name.
+    marks: regular expressions. Each matches something that is typical of the system's files.
     """
 
     name: str
     marks: tuple[str, ...]
 
     def found_in(self, text: str) -> list[str]:
-        """Return the text that each mark matches first. Marks without a match are left out."""
+        """Return the first match of each mark in a file's text. Marks without a match are left out."""
         matches = (re.search(mark, text, re.M) for mark in self.marks)
         return [match[0].strip() for match in matches if match]
 
 
 def _flags(*names: str) -> tuple[str, ...]:
+    """Return one mark for each of `names`. It matches a command's flag of this name, such as --rm-type."""
     return tuple(rf"--(?:{name})(?=[\s=]|$)" for name in names)
 
 
 def _either(*names: str) -> tuple[str, ...]:
-    """Return a mark for each text of `names`: it matches a command's flag or a YAML key of this name."""
+    """Return one mark for each of `names`. It matches a command's flag, or a YAML key, of this name."""
     return tuple(rf"(?:--|^\s*)(?:{name})(?=[\s:=]|$)" for name in names)
 
 

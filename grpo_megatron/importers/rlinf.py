@@ -86,7 +86,7 @@ RUN = (
     ),
     becomes("runner.max_tokens_per_mbs", "train.max_tokens_per_micro_batch", _dynamic_tokens),
     *trains(
-        becomes("runner.max_steps", "run.total_steps", total_steps, "-1: max_epochs decides"),
+        becomes("runner.max_steps", "run.total_steps", total_steps, "with -1, max_epochs decides"),
         becomes(
             "runner.max_epochs", "run.total_steps", epochs("runner.max_steps"), "read unless max_steps is set"
         ),
@@ -106,7 +106,7 @@ RUN = (
         "runner.logger.*",
         "metrics go to TensorBoard and metrics.jsonl, and with monitor.listeners=[wandb] to Weights & Biases",
     ),
-    dropped("runner.output_dir", "where a run writes is run.root, run.name"),
+    dropped("runner.output_dir", "a run writes into the folder run.root/run.name"),
     dropped("runner.*", "no counterpart in how a run is done"),
     *trains(
         same("data.rollout_batch_size", "data.train_batch_size", "prompts in both"),
@@ -145,7 +145,7 @@ RUN = (
         "rollout.rollout_backend",
         (),
         only(("sglang",), "the engine is always SGLang here"),
-        "any engine there is SGLang here",
+        "whatever the value, the engine is SGLang here",
     ),
     becomes(
         "rollout.recompute_logprobs",
@@ -169,7 +169,7 @@ RUN = (
         "rollout.sglang.enable_ep_moe",
         "rollout.engine.expert_parallel",
         _engine_experts,
-        "true: as many parts as TP ranks",
+        "true: as many parts as there are TP ranks",
     ),
     dropped("rollout.seed", "one seed for all: run.seed"),
     dropped("rollout.return_logprobs", "the engine's log-probs are always recorded here"),
@@ -199,9 +199,10 @@ def _refusal(source: Source, settings: Settings) -> str | None:
 
 
 def _findings(source: Source, settings: Settings) -> list[Finding]:
-    """Return the differences in what an RLinf run trains that the entries of single keys do not report.
+    """Return the differences between what an RLinf run trains and what the imported run trains.
 
-    Examples are a base configuration that was not read, and a missing reward.
+    Differences that concern a single key are left out, because the mapping of the key reports them. Among
+    the others are a model for images, a missing reward, and a base configuration that was not read.
     """
     found = []
     for key in ("rollout.model.model_type", f"{MODEL}.model_type"):

@@ -33,7 +33,7 @@ def _sequence_parallel(value: Any, source: Source) -> bool:
 
 
 def _model_of_the_actor(value: Any, source: Source) -> dict[str, Any]:
-    """Return {"model.path": the actor's model folder}.
+    """Convert the folder of RLinf's actor model to {"model.path": folder}.
 
     Raises CannotCarry if the rollout has another model, because grpo_megatron has one model for both.
     """
@@ -59,13 +59,14 @@ def _global_batch(value: Any, source: Source) -> int:
     group = source.number("algorithm.group_size")
     if int(value) % group:
         raise CannotCarry(
-            f"is not a multiple of algorithm.group_size={group}, but a mini-batch contains whole groups here"
+            f"this is not a multiple of algorithm.group_size={group}, but a mini-batch here contains whole "
+            "groups"
         )
     return int(value) // group
 
 
 def _unless_constant(ours: str) -> Convert:
-    """Return a converter to the key `ours` for a key that has no effect with a constant learning rate."""
+    """Return a function that converts a value to {ours: value}, or to {} if the learning rate is constant."""
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
         constant = source["actor.lr_sched.lr_decay_style"] in (None, "constant")
@@ -114,7 +115,7 @@ ACTOR = (
             f"{MODEL}.model_path",
             "model.path",
             _model_of_the_actor,
-            "only that of the rollout, if both are set",
+            "only the model of the rollout, if both are set",
         ),
     ),
     dropped(f"{MODEL}.*", "no counterpart: the layers are Megatron's as the model's config.json has them"),
@@ -135,12 +136,24 @@ ACTOR = (
         unit="minutes -> seconds",
     ),
     dropped("actor.megatron.*", "no counterpart in how Megatron is run"),
-    becomes("actor.enable_offload", "megatron.sleep", flag, "weights, gradients and optimizer together"),
+    becomes(
+        "actor.enable_offload",
+        "megatron.sleep",
+        flag,
+        "moves weights, gradients and optimizer states together",
+    ),
     dropped("actor.enable_dp_load_balance", "samples are always shared among ranks by their tokens here"),
     dropped("actor.training_backend", "the trainer is Megatron"),
-    becomes("actor.offload_weight", "megatron.sleep", flag, "weights, gradients and optimizer together"),
+    becomes(
+        "actor.offload_weight",
+        "megatron.sleep",
+        flag,
+        "moves weights, gradients and optimizer states together",
+    ),
     becomes("actor.offload_optimizer", "optimizer.offload", flag),
-    becomes("actor.offload_grad", "megatron.sleep", flag, "weights, gradients and optimizer together"),
+    becomes(
+        "actor.offload_grad", "megatron.sleep", flag, "moves weights, gradients and optimizer states together"
+    ),
     *trains(
         same("actor.optim.lr", "optimizer.lr"),
         same("actor.optim.adam_beta1", "optimizer.beta1"),
@@ -150,8 +163,8 @@ ACTOR = (
         same("actor.optim.clip_grad", "optimizer.clip_grad"),
     ),
     becomes("actor.optim.use_distributed_optimizer", "megatron.distributed_optimizer", flag),
-    becomes("actor.optim.overlap_grad_reduce", "megatron.overlap", flag, "one switch for both"),
-    becomes("actor.optim.overlap_param_gather", "megatron.overlap", flag, "one switch for both"),
+    becomes("actor.optim.overlap_grad_reduce", "megatron.overlap", flag, "one switch for both overlaps"),
+    becomes("actor.optim.overlap_param_gather", "megatron.overlap", flag, "one switch for both overlaps"),
     becomes("actor.optim.optimizer_cpu_offload", "optimizer.offload", flag),
     dropped("actor.optim.overlap_*", "see megatron.overlap"),
     dropped("actor.optim.optimizer_enable_pin", "see optimizer.offload"),

@@ -107,7 +107,7 @@ def _micro_batch(value: Any, source: Source) -> dict[str, Any]:
 def _scale(value: Any, source: Source) -> dict[str, Any]:
     if value not in (None, 1) and source["algorithm.adv_type"] not in ("grpo", "math_grpo"):
         raise CannotCarry(
-            "a scale has no effect only where advantages are divided by the group's standard deviation"
+            "a scale changes the training unless advantages are divided by the group's standard deviation"
         )
     return {}
 
@@ -126,7 +126,7 @@ ALGORITHM = trains(
         "algorithm.loss_type",
         ("algorithm.surrogate", "algorithm.ratio_level"),
         choice(LOSSES, "no such policy loss here (no critic)"),
-        "actor, grpo, ppo: clip of the token's ratio; gspo: of the sequence's",
+        "actor, grpo, ppo: clip, ratio of the token; gspo: clip, ratio of the sequence",
     ),
     becomes(
         "algorithm.loss_agg_func",
@@ -167,13 +167,13 @@ ALGORITHM = trains(
         "algorithm.clip_ratio_low",
         "algorithm.clip_ratio_low",
         unless_null("algorithm.clip_ratio_low"),
-        "null: ratio_clip_eps",
+        "with null, ratio_clip_eps decides",
     ),
     becomes(
         "algorithm.clip_ratio_high",
         "algorithm.clip_ratio_high",
         unless_null("algorithm.clip_ratio_high"),
-        "null: ratio_clip_eps",
+        "with null, ratio_clip_eps decides",
     ),
     same("algorithm.clip_ratio_c", "algorithm.clip_ratio_c", default=3.0),
     becomes(
@@ -194,21 +194,21 @@ ALGORITHM = trains(
         "algorithm.normalize_advantages",
         "algorithm.adv_whiten",
         _whiten,
-        "after the group's own normalisation, in both; reinpp always whitens",
+        "follows the normalisation in the group in both systems; reinpp always whitens",
         default=False,
     ),
     same(
         "algorithm.early_stop_imp_ratio",
         "algorithm.early_stop_imp_ratio",
-        "drops the whole optimizer step, in RLinf the loss of a micro-batch",
+        "drops the whole optimizer step here, but only the loss of a micro-batch in RLinf",
         default=5.0,
     ),
     becomes(
         "algorithm.use_valid_token_scale",
         ("algorithm.loss_agg_mode",),
         _token_scale,
-        "asks for the mean over the whole step, which token-mean always is here; "
-        "algorithm.use_valid_token_scale is something else and stays false",
+        "true asks for the mean over the whole step, as token-mean always does here; our key of the "
+        "same name means something else and stays false",
         default=False,
     ),
     becomes(
@@ -267,14 +267,14 @@ PENALTIES = trains(
     dropped("algorithm.*_length", "see reward.overlong_buffer"),
     dropped(
         "algorithm.max_resample",
-        "set rollout.dynamic_sampling by hand: new prompts for the groups that algorithm.filters drop",
+        "set rollout.dynamic_sampling by hand: it replaces the groups that algorithm.filters drop",
     ),
     becomes(
         "algorithm.max_num_gen_batches",
         "rollout.dynamic_sampling.max_batches",
         only(
             (1, None),
-            "set rollout.dynamic_sampling by hand: new prompts for the groups that algorithm.filters drop",
+            "set rollout.dynamic_sampling by hand: it replaces the groups that algorithm.filters drop",
         ),
         "only 1",
     ),
@@ -311,7 +311,8 @@ PENALTIES = trains(
         "reward.reward_type",
         "reward.function",
         _reward,
-        "math: math (1 and 0, in RLinf reward_scale and minus reward_scale); others: a function of yours",
+        "math: math, with rewards 1 and 0 in place of reward_scale and -reward_scale; for others, set "
+        "reward.function=module:function",
     ),
     becomes(
         "reward.reward_scale",

@@ -24,12 +24,13 @@ def _sampled(value: Any, source: Source) -> dict[str, Any]:
     return _greedy(not truth(value), source)
 
 
-def _off_is(neutral: Any) -> Convert:
-    """Return a converter for a filter of sampled tokens, such as top-p, that must be switched off.
+def _must_be_off(neutral: Any) -> Convert:
+    """Return a function that checks that a sampling filter, such as top-p, is switched off.
 
-    With the filter, tokens would be sampled from another distribution than the one of the log-probs.
+    A filter changes the distribution that tokens are sampled from, but not the recorded log-probs.
 
-    neutral: the value that switches the filter off. For any other value the converter raises CannotCarry.
+    neutral: the value that switches the filter off. The function returns this value. It raises CannotCarry
+        if the filter has any other value than this or null.
     """
 
     def convert(value: Any, source: Source) -> Any:
@@ -43,17 +44,17 @@ def _off_is(neutral: Any) -> Convert:
 
 
 def _top_k(value: Any, source: Source) -> int:
-    return _off_is(-1)(value if value is not None and 0 < value < 500_000 else -1, source)
+    return _must_be_off(-1)(value if value is not None and 0 < value < 500_000 else -1, source)
 
 
 SAMPLING = trains(
     same("algorithm.sampling_params.temperature", "rollout.temperature", default=1.0),
-    becomes("algorithm.sampling_params.top_p", "rollout.top_p", _off_is(1), "only 1: see rollout.top_k"),
+    becomes("algorithm.sampling_params.top_p", "rollout.top_p", _must_be_off(1), "only 1: see rollout.top_k"),
     becomes(
         "algorithm.sampling_params.top_k",
         "rollout.top_k",
         _top_k,
-        "only -1 (off), as is a number above any vocabulary",
+        "only -1 (off); 0 and numbers above any vocabulary mean the same",
     ),
     becomes(
         "algorithm.sampling_params.max_new_tokens",

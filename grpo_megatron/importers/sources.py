@@ -29,12 +29,13 @@ def read_settings(
 ) -> Settings:
     """Return the settings in the text of a launch script or of a YAML file.
 
-    launch: number of the script's launch command to import, counted from 1. None: all of them must be equal.
+    launch: number of the script's launch command to import, counted from 1. None: all launch commands must
+        have the same settings.
     is_yaml: True to accept nothing but YAML.
-    environment: variables that are set when the script starts.
+    environment: {name: value} of the variables that are set when the script starts.
 
-    Raises UserError if the text is neither a launch script nor YAML, or if several launch commands differ and
-    `launch` is None. Raises UserError also for a file of a system that cannot be imported.
+    Raises UserError if the text is neither a launch script nor YAML, if it is a file of a system that cannot
+    be imported, or if launch commands differ and `launch` is None.
     """
     if problem := others.refusal(text):
         raise UserError(problem)
@@ -56,7 +57,9 @@ def read_settings(
 
 
 def read_hydra_folder(folder: Path) -> Settings:
-    """Return the settings that Hydra has written into the output folder of a run, or into its folder .hydra.
+    """Return the settings that Hydra has written into the folder of a run.
+
+    folder: output folder of the run, or the folder .hydra in it.
 
     Raises UserError if the folder has no overrides.yaml. Raises OSError or UnicodeDecodeError if that file
     cannot be read.
@@ -101,7 +104,7 @@ def _flat(tree: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _resolved(tree: dict) -> dict:
     """Return the tree of a YAML file with its ${references} replaced by the values that they refer to.
 
-    References that cannot be resolved stay as they are. So do references to environment variables.
+    References to environment variables, and references that cannot be resolved, stay as they are.
     """
     with _arithmetic():
         config = OmegaConf.create(tree)

@@ -73,10 +73,10 @@ def _micro_batch(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _discounting(estimators: tuple[str, ...], why: str):
-    """Return a converter for verl's gamma or lam. The converter sets no key.
+    """Return a function that checks that verl's algorithm.gamma or algorithm.lam discounts nothing.
 
-    grpo_megatron does not discount advantages. So the converter raises CannotCarry for a value other than 1
-    if the run's advantage estimator reads the key.
+    grpo_megatron does not discount advantages. The function raises CannotCarry for a value other than 1 if
+    the run's advantage estimator reads the key, and else returns {}: no key is set.
 
     estimators: verl's advantage estimators that read the key.
     why: message of CannotCarry.
@@ -111,9 +111,9 @@ def _of_other_losses(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _generated_batches(value: Any, source: Source) -> dict[str, Any]:
-    """Convert verl's filter_groups.max_num_gen_batches. Return {our key: its value}.
+    """Convert verl's filter_groups.max_num_gen_batches to {"rollout.dynamic_sampling.max_batches": value}.
 
-    verl's 0, which means no limit, becomes 10000. The result is empty if filter_groups is disabled, because
+    0, which means no limit in verl, becomes 10000. The result is empty if filter_groups is disabled, because
     verl then ignores the limit.
     """
     if not truth(source["algorithm.filter_groups.enable"]):
@@ -124,7 +124,8 @@ def _generated_batches(value: Any, source: Source) -> dict[str, Any]:
 def _loss_mode(source: Source) -> str:
     """Return verl's name of the policy loss that a run uses, such as `vanilla`.
 
-    In bypass mode verl replaces loss_mode by the mode's own loss_type.
+    The name is the value of policy_loss.loss_mode. In verl's bypass mode, rollout_correction.loss_type
+    decides instead, and the result for an unknown loss_type is `unknown`.
     """
     if not bypasses(source):
         return str(source[f"{ACTOR}.policy_loss.loss_mode"])
@@ -243,8 +244,8 @@ LOSS = (
         f"{ACTOR}.policy_loss.loss_mode",
         ("algorithm.surrogate", "algorithm.ratio_level", "algorithm.loss_agg_mode"),
         _loss,
-        "vanilla: clip of the token's ratio; gspo: clip of the sequence's, always with seq-mean-token-mean; "
-        "cispo; gpg: reinforce; in bypass_mode, loss_type decides",
+        "vanilla: clip, ratio of the token; gspo: clip, ratio of the sequence, always seq-mean-token-mean; "
+        "cispo: cispo; gpg: reinforce; in bypass_mode, loss_type decides",
         default="vanilla",
     ),
     becomes(
@@ -269,10 +270,10 @@ LOSS = (
         f"{ACTOR}.policy_loss.*",
         (),
         _of_other_losses,
-        "belongs to losses that are not here (clip_cov, kl_cov, dro, sapo)",
+        "belongs to losses that do not exist here (clip_cov, kl_cov, dro, sapo)",
     ),
-    becomes(f"{ACTOR}.tau_pos", (), _of_other_losses, "belongs to a loss that is not here (sapo)"),
-    becomes(f"{ACTOR}.tau_neg", (), _of_other_losses, "belongs to a loss that is not here (sapo)"),
+    becomes(f"{ACTOR}.tau_pos", (), _of_other_losses, "belongs to a loss that does not exist here (sapo)"),
+    becomes(f"{ACTOR}.tau_neg", (), _of_other_losses, "belongs to a loss that does not exist here (sapo)"),
     becomes(
         f"{ACTOR}.loss_scale_factor",
         (),
@@ -314,7 +315,7 @@ BATCH = (
         _dynamic_tokens,
         "per CP rank in both; here at least the longest sequence",
     ),
-    dropped(f"{ACTOR}.ppo_micro_batch_size", "deprecated there; use the one per GPU"),
+    dropped(f"{ACTOR}.ppo_micro_batch_size", "deprecated in verl; use ppo_micro_batch_size_per_gpu"),
     dropped(
         "*micro_batch_size*",
         "all passes of a step use one partition into micro-batches: train.max_tokens_per_micro_batch",

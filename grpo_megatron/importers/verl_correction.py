@@ -39,10 +39,12 @@ def _number(key: str, text: Any) -> float | int:
 
 
 def _thresholds(key: str, value: Any) -> tuple[float | None, float]:
-    """Return (lower bound or None, upper bound) that a threshold of verl states.
+    """Parse a threshold of verl. Return (lower bound or None, upper bound).
 
-    value: a number, which is the upper bound, or a text "lower_upper". Raises CannotCarry for anything else.
-    key: verl's key of the threshold, for the message.
+    key: verl's key of the threshold, for messages.
+    value: a number, which is the upper bound, or a text such as "0.5_5.0" with both bounds.
+
+    Raises CannotCarry for anything else.
     """
     if value is None:
         raise CannotCarry(f"verl also requires {key}; set it")
@@ -69,8 +71,8 @@ def _rollout_is(value: Any, source: Source) -> dict[str, Any]:
         return {"mismatch.correction": "tis" if value == "token" else "seq_tis", "mismatch.ratio_high": upper}
     if source[f"{CORRECTION}.rollout_rs"] is not None and not bypasses(source):
         raise CannotCarry(
-            "what lower_upper zeroes stays in verl's means, and what rollout_rs masks does not; here "
-            "mismatch.renormalize is for both"
+            "verl's means include tokens whose weight lower_upper sets to 0, but not tokens that rollout_rs "
+            "masks; here mismatch.renormalize applies to both"
         )
     kind = "icepop" if value == "token" else "mis"
     return {"mismatch.correction": kind, **dict(zip(_BOUNDS, (lower, upper), strict=True))}
@@ -82,7 +84,7 @@ def _rollout_rs(value: Any, source: Source) -> dict[str, Any]:
     criteria = list(dict.fromkeys(part.strip() for part in str(value).split(",")))
     if len(criteria) > 1:
         raise CannotCarry("only one criterion at a time is supported; set mismatch.rejection")
-    return {**_rejection(criteria[0], source), **_what_a_mask_takes(source)}
+    return {**_rejection(criteria[0], source), **_effects_of_a_mask(source)}
 
 
 def _rejection(name: str, source: Source) -> dict[str, Any]:
@@ -110,11 +112,11 @@ def _kept(kind: str, low: float, high: float) -> dict[str, Any]:
     return {"mismatch.rejection": kind, "mismatch.rejection_low": low, "mismatch.rejection_high": high}
 
 
-def _what_a_mask_takes(source: Source) -> dict[str, Any]:
-    """Return the settings with which grpo_megatron masks tokens as verl does.
+def _effects_of_a_mask(source: Source) -> dict[str, Any]:
+    """Return the settings of grpo_megatron that give rejected tokens the same effect as in verl.
 
-    Outside of bypass mode, verl removes rejected tokens from the batch, so that they also do not count in KL,
-    entropy and the means. In bypass mode the result is empty.
+    Outside of its bypass mode, verl removes rejected tokens from the batch: they do not count in the KL, the
+    entropy and the means either. In bypass mode the result is empty.
     """
     if bypasses(source):
         return {}
@@ -126,7 +128,8 @@ ROLLOUT_CORRECTION = (
         f"{CORRECTION}.rollout_is",
         ("mismatch.correction", *_BOUNDS),
         _rollout_is,
-        "a weight; token: tis, sequence: seq_tis; with a threshold lower_upper: icepop, mis",
+        "importance weights; token: tis; sequence: seq_tis; with a threshold of the form lower_upper, token: "
+        "icepop, and sequence: mis",
         default=None,
     ),
     becomes(
@@ -139,9 +142,10 @@ ROLLOUT_CORRECTION = (
             "algorithm.mask_applies_to",
         ),
         _rollout_rs,
-        "a mask; token_k1, seq_sum_k1, seq_mean_k1: token_ratio, seq_ratio, seq_geometric_ratio with "
-        "inverted bounds; *_k2, *_k3: the same names; token, sequence, geometric (2025): the same bounds; "
-        "without bypass_mode, masked tokens leave KL, entropy and means too",
+        "masks; token_k1: token_ratio, seq_sum_k1: seq_ratio, seq_mean_k1: seq_geometric_ratio, each with "
+        "inverted bounds; *_k2, *_k3: the same names; the names of 2025, token: token_ratio, sequence: "
+        "seq_ratio, geometric: seq_geometric_ratio, each with the same bounds; without bypass_mode, masked "
+        "tokens do not count in KL, entropy and means either",
         default=None,
     ),
     becomes(f"{CORRECTION}.rollout_is_threshold", (), elsewhere, "read with rollout_is", default=2.0),
@@ -170,7 +174,7 @@ ROLLOUT_CORRECTION = (
         f"{CORRECTION}.loss_type",
         (),
         elsewhere,
-        "the policy loss in bypass_mode: read with policy_loss.loss_mode",
+        "decides the policy loss in bypass_mode; read with policy_loss.loss_mode",
         default="ppo_clip",
     ),
     dropped(f"{CORRECTION}.*", "no such part of the correction here"),

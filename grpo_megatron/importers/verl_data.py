@@ -49,12 +49,13 @@ def _overlong_length(buffer: str) -> Convert:
 
 
 def _overlong_end(buffer: str) -> Convert:
-    """Return a converter that checks the length at which verl's overlong buffer ends, and sets no key.
+    """Return a function that checks the length at which verl's overlong buffer ends.
 
-    In grpo_megatron the buffer always ends at rollout.max_response_length. If the buffer is enabled, the
-    converter raises CannotCarry for a different length.
+    The buffer is the range of response lengths in which the reward is reduced. In grpo_megatron it always
+    ends at rollout.max_response_length. If the buffer is enabled and ends elsewhere, the function raises
+    CannotCarry. Otherwise it returns {}: no key is set.
 
-    buffer: verl's section with the settings of the buffer.
+    buffer: name of verl's section with the settings of the buffer.
     """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
@@ -163,9 +164,10 @@ _SANDBOX = "programs run in a sandbox on the node here: reward.function=code"
 
 
 def _reward_sections(old: bool) -> tuple[str, str, str, str, str]:
-    """Return verl's names for (reward manager, function, sandbox, manager's arguments, reward model).
+    """Return the keys or sections in which verl configures five parts of the reward.
 
-    The names are keys or sections of verl's configuration.
+    The parts are the reward manager, the reward function, the sandbox, the arguments of the reward manager,
+    and the reward model.
 
     old: True for the names that verl used until the end of 2025.
     """
@@ -210,7 +212,12 @@ def _reward_entries(old: bool) -> tuple[KeyMapping, ...]:
                 ),
                 "only false",
             ),
-            becomes(f"{function}.path", "reward.function", only((None,), _BY_HAND), "a function of yours"),
+            becomes(
+                f"{function}.path",
+                "reward.function",
+                only((None,), _BY_HAND),
+                "only null; else set reward.function=module:function",
+            ),
             becomes(
                 f"{sandbox}.url",
                 "reward.function",

@@ -1,4 +1,4 @@
-"""Differences in what a verl run trains that the entries of single keys do not report."""
+"""Differences in what a verl run trains that do not concern a single key, such as the reward."""
 
 import re
 
@@ -22,9 +22,10 @@ def refusal(source: Source, settings: Settings) -> str | None:
 
 
 def findings(source: Source, settings: Settings) -> list[Finding]:
-    """Return the differences in what a verl run trains that the entries of single keys do not report.
+    """Return the differences between what a verl run trains and what the imported run trains.
 
-    Examples are the reward, a model for images, and a base configuration that was not read.
+    Differences that concern a single key are left out, because the mapping of the key reports them. Among
+    the others are the reward, a model for images, and a base configuration that was not read.
     """
     found = [
         Finding(

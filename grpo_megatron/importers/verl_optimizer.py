@@ -62,7 +62,7 @@ def _unless_constant(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _min_ratio(value: Any, source: Source) -> dict[str, Any]:
-    """Return {"optimizer.lr_min": rate} for verl's minimum, which is a fraction of the peak learning rate.
+    """Convert verl's minimum learning rate, a fraction of the peak rate, to {"optimizer.lr_min": rate}.
 
     The result is empty if the minimum is 0 or the schedule is constant.
     """
@@ -157,11 +157,12 @@ OPTIMIZER = (
         ),
     ),
     dropped(
-        f"{ACTOR}.optim.zero_indexed_step", "step k of a warm-up of n runs at k/n of the rate here, from 1"
+        f"{ACTOR}.optim.zero_indexed_step",
+        "here step k of a warm-up of n steps has k/n of the rate, and the first step is 1",
     ),
     dropped(f"{ACTOR}.optim.use_precision_aware_optimizer", "moments and main weights are float32 here"),
-    dropped(f"{ACTOR}.optim.use_layer_wise_*", "belongs to an optimizer that is not here (muon)"),
-    dropped(f"{ACTOR}.optim.muon_*", "belongs to an optimizer that is not here (muon)"),
+    dropped(f"{ACTOR}.optim.use_layer_wise_*", "belongs to an optimizer that does not exist here (muon)"),
+    dropped(f"{ACTOR}.optim.muon_*", "belongs to an optimizer that does not exist here (muon)"),
     dropped(
         f"{ACTOR}.optim.override_optimizer_config.*offload*", "see optimizer.offload, which moves all of it"
     ),

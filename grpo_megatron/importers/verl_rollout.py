@@ -27,12 +27,13 @@ def _validation(value: Any, source: Source) -> dict[str, Any]:
     return {"eval.temperature": 0.0, "eval.n": 1, "eval.greedy": False}
 
 
-def _off_is(neutral: Any, why: str):
-    """Return a converter for a filter of sampled tokens, such as top-p, that must be switched off.
+def _must_be_off(neutral: Any, why: str):
+    """Return a function that checks that a sampling filter, such as top-p, is switched off.
 
-    With the filter, tokens would be sampled from another distribution than the one of the log-probs.
+    A filter changes the distribution that tokens are sampled from, but not the recorded log-probs.
 
-    neutral: the value that switches the filter off. For any other value the converter raises CannotCarry.
+    neutral: the value that switches the filter off. The function returns this value. It raises CannotCarry
+        if the filter has any other value than this or null.
     why: message of CannotCarry.
     """
 
@@ -62,12 +63,13 @@ def _max_turns(value: Any, source: Source) -> dict[str, Any]:
     )
 
 
-def _same_as(length: str) -> Convert:
-    """Return a converter for one of verl's lengths that grpo_megatron has no key for. It sets no key.
+def _must_equal(length: str) -> Convert:
+    """Return a function that checks that a limit of verl equals another of verl's limits.
 
-    The converter raises CannotCarry if the value is not equal to that of the key `length`.
+    grpo_megatron has one key for both limits. If they are equal, the function returns {}: no key is set. If
+    they differ, it raises CannotCarry.
 
-    length: verl's key of the length that is carried over. It is also verl's default for the converted key.
+    length: verl's key of the other limit, such as `data.max_prompt_length`. Only this key is carried over.
     """
 
     def convert(value: Any, source: Source) -> dict[str, Any]:
@@ -103,17 +105,17 @@ ENGINE = (
         becomes(
             f"{ROLLOUT}.top_p",
             "rollout.top_p",
-            _off_is(1, "log-probs would not be those of the distribution that is sampled from"),
+            _must_be_off(1, "log-probs would not be those of the distribution that is sampled from"),
             "only 1: see rollout.top_k",
             default=1.0,
         ),
         becomes(
             f"{ROLLOUT}.top_k",
             "rollout.top_k",
-            lambda value, source: _off_is(
+            lambda value, source: _must_be_off(
                 -1, "log-probs would not be those of the distribution that is sampled from"
             )(value if value is not None and 0 < value < 500_000 else -1, source),
-            "only -1 (off), as are 0 and numbers above any vocabulary",
+            "only -1 (off); 0 and numbers above any vocabulary mean the same",
             default=-1,
         ),
         becomes(
@@ -152,29 +154,45 @@ ENGINE = (
         becomes(
             f"{ROLLOUT}.prompt_length",
             "data.max_prompt_length",
-            _same_as("data.max_prompt_length"),
+            _must_equal("data.max_prompt_length"),
             "only data.max_prompt_length",
         ),
         becomes(
             f"{ROLLOUT}.response_length",
             "rollout.max_response_length",
-            _same_as("data.max_response_length"),
+            _must_equal("data.max_response_length"),
             "only data.max_response_length",
         ),
         becomes(
-            f"{ROLLOUT}.multi_turn.enable", "rollout.environment", _turns, "only false; else a class of yours"
+            f"{ROLLOUT}.multi_turn.enable",
+            "rollout.environment",
+            _turns,
+            "only false; else write an environment",
         ),
-        becomes(f"{ROLLOUT}.multi_turn.tool_config_path", "rollout.environment", _turns, "a class of yours"),
         becomes(
-            f"{ROLLOUT}.multi_turn.interaction_config_path", "rollout.environment", _turns, "a class of yours"
+            f"{ROLLOUT}.multi_turn.tool_config_path",
+            "rollout.environment",
+            _turns,
+            "only null; else write an environment",
+        ),
+        becomes(
+            f"{ROLLOUT}.multi_turn.interaction_config_path",
+            "rollout.environment",
+            _turns,
+            "only null; else write an environment",
         ),
         becomes(
             f"{ROLLOUT}.agent.default_agent_loop",
             "rollout.environment",
             lambda value, source: {} if value == "single_turn_agent" else _turns(value, source),
-            "only single_turn_agent; else a class of yours",
+            "only single_turn_agent; else write an environment",
         ),
-        becomes(f"{ROLLOUT}.agent.agent_loop_config_path", "rollout.environment", _turns, "a class of yours"),
+        becomes(
+            f"{ROLLOUT}.agent.agent_loop_config_path",
+            "rollout.environment",
+            _turns,
+            "only null; else write an environment",
+        ),
         *(
             becomes(
                 key,
@@ -222,13 +240,13 @@ ENGINE = (
         f"{ROLLOUT}.name",
         (),
         only(("sglang",), "the engine is always SGLang here"),
-        "any engine there is SGLang here",
+        "whatever the value, the engine is SGLang here",
     ),
     becomes(
         f"{ROLLOUT}.expert_parallel_size",
         "rollout.engine.expert_parallel",
         _experts,
-        "only a divisor of the engine's TP: its ranks are TP * DP there",
+        "only a divisor of the engine's TP; an engine of verl has TP * DP ranks",
     ),
     becomes(
         f"{ROLLOUT}.data_parallel_size",
@@ -312,5 +330,5 @@ ENGINE = (
         default=False,
     ),
     dropped(f"{ROLLOUT}.*", "no counterpart among the options of the engine"),
-    dropped("actor_rollout_ref.hybrid_engine", "always true in verl's GRPO; here cluster.placement"),
+    dropped("actor_rollout_ref.hybrid_engine", "always true in verl's GRPO; see cluster.placement"),
 )

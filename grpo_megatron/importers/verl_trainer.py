@@ -214,7 +214,7 @@ TRAINER = (
     dropped("trainer.rollout_data_dir", "see rollout.record"),
     dropped("trainer.balance_batch", "samples are always shared among ranks by their tokens here"),
     dropped("trainer.esi_redundant_time", "see run.grace and run.grace_usr1"),
-    dropped("trainer.default_*_dir", "where a run writes is run.root, run.name"),
+    dropped("trainer.default_*_dir", "a run writes into the folder run.root/run.name"),
     dropped("trainer.*", "no counterpart in how a run is done"),
     same(f"{MEGATRON}.tensor_model_parallel_size", "megatron.tensor_parallel", default=1),
     same(f"{MEGATRON}.pipeline_model_parallel_size", "megatron.pipeline_parallel", default=1),
@@ -238,7 +238,12 @@ TRAINER = (
         default=True,
     ),
     becomes(f"{MEGATRON}.use_distributed_optimizer", "megatron.distributed_optimizer", flag, default=True),
-    becomes(f"{MEGATRON}.param_offload", "megatron.sleep", flag, "weights, gradients and optimizer together"),
+    becomes(
+        f"{MEGATRON}.param_offload",
+        "megatron.sleep",
+        flag,
+        "moves weights, gradients and optimizer states together",
+    ),
     becomes(f"{MEGATRON}.optimizer_offload", "optimizer.offload", flag),
     becomes("actor_rollout_ref.ref.megatron.param_offload", "ref.offload", flag),
     becomes(f"{OVERRIDE}.recompute_granularity", "megatron.recompute", _recompute),
@@ -261,7 +266,7 @@ TRAINER = (
             f"{MEGATRON}.override_ddp_config.{name}",
             "megatron.overlap",
             flag,
-            "one switch for both",
+            "one switch for both overlaps",
         )
         for name in ("overlap_grad_reduce", "overlap_param_gather")
     ),
@@ -291,7 +296,7 @@ TRAINER = (
         f"{ACTOR}.fsdp_config.param_offload",
         "megatron.sleep",
         flag,
-        "weights, gradients and optimizer together",
+        "moves weights, gradients and optimizer states together",
     ),
     becomes(f"{ACTOR}.fsdp_config.optimizer_offload", "optimizer.offload", flag),
     becomes("actor_rollout_ref.ref.fsdp_config.param_offload", "ref.offload", flag),
@@ -304,7 +309,10 @@ TRAINER = (
         ),
     ),
     becomes(
-        f"{ACTOR}.veomni.param_offload", "megatron.sleep", flag, "weights, gradients and optimizer together"
+        f"{ACTOR}.veomni.param_offload",
+        "megatron.sleep",
+        flag,
+        "moves weights, gradients and optimizer states together",
     ),
     becomes(f"{ACTOR}.veomni.optimizer_offload", "optimizer.offload", flag),
     dropped(
@@ -324,7 +332,7 @@ TRAINER = (
         f"{ACTOR}.checkpoint.*_contents",
         "a checkpoint holds all of it; checkpoint.export_hf writes the model in HF's form",
     ),
-    dropped(f"{ACTOR}.rollout_n", "it is rollout.n"),
+    dropped(f"{ACTOR}.rollout_n", "the same as rollout.n"),
     dropped(f"{ACTOR}.data_loader_seed", "one seed for all: run.seed"),
     dropped(f"{ACTOR}.calculate_entropy", "the entropy is always measured here"),
     becomes(
@@ -333,7 +341,7 @@ TRAINER = (
         only((False, None), "no estimator here reads it"),
         "only false",
     ),
-    *(dropped(f"{ACTOR}.{name}", "changes how the trainer computes, not what") for name in _HOW),
+    *(dropped(f"{ACTOR}.{name}", "changes how the trainer computes, not the result") for name in _HOW),
     *trains(dropped(f"{ACTOR}.*", "no counterpart, and it may decide what is trained")),
     dropped(
         "actor_rollout_ref.ref.*",
