@@ -3,7 +3,7 @@
     make mutants FILES="grpo_megatron/batch/*.py"
     python tools/mutants.py grpo_megatron/batch/schedule.py --tests tests/unit/test_schedule.py
     python tools/mutants.py grpo_megatron/rollout/*.py --sample 300
-    python tools/mutants.py --show grpo_megatron.batch.schedule.x__pack__mutmut_4
+    python tools/mutants.py --show grpo_megatron.batch.packing.x_pack__mutmut_4
 
 mutmut makes the faults and runs the tests. By default these are the files in tests/unit that import a module
 of a mutated file's package; --tests names others. For each fault, only the tests that execute the changed

@@ -32,21 +32,25 @@ _ROUNDING = 1e-12
 
 
 def smallest_group(estimator: str) -> int:
-    """Return how many trajectories a group needs for this estimator: 2 if it compares them, else 1.
+    """Return the smallest number of trajectories in a group that the advantage estimator can use.
 
-    The rollout drops groups that failed rewards made smaller than this.
+    A group is all trajectories of one prompt. The number is 2 if the estimator compares the trajectories of a
+    group with each other, else 1. The rollout drops a group that has fewer because some rewards failed.
     """
     return 2 if estimator in GROUP_RELATIVE else 1
 
 
 @dataclass(frozen=True)
 class Trajectories:
-    """The N trajectories of a step that have a trained token, in the order of their ids."""
+    """Arrays with one entry for each of the N trajectories of a training step, in the order of their ids.
+
+    Trajectories without a trained token are left out.
+    """
 
     reward: np.ndarray
-    """float64 [N]. Reward of the trajectory, without the KL."""
+    """float64 [N]. Reward of the trajectory. The KL is not subtracted."""
     score: np.ndarray
-    """float64 [N]. `reward` minus the KL of the trajectory's trained tokens times its coefficient."""
+    """float64 [N]. `reward` minus kl_coef times the KL, summed over the trajectory's trained tokens."""
     group: np.ndarray
     """int64 [N]. Index of the group (all trajectories of one prompt), 0 .. number of groups - 1."""
     tokens: np.ndarray
@@ -57,7 +61,7 @@ class Trajectories:
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """Input of an advantage estimator: the S sequences of a whole step."""
+    """Input of an advantage estimator: the S sequences of a whole training step."""
 
     table: SampleTable
     """Group, trajectory and reward of each sequence. Groups need not be equally large."""
@@ -68,10 +72,10 @@ class AdvantageInputs:
 
     @cached_property
     def trajectories(self) -> Trajectories:
-        """The trajectories that have a trained token.
+        """Reward, score, group and length of every trajectory that has a trained token.
 
-        Raises ValueError if a reward is not finite. Raises ValueError also if the sequences of one trajectory
-        have different rewards.
+        Raises ValueError if a reward is not finite, or if the sequences of one trajectory have different
+        rewards.
         """
         rows = np.flatnonzero(self.sums.trained)
         _, first, trajectory = np.unique(
@@ -82,7 +86,11 @@ class AdvantageInputs:
             raise ValueError(f"rewards must be finite numbers, got {rewards[~np.isfinite(rewards)][0]}")
         reward = rewards[first]
         if (rewards != reward[trajectory]).any():
-            raise ValueError("all sequences of a trajectory must have the same reward")
+            row = np.flatnonzero(rewards != reward[trajectory])[0]
+            raise ValueError(
+                "all sequences of a trajectory must have the same reward, but trajectory "
+                f"{self.table.trajectory_id[rows[row]]} has {reward[trajectory[row]]} and {rewards[row]}"
+            )
         of_sequence = np.full(len(self.sums.trained), -1)
         of_sequence[rows] = trajectory
         count = len(reward)
@@ -106,42 +114,46 @@ class AdvantageInputs:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Result of an estimator whose advantages are not one number per trajectory."""
+    """Result of an estimator whose advantages differ between the tokens of a trajectory, or are whitened."""
 
     values: np.ndarray
-    """float64 [N]. Advantage of each trajectory, before what the other fields add."""
+    """float64 [N]. Advantage of each of N trajectories, before the changes that the other fields ask for."""
     minus_kl_to_go: bool = False
-    """True: subtract, at each token, the coefficient times the KL from it to the trajectory's last token."""
+    """True: from the advantage of each token, subtract kl_coef times the KL summed over this token and all
+    later trained tokens of its trajectory."""
     whitened: bool = False
-    """True: scale the advantages to mean 0 and variance 1 over all trained tokens of the step."""
+    """True: shift and scale the advantages to mean 0 and variance 1 over all trained tokens of the step."""
 
 
 @dataclass(frozen=True)
 class Credit:
-    """Advantages of all trained tokens of a step, given by one number per sequence and a few per step.
+    """Advantages of all trained tokens of a step, in compact form: one number per sequence and four per step.
 
-    The trained token t of sequence i has the advantage (base_i - kl_coef · s_t - mean) · scale, clipped to
-    ±limit. s_t is the sum of KL_u over the trained tokens u >= t of the sequence (batch/sums.py).
+    The advantage of trained token t in sequence i is (base_i - kl_coef · s_t - mean) · scale, clipped to
+    ±limit. s_t is the sum of the KL over the trained tokens u >= t of the sequence (batch/sums.py).
+    `of_tokens` computes the advantages from this form.
     """
 
     base: np.ndarray
-    """float64 [S]. 0 for sequences without a trained token."""
+    """float64 [S]. Advantage of each sequence before the other fields apply. 0 without a trained token."""
     kl_coef: float = 0.0
-    """Coefficient of s_t. 0: the advantage is the same at all trained tokens of a sequence."""
+    """Coefficient of s_t. 0: all trained tokens of a sequence have the same advantage."""
     mean: float = 0.0
     """Mean over all trained tokens of the step, if advantages are whitened."""
     scale: float = 1.0
     """Inverse standard deviation over all trained tokens of the step, if advantages are whitened."""
     limit: float | None = None
-    """Largest absolute value. None: advantages are not clipped."""
+    """Largest absolute value of an advantage. None: advantages are not clipped."""
 
     def of_tokens(
         self, sequence: np.ndarray, mask: np.ndarray, suffix: np.ndarray | None, dtype=np.float32
     ) -> np.ndarray:
         """Return the advantage of each token, `dtype` [T], 0 for untrained tokens.
 
-        sequence: int [T], index of each token's sequence. mask: bool [T], True for trained tokens.
-        suffix: float64 [T], s_t. None if the reward contains no KL.
+        sequence: int [T], index of each token's sequence.
+        mask: bool [T], True for trained tokens.
+        suffix: float64 [T], for each token the sum of the KL over this token and all later trained tokens of
+            its sequence. None if the reward contains no KL.
         """
         values = self.base[sequence]
         if self.kl_coef:
@@ -175,9 +187,12 @@ class Credit:
 
 
 def centred_in_groups(values: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """Return each value minus the mean of its group, float64 [N]. Exactly zero in groups of equal values.
+    """Return each value minus the mean of its group, float64 [N].
 
-    values, group: [N], one value and one group index per trajectory.
+    If all values of a group are equal, its results are exactly zero, without a rounding error.
+
+    values: float [N], one value per trajectory.
+    group: int [N], index of each trajectory's group.
     """
     count = np.bincount(group)
     mean = np.bincount(group, values) / np.maximum(count, 1)
@@ -185,7 +200,10 @@ def centred_in_groups(values: np.ndarray, group: np.ndarray) -> np.ndarray:
 
 
 def _constant_groups(values: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """Return bool [number of groups]: True for groups in which all values are equal."""
+    """Return bool [number of groups]: True for groups in which all values are equal.
+
+    values, group: [N], one value and one group index per trajectory.
+    """
     num_groups = group.max(initial=-1) + 1
     low, high = np.full(num_groups, np.inf), np.full(num_groups, -np.inf)
     np.minimum.at(low, group, values)
@@ -194,10 +212,13 @@ def _constant_groups(values: np.ndarray, group: np.ndarray) -> np.ndarray:
 
 
 def whitened(credit: Credit, sums: SequenceSums) -> Credit:
-    """Return the advantages scaled to mean 0 and variance 1 over the trained tokens of the step.
+    """Return the advantages shifted and scaled to mean 0 and variance 1 over the trained tokens of the step.
 
-    A trained token gets (value - mean) / sqrt(variance + 1e-8), where the variance divides by n - 1. If all
-    trained tokens have the same value, the result is exactly zero. `credit` is neither whitened nor clipped.
+    The advantage a of a token becomes (a - mean) / sqrt(variance + 1e-8). The variance of n tokens divides by
+    n - 1. If all trained tokens have the same advantage, the result is exactly zero.
+
+    credit: the advantages, not yet whitened or clipped.
+    sums: sums over the trained tokens of each sequence.
     """
     trained, coef = sums.trained, credit.kl_coef
     count = trained.sum()
@@ -231,8 +252,8 @@ def _is_constant(credit: Credit, sums: SequenceSums) -> bool:
 def grpo(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
     """Return GRPO's advantages: (score - group mean) / (group std + 1e-6) (arXiv:2402.03300 section 4.1.2).
 
-    The standard deviation divides by n - 1. With algorithm.norm_adv_by_std_in_grpo=false, the score is not
-    divided by it (Dr.GRPO, arXiv:2503.20783 section 3.2).
+    The variance of a group of n trajectories divides by n - 1. algorithm.norm_adv_by_std_in_grpo=false omits
+    the division by the standard deviation (Dr.GRPO, arXiv:2503.20783 section 3.2).
     """
     found = inputs.trajectories
     centred = centred_in_groups(found.score, found.group)
@@ -245,7 +266,7 @@ def grpo(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
 
 @advantage_estimator("rloo")
 def rloo(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
-    """Return REINFORCE leave-one-out: score - mean score of the group's other trajectories.
+    """Return the advantages of REINFORCE leave-one-out: score - mean score of the group's other trajectories.
 
     See arXiv:2402.14740 section 2.2.
     """
@@ -257,19 +278,21 @@ def rloo(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
 
 @advantage_estimator("reinforce_plus_plus")
 def reinforce_plus_plus(inputs: AdvantageInputs, options: AlgorithmConfig) -> Estimate:
-    """Return REINFORCE++ advantages: the undiscounted return from each token on, whitened over all tokens.
+    """Return the advantages of REINFORCE++: the undiscounted return at each token, whitened over all tokens.
 
-    The trajectory's reward counts as earned at its last token, the KL at its own. See arXiv:2501.03262.
+    The return of a token is the trajectory's reward minus kl_coef times the KL of this token and all later
+    ones (arXiv:2501.03262).
     """
     return Estimate(inputs.trajectories.reward, minus_kl_to_go=True, whitened=True)
 
 
 @advantage_estimator("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, options: AlgorithmConfig) -> Estimate:
-    """Return REINFORCE++-baseline: score - group mean, whitened over all trained tokens (arXiv:2501.03262).
+    """Return the advantages of REINFORCE++-baseline: score - group mean, whitened over all trained tokens.
 
-    The whitening subtracts the mean over tokens, which is not zero if responses differ in length. So a group
-    whose rewards are all equal gets a small nonzero advantage. Only if every group is like that is it zero.
+    See arXiv:2501.03262. The whitening subtracts the mean over tokens, which is not zero if responses differ
+    in length. A group of equal scores therefore gets a small nonzero advantage, unless the scores are equal
+    in every group.
     """
     found = inputs.trajectories
     return Estimate(centred_in_groups(found.score, found.group), whitened=True)
@@ -277,10 +300,11 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, options: AlgorithmConf
 
 @advantage_estimator("gpg")
 def gpg(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
-    """Return GPG's advantages: alpha (score - group mean) (arXiv:2504.02546).
+    """Return GPG's advantages: alpha · (score - group mean) (arXiv:2504.02546).
 
-    alpha = number of trajectories / number of trajectories in groups whose scores differ. It compensates for
-    groups of equal scores: their gradient is zero, but they count in the mean of the loss.
+    alpha is the number of all trajectories divided by the number of trajectories in groups whose scores
+    differ. The factor compensates for groups of equal scores, which have zero gradient but count in the mean
+    of the loss.
     """
     found = inputs.trajectories
     with_signal = ~_constant_groups(found.score, found.group)[found.group]
@@ -289,7 +313,10 @@ def gpg(inputs: AdvantageInputs, options: AlgorithmConfig) -> np.ndarray:
 
 
 def advantages(inputs: AdvantageInputs, options: AlgorithmConfig) -> Credit:
-    """Return the advantages of algorithm.adv_estimator, after algorithm.adv_whiten and algorithm.adv_clip.
+    """Compute the advantages of a step with the configured estimator, then whiten and clip them.
+
+    The estimator is algorithm.adv_estimator. Whitening is optional (algorithm.adv_whiten), and so is clipping
+    (algorithm.adv_clip).
 
     Raises ValueError if the estimator returns a wrong shape, or a value that is not finite.
     """
@@ -305,7 +332,11 @@ def advantages(inputs: AdvantageInputs, options: AlgorithmConfig) -> Credit:
             f"{len(found.reward)} trajectories (docs/plugins.md)"
         )
     if not np.isfinite(values).all():
-        raise ValueError(f"{name} returned an advantage that is not finite")
+        first = np.flatnonzero(~np.isfinite(values))[0]
+        raise ValueError(
+            f"{name} returned an advantage that is not finite: {values[first]} for trajectory {first} of "
+            f"{len(values)} (score {found.score[first]})"
+        )
     credit = Credit(np.append(values, 0.0)[found.of_sequence])
     if estimate.minus_kl_to_go and inputs.kl_coef:
         later = _kl_of_later_sequences(inputs)
@@ -316,9 +347,9 @@ def advantages(inputs: AdvantageInputs, options: AlgorithmConfig) -> Credit:
 
 
 def _kl_of_later_sequences(inputs: AdvantageInputs) -> np.ndarray:
-    """Return, for each sequence, the KL of the later sequences of its trajectory, float64 [S].
+    """Return, for each sequence, the summed KL of the later sequences of its trajectory, float64 [S].
 
-    It is 0 for sequences without a trained token.
+    The value is 0 for sequences without a trained token.
     """
     of_sequence = inputs.trajectories.of_sequence
     rows = np.flatnonzero(of_sequence >= 0)

@@ -1,4 +1,4 @@
-"""The algorithm of a run, as it is configured, and the few values of it that change from step to step."""
+"""The configured RL algorithm of a run, with the few values that change from step to step."""
 
 from dataclasses import replace
 from math import isnan
@@ -14,7 +14,7 @@ from grpo_megatron.metrics import Metrics
 
 
 class Algorithm:
-    """The configured RL algorithm: computes the coefficients in the loss, and provides the loss.
+    """The configured RL algorithm: computes advantages and weights of the sequences, and provides the loss.
 
     The object keeps two values that change from step to step: the coefficient of the KL in the reward, and
     the policy's entropy in the last step.
@@ -34,9 +34,9 @@ class Algorithm:
 
     @property
     def loss(self) -> PolicyLoss:
-        """The loss function of the next step.
+        """The loss function of the next training step.
 
-        It has no entropy bonus while the last step's entropy is at or above algorithm.entropy_floor.
+        The loss has no entropy bonus if the entropy of the last step was at or above algorithm.entropy_floor.
         """
         floor = self._config.algorithm.entropy_floor
         enough = floor is not None and (self._entropy is None or self._entropy >= floor)
@@ -49,7 +49,7 @@ class Algorithm:
 
         The mismatch is the difference between the engine's and the trainer's log-probs of the same tokens.
 
-        mismatch: the step's metrics from `mismatch_metrics`.
+        mismatch: the step's metrics, as returned by algorithm/mismatch.py's `mismatch_metrics`.
         """
         return mismatch_report(mismatch, self._config.mismatch, self._decode)
 
@@ -63,9 +63,11 @@ class Algorithm:
         return step_coefficients(tables, sums, self._config, self._kl_controller)
 
     def note_trained(self, metrics: Metrics) -> None:
-        """Store the entropy of a trained step. It decides whether the next loss has an entropy bonus.
+        """Store the policy's mean entropy in a finished training step.
 
-        metrics: the metrics of all optimizer steps of the step.
+        The stored entropy decides whether the next step's loss has an entropy bonus.
+
+        metrics: the merged metrics of all optimizer steps of the training step.
         """
         entropy = metrics["actor/entropy"].result()
         self._entropy = self._entropy if isnan(entropy) else entropy

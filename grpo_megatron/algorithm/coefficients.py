@@ -1,4 +1,4 @@
-"""The numbers that multiply each token's loss: advantage, weight, and the factor of the policy term.
+"""Coefficients of each token's loss: advantage, weight, and the factor of the policy term.
 
 The weight is the token's share in the mean over the optimizer step. It multiplies the whole loss of the
 token. The factor corrects the mismatch between the engine's and the trainer's log-probs. It multiplies only
@@ -31,14 +31,15 @@ from grpo_megatron.metrics import Mean, Metrics
 
 @dataclass(frozen=True)
 class Measured:
-    """Result of `measure`: values of the T tokens of a micro-batch, and their sums over each sequence."""
+    """KL and mismatch correction of the T tokens of a micro-batch, with sums over each sequence."""
 
     sums: SequenceSums
-    """The sums, from which advantages and weights are computed."""
+    """Sums over the trained tokens of each sequence. Advantages and weights are computed from them."""
     suffix: np.ndarray | None
-    """float64 [T]. KL from each token to the end of its sequence. None: the reward contains no KL."""
+    """float64 [T]. KL summed from each token to the end of its sequence. None: the reward contains no KL."""
     factor: np.ndarray | None
-    """float32 [T]. Factor of the mismatch correction for the policy term. None: no correction."""
+    """float32 [T]. Factor by which the mismatch correction multiplies the token's policy term. None: no
+    correction."""
     kept: np.ndarray
     """bool [T]. False for tokens that the mismatch correction rejects."""
     metrics: Metrics
@@ -47,17 +48,17 @@ class Measured:
 
 @dataclass(frozen=True)
 class SequenceWeights:
-    """Weights of the sequences of one optimizer step."""
+    """Loss weights of the S sequences of one optimizer step."""
 
     weight: np.ndarray
     """float64 [S]. Weight of the loss of each trained token of the sequence."""
     factor: np.ndarray
-    """float64 [S]. Multiplies only the policy term."""
+    """float64 [S]. Additional factor that multiplies only the policy term of these tokens."""
 
 
 @dataclass(frozen=True)
 class SequenceCoefficients:
-    """Numbers of the S sequences of a mini-batch. `token_coefficients` spreads them over the tokens."""
+    """Advantages and weights of the S sequences of a mini-batch, from which those of tokens follow."""
 
     credit: Credit
     """Advantages of the sequences' tokens."""
@@ -67,17 +68,17 @@ class SequenceCoefficients:
     """False if no token of the mini-batch has a weight, so that the optimizer step must be dropped."""
 
     def of(self, sequences: np.ndarray) -> "SequenceCoefficients":
-        """Return the numbers of some of the sequences. sequences: int, their indices."""
+        """Return the coefficients of some of the sequences. sequences: int, their indices."""
         return SequenceCoefficients(
             self.credit.part(sequences), chosen_rows(self.weights, sequences), self.trains
         )
 
 
 def measure(batch: TrainBatch, options: AlgorithmConfig, correction: Correction | None) -> Measured:
-    """Compute the KL in the reward and the mismatch correction of a micro-batch's tokens, and sum them up.
+    """Compute the KL in the reward and the mismatch correction of each token, and sums over each sequence.
 
-    correction: what to do about differences between the engine's and the trainer's log-probs. None if they
-        become known only in the training forward pass, or if no correction is configured.
+    correction: correction of the differences between the engine's and the trainer's log-probs. None if the
+        differences become known only in the training forward pass, or if no correction is configured.
     """
     mask, kl, suffix, factor, metrics = batch.loss_mask, None, None, None, {}
     kept = np.ones_like(mask)
@@ -129,10 +130,13 @@ def step_coefficients(
 def step_credit(
     table: SampleTable, sums: SequenceSums, options: AlgorithmConfig, kl_controller: KLController
 ) -> tuple[Credit, Metrics]:
-    """Return (advantages, metrics) of a whole step.
+    """Return (advantages, metrics of the KL in the reward) of a whole training step.
 
     With algorithm.use_kl_in_reward, the KL to the reference policy is subtracted from the rewards, and the
-    coefficient in `kl_controller` is updated afterwards.
+    coefficient in `kl_controller` is updated afterwards. Without it, the metrics are empty.
+
+    table: group, trajectory and reward of each of the S sequences.
+    sums: sums over the trained tokens of each sequence.
     """
     metrics: Metrics = {}
     coef = kl_controller.coef if options.use_kl_in_reward else 0.0
@@ -147,11 +151,11 @@ def step_credit(
 
 
 def mean_kl(inputs: AdvantageInputs) -> tuple[float, int]:
-    """Return (mean, count) over the trajectories that have a trained token.
+    """Return (mean, count): the mean KL per token to the reference policy, and the number of trajectories.
 
-    - mean: each trajectory's mean KL over its trained tokens, averaged over the trajectories. 0.0 if there is
-      no trajectory.
-    - count: number of these trajectories.
+    - mean: KL in nats, averaged over the trained tokens of each trajectory, then over the trajectories. 0.0
+      if there is no trajectory.
+    - count: number of trajectories with a trained token. Other trajectories are ignored.
     """
     found, rows = inputs.trajectories, np.flatnonzero(inputs.sums.trained)
     if not len(rows):
@@ -161,11 +165,15 @@ def mean_kl(inputs: AdvantageInputs) -> tuple[float, int]:
 
 
 def step_weights(table: SampleTable, sums: SequenceSums, config: Config) -> SequenceWeights:
-    """Return the weights of the sequences of one optimizer step.
+    """Return the loss weights of the sequences of one optimizer step.
 
-    A token that the mismatch correction rejects loses its policy term. It keeps KL and entropy, unless
-    algorithm.mask_applies_to is "all". By default it still counts in the denominator of the mean. With
-    mismatch.renormalize, the mean is taken only over the tokens that are kept.
+    The weights implement the mean over tokens that algorithm.loss_agg_mode asks for. Tokens that the mismatch
+    correction rejects count in the denominator of this mean. With mismatch.renormalize, they do not count in
+    the mean of the policy term, and with algorithm.mask_applies_to=all not in the mean of KL and entropy
+    either.
+
+    table: group, trajectory and reward of each of the S sequences.
+    sums: numbers of trained and of kept tokens of each sequence.
     """
     mode, longest = config.algorithm.loss_agg_mode, config.rollout.max_response_length
     ones = np.ones(len(sums.trained))
@@ -183,10 +191,14 @@ def step_weights(table: SampleTable, sums: SequenceSums, config: Config) -> Sequ
 def token_coefficients(
     batch: TrainBatch, measured: Measured, given: SequenceCoefficients, applies_to: MaskAppliesTo
 ) -> dict[str, np.ndarray | None]:
-    """Return the arrays advantage, weight, policy_factor and loss_mask of one micro-batch, each [T].
+    """Return {name: array [T]} of advantage, weight, policy_factor and loss_mask for a micro-batch's tokens.
 
-    given: the numbers of the micro-batch's sequences.
-    applies_to: "all": tokens that the mismatch correction rejects are no longer trained tokens.
+    policy_factor is None if there is no mismatch correction.
+
+    measured: KL and mismatch correction of the micro-batch's tokens.
+    given: advantages and weights of the micro-batch's sequences.
+    applies_to: what tokens lose that the mismatch correction rejects. "policy": their policy term (factor 0).
+        "all": all terms, because they are removed from the loss mask.
     """
     sequence, mask, weights = batch.sequence_id, batch.loss_mask, given.weights
     advantage = given.credit.of_tokens(sequence, mask, measured.suffix)

@@ -1,4 +1,4 @@
-"""Correction of the mismatch between engine and trainer: a factor for each token's policy term, and a mask.
+"""Correction of the mismatch between engine and trainer: a factor and a mask for each token's policy term.
 
 Engine and trainer compute slightly different log-probs for the same tokens and weights. Notation:
 
@@ -23,33 +23,35 @@ from grpo_megatron.config.algorithm import (
     MismatchRejection,
 )
 
-# [t] -> [t]: the sum over all tokens of each token's sequence.
+# Function [t] -> [t]: gives each token the sum of the values over all tokens of its sequence.
 SequenceSum = Callable[[torch.Tensor], torch.Tensor]
 
-# (smallest, largest) ratio, as published or recommended.
+# Default (low, high) bounds of the ratio, as published or recommended.
 CORRECTION_BOUNDS = {
     MismatchCorrection.tis: (0.0, 2.0),
     MismatchCorrection.icepop: (0.5, 5.0),
     MismatchCorrection.seq_tis: (0.0, 2.0),
     MismatchCorrection.mis: (0.0, 2.0),
 }
-# Only criteria on a ratio have published bounds. For the others, no bound would fit every model.
+# Default (low, high) bounds. Only measures that are a ratio have published bounds. For KL estimates, no bound
+# would fit every model.
 REJECTION_BOUNDS = {
     MismatchRejection.token_ratio: (0.5, 5.0),
     MismatchRejection.seq_ratio: (0.0, 2.0),
     MismatchRejection.seq_geometric_ratio: (0.999, 1.001),
 }
+# Corrections that use the ratio of the whole sequence. The others use the ratio of each token.
 OF_SEQUENCES = (MismatchCorrection.seq_tis, MismatchCorrection.mis)
-# Corrections that mask values outside their bounds. The others truncate.
+# Corrections that mask tokens whose ratio is outside the bounds. The others truncate the ratio.
 MASKING = (MismatchCorrection.icepop, MismatchCorrection.mis)
 
 
 @dataclass(frozen=True)
 class Weighting:
-    """Importance weighting: multiplies the policy term by a ratio of trainer to engine.
+    """Importance weighting of the policy term, against the mismatch between engine and trainer.
 
-    rho is a token's probability under the trainer divided by that under the engine. rho_y is the product of
-    rho over a sequence's trained tokens. The kinds are:
+    rho is a token's probability under the trainer divided by its probability under the engine. rho_y is the
+    product of rho over a sequence's trained tokens. Each kind multiplies the policy term by another factor:
 
     - tis: min(rho, high) (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
       Training").
@@ -63,12 +65,13 @@ class Weighting:
     high: float
 
     def __call__(self, delta: torch.Tensor, sequence_sum: SequenceSum) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (factor, kept) for t tokens.
+        """Return (factor, kept): the factor of each token's policy term, and whether the token is kept.
 
-        - factor: float [t], to multiply the policy term by.
-        - kept: bool [t], False for masked tokens.
+        - factor: float [t].
+        - kept: bool [t], False for tokens that this weighting masks.
 
-        delta: float [t], the trainer's minus the engine's log-prob; 0 for untrained tokens.
+        delta: float [t], the trainer's minus the engine's log-prob of each token; 0 for untrained tokens.
+        sequence_sum: function that gives each token the sum over all tokens of its sequence.
         """
         ratio = _exp(sequence_sum(delta) if self.kind in OF_SEQUENCES else delta)
         if self.kind in MASKING:
@@ -78,15 +81,17 @@ class Weighting:
 
 @dataclass(frozen=True)
 class Rejection:
-    """Rejection: masks tokens, or whole sequences, whose measure of the mismatch is outside [low, high].
+    """Masking of tokens, or of whole sequences, on which engine and trainer disagree too much.
 
-    delta is the trainer's minus the engine's log-prob of a token, and rho = exp(delta). The measures are:
+    A token or sequence is masked if its measure of the mismatch is outside [low, high]. delta is the
+    trainer's minus the engine's log-prob of a token, and rho = exp(delta). `kind` chooses the measure:
 
-    - token_ratio: rho.
+    - token_ratio: rho of the token.
     - seq_ratio: the product of rho over a sequence's trained tokens.
     - seq_geometric_ratio: the geometric mean of rho over a sequence's trained tokens (Liu et al. 2025).
-    - *_k2 and *_k3: delta²/2 and rho - 1 - delta, estimates of KL(engine || trainer) in nats: of the token,
-      or their sum, mean or maximum over the sequence.
+    - *_k2 and *_k3: delta²/2 and rho - 1 - delta, which estimate KL(engine || trainer) in nats. The prefix
+      token_ takes the token's estimate; seq_sum_, seq_mean_ and seq_max_ take the sum, mean or maximum over
+      the sequence.
     """
 
     kind: MismatchRejection
@@ -94,17 +99,18 @@ class Rejection:
     high: float
 
     def __call__(self, delta: torch.Tensor, mask: torch.Tensor, sequence_sum: SequenceSum) -> torch.Tensor:
-        """Return bool [t]: True for tokens that are kept.
+        """Return bool [t]: True for tokens that are kept, False for tokens that are masked.
 
-        delta: float [t], the trainer's minus the engine's log-prob; 0 for untrained tokens.
+        delta: float [t], the trainer's minus the engine's log-prob of each token; 0 for untrained tokens.
         mask: bool [t], True for trained tokens.
+        sequence_sum: function that gives each token the sum over all tokens of its sequence.
         """
         level, _, measure = self.kind.value.rpartition("_")
         near = delta.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         values = {"ratio": delta, "k2": near.square() / 2, "k3": near.expm1() - near}[measure]
         if level == "seq_max":
-            # The maximum exceeds the bound if any token does. That needs only a sum, which every layout
-            # provides.
+            # The maximum is within the bound if no token exceeds it. Counting these tokens needs only a sum,
+            # the one reduction over sequences that the caller provides. `~(<=)` also counts NaN.
             return sequence_sum((~(values <= self.high)).to(delta.dtype)) == 0
         if level != "token":
             values = sequence_sum(values)
@@ -119,21 +125,21 @@ class Rejection:
 class Correction:
     """The configured corrections of the mismatch between engine and trainer, applied together.
 
-    A token is kept if no correction masks it.
+    The corrections change only the policy term of a token's loss: they multiply it by a factor, or mask it. A
+    token is kept if no correction masks it.
     """
 
     weighting: Weighting | None = None
-    """The importance weighting, which computes the factor of a kept token's policy term. None: the factor
-    is 1."""
+    """Computes the factor of a kept token's policy term. None: the factor is 1."""
     rejection: Rejection | None = None
-    """The rejection, which chooses tokens or sequences to mask. None: no rejection."""
+    """Chooses tokens or sequences to mask. None: no rejection."""
     max_difference: float | None = None
-    """Tokens whose engine and trainer log-probs differ by more than this, in nats, are masked too. None:
-    no limit."""
+    """Largest difference between the engine's and the trainer's log-prob of a token, in nats. Tokens with a
+    larger difference are masked too. None: no limit."""
 
     @classmethod
     def from_config(cls, config: MismatchConfig) -> "Correction | None":
-        """Return the configured correction, or None if nothing is configured."""
+        """Return the correction that the section `mismatch` configures, or None if it configures none."""
         weighting = rejection = None
         if config.correction != MismatchCorrection.none:
             bounds = _bounds(CORRECTION_BOUNDS[config.correction], config.ratio_low, config.ratio_high)
@@ -150,12 +156,12 @@ class Correction:
     def __call__(
         self, rollout_logp: torch.Tensor, logp: torch.Tensor, mask: torch.Tensor, sequence_sum: SequenceSum
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (factor, kept), both detached.
+        """Return (factor, kept): the factor of each token's policy term, and whether the token is kept.
 
-        - factor: float [t], multiplies the policy term. 0 for masked tokens, 1 for untrained tokens.
+        - factor: float [t], detached. 0 for masked tokens, 1 for untrained tokens.
         - kept: bool [t]. False for masked tokens, True for untrained tokens.
 
-        rollout_logp, logp: float [t], the engine's and the trainer's log-probs.
+        rollout_logp, logp: float [t], the engine's and the trainer's log-probs of the same t tokens.
         mask: bool [t], True for trained tokens.
         sequence_sum: function that gives each token the sum over all tokens of its sequence.
         """
@@ -171,7 +177,7 @@ class Correction:
 
 
 def _exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Return exp(log_ratio), clamped so that it cannot overflow."""
+    """Return exp(log_ratio). `log_ratio` is clamped to ±MAX_LOG_RATIO first, so that nothing overflows."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 

@@ -1,7 +1,7 @@
-"""Filters: which groups, and which samples of them, are trained on.
+"""Filters choose the groups, and the samples within groups, that are trained on.
 
-A filter is a function (list of Group) -> list of Group, registered by `@group_filter("name")`. It returns the
-groups to keep, in their order.
+A filter is a function (list of Group) -> list of Group, registered by `@group_filter("name")`. The function
+returns the groups to keep, in unchanged order.
 """
 
 from dataclasses import replace
@@ -16,17 +16,18 @@ group_filter = Registry("filter", "algorithm.filters", call=Call(("groups",)))
 
 @group_filter("nonzero_variance")
 def nonzero_variance(groups: list[Group]) -> list[Group]:
-    """Return the groups in which not all rewards are equal (DAPO, arXiv:2503.14476 section 3.2).
+    """Return the groups in which at least two rewards differ (DAPO, arXiv:2503.14476 section 3.2).
 
-    In the other groups, the group-relative advantage of every trajectory is zero.
+    If all rewards of a group are equal, its group-relative advantages are zero, so nothing can be learned.
     """
     return [group for group in groups if min(group.rewards) != max(group.rewards)]
 
 
 def mask_truncated(groups: list[Group]) -> list[Group]:
-    """Return the same groups, but exclude samples that were cut off at the length limit from training.
+    """Return copies of the groups in which samples that were cut off at the length limit are not trained on.
 
-    Their loss mask becomes all False. This is DAPO's overlong filtering (arXiv:2503.14476 section 3.4).
+    The loss mask of these samples is all False. This is DAPO's overlong filtering (arXiv:2503.14476 section
+    3.4).
     """
 
     def masked(sample):
@@ -38,9 +39,12 @@ def mask_truncated(groups: list[Group]) -> list[Group]:
 
 
 def apply_filters(groups: list[Group], options: AlgorithmConfig) -> list[Group]:
-    """Return the groups to train on: apply algorithm.filters in order, then algorithm.overlong_filter.
+    """Return the groups to train on, after the configured filters.
 
-    Raises UserError if algorithm.filters leaves no group.
+    First the filters that algorithm.filters names are applied, in order. Then, with
+    algorithm.overlong_filter, samples that were cut off at the length limit are masked.
+
+    Raises UserError if no group is left.
     """
     kept = filtered(groups, options.filters)
     if not kept:
@@ -52,9 +56,10 @@ def apply_filters(groups: list[Group], options: AlgorithmConfig) -> list[Group]:
 
 
 def filtered(groups: list[Group], names: list[str]) -> list[Group]:
-    """Return the groups that remain after the filters with these names, applied in order.
+    """Return the groups that remain after the filters called `names` are applied in order.
 
-    Dynamic sampling calls this with one group at a time, to find out whether the group would be trained on.
+    Dynamic sampling calls this function with one group at a time, to find out whether the group is useful for
+    training.
     """
     for name in names:
         groups = group_filter.get(name)(groups) if groups else []

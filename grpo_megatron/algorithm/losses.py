@@ -1,8 +1,9 @@
-"""Per-token losses. These are pure tensor functions that do not depend on ranks, packs or prompts.
+"""Losses with one value per token: the policy loss of RL, and the cross-entropy of supervised fine-tuning.
 
-A loss object is called once per micro-batch with the log-probs of the training forward and the arrays of the
-batch at the same positions. It returns one loss value per token. The caller sums ``weight * loss`` (see
-batch/sequence_weights.py), so no mean is taken here.
+A loss object is called once per micro-batch, with the log-probs of the training forward pass and the arrays
+of the batch at the same positions. It returns one loss value per token. The caller sums ``weight * loss``
+(see batch/sequence_weights.py), so no mean is taken here. Losses are pure tensor functions: they know nothing
+of ranks, packs or prompts.
 """
 
 from collections.abc import Callable
@@ -21,25 +22,29 @@ from grpo_megatron.metrics import Mean, Metrics
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Data of t tokens that are known before the training forward pass. All tensors are [t]."""
+    """Arguments of a loss that are known before the training forward pass. All tensors are [t], for t tokens.
+
+    "Engine" is the inference engine that sampled the tokens.
+    """
 
     mask: torch.Tensor
     """bool. True for trained tokens."""
     advantage: torch.Tensor
     """float32. Advantage of the token."""
     rollout_logp: torch.Tensor
-    """float32. Log-prob under the engine's policy."""
+    """float32. Log-prob of the token as the engine computed it when sampling."""
     ref_logp: torch.Tensor
-    """float32. Log-prob under the reference policy."""
+    """float32. Log-prob of the token under the reference policy."""
     old_logp: torch.Tensor | None
-    """float32. Log-prob under the policy before the step. None: the current log-prob, detached (ratio 1)."""
+    """float32. Log-prob of the token under the policy before the training step. None: the loss uses the
+    current log-prob, detached, so the policy ratio is 1."""
     sequence_sum: Callable[[torch.Tensor], torch.Tensor]
-    """Function [t] -> [t] that gives each token the detached sum over all tokens of its sequence, over all
-    CP ranks."""
+    """Function [t] -> [t] that gives each token the detached sum over all tokens of its sequence, including
+    those on other context-parallel ranks."""
     policy_factor: torch.Tensor | None = None
-    """float32. Multiplies only the policy term. None: 1."""
+    """float32. Factor that multiplies only the policy term of the loss. None: 1."""
     token_index: torch.Tensor | None = None
-    """int64. Index by which the metric mismatch/worst names each token. None: no such metric."""
+    """int64. Index by which the metric mismatch/worst names each token. None: this metric is not computed."""
 
 
 class TokenLoss(Protocol):
@@ -48,7 +53,8 @@ class TokenLoss(Protocol):
     needs_full_kl: bool
     """True if the loss needs the argument full_kl, the exact KL over the vocabulary."""
     limits: dict[str, float]
-    """{metric: largest allowed value}. An optimizer step with a larger value does not change the weights."""
+    """{metric name: largest allowed value}. An optimizer step with a larger value is dropped: it does not
+    change the weights."""
 
     def __call__(
         self,
@@ -57,13 +63,14 @@ class TokenLoss(Protocol):
         inputs: LossInputs,
         full_kl: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Metrics]:
-        """Return (loss, metrics). The loss is float32 [t], zero for untrained tokens.
+        """Return (loss, metrics) of t tokens. The loss is float32 [t], zero for untrained tokens.
 
         logp: float32 [t], log-probs of the tokens under the current policy.
         entropy: float32 [t], entropy of the current policy at each token.
-        full_kl: float32 [t], the exact KL to the reference policy, given if needs_full_kl is True.
+        inputs: the data that is known before the forward pass.
+        full_kl: float32 [t], the exact KL to the reference policy. Only given if needs_full_kl is True.
 
-        All three are computed only for trained tokens, and are zero for other tokens.
+        logp, entropy and full_kl are zero for untrained tokens.
         """
 
 
@@ -71,17 +78,18 @@ class TokenLoss(Protocol):
 class PolicyLoss:
     """The policy loss of a token: factor · surrogate(ratio) + kl_loss_coef · KL - entropy_coeff · entropy.
 
-    Ratio level, surrogate, KL to the reference and entropy bonus can be combined freely.
+    The configuration chooses surrogate, ratio level (token or sequence), KL to the reference policy and
+    entropy bonus independently. factor corrects the mismatch between engine and trainer.
     """
 
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    """Settings of the loss. The settings of the advantages are not read."""
+    """Settings of the loss. Other settings of the section, such as adv_estimator, are not read."""
     correction: Correction | None = None
-    """Correction of the mismatch between engine and trainer, if the mismatch becomes known only in the
-    training forward pass. None: no correction, or one that was made before."""
+    """Correction of the mismatch between engine and trainer, computed in the training forward pass. None: no
+    correction is configured, or it was made before and is in LossInputs.policy_factor."""
     mismatch_limit: float | None = None
-    """Largest allowed |log-prob difference| of engine and trainer. An optimizer step with a larger one
-    does not change the weights. None: no limit."""
+    """Largest allowed absolute difference of a token's engine and trainer log-probs, in nats. An optimizer
+    step with a larger difference does not change the weights. None: no limit."""
 
     @classmethod
     def from_config(
@@ -89,8 +97,9 @@ class PolicyLoss:
     ) -> "PolicyLoss":
         """Return the configured policy loss.
 
-        known_before: True if the trainer's log-probs of the sampled tokens are computed before training. The
-            mismatch with the engine is then corrected in step_coefficients, and not in this loss.
+        known_before: True if the trainer's log-probs of the sampled tokens are computed before training
+            (train.old_logprobs=recompute). The mismatch with the engine is then corrected by
+            `coefficients.measure`, and not by this loss.
         """
         if known_before:
             return cls(algorithm)
@@ -143,10 +152,12 @@ class PolicyLoss:
         return torch.where(trained, loss, 0.0), metrics
 
     def _factor(self, logp: torch.Tensor, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (factor, kept) for t tokens.
+        """Return (factor, kept): the factor of each token's policy term, and whether the token is kept.
 
-        - factor: float [t], to multiply the policy term by.
-        - kept: bool [t], False for tokens that the correction masks.
+        - factor: float [t].
+        - kept: bool [t], False for tokens that the mismatch correction masks.
+
+        logp: float [t], log-probs of the tokens under the current policy.
         """
         factor, kept = torch.ones_like(logp), torch.ones_like(inputs.mask)
         if self.correction:
@@ -156,7 +167,13 @@ class PolicyLoss:
         return factor, kept
 
     def _kl(self, logp, log_ratio, inputs: LossInputs, full_kl) -> torch.Tensor:
-        """Return the KL to the reference policy at each token [t], exact or estimated as configured."""
+        """Return the KL to the reference policy at each token, [t], in nats.
+
+        algorithm.kl_loss_type decides whether the exact KL is returned or an estimate.
+
+        logp, log_ratio: [t], log-probs under the current policy, and the same minus those of the old policy.
+        full_kl: [t], the exact KL, or None if it is not needed.
+        """
         if self.needs_full_kl:
             return full_kl
         kl = kl_penalty(
@@ -167,7 +184,7 @@ class PolicyLoss:
 
 @dataclass(frozen=True)
 class CrossEntropyLoss:
-    """The loss of supervised fine-tuning: negative log-likelihood of the response tokens."""
+    """The loss of supervised fine-tuning: the negative log-likelihood of each trained token."""
 
     needs_full_kl = False
 
@@ -181,5 +198,5 @@ class CrossEntropyLoss:
 
 
 def _masked_sum(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the sum of `values` over trained tokens for a metric, float32 and detached."""
+    """Return the sum of `values` over the tokens whose `mask` is True, float32 and detached, for a metric."""
     return torch.where(mask, values.detach().float(), 0.0).sum()

@@ -1,6 +1,6 @@
 """Measurement of the mismatch between the log-probs of engine and trainer for the same tokens and weights.
 
-correction.py defines delta and the ratio, and contains what the loss does about the mismatch.
+correction.py defines delta and the ratio, and corrects the loss for the mismatch.
 """
 
 from collections.abc import Callable
@@ -31,13 +31,13 @@ def mismatch_metrics(
 
     With delta = logp - rollout_logp and ratio = exp(delta), the metrics over trained tokens are:
 
-    - mismatch/max and mismatch/mean: of |delta|, in nats.
-    - mismatch/k3: mean of ratio - 1 - delta, an estimate of KL(engine || trainer).
+    - mismatch/max and mismatch/mean: maximum and mean of |delta|, in nats.
+    - mismatch/k3: mean of ratio - 1 - delta, an estimate of KL(engine || trainer) in nats.
     - mismatch/ratio: quantiles of the ratio.
     - mismatch/worst: the tokens with the largest |delta|, as rows (|delta|, token_index, engine's log-prob,
       trainer's log-prob). Only if `token_index` is given. `in_context` turns the rows into `WorstToken`s.
 
-    rollout_logp, logp: float [t], log-probs of the engine and of the trainer.
+    rollout_logp, logp: float [t], log-probs of the same t tokens in the engine and in the trainer.
     mask: bool [t], True for trained tokens.
     token_index: int64 [t], the index by which `in_context` finds each token again.
     """
@@ -61,9 +61,10 @@ def mismatch_metrics(
 
 
 def measure_mismatch(batches: list[TrainBatch]) -> Metrics:
-    """Return `mismatch_metrics` of some micro-batches, with their old_logp as the trainer's log-probs.
+    """Return the metrics of the mismatch between engine and trainer for some micro-batches.
 
-    old_logp must have been computed with the same weights that the engine sampled with.
+    batch.old_logp has the trainer's log-probs. They must have been computed with the same weights that the
+    engine sampled with.
     """
     found, first = [], 0
     for batch in batches:
@@ -136,12 +137,16 @@ def _in_context(row: tuple, batches: list[TrainBatch]) -> WorstToken:
 
 @dataclass(frozen=True)
 class MismatchReport:
-    """The result of `mismatch_report`: a message about a step's mismatch, and whether the run must stop."""
+    """Findings on a step's mismatch between engine and trainer, and whether the run must stop.
+
+    `mismatch_report` returns this object.
+    """
 
     worst: str
-    """One line of text for each of the tokens with the largest mismatch, with the token in its context."""
+    """One line for each of the tokens with the largest mismatch. The line shows the token in its context."""
     text: str
-    """Message to the user. Empty if the mismatch is within mismatch.threshold or need not be reported."""
+    """Message to the user. Empty if the mismatch is within mismatch.threshold, or if mismatch.action asks for
+    no message."""
     stop: bool
     """True if the run must stop."""
 
@@ -151,8 +156,8 @@ def mismatch_report(metrics: Metrics, config: MismatchConfig, decode: Decode | N
 
     The mismatch is the difference between the engine's and the trainer's log-probs of the same tokens.
 
-    metrics: `mismatch_metrics` of the step, after `in_context`.
-    decode: function from token ids to text, for showing the worst tokens. If None, token ids are shown.
+    metrics: merged results of `mismatch_metrics` for the step, after `in_context`.
+    decode: function from token ids to text, to show the worst tokens. If None, token ids are shown.
     """
     decode = decode or (lambda ids: " ".join(map(str, ids)))
     worst = "\n".join(_described(token, decode) for token in metrics["mismatch/worst"].result())

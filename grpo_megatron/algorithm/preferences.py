@@ -1,7 +1,7 @@
 """The loss of a reward model on preference pairs, as pure tensor functions like those in losses.py.
 
-A loss couples the two sequences of a pair, so both are in the same micro-batch. Sequence 2i is the chosen one
-of pair i, sequence 2i + 1 the rejected one.
+The loss couples the two sequences of a pair, so both are in the same micro-batch. Pair i consists of sequence
+2i, the chosen one, and sequence 2i + 1, the rejected one.
 """
 
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ from grpo_megatron.metrics import Mean, Metrics, Std
 
 @dataclass(frozen=True)
 class PairInputs:
-    """Data of the P preference pairs of a micro-batch."""
+    """Weights and margins of the P preference pairs of a micro-batch."""
 
     weight: torch.Tensor
-    """float32 [P]. Weight of each pair's loss, fixed over the whole optimizer step."""
+    """float32 [P]. Weight of each pair's loss in the sum over the optimizer step."""
     margin: torch.Tensor
-    """float32 [P]. How far the chosen sequence's score should exceed the rejected sequence's."""
+    """float32 [P]. How much the score of the chosen sequence should exceed that of the rejected one."""
 
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """Bradley-Terry loss: -log sigmoid(chosen - rejected) (Ouyang et al. 2022, arXiv:2203.02155 eq. 1).
+    """Bradley-Terry loss of a reward model: -log sigmoid(chosen - rejected - margin) for each pair.
 
-    chosen and rejected are the scores of a pair's two sequences. With a margin (Touvron et al. 2023,
-    arXiv:2307.09288 eq. 2), the loss is -log sigmoid(chosen - rejected - margin).
+    chosen and rejected are the scores of a pair's two sequences (Ouyang et al. 2022, arXiv:2203.02155 eq. 1).
+    The margin (Touvron et al. 2023, arXiv:2307.09288 eq. 2) may be 0.
     """
 
     needs_full_kl = False
@@ -37,10 +37,10 @@ class PreferenceLoss:
         return {}
 
     def __call__(self, scores: torch.Tensor, inputs: PairInputs) -> tuple[torch.Tensor, Metrics]:
-        """Return (loss, metrics) of P pairs. The loss is float32 [P], one value per pair.
+        """Return (loss, metrics) of P pairs. The loss is float32 [P], one unweighted value per pair.
 
-        scores: float32 [2P]. Score 2i is that of the chosen sequence of pair i, 2i + 1 of the rejected
-            sequence.
+        scores: float32 [2P]. scores[2i] and scores[2i + 1] are the scores of the chosen and of the rejected
+            sequence of pair i.
         """
         chosen, rejected = scores.view(-1, 2).unbind(1)
         ahead = chosen - rejected

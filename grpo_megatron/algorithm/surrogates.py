@@ -1,8 +1,8 @@
-"""The configurable parts of the policy gradient: the level of the ratio, and the surrogate objective.
+"""The configurable parts of the policy term: the level of the policy ratio, and the surrogate objective.
 
 A surrogate is a function (PolicyTerms, AlgorithmConfig) -> (loss [t], clipped bool [t]), registered by
-`@surrogate("name")`. `clipped` marks tokens whose gradient the surrogate removes or limits. It is used only
-for the clip_fraction metrics.
+`@surrogate("name")`. `clipped` marks the tokens whose gradient the surrogate removes or limits. Only the
+clip_fraction metrics use `clipped`.
 """
 
 from collections.abc import Callable
@@ -20,13 +20,13 @@ LossAndClipped = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class PolicyTerms:
-    """Inputs of a surrogate (the form of the policy term) for t tokens. All tensors are [t]."""
+    """Inputs of a surrogate objective, such as PPO's clipped one, for t tokens. All tensors are [t]."""
 
     logp: torch.Tensor
     """float32, differentiable. Log-prob of the token under the current policy."""
     log_ratio: torch.Tensor
-    """float32, differentiable. Log of the current over the old policy's probability, of the token or of
-    its sequence (RATIO_LEVELS)."""
+    """float32, differentiable. Log of the policy ratio, which is the current policy's probability divided by
+    the old policy's. The ratio is the token's or its sequence's (RATIO_LEVELS)."""
     advantage: torch.Tensor
     """float32. Advantage of the token."""
     mask: torch.Tensor
@@ -38,19 +38,28 @@ class PolicyTerms:
 
 
 # --- ratio levels: (log ratio of each token, mask, sequence_sum) -> log ratio to use at each token
+# mask: bool [t], True for trained tokens. sequence_sum: see LossInputs.sequence_sum.
 
 
 def token_ratio(log_ratio: torch.Tensor, mask: torch.Tensor, sequence_sum: Callable) -> torch.Tensor:
-    """Return the log ratio of each token unchanged, [t] (PPO, GRPO)."""
+    """Return the log of the policy ratio to use at each token, [t]: each token's own (PPO, GRPO).
+
+    The input is returned unchanged. The other arguments are there because all ratio levels have the same
+    signature.
+    """
     return log_ratio
 
 
 def sequence_ratio(log_ratio: torch.Tensor, mask: torch.Tensor, sequence_sum: Callable) -> torch.Tensor:
     """Return GSPO's log ratio [t]: each token gets the mean log ratio of its sequence's trained tokens.
 
-    This is log s_i of arXiv:2507.18071 eq. 7. The gradient is that of the token's own log-prob (the
+    The value is log s_i of arXiv:2507.18071 eq. 7. The gradient is the one of the token's own log-prob (the
     GSPO-token form, eq. 14), so that no gradient has to pass through a collective. If all tokens of a
-    sequence have the same loss weight, the sum of these gradients is exactly GSPO's.
+    sequence have the same loss weight, the sum of these gradients is exactly GSPO's gradient.
+
+    log_ratio: [t], log-prob of each token under the current policy minus the one under the old policy.
+    mask: bool [t], True for trained tokens.
+    sequence_sum: function that gives each token the detached sum over all tokens of its sequence.
     """
     total = sequence_sum(torch.where(mask, log_ratio.detach(), 0.0))
     mean = total / sequence_sum(mask.to(log_ratio.dtype)).clamp(min=1)
@@ -58,11 +67,17 @@ def sequence_ratio(log_ratio: torch.Tensor, mask: torch.Tensor, sequence_sum: Ca
 
 
 def sequence_sum_ratio(log_ratio: torch.Tensor, mask: torch.Tensor, sequence_sum: Callable) -> torch.Tensor:
-    """Return the summed log ratio of each token's sequence, log pi(y) - log pi_old(y), as [t].
+    """Return the log ratio of whole sequences, [t]: each token gets log pi(y) - log pi_old(y).
 
-    The gradient at a token is that of its own log-prob, multiplied by n, the number of trained tokens of its
-    sequence. With loss weights proportional to 1/n (modes group-sum and seq-mean-token-mean), the sum over
-    the tokens is exactly the gradient of the sequence's ratio.
+    y is the token's sequence, so the log ratio is summed over its trained tokens.
+
+    The gradient at a token is n times the gradient of the token's own log-prob. n is the number of trained
+    tokens of its sequence. With loss weights proportional to 1/n (modes group-sum and seq-mean-token-mean),
+    the sum over the tokens is exactly the gradient of the sequence's ratio.
+
+    log_ratio: [t], log-prob of each token under the current policy minus the one under the old policy.
+    mask: bool [t], True for trained tokens.
+    sequence_sum: function that gives each token the detached sum over all tokens of its sequence.
     """
     total = sequence_sum(torch.where(mask, log_ratio.detach(), 0.0))
     count = sequence_sum(mask.to(log_ratio.dtype))
@@ -80,8 +95,10 @@ def clip(terms: PolicyTerms, options: AlgorithmConfig) -> LossAndClipped:
     """Return (loss, clipped) of PPO's objective, with DAPO's separate limits and an optional dual clip.
 
     With ratio r and advantage A, the loss is -min(r A, clip(r, 1 - low, 1 + high) A) (arXiv:1707.06347 eq. 7,
-    arXiv:2503.14476 eq. 8). If A < 0 and clip_ratio_c = c is set, the loss is at most -c A (arXiv:1912.09729
-    eq. 5). `clipped` is True for tokens whose loss a limit changes.
+    arXiv:2503.14476 eq. 8). low and high are algorithm.clip_ratio_low and clip_ratio_high. If A < 0 and
+    algorithm.clip_ratio_c = c is set, the loss is at most -c A (dual clip, arXiv:1912.09729 eq. 5).
+
+    `clipped` is True for tokens whose loss one of these limits changes.
     """
     ratio, advantage = terms.ratio, terms.advantage
     unclipped = -advantage * ratio
@@ -98,10 +115,12 @@ def clip(terms: PolicyTerms, options: AlgorithmConfig) -> LossAndClipped:
 def cispo(terms: PolicyTerms, options: AlgorithmConfig) -> LossAndClipped:
     """Return (loss, clipped) of CISPO: REINFORCE weighted with the clipped ratio.
 
-    With ratio r and advantage A, the loss is -sg(clip(r, 1 - low, 1 + high)) A logp, as in MiniMax-M1,
-    arXiv:2506.13585 eq. 4, 5. sg (stop gradient): the ratio itself gets no gradient, so no token loses its
-    gradient. clip_ratio_low of 1 or more means no lower limit, as in the paper. `clipped` is True for tokens
-    whose ratio was clipped.
+    With ratio r and advantage A, the loss is -sg(clip(r, 1 - low, 1 + high)) · A · logp (MiniMax-M1,
+    arXiv:2506.13585 eq. 4, 5). sg means stop gradient: only logp has a gradient, so clipping removes no
+    token's gradient. low and high are algorithm.clip_ratio_low and clip_ratio_high. With low >= 1 there is no
+    lower limit, as in the paper.
+
+    `clipped` is True for tokens whose ratio was clipped.
     """
     ratio = terms.ratio.detach()
     limited = ratio.clamp(1 - options.clip_ratio_low, 1 + options.clip_ratio_high)

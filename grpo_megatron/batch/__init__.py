@@ -1,5 +1,5 @@
-"""The data contract: samples from generation, the flat batch of a step, token weights, schedule and layout.
+"""Data types of training: samples, the flat batch of a step, loss weights, micro-batch schedule, layout.
 
-Nothing is imported here. Environment processes start by importing only `batch.prompt`, which does not need
+This module imports nothing, so that environment processes, which use only `batch.prompt`, start without
 torch.
 """

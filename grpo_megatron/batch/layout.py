@@ -1,9 +1,9 @@
 """The layout of token streams: all index arithmetic between a flat token stream and what a rank computes.
 
 A micro-batch is a stream of T tokens, with its sequences one after the other (``cu_seqlens``). A rank sees
-this stream with padding inserted and, under context parallelism (CP), only its share of it. ``Layout.pack``
-computes the mapping once. Model input, log-probs, loss and metrics all go through the resulting ``Pack``. No
-other code multiplies a chunk size by a rank.
+this stream with padding inserted. Under context parallelism (CP), a rank sees only its share of the stream.
+``Layout.pack`` computes the mapping once and returns it as a ``Pack``. Model input, log-probs, loss and
+metrics all go through this ``Pack``. No other code computes token positions from a rank.
 """
 
 import math
@@ -15,7 +15,7 @@ import torch
 
 
 def padded_to(lengths, multiple: int):
-    """Return each length, an integer or an array of integers, rounded up to a multiple of `multiple`."""
+    """Return `lengths`, an integer or an array of integers, rounded up to multiples of `multiple`."""
     return -(-lengths // multiple) * multiple
 
 
@@ -31,7 +31,7 @@ def on_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """The rules by which one rank pads a micro-batch's token stream and takes its share of it."""
+    """Parallel sizes and padding rules that decide which tokens of a micro-batch one rank computes."""
 
     tp: int = 1
     """Size of the tensor-parallel (TP) group."""
@@ -40,25 +40,26 @@ class Layout:
     cp_rank: int = 0
     """This rank's index in its CP group."""
     sequence_parallel: bool = False
-    """True if activations are split over the TP ranks between matrix products. The size of a padded
-    micro-batch must then be divisible by tp."""
+    """True if activations are split over the TP ranks between matrix products. The number of tokens of a
+    padded micro-batch must then be divisible by tp."""
     alignment: int = 1
-    """Multiple that the FP8 kernels require of every GEMM dimension. 1 means no requirement."""
+    """Number that the FP8 kernels require every GEMM dimension to be divisible by. 1: no requirement."""
     pack_tokens: int = 0
-    """Size of every padded micro-batch in tokens over all CP ranks, if pipeline stages need equal sizes.
-    0: any size."""
+    """Number of tokens, over all CP ranks, to which every micro-batch is padded, because pipeline stages need
+    equal sizes. 0: micro-batches may differ in size."""
 
     @property
     def sequence_multiple(self) -> int:
         """Number that the padded length of every sequence must be divisible by.
 
-        It is 2 · cp under context parallelism, because each CP rank takes two chunks (zig-zag), else 1.
+        The number is 2 · cp under context parallelism, because each CP rank takes two chunks of a sequence
+        (zig-zag). Otherwise it is 1.
         """
         return 2 * self.cp if self.cp > 1 else 1
 
     @property
     def pack_multiple(self) -> int:
-        """Number that the size of a padded micro-batch, over all CP ranks, must be divisible by."""
+        """Number that the tokens of a padded micro-batch, over all CP ranks, must be divisible by."""
         split = self.cp * (self.tp if self.sequence_parallel else 1)
         return math.lcm(self.sequence_multiple, split, split * self.alignment)
 
@@ -67,7 +68,8 @@ class Layout:
 
         lengths: number of tokens of each sequence, in stream order, each at least 1.
 
-        Raises ValueError for other lengths. Raises ValueError also if the sequences exceed pack_tokens.
+        Raises ValueError if there is no sequence, if a length is below 1, or if the padded sequences have
+        more than pack_tokens tokens.
         """
         lengths = np.asarray(lengths, dtype=np.int64)
         if lengths.ndim != 1 or lengths.size == 0 or lengths.min() < 1:
@@ -84,25 +86,28 @@ class Layout:
         return Pack(self, lengths, padded)
 
     def tensor_parallel_share(self, tensor: torch.Tensor, tp_rank: int) -> torch.Tensor:
-        """Return the rows of a per-token tensor whose activations a TP rank holds between matrix products.
+        """Return the rows of a per-token tensor that a TP rank holds between matrix products.
 
-        These are [t / tp, ...] of the rows [t, ...] under sequence parallelism, else all rows.
+        Under sequence parallelism the result is [t / tp, ...], the rank's chunk of the rows. Otherwise all
+        rows are returned.
 
         tensor: [t, ...], one row for each token of the CP rank.
         """
         return tensor.chunk(self.tp)[tp_rank] if self.sequence_parallel else tensor
 
     def _empty_sequences(self, padded: np.ndarray) -> np.ndarray:
-        """Return the lengths of padding-only sequences that fill a micro-batch up to pack_tokens, int64.
+        """Return the lengths of padding-only sequences that fill a micro-batch up to pack_tokens, int64 [n].
 
-        padded: int64 [S], padded lengths of the S real sequences. No padding-only sequence is longer than the
-            longest real one, because attention over one long stretch of padding would cost the most.
+        No padding-only sequence is longer than the longest real one, because attention over one long stretch
+        of padding would be expensive.
+
+        padded: int64 [S], padded lengths of the S real sequences.
         """
         rest = self.pack_tokens - int(padded.sum())
         if rest < 0 or self.pack_tokens % self.pack_multiple:
             raise ValueError(
-                f"{padded.sum()} padded tokens do not fit a pack of {self.pack_tokens} tokens, which must be "
-                f"a multiple of {self.pack_multiple}"
+                f"cannot pad a micro-batch of {padded.sum()} tokens to pack_tokens={self.pack_tokens}, which "
+                f"must be at least as large and a multiple of {self.pack_multiple}"
             )
         longest = int(padded.max())
         sizes = [longest] * (rest // longest) + [rest % longest] * (rest % longest > 0)
@@ -119,24 +124,31 @@ class Pack:
 
     The stream has T = sum(lengths) tokens in S sequences. The rank's share has t tokens, including padding.
     With Layout.pack_tokens, sequences at the end may consist only of padding (length 0).
+
+    layout: parallel sizes and padding rules.
+    lengths: int64 [S], number of tokens of each sequence, without padding.
+    padded_lengths: int64 [S], number of tokens of each sequence with padding, over all CP ranks.
     """
 
     layout: Layout
-    lengths: np.ndarray  # int64 [S], without padding
-    padded_lengths: np.ndarray  # int64 [S], over all CP ranks
+    lengths: np.ndarray
+    padded_lengths: np.ndarray
 
     @cached_property
     def cu_seqlens(self) -> np.ndarray:
-        """Start of each of the S sequences in the stream without padding, and its end, int32 [S+1]."""
+        """Start of each of the S sequences in the unpadded stream, and the stream's end, int32 [S+1]."""
         return _cumulative(self.lengths)
 
     @cached_property
     def cu_seqlens_padded(self) -> np.ndarray:
-        """Start of each of the S sequences in the padded stream of all CP ranks, and its end, int32 [S+1]."""
+        """Start of each of the S sequences in the padded stream, and the stream's end, int32 [S+1].
+
+        The padded stream has the tokens of all CP ranks.
+        """
         return _cumulative(self.padded_lengths)
 
     def pieces(self, cp_rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (first, length) of each contiguous piece of a sequence on a CP rank.
+        """Return (first, length) of each contiguous piece of the sequences that a CP rank computes.
 
         - first: int64 [S, p], position of the piece's first token within its padded sequence.
         - length: int64 [S, p], number of tokens of the piece.
@@ -159,16 +171,18 @@ class Pack:
 
     @cached_property
     def position_ids(self) -> np.ndarray:
-        """Position of each of this rank's t tokens in its sequence, int64 [t]; padding continues counting."""
+        """Position of each of this rank's t tokens in its sequence, int64 [t].
+
+        Padding after a sequence continues the count.
+        """
         return self._positions(self.layout.cp_rank)
 
     @cached_property
     def gathered_index(self) -> np.ndarray:
-        """Index that brings tokens all-gathered from the CP ranks back into the pack's order, int64 [t · cp].
+        """Index that sorts rows all-gathered from the CP ranks into sequence order, int64 [t · cp].
 
-        t is the number of tokens of one CP rank.
-
-        Attention applies the index to gathered keys and values.
+        An all-gather concatenates the t rows of rank 0, rank 1, and so on. gathered[gathered_index] has the
+        rows in the order of the padded stream. Attention applies the index to gathered keys and values.
         """
         starts = self.cu_seqlens_padded[:-1].astype(np.int64)[self.sequence_id]
         rows = np.concatenate([starts + self._positions(rank) for rank in range(self.layout.cp)])
@@ -183,7 +197,7 @@ class Pack:
 
     @cached_property
     def index(self) -> np.ndarray:
-        """Index of each of this rank's t tokens in the whole micro-batch, int64 [t]; -1 for padding."""
+        """Index of each of this rank's t tokens in the micro-batch's stream, int64 [t]; -1 for padding."""
         sequence, position = self.sequence_id, self.position_ids
         return np.where(position < self.lengths[sequence], self.cu_seqlens[sequence] + position, -1)
 
@@ -193,15 +207,15 @@ class Pack:
         return int(np.count_nonzero(self.lengths))
 
     def last_tokens(self, tp_rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (row, sequence) for each sequence whose last token is on this rank, both int64 [n].
+        """Return (row, sequence) for each of the n sequences whose last token is on this rank.
 
         A reward model's score head reads the hidden states of these n tokens.
 
-        - row: row of the token in this rank's activations.
-        - sequence: index of the token's sequence.
+        - row: int64 [n], row of the sequence's last token in this rank's activations.
+        - sequence: int64 [n], index of the sequence.
 
-        tp_rank: index in the TP group. It matters only under sequence parallelism, where each TP rank has
-            only a part of the rows.
+        tp_rank: this rank's index in the TP group. Only used under sequence parallelism, where each TP rank
+            has only a part of the rows.
         """
         is_last = self.position_ids == self.lengths[self.sequence_id] - 1
         share = self.layout.tensor_parallel_share(
@@ -211,20 +225,20 @@ class Pack:
         return rows, share[rows]
 
     def sum_over_context(self, values: torch.Tensor, cp_group=None) -> torch.Tensor:
-        """Sum one value per sequence over the CP ranks, and return the sums [S], detached.
+        """Return the sums over the CP ranks of one value per sequence, [S], detached.
 
-        All CP ranks must call this.
+        All CP ranks must call this method.
 
         values: [S], this rank's value for each of the S sequences.
+        cp_group: the CP process group, needed if there are several CP ranks.
         """
         return _sum_over(values.detach().clone(), cp_group, self.layout.cp)
 
     @cached_property
     def place(self) -> np.ndarray:
-        """Index of each of this rank's t tokens in the whole micro-batch, int64 [t]; T for padding.
+        """Index of each of this rank's t tokens in the micro-batch's stream of T tokens, int64 [t].
 
-        T is the number of the micro-batch's tokens. This index beyond the last token lets `gather` drop
-        padding.
+        Padding has the index T. This is one more than the last token's index, so `gather` can drop padding.
         """
         return np.where(self.index < 0, self.num_tokens, self.index)
 
@@ -232,7 +246,8 @@ class Pack:
     def sequence_or_none(self) -> np.ndarray:
         """Index of the sequence that each of this rank's t tokens belongs to, int64 [t]; S for padding.
 
-        S is the number of sequences, so it is no sequence's index. It lets `sequence_sum` leave padding out.
+        S is the number of sequences, so no sequence has this index. `sequence_sum` uses it to leave out
+        padding.
         """
         return np.where(self.index < 0, len(self.lengths), self.sequence_id)
 
@@ -241,7 +256,10 @@ class Pack:
         return {}
 
     def tensor(self, name: str, device: torch.device) -> torch.Tensor:
-        """Return this pack's array attribute `name`, such as "index", as a cached tensor on a device."""
+        """Return this pack's array attribute `name`, such as "index", as a tensor on `device`.
+
+        The tensor is cached, so later calls copy nothing.
+        """
         if (name, device) not in self._on_device:
             self._on_device[name, device] = on_device(torch.from_numpy(getattr(self, name)), device)
         return self._on_device[name, device]
@@ -252,11 +270,10 @@ class Pack:
         return int(self.cu_seqlens[-1])
 
     def _local(self, stream: np.ndarray, fill) -> np.ndarray:
-        """Return this rank's part of a per-token array, with the value `fill` for padding.
+        """Return this rank's part of a per-token array: [t, ...] for its t tokens, including padding.
 
         stream: [T, ...], one entry for each of the micro-batch's T tokens.
-
-        The result is [t, ...] for this rank's t tokens, including padding.
+        fill: value for padding.
         """
         if len(stream) != self.num_tokens:
             raise ValueError(f"the stream has {len(stream)} tokens, but the pack has {self.num_tokens}")
@@ -267,24 +284,26 @@ class Pack:
     def scatter(self, stream: np.ndarray, fill=0) -> torch.Tensor:
         """Return this rank's part of a per-token array as a CPU tensor of the same dtype.
 
+        The result is [t, ...] for this rank's t tokens, including padding.
+
         stream: [T, ...], one entry for each of the micro-batch's T tokens.
         fill: value for padding.
-
-        The result is [t, ...] for this rank's t tokens, including padding.
         """
         return torch.from_numpy(self._local(stream, fill))
 
     def local_positions(self, mask: np.ndarray) -> torch.Tensor:
-        """Return the indices, among this rank's tokens, of tokens whose mask is True: int64 [n], on the CPU.
+        """Return which of this rank's tokens have a True mask: their n indices, int64 [n], on the CPU.
+
+        The indices count this rank's t tokens, including padding. The mask of padding is False.
 
         mask: bool [T], one entry for each of the micro-batch's T tokens.
         """
         return torch.from_numpy(np.flatnonzero(self._local(mask, False)))
 
     def gather(self, local: torch.Tensor, cp_group=None) -> torch.Tensor:
-        """Return the values [T] of all tokens of the micro-batch, collected from the parts of all CP ranks.
+        """Return the values of all T tokens of the micro-batch, [T], collected from all CP ranks.
 
-        Inverse of `scatter`. All CP ranks must call this, and all get the same result.
+        This is the inverse of `scatter`. All CP ranks must call this method, and all get the same result.
 
         local: [t], the values of this rank's t tokens. Values at padding are dropped.
         cp_group: the CP process group, needed if there are several CP ranks.
@@ -295,11 +314,11 @@ class Pack:
         return _sum_over(stream[:-1], cp_group, self.layout.cp)
 
     def sequence_sum(self, local: torch.Tensor, cp_group=None) -> torch.Tensor:
-        """Return the sum of `local` over each sequence, without padding and over all CP ranks: [S], detached.
+        """Return the sum of `local` over each of the S sequences, without padding, over all CP ranks: [S].
 
-        All CP ranks must call this. The result is detached, so that no gradient has to pass through a
-        collective. Sequence-level losses multiply it by exp(logp - logp.detach()), which has the value 1 and
-        the exact gradient of each token.
+        All CP ranks must call this method. The result is detached, so that no gradient has to pass through a
+        collective. Losses with a ratio per sequence add logp - logp.detach(), which has the value 0 and the
+        gradient of each token's own log-prob.
 
         local: [t], one value for each of this rank's t tokens.
         cp_group: the CP process group, needed if there are several CP ranks.
@@ -310,9 +329,9 @@ class Pack:
 
 
 def _sum_over(tensor: torch.Tensor, cp_group, cp: int) -> torch.Tensor:
-    """Sum `tensor` over the `cp` ranks of a context-parallel group, in place, and return it."""
+    """Sum `tensor` over the `cp` ranks of a context-parallel group, in place. Return the tensor."""
     if cp > 1:
         if cp_group is None:
-            raise ValueError("context parallelism needs the cp_group to gather over")
+            raise ValueError(f"with {cp} context-parallel ranks, pass their process group as cp_group")
         torch.distributed.all_reduce(tensor, group=cp_group)
     return tensor

@@ -1,4 +1,4 @@
-"""Scheduling of sequence pairs (2i, 2i + 1) that share one loss and therefore one micro-batch."""
+"""Scheduling of sequence pairs (2i, 2i + 1), which share a loss and must be in the same micro-batch."""
 
 from dataclasses import replace
 
@@ -11,17 +11,20 @@ from grpo_megatron.batch.schedule import CostModel, Schedule, schedule
 def schedule_pairs(
     lengths, max_tokens: int, cost: CostModel = CostModel(), sequence_multiple: int = 1, **options
 ) -> Schedule:
-    """Distribute pairs of sequences over micro-batches and data-parallel ranks, with the rules of `schedule`.
+    """Assign pairs of sequences to micro-batches and data-parallel ranks, by the same rules as `schedule`.
 
     Sequences 2i and 2i + 1 are pair i. They stay adjacent in one micro-batch, because the loss of a reward
     model couples them.
 
     lengths: int [2P], number of tokens of each sequence of the P pairs.
+    max_tokens: token limit of a micro-batch over all CP ranks, including padding.
+    cost: cost estimate that is used to balance the ranks.
+    sequence_multiple: number to whose multiples sequence lengths are padded.
     options: further arguments of `schedule`.
     """
     padded = padded_to(np.asarray(lengths, dtype=np.int64), sequence_multiple)
-    # The two sequences do not attend to each other. So a pair has about half of the (query, key) pairs that
-    # one sequence of their joint length would have.
+    # `schedule` sees a pair as one sequence of their joint length. But the two sequences do not attend to
+    # each other, so a pair has only about half of the (query, key) pairs of such a sequence.
     of_pair = replace(cost, per_pair=cost.per_pair / 2)
     plan = schedule(padded.reshape(-1, 2).sum(1), max_tokens, cost=of_pair, **options)
     return Schedule(

@@ -1,6 +1,6 @@
-"""The prompt type.
+"""The type of a prompt.
 
-This module is light to import, because environment processes import only it when they start.
+This module imports no heavy library, because it is the only one that environment processes import at start.
 """
 
 from dataclasses import dataclass, field
@@ -11,10 +11,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt of a data set, ready to be sent to an engine."""
+    """One prompt of a data set, tokenized and ready to be sent to an inference engine."""
 
     uid: int
-    """Index of the record among all training records, the same in every epoch."""
+    """Index of the prompt's record among all training records, the same in every epoch."""
     ids: np.ndarray
     """Token ids, int32 [P], P > 0."""
     text: str

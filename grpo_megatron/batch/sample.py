@@ -12,9 +12,10 @@ from grpo_megatron.batch.prompt import Prompt
 
 @dataclass(frozen=True)
 class WeightSpan:
-    """A span of response tokens [start, end) that were generated with one version of the weights.
+    """A span of response tokens that were generated with one version of the weights.
 
     version: version of the weights; 0 before the first weight sync.
+    start, end: index of the first token in the response, and the index after the last one.
     """
 
     version: int
@@ -24,13 +25,13 @@ class WeightSpan:
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence of a trajectory. Most trajectories have one sequence.
+    """One sequence of a trajectory: a prompt and the response to it. Most trajectories have one sequence.
 
-    A trajectory is one response, or one episode with an environment. With rollout.history=template, the input
-    of a turn may not start with the tokens that the model read and wrote before. A new sequence then begins,
-    whose prompt_ids are everything that the model read for that turn. All sequences of a trajectory have the
-    trajectory's reward, components and finish_reason. In means over trajectories, the sequences of a
-    trajectory count as one.
+    A trajectory is one response, or one episode with an environment. An episode has several sequences if
+    rollout.history=template renders the conversation anew for each turn, and the new tokens do not start with
+    the earlier ones. The new sequence's prompt_ids are then everything that the model read for that turn. All
+    sequences of a trajectory have the same reward, components and finish_reason. In means over trajectories,
+    the sequences of a trajectory count as one.
 
     A sample is immutable. `scored` returns a copy with a reward.
     """
@@ -48,21 +49,24 @@ class Sample:
     num_trained: int
     """Number of response tokens that are trained on. 0 if a filter excludes the sample from training."""
     finish_reason: str
-    """One of "stop", "length", "abort" and, for an episode, "max_turns"."""
+    """Why generation ended: "stop", "length", "abort" or, for an episode, "max_turns"."""
     weight_spans: tuple[WeightSpan, ...] = ()
     """Spans of the response tokens that the model wrote, with the weight version that generated each span."""
     response_text: str = ""
     """The response as text."""
     reward: float | None = None
-    """Reward of the trajectory. None if it is not computed yet, or if it failed and is left out."""
+    """Reward of the trajectory. None if the reward is not computed yet, or if computing it failed and the
+    trajectory is left out."""
     reward_components: dict[str, float] = field(default_factory=dict)
-    """{name: number} of further numbers that were computed with the reward, for the logs."""
+    """{name: value} of terms and other numbers that were computed with the reward, for the logs."""
     turns: int = 1
     """Number of turns that the model wrote in this sequence."""
     reward_failed: bool = False
-    """True if computing the reward failed. `reward` is then reward.failure_value, or None (left out)."""
+    """True if computing the reward failed. `reward` is then the configured reward.failure_value, or None if
+    the trajectory is left out."""
     scored_text: str | None = None
-    """Part of response_text that reward.function scored (an episode's last turn). None: the whole text."""
+    """Part of response_text that reward.function scored, such as an episode's last turn. None: the whole
+    text."""
 
     @classmethod
     def of(
@@ -112,7 +116,7 @@ class Sample:
 
     @property
     def num_written(self) -> int:
-        """Number of response tokens that the model wrote, whether they are trained on or not."""
+        """Number of response tokens that the model wrote, including tokens that are not trained on."""
         return sum(span.end - span.start for span in self.weight_spans)
 
     @property
@@ -130,7 +134,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Group:
-    """All trajectories of one prompt. GRPO compares their rewards with each other."""
+    """All trajectories of one prompt. Algorithms such as GRPO compare their rewards with each other."""
 
     group_id: int
     prompt: Prompt

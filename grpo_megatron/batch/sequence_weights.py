@@ -1,9 +1,9 @@
 """Loss aggregation, expressed as one weight per sequence.
 
 The loss of an optimizer step is the sum over all trained tokens of weight times token loss. All trained
-tokens of a sequence have the same weight. The gradient is a plain sum over tokens, micro-batches and ranks,
-so no rank ever divides by a count of its own. The kind of mean (algorithm.loss_agg_mode) is decided only
-here, over the whole optimizer step.
+tokens of a sequence have the same weight. The weights are computed here for the whole optimizer step, so they
+alone decide the kind of mean (algorithm.loss_agg_mode). The gradient is then a plain sum over tokens,
+micro-batches and ranks, and no rank divides by a count of its own.
 """
 
 import numpy as np
@@ -23,13 +23,17 @@ LOSS_AGG_MODES = (
 def sequence_weights(
     table: SampleTable, counted: np.ndarray, mode: str, max_response_length: int
 ) -> np.ndarray:
-    """Return the loss weight of the tokens of each sequence of one optimizer step, float64 [S].
+    """Return the loss weight of the tokens of each of an optimizer step's S sequences, float64 [S].
 
-    counted: [S], number of tokens of each sequence that the mean is over. The weight is 0 where it is 0.
+    table: group and trajectory of each sequence.
+    counted: [S], number of tokens of each sequence that the mean is taken over. A sequence without counted
+        tokens has weight 0.
+    mode: kind of mean, algorithm.loss_agg_mode.
+    max_response_length: L in the formulas below, in tokens.
 
-    N is the number of counted tokens. G and P are the numbers of trajectories and groups with at least one
-    counted token. n_i is the number of counted tokens in the sequence's trajectory i. L is
-    max_response_length. The modes are:
+    N is the number of counted tokens. G and P are the numbers of trajectories and of groups (prompts) with at
+    least one counted token. n_i is the number of counted tokens in the sequence's trajectory i. The modes
+    give these weights:
 
     - token-mean: 1/N (DAPO, arXiv:2503.14476)
     - seq-mean-token-sum: 1/G
@@ -37,7 +41,9 @@ def sequence_weights(
     - seq-mean-token-sum-norm: 1/(G L) (Dr.GRPO, arXiv:2503.20783)
     - group-sum: 1/(P n_i)
 
-    A trajectory that is split over several sequences counts once. Raises ValueError for an unknown mode.
+    A trajectory that is split over several sequences counts once.
+
+    Raises ValueError for an unknown mode.
     """
     if mode not in LOSS_AGG_MODES:
         raise ValueError(f"unknown loss_agg_mode {mode!r}; known: {', '.join(LOSS_AGG_MODES)}")
@@ -62,7 +68,8 @@ def sequence_weights(
 def token_weights(batch: TrainBatch, mode: str, max_response_length: int) -> np.ndarray:
     """Return the loss weight of each token of one optimizer step, float32 [T], 0 for untrained tokens.
 
-    The arguments `mode` and `max_response_length` are those of `sequence_weights`.
+    mode: kind of mean over tokens, algorithm.loss_agg_mode. `sequence_weights` has the formulas.
+    max_response_length: used by mode seq-mean-token-sum-norm, in tokens.
     """
     trained = np.add.reduceat(batch.loss_mask, batch.cu_seqlens[:-1], dtype=np.float64)
     weights = sequence_weights(batch.table, trained, mode, max_response_length)

@@ -1,7 +1,7 @@
 """Sums over the trained tokens of each sequence.
 
-They are all that the driver must know of the tokens: advantages and weights of the tokens follow from these
-sums, from the columns of `SampleTable`, and from a few numbers per sequence.
+Advantages and weights are computed from these sums and from the columns of `SampleTable`, without reading
+single tokens.
 """
 
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SequenceSums:
-    """Five sums for each of S sequences, as float64 [S]. Each is over the sequence's trained tokens t.
+    """Five sums over the trained tokens t of each of S sequences, each float64 [S].
 
-    KL_t is the estimate of the KL to the reference policy at token t, in nats, which the reward contains. It
-    is 0 if the reward contains no KL. s_t is the sum of KL_u over the trained tokens u >= t of the sequence.
+    KL_t is the estimate at token t of the KL to the reference policy, in nats. KL_t is 0 if the KL is not
+    subtracted from the reward. s_t is the sum of KL_u over the trained tokens u >= t of the sequence.
     """
 
     trained: np.ndarray
     """Number of trained tokens."""
     kept: np.ndarray
-    """Number of those that the mismatch correction keeps."""
+    """Number of trained tokens that the correction of the mismatch between engine and trainer keeps."""
     kl: np.ndarray
     """Sum of KL_t."""
     suffix: np.ndarray
@@ -37,13 +37,13 @@ class SequenceSums:
         kl: np.ndarray | None = None,
         suffix: np.ndarray | None = None,
     ) -> "SequenceSums":
-        """Compute the sums from the tokens.
+        """Return the sums over each sequence, computed from arrays with one value per token.
 
         cu_seqlens: int [S+1], start of each sequence in the stream of T tokens, and the stream's end.
         mask: bool [T], True for trained tokens.
         kept: bool [T], False for tokens that the mismatch correction rejects.
-        kl: float [T], KL_t. None: 0.
-        suffix: float64 [T], s_t, if the caller has computed it already.
+        kl: float [T], KL_t of each token. None: all are 0.
+        suffix: float64 [T], s_t of each token. None: it is computed from `kl`.
         """
 
         def summed(values: np.ndarray) -> np.ndarray:
@@ -59,9 +59,10 @@ class SequenceSums:
 
 
 def suffix_sums(cu_seqlens: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return, for each token, the sum of `values` over it and all later tokens of its sequence, float64 [T].
+    """Return for each token the sum of `values` over this and all later tokens of its sequence, float64 [T].
 
-    cu_seqlens: int [S+1], as in `SequenceSums.of`. values: float [T].
+    cu_seqlens: int [S+1], start of each sequence in the stream of T tokens, and the stream's end.
+    values: float [T].
     """
     values = np.asarray(values, dtype=np.float64)
     after = np.append(np.cumsum(values[::-1])[::-1], 0.0)

@@ -1,4 +1,4 @@
-"""The table of a training step: one row for each sequence, without the tokens."""
+"""The table of a training step: group, trajectory and reward of each sequence, without the tokens."""
 
 from dataclasses import dataclass, fields
 from typing import TypeVar
@@ -12,12 +12,16 @@ Columns = TypeVar("Columns")
 
 @dataclass(frozen=True)
 class SampleTable:
-    """Columns of S rows, one for each sequence. Most trajectories have one sequence."""
+    """Group, trajectory and reward of each of S sequences, as columns of a table with S rows.
+
+    Most trajectories have one sequence.
+    """
 
     group_id: np.ndarray
     """int64 [S]. Id of the sequence's group (all trajectories of one prompt)."""
     trajectory_id: np.ndarray
-    """int64 [S]. Id of the sequence's trajectory. Its sequences are in the order of time."""
+    """int64 [S]. Id of the sequence's trajectory. The sequences of a trajectory are in the order in which
+    they were generated."""
     reward: np.ndarray
     """float32 [S]. Reward of the sequence's trajectory. NaN: not known."""
     num_tokens: np.ndarray
@@ -37,7 +41,10 @@ class SampleTable:
 
 
 def concatenated(parts: list[Columns]) -> Columns:
-    """Return the rows of all parts, in order. A part is a dataclass whose fields are arrays [S, ...]."""
+    """Return one object with the rows of all parts, in order.
+
+    parts: objects of the same dataclass, whose fields are all arrays [S, ...] with one row per sequence.
+    """
     kind = type(parts[0])
     return kind(*(np.concatenate([getattr(part, spec.name) for part in parts]) for spec in fields(kind)))
 

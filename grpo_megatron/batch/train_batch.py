@@ -1,9 +1,9 @@
-"""The flat training batch. After generation, all data is in this form.
+"""The flat training batch, the form of all data between generation and training.
 
-A TrainBatch is a struct of arrays over one token stream. Every per-token array is stored at the position
-whose logits predict the token: position t predicts ``target[t] = tokens[t+1]``. The last position of each
-sequence predicts nothing (mask False, weight 0). So no later code shifts arrays, slices out responses or
-re-aligns.
+A TrainBatch is a struct of arrays over one token stream. The values of a token, such as its log-prob, are
+stored at the position whose logits predict the token: position t predicts ``target[t] = tokens[t+1]``. The
+last position of each sequence predicts nothing (mask False, weight 0). So no later code has to shift or
+re-align arrays, or to cut out responses.
 """
 
 from dataclasses import dataclass, fields
@@ -27,10 +27,11 @@ _TOKEN_ARRAYS = {
 
 @dataclass
 class TrainBatch:
-    """A batch of T tokens in S sequences, as NumPy arrays on the CPU until a rank takes its slice.
+    """A batch of T tokens in S sequences, as NumPy arrays on the CPU.
 
-    Log-probs are natural logs, and zero where unknown. Per-token arrays are stored at the position that
-    predicts the token: position t predicts tokens[t + 1].
+    The values of a token, such as its log-prob or advantage, are stored at the position that predicts the
+    token: position t predicts tokens[t + 1]. Only `tokens` and `routing` are stored at the token's own
+    position. Log-probs are natural logs, and zero where unknown.
     """
 
     cu_seqlens: np.ndarray
@@ -48,7 +49,7 @@ class TrainBatch:
     loss_mask: np.ndarray
     """bool [T]. True for trained tokens."""
     weight: np.ndarray
-    """float32 [T]. Weight of the token's loss in the step's sum of losses (batch/sequence_weights.py)."""
+    """float32 [T]. Weight of the token's loss in the optimizer step's sum (batch/sequence_weights.py)."""
     advantage: np.ndarray
     """float32 [T]. Advantage of each token. Zero for untrained tokens."""
     rollout_logp: np.ndarray
@@ -58,9 +59,10 @@ class TrainBatch:
     ref_logp: np.ndarray
     """float32 [T]. Log-prob of `target` under the reference policy."""
     routing: np.ndarray | None = None
-    """int [T, L, k] or None. The k experts that the engine chose for each token in each of L MoE layers."""
+    """int [T, L, k]. The k experts that the engine chose for each token in each of L MoE layers. None: not
+    recorded."""
     policy_factor: np.ndarray | None = None
-    """float32 [T] or None (1 everywhere). Multiplies the policy term of the loss, not KL and entropy."""
+    """float32 [T]. Multiplies the policy term of the loss, not KL and entropy. None: 1 everywhere."""
 
     def __post_init__(self):
         for name in ("group_id", "trajectory_id", "reward"):
@@ -76,7 +78,10 @@ class TrainBatch:
 
     @classmethod
     def from_samples(cls, samples: list[Sample]) -> "TrainBatch":
-        """Return the samples as one batch. Weights, advantages, old and reference log-probs are still 0."""
+        """Return a batch with one sequence per sample, in the order of `samples`.
+
+        Weights, advantages, and the log-probs of old and reference policy are 0, to be computed later.
+        """
         if not samples:
             raise ValueError("a TrainBatch needs at least one sample")
         table = SampleTable.of(samples)
@@ -106,7 +111,10 @@ class TrainBatch:
         )
 
     def set(self, **arrays: np.ndarray | None) -> None:
-        """Replace per-token arrays of the batch, which are given by name. Each must be [T, ...] or None."""
+        """Replace the named per-token arrays of the batch, such as advantage=..., in place.
+
+        arrays: {attribute name: array [T, ...] or None}.
+        """
         for name, array in arrays.items():
             if array is not None and array.shape[:1] != self.tokens.shape:
                 raise ValueError(f"{name} has {len(array)} entries for {self.num_tokens} tokens")
@@ -114,7 +122,7 @@ class TrainBatch:
 
     @property
     def table(self) -> SampleTable:
-        """One row for each sequence."""
+        """Group, trajectory, reward and length of each sequence."""
         return SampleTable(self.group_id, self.trajectory_id, self.reward, self.lengths)
 
     @property
@@ -136,14 +144,17 @@ class TrainBatch:
         return np.repeat(np.arange(self.num_sequences), self.lengths)
 
     def token_index(self, sequences) -> np.ndarray:
-        """Return the indices of all tokens of some sequences in the batch's token stream, int64.
+        """Return the indices in the token stream of all tokens of the given sequences, int64 [n].
 
-        sequences: indices of the sequences.
+        sequences: indices of sequences. Their tokens are returned in this order.
         """
         return np.concatenate([np.arange(self.cu_seqlens[i], self.cu_seqlens[i + 1]) for i in sequences])
 
     def select(self, sequences) -> "TrainBatch":
-        """Return a batch with only the given sequences (indices), in the order given."""
+        """Return a new batch with only some of the sequences.
+
+        sequences: indices of the sequences, in the order that the new batch will have.
+        """
         sequences = np.asarray(sequences, dtype=np.int64)
         index = self.token_index(sequences)
         per_sequence = {"group_id", "trajectory_id", "reward"}

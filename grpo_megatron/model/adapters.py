@@ -1,7 +1,7 @@
 """LoRA adapters in the weight map: two more entries for each matrix that has an adapter.
 
 An adapted layer computes y = W x + (alpha / rank) B A x, with A [rank, in] and B [out, rank]. In Megatron,
-`linear.lora_a` and `linear.lora_b` are neighbours of `linear.weight`. PEFT has a pair A, B for each HF tensor
+`linear.lora_a` and `linear.lora_b` belong to `linear.weight`. PEFT has its own pair A, B for each HF tensor
 that Megatron fuses into W.
 """
 
@@ -14,7 +14,7 @@ from grpo_megatron.model.entries import Entry, Plain
 from grpo_megatron.model.families import weight_map
 
 A, B = ".lora_a", ".lora_b"
-# Megatron layers for which megatron.lora has a class.
+# Megatron layers that can have an adapter.
 _ADAPTABLE = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 
 
@@ -24,10 +24,10 @@ def is_adapter(megatron: str) -> bool:
 
 @dataclass(frozen=True)
 class Shared(Plain):
-    """Layout of a Megatron tensor that stands for several identical HF tensors.
+    """Layout of a Megatron tensor that corresponds to several identical HF tensors.
 
-    Megatron has one LoRA matrix A for a fused layer such as QKV. In PEFT's files, q, k and v each have a copy
-    of that matrix.
+    An example is the LoRA matrix A of a fused layer such as QKV: Megatron has one matrix, and PEFT's files
+    have a copy of it for each of q, k and v.
     """
 
     def pieces(self, hf, shapes, axis, parts, rank):
@@ -37,10 +37,11 @@ class Shared(Plain):
 
 
 def adapter_entries(entries: Iterable[Entry], config: LoraConfig) -> dict[str, Entry]:
-    """Return {Megatron name: weight map entry} of both matrices of every LoRA adapter.
+    """Return {Megatron name: weight map entry} of the matrices A and B of every LoRA adapter.
 
-    The trainer creates and exports the adapters by these entries. The entries have no engine name. The result
-    is empty if config.rank is 0.
+    An entry says how Megatron's parameter corresponds to PEFT's tensors, for creating and exporting adapters.
+    The entries have no engine name, because engines have no adapters. The result is empty if config.rank
+    is 0.
 
     entries: all entries of the model's weight map.
     """
@@ -60,9 +61,9 @@ def adapter_entries(entries: Iterable[Entry], config: LoraConfig) -> dict[str, E
 
 
 def without_adapter(arch: Architecture, config: LoraConfig) -> list[str]:
-    """Return one sentence for each layer in megatron.lora.targets that is missing or cannot have an adapter.
+    """Return one error message for each layer in megatron.lora.targets that cannot have an adapter.
 
-    The check before a run shows these sentences.
+    Layers that the model does not have are reported too. The list is empty if all targets are possible.
     """
     if arch.latent is not None:
         return [
@@ -92,12 +93,12 @@ def without_adapter(arch: Architecture, config: LoraConfig) -> list[str]:
 
 
 def _is_target(entry: Entry, targets: Iterable[str]) -> bool:
-    """Return whether the entry is the weight of a layer whose HF name, such as `q_proj`, is in `targets`."""
+    """Return True if the entry is the weight of a layer whose HF name, such as `q_proj`, is in `targets`."""
     return entry.hf[0].endswith("_proj.weight") and any(hf.split(".")[-2] in targets for hf in entry.hf)
 
 
 def _layer(entry: Entry) -> str:
-    """Return the path of the entry's Megatron module in its transformer layer, such as `mlp.linear_fc1`."""
+    """Return the name of the entry's Megatron module within its layer, such as `mlp.linear_fc1`."""
     return ".".join(entry.megatron.split(".")[3:-1])
 
 

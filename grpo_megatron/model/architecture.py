@@ -14,11 +14,11 @@ LATENT_NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Scaling of the rotary embedding's frequencies in Llama 3.1, for a longer context.
+    """Scaling of the rotary embedding's frequencies as in Llama 3.1, for a longer context.
 
-    With n = original_max_positions, in tokens, wavelengths above n / low_freq_factor are stretched by
-    `factor`, and wavelengths below n / high_freq_factor are kept. Between the two limits, frequencies are
-    interpolated.
+    n = original_max_positions is the context length before scaling, in tokens. Wavelengths above
+    n / low_freq_factor are stretched by `factor`. Wavelengths below n / high_freq_factor are kept. Between
+    the two limits, frequencies are interpolated.
     """
 
     factor: float
@@ -33,21 +33,21 @@ class Yarn:
 
     A frequency that makes more than `beta_fast` turns within the original context length is kept. A frequency
     that makes fewer than `beta_slow` turns is divided by `factor`. Frequencies between the two are
-    interpolated. DeepSeek adds two factors, on the cosines and sines and on the attention scores.
+    interpolated. As in DeepSeek's models, cosines and sines, and attention scores, can have extra factors.
     """
 
     factor: float
     """Divisor of the low frequencies."""
     beta_fast: float
-    """Turns above which a frequency is kept."""
+    """Number of turns above which a frequency is kept."""
     beta_slow: float
-    """Turns below which a frequency is divided by `factor`."""
+    """Number of turns below which a frequency is divided by `factor`."""
     original_max_positions: int
     """Context length before scaling, in positions."""
     cos_factor: float = 1.0
-    """Factor on the cosines and sines."""
+    """Factor by which the cosines and sines are multiplied."""
     softmax_factor: float = 1.0
-    """Factor on the attention scores."""
+    """Factor by which the attention scores are multiplied."""
 
     def scaled(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
         """Return the rotary embedding's frequencies after scaling, float32 [d / 2].
@@ -72,7 +72,7 @@ class Yarn:
 
 @dataclass(frozen=True)
 class MoE:
-    """Router and experts of the layers that have experts.
+    """Settings of the router and of the experts in a model's mixture-of-experts layers.
 
     The router scores all experts for each token, and sends the token to the `top_k` best experts.
     """
@@ -92,13 +92,15 @@ class MoE:
     sigmoid: bool = False
     """True if scores are the sigmoid of the router's logits, False if they are the softmax."""
     correction_bias: bool = False
-    """True if a bias per expert is added to the scores that choose experts, but not to their weights."""
+    """True if a bias per expert is added to the scores when experts are chosen. The bias does not change the
+    weights with which the experts' outputs are summed."""
     groups: int | None = None
     """Number of groups into which the experts are divided; None: no groups."""
     top_groups: int | None = None
-    """Number of groups that a token may use: the groups whose two best scores have the largest sums."""
+    """Number of groups from which a token's experts may come. A group is rated by the sum of its two best
+    scores."""
     weight_factor: float = 1.0
-    """Factor on the weights of the chosen experts."""
+    """Factor by which the weights of the chosen experts are multiplied."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class Architecture:
     family: str
     """Name of the model family, such as `qwen2`."""
     num_layers: int
-    """Number of transformer layers, without `prediction_layers`."""
+    """Number of transformer layers. `prediction_layers` are not counted."""
     hidden_size: int
     """Channels of the hidden states."""
     ffn_hidden_size: int
@@ -143,7 +145,7 @@ class Architecture:
     vocab_size: int
     """Number of rows of the embedding in the checkpoint."""
     max_positions: int
-    """Longest sequence in tokens. A sliding window in config.json lowers it to the window's length."""
+    """Longest supported sequence, in tokens: the context length, or the sliding window if that is shorter."""
     rope_theta: float
     """Base of the rotary embedding's frequencies."""
     rope_scaling: RopeScaling | Yarn | None
@@ -159,34 +161,34 @@ class Architecture:
     dtype: torch.dtype
     """Dtype of the weights in the checkpoint."""
     moe: MoE | None = None
-    """Experts; None: every MLP is dense."""
+    """Router and experts; None: every MLP is dense."""
     latent: Latent | None = None
-    """Latent attention; None: ordinary attention with grouped queries."""
+    """Dimensions of latent attention; None: ordinary attention with grouped queries."""
     rotary_share: float = 1.0
-    """Share of a head's channels that is rotated, from the first channel on. Not used with `latent`."""
+    """Fraction of a head's channels that is rotated, from the first channel on. Not used with `latent`."""
     prediction_layers: int = 0
-    """Layers of the checkpoint that predict tokens beyond the next one. They are not loaded."""
+    """Number of the checkpoint's multi-token prediction layers. These layers are not loaded."""
     scalar_head: bool = False
-    """True for a reward model: one row [1, hidden_size] takes the place of the output projection."""
+    """True for a reward model: a score head [1, hidden_size] replaces the output projection."""
 
     def as_reward_model(self) -> "Architecture":
-        """Return this architecture as that of a reward model: one output instead of one per vocabulary entry.
+        """Return a copy for a reward model, whose head has one output instead of one per vocabulary entry.
 
-        The head with this single output is never tied to the embedding.
+        This head is never tied to the embedding.
         """
         return replace(self, scalar_head=True, tied_embeddings=False)
 
     def padded_vocab_size(self, tp: int) -> int:
-        """Return the number of rows of Megatron's embedding: `vocab_size` padded to a multiple of `tp`.
+        """Return the number of rows of Megatron's embedding: `vocab_size` rounded up to a multiple of `tp`.
 
-        Each of the `tp` tensor-parallel ranks has an equal share of the rows.
+        Each of the `tp` tensor-parallel ranks then has an equal share of the rows.
         """
         return padded_to(self.vocab_size, tp)
 
     def rope_frequencies(self) -> torch.Tensor:
-        """Return the frequencies of RoPE (arXiv:2104.09864) after scaling, float32 [rotated channels / 2].
+        """Return the frequencies of RoPE (arXiv:2104.09864), float32 [rotated channels / 2].
 
-        They are in radians per position. For the scaling, see RopeScaling and Yarn.
+        The frequencies are in radians per position, and already scaled as `rope_scaling` says.
         """
         rotated = self.latent.rotated_dim if self.latent else int(self.head_dim * self.rotary_share)
         exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
@@ -205,12 +207,12 @@ class Architecture:
 
     @property
     def rope_factor(self) -> float:
-        """Factor on the cosines and sines of the rotary embedding."""
+        """Factor by which the cosines and sines of the rotary embedding are multiplied."""
         return self.rope_scaling.cos_factor if isinstance(self.rope_scaling, Yarn) else 1.0
 
     @property
     def softmax_factor(self) -> float:
-        """Factor on the attention scores, in addition to 1 / sqrt(head_dim)."""
+        """Factor by which the attention scores are multiplied, in addition to 1 / sqrt(head_dim)."""
         return self.rope_scaling.softmax_factor if isinstance(self.rope_scaling, Yarn) else 1.0
 
     @property
@@ -220,12 +222,14 @@ class Architecture:
 
     @property
     def cost_model(self) -> CostModel:
-        """Cost of a forward pass in FLOPs per token and per (query, key) pair. A multiply-add counts as two.
+        """Compute cost of a forward pass, in FLOPs per token and per (query, key) pair.
 
-        A backward pass costs a multiple of this. Micro-batches are balanced over ranks by this cost, and the
-        planner computes times from it. The cost per token is that of the projections of attention, the MLP
-        (in layers with experts: router, top_k experts and shared experts) and the output projection. The cost
-        per pair is that of the attention. Norms, rotary embedding and softmax are left out.
+        A multiply-add counts as two FLOPs. The scheduler balances micro-batches over ranks by this cost, and
+        the planner computes times from it. A backward pass costs a multiple.
+
+        The cost per token covers the attention projections, the MLP and the output projection. In layers with
+        experts, the MLP is the router, top_k experts and the shared experts. The cost per pair covers the
+        attention itself. Norms, rotary embedding and softmax are left out.
         """
         mlp = 3 * self.hidden_size * self.ffn_hidden_size
         weights = self.num_layers * (self._attention_weights() + mlp) + self.hidden_size * self.num_outputs
@@ -237,7 +241,7 @@ class Architecture:
         return CostModel(per_token=2.0 * weights, per_pair=2.0 * self.num_layers * self.num_heads * pair)
 
     def _attention_weights(self) -> int:
-        """Return the number of elements in the weights of one layer's attention projections."""
+        """Return the number of elements of the weights of one layer's attention projections."""
         if self.latent is None:
             return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
         latent, queries = self.latent, self.num_heads * self.head_dim

@@ -1,7 +1,7 @@
-"""Weight map entries of an engine whose linear layers have FP8 weights with one scale per block.
+"""Weight map entries for engines whose linear layers have FP8 weights with one scale per block.
 
-A block has 128 x 128 elements. Such an engine has two parameters for each weight, the FP8 elements and the
-scales. Each has its own entry.
+A block has 128 x 128 elements. The engine has two parameters for each weight: the FP8 elements and the
+scales. Each of the two has its own entry in the weight map.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ BLOCK = 128
 
 
 def is_block_scaled(entry: Entry) -> bool:
-    """Return whether the entry is the weight of a linear layer, which an FP8 engine stores in FP8."""
+    """Return True if an FP8 engine stores the entry's parameter in FP8: the weight of a linear layer."""
     return ".linear_" in entry.megatron and len(entry.shapes[0]) == 2
 
 
@@ -30,10 +30,12 @@ def scales_name(megatron: str) -> str:
 
 
 def engine_entries(entries: Iterable[Entry], layout: EngineLayout) -> list[Entry]:
-    """Return the weight map entries for an engine with this layout.
+    """Return the weight map entries for an engine with the given layout.
 
-    For an FP8 engine, two entries replace the entry of each linear layer's weight: the entry of the FP8
-    elements, and the entry of their scales. All other entries do not change.
+    For an FP8 engine, the entry of each linear layer's weight is replaced by two entries: one for the FP8
+    elements, and one for their scales. All other entries stay the same.
+
+    entries: the model's entries, which do not depend on the engine.
     """
     found = []
     for entry in entries:
@@ -42,10 +44,12 @@ def engine_entries(entries: Iterable[Entry], layout: EngineLayout) -> list[Entry
 
 
 def elements(entry: Entry) -> Entry:
-    """Return the weight map entry of a weight's FP8 elements (float8_e4m3fn), given the weight's `entry`.
+    """Return the weight map entry of a weight's FP8 elements (float8_e4m3fn).
 
-    A trainer rank stores them one HF tensor after another (see `stacked_by_tensor`), not in Megatron's order,
-    which can interleave several HF tensors.
+    A trainer rank stores the elements one HF tensor after another (see `stacked_by_tensor`). Megatron's own
+    order can interleave several HF tensors.
+
+    entry: entry of the weight.
     """
     return replace(
         entry,
@@ -56,9 +60,11 @@ def elements(entry: Entry) -> Entry:
 
 
 def scales(entry: Entry) -> Entry:
-    """Return the weight map entry of a weight's block scales, given the weight's `entry`.
+    """Return the weight map entry of a weight's block scales, float32 [rows / 128, columns / 128].
 
-    The scales are float32 [rows / 128, columns / 128]. A weight is its FP8 element times its block's scale.
+    A value of the weight is its FP8 element times the scale of its block.
+
+    entry: entry of the weight.
     """
     return replace(
         entry,
@@ -73,11 +79,11 @@ def scales(entry: Entry) -> Entry:
 
 
 def stacked_by_tensor(pieces: Iterable[Piece]) -> list[Piece]:
-    """Return a shard's pieces with the rows of each HF tensor together, one HF tensor below the other.
+    """Reorder a shard's rows so that the rows of each HF tensor are together. Return the new pieces.
 
     Quantisation needs this order, because a block consists of neighbouring rows of one HF tensor. Megatron's
-    shard can interleave the rows of several HF tensors. The shard of QKV does, because query groups follow
-    each other in it.
+    shard can interleave rows of several HF tensors. In the shard of QKV, for example, each query group has
+    rows of q, k and v.
 
     pieces: rectangles of HF tensors that make up the shard (model.pieces).
     """
@@ -90,7 +96,7 @@ def stacked_by_tensor(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def cut_blocks(pieces: Iterable[Piece]) -> list[Piece]:
-    """Return the pieces that do not consist of whole 128 x 128 blocks, for error messages.
+    """Return the pieces that do not consist of whole 128 x 128 blocks. Callers show these in error messages.
 
     A piece must begin and end at a block's edge in the HF tensor, and begin at a multiple of 128 in the
     rank's shard.
@@ -110,8 +116,10 @@ def _in_blocks(sizes: Shape, hf: str) -> Shape:
 class _ByTensor(Plain):
     """Layout of a weight's FP8 elements.
 
-    In the engine, the elements have the same layout as the weight, `kind`. A trainer rank stores them one HF
+    In the engine, the elements have the same layout as the weight. A trainer rank stores the elements one HF
     tensor after another (see `stacked_by_tensor`).
+
+    kind: layout of the weight.
     """
 
     kind: Plain
@@ -131,9 +139,11 @@ class _ByTensor(Plain):
 
 @dataclass(frozen=True)
 class _Scales(Plain):
-    """Layout of a weight's block scales: the layout `kind` of the elements, counted in blocks.
+    """Layout of a weight's block scales: the layout of the elements, with all sizes divided by 128.
 
-    Methods raise ValueError if a shard would cut a block.
+    The methods raise ValueError if a shard would cut a block.
+
+    kind: layout of the elements.
     """
 
     kind: Plain

@@ -1,4 +1,4 @@
-"""Typed access to the keys of an HF ``config.json``."""
+"""Typed access to the keys of a Hugging Face ``config.json``."""
 
 import sys
 from typing import Any
@@ -14,16 +14,17 @@ _REQUIRED = object()
 
 
 class Fields:
-    """Typed reader of the keys of an HF config.json, or of an object nested in it.
+    """Typed reader of the keys of a Hugging Face config.json, or of an object nested in it.
 
-    A null key counts as absent, because transformers writes absent keys as null. Every method raises
-    UserError if the key has another type, is out of range, or is absent and has no default.
+    A key with the value null counts as absent, because transformers writes absent keys as null. Every method
+    raises UserError if the value has another type or is out of range, or if a key without a default is
+    absent.
     """
 
     def __init__(self, values: dict[str, Any], within: str = ""):
-        """Make a reader of the JSON object `values`.
+        """Create a reader of the JSON object `values`.
 
-        within: key of config.json that holds this object, for error messages; empty for the whole file.
+        within: key of config.json under which this object is, for error messages; empty for the whole file.
         """
         self._values, self._within = values, f"{within}." if within else ""
 
@@ -44,7 +45,10 @@ class Fields:
         return UserError(f"{self._within}{key} must be {what}, but is {shortened(repr(self._values[key]))}")
 
     def integer(self, key: str, default: Any = _REQUIRED, most: int = _MOST, least: int = 1) -> Any:
-        """Return the integer under `key`, from `least` to `most` inclusive, or `default` without the key."""
+        """Return the integer under `key`, or `default` if the key is absent.
+
+        The integer must be from `least` to `most`, inclusive.
+        """
         what = f"an integer from {least} to {most}"
         value = self._get(key, default, (int,), what)
         if value is not default and not least <= value <= most:
@@ -52,7 +56,10 @@ class Fields:
         return value
 
     def number(self, key: str, default: Any = _REQUIRED) -> Any:
-        """Return the finite number above 0 under `key` as a float, or `default` without the key."""
+        """Return the number under `key` as a float, or `default` if the key is absent.
+
+        The number must be finite and greater than 0.
+        """
         what = "a finite number greater than 0"
         value = self._get(key, default, (int, float), what)
         if value is default:
@@ -81,7 +88,7 @@ class Fields:
 
     @property
     def nested(self) -> list[str]:
-        """Keys whose values are JSON objects."""
+        """Names of the keys whose values are JSON objects."""
         return [key for key, value in self._values.items() if isinstance(value, dict)]
 
 
@@ -89,7 +96,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def torch_dtype(config: Fields) -> torch.dtype:
-    """Return the dtype of the weights according to config.json, or float32 if it names no dtype."""
+    """Return the dtype of the weights that config.json names, or float32 if the file names none."""
     name = config.text("dtype", None) or config.text("torch_dtype", "float32")
     if name not in _DTYPES:
         raise UserError(f"dtype {shortened(name)!r} is not supported; only {', '.join(_DTYPES)} can be used")

@@ -1,6 +1,6 @@
-"""Weight map entries: how one parameter is named, arranged and sharded in HF, Megatron and the engine.
+"""Weight map entries: how each parameter is named, arranged and sharded in HF, Megatron and the engine.
 
-Import, export, weight sync, reference weights and conversion all work from these entries.
+Import, export, weight sync, reference weights and conversion all use these entries.
 """
 
 from collections.abc import Iterable
@@ -22,10 +22,10 @@ class EngineLayout:
     """Division of a model over the ranks of one SGLang engine.
 
     tp: number of ranks of the engine.
-    ep: number of parts into which a layer's experts are divided. Each part is on tp / ep ranks, which split
-        every expert of the part.
-    attention_dp: number of groups of neighbouring ranks. Each group has all attention layers and the token
-        embedding, split over the tp / attention_dp ranks of the group.
+    ep: number of parts into which a layer's experts are divided. The tp / ep ranks of a part split each of
+        its experts.
+    attention_dp: number of groups of neighbouring ranks for data-parallel attention. Each group has a copy of
+        the attention layers and the token embedding, split over the tp / attention_dp ranks of the group.
     fp8: True if linear layers have FP8 weights with scales, see model.block_scaled.
     """
 
@@ -49,17 +49,22 @@ class EngineLayout:
 
 
 def _divided(shape: Shape, axis: int | None, parts: int) -> Shape:
-    """Return the shape of one of `parts` equal parts of a tensor with shape `shape`, cut along `axis`.
+    """Return the shape of each part of a tensor that is cut into `parts` equal parts along `axis`.
 
-    axis: axis of the cuts. None: every part is the whole tensor.
+    shape: shape of the whole tensor.
+    axis: axis along which the tensor is cut. None: every part is the whole tensor.
     """
     return tuple(size // parts if dimension == axis else size for dimension, size in enumerate(shape))
 
 
 def _part(hf: str, shape: Shape, axis: int | None, parts: int, rank: int) -> Piece:
-    """Return part `rank` of `parts` equal parts of an HF tensor, as the whole content of a rank's parameter.
+    """Return the part of an HF tensor that rank `rank` has, if the tensor is cut into `parts` equal parts.
 
-    shape: shape of the HF tensor. axis: axis of the cuts. None: every part is the whole tensor.
+    The part is the whole content of the rank's parameter.
+
+    hf: name of the HF tensor.
+    shape: shape of the HF tensor.
+    axis: axis along which the tensor is cut. None: every part is the whole tensor.
     """
     part = _divided(shape, axis, parts)
     start = tuple(rank * size if dimension == axis else 0 for dimension, size in enumerate(part))
@@ -68,14 +73,15 @@ def _part(hf: str, shape: Shape, axis: int | None, parts: int, rank: int) -> Pie
 
 @dataclass(frozen=True)
 class Plain:
-    """Layout of a parameter that is one HF tensor, split into equal parts along the sharded axis.
+    """Layout of a parameter that is one HF tensor, split into equal parts along one axis.
 
-    It is the base class of all layouts. `shape` and `pieces` describe a shard in Megatron. `engine_shape` and
-    `engine_pieces` describe a shard in SGLang. Pieces are rectangles of HF tensors (model.pieces).
+    This is also the base class of all layouts. `shape` and `pieces` describe a shard in Megatron.
+    `engine_shape` and `engine_pieces` describe a shard in SGLang. Pieces are rectangles of HF tensors
+    (model.pieces). The arguments of the methods are:
 
     hf: names of the HF tensors.
     shapes: full shapes of these tensors.
-    axis: the sharded axis; None: not sharded.
+    axis: axis along which the parameter is split; None: the parameter is not split.
     parts: number of shards.
     rank: index of the shard, from 0.
     """
@@ -98,7 +104,10 @@ class Plain:
 
 
 def stacked(pieces: Iterable[Piece]) -> list[Piece]:
-    """Return the pieces with new positions in a rank's parameter: one below the other, from row 0."""
+    """Place pieces one below the other in a rank's parameter, from row 0, in the given order.
+
+    Returns the pieces with their new positions.
+    """
     found, row = [], 0
     for piece in pieces:
         found.append(Piece(piece.hf, piece.start, piece.shape, (row, *piece.at[1:])))
@@ -108,9 +117,9 @@ def stacked(pieces: Iterable[Piece]) -> list[Piece]:
 
 @dataclass(frozen=True)
 class GateUp(Plain):
-    """Layout of gate and up projections, [f, h] each, fused into one parameter [2f, h].
+    """Layout of the gate and up projections of an MLP, [f, h] each, fused into one parameter [2f, h].
 
-    Each rank has an equal share of both projections, with the gate's rows first.
+    Each rank has an equal share of the rows of both projections, with the gate's rows first.
     """
 
     def shape(self, shapes, axis, parts):
@@ -124,12 +133,12 @@ class GateUp(Plain):
 class QKV(Plain):
     """Layout of the projections of queries, keys and values, fused into one parameter.
 
-    HF: q [heads·d, h], k and v [kv_heads·d, h].
-    Megatron: [(heads + 2 kv_heads)·d, h], ordered by query group: the group's queries, its key, its value.
-        The rows are cut into equal parts. A part consists of whole groups unless there are more ranks than
-        groups.
-    SGLang: a rank's queries, then its keys, then its values. If there are more ranks than KV heads, several
-        ranks have the same KV head.
+    HF: three tensors, q [heads·d, h], and k and v [kv_heads·d, h].
+    Megatron: one tensor [(heads + 2 kv_heads)·d, h], ordered by query group. A group has its query heads,
+        its key head and its value head. The rows are cut into equal parts, one per rank. If there are more
+        ranks than groups, a part is only a portion of a group.
+    SGLang: on each rank the rank's queries, then its keys, then its values. If there are more ranks than KV
+        heads, several ranks have the same KV head.
     """
 
     num_heads: int
@@ -160,7 +169,10 @@ class QKV(Plain):
 
 @dataclass(frozen=True)
 class Vocab(Plain):
-    """Layout of the embedding or output layer, padded with zero rows so that all ranks have equally many."""
+    """Layout of the embedding or the output layer, padded with zero rows.
+
+    The padding gives all ranks the same number of rows.
+    """
 
     def shape(self, shapes, axis, parts):
         words, *rest = shapes[0]
@@ -196,7 +208,10 @@ class Expert:
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry of the weight map: a Megatron parameter with its counterparts in HF and in the engine."""
+    """One entry of the weight map: a Megatron parameter with its counterparts in HF and in the engine.
+
+    "HF" is the Hugging Face checkpoint, "engine" is SGLang.
+    """
 
     hf: tuple[str, ...]
     """Names of the HF tensors of which the Megatron parameter consists."""
@@ -205,41 +220,50 @@ class Entry:
     megatron: str
     """Megatron's name of the parameter, with the layer and expert indices of the whole model."""
     axis: int | None
-    """Axis split over TP ranks (expert-tensor parallel ranks for an expert); None: not split."""
+    """Axis that Megatron splits over TP ranks, or, for an expert, expert-TP ranks; None: not split."""
     engine: str
     """Name of the engine's parameter."""
     engine_axis: int | None
-    """Axis split over the engine's ranks; None: not split."""
+    """Axis that the engine splits over its ranks; None: not split."""
     kind: Plain = Plain()
     """How the HF tensors are arranged in Megatron's and the engine's parameter."""
     exported: bool = True
-    """False for a second copy of a tensor, such as the tied embedding on the last pipeline stage."""
+    """True if the parameter is written to checkpoints and sent to engines. False for a second copy, such as
+    the tied embedding on the last pipeline stage."""
     expert: Expert | None = None
-    """The expert to which the parameter belongs, or None. The engine stacks the experts of a layer."""
+    """The expert to which the parameter belongs, or None. In the engine, all experts of a layer are stacked
+    in one parameter."""
     engine_row: int = 0
-    """First row in the engine's parameter, if several Megatron parameters share that engine parameter."""
+    """First row within the engine's parameter, if several Megatron parameters share it."""
     float32: bool = False
     """True for a buffer that is float32 everywhere, whatever the dtype of the parameters."""
     attention: bool = False
-    """True if the engine divides the parameter over its ranks in the same way as attention layers."""
+    """True if the engine divides the parameter like attention layers, over the attention_tp ranks of
+    EngineLayout."""
     engine_dtype: torch.dtype | None = None
-    """Dtype in the engine; None: the dtype that the engine computes in."""
+    """Dtype of the parameter in the engine; None: the dtype in which the engine computes."""
 
     def megatron_shape(self, parts: int) -> Shape:
-        """Return the shape of one rank's shard in Megatron. `parts` is the number of shards."""
+        """Return the shape of each shard in Megatron.
+
+        parts: number of shards.
+        """
         return self.kind.shape(self.shapes, self.axis, parts)
 
     def megatron_pieces(self, parts: int, rank: int) -> list[Piece]:
-        """Return the rectangles of HF tensors that make up Megatron's shard `rank` of `parts`.
+        """Return the rectangles of HF tensors that make up one of Megatron's shards.
 
-        The rest of the shard is padding.
+        Rows of the shard that no rectangle covers are padding.
+
+        parts: number of shards.
+        rank: index of the shard, from 0.
         """
         return self.kind.pieces(self.hf, self.shapes, self.axis, parts, rank)
 
     def engine_shape(self, layout: EngineLayout) -> Shape:
-        """Return the shape, on each engine rank, of the engine's parameter to which this entry belongs.
+        """Return the shape that the engine's parameter has on each engine rank.
 
-        If several entries share the engine's parameter, rows after those of this entry are not counted.
+        If several entries share the engine's parameter, rows after the rows of this entry are not counted.
         """
         rows, *rest = self.kind.engine_shape(self.shapes, self.engine_axis, self.engine_parts(layout))
         if self.expert:
@@ -247,10 +271,12 @@ class Entry:
         return (self.engine_row + rows, *rest)
 
     def engine_pieces(self, layout: EngineLayout, rank: int) -> list[Piece]:
-        """Return the rectangles of this entry's HF tensors that engine rank `rank` has.
+        """Return the rectangles of this entry's HF tensors that an engine rank has.
 
         Each piece also has the position of its rectangle in the engine's parameter. The list is empty for an
-        expert that other ranks have.
+        expert that is on other ranks.
+
+        rank: index of the rank in the engine.
         """
         parts = self.engine_parts(layout)
         if self.expert is None:
@@ -276,7 +302,7 @@ class Entry:
 
 
 def hf_shapes(entries: dict[str, Entry]) -> dict[str, Shape]:
-    """Return {HF name: full shape} of all tensors that an HF checkpoint of the model must have.
+    """Return {HF name: full shape} of all tensors that a Hugging Face checkpoint of the model must have.
 
     entries: weight map of the model, {Megatron name: entry}.
     """
@@ -286,7 +312,10 @@ def hf_shapes(entries: dict[str, Entry]) -> dict[str, Shape]:
 
 
 def engine_shapes(entries: Iterable[Entry], layout: EngineLayout) -> dict[str, Shape]:
-    """Return {name of an engine's parameter: shape of the parameter on each engine rank}."""
+    """Return {name: shape} of all parameters of an engine. The shape is the one on each engine rank.
+
+    entries: the model's weight map entries for this engine (see block_scaled.engine_entries).
+    """
     shapes: dict[str, Shape] = {}
     for entry in entries:
         if entry.exported:

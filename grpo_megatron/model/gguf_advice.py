@@ -1,16 +1,16 @@
 """Advice for users who name a GGUF file, the format of llama.cpp, as their model.
 
-grpo_megatron does not load GGUF files. tools/convert_gguf_to_hf.py converts them to an HF checkpoint once.
+grpo_megatron does not load GGUF files. tools/convert_gguf_to_hf.py converts them to an HF checkpoint.
 """
 
 from pathlib import Path
 
 
 def gguf_advice(path: str | Path) -> str | None:
-    """Return the end of an error message if `path` is a GGUF file or a folder of GGUF files, else None.
+    """Return advice on converting a model if `path` is a GGUF file or a folder of GGUF files, else None.
 
-    The text names the files and tells how to convert them. For a folder that also has safetensors files the
-    result is None, because many published folders have both.
+    The text continues an error message after the path. It names the files and the conversion command. For a
+    folder that also has safetensors files the result is None, because many published folders have both.
     """
     root = Path(path)
     try:

@@ -1,4 +1,4 @@
-"""Sizes of the groups in which the trainer's ranks share the work.
+"""Parallel sizes of the trainer: how its ranks share the model and the samples.
 
 The rules in preflight.layout decide which sizes are legal.
 """
@@ -11,7 +11,7 @@ from grpo_megatron.config.schema import MegatronConfig
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """Parallel layout of the trainer: how its tp * pp * dp * cp ranks share the model and the samples."""
+    """Parallel sizes of the trainer: how its tp * pp * dp * cp ranks share the model and the samples."""
 
     tp: int = 1
     """Number of tensor-parallel ranks."""
@@ -47,7 +47,10 @@ class ParallelSizes:
         )
 
     def settings(self) -> dict[str, Any]:
-        """Return {key: value} of the section megatron, from which `from_config` makes these sizes."""
+        """Return the settings of the section megatron that give these sizes: {key: value}.
+
+        This is the inverse of `from_config`.
+        """
         return {
             "tensor_parallel": self.tp,
             "pipeline_parallel": self.pp,
@@ -71,12 +74,18 @@ class ParallelSizes:
 
     @property
     def micro_batch_multiple(self) -> int:
-        """Number by which each data-parallel replica's number of micro-batches must be divisible.
+        """Number that each data-parallel replica's number of micro-batches must be divisible by.
 
-        It is the number of stages for the interleaved pipeline schedule, and 1 for other schedules.
+        For the interleaved pipeline schedule this is the number of pipeline stages. For other schedules it
+        is 1.
         """
         return self.pp if self.vpp > 1 else 1
 
     def chunk_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Return the number of layers in each model chunk, in forward order. Chunk i is on stage i % pp."""
+        """Return the number of layers in each model chunk, in forward order.
+
+        Chunk i is on pipeline stage i % pp.
+
+        num_layers: number of layers of the whole model.
+        """
         return self.pipeline_layers or (num_layers // self.num_chunks,) * self.num_chunks

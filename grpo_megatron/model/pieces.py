@@ -1,4 +1,4 @@
-"""Rectangles that say which part of a local tensor is which part of an HF tensor.
+"""Rectangles that map a part of a local tensor to a part of a Hugging Face (HF) tensor.
 
 A local tensor is a rank's shard in the trainer or in an engine. All layouts describe their shards in the
 coordinates of the HF tensors, so that weights can be copied between any two layouts.
@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 
 
 def box(start: Shape, shape: Shape) -> tuple[slice, ...]:
-    """Return the index, a tuple of slices, that selects a rectangle of a tensor.
+    """Return the index that selects a rectangle of a tensor: one slice per dimension.
 
     start: first index in each dimension.
     shape: size in each dimension.
@@ -25,11 +25,15 @@ def box(start: Shape, shape: Shape) -> tuple[slice, ...]:
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of an HF tensor, and the position of its values in a local tensor such as a rank's shard.
+    """A rectangle of an HF tensor, and its position in a local tensor such as a rank's shard.
 
-    hf[start : start + shape] is local[at : at + shape], where `hf` is the name of the HF tensor. If `at` has
-    more dimensions than `start`, the leading dimensions are indices, such as the index of an expert in a
-    stack of experts.
+    hf[start : start + shape] has the same values as local[at : at + shape]. If `at` has more dimensions than
+    `start`, the leading dimensions are indices, such as the index of an expert in a stack of experts.
+
+    hf: name of the HF tensor.
+    start: first index of the rectangle in the HF tensor.
+    shape: shape of the rectangle.
+    at: first index of the rectangle in the local tensor.
     """
 
     hf: str
@@ -42,7 +46,7 @@ class Piece:
         return prod(self.shape)
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the part of the local tensor `local` that this piece covers, as a view."""
+        """Return a view of the part of the tensor `local` that this piece covers."""
         return _view(local, self.at, self.shape)
 
 
@@ -52,10 +56,14 @@ def _view(tensor: torch.Tensor, at: Shape, shape: Shape) -> torch.Tensor:
 
 
 def crop(pieces: Iterable[Piece], first: int, rows: int) -> list[Piece]:
-    """Return the parts of the pieces that lie in rows `first` to `first + rows - 1` of the local tensor.
+    """Cut one rank's shard out of a larger local tensor: return the pieces of some of its rows.
 
-    The positions of the returned pieces count from row `first`. Callers use this to cut one rank's shard out
-    of a larger tensor.
+    Pieces outside these rows are left out, and pieces that are partly outside are cut. The positions of the
+    returned pieces count from row `first`.
+
+    pieces: rectangles of HF tensors that make up the larger tensor.
+    first: index of the shard's first row in the larger tensor.
+    rows: number of rows of the shard.
     """
     kept = []
     for piece in pieces:
@@ -72,9 +80,9 @@ def crop(pieces: Iterable[Piece], first: int, rows: int) -> list[Piece]:
 
 @dataclass(frozen=True)
 class Move:
-    """A rectangle of an HF tensor to copy from one local tensor to another.
+    """A copy of values from one local tensor to another. The values are a rectangle of an HF tensor.
 
-    source[source_at : source_at + shape] is copied to target[target_at : target_at + shape]. Both are
+    source[source_at : source_at + shape] is copied to target[target_at : target_at + shape]. The values are
     hf[start : start + shape].
     """
 
@@ -101,9 +109,10 @@ class Move:
 
 
 def moves(sources: Iterable[Piece], targets: Iterable[Piece]) -> list[Move]:
-    """Return the copies that fill the target pieces from the source pieces, in the order of the targets.
+    """Return the copies that fill the target pieces with values of the source pieces.
 
-    There is one copy for each pair of a source and a target that overlap in the HF tensor.
+    There is one copy for each pair of a source and a target that overlap in the same HF tensor. The copies
+    are in the order of the targets.
     """
     by_name = defaultdict(list)
     for source in sources:

@@ -43,7 +43,7 @@ ALGORITHM = RuleBook(
     excludes(
         "algorithm.early_stop_imp_ratio",
         "train.old_logprobs=current",
-        "the policy ratio is always 1 there",
+        "the policy ratio is always 1 in this case",
         _TRAIN,
     ),
     needs(
@@ -67,7 +67,7 @@ ALGORITHM = RuleBook(
     needs(
         "algorithm.kl_ctrl.type=adaptive",
         "algorithm.use_kl_in_reward=true",
-        "it adjusts the coefficient of the KL in the reward",
+        "algorithm.kl_ctrl sets the coefficient of the KL in the reward",
         _TRAIN,
     ),
     needs(

@@ -1,4 +1,4 @@
-"""Checks of a configuration before a run starts, and `config check`, which reports all errors at once."""
+"""Checks of a configuration before a run starts. `config check` reports all errors at once."""
 
 import dataclasses
 import os
@@ -27,11 +27,11 @@ from grpo_megatron.preflight.rules import violations
 
 @dataclasses.dataclass
 class Report:
-    """Result of `grpo-megatron config check`.
+    """Result of `grpo-megatron config check`: the errors, and what was and was not checked.
 
     violations: one sentence for each error that was found.
-    checked: names of the checks that were made, such as `tokenizer`. Most failed checks are only in
-        `violations`.
+    checked: names of the checks that were passed, such as `tokenizer`. The checks of schema and rules are
+        always listed.
     not_checked: one sentence for each thing that could not be checked on this machine, with the reason.
     """
 
@@ -42,7 +42,7 @@ class Report:
     def attempt(self, what: str, check) -> bool:
         """Run one check, and record its result in this report. Return True if the check passed.
 
-        what: name of the check.
+        what: name of the check, for the list `checked`.
         check: function without arguments that raises UserError if the check fails.
         """
         try:
@@ -68,13 +68,13 @@ class Report:
 
 
 def load_config(path: str | None, overrides: list[str], command: Command = Command.train) -> Config:
-    """Return the typed configuration for a command, which breaks no rule.
+    """Load the configuration for a command from a file and arguments, and check it against all rules.
 
-    path: YAML file; None: no file.
-    overrides: arguments of the form key=value.
+    path: YAML file. None: no file.
+    overrides: arguments of the form key=value, which override the file.
 
-    Raises UserError if a source cannot be read. Raises UserError also with all refused settings, missing
-    values and broken rules.
+    Raises UserError if the file or an argument cannot be read, or if there are errors. The message lists all
+    refused settings, missing values and broken rules.
     """
     settings = resolve(path, overrides)
     must_be_legal(_problems(settings, command))
@@ -82,7 +82,11 @@ def load_config(path: str | None, overrides: list[str], command: Command = Comma
 
 
 def _problems(settings: ResolvedConfig, command: Command) -> list[str]:
-    """Return a sentence for each refused setting, missing value and broken rule of a configuration."""
+    """Return one sentence for each refused setting, missing value and broken rule of a configuration.
+
+    settings: the settings from all sources, with the errors that the schema found.
+    command: the command that will run.
+    """
     return [
         *settings.refused.values(),
         *missing_values(settings.config, command),
@@ -93,9 +97,9 @@ def _problems(settings: ResolvedConfig, command: Command) -> list[str]:
 def check_start(config: Config, command: Command) -> None:
     """Check packages, model, output folders and machines before a run starts any process.
 
-    Raises UserError for the first of these that does not suit the configuration.
+    Raises UserError as soon as one of these checks fails.
 
-    command: train, sft, reward-model or eval.
+    command: the command that will run.
     """
     from grpo_megatron.monitoring.optional import check_listeners
     from grpo_megatron.preflight.cluster import check_cluster
@@ -108,24 +112,27 @@ def check_start(config: Config, command: Command) -> None:
 
 
 def check(path: str | None, overrides: list[str], command: Command = Command.train) -> Report:
-    """Check a configuration, and everything on this machine that it refers to. Return the report.
+    """Check a configuration, and the models, data and folders that it names. Return a report with all errors.
 
-    path: YAML file; None: no file.
-    overrides: arguments of the form key=value.
+    What is not on this machine cannot be checked; the report says so. Raises UserError only for a file or an
+    argument that cannot be read.
 
-    All errors are in the report. Raises UserError only for a file or an argument that cannot be read.
+    path: YAML file. None: no file.
+    overrides: arguments of the form key=value, which override the file.
+    command: the command that the configuration is for.
     """
     settings = resolve(path, overrides)
     config, report = settings.config, Report(_problems(settings, command))
     report.checked += ["schema", "rules across keys"]
     if known_capabilities(config).gpus is None:
         report.not_checked.append(
-            "what the cluster can do: set cluster.gpu, cluster.nodes and cluster.gpus_per_node"
+            "capabilities of the cluster; to check them, set cluster.gpu, cluster.nodes and "
+            "cluster.gpus_per_node"
         )
     model_is_here = _check_model(config, command, report)
     _check_data(config, command, model_is_here, report)
     _check_paths(config, command, report)
-    # A rule can be checked twice, with and without the model.
+    # Some rules are checked twice, with and without the model.
     report.violations = list(dict.fromkeys(report.violations))
     return report
 
@@ -133,8 +140,8 @@ def check(path: str | None, overrides: list[str], command: Command = Command.tra
 def _check_model(config: Config, command: Command, report: Report) -> bool:
     """Check the model, the reference model and the reward model, as far as they are on this machine.
 
-    The results are recorded in `report`. Returns True if model.path can be read, so that its tokenizer can be
-    used to check the data.
+    The results are recorded in `report`. Returns True if the model in model.path can be read. Its tokenizer
+    can then be used to check the data.
     """
     path, ref = config.model.path, config.ref.path
     if ref and is_absent(ref):
@@ -168,10 +175,10 @@ def _check_model(config: Config, command: Command, report: Report) -> bool:
 
 
 def _check_reward_model(config: Config, report: Report) -> Config:
-    """Check the tokenizer of the reward model, and record the result in `report`.
+    """Check that the tokenizer of the reward model can be used, and record the result in `report`.
 
-    Returns the configuration. If the reward model is not on this machine, the returned configuration has no
-    path for it, so that later checks do not read it.
+    Returns the configuration for later checks. If the reward model is not on this machine, reward.model.path
+    is None in the returned configuration, so that later checks do not read it.
     """
     path = config.reward.model.path
     if path is None or is_absent(path):
@@ -184,7 +191,7 @@ def _check_reward_model(config: Config, report: Report) -> Config:
     what, policy = f"tokenizer of reward.model.path {path}", config.model.path
     if policy in (None, "", MISSING) or is_absent(policy):
         report.not_checked.append(
-            f"{what}: it is compared with that of model.path, which is not a folder here"
+            f"{what}: the check compares it with the tokenizer of model.path, which is not a folder here"
         )
     else:
         report.attempt(what, partial(conversations_of, path, policy, config.data))
@@ -208,7 +215,7 @@ def _check_data(config: Config, command: Command, model_is_here: bool, report: R
     named = [("data.train", data.train)] if trained else []
     if command != Command.sft:
         named.append(("data.eval", data.eval))
-    # A rule reports a value that is neither a name nor a list of names.
+    # Values that are neither a name nor a list of names are left out, because a rule reports them.
     sources = [
         (key, source) for key, value in named if isinstance(value, (str, list)) for source in as_list(value)
     ]
@@ -250,10 +257,10 @@ def _read_prompts(source: str, tokenizer, config: Config) -> None:
 
 
 def _read_pairs(source: str, tokenizer, config: Config) -> None:
-    """Read all preference pairs of a source. Raises UserError if a pair cannot be used.
+    """Check the preference pairs of a source by reading all of them. Raises UserError if one cannot be used.
 
-    tokenizer: a PromptTokenizer. There is no annotation, because that class is imported only when it is
-        needed.
+    source: name of the file or data set.
+    tokenizer: a PromptTokenizer, which is not imported here because its import is slow.
     """
     from grpo_megatron.data.conversations import Conversations, pad_token
     from grpo_megatron.data.preferences import load_pairs
@@ -271,7 +278,7 @@ def _check_paths(config: Config, command: Command, report: Report) -> None:
     for key, folder in output_folders(config, command).items():
         usable[key] = _can_write(key, folder, partial(must_be_writable, key, folder), config, report)
     if command == Command.eval:
-        replay = None  # an evaluation never replays: it always generates with engines
+        replay = None  # an evaluation ignores rollout.replay, because it always generates with engines
     elif resume not in (AUTO, *ANEW) and is_absent(resume):
         report.not_checked.append(f"run.resume: {resume} is not a folder here")
     elif usable["run.root"] or resume not in (AUTO, *ANEW):
@@ -294,19 +301,19 @@ def _can_write(
     """Check a path that the run writes to, and record the result in `report`. Return True if it can be used.
 
     If the run is for other machines, a failure is recorded as not checked instead of a violation, because the
-    path may belong to another machine.
+    path may be usable there.
 
     key: configuration key of the path.
     must_be_right: function that raises UserError if the path cannot be used.
     """
     if is_of_another_machine(path):
-        report.not_checked.append(f"{key}: nothing of {path} is on this machine")
+        report.not_checked.append(f"{key}: not even the first folder of {path} is on this machine")
         return False
     if runs_here(config):
         return report.attempt(f"{key} {path}", must_be_right)
     try:
         must_be_right()
     except UserError as error:
-        report.not_checked.append(f"{key}: here, {error}")
+        report.not_checked.append(f"{key}: on this machine, {error}")
         return False
     return True

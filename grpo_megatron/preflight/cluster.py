@@ -10,10 +10,10 @@ from grpo_megatron.preflight.cluster_rules import CLUSTER
 
 
 def check_cluster(config: Config, command: Command) -> None:
-    """Check the machines of a run against the configuration. Raises UserError with all violations.
+    """Check that the machines of a run can do what is configured. Raises UserError with all violations.
 
-    The check covers the rules about machines, and what the section `cluster` says of the machines. With
-    cluster.ray_address, this process joins that Ray cluster and asks it about its machines. Otherwise this
+    The check covers all rules about machines, and what the section `cluster` says about the machines. With
+    cluster.ray_address, this process joins the Ray cluster and asks about its machines. Otherwise this
     machine is examined.
     """
     address = config.cluster.ray_address
@@ -30,12 +30,12 @@ def check_cluster(config: Config, command: Command) -> None:
 
 
 def contradictions(config: Config, found: Capabilities) -> list[str]:
-    """Return one sentence for each setting in the section `cluster` that the machines contradict.
+    """Return one sentence for each setting that describes the machines wrongly.
 
-    The settings are cluster.gpu, cluster.nodes and cluster.gpus_per_node. More nodes or GPUs than stated are
-    no contradiction.
+    The settings are cluster.gpu, cluster.nodes and cluster.gpus_per_node. There may be more nodes or GPUs
+    than a setting states.
 
-    found: capabilities of the machines.
+    found: capabilities of the machines, as they were found.
     """
     cluster = config.cluster
     said = Capabilities.of_facts(cluster.gpu, cluster.nodes, cluster.gpus_per_node)
@@ -51,7 +51,7 @@ def contradictions(config: Config, found: Capabilities) -> list[str]:
             f"cluster.gpu={cluster.gpu}, but the GPUs {found.where} have compute capability "
             f"{major}.{minor}; correct or remove the setting"
         )
-    # More nodes or GPUs than stated do no harm.
+    # The machines may have more nodes or GPUs than the settings state.
     for name in ("nodes", "gpus_per_node"):
         fact, have = getattr(said, name), getattr(found, name)
         if fact is not None and have is not None and have < fact:

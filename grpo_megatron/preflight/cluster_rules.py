@@ -28,7 +28,7 @@ _RANKS = (
 
 
 def runs_here(config: Config) -> bool:
-    """Return True if the section `cluster` names no machines, so that the run is for this machine."""
+    """Return True if the section `cluster` names no other machines, so the run is for this machine."""
     cluster = config.cluster
     return (cluster.ray_address, cluster.gpu, cluster.nodes, cluster.gpus_per_node) == (
         None,
@@ -41,7 +41,7 @@ def runs_here(config: Config) -> bool:
 def known_capabilities(config: Config) -> Capabilities:
     """Return the capabilities of the run's machines, as far as they are known without asking a Ray cluster.
 
-    If the run is for this machine, this machine is examined. Otherwise the capabilities follow from
+    If the run is for this machine, this machine is examined. Otherwise the capabilities are derived from
     cluster.gpu, cluster.nodes and cluster.gpus_per_node.
     """
     cluster = config.cluster
@@ -207,7 +207,7 @@ def engines_fit_nodes(config: Config, capabilities: Capabilities) -> Iterator[st
         group, engine_tp = config.megatron.tensor_parallel, config.rollout.engine.tensor_parallel
         ranks, engines = num_processes(config, Command.train)
         try:
-            # Another rule reports groups that are larger than a node.
+            # `min`, because another rule reports tensor-parallel groups that are larger than a node.
             bundles(ranks, min(group, per_node), engines, engine_tp, per_node, colocated)
         except UserError as error:
             yield f"{capabilities.where}: {error}"
@@ -262,7 +262,7 @@ def _num_ranks(config: Config) -> int:
 
 
 def num_processes(config: Config, command: Command) -> tuple[int, int]:
-    """Return (number of trainer ranks, number of engines) that a command starts."""
+    """Return (number of trainer ranks, number of engines) that a run of a command starts."""
     generates = command.generates and not (command == Command.train and config.rollout.replay)
     return (
         _num_ranks(config) if command.trains else 0,
@@ -271,8 +271,10 @@ def num_processes(config: Config, command: Command) -> tuple[int, int]:
 
 
 def _crosses_a_node(first: int, end: int, size: int, per_node: int) -> bool:
-    """Return True if the GPUs of some group are on more than one node.
+    """Return True if a group of GPUs would be on more than one node.
 
-    The GPUs `first` to `end - 1` are divided into groups of `size` neighbours. Each node has `per_node` GPUs.
+    The GPUs with the indices `first` to `end - 1` are divided into groups of `size` neighbours.
+
+    per_node: number of GPUs of each node.
     """
     return any(start // per_node != (start + size - 1) // per_node for start in range(first, end, size))

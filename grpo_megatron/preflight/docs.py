@@ -27,7 +27,10 @@ finite. A key is set in a YAML file (`rollout: {{n: 8}}`) or as an argument (`ro
 
 
 def markdown() -> str:
-    """Return the whole of docs/config.md, without a newline at its end. Internal keys are left out."""
+    """Return the text of docs/config.md: a table of all configuration keys except internal ones.
+
+    The text has no newline at its end.
+    """
     known = {key: field for key, field in known_keys().items() if not is_internal(field)}
     parts = [_HEAD]
     for section, field in known.items():

@@ -18,7 +18,8 @@ _KEY = "rollout.engine.quantization=fp8"
 def engine_fp8_violations(config: Config, arch: Architecture) -> Iterator[str]:
     """Yield one sentence for each reason why engines cannot run the model with FP8 weights.
 
-    Other rules must have checked that the layouts of trainer and engines divide the model evenly.
+    Nothing is yielded unless rollout.engine.quantization is fp8. Call this function only if the parallel
+    sizes of trainer and engines divide the model evenly.
     """
     if config.rollout.engine.quantization != Quantization.fp8:
         return
@@ -40,13 +41,13 @@ def engine_fp8_violations(config: Config, arch: Architecture) -> Iterator[str]:
 
 
 def cut_matrices(arch: Architecture, sizes: ParallelSizes, layout: EngineLayout) -> Iterator[str]:
-    """Yield a sentence for each kind of layer in which a rank's shard would cut a 128 x 128 block.
+    """Yield one sentence for each kind of layer in which a rank's shard would cut a 128 x 128 block.
 
-    Such a shard cannot be quantised with one scale per block. Trainer and engine are checked separately, so
-    there may be two sentences about a kind of layer.
+    A shard with a cut block cannot be quantised with one scale per block. Trainer and engine are checked
+    separately, so there may be two sentences about a kind of layer.
 
-    sizes: layout of the trainer.
-    layout: layout of an engine.
+    sizes: parallel sizes of the trainer.
+    layout: division of the model over an engine's ranks.
     """
     kinds = {kind(name): entry for name, entry in weight_map(arch).items() if is_block_scaled(entry)}
     for entry in kinds.values():
@@ -54,11 +55,13 @@ def cut_matrices(arch: Architecture, sizes: ParallelSizes, layout: EngineLayout)
 
 
 def _cut(entry: Entry, sizes: ParallelSizes, layout: EngineLayout) -> Iterator[str]:
-    """Yield a sentence about the first trainer rank and one about the first engine rank that cuts a block.
+    """Yield up to two sentences about cut blocks of one parameter: one for the trainer, one for the engine.
 
-    Each of the two sentences is left out if no rank cuts a block of this parameter.
+    A sentence names the first rank whose shard cuts a block. It is left out if no rank's shard does.
 
-    entry: the parameter.
+    entry: weight map entry of the parameter.
+    sizes: parallel sizes of the trainer.
+    layout: division of the model over an engine's ranks.
     """
     parts, engine_parts = sizes.etp if entry.expert else sizes.tp, entry.engine_parts(layout)
     key = f"megatron.{'expert_' if entry.expert else ''}tensor_parallel={parts}"

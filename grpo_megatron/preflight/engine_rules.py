@@ -15,7 +15,7 @@ ENGINE = RuleBook(
     divides("rollout.engine.data_parallel_attention", "rollout.engine.tensor_parallel", ENGINE_COMMANDS),
     refuses(
         "rollout.engine.load_format=dummy",
-        "it would evaluate random weights; set rollout.engine.load_format=auto",
+        "random weights would be evaluated; set rollout.engine.load_format=auto",
         ("eval",),
     ),
     refuses(

@@ -10,11 +10,11 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 
 
 def fp8_violations(config: Config, arch: Architecture) -> list[str]:
-    """Return one sentence for each kind of layer whose size on a rank does not suit FP8 kernels.
+    """Return one sentence for each reason why the trainer cannot compute the model in FP8.
 
-    They need multiples of 16, 32 or 128, depending on the recipe. Further sentences are about
-    megatron.fp8.bf16_first_layers and bf16_last_layers, if these are larger than the number of layers of a
-    pipeline stage. The list is empty unless megatron.precision is fp8.
+    There are two kinds of reasons. A layer's size on a rank may not be the multiple of 16, 32 or 128 that the
+    recipe's kernels need. And megatron.fp8.bf16_first_layers or bf16_last_layers may exceed the number of
+    layers of a pipeline stage. The list is empty unless megatron.precision is fp8.
     """
     megatron = config.megatron
     if megatron.precision != Precision.fp8:
@@ -31,7 +31,7 @@ def _matrices(arch: Architecture, sizes: ParallelSizes, recipe: FP8Recipe) -> It
     kinds = {}
     for name, entry in weight_map(arch).items():
         if ".linear_" not in name or entry.axis is None or len(entry.shapes[0]) != 2:
-            continue  # all other layers are computed in params_dtype
+            continue  # only linear layers that Megatron splits over ranks are computed in FP8
         parts = sizes.etp if entry.expert else sizes.tp
         # The side that is not divided belongs to the activations whose values or gradients the ranks gather.
         sides = enumerate(entry.megatron_shape(parts))
@@ -55,9 +55,11 @@ def _matrices(arch: Architecture, sizes: ParallelSizes, recipe: FP8Recipe) -> It
 
 
 def kind(name: str) -> str:
-    """Return the kind of layer of a parameter: its name without layer and expert indices.
+    """Return the kind of layer that a parameter belongs to, such as `mlp.linear_fc1`.
 
-    An example is `mlp.linear_fc1`. All layers of a kind have the same sizes, so one message is enough.
+    All layers of a kind have the same sizes, so one message about a kind is enough.
+
+    name: Megatron's name of the parameter. The result is this name without layer and expert indices.
     """
     return ".".join(
         part
@@ -73,5 +75,5 @@ def _layers_in_bf16(config: Config, arch: Architecture, sizes: ParallelSizes) ->
         if count > stage:
             yield (
                 f"megatron.fp8.{key}={count}, but a pipeline stage has only {stage} of the model's "
-                f"{arch.num_layers} layers; lower it"
+                f"{arch.num_layers} layers; lower megatron.fp8.{key}"
             )

@@ -33,10 +33,10 @@ def rules_about(key: str) -> list[Rule]:
 
 
 def named_in_help(key: str) -> list[str]:
-    """Return the keys that the help text of a key mentions.
+    """Return the names of the other configuration keys that the help text of `key` mentions.
 
-    The text mentions a key by its dotted name. It can mention a key of the same section without the section
-    if the key's name has several words, such as clip_ratio_low.
+    A help text mentions a key by its full name, such as rollout.n. For a key of the same section, the name
+    without the section is enough if it has several words, such as clip_ratio_low.
     """
     known, section = known_keys(), key.rpartition(".")[0]
     words = re.findall(r"[a-z]\w*(?:\.\w+)*", known[key].description)
@@ -45,9 +45,10 @@ def named_in_help(key: str) -> list[str]:
 
 
 def interacting_keys(key: str) -> list[str]:
-    """Return the keys related to `key`, in the order of the schema, for `config explain`.
+    """Return the configuration keys that are related to `key`, in the order of the schema.
 
-    Two keys are related if a rule reads both, or if the help text of one mentions the other.
+    Two keys are related if a rule reads both, or if the help text of one mentions the other. `config explain`
+    shows the related keys.
     """
     known = known_keys()
     found = {name for rule in rules_about(key) for name in rule.keys} | set(named_in_help(key))
@@ -56,9 +57,10 @@ def interacting_keys(key: str) -> list[str]:
 
 
 def choices(key: str) -> list[str]:
-    """Return the legal values of a key, or of the items of its list; empty if they cannot be listed.
+    """Return the legal values of a configuration key, or an empty list if they cannot be listed.
 
-    For a registry of functions, such as the advantage estimators, the last item is `module:attribute`.
+    For a key that is a list, these are the legal values of its items. For a key that names a registered
+    function, such as an advantage estimator, the last value is `module:attribute`.
     """
     if key in _REGISTRIES:
         return [*_REGISTRIES[key].names, "module:attribute"]
@@ -66,7 +68,10 @@ def choices(key: str) -> list[str]:
 
 
 def limits(key: str) -> str:
-    """Return the limits of a key's number or text in words, such as `must be at least 1`; empty if none."""
+    """Return the limits of a configuration key's value in words, such as `must be at least 1`.
+
+    The result is empty if the key has no limits.
+    """
     field = known_keys()[key]
     metadata = [*field.metadata, *_metadata(field.annotation)]
     bounds = [
@@ -81,7 +86,7 @@ def limits(key: str) -> str:
 
 
 def _metadata(kind: Any) -> Iterator[Any]:
-    """Yield the metadata of all Annotated[TYPE, METADATA...] within a type."""
+    """Yield the metadata of all Annotated[TYPE, METADATA...] that are nested in the type `kind`."""
     yield from getattr(kind, "__metadata__", ())
     for part in get_args(kind):
         yield from _metadata(part)

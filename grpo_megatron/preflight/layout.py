@@ -1,4 +1,4 @@
-"""Rules about the trainer's parallel layout: its sizes alone, and its sizes together with the model's."""
+"""Rules about the trainer's parallel sizes, alone and together with the model's sizes."""
 
 from collections.abc import Callable, Iterator
 
@@ -14,28 +14,28 @@ _FIELDS = {_TP: "tp", _EP: "ep", _ETP: "etp"}
 
 
 def layout_violations(sizes: ParallelSizes, refused: frozenset[str] = frozenset()) -> list[str]:
-    """Return one sentence for each rule that the parallel sizes break, whatever the model is.
+    """Return one sentence for each rule that the parallel sizes break with any model.
 
-    refused: keys whose values the schema refuses. Rules about them are skipped.
+    refused: keys whose values the schema refuses. Rules about these keys are skipped.
     """
     return SIZES.violations(sizes, refused=refused)
 
 
 def layout_violations_of_model(sizes: ParallelSizes, arch: Architecture) -> list[str]:
-    """Return one sentence for each rule that the parallel sizes break with this model.
+    """Return one sentence for each rule that the parallel sizes break with the model `arch`.
 
-    `layout_violations` checks the rules about the sizes alone.
+    Rules that do not depend on the model are not checked here, but by `layout_violations`.
     """
     return SIZES_OF_MODEL.violations(sizes, arch)
 
 
 def _divides(key: str, what: str, size: Callable[[Architecture], int], *, with_experts: bool = False) -> Rule:
-    """Return the rule that a parallel size must divide a size of the model.
+    """Return the rule that a parallel size must divide a size of the model evenly.
 
     key: configuration key of the parallel size.
     what: name of the model's size, for messages.
     size: function that returns the model's size.
-    with_experts: If True, the rule applies only to models with experts.
+    with_experts: if True, the rule applies only to models with experts.
     """
 
     def check(sizes: ParallelSizes, arch: Architecture) -> Iterator[str]:

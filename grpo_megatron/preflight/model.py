@@ -1,4 +1,4 @@
-"""Check that the model suits the configured parallel layout, engines and lengths."""
+"""Check that a run's models suit the configured parallel sizes, engines and lengths."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,14 +20,16 @@ from grpo_megatron.preflight.layout import layout_violations_of_model
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
 from grpo_megatron.weights.stored import read_stored
 
-# Families for which SGLang 0.5.17 and 0.5.23 support data-parallel attention.
+# Families with which SGLang 0.5.17 and 0.5.23 support data-parallel attention.
 ATTENTION_GROUPS = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 
 
 def check_model(config: Config, command: Command = Command.train) -> Architecture:
-    """Check the model against the configuration before any process starts. Return its architecture.
+    """Check that the model suits the configuration. Return the model's architecture.
 
-    Raises UserError with all violations that were found.
+    A run calls this before it starts any process. Raises UserError with all violations that were found.
+
+    command: the command that will run.
     """
     arch = read_architecture(config.model.path)
     found = model_violations(config, arch, command)
@@ -42,11 +44,11 @@ def check_model(config: Config, command: Command = Command.train) -> Architectur
 def model_violations(config: Config, arch: Architecture, command: Command = Command.train) -> list[str]:
     """Return one sentence for each reason why the model cannot run with this configuration.
 
-    The headers of the weights in model.path, ref.path and reward.model.path are read, as far as the command
-    uses these models.
+    The reference model is checked too if the command trains, and the reward model if the rewards need one. Of
+    the weights, only the headers of the files are read.
 
-    arch: architecture of model.path.
-    command: train, sft, reward-model or eval. `eval` has only engines. `train` has engines unless it replays
+    arch: architecture of the model in model.path.
+    command: the command that will run. `eval` has only engines. `train` has engines unless it replays
         recorded samples.
     """
     found = architecture_violations(config, arch, command)
@@ -65,9 +67,10 @@ def model_violations(config: Config, arch: Architecture, command: Command = Comm
 def reward_model_violations(config: Config, weights: bool = False) -> list[str]:
     """Return one sentence for each reason why the reward model cannot run on the trainer's ranks.
 
-    The ranks have the parallel sizes of the trained model. The list is empty if the run has no reward model.
+    The reward model must suit the parallel sizes that are configured for the trained model. The list is empty
+    if the run has no reward model.
 
-    weights: If True, read the headers of the reward model's weights, in addition to its config.json.
+    weights: if True, check the headers of the reward model's weights, in addition to its config.json.
     """
     path = config.reward.model.path
     if not scores_on_ranks(config) or not path:
@@ -92,9 +95,13 @@ def reward_model_violations(config: Config, weights: bool = False) -> list[str]:
 def architecture_violations(
     config: Config, arch: Architecture, command: Command = Command.train
 ) -> list[str]:
-    """Return those sentences of `model_violations` that follow from the model's config.json alone.
+    """Return one sentence for each reason, found without reading weights, why the model cannot run.
 
-    The model's folder need not contain weights, so the planner can use this function.
+    These are the sentences of `model_violations` that follow from the model's config.json. The planner uses
+    this function, because the model's folder need not contain weights.
+
+    arch: architecture of the model in model.path.
+    command: the command that will run.
     """
     found = []
     if arch.scalar_head and command != Command.reward_model:
@@ -107,7 +114,7 @@ def architecture_violations(
     found += layout_violations_of_model(ParallelSizes.from_config(config.megatron), arch)
     if command == Command.train and not config.rollout.replay:
         found += _engine(config, arch) + _beams(config, arch)
-        if not found:  # else an uneven split would be reported again, as cut blocks
+        if not found:  # otherwise an uneven split would be reported again, as cut blocks
             found += engine_fp8_violations(config, arch)
     found += fp8_violations(config, arch)
     if config.megatron.lora.rank > 0:
@@ -116,7 +123,10 @@ def architecture_violations(
 
 
 def _longest(config: Config, arch: Architecture, command: Command) -> list[str]:
-    """Return a sentence for each prompt-plus-response length that exceeds the model's positions."""
+    """Return one sentence for each maximum length (prompt plus response) that the model does not support.
+
+    Training and evaluation can have different maximum lengths.
+    """
     lengths = {"rollout.max_response_length": config.rollout.max_response_length}
     evaluated = {"eval.max_response_length": config.eval.max_response_length}
     if config.eval.max_response_length and command == Command.eval:
@@ -132,29 +142,34 @@ def _longest(config: Config, arch: Architecture, command: Command) -> list[str]:
 
 
 def _beams(config: Config, arch: Architecture) -> list[str]:
-    """Return [a sentence] if the vocabulary is too small for beam search, else [].
+    """Return a list with one sentence if the vocabulary is too small for beam search, otherwise [].
 
-    SGLang compares the likeliest tokens. Their number grows with rollout.n, and SGLang crashes if the
-    vocabulary has fewer tokens.
+    SGLang compares a number of likeliest tokens that grows with rollout.n. It crashes if the vocabulary has
+    fewer tokens.
     """
     rollout = config.rollout
-    ends = 1 + len(rollout.stop_token_ids)  # the model may have further end tokens that only SGLang knows
+    ends = 1 + len(rollout.stop_token_ids)  # SGLang may know further end tokens of the model
     if rollout.strategy != Strategy.beam or (1 + ends) * rollout.n <= arch.vocab_size:
         return []
     return [
         f"rollout.strategy=beam compares the {(1 + ends) * rollout.n} likeliest tokens for "
-        f"rollout.n={rollout.n} beams with {ends} kinds of end, but {config.model.path} has only "
-        f"{arch.vocab_size}; lower rollout.n"
+        f"rollout.n={rollout.n} beams and {ends} end tokens, but the vocabulary of {config.model.path} has "
+        f"only {arch.vocab_size} tokens; lower rollout.n"
     ]
 
 
 def _engine(config: Config, arch: Architecture) -> list[str]:
-    """Return one sentence for each property of the checkpoint that SGLang would silently ignore or change."""
+    """Return one sentence for each reason why SGLang would not compute the model correctly.
+
+    The reasons are parallel sizes that do not divide the model, stop tokens outside the vocabulary, and
+    properties of the checkpoint that SGLang silently ignores.
+    """
     path, found = config.model.path, _engine_layout(config, arch)
     if arch.family == "mixtral" and arch.head_dim * arch.num_heads != arch.hidden_size:
         found.append(
             f"{path} cannot be used, because it has a head_dim of {arch.head_dim}, which SGLang's Mixtral "
-            f"ignores; it uses hidden_size / num_attention_heads = {arch.hidden_size // arch.num_heads}"
+            "ignores; SGLang uses hidden_size / num_attention_heads = "
+            f"{arch.hidden_size // arch.num_heads}"
         )
     if arch.moe is not None and arch.tied_embeddings:
         found.append(
@@ -172,9 +187,9 @@ def _engine(config: Config, arch: Architecture) -> list[str]:
 
 
 def _stop_tokens(config: Config, arch: Architecture) -> list[str]:
-    """Return [a sentence] if rollout.stop_token_ids has ids outside the vocabulary, else [].
+    """Return a list with one sentence if rollout.stop_token_ids has ids outside the vocabulary, otherwise [].
 
-    Such a token never ends a response, and SGLang does not report it.
+    SGLang accepts ids outside the vocabulary without an error, but they never end a response.
     """
     absent = [token for token in config.rollout.stop_token_ids if token >= arch.vocab_size]
     if not absent:
@@ -186,9 +201,10 @@ def _stop_tokens(config: Config, arch: Architecture) -> list[str]:
 
 
 def _engine_layout(config: Config, arch: Architecture) -> list[str]:
-    """Return one sentence for each parallel size of the engines that does not divide the model evenly.
+    """Return one sentence for each parallel size of the engines that does not suit the model.
 
-    The list is empty if the parallel sizes do not divide each other, because another rule reports that.
+    The list is empty if the parallel sizes do not divide each other evenly, because another rule reports
+    this error.
     """
     path, engine = config.model.path, EngineLayout.from_config(config.rollout.engine)
     if (
@@ -203,22 +219,22 @@ def _engine_layout(config: Config, arch: Architecture) -> list[str]:
         if arch.family not in ATTENTION_GROUPS:
             found.append(
                 f"rollout.engine.data_parallel_attention={engine.attention_dp}: SGLang does not support "
-                f"this for {arch.family}, only for {', '.join(ATTENTION_GROUPS)}; set it to 1"
+                f"this for {arch.family}, only for {', '.join(ATTENTION_GROUPS)}; set the key to 1"
             )
     if arch.num_heads % engine.attention_tp:
         found.append(
-            f"{ranks} does not divide the {arch.num_heads} attention heads of {path}; set it to a divisor "
-            f"of {arch.num_heads}"
+            f"{ranks} does not divide the {arch.num_heads} attention heads of {path}; choose a divisor of "
+            f"{arch.num_heads}"
         )
     if engine.ep > 1 and arch.moe is None:
         found.append(
             f"rollout.engine.expert_parallel={engine.ep} needs a model with experts, but {path} is dense; "
-            "set it to 1"
+            "set rollout.engine.expert_parallel=1"
         )
     elif arch.moe and arch.moe.num_experts % engine.ep:
         found.append(
             f"rollout.engine.expert_parallel={engine.ep} does not divide the {arch.moe.num_experts} experts "
-            f"of {path}; set it to a divisor of {arch.moe.num_experts}"
+            f"of {path}; choose a divisor of {arch.moe.num_experts}"
         )
     elif arch.moe and arch.moe.ffn_hidden_size % engine.moe_tp:
         found.append(
@@ -229,9 +245,9 @@ def _engine_layout(config: Config, arch: Architecture) -> list[str]:
 
 
 def _latent_engine(path: str, arch: Architecture) -> list[str]:
-    """Return one sentence for each way in which SGLang misreads a latent-attention model's config.json.
+    """Return one sentence for each setting of a latent-attention model that SGLang would misread.
 
-    path: folder of the model.
+    path: folder of the model, with its config.json.
     """
     config, found = read_object(Path(path) / "config.json"), []
     needed = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
@@ -251,7 +267,9 @@ def _latent_engine(path: str, arch: Architecture) -> list[str]:
 
 
 def _quantised_engine(path: str) -> list[str]:
-    """Return [a sentence] if the checkpoint has FP8 weights, else []. SGLang would keep them in FP8.
+    """Return a list with one sentence if the checkpoint has FP8 weights, otherwise [].
+
+    SGLang would keep the weights in FP8, but a weight sync sends weights of another dtype.
 
     path: folder of the checkpoint.
     """
@@ -259,10 +277,10 @@ def _quantised_engine(path: str) -> list[str]:
         if read_stored(Path(path)).block is None:
             return []
     except UserError:
-        return []  # reported by the check of the weights
+        return []  # the check of the weights reports this error
     return [
-        f"{path} has FP8 weights (quantization_config), which SGLang would keep in FP8, although weight "
-        "syncs bring others; make a copy without FP8 with tools/convert_hf_to_megatron.py and "
+        f"{path} has FP8 weights (quantization_config), which SGLang would keep in FP8, but weight syncs "
+        "send weights that are not in FP8; make a copy without FP8 with tools/convert_hf_to_megatron.py and "
         "tools/convert_megatron_to_hf.py"
     ]
 
@@ -272,8 +290,8 @@ def _weights(path: str, arch: Architecture) -> list[str]:
 
     Only the headers of the weight files are read.
 
-    path: HF folder of the model, the reference model or the reward model.
-    arch: architecture as which the weights are loaded.
+    path: Hugging Face folder of the model, the reference model or the reward model.
+    arch: architecture that the weights will be loaded into.
     """
     try:
         checkpoint = HFCheckpoint(path)

@@ -9,9 +9,9 @@ from grpo_megatron.paths import nearest_folder, output_folder_problem
 
 
 def output_folders(config: Config, command: Command) -> dict[str, str]:
-    """Return {configuration key: folder} of the folders that a run of this command writes to.
+    """Return {configuration key: folder} of the folders that a run of a command writes to.
 
-    The folder of `run.root` contains the run's own folder.
+    The folder of run.root is included, because the run's own folder is created in it.
     """
     found = {"run.root": config.run.root}
     if command.trains and config.megatron.offload_folder:
@@ -22,24 +22,29 @@ def output_folders(config: Config, command: Command) -> dict[str, str]:
 
 
 def must_be_writable(key: str, folder: str) -> None:
-    """Raise UserError, which names the key, if this machine cannot make the folder or write to it."""
+    """Check that this machine can create the folder, if needed, and write to it. Raises UserError otherwise.
+
+    key: configuration key of the folder, which the error names.
+    """
     if problem := output_folder_problem(folder):
         raise UserError(f"{key}={folder} {problem}; it must be a folder that the run can create and write to")
 
 
 def is_of_another_machine(folder: str) -> bool:
-    """Return True if not even the first folder of the path exists on this machine.
+    """Return True if a path seems to be of another machine: not even its first folder exists here.
 
-    The path may then belong to another node, for example as the mount point of a local disk.
+    An example is the mount point of a disk that only the compute nodes have.
     """
     return nearest_folder(folder) == Path("/") and Path(folder).absolute() != Path("/")
 
 
 def check_output_folders(config: Config, command: Command) -> None:
-    """Check that this machine can write to the run's folders, except for the run's own folder.
+    """Check that this machine can write to the folders that the configuration names.
 
-    Raises UserError, which names the key. In a Ray cluster, the ranks check megatron.offload_folder on their
-    own machines. The run's own folder is created before this check.
+    The folder of run.root is not checked, because the run's own folder in it exists already. In a Ray
+    cluster, megatron.offload_folder is not checked either, because the ranks check it on their machines.
+
+    Raises UserError, which names the key of the folder.
     """
     for key, folder in output_folders(config, command).items():
         elsewhere = key == "megatron.offload_folder" and config.cluster.ray_address is not None

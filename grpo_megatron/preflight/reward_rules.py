@@ -159,9 +159,9 @@ def environment_gives_the_rewards(config: Config) -> Iterator[str]:
 
 
 def _asks_reward_function(config: Config) -> bool:
-    """Return True if reward.function or reward.terms scores responses or the last turns of episodes.
+    """Return True if the run uses the configured reward functions (reward.function or reward.terms).
 
-    The result is False if rollout.environment gives the rewards itself.
+    The result is False if rollout.environment computes all rewards itself.
     """
     try:
         return asks_reward_function(config.rollout, config.reward)

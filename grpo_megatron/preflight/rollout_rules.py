@@ -31,7 +31,7 @@ ROLLOUT = RuleBook(
     needs(
         "rollout.dynamic_sampling.enabled=true",
         "algorithm.filters",
-        "it replaces the groups that filters such as nonzero_variance remove",
+        "dynamic sampling replaces the groups that filters such as nonzero_variance remove",
         _TRAIN,
     ),
     excludes("rollout.replay", "data.eval", "a replayed run starts no engine; set data.eval=null", _TRAIN),
@@ -117,10 +117,10 @@ def there_are_prompts(config: Config) -> Iterator[str]:
         yield shown(config, "data.train")
 
 
-# SGLang decodes greedily below 1e-6.
+# Below 1e-6, SGLang would also decode greedily.
 @ROLLOUT.rule(
-    "rollout.temperature must be at least 0.01 and at most 100: training divides the logits by it, and bf16 "
-    "logits divided by a small number lose all precision.",
+    "rollout.temperature must be at least 0.01 and at most 100: training divides the logits by the "
+    "temperature, and bf16 logits divided by a small number lose all precision.",
     "rollout.temperature",
 )
 def training_can_divide_by_the_temperature(config: Config) -> Iterator[str]:

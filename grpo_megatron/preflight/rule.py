@@ -1,7 +1,7 @@
 """Rules: conditions on the values of several configuration keys.
 
-Most rules have one of a few shapes: `needs`, `excludes`, `only_with`, `divides`, `at_most` and `refuses`. The
-function of that name makes the rule from settings as a user writes them, such as `rollout.strategy=beam`. Any
+Most rules have one of a few forms: `needs`, `excludes`, `only_with`, `divides`, `at_most` and `refuses`. The
+functions of these names make rules from settings as a user writes them, such as `rollout.strategy=beam`. Any
 other rule is a function with the decorator `RuleBook.rule`.
 """
 
@@ -26,25 +26,26 @@ ENGINE_COMMANDS = tuple(command for command in Command if command.generates)
 class Rule:
     """A condition on the values of several configuration keys.
 
-    A rule is skipped if the schema refuses the value of one of its keys, because that error is reported
-    separately.
+    The types and limits of single keys are not rules; the schema checks them. If the schema refuses the value
+    of a key, rules that read this key are skipped.
     """
 
     says: str
     """What must hold, in one sentence that names the keys."""
     keys: tuple[str, ...]
-    """All keys whose values the check reads."""
+    """All configuration keys whose values the check reads."""
     commands: tuple[str, ...]
-    """Commands to which the rule applies, from COMMANDS."""
+    """Commands to which the rule applies, such as train."""
     check: Callable[..., Iterator[str]]
-    """Yields a text for each violation: the values that break the rule, or "" if `says` names them."""
+    """Function that yields one text for each violation: the values that break the rule, or "" if `says` names
+    them."""
     whole: bool = False
-    """True if `check` yields whole messages, to which `says` is not added, such as those of a registry."""
+    """True if `check` yields complete messages, so that `says` is not put before them."""
 
     def violations(self, *subject: Any) -> list[str]:
         """Return one sentence for each violation of this rule: what must hold, and the values that break it.
 
-        subject: arguments of `check`, such as the configuration.
+        subject: arguments for `check`, such as the configuration.
         """
         found = list(self.check(*subject))
         if self.whole:
@@ -54,9 +55,9 @@ class Rule:
 
 
 class RuleBook:
-    """The rules about one subject, such as rewards, in the order in which violations are reported.
+    """A list of rules about one subject, such as rewards. Violations are reported in the order of the list.
 
-    The checks of all rules in a book take the same arguments.
+    The checks of all rules in a book take the same arguments, such as a Config.
     """
 
     def __init__(self, *rules: Rule) -> None:
@@ -65,9 +66,12 @@ class RuleBook:
     def rule(
         self, says: str, *keys: str, commands: tuple[str, ...] = TRAINING_COMMANDS, whole: bool = False
     ) -> Callable[[Callable], Rule]:
-        """Return a decorator that adds a rule to the book. The decorated function is the rule's `check`.
+        """Return a decorator that makes a function the check of a new rule, and adds the rule to the book.
 
-        The arguments are the fields of Rule.
+        says: what must hold, in one sentence that names the keys.
+        keys: all configuration keys whose values the check reads.
+        commands: commands to which the rule applies.
+        whole: True if the check yields complete messages, so that `says` is not put before them.
         """
 
         def add(check: Callable[..., Iterator[str]]) -> Rule:
@@ -82,9 +86,9 @@ class RuleBook:
         """Return one sentence for each violation of the book's rules.
 
         subject: arguments for the checks, such as the configuration.
-        command: the command that will run. Rules that do not apply to this command are skipped; None: all
+        command: the command that will run. Rules that do not apply to this command are skipped. None: all
             rules are checked.
-        refused: keys whose values the schema refuses. Rules about them are skipped.
+        refused: keys whose values the schema refuses. Rules that read these keys are skipped.
         """
         return [
             sentence
@@ -97,12 +101,13 @@ class RuleBook:
 def needs(
     condition: str, other: str, because: str = "", commands: tuple[str, ...] = TRAINING_COMMANDS
 ) -> Rule:
-    """Return the rule that a second condition must hold wherever a first condition holds.
+    """Return the rule that `other` must hold if `condition` holds.
 
-    condition, other: the first and the second condition: settings such as `weight_sync.transport=disk`,
-        joined by ` and ` or ` or `. `|` separates values of one key, `!=` negates. A key without a value
-        means that the key's value is not null, false, 0 or empty.
-    because: the reason, as the end of the sentence.
+    condition, other: settings such as `weight_sync.transport=disk`, joined by ` and ` or ` or `. `|`
+        separates alternative values of a key, and `!=` negates. A key alone means that its value is not null,
+        false, 0 or empty.
+    because: the reason, to be put at the end of the message.
+    commands: commands to which the rule applies.
     """
 
     def check(config: Config, *_: Any) -> Iterator[str]:
@@ -116,7 +121,12 @@ def needs(
 def excludes(
     condition: str, other: str, because: str = "", commands: tuple[str, ...] = TRAINING_COMMANDS
 ) -> Rule:
-    """Return the rule that two conditions cannot both hold. The arguments are as for `needs`."""
+    """Return the rule that `condition` and `other` must not both hold.
+
+    condition, other: settings such as `rollout.n=1`, in the syntax that `needs` describes.
+    because: the reason, to be put at the end of the message.
+    commands: commands to which the rule applies.
+    """
     keys = _keys(f"{condition} or {other}")
 
     def check(config: Config, *_: Any) -> Iterator[str]:
@@ -132,12 +142,14 @@ def only_with(
     because: str = "",
     commands: tuple[str, ...] = TRAINING_COMMANDS,
 ) -> Rule:
-    """Return the rule that keys must keep their defaults unless a condition holds.
+    """Return the rule that keys may be changed from their defaults only if `condition` holds.
 
-    Otherwise the keys would have no effect.
+    Without the condition, the keys would have no effect.
 
-    keys: a key, a section, or several of these.
-    condition, because: as for `needs`.
+    keys: a configuration key, a section, or several of these.
+    condition: settings such as `rollout.strategy=beam`, in the syntax that `needs` describes.
+    because: the reason, to be put at the end of the message.
+    commands: commands to which the rule applies.
     """
     named = (keys,) if isinstance(keys, str) else keys
     known = known_keys()
@@ -183,9 +195,10 @@ def at_most(lower: str, upper: str, commands: tuple[str, ...] = TRAINING_COMMAND
 
 
 def refuses(condition: str, because: str, commands: tuple[str, ...]) -> Rule:
-    """Return the rule that a condition must not hold with some commands.
+    """Return the rule that `condition` must not hold if one of `commands` runs.
 
-    condition, because: as for `needs`.
+    condition: settings such as `rollout.n=1`, in the syntax that `needs` describes.
+    because: the reason, to be put at the end of the message.
     """
     keys = _keys(condition)
 
@@ -202,7 +215,7 @@ def value_of(config: Config, key: str) -> Any:
 
 
 def shown(config: Config, *keys: str) -> str:
-    """Return `KEY=VALUE, KEY=VALUE, ...` for the message of a violation."""
+    """Return the values of some keys as text, `KEY=VALUE, KEY=VALUE, ...`, for an error message."""
     return ", ".join(f"{key}={value_text(value_of(config, key))}" for key in keys)
 
 
@@ -211,12 +224,15 @@ def _sentence(claim: str, because: str) -> str:
 
 
 def _alternatives(condition: str) -> list[list[str]]:
-    """Return a condition as a list of alternatives. Each alternative is a list of settings that all hold."""
+    """Parse a condition into a list of alternatives. Each alternative is a list of settings.
+
+    The condition holds if all settings of one alternative hold.
+    """
     return [alternative.split(" and ") for alternative in condition.split(" or ")]
 
 
 def _keys(condition: str) -> tuple[str, ...]:
-    """Return the keys that a condition names, without repetitions."""
+    """Return the configuration keys that a condition names, without repetitions."""
     settings = [setting for alternative in _alternatives(condition) for setting in alternative]
     return tuple(dict.fromkeys(re.split("!?=", setting)[0] for setting in settings))
 
@@ -226,7 +242,7 @@ def _holds(condition: str, config: Config) -> bool:
 
 
 def _is_so(setting: str, config: Config) -> bool:
-    """Return True if a setting in a condition, such as `run.seed=1|2`, holds for the configuration."""
+    """Return True if a single setting of a condition, such as `run.seed=1|2`, holds for the configuration."""
     key, separator, wanted = setting.partition("=")
     value = value_of(config, key.removesuffix("!"))
     if not separator:

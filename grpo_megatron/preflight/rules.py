@@ -1,4 +1,4 @@
-"""All rules about a configuration, and the check that lists the broken rules."""
+"""All rules about a configuration, and the check that lists the broken ones."""
 
 from grpo_megatron.capabilities import Capabilities
 from grpo_megatron.config.command import Command
@@ -22,7 +22,7 @@ _BOOKS = (TRAINING, PRECISION, LORA, ROLLOUT, REWARD, ENGINE, WEIGHT_SYNC, ALGOR
 
 
 def all_rules() -> list[Rule]:
-    """Return the rules of all books, for `config explain`."""
+    """Return the rules of all rule books, for `config explain`."""
     return [rule for book in (*_BOOKS, SIZES, SIZES_OF_MODEL, CLUSTER) for rule in book.rules]
 
 
@@ -32,13 +32,15 @@ def violations(
     capabilities: Capabilities | None = None,
     refused: frozenset[str] = frozenset(),
 ) -> list[str]:
-    """Return one sentence for each rule that a configuration breaks, naming the keys.
+    """Return one sentence for each rule that a configuration breaks. The sentence names the keys.
 
-    preflight.model checks the rules that need the model's config.json.
+    Rules that need the model's config.json are not checked here, but in preflight.model.
 
-    capabilities: capabilities of the machines that will run the configuration; None: what is known of them
-        without asking a Ray cluster.
-    refused: keys whose values the schema refuses; `config` has their defaults. Rules about them are skipped.
+    command: the command that will run.
+    capabilities: capabilities of the machines that will run the configuration. None: use what is known of
+        the machines without asking a Ray cluster.
+    refused: keys whose values the schema refuses. `config` has their defaults, and rules that read these keys
+        are skipped.
     """
     found = [
         sentence for book in _BOOKS for sentence in book.violations(config, command=command, refused=refused)

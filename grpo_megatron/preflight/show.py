@@ -27,9 +27,11 @@ from grpo_megatron.preflight.rule import COMMANDS, Rule
 def show(path: str | None, overrides: list[str], only_set: bool = False) -> str:
     """Return the resolved configuration as YAML, with the origin of each value as a comment.
 
-    The YAML loads to the same configuration. `config show` prints it.
+    `config show` prints this text. Loading the YAML gives the same configuration.
 
-    only_set: If True, leave out keys that have their default.
+    path: YAML file. None: no file.
+    overrides: arguments of the form key=value, which override the file.
+    only_set: if True, leave out keys that have their default.
     """
     resolved = _legal(path, overrides)
     values, comments = {}, dict(resolved.origins)
@@ -44,9 +46,9 @@ def show(path: str | None, overrides: list[str], only_set: bool = False) -> str:
 
 
 def _legal(path: str | None, overrides: list[str]) -> ResolvedConfig:
-    """Return the resolved settings of a file and of arguments.
+    """Return the resolved settings of a file and of key=value arguments.
 
-    Raises UserError if the schema refuses any of them.
+    Raises UserError if the schema refuses any of the settings.
     """
     settings = resolve(path, overrides)
     must_be_legal(list(settings.refused.values()))
@@ -58,11 +60,12 @@ def _required(key: str) -> bool:
 
 
 def explain(key: str) -> str:
-    """Return the text of `config explain` about a key. For a section, it is a list of the section's keys.
+    """Return the text that `config explain` prints about a key or a section.
 
-    Internal keys are explained by their names; the list leaves them out.
+    For a key: meaning, type, default, limits, related keys and rules. For a section: a list of its keys,
+    without internal ones.
 
-    Raises UserError for an unknown name.
+    Raises UserError if there is no key of this name.
     """
     known = known_keys()
     if key not in known:
@@ -116,10 +119,12 @@ def _is_enum(field: FieldInfo) -> bool:
 
 
 def diff(a: str, b: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the keys whose values differ between the configuration files `a` and `b`, for `config diff`.
+    """Compare two configuration files. Return the keys whose values differ, for `config diff`.
 
-    The result is {key: {"a": {"value", "origin"}, "b": {"value", "origin"}}}. ${references} are resolved
-    before the comparison.
+    The result is {key: {"a": {"value": ..., "origin": ...}, "b": {"value": ..., "origin": ...}}}. References
+    of the form ${key} are resolved before the comparison.
+
+    a, b: paths of the files.
     """
     left, right = _legal(a, []), _legal(b, [])
     return {
@@ -135,9 +140,10 @@ def _entry(resolved: ResolvedConfig, key: str) -> dict[str, Any]:
 
 
 def diff_text(a: str, b: str, as_json: bool) -> tuple[str, bool]:
-    """Return (text of `config diff`, True if any key differs) for the configuration files `a` and `b`.
+    """Compare two configuration files. Return (text that `config diff` prints, True if any key differs).
 
-    as_json: If True, the text is JSON instead of a list for people.
+    a, b: paths of the files.
+    as_json: if True, the text is JSON instead of a list for people.
     """
     found = diff(a, b)
     if as_json:

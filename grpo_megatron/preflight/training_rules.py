@@ -17,11 +17,11 @@ TRAINING = RuleBook(
     needs(
         "moe.routing_replay=old_policy",
         "train.old_logprobs=recompute",
-        "it reuses the routing of the pass that computes the old log-probs",
+        "old_policy reuses the routing of the pass that computes the old log-probs",
         _TRAIN,
     ),
     at_most("optimizer.lr_min", "optimizer.lr"),
-    needs("optimizer.lr_schedule=wsd", "optimizer.wsd_decay_steps", "it is the length of the decay"),
+    needs("optimizer.lr_schedule=wsd", "optimizer.wsd_decay_steps", "this key sets the length of the decay"),
 )
 
 
@@ -77,9 +77,9 @@ def examples_can_be_shared(config: Config) -> Iterator[str]:
 
 
 def _sharing(config: Config, count: int) -> Iterator[str]:
-    """Yield an error message if there are too few samples for all data-parallel replicas.
+    """Yield the values for an error message if the samples cannot be divided among data-parallel replicas.
 
-    Without packing, a number of samples that cannot be divided evenly is an error too.
+    There may be too few samples. Without packing, the number of samples must also be divisible evenly.
 
     count: number of samples of an optimizer step.
     """
@@ -119,7 +119,10 @@ def longest_pair_fits(config: Config) -> Iterator[str]:
 
 
 def _fits(config: Config, sequences: int) -> Iterator[str]:
-    """Yield an error message if a micro-batch cannot hold this number of sequences of maximum length."""
+    """Yield the values for an error message if a micro-batch cannot hold the longest sequences.
+
+    sequences: number of sequences of maximum length that a micro-batch must hold.
+    """
     longest = config.data.max_prompt_length + config.rollout.max_response_length
     cp, limit = config.megatron.context_parallel, config.train.max_tokens_per_micro_batch
     if limit * cp < sequences * padded_to(longest, Layout(cp=cp).sequence_multiple):
@@ -157,9 +160,9 @@ def schedule_of_sft_fits(config: Config) -> Iterator[str]:
 
 
 def _schedule_fits(config: Config, steps: int) -> Iterator[str]:
-    """Yield an error message if warm-up and decay are longer than the learning-rate schedule.
+    """Yield the values for an error message if warm-up and decay exceed the learning-rate schedule.
 
-    steps: optimizer steps of the whole schedule.
+    steps: length of the whole schedule, in optimizer steps.
     """
     optimizer = config.optimizer
     decay = (optimizer.wsd_decay_steps or 0) if optimizer.lr_schedule == LrSchedule.wsd else 0

@@ -1,1 +1,1 @@
-"""The run as a whole: its folder, its checkpoints, requests to stop, and the sharing of devices."""
+"""The run as a whole: its folder, its checkpoints, its loop of steps, and requests to stop."""

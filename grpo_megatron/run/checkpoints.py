@@ -1,4 +1,4 @@
-"""Writing of checkpoints: when, where, and how many are kept. run.resume reads them."""
+"""Writing of checkpoints: when, where, and how many are kept. run/resume.py reads checkpoints."""
 
 import logging
 import shutil
@@ -21,13 +21,16 @@ logger = logging.getLogger(__name__)
 CHECKPOINTS = "checkpoints"  # subfolder of a run's folder
 ACTOR, STATE = "actor", "state.json"
 DELETED = ".deleted"  # part of the name of a folder that is being deleted
-# This file lies beside the folder of checkpoints and lists the prompts that each step has used up. It shows
-# that no prompt is skipped or trained twice, however often the run was killed.
+# File in the run's folder with one row per step: the prompts that the step has used up. The rows prove that
+# no prompt was skipped or trained twice, however often the run was killed.
 TRAINED = "trained.jsonl"
 
 
 class NotWritten(UserError):
-    """A checkpoint could not be written, for example to a full disk. The run can go on and try later."""
+    """Error of a checkpoint that could not be written, for example because the disk is full.
+
+    The run can go on and write the next checkpoint later.
+    """
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,9 @@ class SaveReport:
     """Result of writing the trainer's part of a checkpoint.
 
     seconds: time from the beginning until the files were on the disk
-    waited: seconds for which training waited
+    waited: seconds for which training was blocked by the checkpoint
     bytes: total size of the files
-    files: {path of a file in the folder `actor`: its size and digest}
+    files: {path of a file, relative to the checkpoint's subfolder `actor`: its size and digest}
     """
 
     seconds: float
@@ -47,10 +50,9 @@ class SaveReport:
 
 
 class Saveable(Protocol):
-    """The part of the interface of the trainer that Checkpoints uses.
+    """Interface of a trainer that writes its state into a folder while training goes on.
 
-    The trainer writes its state into a folder while training goes on. Implemented by
-    trainer.checkpoints.TrainerCheckpoints.
+    Checkpoints uses this interface. trainer.checkpoints.TrainerCheckpoints implements it.
     """
 
     def begin_checkpoint(self, folder: str) -> None: ...
@@ -61,12 +63,12 @@ class Saveable(Protocol):
 
 
 class Checkpoints:
-    """Writer of checkpoints, which are folders `step_00000010/` with `actor/`, state.json and manifest.json.
+    """Decides when a run writes checkpoints, writes them in the background, and deletes old ones.
 
-    A checkpoint is written under a temporary name while training goes on, and renamed when all files are on
-    the disk. So a folder with a final name is complete, even if the run is killed. When a checkpoint is
-    complete, older checkpoints beyond the number to keep are deleted. If a checkpoint cannot be written, a
-    warning is logged, and the run goes on to the next checkpoint.
+    A checkpoint is a folder such as `step_00000010/` with the trainer's files in `actor/`, the driver's state
+    in state.json, and manifest.json. The folder has a temporary name until all files are on the disk. A
+    folder with a final name is therefore complete, even if the run is killed. If a checkpoint cannot be
+    written, a warning is logged, and the run goes on.
 
     folder: the folder that contains the checkpoints
     """
@@ -80,13 +82,14 @@ class Checkpoints:
         about: dict[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Prepare to write the checkpoints of a run, from one start until its end.
+        """Prepare to write the checkpoints of a run.
 
         folder: the folder that contains the run's checkpoints
+        config: when to write checkpoints, and how many to keep
         trainer: writes the trainer's state into each checkpoint
         resumed: the step after which the run continues; 0 for a new run
         about: entries of state.json that are the same in all checkpoints, such as the configuration
-        clock: returns the present time in seconds; tests pass their own
+        clock: function that returns the present time in seconds
         """
         self.folder = Path(folder)
         self._config, self._trainer, self._about, self._clock = (
@@ -101,10 +104,10 @@ class Checkpoints:
         self._failure: NotWritten | None = None  # error of the last attempt
 
     def is_due(self, step: int, last: bool = False) -> bool:
-        """Return True if the settings checkpoint.every, .minutes or .at_end ask for a checkpoint now.
+        """Return True if checkpoint.every, checkpoint.minutes or checkpoint.at_end asks for a checkpoint now.
 
-        step: the step that has just ended.
-        last: True if it is the run's last step.
+        step: index of the step that has just ended.
+        last: True if this is the run's last step.
         """
         config = self._config
         by_steps = config.every > 0 and step % config.every == 0
@@ -112,31 +115,38 @@ class Checkpoints:
         return by_steps or by_time or (last and config.at_end and step != self._last_step)
 
     def note_trained(self, step: int, prompts: list[int]) -> None:
-        """Append a row with the prompts that a step has used up to trained.jsonl.
+        """Append a row to trained.jsonl, with the prompts that a step has used up.
 
-        prompts: uid of each prompt, including the prompts whose groups a filter dropped.
+        step: index of the step.
+        prompts: uid of each prompt, including prompts whose groups a filter dropped.
         """
         self._trained.append_row({"step": step, "prompts": prompts})
 
     def after_step(self, state: dict | None) -> None:
-        """Complete the last checkpoint if the ranks have written it, and begin a new one if `state` is given.
+        """Complete the checkpoint in progress if the ranks have written it, then begin a new one if due.
 
-        state: the driver's state for state.json; None if no checkpoint is due.
+        The training loop calls this method after every step.
+
+        state: the driver's state for state.json of a new checkpoint; None if no checkpoint is due.
         """
         self.complete_written()
         if state is not None:
             self.save(state)
 
     def complete_written(self) -> None:
-        """Rename the checkpoint that the ranks were writing to its final name, if they have finished."""
+        """Complete the checkpoint in progress if the ranks have written all files. Do not wait for them.
+
+        Completing writes the manifest, renames the folder to its final name, and deletes old checkpoints.
+        """
         if self._writing and self._trainer.checkpoint_written():
             self._complete()
 
     def save(self, state: dict) -> None:
-        """Begin to write a checkpoint, which `complete_written` or `finish` completes.
+        """Begin to write a checkpoint. `complete_written` or `finish` completes it later.
 
-        Waits for the previous checkpoint first. Does nothing else if this step has a checkpoint already.
-        state: the driver's state for state.json, made of values that JSON has. It has the key "step".
+        First waits for the previous checkpoint. If the step has a checkpoint already, no other is written.
+
+        state: the driver's state for state.json, as JSON values. state["step"] is the index of the step.
         """
         self._complete()
         step = state["step"]
@@ -146,7 +156,7 @@ class Checkpoints:
             return
         try:
             partial = final.with_name(f"{final.name}.partial")
-            if partial.exists():  # left there by a killed run
+            if partial.exists():  # a run that was killed left it
                 discard(partial)
             partial.mkdir(parents=True)
             (partial / STATE).write_text(json_text(self._about | state), encoding="utf-8")
@@ -159,9 +169,9 @@ class Checkpoints:
             self._complete()
 
     def finish(self, timeout: float | None = None) -> None:
-        """Wait until a checkpoint that is being written is on the disk, and complete it.
+        """Wait for the checkpoint in progress, if there is one, and complete it.
 
-        timeout: seconds. If None, the time limit of the trainer's calls to its ranks holds.
+        timeout: maximum number of seconds to wait. None: the timeout of the trainer's other calls.
 
         Raises NotWritten if the last attempt to write a checkpoint failed.
         """
@@ -194,7 +204,7 @@ class Checkpoints:
         files = {f"{ACTOR}/{name}": record for name, record in report.files.items()}
         write_manifest(whole, files | {STATE: record_of(whole / STATE)})
         sync_to_disk(whole)
-        # A run that continues from here after the loss of a node needs the rows of these files.
+        # A run that continues from this checkpoint after the loss of a node needs the rows of these files.
         for name in (METRICS, TRAINED):
             if not is_absent(rows := self.folder.parent / name):
                 sync_to_disk(rows)
@@ -202,7 +212,7 @@ class Checkpoints:
         sync_to_disk(self.folder)
 
     def _give_up(self, final: Path, error: NotWritten) -> None:
-        """Log that a checkpoint failed, and delete its files, so that they do not keep the disk full.
+        """Give up a checkpoint that could not be written: log a warning, and delete its files to free space.
 
         final: the folder that the checkpoint would have got.
         error: the reason.
@@ -223,11 +233,11 @@ class Checkpoints:
 
 
 def discard(folder: Path) -> None:
-    """Delete a checkpoint's folder as far as possible.
+    """Delete the folder of a checkpoint, as far as possible.
 
-    Some files may remain, because NFS keeps files that a process has open. The folder is therefore renamed
-    first, so that remaining files are not taken for a complete checkpoint. If files remain, a warning is
-    logged. No error is raised, because the next start tries again.
+    NFS keeps files that a process has open, so some files may remain. The folder is renamed first, so that
+    nobody takes the remaining files for a complete checkpoint. If files remain, a warning is logged but no
+    error is raised, because the next start of the run tries again.
     """
     try:
         if DELETED not in folder.suffixes:
@@ -256,7 +266,7 @@ def folders(root: Path) -> list[Path]:
 def newest_folder(directory: str) -> Path | None:
     """Return the folder of a run's newest complete checkpoint, or None if there is none.
 
-    The checkpoint is not checked for damage, because the result is only shown to the user.
+    The files are not checked for damage. Use the result only in messages to the user.
 
     directory: the run's folder.
     """

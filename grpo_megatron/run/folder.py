@@ -1,7 +1,7 @@
-"""The folder of a run. It belongs to one run at a time, and contains files of this run only.
+"""The folder of a run, which belongs to one run at a time and contains only files of this run.
 
-A start locks the folder, chooses the checkpoint to begin from, and moves or removes files that do not belong
-to the run that continues.
+At its start, a run locks the folder and chooses the checkpoint to begin from. Then it moves or removes files
+that do not belong to the run as it continues from there.
 """
 
 import logging
@@ -24,7 +24,7 @@ from grpo_megatron.run.resume import ANEW, AUTO, RESULT, Checkpoint, newest_chec
 
 logger = logging.getLogger(__name__)
 
-JOBS = "slurm"  # job outputs; slurm/submit.py queued the jobs for a run of this name
+JOBS = "slurm"  # subfolder with the outputs of the run's Slurm jobs, which slurm/submit.py queues
 
 
 def run_folder(config: Config) -> Path:
@@ -37,27 +37,27 @@ def open_run_folder(
     command: Command,
     must_fit: Callable[[dict], str] = lambda state: "",
 ) -> Iterator[tuple[str, Checkpoint | None]]:
-    """Create or reopen the run's folder, and lock it against other runs while the context is open.
+    """Create or reopen the run's folder, and lock it against other runs inside the `with` block.
 
-    Yields (folder, checkpoint): the absolute path, and the checkpoint to begin from (None for a new run). If
-    a new run finds the folder of an earlier run of the same name, it first renames that folder to NAME.1,
-    NAME.2 or the like.
+    Yields (folder, checkpoint): the absolute path of the folder, and the checkpoint to begin from, which is
+    None for a new run. If a new run finds the folder of an earlier run of the same name, that folder is first
+    renamed to NAME.1, NAME.2 or the like.
 
-    command: the command that makes the run. A checkpoint must be from the same command.
-    must_fit: called with the driver's state from the checkpoint. It raises UserError if the state belongs to
-        other data, and returns a note to log, or "".
+    command: the command that makes the run. The checkpoint must be from the same command.
+    must_fit: function that checks the driver's state from the checkpoint. It raises UserError if the state
+        belongs to other data. Its result is a note to log, or "".
 
-    Raises UserError if another run writes to the folder, or if the folder cannot be created. Raises UserError
-    also if the checkpoint or a row of trained.jsonl is damaged, or if the checkpoint belongs to another
-    command or other data. The folder's contents are then unchanged.
+    Raises UserError, and leaves the folder's contents unchanged, in these cases: another run uses the folder,
+    the folder cannot be created, the checkpoint or a row of trained.jsonl is damaged, or the checkpoint
+    belongs to another command or to other data.
     """
     folder = run_folder(config)
     try:
         ownership = Ownership(folder)
         try:
             checkpoint = beginning(config, command)
-            # Check this now. Later, this run's own checkpoints are already set aside in favour of one from
-            # another run.
+            # Check this before anything is renamed: if run.resume names a checkpoint of another run, this
+            # run's own checkpoints are set aside later.
             note = must_fit(checkpoint.state) if checkpoint else ""
             if note:
                 logger.info(note)
@@ -77,9 +77,9 @@ def open_run_folder(
         if checkpoint is None:
             yield str(folder), None
         else:
-            # With `auto` the checkpoint is the run's own, and no other run deletes it. If it were marked as
-            # in use, it would be kept beyond checkpoint.keep. A checkpoint that the configuration names must
-            # stay, because the next start of this command begins from it too.
+            # With run.resume=auto the checkpoint is the run's own. No other run deletes it, and marking it as
+            # in use would keep it beyond checkpoint.keep. A checkpoint that run.resume names must stay,
+            # because the next start of this command begins from it too.
             with nullcontext() if config.run.resume == AUTO else in_use(Path(checkpoint.folder)):
                 yield str(folder), checkpoint
     finally:
@@ -87,10 +87,12 @@ def open_run_folder(
 
 
 def beginning(config: Config, command: Command) -> Checkpoint | None:
-    """Return the checkpoint that run.resume says to begin from; None for a new run. Change no file.
+    """Return the checkpoint that run.resume tells the run to begin from, or None for a new run.
 
-    Raises UserError if the checkpoint is damaged or belongs to another command. Raises UserError also if
-    metrics.jsonl or trained.jsonl cannot be read, or if trained.jsonl has a damaged row before the end of the
+    This function changes no file.
+
+    Raises UserError if the checkpoint is damaged or belongs to another command, if metrics.jsonl or
+    trained.jsonl cannot be read, or if trained.jsonl has a damaged row before its last row up to the
     checkpoint's step.
     """
     folder, resume = run_folder(config), config.run.resume
@@ -108,16 +110,19 @@ def beginning(config: Config, command: Command) -> Checkpoint | None:
 
 
 def trim_logs(directory: str, checkpoint: Checkpoint | None) -> None:
-    """Put the run's files into their state at the checkpoint, so that the run can go on from there.
+    """Reset the run's logs to their state at a checkpoint, so that the run can go on from there.
 
     Removes the rows of later steps from metrics.jsonl and trained.jsonl. Deletes result.json, and checkpoints
-    that were only partly written or deleted.
+    that were only partly written or only partly deleted.
+
     directory: the run's folder.
     checkpoint: the checkpoint that the run continues from. None if the run begins at step 0.
 
-    Call this only after the ranks have loaded the checkpoint and `quarantine_later_checkpoints` has renamed
-    later checkpoints. If the start fails before, the later checkpoints still need their rows. Raises
-    UserError if trained.jsonl has a damaged row before a row to keep.
+    Call this function only after the ranks have loaded the checkpoint and `quarantine_later_checkpoints` has
+    renamed later checkpoints. Until then, a start may fail, and the next one may need the later checkpoints
+    with their rows.
+
+    Raises UserError if trained.jsonl has a damaged row before a row to keep.
     """
     folder, step = Path(directory), checkpoint.step if checkpoint else 0
     for name in (METRICS, TRAINED):
@@ -131,14 +136,17 @@ def trim_logs(directory: str, checkpoint: Checkpoint | None) -> None:
 
 
 def quarantine_later_checkpoints(directory: str, checkpoint: Checkpoint | None) -> None:
-    """Rename the run's checkpoints that are not older than `checkpoint` to `step_XXXXXXXX.aside` or the like.
+    """Rename checkpoints that the continued run must not use, to `step_XXXXXXXX.aside` or the like.
 
-    `checkpoint` itself keeps its name. Every other one is damaged, or of a step that is trained again.
-    No folder is overwritten: if the name exists, `.aside.1`, `.aside.2` and so on are tried.
+    These are all other checkpoints of the same step as `checkpoint` or later steps. They are damaged, or the
+    run trains their steps again. No folder is overwritten: if the new name exists, `.aside.1`, `.aside.2` and
+    so on are used.
+
     directory: the run's folder.
     checkpoint: the checkpoint that the run continues from. None if the run begins at step 0.
 
-    Call this only after the ranks have loaded the checkpoint. Before, the run may still need another one.
+    Call this function only after the ranks have loaded the checkpoint, because the run may need another one
+    if loading fails.
     """
     step = checkpoint.step if checkpoint else 0
     for path in folders(Path(directory, CHECKPOINTS)):
@@ -146,18 +154,20 @@ def quarantine_later_checkpoints(directory: str, checkpoint: Checkpoint | None) 
             left = path.with_name(f"{path.name}.aside")
             with writing(path):
                 left = path.rename(numbered(left) if left.exists() else left)
-            logger.info(f"{path} was renamed to {left.name}, which no run deletes")
+            logger.info(f"{path} was renamed to {left.name}; no run deletes this folder")
 
 
 def kept_rows(path: Path, step: int, quiet: bool = False) -> list[str] | None:
-    """Return the rows of metrics.jsonl or trained.jsonl up to this step; None if the file does not exist.
+    """Return the rows of metrics.jsonl or trained.jsonl up to a step, or None if the file does not exist.
 
-    Damaged rows are dropped. The loss of a node may leave half a row or NUL bytes at the end of the file, and
-    a missing row in metrics.jsonl does no harm.
-    quiet: If True, nothing is logged about damaged rows.
+    Damaged rows are dropped. The loss of a node may leave half a row or NUL bytes at the end of a file, and a
+    missing row in metrics.jsonl does no harm.
+
+    step: rows of later steps are left out.
+    quiet: if True, nothing is logged about damaged rows.
 
     Raises UserError, which names the row, if trained.jsonl has a damaged row before a row to keep. Without
-    that row, the file would no longer prove that no prompt was skipped.
+    the damaged row, the file would no longer prove that no prompt was skipped.
     """
     if is_absent(path):
         return None
@@ -201,13 +211,13 @@ def _move_aside(config: Config, folder: Path) -> None:
     for path in (config.model.path, config.ref.path):
         if path and folder in Path(path).absolute().parents:
             raise UserError(
-                f"{path} is in the folder of this run, {folder}, which would be renamed; choose another "
-                "run.name"
+                f"a new run would rename {folder}, the folder of an earlier run of this name, but the model "
+                f"{path} is in it; choose another run.name"
             )
     moved = folder.rename(numbered(folder))
     folder.mkdir()
     (moved / OWNER).rename(folder / OWNER)
     if (moved / JOBS).exists():
-        # One of these jobs may have started this run, and Slurm opens a file for each of its nodes by name.
+        # One of these jobs may have started this run, and Slurm opens its output files there by name.
         (moved / JOBS).rename(folder / JOBS)
     logger.info(f"moved the earlier run with this name to {moved}")

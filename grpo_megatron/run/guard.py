@@ -1,4 +1,4 @@
-"""The interface between a run and the code that ends the run after a signal or the loss of a Ray daemon."""
+"""The interface between a run and the code that stops the run after a signal or the loss of a Ray daemon."""
 
 from collections.abc import Callable
 
@@ -9,32 +9,34 @@ from grpo_megatron.run.stop import StopRequest
 
 
 class Guard:
-    """A guard that never ends the run, for runs that are started from Python. Their caller handles signals.
+    """Interface of an object that watches a run and ends it when needed. This base class never ends the run.
 
-    The command line uses the subclass commands.driver.DriverGuard, which ends the run after a signal, or if a
-    Ray daemon ends.
+    Runs that are started from Python use this class, because their caller handles signals. The command line
+    uses the subclass commands.driver.DriverGuard, which ends the run after a signal, or if a Ray daemon ends.
 
-    stop: tells the run that it has been asked to stop
+    stop: tells the run whether it has been asked to stop
     status: status.json of the run, for the code that ends the process; None before the run has a folder
     """
 
     def __init__(self) -> None:
         self.stop = StopRequest()
-        # of the run, once it has one; for the code that ends the process
         self.status: StatusFile | None = None
 
     def entered(self, folder: str, grace: float, grace_usr1: float) -> None:
-        """Tell the guard that the run has a folder. This class does nothing.
+        """Tell the guard which folder the run has, and how long it may take to stop. Here: do nothing.
 
         folder: the run's folder.
-        grace, grace_usr1: seconds that the run may take to stop, from run.grace and run.grace_usr1.
+        grace, grace_usr1: seconds that the run may take to stop after a signal, from run.grace and, for
+            SIGUSR1, run.grace_usr1.
         """
 
     def needs(self, find: Callable[[], list[psutil.Process]] | None, port: int | None = None) -> None:
-        """Tell the guard which processes the run needs: Ray's daemons. This class does nothing.
+        """Tell the guard which Ray daemons the run needs. A subclass may end the run when one of them ends.
 
-        A guard that watches the processes ends the run when one of them ends.
-        find: returns the processes. It is called once if `port` is given. Otherwise it is called again and
-            again, because the processes may still be starting. If None, the run needs no processes any more.
-        port: port of Ray's GCS on this machine. The guard also ends the run when no process listens there.
+        This class does nothing.
+
+        find: function that returns the processes of the daemons. It is called once if `port` is given.
+            Otherwise it is called again and again, because the daemons may still be starting. None: the run
+            needs no daemon any more.
+        port: port of Ray's GCS on this machine. The run also ends when no process listens on this port.
         """

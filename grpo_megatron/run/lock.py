@@ -1,6 +1,7 @@
 """Locks on a run's folder and on checkpoints.
 
-One run at a time owns a run's folder. A checkpoint that a run begins from is not deleted by another run.
+The lock on a folder ensures that only one run at a time writes to it. The lock on a checkpoint prevents other
+runs from deleting the checkpoint that a run begins from.
 """
 
 import fcntl
@@ -24,25 +25,27 @@ from grpo_megatron.run.manifest import MANIFEST
 logger = logging.getLogger(__name__)
 
 OWNER = "owner.json"  # names the owner of a run's folder
-# A file server keeps the locks of a lost node for a while: NFS for 90 seconds.
+# Seconds to wait for a lock. A file server keeps the locks of a lost node for a while: NFS for 90 seconds.
 _WAIT_SECONDS = 120
 
 
 class Ownership:
-    """Lock on a run's folder, held until `release`. The folder is created if it does not exist.
+    """Lock on a run's folder, held until `release` is called or this process ends.
 
-    A file beside the folder is locked, so that the folder can be renamed. The lock ends with this process.
-    The file owner.json in the folder tells other runs which process owns the folder.
+    The locked file lies beside the folder, so that the folder can be renamed. The file owner.json in the
+    folder tells other runs which process owns the folder.
 
-    note: a line to show to the user if the file system has no locks; else ""
+    note: warning to show to the user if the file system does not support locks; otherwise ""
     """
 
     def __init__(self, folder: Path):
         """Lock the folder, and write this process's host and pid into owner.json.
 
-        If the folder is locked by a process that has ended, waits up to _WAIT_SECONDS until the file server
-        releases the lock. Raises UserError, which names the owner, if another run owns the folder. Raises
-        OSError if the folder cannot be created.
+        The folder is created if it does not exist. If a process that has ended still holds the lock, this
+        waits up to _WAIT_SECONDS until the file server releases the lock.
+
+        Raises UserError, which names the owner, if another run owns the folder. Raises OSError if the folder
+        cannot be created.
         """
         self.note = ""
         self._folder = folder
@@ -72,8 +75,8 @@ class Ownership:
                 f"file {OWNER} prevents a second run from using the folder"
             )
         else:
-            # Some file systems have separate locks for each node. An owner on this node is gone, because the
-            # kernel has just granted its lock. An owner on another node may still be there.
+            # Some file systems keep separate locks for each node. An owner on this node has ended, because
+            # the kernel has just granted its lock. An owner on another node may still be running.
             elsewhere = owner.get("host") != socket.gethostname()
             if elsewhere and _may_live(owner) and self._goes_on(owner):
                 self._lock.release()
@@ -90,7 +93,10 @@ class Ownership:
             self._refuse(self._owner())
 
     def _goes_on(self, owner: dict[str, Any]) -> bool:
-        """Return True if status.json changes within _WAIT_SECONDS, which shows that the owner's run goes on.
+        """Wait up to _WAIT_SECONDS for a change of status.json. Return True if it changes.
+
+        A running run rewrites the file again and again. Returns False at once if the file does not say that
+        the run is running.
 
         owner: content of owner.json, which names an owner on another node.
         """
@@ -100,8 +106,8 @@ class Ownership:
                 status = read_status(str(self._folder))
             except UserError as error:
                 if isinstance(error.__cause__, OSError):
-                    raise  # a file that cannot be read says nothing about its run
-                return False  # the owner had not begun
+                    raise  # the file exists but cannot be read, so the run may be running
+                return False  # the owner has not written status.json, so its run had not begun
             if status["state"] != State.running:
                 return False
             if written is None:
@@ -121,7 +127,7 @@ class Ownership:
             return read_object(self._folder / OWNER)
         except UserError as error:
             if isinstance(error.__cause__, OSError):
-                raise  # a file that cannot be read may name an owner
+                raise  # the file exists but cannot be read, so it may name an owner
             return {}
 
     def _refuse(self, owner: dict[str, Any], advice: str = "") -> None:
@@ -143,9 +149,10 @@ def _self_description() -> dict[str, Any]:
 
 
 def _may_live(owner: dict[str, Any]) -> bool:
-    """Return True if the process that owner.json names may still be running. Locks are not considered.
+    """Return True if the process that owner.json names may still be running, without looking at locks.
 
-    A process on another host counts as running, unless it belongs to an earlier start of this Slurm job.
+    On this host, the process is looked up. On another host, it counts as running unless it belongs to an
+    earlier start of the Slurm job in which this process runs.
 
     owner: content of owner.json.
     """
@@ -159,15 +166,15 @@ def _may_live(owner: dict[str, Any]) -> bool:
 
 @contextmanager
 def in_use(checkpoint: Path) -> Iterator[None]:
-    """Keep other runs from deleting a checkpoint while the context is open.
+    """Prevent other runs from deleting a checkpoint, inside the `with` block.
 
-    The context holds a shared lock on the checkpoint's manifest. A run that deletes checkpoints looks for
-    this lock (`is_in_use`).
+    The block holds a shared lock on the checkpoint's manifest. Runs check this lock (`is_in_use`) before they
+    delete a checkpoint.
 
     checkpoint: the checkpoint's folder.
     """
     with open(checkpoint / MANIFEST, "rb") as file:
-        with suppress(OSError):  # no locks here
+        with suppress(OSError):  # the file system does not support locks
             fcntl.flock(file, fcntl.LOCK_SH)
         yield
 
@@ -179,5 +186,7 @@ def is_in_use(checkpoint: Path) -> bool:
     except BlockingIOError:
         return True
     except OSError:
-        return False  # no locks here, or no manifest: not a checkpoint that a run begins from
+        # The file system does not support locks, or there is no manifest. No run begins from a folder without
+        # a manifest.
+        return False
     return False

@@ -10,25 +10,31 @@ from grpo_megatron.run.stop import StopRequest
 
 
 class Training(Protocol):
-    """Interface of the training that StepLoop runs, such as controller.Controller."""
+    """Interface of an object whose training steps StepLoop runs, such as controller.Controller."""
 
     def train_step(self, step: int) -> Any:
-        """Make one training step, and report it to the monitor. step: index of the step, from 1."""
+        """Take one training step, and report it to the monitor.
+
+        step: index of the step, from 1.
+        """
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Return {name: score} of the weights after `step` steps; empty if nothing is to be evaluated."""
+        """Evaluate the current weights, as they are after `step` steps.
+
+        Returns {name: score}, or an empty dict if no evaluation is configured.
+        """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the driver's state for state.json of a checkpoint, made of values that JSON has."""
+        """Return the driver's state for state.json of a checkpoint, as JSON values."""
 
 
 class StepLoop:
-    """Makes the steps of a run, with evaluations and checkpoints when they are due.
+    """Runs the training steps of a run, with evaluations and checkpoints when they are due.
 
     checkpoints: writes the checkpoints
     step: index of the last step that was begun; 0 before the first step
-    evaluations: {"before": scores before training, "after": newest scores}, each {name: score}, and empty
-        before the evaluation
+    evaluations: {"before": scores before training, "after": newest scores}. The scores are {name: score},
+        and empty until the evaluation has been made
     """
 
     def __init__(
@@ -39,19 +45,23 @@ class StepLoop:
         stop: StopRequest | None = None,
         to_ranks: Callable[[], None] = lambda: None,
     ):
-        """Create a loop that starts at step 0. `load_state_dict` continues from a checkpoint.
+        """Create a loop that starts at step 0. Call `load_state_dict` to continue from a checkpoint.
 
-        stop: tells whether the run has been asked to stop. If None, the run is never asked.
-        to_ranks: called before a checkpoint, so that engines on the ranks' devices release their memory.
+        stop: tells whether the run has been asked to stop. None: the run cannot be asked to stop.
+        to_ranks: function that gives shared GPUs to the trainer's ranks. It is called before a checkpoint is
+            written.
         """
         self.checkpoints, self.step = checkpoints, 0
         self.evaluations: dict[str, dict[str, float]] = {"before": {}, "after": {}}
         self._total_steps, self._evaluate_every = config.run.total_steps, config.eval.every
         self._monitor, self._stop, self._to_ranks = monitor, stop or StopRequest(), to_ranks
-        self._evaluated: int | None = None  # the step after which the "after" evaluation was made
+        self._evaluated: int | None = None  # the step after which evaluations["after"] was made
 
     def run(self, training: Training) -> None:
-        """Train until step run.total_steps. If asked to stop, raise Stopped after the current step."""
+        """Train until step run.total_steps, with evaluations and checkpoints.
+
+        If the run is asked to stop, a checkpoint is saved after the current step, and Stopped is raised.
+        """
         if not self.evaluations["before"]:
             self._evaluate(training)
             self.evaluations["before"] = self.evaluations["after"]
@@ -68,7 +78,10 @@ class StepLoop:
             self._evaluate(training)
 
     def begin_step(self) -> int:
-        """Begin the next step, and return its index, from 1. `run` calls this, or a caller without `run`."""
+        """Count the next training step as begun, and return its index, from 1.
+
+        `run` calls this method. Code that makes the steps itself, without `run`, must call it too.
+        """
         self.step += 1
         self._stop.step = self.step
         self._monitor.start_step(self.step)
@@ -99,8 +112,11 @@ class StepLoop:
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the step of a checkpoint. state: content of the checkpoint's state.json."""
+        """Continue after the step of a checkpoint.
+
+        state: content of the checkpoint's state.json.
+        """
         self.step = state["step"]
-        # Earlier versions of `sft` and `reward-model` did not save these.
+        # Earlier versions of `sft` and `reward-model` did not save the two keys below.
         self.evaluations |= state.get("evaluations", {})
         self._evaluated = state.get("evaluated")

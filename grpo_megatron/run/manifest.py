@@ -1,6 +1,6 @@
-"""manifest.json of a checkpoint: size and digest of every file, and a digest of the list.
+"""manifest.json of a checkpoint: size and digest of every file, and a digest of this list.
 
-The manifest detects damage, but no deliberate changes.
+The manifest detects damage. It does not protect against deliberate changes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,23 +17,24 @@ from grpo_megatron.progress import moved
 MANIFEST = "manifest.json"
 _DAMAGED = "the checkpoint is damaged, but an earlier one may be intact"
 _READ_BYTES = 4 * 2**20
-# Most bytes of one write. A tensor of gigabytes takes a slow disk minutes, during which the rank must be seen
-# to make progress.
+# Most bytes of one write. Writing gigabytes to a slow disk takes minutes, and the hang detector must see that
+# the rank makes progress meanwhile.
 _WRITE_BYTES = 64 * 2**20
 
 
 class DamagedCheckpoint(UserError):
-    """The files of a checkpoint differ from the files that were written. An earlier checkpoint may be sound.
+    """Error of a checkpoint whose files are missing or differ from the files that were written.
 
-    A checkpoint that this node cannot read does not count as damaged, because it may be sound.
+    An earlier checkpoint may be intact. This error is not raised if a file only cannot be read on this node,
+    because the checkpoint may then be intact.
     """
 
 
 class FileRecord(NamedTuple):
-    """Size and digest of a checkpoint's file, as the manifest lists them.
+    """Size and digest of one file of a checkpoint, as the manifest lists them.
 
-    size: in bytes
-    digest: XXH3 of 128 bits, as hexadecimal digits
+    size: size in bytes
+    digest: XXH3 digest of 128 bits, as hexadecimal digits
     """
 
     size: int
@@ -41,7 +42,10 @@ class FileRecord(NamedTuple):
 
 
 class DigestedFile:
-    """A file that is written from beginning to end, while its digest for the manifest is computed."""
+    """Wrapper of a binary file that computes size and digest for the manifest while the file is written.
+
+    The file must be written from beginning to end.
+    """
 
     def __init__(self, file: BinaryIO):
         self._file, self._digest, self._size = file, xxhash.xxh3_128(), 0
@@ -63,7 +67,7 @@ class DigestedFile:
 
 
 def record_of(path: Path) -> FileRecord:
-    """Read a whole file, and return its size and digest. Raises OSError if it cannot be read."""
+    """Read a whole file, and return its size and digest. Raises OSError if the file cannot be read."""
     digest, size = xxhash.xxh3_128(), 0
     with open(path, "rb", buffering=0) as file:
         while data := file.read(_READ_BYTES):
@@ -86,9 +90,11 @@ def write_manifest(folder: Path, files: Mapping[str, FileRecord]) -> None:
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
     """Return {path of a file in `folder`: its size and digest} from a checkpoint's manifest.
 
-    Checks that all files exist and have the right size. `problems` checks the digests. Raises
-    DamagedCheckpoint, which names the file, if the manifest or a file is missing or wrong. Raises UserError
-    if a file cannot be read.
+    This function checks that all listed files exist and have the right size. It does not check their digests;
+    `problems` does.
+
+    Raises DamagedCheckpoint, which names the file, if the manifest or a file is missing or wrong. Raises
+    UserError if a file cannot be read.
     """
     path = folder / MANIFEST
     if is_absent(path):
@@ -117,14 +123,14 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
 
 
 def problems(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]) -> list[UserError]:
-    """Read files of a checkpoint completely. Return an error for each file that does not match its digest.
+    """Compare files of a checkpoint with their digests. Return one error per wrong or unreadable file.
 
-    The error is a DamagedCheckpoint if the content is wrong, or another UserError if this node cannot read
-    the file.
+    The files are read completely. The error is a DamagedCheckpoint if the content is wrong, or another
+    UserError if this node cannot read the file. No error is raised.
 
     folder: the checkpoint's folder.
-    files: the result of `read_manifest`.
-    names: keys of `files`: the files to check.
+    files: {path of a file in `folder`: its size and digest}, from `read_manifest`.
+    names: the files to check, as keys of `files`.
     """
     found: list[UserError] = []
     for name in names:
@@ -142,8 +148,8 @@ def problems(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]
 def must_be_sound(found: Iterable[UserError]) -> None:
     """Raise one of the errors that `problems` found, if there are any.
 
-    If there are errors of both kinds, an error of reading is raised and no DamagedCheckpoint. After a
-    DamagedCheckpoint, the caller would skip the checkpoint, although it may be sound.
+    An error of a file that cannot be read comes before a DamagedCheckpoint. After a DamagedCheckpoint, the
+    caller would skip the checkpoint for good.
 
     found: the result of `problems`.
     """

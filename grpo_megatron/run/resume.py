@@ -1,4 +1,4 @@
-"""Start of a run: choice and check of the checkpoint to begin from, and the settings that have changed."""
+"""Start of a run: choose and check the checkpoint to begin from, and find the settings that have changed."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 AUTO, ANEW = "auto", (None, "none")
 RESULT = "result.json"
 
-# Keys that the driver of each command saves beside the weights.
+# Keys that state.json of each command's checkpoints must have.
 _STATE = {
     Command.train: ("step", "totals", "rollouts", "prompts", "algorithm", "trainer", "evaluations"),
     Command.sft: ("step", "order", "tokens"),
@@ -39,12 +39,13 @@ _STATE = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint to begin from. Its file sizes and the digest of state.json have been checked.
+    """A checkpoint to begin from, after a quick check: all file sizes, and the digest of state.json.
 
-    The digests of the ranks' files are checked when the ranks read these files.
+    The digests of the ranks' files are checked later, when the ranks read these files.
+
     folder: path of the checkpoint
     state: content of state.json, the state of the driver process
-    files: {path of a file of the ranks in the subfolder `actor`: its size and digest}
+    files: {path of a rank's file, relative to the subfolder `actor`: its size and digest}
     """
 
     folder: str
@@ -64,12 +65,12 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: str | Path, command: Command) -> Checkpoint:
-    """Return the checkpoint in a folder, after the checks that the class Checkpoint names.
+    """Return the checkpoint in `folder`, after checking its file sizes and the digest of state.json.
 
     command: the command that continues from the checkpoint.
 
     Raises UserError if the folder is not a checkpoint, cannot be read, or belongs to another command. Raises
-    DamagedCheckpoint if a file is missing or damaged.
+    DamagedCheckpoint if a file is missing, has a wrong size, or is a damaged state.json.
     """
     root = Path(folder)
     if folder_problem(root):
@@ -105,8 +106,8 @@ def _read_state(path: Path, command: Command) -> dict[str, Any]:
     step = values["step"]
     if type(step) is not int or step < 0:
         raise UserError(
-            f"{path}: step must be a step number, but is {shortened(repr(step))}; the checkpoint is damaged, "
-            "but an earlier one may be intact"
+            f"{path}: step must be a step number, but is {shortened(repr(step))}; the checkpoint is "
+            "damaged, but an earlier one may be intact"
         )
     return values
 
@@ -118,19 +119,22 @@ def newest_checkpoint(
     passed_over: Collection[str] = (),
     instead: Checkpoint | None = None,
 ) -> Checkpoint | None:
-    """Return the newest undamaged checkpoint in a run's folder of checkpoints, or `instead` if there is none.
+    """Return the newest undamaged checkpoint of a run, or `instead` if there is none.
+
+    Damaged checkpoints are skipped with a warning.
 
     root: the folder that contains the run's checkpoints.
     command: the command that continues from the checkpoint.
     above: only checkpoints of steps after this step are considered.
     passed_over: folders of checkpoints that are known to be damaged.
+    instead: checkpoint to return if no other is found, or None.
 
     Raises UserError if a checkpoint belongs to another command or cannot be read. Raises DamagedCheckpoint if
     all checkpoints are damaged and `instead` is None, because a silent new start would waste the training.
     """
     if not is_absent(root):
         with reading(root):
-            os.listdir(root)  # glob would take a folder that cannot be read for an empty one
+            os.listdir(root)  # raises if the folder cannot be read; glob would treat it as empty
     damaged = 0
     for folder in reversed(folders(root)):
         if step_of(folder) <= above:
@@ -144,15 +148,15 @@ def newest_checkpoint(
     if damaged and instead is None:
         raise DamagedCheckpoint(
             f"{root} contains only damaged checkpoints ({damaged}); set run.resume=none to start from the "
-            "beginning and keep them"
+            "beginning, which renames this run's folder and keeps the checkpoints"
         )
     return instead
 
 
 def finished_result(config: Config, command: Command) -> dict[str, Any] | None:
-    """Return the content of result.json if an earlier start has made all steps of this run; else None.
+    """Return the content of result.json if this run has already made all its steps; otherwise None.
 
-    With a result, the command returns without starting anything. If run.resume is not `auto`, return None,
+    If there is a result, the command need not start anything. The result is None if run.resume is not `auto`,
     because the run then starts anew or from another checkpoint.
 
     Raises UserError if the finished run of this name belongs to another command.
@@ -164,7 +168,7 @@ def finished_result(config: Config, command: Command) -> dict[str, Any] | None:
     step, wanted = result.get("step"), config.run.total_steps
     if type(step) is not int or step < wanted:
         return None
-    by = result.get("command", command)  # earlier versions did not write it
+    by = result.get("command", command)  # earlier versions did not write this key
     if by != command:
         raise UserError(
             f"{path.parent} is a finished run of `{by}`, not of `{command}`; choose another run.name, or set "
@@ -178,14 +182,14 @@ def finished_result(config: Config, command: Command) -> dict[str, Any] | None:
 
 
 def as_saved(config: Config) -> dict[str, Any]:
-    """Return the configuration as values that JSON has. A checkpoint's state.json has it in the same form."""
+    """Return the configuration as JSON values, in the form in which a checkpoint's state.json has it."""
     return json.loads(json_text(plain(config)))
 
 
 def differences(checkpoint: Checkpoint, config: Config) -> list[str]:
-    """Return a line of text for each configuration key whose value has changed since the checkpoint.
+    """Return one line of text for each configuration key whose value has changed since the checkpoint.
 
-    The key run.resume is left out.
+    The line names the key, its new value and its old value. The key run.resume is left out.
     """
     saved, now = (
         {".".join(names): value for names, value in leaves(values)}

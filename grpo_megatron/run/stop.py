@@ -1,4 +1,4 @@
-"""Requests to stop: the run finishes its step, saves a checkpoint, and leaves."""
+"""Requests to stop, after which the run finishes its current step, saves a checkpoint, and ends."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,9 @@ _CONTINUES = "the same command continues from it"
 
 
 def outlook(folder: str | None) -> str:
-    """Return the end of a run's last message if it ends early: its newest checkpoint, and how to continue.
+    """Return a clause that names the run's newest checkpoint and says how to continue.
+
+    The clause is the end of the last message of a run that ends early.
 
     folder: the run's folder; None if it does not exist yet.
     """
@@ -26,9 +28,9 @@ def outlook(folder: str | None) -> str:
 
 
 class Saver(Protocol):
-    """The part of the interface of a writer of checkpoints that StopRequest uses.
+    """Interface of a writer of checkpoints that StopRequest uses. run.checkpoints.Checkpoints implements it.
 
-    Implemented by run.checkpoints.Checkpoints.
+    folder: the folder that contains the checkpoints
     """
 
     folder: Path
@@ -39,7 +41,9 @@ class Saver(Protocol):
 
 
 class StopRequest:
-    """Tells whether the run has been asked to stop. The training loop checks this after each step.
+    """Tells whether the run has been asked to stop, and stops the run.
+
+    A signal handler sets `signal`. The training loop checks `is_made` after each step.
 
     signal: the signal that asked the run to stop; None if the run has not been asked
     step: index of the step in progress, set by the training loop; None before the first step
@@ -54,18 +58,21 @@ class StopRequest:
         return self.signal is not None
 
     def leave(self, saver: Saver, state: Callable[[], dict[str, Any]]) -> None:
-        """Save a checkpoint and raise Stopped. The training loop calls this between steps if `is_made`.
+        """Save a checkpoint and raise Stopped.
+
+        The training loop calls this method between steps if `is_made` is True. Stopped is raised even if the
+        checkpoint could not be written; its message says so.
 
         saver: writes the checkpoint.
-        state: returns the driver's state for the checkpoint.
+        state: function that returns the driver's state for the checkpoint.
         """
         saved, reason = "", ""
         try:
             saver.save(state())
             saver.finish()
         except NotWritten as error:
-            # The run stops all the same. After an exit status of failure, a scheduler would not start the job
-            # again.
+            # Stopped ends the process with another exit status than an error. After an error, a scheduler
+            # would not start the job again.
             saved, reason = ", whose checkpoint could not be written", f"\n{error}"
         reached = outlook(str(saver.folder.parent))
         raise Stopped(
@@ -73,9 +80,11 @@ class StopRequest:
         )
 
     def must_not_be_made(self, folder: str) -> None:
-        """Raise Stopped if the run has been asked to stop. This is called before a lost process is replaced.
+        """Raise Stopped if the run has been asked to stop, before a lost process is replaced.
 
-        A run that is to stop needs no replacement. The scheduler that asked may have ended the process.
+        A run that is about to stop needs no replacement. The scheduler that asked it to stop may also have
+        ended the process.
+
         folder: the run's folder.
         """
         if self.is_made:

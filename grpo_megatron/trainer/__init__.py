@@ -1,1 +1,1 @@
-"""Driver side of training: objects through which the driver process controls all trainer ranks."""
+"""Driver side of training: objects with which the driver process controls all trainer ranks."""

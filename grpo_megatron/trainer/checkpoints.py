@@ -1,4 +1,4 @@
-"""TrainerCheckpoints: the trainer's part of a checkpoint, which all ranks write and read together."""
+"""TrainerCheckpoints: saves and loads the trainer's part of a checkpoint, on all ranks together."""
 
 from grpo_megatron.run.checkpoints import SaveReport
 from grpo_megatron.run.manifest import FileRecord
@@ -7,7 +7,7 @@ from grpo_megatron.trainer.weights import TrainerWeights
 
 
 class TrainerCheckpoints:
-    """Saves and loads weights, optimizer states and learning-rate state of all ranks."""
+    """Saves and loads weights, optimizer state and learning-rate state of all trainer ranks."""
 
     def __init__(self, ranks: RankGroup, weights: TrainerWeights):
         self._ranks, self._weights = ranks, weights
@@ -15,24 +15,29 @@ class TrainerCheckpoints:
     def begin_checkpoint(self, folder: str) -> None:
         """Start writing a checkpoint in the background. Training may go on in the meantime.
 
-        The checkpoint is complete when `finish_checkpoint` has returned; the caller must call that.
-        Raises UserError if the weights are not finite.
+        The caller must call `finish_checkpoint` later. The checkpoint is complete when that call returns.
+
+        folder: folder of the checkpoint.
+        Raises UserError if a weight is NaN or infinite, because a broken checkpoint must not replace a good
+        one.
         """
-        self._weights.must_be_finite()  # a broken checkpoint must not replace a good one
+        self._weights.must_be_finite()
         self._ranks.call_alike("checkpoints.begin", folder)
 
     def checkpoint_written(self) -> bool:
-        """Return True if the files of all ranks are written, or if no checkpoint is in progress.
+        """Return True if all ranks have written their files, or if no checkpoint is in progress.
 
-        `finish_checkpoint` then returns quickly. This method does not wake sleeping ranks.
+        If True, `finish_checkpoint` returns quickly. This method does not wake sleeping ranks.
         """
         return all(self._ranks.group.call("checkpoints.written"))
 
     def finish_checkpoint(self, timeout: float | None = None) -> SaveReport:
-        """Wait until the files of all ranks are complete. This method does not wake sleeping ranks.
+        """Wait until all ranks have written their checkpoint files. Return a report on the checkpoint.
 
-        timeout: maximum number of seconds to wait. None: the timeout of other calls to the ranks.
-        Returns a report with the times of the slowest rank, and the bytes and files of all ranks together.
+        The report has the times of the slowest rank, and the bytes and files of all ranks together. This
+        method does not wake sleeping ranks.
+
+        timeout: maximum number of seconds to wait. None: the default timeout of calls to the ranks.
         Raises NotWritten if a rank could not write its file.
         """
         reports = self._ranks.group.call("checkpoints.finish", timeout=timeout)
@@ -43,8 +48,10 @@ class TrainerCheckpoints:
     def load_checkpoint(self, folder: str, files: dict[str, FileRecord]) -> None:
         """Check the files of a checkpoint, then load the checkpoint into all ranks.
 
+        folder: folder of the checkpoint.
         files: {file name: recorded size and checksum of the file}.
-        Raises DamagedCheckpoint, naming the file, if a file differs from its record. Nothing is loaded then.
+        Raises DamagedCheckpoint, naming the file, if a file differs from its record. In this case nothing is
+        loaded.
         """
         self._ranks.call_alike("checkpoints.verify", folder, files)
         self._ranks.call_alike("checkpoints.load", folder)

@@ -9,7 +9,8 @@ from grpo_megatron.errors import UserError
 class DroppedSteps:
     """Counts optimizer steps that are dropped in a row, and stops the run if there are too many.
 
-    A dropped step changes no weight, so a run that drops every step would only waste GPU time.
+    A dropped optimizer step changes no weight, for example because its gradient is not finite. A run that
+    drops every step would only waste GPU time.
     """
 
     def __init__(self, config: OptimizerConfig):
@@ -26,12 +27,13 @@ class DroppedSteps:
     def note(
         self, dropped: bool, grad_norm: float, loss: float, step: int | None, beyond: tuple[str, ...] = ()
     ) -> None:
-        """Record the outcome of one optimizer step. The driver calls this after every optimizer step.
+        """Record the outcome of one optimizer step. The driver calls this method after every optimizer step.
 
         dropped: True if the step was dropped.
         grad_norm, loss: gradient norm and loss of this step, for the error message.
         step: index of the training step, for the error message. None: unknown.
-        beyond: sentences with reasons other than the gradient, such as a limit of the loss that was exceeded.
+        beyond: reasons other than the gradient for which the step was dropped, such as a limit of the loss
+            that was exceeded. Each is a clause for the error message.
         Raises UserError when optimizer.max_dropped_steps steps in a row have been dropped.
         """
         if not dropped:

@@ -23,13 +23,14 @@ Item = TypeVar("Item")
 class MiniBatch:
     """Samples of one optimizer step, and their partition into micro-batches.
 
-    All passes (old log-probs, reference, training) use the same partition, so that ranks can reuse what they
-    computed for a micro-batch in an earlier pass.
+    All passes over the samples (old log-probs, reference log-probs, training) use the same partition, so that
+    ranks can reuse inputs and results of an earlier pass over the same micro-batch.
 
     samples: the samples, whose arrays are sent to the ranks once.
     table: one row for each sample.
     plan: the sequences of each micro-batch, for each data-parallel replica.
-    key: (step, index of the mini-batch within the step). Ranks keep results of earlier passes under this key.
+    key: (index of the training step, index of the mini-batch within the step). Ranks store results of earlier
+        passes under this key.
     """
 
     samples: list[Sample]
@@ -39,7 +40,9 @@ class MiniBatch:
 
 
 def partition(config: Config, lengths: np.ndarray, cost: CostModel, pairs: bool = False) -> Schedule:
-    """Return a division of an optimizer step's sequences among data-parallel replicas and micro-batches.
+    """Assign the sequences of an optimizer step to data-parallel replicas and micro-batches.
+
+    Parallel sizes and token limit are taken from the configuration.
 
     lengths: int64 [S], number of tokens of each sequence.
     cost: estimates the compute time of a sequence, so that all replicas take about equally long.
@@ -59,11 +62,11 @@ def partition(config: Config, lengths: np.ndarray, cost: CostModel, pairs: bool 
 
 
 def enough(items: Sequence[Item], config: Config) -> list[Item]:
-    """Return the items, followed by items from the beginning again, so that every replica can get its share.
+    """Repeat items, if there are too few for all data-parallel replicas, until `partition` can divide them.
 
-    `partition` needs a minimum number of items for its data-parallel replicas. Use this only for items that
-    are scored, not trained, because a repeated item would count twice in a loss. Ignore the results after the
-    first len(items).
+    The result starts with `items`. Items from the beginning follow again, until there are enough. Ignore the
+    results after the first len(items). Use this function only for items that are scored, not trained, because
+    a repeated item would count twice in a loss.
 
     items: sequences, or pairs of sequences.
     """
@@ -74,12 +77,12 @@ def enough(items: Sequence[Item], config: Config) -> list[Item]:
 
 
 def make_mini_batches(groups: list[Group], config: Config, cost: CostModel, step: int) -> list[MiniBatch]:
-    """Return the mini-batches of one training step, with train.ppo_mini_batch_size groups each.
+    """Divide the samples of a training step into mini-batches of train.ppo_mini_batch_size groups each.
 
-    groups: groups of samples. A group has all samples of a prompt.
-    cost: estimates the compute time of a sequence, see `partition`.
+    groups: groups of samples. A group has all samples of one prompt.
+    cost: estimates the compute time of a sequence, so that all replicas take about equally long.
     step: index of the training step, for the keys of the mini-batches.
-    Raises UserError if train.old_logprobs=current and there would be more than one optimizer step: after the
+    Raises UserError if train.old_logprobs=current and there would be more than one optimizer step. After the
     first optimizer step, the current policy is no longer the one that generated the samples.
     """
     size = config.train.ppo_mini_batch_size

@@ -1,4 +1,4 @@
-"""PolicyTrainer: passes over batches, on the ranks of all data-parallel replicas."""
+"""PolicyTrainer: runs passes over batches (log-probs, scores, training) on all trainer ranks."""
 
 from math import isfinite
 
@@ -28,10 +28,10 @@ from grpo_megatron.trainer.weights import TrainerWeights
 
 
 def _in_order(lengths: np.ndarray, plan: Schedule, parts: list[np.ndarray]) -> np.ndarray:
-    """Return values of all data-parallel replicas' tokens, [T, ...], in the order of the S sequences.
+    """Merge per-token results of the data-parallel replicas: [T, ...], in the order of the S sequences.
 
     lengths: int64 [S], number of tokens of each sequence.
-    plan: the sequences of each replica.
+    plan: the sequences that each replica computed.
     parts: one array [t, ...] per replica, with a value for each token of the replica's micro-batches.
     """
     ends = np.cumsum(lengths)
@@ -50,13 +50,17 @@ def _sums(mini: MiniBatch, parts: list[Measurement]) -> SequenceSums:
 
 
 class PolicyTrainer:
-    """The trainer as the driver sees it: passes over batches, which are divided among data-parallel replicas.
+    """The driver's handle on the trainer: computes log-probs and scores, and takes optimizer steps.
 
-    A pass returns when all ranks are done. It raises if a rank failed.
+    Each of these passes divides a batch among the data-parallel replicas, and returns when all ranks are
+    done. A pass raises an exception if a rank failed.
 
     ranks: the processes of all ranks, with methods to put the ranks to sleep and to wake them
     weights: the trained weights, for weight sync and export
     checkpoints: saving and loading of the training state
+    sizes: the parallel sizes
+    nodes: the node of each rank
+    cost_model: estimates the compute cost of a sequence, for `mini_batch.partition`
     """
 
     def __init__(
@@ -70,11 +74,12 @@ class PolicyTrainer:
     ):
         """Start one process per rank and wait until all have built their model.
 
-        command: decides what the ranks build from the configuration, see megatron.actor.Actor.
+        command: the grpo-megatron command that runs. It decides what the ranks build: a policy, or a reward
+            model (see megatron.actor.Actor).
         log_dir: folder of the ranks' log files.
         hang_detector: observes the heartbeats of all ranks.
-        takes_turns: True if rollout engines use the ranks' GPUs while the ranks sleep. A call to sleeping
-            ranks then raises RuntimeError. If False, a call wakes sleeping ranks.
+        takes_turns: True if rollout engines use the ranks' GPUs while the ranks sleep. In this case, a pass
+            raises RuntimeError if the ranks sleep. If False, a pass wakes sleeping ranks.
         """
         self.sizes = ParallelSizes.from_config(config.megatron)
         self.nodes = tuple(slot.node for slot in cluster.rank_slots)
@@ -89,7 +94,8 @@ class PolicyTrainer:
     def _split(self, batch: TrainBatch, plan: Schedule) -> list:
         """Put the micro-batches of each data-parallel replica into Ray's object store.
 
-        Returns one reference per replica, in the order of the replicas. Each refers to a list[TrainBatch].
+        Returns one reference per replica, in the order of the replicas. Each refers to the replica's
+        list[TrainBatch], with one TrainBatch per micro-batch.
         """
         return [
             self.ranks.put([batch.select(mb) for mb in plan.micro_batches[dp]]) for dp in range(self.sizes.dp)
@@ -136,8 +142,10 @@ class PolicyTrainer:
     def scores(self, batch: TrainBatch, plan: Schedule) -> np.ndarray:
         """Return the reward model's score of every sequence, float32 [S], in the order of the batch.
 
-        If a policy is trained, the frozen reward model on its ranks computes the scores. Otherwise the reward
-        model that is trained computes them.
+        If the ranks train a policy, a frozen reward model on the same ranks computes the scores. If the ranks
+        train a reward model, this model computes them.
+
+        plan: division of the batch among data-parallel replicas and micro-batches.
         """
         arguments = [(micro_batches,) for micro_batches in self._split(batch, plan)]
         parts = self.ranks.call("passes.scores", arguments)
@@ -152,16 +160,18 @@ class PolicyTrainer:
         """Return log-prob and entropy of every target token, float32 [2, T], to compare with an engine's.
 
         The values are in the order of the batch's T tokens.
-        temperature: divides the logits, in place of the configured temperature.
-        rounding: dtype whose rounding errors are simulated after every layer, to measure their effect. None:
-            no rounding errors.
+
+        plan: division of the batch among data-parallel replicas and micro-batches.
+        temperature: divides the logits, instead of the configured temperature.
+        rounding: dtype whose rounding errors are simulated by random changes of every layer's output, to
+            measure the effect of rounding. None: nothing is simulated.
         """
         arguments = [(micro_batches, temperature, rounding) for micro_batches in self._split(batch, plan)]
         parts = [part.T for part in self.ranks.call("passes.probe", arguments)]
         return self._checked(_in_order(batch.lengths, plan, parts).T)
 
     def _checked(self, values: np.ndarray) -> np.ndarray:
-        """Return the values unchanged. Raise UserError if a value is NaN and a weight is not finite."""
+        """Return `values` unchanged. Raise UserError if a value is NaN because a weight is not finite."""
         if np.isnan(values).any():
             self.weights.must_be_finite()
         return values
@@ -191,8 +201,8 @@ class PolicyTrainer:
             dropped.
         plan: division of the batch among data-parallel replicas and micro-batches.
         step: index of the training step.
-        Raises UserError if optimizer.max_dropped_steps steps in a row were dropped. Raises UserError also if
-        the gradient norm or the loss is not finite and the weights are not finite either.
+        Raises UserError if optimizer.max_dropped_steps steps in a row were dropped, or if gradient norm or
+        loss are not finite and a weight is not finite either.
         """
         trains = bool(batch.weight.any())
         results = self.ranks.call(
@@ -235,9 +245,10 @@ class PolicyTrainer:
         self.ranks.call_alike("weights.reset_reference")
 
     def state_dict(self) -> dict:
-        """Return the part of the trainer's state that the driver saves in checkpoints.
+        """Return the state of the trainer that the driver process saves in checkpoints.
 
-        It is {"dropped_steps": state of the counter of dropped steps}. The ranks save weights and optimizer.
+        The state is {"dropped_steps": state of the counter of optimizer steps that were dropped in a row}.
+        Weights and optimizer state are not included, because the ranks save them.
         """
         return {"dropped_steps": self._dropped_steps.state_dict()}
 

@@ -1,4 +1,4 @@
-"""RankGroup: the processes of the trainer, one per rank, and whether they sleep."""
+"""RankGroup: starts, calls, puts to sleep and wakes the trainer's processes, one per rank."""
 
 import os
 from functools import partial
@@ -17,10 +17,11 @@ from grpo_megatron.megatron.start import start_actor
 
 
 def _environment(slot: Slot, threads: int = 1) -> dict[str, str]:
-    """Return {name: value} of the environment variables that are specific to a rank's process.
+    """Return {name: value} of the environment variables that only trainer ranks need.
 
     Cluster.options adds the variables that all processes of a run need.
-    slot: place of the process in the cluster.
+
+    slot: place of the rank's process in the cluster.
     threads: number of torch's intra-op threads, if the rank runs on a CPU.
     """
     if slot.device is not None:
@@ -37,12 +38,12 @@ def _environment(slot: Slot, threads: int = 1) -> dict[str, str]:
 
 
 class RankGroup:
-    """The processes of all trainer ranks, each with an Actor (megatron.actor) whose methods can be called.
+    """The processes of all trainer ranks. Each has an Actor (megatron.actor), whose methods can be called.
 
     Ranks can sleep, which means that they free their GPU memory. The next call wakes sleeping ranks, unless
-    rollout engines use their GPUs.
+    rollout engines use the ranks' GPUs.
 
-    group: the same processes, for calls that do not wake sleeping ranks
+    group: the same processes, for calls that must not wake sleeping ranks
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class RankGroup:
     ):
         """Start one process per rank and wait until all have built their model.
 
-        The arguments are the same as those of PolicyTrainer.
+        The arguments are the same as those of PolicyTrainer, which creates this object.
         """
         self._replicas = config.megatron.data_parallel
         self.group = WorkerGroup(
@@ -84,7 +85,8 @@ class RankGroup:
         """
         if self._asleep and self._takes_turns:
             raise RuntimeError(
-                "the trainer's ranks are asleep, because the engines are using the devices that they share"
+                "the trainer's ranks sleep while the rollout engines use the devices that both share; put "
+                "the engines to sleep and wake the ranks before this call"
             )
         self.wake()
         return self.group
@@ -100,9 +102,10 @@ class RankGroup:
     def call(self, method: str, args_of_replica: list[tuple]) -> list[Any]:
         """Call a method of the Actor on all ranks. Return one result per data-parallel replica, in order.
 
-        The result of a replica is the return value on the one rank that reports for it (RankInfo.reports).
+        One rank of each replica reports for the replica (RankInfo.reports). Only its return value is used.
+
         method: attribute path of the method in the Actor, such as `passes.scores`.
-        args_of_replica: for each replica, the arguments for its ranks.
+        args_of_replica: for each replica, the arguments of the call on each of its ranks.
         """
         group = self.awake()
         results = group.call(method, [args_of_replica[rank.dp_rank] for rank in group.ranks])
@@ -112,22 +115,22 @@ class RankGroup:
         return [reports[dp] for dp in range(self._replicas)]
 
     def call_alike(self, method: str, *args) -> None:
-        """Call a method of the Actor on all ranks with the same arguments.
+        """Call a method of the Actor on all ranks with the same arguments, and discard the results.
 
         method: attribute path of the method in the Actor, such as `weights.scale`.
         """
         self.call(method, [args] * self._replicas)
 
     def make_room(self) -> None:
-        """Free the memory that the ranks can rebuild, such as the finished step's micro-batches."""
+        """Free memory that the ranks can fill again, such as the finished step's prepared micro-batches."""
         self.awake().call("memory.make_room")
 
     def sleep(self) -> dict[str, float]:
-        """Free the ranks' GPU memory for the rollout engines, until `wake`.
+        """Free the ranks' GPU memory for the rollout engines, until `wake` is called.
 
-        Returns {"memory/rank_awake_gib": GiB, "memory/rank_asleep_gib": GiB}: memory that the fullest rank
-        occupies before and after. If the ranks sleep already, or if megatron.sleep is off, nothing is freed,
-        and the result is empty.
+        Returns metrics: the GPU memory, in GiB, of the rank that uses most memory, before
+        ("memory/rank_awake_gib") and after ("memory/rank_asleep_gib"). If the ranks sleep already, or if
+        megatron.sleep is off, nothing is freed, and the result is empty.
         """
         if self._asleep:
             return {}
@@ -141,15 +144,15 @@ class RankGroup:
         }
 
     def wake(self) -> None:
-        """Undo `sleep`. Do nothing if the ranks are awake."""
+        """Restore the GPU memory that `sleep` freed. Do nothing if the ranks are awake."""
         if self._asleep and self._parks:
             self.group.call("memory.wake")
         self._asleep = False
 
     def occupied(self) -> int:
-        """Return the bytes of GPU memory (without a GPU: host memory) of the rank that uses most memory.
+        """Return how many bytes of GPU memory the rank that uses most memory occupies.
 
-        This method does not wake sleeping ranks.
+        Ranks without a GPU report host memory. This method does not wake sleeping ranks.
         """
         return max(self.group.occupied())
 

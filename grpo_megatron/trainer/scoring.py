@@ -21,14 +21,14 @@ from grpo_megatron.trainer.policy import PolicyTrainer
 
 
 class ModelRewards:
-    """Rewards samples with the scores of a reward model that runs on the trainer's ranks.
+    """Sets the rewards of samples to scores of a reward model that runs on the trainer's ranks.
 
     The reward model scores the conversation of prompt and response. The score is the sample's whole reward,
-    or one term of it.
+    or one term of a reward with several terms.
 
     If reward model and policy have the same tokenizer, the reward model reads the sampled token ids.
-    Otherwise prompt and response text are encoded again, with the reward model's chat template. In both cases
-    the response is followed by the tokens with which that chat template ends a conversation.
+    Otherwise the texts of prompt and response are encoded again, with the reward model's tokenizer and chat
+    template. In both cases, the tokens with which the chat template ends a conversation are appended.
     """
 
     def __init__(
@@ -40,8 +40,10 @@ class ModelRewards:
     ):
         """Prepare the scoring of samples.
 
+        trainer: the trainer whose ranks hold the reward model.
         conversations: tokenizer and chat template of the reward model.
-        ranks_turn: called before the ranks are used. It puts engines that share GPUs with the ranks to sleep.
+        ranks_turn: function that is called before the ranks are used. The function puts engines that share
+            GPUs with the ranks to sleep.
         """
         self._config, self._trainer, self._ranks_turn = config, trainer, ranks_turn
         path = config.reward.model.path
@@ -52,7 +54,11 @@ class ModelRewards:
         self._term = model_term(self._terms)
 
     def __call__(self, groups: list[Group]) -> list[Group]:
-        """Return the groups with rewards in their samples. Raises UserError if a score is not finite."""
+        """Return copies of the groups whose samples have rewards from the reward model.
+
+        Samples whose other reward terms failed are returned unchanged. Raises UserError if a score is NaN or
+        infinite.
+        """
         self._ranks_turn()
         read = [self._as_read(group.prompt, sample) for group in groups for sample in group.samples]
         scores = iter(self._scores(read).tolist())
@@ -62,9 +68,10 @@ class ModelRewards:
         ]
 
     def _as_read(self, prompt: Prompt, sample: Sample) -> Sample:
-        """Return a copy of the sample that has the token ids for the reward model.
+        """Return a copy of the sample with the token ids that the reward model reads.
 
-        If the conversation is longer than the reward model or a micro-batch allows, its first tokens are cut.
+        If the conversation is longer than the reward model or a micro-batch allows, its first tokens are cut
+        off.
         """
         prompt_ids, response_ids = sample.arrays.prompt_ids, sample.arrays.response_ids
         if not self._keeps_ids:
@@ -79,8 +86,8 @@ class ModelRewards:
             _, prompt_ids = tokenizer.prompt(prompt.messages or prompt.text, where, tools)
             response_ids = self._conversations.tokenizer.encode(sample.response_text)
         ids = np.concatenate([prompt_ids, self._conversations.finished(response_ids)])[-self._longest :]
-        # Nothing is trained on these tokens, so it does not matter where the response begins. A response of
-        # its end token only may have no token left here.
+        # These tokens are only scored, not trained on, so it does not matter where the response begins.
+        # The last token counts as the response, because a response must not be empty.
         return sample.with_arrays(
             prompt_ids=ids[:-1],
             response_ids=ids[-1:],

@@ -14,29 +14,32 @@ from grpo_megatron.trainer.policy import PolicyTrainer
 
 
 class StepTrainer:
-    """Runs the passes of each training step: computes old and reference log-probs, takes optimizer steps.
+    """Runs the passes of each training step: computes old and reference log-probs, and takes optimizer steps.
 
     policy: the trainer, whose ranks compute the passes
     """
 
     def __init__(self, policy: PolicyTrainer, config: Config, phases: Phases):
-        """Prepare the passes.
+        """Store the arguments.
 
-        phases: measures the time of the passes under the names `logprobs`, `train` and `reference`.
+        phases: timer that measures the passes under the names `logprobs`, `train` and `reference`.
         """
         self.policy, self._config, self._phases = policy, config, phases
 
     @property
     def cost_model(self) -> CostModel:
-        """Estimate of a sequence's compute time, by which sequences are divided among replicas."""
+        """Estimate of a sequence's compute cost, used to divide sequences evenly among replicas."""
         return self.policy.cost_model
 
     def measure(self, mini_batches: list[MiniBatch]) -> tuple[list[SequenceSums], Metrics]:
         """Send the mini-batches to the ranks, which compute log-probs of the old policy and the reference.
 
+        train.old_logprobs decides whether old log-probs are recomputed, taken from the engine, or not set.
+        Reference log-probs are computed only if the algorithm has a KL term.
+
         Returns (sums, metrics): the sums over the tokens of each mini-batch's sequences, and metrics of the
-        mismatch, which is the difference between the log-probs of engine and trainer. There are no metrics if
-        the old log-probs are not recomputed, because the first optimizer step then measures the mismatch.
+        mismatch, which is the difference between the log-probs of engine and trainer. If the old log-probs
+        are not recomputed, there are no metrics, and the first optimizer step measures the mismatch.
         """
         with self._phases("logprobs"):
             return self.policy.measure(mini_batches)
@@ -48,9 +51,10 @@ class StepTrainer:
         coefficients: list[SequenceCoefficients],
         loss: PolicyLoss,
     ) -> list[Metrics]:
-        """Take one optimizer step per mini-batch in each of train.ppo_epochs epochs.
+        """Train on the mini-batches: one optimizer step per mini-batch in each of train.ppo_epochs epochs.
 
-        Then copy the current weights into the reference weights, if `step` is a multiple of ref.reset_every.
+        Afterwards the policy's weights are copied into the reference weights if `step` is a multiple of
+        ref.reset_every.
 
         step: index of the training step.
         coefficients: advantages and weights of each mini-batch's sequences.
@@ -62,7 +66,7 @@ class StepTrainer:
                 list(zip(mini_batches, coefficients, strict=True)) * self._config.train.ppo_epochs
             ):
                 trained.append(self.policy.train_mini_batch(mini, own, loss))
-                # after the first step, policy and engine are expected to differ
+                # From the second optimizer step on, policy and engine are expected to differ.
                 loss = replace(loss, mismatch_limit=None)
         every = self._config.ref.reset_every
         if every and step % every == 0:

@@ -1,7 +1,7 @@
-"""Check after a weight sync: trainer and engines must give fixed token sequences the same probabilities.
+"""Check after a weight sync: trainer and engines must compute the same log-probs for fixed token sequences.
 
-The checksums of a weight sync show that the bytes arrived. Only this check finds that the engine uses them
-wrongly, for example because the weight map is wrong.
+The checksums of a weight sync show only that the bytes arrived. This check also finds an engine that uses the
+bytes wrongly, for example because the weight map is wrong.
 """
 
 import numpy as np
@@ -16,8 +16,8 @@ from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.trainer.mini_batch import partition
 from grpo_megatron.trainer.policy import PolicyTrainer
 
-# Trainer and engine agree if mean |delta| is at most this many times what the trainer's own rounding moves
-# log-probs by. The engine's kernels sum in another order and round at other places (logits in bf16, for one).
+# Trainer and engine agree if their log-probs differ by at most this many times the effect of the trainer's
+# own rounding. The engine's kernels sum in another order and round at other places, such as logits in bf16.
 _TOLERANCE = 20
 # If either side multiplies in FP8, its rounding outweighs these differences: sound engines were at 0.2 to 0.7
 # times the effect of the trainer's own rounding.
@@ -32,15 +32,16 @@ TRAINER_DTYPES = {
 def tolerance(dtype: torch.dtype) -> int:
     """Return how far log-probs of trainer and engine may differ, as a multiple of the effect of rounding.
 
-    The effect of rounding is the mean absolute change of log-probs when every layer rounds to `dtype`.
+    The effect of rounding is the mean absolute change of the trainer's log-probs when rounding errors of
+    `dtype` are added to the output of every layer.
     """
     return _FP8_TOLERANCE if dtype == torch.float8_e4m3fn else _TOLERANCE
 
 
 def served_dtype(config: Config) -> tuple[torch.dtype, str]:
-    """Return (dtype of the engines' matrix products, configuration key that sets this dtype).
+    """Return the dtype of the engines' matrix products, and the configuration key that sets it.
 
-    The key is for messages.
+    Messages show the key, such as "rollout.engine.dtype".
     """
     engine = config.rollout.engine
     if engine.quantization == Quantization.fp8:
@@ -49,16 +50,16 @@ def served_dtype(config: Config) -> tuple[torch.dtype, str]:
 
 
 class WeightProbe:
-    """Compares the log-probs of trainer and engines after a weight sync.
+    """Compares the log-probs of trainer and engines after a weight sync, on fixed token sequences.
 
-    Trainer and engines may share GPUs, so each has a method of its own: `ask_trainer`, which must be called
-    first, while the trainer has the GPUs, and `ask_engines`, for the time when the engines serve again.
+    Trainer and engines may share GPUs, so the comparison has two steps. Call `ask_trainer` while the trainer
+    has the GPUs. Then call `ask_engines` when the engines serve again.
     """
 
     def __init__(
         self, trainer: PolicyTrainer, engines: EnginePool, sequences: list[np.ndarray], config: Config
     ):
-        """Prepare the comparison.
+        """Divide the probe sequences among the trainer's replicas, and choose the tolerance.
 
         sequences: token ids of each probe sequence, int [n] with n > 1. There must be at least one sequence
             per data-parallel replica.
@@ -76,14 +77,15 @@ class WeightProbe:
         self._tolerance = tolerance(self._dtype)
 
     def ask_trainer(self) -> None:
+        """Compute the trainer's log-probs of the probe sequences, and how far the engines' may differ."""
         self._expected = self._logprobs(None)
         self._limit = self._tolerance * float(np.abs(self._logprobs(self._dtype) - self._expected).mean())
 
     def ask_engines(self) -> dict[str, float]:
-        """Compare the log-probs of every engine with the trainer's. `ask_trainer` must have been called.
+        """Compare the log-probs of every engine with those that `ask_trainer` computed before.
 
-        Returns {"probe_mean": mean absolute difference for the worst engine, "probe_limit": limit on it}.
-        Raises RuntimeError if an engine exceeds the limit.
+        Returns {"probe_mean": mean absolute difference, in nats, for the worst engine, "probe_limit": its
+        limit}. Raises RuntimeError if an engine exceeds the limit.
         """
         expected, limit = self._expected, self._limit
         found = [
@@ -104,8 +106,9 @@ class WeightProbe:
     def _logprobs(self, rounding: torch.dtype | None) -> np.ndarray:
         """Return the trainer's log-probs of all probe tokens at temperature 1, float32 [n].
 
-        The first token of each sequence has no log-prob, so it is left out.
-        rounding: dtype whose rounding errors are simulated, see `PolicyTrainer.probe`.
+        The first token of each sequence is left out, because it has no log-prob.
+
+        rounding: dtype whose rounding errors are simulated in every layer. None: nothing is simulated.
         """
         return self._trainer.probe(self._batch, self._plan, 1.0, rounding)[0][self._batch.loss_mask]
 

@@ -1,4 +1,4 @@
-"""TrainerWeights: the trained weights on all ranks, for weight sync, export and the self-test."""
+"""TrainerWeights: checks, sends and exports the trained weights, which all ranks hold together."""
 
 import ray
 
@@ -9,7 +9,7 @@ from grpo_megatron.weights.sync.messages import SyncCommand
 
 
 class TrainerWeights:
-    """The policy's current weights, spread over the ranks.
+    """Handle on the trained model's current weights, which are sharded over the ranks.
 
     last_step: index of the last training step that changed the weights; None if no step has changed them
     """
@@ -23,7 +23,10 @@ class TrainerWeights:
         return self._ranks.processes
 
     def must_be_finite(self) -> None:
-        """Raise UserError if any weight is NaN or infinite, because training does not recover from that."""
+        """Check that all weights are finite numbers. Raise UserError otherwise.
+
+        Training cannot recover from a weight that is NaN or infinite.
+        """
         found = dict(zip(self.processes, self._ranks.awake().call("weights.broken"), strict=True))
         broken = [(process.name, name) for process, names in found.items() for name in names]
         if broken:
@@ -39,21 +42,25 @@ class TrainerWeights:
             )
 
     def scale(self, factor: float, share: float = 1.0) -> None:
-        """Multiply the weights by `factor` until the next optimizer step.
+        """Multiply the weights by `factor`. The next optimizer step restores them.
 
-        The self-test uses this to see whether a changed weight reaches the engines.
+        The self-test uses this method to check that a changed weight reaches the engines.
+
         share: fraction of the elements to multiply, chosen at random.
         """
         self._ranks.call_alike("weights.scale", factor, share)
 
     def send_weights(self, command: SyncCommand) -> list[ray.ObjectRef]:
-        """Start every rank's part of a weight sync to the engines. Return one ObjectRef per rank.
+        """Start a weight sync: every rank sends its share of the weights to the engines.
 
-        Each refers to the SyncReport of its rank.
+        Returns without waiting. The result has one ObjectRef per rank, which refers to the rank's SyncReport.
         """
         return self._ranks.awake().submit("weights.send", command)
 
     def save_hf(self, folder: str) -> None:
-        """Write the current weights as an HF checkpoint. Raises UserError if they are not finite."""
+        """Write the current weights to `folder` as a Hugging Face checkpoint.
+
+        Raises UserError if a weight is NaN or infinite.
+        """
         self.must_be_finite()
         self._ranks.call_alike("weights.save_hf", folder)

@@ -221,7 +221,7 @@ def test_a_wrong_order_is_refused_by_each_side(run):
     parts.sharing.resume_kv_cache()
     with pytest.raises(
         RuntimeError,
-        match=r"^the trainer's ranks are asleep, because the engines are using the devices that they share$",
+        match=r"^the trainer's ranks sleep while the rollout engines use the devices that both share; put",
     ):
         parts.trainer.reset_reference()
     with pytest.raises(RuntimeError, match=r"`resume_weights` is out of order: engines serve"):

@@ -52,7 +52,7 @@ def test_select_keeps_each_sequence_whole():
 
 
 def test_an_empty_response_is_refused():
-    with pytest.raises(ValueError, match="empty response"):
+    with pytest.raises(ValueError, match="the response has no token"):
         sample([1], [])
 
 

@@ -86,8 +86,8 @@ def test_the_large_configuration_is_legal_on_this_machine(capsys):
 
 def test_check_says_when_it_does_not_know_the_cluster(capsys):
     needed = ["model.path=/nowhere", "data.train=/nowhere.jsonl", "cluster.ray_address=10.0.0.1:6379"]
-    assert "not checked: what the cluster can do" in check(capsys, *needed)[1]
-    assert "what the cluster can do" not in check(capsys, *needed, "cluster.gpu=h200")[1]
+    assert "not checked: capabilities of the cluster" in check(capsys, *needed)[1]
+    assert "capabilities of the cluster" not in check(capsys, *needed, "cluster.gpu=h200")[1]
 
 
 NODE_OF_8 = ["cluster.gpu=h200", "cluster.nodes=1", "cluster.gpus_per_node=8"]

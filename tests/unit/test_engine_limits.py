@@ -29,7 +29,7 @@ def violations(model, command, *more):
         ("qwen3_moe", {"mlp_only_layers": [1]}, "layers without experts"),
         ("mixtral", {"head_dim": None}, None),
         ("mixtral", {"head_dim": None, "tied": True}, "tied embeddings"),
-        ("mixtral", {"head_dim": 24}, "head_dim of 24, which SGLang's Mixtral ignores; it uses .* = 16"),
+        ("mixtral", {"head_dim": 24}, "head_dim of 24, which SGLang's Mixtral ignores; SGLang uses .* = 16"),
         ("qwen3", {"tied": True, "head_dim": 24}, None),
         ("deepseek_v3", {}, None),
         (
@@ -57,7 +57,7 @@ def test_beams_find_enough_tokens(tmp_path):
     assert violations(model, Command.train, "rollout.strategy=sampling", "rollout.n=31") == []
     for more in (["rollout.n=31"], ["rollout.n=21", "rollout.stop_token_ids=[5]"]):
         (rule,) = violations(model, Command.train, "rollout.strategy=beam", *more)
-        assert "has only 61; lower rollout.n" in rule
+        assert "has only 61 tokens; lower rollout.n" in rule
     assert violations(model, Command.eval, "data.eval=e.jsonl", "rollout.strategy=beam", "rollout.n=31") == []
 
 

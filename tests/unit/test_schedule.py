@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_megatron.batch.schedule import CostModel, _split, schedule
+from grpo_megatron.batch.packing import _split
+from grpo_megatron.batch.schedule import CostModel, schedule
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.families import read_architecture
 

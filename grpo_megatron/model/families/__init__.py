@@ -1,7 +1,7 @@
-"""Model families. Each reads its models' config.json and maps their tensors.
+"""Model families. Each family reads its models' config.json and maps their tensors.
 
-To add a family, define a Family in a file here, or in dense.py if it differs from Llama only in settings of
-the common decoder, and add it to the list below; see docs/adding-a-model.md.
+To add a family, define a Family in a file of this folder and add it to the list below. If it differs from
+Llama only in settings of the common decoder, define it in dense.py. See docs/adding-a-model.md.
 """
 
 from dataclasses import replace
@@ -32,12 +32,12 @@ _BY_NAME = {family.name: family for family in _FAMILIES}
 
 
 def read_architecture(model_path: str, reward_model: bool = False) -> Architecture:
-    """Return the architecture of the model in an HF folder, read from its config.json.
+    """Return the architecture of a model, read from config.json in its Hugging Face folder.
 
-    reward_model: give the decoder a scalar head, whatever head the checkpoint has.
+    reward_model: if True, the result has a scalar head, whatever head the checkpoint has.
 
-    Raises UserError for a missing or broken config.json. Raises UserError also for an unsupported model. The
-    message names the file and the key.
+    Raises UserError, which names the file and the key, if config.json is missing or broken, or if the model
+    is not supported.
     """
     path = Path(model_path) / "config.json"
     problem = folder_problem(model_path)
@@ -76,9 +76,11 @@ def _must_have_one_label(config: Fields) -> None:
 
 
 def reward_architecture(arch: Architecture) -> str:
-    """Return the name of transformers' class for reward models of this family.
+    """Return the name of transformers' class for reward models of a family, to write it into config.json.
 
-    Exported checkpoints have the name in `architectures` of config.json.
+    An example is LlamaForSequenceClassification.
+
+    arch: an architecture of the family.
 
     Raises UserError if transformers has no such class.
     """
@@ -93,7 +95,10 @@ def reward_architecture(arch: Architecture) -> str:
 
 
 def weight_map(arch: Architecture, transformer_engine: bool = False) -> dict[str, Entry]:
-    """Return {Megatron name: entry} of all parameters of a model, in the order of the forward pass.
+    """Return the weight map of a model: {Megatron name: entry} of all parameters.
+
+    An entry says how a parameter is named, arranged and sharded in Hugging Face checkpoints, Megatron and the
+    engine. The entries are in the order of the forward pass.
 
     transformer_engine: True if Megatron uses TransformerEngine's layers instead of its local layers. In
         TransformerEngine, a linear layer contains the norm before it, so the norm has another Megatron name.
@@ -107,7 +112,7 @@ def weight_map(arch: Architecture, transformer_engine: bool = False) -> dict[str
 
 
 def _transformer_engine_name(name: str, arch: Architecture) -> str:
-    """Return the Megatron name of a parameter in TransformerEngine's layers.
+    """Return the name that a Megatron parameter has if Megatron uses TransformerEngine's layers.
 
     name: name of the same parameter in Megatron's local layers.
     """

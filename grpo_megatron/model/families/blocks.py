@@ -15,9 +15,11 @@ Block = Callable[[Architecture, str, str], list[Entry]]
 
 
 def same(hf: str, shape: Shape, megatron: str, axis: int | None) -> Entry:
-    """Return the weight map entry of a tensor that has the same content in HF, Megatron and the engine.
+    """Return the weight map entry of a parameter that is one tensor in HF, in Megatron and in the engine.
 
-    hf: name in HF and in the engine.
+    hf: name of the tensor in HF and in the engine.
+    shape: full shape of the tensor.
+    megatron: name of the parameter in Megatron.
     axis: axis that is split over tensor-parallel ranks in Megatron and in the engine; None: not split.
     """
     return Entry((hf,), (shape,), megatron, axis, hf, axis)
@@ -27,7 +29,7 @@ def decoder(arch: Architecture, attention: Block, mlp: Block, experts: Block | N
     """Return the weight map entries of a whole decoder, in the order of the forward pass.
 
     attention, mlp: functions that return the entries of one layer's attention and MLP.
-    experts: takes the place of `mlp` in the layers that have experts.
+    experts: function that is used instead of `mlp` in the layers that have experts. None: there are none.
     """
     embedding, table = "model.embed_tokens.weight", ((arch.vocab_size, arch.hidden_size),)
     # attention=True: an attention group of the engine also looks up the embeddings of its own tokens.
@@ -55,9 +57,9 @@ def decoder(arch: Architecture, attention: Block, mlp: Block, experts: Block | N
 
 
 def attention(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
-    """Return the weight map entries of one layer's grouped-query attention, and of both norms of the layer.
+    """Return the weight map entries of one layer's grouped-query attention, and of the layer's two norms.
 
-    Q/K norms and the QKV bias are included if the architecture has them.
+    Norms of queries and keys, and the QKV bias, are included if the architecture has them.
 
     hf, megatron: name of the layer in HF and in Megatron.
     """
@@ -111,13 +113,13 @@ def _swiglu(hidden: int, ffn: int, hf: str, megatron: str) -> list[Entry]:
 
 
 def experts(block: str, gate: str, up: str, down: str) -> Block:
-    """Return a function that returns the weight map entries of one layer's router and experts.
+    """Return a function for the argument `experts` of `decoder`.
 
-    It is meant for the argument `experts` of `decoder`. The experts are SwiGLU MLPs. Shared experts are
-    included if the architecture has them.
+    The function returns the weight map entries of one layer's router and experts. The experts are SwiGLU
+    MLPs. Shared experts are included if the architecture has them.
 
     block: HF's name of the module with the experts, within the layer.
-    gate, up, down: HF's names of the projections in an expert.
+    gate, up, down: HF's names of the three projections of an expert.
     """
 
     def entries(arch: Architecture, hf: str, megatron: str) -> list[Entry]:

@@ -34,9 +34,12 @@ def _attention(arch: Architecture, hf: str, megatron: str) -> list[Entry]:
         return blocks.same(f"{theirs}.{name}.weight", shape, f"{ours}.{megatron_name}.weight", axis)
 
     def down(name: str, rows: int, megatron_name: str, engine_row: int) -> Entry:
-        """Return the weight map entry of a projection down to a latent.
+        """Return the weight map entry of one of the two projections down to a latent.
 
-        The engine has both projections down to latents in one parameter. This one begins at row `engine_row`.
+        The engine has both projections in one parameter.
+
+        rows: number of rows of the projection.
+        engine_row: first row of the projection in the engine's parameter.
         """
         fused = f"{theirs}.fused_qkv_a_proj_with_mqa.weight"
         names = (f"{theirs}.{name}.weight",), ((rows, hidden),), f"{ours}.{megatron_name}.weight"

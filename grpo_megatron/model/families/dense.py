@@ -1,4 +1,4 @@
-"""Dense families that differ only in a few settings of the common decoder."""
+"""Families of dense models that differ from each other only in a few settings of the common decoder."""
 
 from functools import partial
 from typing import Any
@@ -10,8 +10,10 @@ from grpo_megatron.model.families.family import Family
 def _dense(name: str, architecture: str, defaults: dict[str, Any], **differences: bool) -> Family:
     """Return a family whose layers are the same as Llama's, except for `differences`.
 
-    name, architecture, defaults: see Family.
-    differences: keyword arguments of reading.decoder, such as qk_norm.
+    name: common name of the family.
+    architecture: name of the transformers class.
+    defaults: {key: value} for keys that config.json may lack.
+    differences: keyword arguments of reading.decoder, such as qk_norm=True.
     """
     return Family(
         name,

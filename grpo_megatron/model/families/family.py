@@ -1,4 +1,4 @@
-"""The type that each model family is an instance of."""
+"""The type of a model family."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,18 +20,16 @@ class Family:
     read: Callable[[Fields], Architecture]
     """Function that reads config.json. It raises UserError for unsupported settings."""
     entries: Callable[[Architecture], list[Entry]]
-    """Function that returns the weight map entries in the order of the forward pass.
-
-    The Megatron names are those of Megatron's local layers.
-    """
+    """Function that returns the weight map entries in the order of the forward pass. Their Megatron names are
+    the names in Megatron's local layers, not in TransformerEngine's."""
     defaults: Mapping[str, Any]
-    """{key: value} for keys that config.json may lack: transformers' defaults. Sizes have no default."""
+    """{key: value} of transformers' defaults for keys that config.json may lack. Sizes have no default."""
     has_classifier: bool = True
-    """True if transformers has a *ForSequenceClassification class of the family, which reward models need."""
+    """True if transformers has a *ForSequenceClassification class for the family. Reward models need it."""
 
     @property
     def reward_architecture(self) -> str | None:
-        """Name of the transformers class of a reward model; None if there is no such class."""
+        """Name of the transformers class for reward models of the family; None if there is no such class."""
         return (
             self.architecture.replace("ForCausalLM", "ForSequenceClassification")
             if self.has_classifier

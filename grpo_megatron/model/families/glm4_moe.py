@@ -1,7 +1,7 @@
 """GLM-4.5 and 4.6 (arXiv:2508.06471).
 
-Half of a head's channels are rotated. Some model sizes norm queries and keys. The experts are those of
-DeepSeek-V3.
+The rotary embedding rotates half of a head's channels. Some model sizes normalise queries and keys. Router
+and experts work as in DeepSeek-V3.
 """
 
 from functools import partial

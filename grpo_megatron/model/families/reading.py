@@ -17,13 +17,13 @@ def decoder(
     moe: MoE | None = None,
     latent: Latent | None = None,
 ) -> Architecture:
-    """Return the architecture of a decoder with rotary embeddings, RMS norms and SwiGLU.
+    """Read the architecture of a decoder with rotary embeddings, RMS norms and SwiGLU from its config.json.
 
     config: the model's config.json.
-    family, qk_norm, qkv_bias, moe, latent: see Architecture.
-    windowed: the family's default for use_sliding_window: whether a sliding window in config.json is used.
-    rotary_share: the family's default for partial_rotary_factor, the share of a head's channels that is
-        rotated. 1: the family has no such key.
+    family, qk_norm, qkv_bias, moe, latent: fields of the same name in Architecture.
+    windowed: the family's default for the key use_sliding_window, which limits sequences to the window.
+    rotary_share: the family's default for the key partial_rotary_factor, the fraction of a head's channels
+        that is rotated. 1: the family does not have this key.
 
     Raises UserError for settings that are not supported.
     """
@@ -74,9 +74,12 @@ def num_layers(config: Fields) -> int:
 
 
 def top_k(config: Fields, num_experts: int) -> int:
-    """Return the number of experts for each token, num_experts_per_tok in config.json.
+    """Return the number of experts for each token, from the key num_experts_per_tok.
 
-    Raises UserError if it is more than `num_experts`.
+    config: the model's config.json.
+    num_experts: number of experts in a layer.
+
+    Raises UserError if there would be more experts per token than experts.
     """
     chosen = config.integer("num_experts_per_tok")
     if chosen > num_experts:
@@ -85,10 +88,12 @@ def top_k(config: Fields, num_experts: int) -> int:
 
 
 def sigmoid_experts(config: Fields) -> MoE:
-    """Return router and experts of a model like DeepSeek-V3 (arXiv:2412.19437), such as GLM-4.5.
+    """Read the settings of router and experts in a model like DeepSeek-V3 (arXiv:2412.19437) or GLM-4.5.
 
-    The first `first_k_dense_replace` layers have a dense MLP instead of experts. Raises UserError for
-    settings that are not supported.
+    The router scores experts with a sigmoid. The first layers, as many as the key first_k_dense_replace says,
+    have a dense MLP instead of experts.
+
+    Raises UserError for settings that are not supported.
     """
     num_experts, ffn = config.integer("n_routed_experts"), config.integer("moe_intermediate_size")
     chosen, dense = (
@@ -132,10 +137,10 @@ def sigmoid_experts(config: Fields) -> MoE:
 
 
 def _latent_heads(config: Fields, latent: Latent) -> tuple[int, int, int]:
-    """Return (heads, KV heads, channels of a query or key head) of latent attention.
+    """Return (number of query heads, number of KV heads, channels of a query or key head).
 
-    Each query head has a key head of its own, so both numbers are equal. Raises UserError if they are not
-    equal in config.json.
+    In latent attention, each query head has a key head of its own. Raises UserError if config.json has two
+    different numbers.
     """
     count = config.integer("num_attention_heads")
     kv_heads = config.integer("num_key_value_heads", count)
@@ -148,9 +153,11 @@ def _latent_heads(config: Fields, latent: Latent) -> tuple[int, int, int]:
 
 
 def _max_positions(config: Fields, windowed: bool) -> int:
-    """Return the maximum length of a sequence in tokens: the context length, or a shorter sliding window.
+    """Return the length of the longest supported sequence, in tokens.
 
-    windowed: the family's default for use_sliding_window.
+    This is the context length, or the sliding window if one is used that is shorter.
+
+    windowed: the family's default for the key use_sliding_window.
     """
     positions = config.integer("max_position_embeddings")
     window = config.integer("sliding_window", None)
@@ -160,7 +167,8 @@ def _max_positions(config: Fields, windowed: bool) -> int:
 def heads(config: Fields) -> tuple[int, int, int]:
     """Return (number of query heads, number of KV heads, channels of a head) of grouped-query attention.
 
-    Raises UserError for numbers that do not divide each other, or an odd number of channels.
+    Raises UserError if query heads cannot be divided evenly among KV heads, if hidden_size cannot be divided
+    evenly among heads and there is no head_dim, or if the number of channels is odd.
     """
     hidden, count = config.integer("hidden_size"), config.integer("num_attention_heads")
     kv_heads = config.integer("num_key_value_heads", count)
@@ -179,12 +187,16 @@ def heads(config: Fields) -> tuple[int, int, int]:
 
 
 def rope(config: Fields, rotary_share: float, yarn: bool) -> tuple[float, RopeScaling | Yarn | None, float]:
-    """Return (base, frequency scaling, share of a head's channels that is rotated) of the rotary embedding.
+    """Read the settings of the rotary embedding from config.json. Return (base, scaling, share).
 
-    The scaling is None if frequencies are not scaled. Raises UserError for settings that are not supported.
+    - base: base of the frequencies, rope_theta.
+    - scaling: scaling of the frequencies, or None if they are not scaled.
+    - share: fraction of a head's channels that is rotated.
 
-    rotary_share: the family's default for the share. 1: the family has no setting for the share.
+    rotary_share: the family's default for the fraction. 1: the family has no setting for it.
     yarn: True if YaRN scaling is supported for this model.
+
+    Raises UserError for settings that are not supported.
     """
     name, parameters = _rope_parameters(config)
     share = parameters.number("partial_rotary_factor", config.number("partial_rotary_factor", rotary_share))
@@ -214,11 +226,13 @@ def rope(config: Fields, rotary_share: float, yarn: bool) -> tuple[float, RopeSc
 
 
 def _rope_parameters(config: Fields) -> tuple[str, Fields]:
-    """Return (name of the config.json key that describes the rotary embedding, object under that key).
+    """Choose the object in config.json that describes the rotary embedding. Return (its key, the object).
 
-    The choice follows transformers. Version 5 writes rope_parameters. Older versions write rope_theta, and
-    rope_scaling if frequencies are scaled. If both objects are present and not empty, transformers uses
-    rope_scaling only. Raises UserError if settings in rope_parameters would then be lost.
+    The choice follows transformers. Version 5 writes the object rope_parameters. Older versions write the key
+    rope_theta and, if frequencies are scaled, the object rope_scaling. If there are both objects,
+    transformers uses only rope_scaling.
+
+    Raises UserError if settings in rope_parameters would be lost, or if the settings differ between layers.
     """
     scaling, parameters = config.object("rope_scaling"), config.object("rope_parameters")
     name, chosen = ("rope_scaling", scaling) if scaling else ("rope_parameters", parameters or Fields({}))
