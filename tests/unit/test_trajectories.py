@@ -3,6 +3,7 @@ by token.
 """
 
 import asyncio
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -354,9 +355,8 @@ def test_weights_do_not_depend_on_how_a_trajectory_is_cut(group, mode):
 
 
 def test_a_recording_has_all_sequences(tmp_path, group):
-    recorder = Recorder(str(tmp_path / "r.jsonl"))
-    recorder.write(1, [group])
-    recorder.close()
+    with closing(Recorder(str(tmp_path / "r.jsonl"))) as recorder:
+        recorder.write(1, [group])
     (read,) = Replay(str(tmp_path / "r.jsonl")).read(1)
     assert read.prompt.messages == group.prompt.messages
     for sample, other in zip(read.samples, group.samples, strict=True):
