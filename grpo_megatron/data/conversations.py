@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from grpo_megatron.config.data import DataConfig
-from grpo_megatron.data.tokenizer import FROM_TOKENIZER, NO_TEMPLATE, PromptTokenizer, load_tokenizer
+from grpo_megatron.data.model_tokenizer import load_tokenizer
+from grpo_megatron.data.template_choice import FROM_TOKENIZER, NO_TEMPLATE
+from grpo_megatron.data.tokenizer import PromptTokenizer
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import read_object
 
