@@ -92,7 +92,7 @@ def _term(name: str, entry: Any) -> Term:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a built-in reward function is made from: configuration, term and secrets."""
+    """The inputs from which a built-in reward function is made: configuration, term and secrets."""
 
     config: RewardConfig
     term: Term
