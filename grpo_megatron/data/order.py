@@ -119,9 +119,9 @@ class PromptSource:
         self._shares = [weight / sum(weights) for weight in weights] if weights else [1.0]
         self._orders = [EpochOrder.of(source, seed + i, shuffle) for i, source in enumerate(self._sources)]
         self._taken = [0] * len(self._sources)
-        # Places are (source, index): first those to be handed out again, then those handed out since the last
-        # `settle`.
+        # (source, index) of each prompt that is to be handed out again.
         self._returned: list[tuple[int, int]] = []
+        # (source, index, uid) of each prompt that was handed out since the last `settle`.
         self._lent: list[tuple[int, int, int]] = []
 
     def next(self, count: int) -> list[Prompt]:

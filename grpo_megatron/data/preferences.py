@@ -26,7 +26,10 @@ Pair = tuple[Sample, Sample]
 
 @dataclass(frozen=True)
 class PairMaker:
-    """Maker of preference pairs. It is called with a record's index and returns the record's pair."""
+    """Maker of preference pairs, each a chosen and a rejected response to a prompt.
+
+    It is called with a record's index and returns the pair of samples that the record contains.
+    """
 
     records: Records
     """The records of one source."""
@@ -126,8 +129,9 @@ class PairMaker:
     def problem(self, pair: Pair) -> str | None:
         """Return why a pair is too long, or None if it is not.
 
-        The longer one of the pair's two prompts counts, and likewise of its two responses. The reason has no
-        subject. The caller puts the place of the record before it.
+        The longer one of the pair's two prompts counts, and likewise of its two responses. The text is for a
+        message that begins with the place of the record, such as "has 9 prompt and 3 response tokens, more
+        than ...".
         """
         prompt, response = (max(len(ids) for ids in both) for both in zip(*map(_parts, pair), strict=True))
         return too_long(prompt, response, self.config, self.longest)

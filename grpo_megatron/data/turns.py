@@ -84,7 +84,10 @@ def _parts(
 
 
 def _text_turn(tokenizer: PromptTokenizer, asked: Asked, text: str) -> Turn:
-    """Return a turn of the model whose text is a plain string, without an end token at the end of the string.
+    """Return a turn in which the model writes a plain string.
+
+    If the string ends with the end token, as in some data sets, the end token is moved from the turn's text
+    to its end.
 
     asked: the prompt before the turn.
     """

@@ -26,8 +26,8 @@ def plain(value: Any, depth: int = 0) -> Any:
     depth: number of lists and dicts that contain the value.
 
     Raises ValueError for a value that is nested too deeply, for text that is not Unicode, and for any other
-    type. Its message has no subject, such as "is nested more than ...". The caller puts the name of the field
-    before it.
+    type. The error's text is for a message that begins with the name of the field, such as "is nested more
+    than ...".
     """
     if value is None or isinstance(value, (bool, int, float)):
         return value

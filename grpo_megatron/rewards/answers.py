@@ -79,7 +79,7 @@ def last_number(text: str) -> str | None:
 
 
 def whole(text: str) -> str | None:
-    """Return the text itself without surrounding white space, or None if nothing else is in it."""
+    """Return the text itself without surrounding white space, or None if the text is blank."""
     return text.strip() or None
 
 

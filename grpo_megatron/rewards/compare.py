@@ -114,7 +114,10 @@ def math(setup: Setup) -> Compare:
             response = plain_numbers(response)
         parsed = [_parsed(f"${normalise_answer(gold)}$") for gold in golds]
         if not all(parsed):
-            raise ValueError(f"math-verify cannot read the reference answer {golds[parsed.index([])]!r}")
+            raise ValueError(
+                f"math-verify cannot read the reference answer {golds[parsed.index([])]!r}; write "
+                "it as a number or as LaTeX"
+            )
         # The library's own time limits use the alarm signal, which the reward worker needs. A response must
         # not end a run, so a response that takes too long to compare counts as wrong.
         with time_limit(_COMPARE_SECONDS) as limit:

@@ -135,7 +135,7 @@ class Http:
                 if not isinstance(rewards, list) or len(rewards) != count:
                     raise RewardServerError(
                         f'{self._shown} must answer {{"rewards": [...]}} with {count} rewards, but sent '
-                        "something else"
+                        f"{shown(answer)}"
                     )
                 return rewards
         raise RewardServerError(

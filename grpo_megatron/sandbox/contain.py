@@ -29,9 +29,9 @@ _CAPSET = {"x86_64": 126, "aarch64": 91}
 def contain(containment: str, folder: str, python_folders: list[str], limits: dict, may_fork: bool) -> None:
     """Restrict this process permanently, before it runs an untrusted program.
 
-    The process loses its access to files, network and other processes. It must have a single thread. The only
-    folder in which it may write becomes its working directory. This is `folder`, or with NAMESPACES a new
-    file system in memory.
+    The process loses its access to the network, to other processes, and to files that it does not need. It
+    must have a single thread. The only folder in which it may write becomes its working directory. This is
+    `folder`, or with NAMESPACES a new file system in memory.
 
     containment: how all other files are protected: NAMESPACES, LANDLOCK or NOTHING (not at all).
     folder: an empty folder for the process.

@@ -64,7 +64,7 @@ def _function(names: dict[str, Any], function: str) -> Any:
 
 
 def _or_exit(action) -> Any:
-    """Return the result of `action()`. After an error, print it and end this process with status 1.
+    """Return the result of `action()`. After an error, print the traceback and exit with status 1.
 
     The traceback omits this module's functions, so that it looks as if Python had run the program directly.
     """
