@@ -101,8 +101,8 @@ def resolve_rewards(config: RewardConfig, secrets: Mapping[str, str] | None = No
         _resolve(Setup(config, term, secrets or {})) for term in terms_of(config) if term.function != MODEL
     ]
     # A worker awaits the async rewards of many responses at once, so they may all end at the same moment. If
-    # a reward that keeps the processor busy followed each of them, all the busy ones would start at that moment
-    # and run one by one, and the last of them would have no time left.
+    # a reward that keeps the processor busy followed each of them, all the busy ones would start at that
+    # moment and run one by one, and the last of them would have no time left.
     found.sort(key=lambda reward: (reward.of_group, reward.waits))
     computed: list[str] = []
     for reward in found:
