@@ -23,9 +23,9 @@ _SAVED = ("state.json", "dataset_dict.json")  # every folder written by save_to_
 class _ArrowRecords(Records):
     """Base class of records that are read from Arrow tables.
 
-    In Arrow, a struct has every key that occurs in any record, with null where a record lacks the key. These
-    nulls cannot be told from nulls that were written on purpose. Chat templates test whether a key is
-    present, so `meant` removes all keys that are null.
+    In Arrow, a struct has every key that occurs in any record, with null where a record lacks the key. A null
+    that was written on purpose looks the same. Chat templates test whether a key is present, so the method
+    `meant` removes every key whose value is null.
     """
 
     def meant(self, value: Any) -> Any:
@@ -53,7 +53,7 @@ class ParquetRecords(_ArrowRecords, FileRecords):
             rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         except Exception as error:  # damaged files raise many kinds of errors
             raise UserError(
-                f"{path} cannot be read: {_line(error)}; check that it is an intact Parquet file"
+                f"{path} cannot be read: {_first_line(error)}; check that it is an intact Parquet file"
             ) from error
         if len(set(names)) < len(names):
             twin = next(name for name in names if names.count(name) > 1)
@@ -73,17 +73,22 @@ class ParquetRecords(_ArrowRecords, FileRecords):
         return _row(self._table(group), index - self._starts[group], self.where(index))
 
     def _table(self, group: int):
-        """Return a row group as a pyarrow.Table, from the cache or newly decoded. group: its index."""
+        """Return a row group as a pyarrow.Table, from the cache or newly decoded.
+
+        group: index of the row group in the file.
+        """
         if group not in self._tables:
             where = f"{self.source}: the row group that begins at record {self._starts[group]}"
             try:
                 table = self._parquet.read_row_group(group)
-            except Exception as error:  # as above
-                raise UserError(f"{where} cannot be read: {_line(error)}") from error
+            except Exception as error:  # damaged files raise many kinds of errors
+                raise UserError(
+                    f"{where} cannot be read: {_first_line(error)}; create the file again"
+                ) from error
             if table.num_rows != self._starts[group + 1] - self._starts[group]:
                 raise UserError(
                     f"{where} is corrupt: it has {table.num_rows} rows, but the file's metadata says "
-                    "otherwise; create the file again"
+                    f"{self._starts[group + 1] - self._starts[group]}; create the file again"
                 )
             self._tables[group] = table
             while (
@@ -95,10 +100,10 @@ class ParquetRecords(_ArrowRecords, FileRecords):
 
 
 class HubRecords(_ArrowRecords):
-    """The records of a data set of the HF `datasets` library, named `hf:NAME[:CONFIG[:SPLIT]]`.
+    """The records of a data set of the HF `datasets` library, given as `hf:NAME[:CONFIG[:SPLIT]]`.
 
     NAME is anything that `datasets.load_dataset` accepts, or a folder written by `save_to_disk`. The library
-    memory-maps its files, so the records are not all in memory.
+    memory-maps its files, so the records do not all have to fit in memory.
     """
 
     def __init__(self, source: str):
@@ -114,7 +119,7 @@ class HubRecords(_ArrowRecords):
             ) from error
         folder = hub_folder(source)
         if folder and is_absent(folder):
-            raise UserError(f"{source}: the folder {folder} does not exist")
+            raise UserError(f"{source}: the folder {folder} does not exist; correct the path")
         try:
             if any(Path(name, file).is_file() for file in _SAVED):
                 data = _saved(source, name, config, split)
@@ -126,7 +131,7 @@ class HubRecords(_ArrowRecords):
             raise
         except Exception as error:  # the library raises many kinds of errors
             hint = "" if folder else "; check the name, and that the hub can be reached"
-            raise UserError(f"{source} cannot be loaded ({_reasons(error)}){hint}") from error
+            raise UserError(f"{source} cannot be loaded ({_messages_with_causes(error)}){hint}") from error
 
     def __len__(self) -> int:
         return len(self._data)
@@ -136,18 +141,20 @@ class HubRecords(_ArrowRecords):
 
 
 def hub_folder(source: str) -> str | None:
-    """Return the local folder that the source `hf:NAME...` names; None if NAME must be looked up on a hub."""
+    """Return the local folder in a source `hf:NAME...`, or None if NAME must be looked up on a hub."""
     name = source.removeprefix(HUB_PREFIX).split(":", 1)[0]
     return name if os.path.isdir(name) or name.startswith(("/", "./", "../")) else None
 
 
 def _saved(source: str, folder: str, config: str, split: str):
-    """Return the datasets.Dataset in a folder that `save_to_disk` wrote.
+    """Return the datasets.Dataset that is stored in a folder written by `save_to_disk`.
 
     source: name of the data set in error messages.
-    config, split: what the source requests; empty for none. Of several splits, `train` is the default.
+    config, split: configuration and split that the user asked for; "" for none. If the folder has several
+        splits and the user asked for none, `train` is used.
 
-    Raises UserError if the folder does not have the requested configuration or split.
+    Raises UserError if a configuration is asked for, because such a folder has none. Raises UserError also if
+    the folder does not have the split.
     """
     from datasets import Dataset, load_from_disk
 
@@ -172,8 +179,11 @@ def _saved(source: str, folder: str, config: str, split: str):
     return data[split or "train"]
 
 
-def _reasons(error: BaseException) -> str:
-    """Return the messages of an error and of its causes, because the last error often gives no reason."""
+def _messages_with_causes(error: BaseException) -> str:
+    """Return the messages of an error and of all its causes as one text, for an error message.
+
+    The last error alone often gives no reason.
+    """
     said: list[str] = []
     while error is not None:
         message = " ".join(str(error).split())
@@ -191,14 +201,17 @@ def _row(table, row: int, where: str) -> dict[str, Any]:
     try:
         [record] = table.slice(row, 1).to_pylist()
     except Exception as error:  # text that is not UTF-8, dates that Python cannot represent, and more
-        raise UserError(f"{where} cannot be read: {_line(error)}") from error
+        raise UserError(
+            f"{where} cannot be read: {_first_line(error)}; correct or remove the record"
+        ) from error
     return plain_record(record, where)
 
 
-def _line(error: Exception) -> str:
-    """Return the first line of a library's error message, for quoting, or its type if it has no message.
+def _first_line(error: Exception) -> str:
+    """Return the first line of a library's error message, or the error's type if it has no message.
 
-    Unprintable characters are replaced, because the message may quote bytes of the file.
+    The line can be quoted safely: characters that cannot be printed are replaced by `?`, because the library
+    may quote bytes of the file.
     """
     line = (str(error).strip().splitlines() or [type(error).__name__])[0][:_LONGEST_LINE]
     return "".join(character if character.isprintable() else "?" for character in line)

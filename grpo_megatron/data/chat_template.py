@@ -1,6 +1,5 @@
 """Chat templates: rendering messages as text, and finding the part of that text that the model writes."""
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,38 +7,44 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from grpo_megatron.data.messages import CALL_KEYS, REASONING_KEYS, written_beside_content
-from grpo_megatron.data.values import shown
+from grpo_megatron.data.messages import (
+    CALL_KEYS,
+    REASONING_KEYS,
+    call_arguments,
+    called_function,
+    written_beside_content,
+)
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text
 
 _WORD = "response"
 _QUESTION = {"role": "user", "content": "prompt"}
-# A tag that begins a turn, and the white space after it. The templates of models that always think end with
-# <think>.
+# A tag at the end of a text, and the white space after it. The templates of models that always think begin
+# the model's turn with <think>.
 _LAST_TAG = re.compile(r"(<[^<>\s]+>)(\s*)\Z")
 
 
 @dataclass(frozen=True)
 class TurnShape:
-    """The text that a template puts around a turn of the model."""
+    """The text that a chat template puts around a turn (a message) of the model."""
 
     lead: str
     """White space between the beginning of a turn and its text, such as the space after Mistral's [/INST]."""
     tail: str
     """Everything after the turn's text in a finished conversation, such as `<|im_end|>` and a line break."""
     closing: str
-    """The part of `tail` that the model writes, up to and including the first added token (`<|im_end|>`)."""
+    """The part of `tail` that the model writes: up to the first added token of the tokenizer, such as
+    `<|im_end|>`, or without an added token, up to the white space at the end."""
     is_closed: bool
-    """True if `closing` contains an added token. If False, the tokenizer's end token has to end the turn."""
+    """True if `closing` ends with an added token. If False, the tokenizer's end token must come after it."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of the model in a chat."""
+    """One turn (a message) of the model in a chat, as text."""
 
     before: str
-    """Text of the chat before the turn, as the template renders it."""
+    """Text of the whole chat before the turn, as the template renders it."""
     text: str
     """The text that the model writes, without `closing`."""
     closing: str
@@ -49,19 +54,22 @@ class Turn:
 
 
 class ChatTemplate:
-    """The chat template of a run, together with its arguments and the tools of the environment."""
+    """The chat template of a run, with its fixed arguments and the tools of the environment.
+
+    It renders chats as text, and finds the part of the text that the model writes.
+    """
 
     def __init__(
         self, tokenizer, text: str | None, arguments: dict[str, Any], tools: Sequence[dict[str, Any]] = ()
     ):
-        """Check that the template compiles and reads all of its arguments.
+        """Compile the template, and check that it uses all arguments.
 
         tokenizer: a tokenizer of transformers.
-        text: a template that replaces the tokenizer's own. None means the tokenizer's own.
-        arguments: data.chat_template_args, passed to the template in every call.
+        text: a Jinja template to use instead of the tokenizer's own. If None, the tokenizer's own is used.
+        arguments: data.chat_template_args, which are passed to the template whenever it renders a chat.
         tools: JSON schemas of the functions that the environment offers to the model in every chat.
 
-        Raises UserError if the template cannot be compiled, or if it does not read one of the arguments.
+        Raises UserError if the template cannot be compiled, or if it does not use one of the arguments.
         """
         self._tokenizer, self._text, self._arguments, self._tools = tokenizer, text, arguments, list(tools)
         self._names = _names_read(tokenizer.chat_template if text is None else text)
@@ -87,13 +95,14 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None = None,
         generation: bool = True,
     ) -> str:
-        """Return the text of a whole chat, as the template writes it.
+        """Return the text of a whole chat, as the template renders it.
 
-        where: place of the record, named in error messages.
-        tools: JSON schemas of the tools that the record offers.
-        generation: True to add the beginning of the model's next turn.
+        where: place of the record, for error messages.
+        tools: JSON schemas of the tools that the record offers to the model.
+        generation: True to append the beginning of the model's next turn (the generation prompt).
 
-        Raises UserError if the template fails or cannot show a part of the chat.
+        Raises UserError if the template fails, or if it cannot show the tools or a message's tool calls.
+        Raises UserError also if both the record and the environment offer tools.
         """
         if tools and self._tools:
             raise UserError(
@@ -133,10 +142,13 @@ class ChatTemplate:
     def prompt(
         self, messages: list[dict[str, Any]], where: str, tools: list[dict[str, Any]] | None = None
     ) -> str:
-        """Return the text of a chat that the model continues.
+        """Return the text of a prompt that is a chat, up to the place where the model continues.
 
-        If the chat ends with an assistant message, the model continues that message, so the text ends where
-        the message ends. Otherwise the text ends with the beginning of the model's turn.
+        If the chat ends with an assistant message, the model continues this message, and the text ends with
+        the message's content. Otherwise, the text ends with the beginning of the model's turn.
+
+        where: place of the record, for error messages.
+        tools: JSON schemas of the tools that the record offers to the model.
         """
         *earlier, last = messages
         if last["role"] != "assistant":
@@ -156,13 +168,13 @@ class ChatTemplate:
         return before + self.text_behind(before, last["content"])
 
     def text_behind(self, before: str, text: str) -> str:
-        """Return the form of `text` that has to be appended to the text `before`.
+        """Return the model's text in the form in which it has to be appended to the rendered chat before it.
 
-        before: rendered text of a chat, up to the beginning of a turn of the model.
+        before: text of the rendered chat, up to the beginning of a turn of the model.
         text: what the model writes in this turn, or the beginning of it.
 
-        If `before` already ends with a tag that `text` begins with, such as <think>, the result is without
-        the tag. If the template puts white space at the beginning of a turn, the result begins with it.
+        If `before` already ends with a tag that `text` begins with, such as <think>, the tag is removed from
+        `text`. If the template begins every turn with white space, the white space is put in front of `text`.
         """
         if not text:
             return text
@@ -175,8 +187,10 @@ class ChatTemplate:
     def shape(self) -> TurnShape:
         """The text that the template puts around a finished turn of the model.
 
-        The property finds it by rendering a trial chat. It raises UserError if the template fails for this
-        chat, or if the template leaves out what the assistant says.
+        It is found by rendering a trial chat.
+
+        Raises UserError if the template fails for the trial chat, or if it leaves out the assistant's
+        message.
         """
         where = "a finished conversation"
         text = self.render([_QUESTION, {"role": "assistant", "content": _WORD}], where, generation=False)
@@ -199,22 +213,24 @@ class ChatTemplate:
     def turn(
         self, messages: list[dict[str, Any]], where: str, tools: list[dict[str, Any]] | None, begun: str = ""
     ) -> Turn:
-        """Return the last message of a chat, which must be the assistant's, as a turn that the model writes.
+        """Return the text that the model would have to write as the last message of a chat, as a Turn.
 
-        The turn is the text that the template adds when this message is appended to the chat. Supervised
-        training and preference pairs train on it.
+        The last message must be the assistant's. The turn is the text that the template adds for this
+        message. Supervised training and preference pairs train on it.
 
-        begun: beginning of the message's content that is already part of the prompt.
+        where: place of the record, for error messages.
+        tools: JSON schemas of the tools that the record offers to the model.
+        begun: beginning of the message's content that the prompt already contains.
 
-        Raises UserError if the template leaves out a part of the message. Raises UserError also if the
-        rendered text does not show where the turn begins or ends.
+        Raises UserError if the template leaves out a part of the message, or if the rendered text does not
+        show where the turn begins or ends.
         """
         *earlier, last = messages
         before = self.render(earlier, where, tools)
         before += self.text_behind(before, begun)
         whole = self.render(messages, where, tools, generation=False)
         for key in written_beside_content(last):
-            if whole == self._without(key, messages, where, tools):
+            if whole == self._rendered_without(key, messages, where, tools):
                 raise UserError(f"{where}: an assistant message has {key}, {_LEFT_OUT}")
         if not whole.startswith(before):
             raise UserError(
@@ -228,12 +244,13 @@ class ChatTemplate:
                 f"{where}: the chat template drops part of an assistant message's content, such as the "
                 "thinking before </think>; give the response as a string, or change data.chat_template"
             )
-        return self._closed(before, whole[len(before) :], where)
+        return self._split_from_end(before, whole[len(before) :], where)
 
-    def _without(self, key: str, messages: list[dict[str, Any]], where: str, tools) -> str | None:
-        """Return the text of the chat if its last message lacks `key`; None if the template then fails.
+    def _rendered_without(self, key: str, messages: list[dict[str, Any]], where: str, tools) -> str | None:
+        """Render the chat without `key` in its last message. Return None if the template then fails.
 
-        `turn` compares this with the text of the complete chat, to see whether the template shows the key.
+        `turn` compares the result with the text of the complete chat, to see whether the template shows the
+        key.
         """
         last = {name: value for name, value in messages[-1].items() if name != key}
         try:
@@ -243,13 +260,15 @@ class ChatTemplate:
         except UserError:
             return None  # the template at least reads the key
 
-    def _closed(self, before: str, text: str, where: str) -> Turn:
-        """Return a turn of the model, in which the token that ends the turn is separated from the text.
+    def _split_from_end(self, before: str, text: str, where: str) -> Turn:
+        """Return a rendered turn of the model as a Turn, which separates the end of the turn from its text.
 
-        before: all text before the turn.
-        text: the rendered turn, from its beginning to the end of the chat.
+        before: text of the rendered chat before the turn.
+        text: text of the rendered turn, up to the end of the chat.
+        where: place of the record, for error messages.
 
-        Raises UserError if the turn ends neither as usual in this template nor with an added token.
+        Raises UserError if the turn ends neither as usual in this template (see `shape`) nor with an added
+        token of the tokenizer.
         """
         shape = self.shape
         if text.endswith(shape.tail):
@@ -267,17 +286,19 @@ class ChatTemplate:
 
     @cached_property
     def _call_forms(self) -> list[tuple[str | None, type]]:
-        """The forms of a message with tool calls that this template renders correctly, the usual form first.
+        """The forms of a message with tool calls that this template renders correctly.
 
-        A form is a pair (content of a message without text: None or "", type of a call's arguments: dict or
-        str). Templates differ: if the content is None, some print "None", while others show calls only then.
-        If the arguments are JSON text, some quote the text once more, while others fail if the arguments are
-        a dict.
+        The preferred form comes first. A form is a pair (content, kind):
+
+        - content: content of a message that has only tool calls: None or "". For None, some templates print
+          "None", while others show the calls only then.
+        - kind: type of a call's arguments: dict, or str for JSON text. Some templates quote JSON text a
+          second time, while others fail if the arguments are a dict.
         """
         return [form for form in product((None, ""), (dict, str)) if self._shows_calls(*form)]
 
     def _shows_calls(self, content: str | None, kind: type) -> bool:
-        """Return whether the template correctly renders a trial chat with a tool call.
+        """Return True if the template correctly renders a trial chat with a tool call of this form.
 
         content: content of the message with the call: None or "".
         kind: type of the call's arguments: dict, or str for JSON text.
@@ -296,41 +317,33 @@ class ChatTemplate:
         try:
             before = self._apply([_QUESTION], tools, False)
             text = self._apply([_QUESTION, asked, answer], tools, False)
-        except Exception:  # as in render
+        except Exception:  # a template is a program and can fail in any way
             return False
         prints_nothing = any(text.count(word) > before.count(word) for word in ("None", "null"))
         return _WORD in text and not prints_nothing and f'\\"{_WORD}' not in text
 
     def _in_call_form(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of the message in a form that the template renders correctly (see `_call_forms`).
+        """Return the message in a form that the template renders correctly (see `_call_forms`).
 
         Content that is None may become "", and a tool call's arguments may change between a dict and JSON
         text.
         """
         if not message.get("tool_calls"):
             return message if message["content"] is not None else {**message, "content": ""}
-        given = _function(message["tool_calls"][0]).get("arguments", {})
+        given = called_function(message["tool_calls"][0]).get("arguments", {})
         forms = self._call_forms
         content, kind = next((form for form in forms if form[1] is type(given)), forms[0])
         calls = []
         for call in message["tool_calls"]:
-            function = _function(call)
-            function = {**function, "arguments": _arguments(function.get("arguments", {}), kind)}
+            function = called_function(call)
+            function = {**function, "arguments": call_arguments(function.get("arguments", {}), kind)}
             calls.append({**call, "function": function} if "function" in call else function)
         return {**message, "content": message["content"] or content, "tool_calls": calls}
 
 
 def _squeezed(text: str) -> str:
-    """Return the text without white space, for comparisons, because templates change white space."""
+    """Return the text without any white space, for comparisons, because templates may change white space."""
     return "".join(text.split())
-
-
-def _function(call: dict[str, Any]) -> dict[str, Any]:
-    """Return the object that has the name and the arguments of a tool call.
-
-    This is `call["function"]`. In some data sets it is the call itself.
-    """
-    return call.get("function", call)
 
 
 _LEFT_OUT = (
@@ -339,31 +352,12 @@ _LEFT_OUT = (
 )
 
 
-def _arguments(given: Any, kind: type) -> Any:
-    """Return the arguments of a tool call as a value of the type `kind`: dict, or str for JSON text.
-
-    given: the arguments in the record. Raises UserError if they are neither an object nor its JSON text.
-    """
-    if type(given) is kind:
-        return given
-    if kind is str:
-        return json_text(given, ensure_ascii=False)
-    try:
-        value = json.loads(given)
-    except (TypeError, ValueError):
-        value = None
-    if not isinstance(value, dict):
-        raise UserError(
-            f"the arguments of a tool call are {shown(given)}; they must be a JSON object or the text of one"
-        )
-    return value
-
-
 def _names_read(template: str | dict[str, str]) -> set[str]:
-    """Return the names of the variables that a chat template expects from its caller.
+    """Return the names of the variables that a chat template uses without defining them itself.
 
-    template: the template's text, or the dict of named templates that some tokenizers have. Raises UserError
-        if a template cannot be compiled.
+    template: the template's text, or the dict of named templates that some tokenizers have.
+
+    Raises UserError if a template cannot be compiled.
     """
     from jinja2 import TemplateError, meta
     from transformers.utils.chat_template_utils import _compile_jinja_template

@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from grpo_megatron.config.data import DataConfig
-from grpo_megatron.data.tokenizer import FROM_TOKENIZER, NO_TEMPLATE, PromptTokenizer, load_tokenizer
+from grpo_megatron.data.model_tokenizer import load_tokenizer
+from grpo_megatron.data.template_choice import FROM_TOKENIZER, NO_TEMPLATE
+from grpo_megatron.data.tokenizer import PromptTokenizer
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import read_object
 
@@ -17,12 +19,12 @@ _TOKENIZER = "tokenizer.json"
 
 
 class Conversations:
-    """The rules for making the token ids that one reward model scores from the text of a response.
+    """The tokenizer of a reward model, and the rules by which the model reads a finished conversation.
 
     tokenizer: tokenizer of the reward model.
-    pad: id of the model's padding token, or None. Like transformers' *ForSequenceClassification, the model
-        treats this token as padding wherever it occurs, and its score is read at the last token that is not
-        padding. With None, its score is read at the very last token.
+    pad: id of the model's padding token, or None if it has none. As in *ForSequenceClassification of
+        transformers, the model treats this token as padding wherever it occurs, and the score is read at the
+        last token that is not padding. If `pad` is None, the score is read at the very last token.
     """
 
     def __init__(self, tokenizer: PromptTokenizer, pad: int | None):
@@ -30,14 +32,14 @@ class Conversations:
         self._ending = tokenizer.after_response()
 
     def finished(self, response: np.ndarray) -> np.ndarray:
-        """Return a response with the tokens that end a conversation, up to the token whose score counts.
+        """Return a response and the tokens that end a conversation, up to the token where the score is read.
 
-        Padding at the end is left out, so the score is read at the last token of the result. If the response
-        already ends with some of the ending tokens, such as the end token at which the engine stopped, these
-        are not repeated. The result is empty if it would consist only of padding. The score is then read at
+        response: int32 [R], token ids of the response.
+
+        If the response already ends with some of the ending tokens, such as the end token at which the engine
+        stopped, these are not repeated. Padding tokens at the end are removed, so the score is read at the
+        last token of the result. If only padding would be left, the result is empty, and the score is read at
         the prompt's last token.
-
-        response: int32 [R], token ids.
         """
         have = next(
             (n for n in range(len(self._ending), 0, -1) if np.array_equal(response[-n:], self._ending[:n])), 0
@@ -48,19 +50,20 @@ class Conversations:
 
 
 def same_tokenizer(folder: str, other: str) -> bool:
-    """Return True if both folders have the same tokenizer.json."""
+    """Return True if both folders contain a tokenizer.json, with the same bytes."""
     files = Path(folder, _TOKENIZER), Path(other, _TOKENIZER)
     return all(file.is_file() for file in files) and files[0].read_bytes() == files[1].read_bytes()
 
 
 def conversations_of(reward_model: str, policy: str, data: DataConfig) -> Conversations:
-    """Return the rules by which a reward model of this run reads the policy's responses.
+    """Load the tokenizer of a reward model, and return the rules by which it reads the policy's responses.
 
     If the reward model has the policy's tokenizer, data.chat_template is used. If it has another tokenizer,
     the chat template in the reward model's own folder is used, unless data.chat_template=none.
 
     reward_model: folder of the reward model.
     policy: folder of the policy model.
+    data: section `data` of the configuration.
 
     Raises UserError if the reward model's tokenizer or chat template is missing.
     """
@@ -81,15 +84,17 @@ def conversations_of(reward_model: str, policy: str, data: DataConfig) -> Conver
 
 
 def stated_pad_token(model_path: str) -> int | None:
-    """Return pad_token_id from the model's config.json; None if the file does not state one."""
+    """Return pad_token_id from config.json in a model's folder, or None if the file does not state one."""
     return read_object(Path(model_path) / "config.json").get("pad_token_id")
 
 
 def pad_token(model_path: str) -> int | None:
-    """Return the id of the padding token for a reward model trained from this checkpoint; None if none.
+    """Return the id of the padding token for a reward model that is trained from a checkpoint, or None.
 
-    The first of these that exists is used: pad_token_id in config.json, the tokenizer's padding token, the
-    tokenizer's end token. At the end of a conversation, this token is left out in training and in scoring.
+    It is the first of these that exists: pad_token_id in config.json, the tokenizer's padding token, the
+    tokenizer's end token. Training and scoring leave out this token at the end of a conversation.
+
+    model_path: folder of the checkpoint.
     """
     stated = stated_pad_token(model_path)
     if stated is not None:

@@ -12,21 +12,20 @@ _UNCLEAN = "a , b . c ? d ! it 's we 're I 'm do n't"
 
 
 class Decoder:
-    """A decoder of token ids into text without end and padding tokens.
+    """A function that decodes token ids to text, without end and padding tokens.
 
-    Worker processes of rewards and environments get a pickled copy, which imports few modules. All other
-    special tokens stay in the text: tags such as <think> or <tool_call> may be special tokens, and rewards
-    look for them.
+    All other special tokens stay in the text, because tags such as <think> or <tool_call> may be special
+    tokens, and rewards look for them. Worker processes of rewards and environments get a pickled copy of the
+    decoder. They start fast, because the copy imports few modules.
     """
 
     def __init__(self, tokenizer, left_out: Iterable[int]):
-        """Build the decoder from a tokenizer.
+        """Build the decoder from a tokenizer of transformers.
 
-        tokenizer: a tokenizer of transformers.
-        left_out: ids of the end and padding tokens, which do not appear in texts.
+        left_out: ids of the end and padding tokens, which are left out of the text.
         """
         # The compiled part of the tokenizer loads 100 times faster.
-        self._tokenizer = tokenizer.backend_tokenizer if _adds_nothing(tokenizer) else tokenizer
+        self._tokenizer = tokenizer.backend_tokenizer if _decodes_like_backend(tokenizer) else tokenizer
         self._left_out = frozenset(left_out)
 
     def __call__(self, ids: np.ndarray) -> str:
@@ -35,10 +34,10 @@ class Decoder:
 
 
 def end_tokens(tokenizer, model_path: str) -> set[int]:
-    """Return the ids of the end and padding tokens.
+    """Return the ids of the tokens that end or pad a text.
 
-    These are the tokenizer's own, and the end tokens in config.json and generation_config.json of the model's
-    folder.
+    These are the end and padding tokens of the tokenizer, and the special tokens that config.json and
+    generation_config.json in the model's folder state as end tokens (eos_token_id).
     """
     stated: list[int | None] = []
     for name in ("config.json", "generation_config.json"):
@@ -51,8 +50,11 @@ def end_tokens(tokenizer, model_path: str) -> set[int]:
     return {token_id for token_id in found if token_id is not None}
 
 
-def _adds_nothing(tokenizer) -> bool:
-    """Return True if a tokenizer of transformers decodes exactly like its compiled part (`tokenizers`)."""
+def _decodes_like_backend(tokenizer) -> bool:
+    """Return True if a tokenizer decodes exactly like its compiled part.
+
+    tokenizer: a tokenizer of transformers. Its compiled part is an object of the library `tokenizers`.
+    """
     from transformers import PreTrainedTokenizerFast
 
     kind = type(tokenizer)

@@ -21,21 +21,22 @@ from grpo_megatron.errors import UserError
 
 
 def load_examples(config: Config, tokenizer: PromptTokenizer) -> tuple[Sequence[Sample], int]:
-    """Return (samples, left_out): the prompt/response pairs of data.train, and the number of pairs left out.
+    """Load the examples of data.train, which are prompt/response pairs, for supervised training.
 
-    Pairs are left out because they are too long, with data.overlong_prompts=skip.
+    Returns (samples, left_out):
 
-    Every response ends with the token by which the chat template ends an assistant turn. If the template has
-    no such token, the response ends with the tokenizer's end token.
+    - samples: a sequence that makes a sample each time it is requested. Every sample is made once here, so
+      that errors in the data are found before the run starts, but none is kept in memory.
+    - left_out: number of pairs that are left out because they are too long. Pairs are only left out with
+      data.overlong_prompts=skip.
 
-    A response may also be the rest of a chat, such as an episode with an environment. It is then a list of
-    messages that begins and ends with an assistant message, and all assistant messages are trained on.
+    Every response ends with the token by which the chat template ends an assistant turn, or with the
+    tokenizer's end token if the template has no such token. A response may also be the rest of a chat, such
+    as an episode with an environment. It is then a list of messages that begins and ends with an assistant
+    message, and all its assistant messages are trained on.
 
-    Every sample is made once here, so that errors in the data are found before the run starts. It is not kept
-    in memory, but made again each time it is requested.
-
-    Raises UserError, naming the record, if a record is invalid. Raises UserError also if a pair is too long,
-    unless data.overlong_prompts=skip.
+    Raises UserError, naming the record, if a record is invalid, or if a pair is too long and
+    data.overlong_prompts is not skip. Raises UserError also if a source has no pair left.
     """
     parts, first, left_out = [], 0, 0
     for source in as_list(config.data.train):
@@ -55,7 +56,7 @@ def load_examples(config: Config, tokenizer: PromptTokenizer) -> tuple[Sequence[
 
 @dataclass(frozen=True)
 class ExampleMaker:
-    """Maker of supervised samples: called with a record's index, it returns the record's sample."""
+    """Maker of samples for supervised training. It is called with a record's index and returns its sample."""
 
     records: Records
     tokenizer: PromptTokenizer
@@ -64,7 +65,7 @@ class ExampleMaker:
     """Index of this source's record 0 among the records of all sources."""
 
     def __call__(self, index: int) -> Sample:
-        """Return the sample of the record with this index.
+        """Return the sample that is made from the record with this index.
 
         Raises UserError, naming the record, if the record is damaged or incomplete.
         """
@@ -89,9 +90,10 @@ class ExampleMaker:
         )
 
     def fits(self, index: int) -> bool:
-        """Make the sample of a record, as a check, and return True if it is within the length limits.
+        """Return True if the sample of the record with this index is within the length limits.
 
-        Raises UserError if the sample is too long, unless data.overlong_prompts=skip.
+        Raises UserError if it is too long and data.overlong_prompts is not skip. The sample is made for this
+        check, so an invalid record raises UserError, too.
         """
         sample, data = self(index), self.config.data
         problem = too_long(

@@ -21,10 +21,11 @@ _MARK = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]|"', re.DOTALL)
 
 
 class JsonRecords(FileRecords):
-    """The records of a JSON Lines file, or of a JSON array of objects. They take 24 bytes of memory each.
+    """The records of a JSON Lines file, or of a JSON file that contains an array of objects.
 
-    A .json file is an array if its first character is `[`. In any other file, each line that is not blank is
-    a record. Files are UTF-8, with or without a byte-order mark.
+    A .json file is read as an array if its first character is `[`. In any other file, each line that is not
+    blank is a record. Files are UTF-8, with or without a byte-order mark. Only the position of each record is
+    kept in memory, which takes 24 bytes.
     """
 
     def __init__(self, path: str):
@@ -64,18 +65,16 @@ class JsonRecords(FileRecords):
             start += len(line)
 
     def _elements(self, base: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (start byte, end byte, 0) of each element of the array. The end byte is exclusive.
+        """Yield (start byte, end byte, 0) of each element of the file's array. The end byte is exclusive.
 
-        The 0 stands for a line number, as in `_text_lines`. Elements of an array are named by their index
-        instead.
+        The 0 takes the place of the line number that `_text_lines` yields. No line number is needed, because
+        messages name an element of an array by its index.
 
-        base: byte offset at which the array begins, after a byte-order mark.
+        base: byte offset of the array's beginning, after a byte-order mark.
 
-        Only the brackets and commas around the elements are examined here. An element that is not JSON is
-        found when it is read.
-
-        The library ijson cannot replace this: it does not report where an element is in the file, so the
-        elements would have to be kept in memory or copied. It also accepts a key that occurs twice.
+        Only the brackets and commas around the elements are examined here. An element that is not valid JSON
+        is found when it is read. The library ijson cannot be used, because it does not report the position of
+        an element in the file.
         """
         depth = start = index = 0
         buffer, block = b"", _BLOCK
@@ -93,7 +92,7 @@ class JsonRecords(FileRecords):
                         yield start, position, 0
                     index, start = index + 1, position + 1
                     if depth == 0:
-                        self._nothing_from(start)
+                        self._check_end(start)
                         return
                 elif depth == 1 and start == 0:
                     start = position + 1
@@ -106,11 +105,14 @@ class JsonRecords(FileRecords):
         )
 
     def _is_blank(self, start: int, end: int) -> bool:
-        """Return whether the bytes [start, end) of the file are only white space."""
+        """Return True if the bytes [start, end) of the file are only white space."""
         return end - start < _BLOCK and not os.pread(self._file.fileno(), end - start, start).strip()
 
-    def _nothing_from(self, position: int) -> None:
-        """Raise UserError if anything but white space follows the array, which ends before `position`."""
+    def _check_end(self, position: int) -> None:
+        """Raise UserError if anything but white space follows the array.
+
+        position: byte offset of the first byte after the array.
+        """
         self._file.seek(position)
         while chunk := self._file.read(_BLOCK):
             if chunk.strip():
@@ -121,29 +123,37 @@ class JsonRecords(FileRecords):
 
 
 def _parse(raw: bytes, where: str) -> dict[str, Any]:
-    """Return the JSON object that the bytes contain. Raises UserError if they contain anything else.
+    """Return the JSON object in these bytes. Raises UserError if they contain anything else.
 
     where: place of the record, for error messages.
     """
     try:
-        record = json.loads(raw.decode("utf-8"), object_pairs_hook=_without_twins)
+        record = json.loads(raw.decode("utf-8"), object_pairs_hook=_with_unique_keys)
     except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not valid UTF-8 ({error.reason} at byte {error.start})") from error
+        raise UserError(
+            f"{where}: not valid UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8"
+        ) from error
     except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not valid JSON ({error.msg} at column {error.colno})") from error
+        raise UserError(
+            f"{where}: not valid JSON ({error.msg} at column {error.colno}); correct the record"
+        ) from error
     except RecursionError as error:
-        raise UserError(f"{where}: the record is nested too deeply") from error
-    except ValueError as error:  # raised by _without_twins, or by a number with thousands of digits
+        raise UserError(f"{where}: the record is nested too deeply; flatten it") from error
+    except ValueError as error:  # raised by _with_unique_keys, or by a number with thousands of digits
         raise UserError(f"{where}: {error}") from error
     if not isinstance(record, dict):
-        raise UserError(f"{where}: expected a JSON object, got {type(record).__name__}")
+        raise UserError(
+            f"{where}: expected a JSON object, got {type(record).__name__}; write each record as {{...}}"
+        )
     return record
 
 
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the (key, value) pairs of a JSON object as a dict.
+def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as a dict. Raises ValueError if a key occurs twice.
 
-    Raises ValueError if a key occurs twice. json's own conversion would silently keep the last value.
+    Without this check, the json module would silently keep the last value.
+
+    pairs: the (key, value) pairs of the object.
     """
     record = dict(pairs)
     if len(record) < len(pairs):

@@ -10,10 +10,12 @@ T = TypeVar("T")
 
 
 class LazySequence(Sequence[T]):
-    """A sequence that stores integers, such as record indices, and calls `make` to build the requested item.
+    """A sequence that makes an item each time it is requested, so that the items need no memory.
 
-    contents: {source name: digest of its records} of the sources that the items are made from. Checkpoints
-        store it, so that a resumed run can tell whether the data has changed.
+    indices: an integer for each item, such as the index of a record.
+    make: function that returns the item for such an integer.
+    contents: {source name: digest of its records} of the data sources that the items are made from.
+        Checkpoints store it, so that a resumed run can tell whether the data has changed.
     """
 
     def __init__(
@@ -32,7 +34,7 @@ class LazySequence(Sequence[T]):
 
 
 def contents_of(items: Sequence) -> dict[str, str]:
-    """Return {source name: digest of its records} of the sources that the items are made from.
+    """Return {source name: digest of its records} of the data sources that a sequence's items are made from.
 
     The result is empty if `items` is a plain list.
     """
@@ -40,7 +42,10 @@ def contents_of(items: Sequence) -> dict[str, str]:
 
 
 class ConcatSequence(Sequence[T]):
-    """The concatenation of several sequences. Its `contents` are the contents of all parts together."""
+    """Several sequences as one: the items of the first part, then those of the second, and so on.
+
+    Its `contents` ({source name: digest of its records}) are those of all parts together.
+    """
 
     def __init__(self, parts: Sequence[Sequence[T]]):
         self._parts = parts

@@ -6,7 +6,10 @@ from grpo_megatron.config.data import DataConfig, OverlongPrompts
 
 
 def within_limit(prompt: np.ndarray, data: DataConfig) -> np.ndarray:
-    """Return the prompt. With data.overlong_prompts=truncate_left, only its last max_prompt_length tokens."""
+    """Return the prompt, cut to its last max_prompt_length tokens if data.overlong_prompts=truncate_left.
+
+    prompt: int32 [P], token ids.
+    """
     return (
         prompt[-data.max_prompt_length :]
         if data.overlong_prompts == OverlongPrompts.truncate_left
@@ -14,17 +17,19 @@ def within_limit(prompt: np.ndarray, data: DataConfig) -> np.ndarray:
     )
 
 
-def too_long(prompt: int, response: int, data: DataConfig, longest: int) -> str | None:
-    """Return why a pair of prompt and response is too long; None if it is not.
+def too_long(prompt_length: int, response_length: int, data: DataConfig, longest: int) -> str | None:
+    """Return why a prompt and its response are too long, or None if they are not.
 
-    The text continues a sentence that begins with the place of the record.
+    The text is for a message that begins with the place of the record, such as "has 9 prompt and 3 response
+    tokens, more than ...".
 
-    prompt, response: their lengths in tokens.
-    longest: maximal length of a response in tokens.
+    prompt_length, response_length: lengths in tokens.
+    data: section `data` of the configuration, with the maximum length of a prompt.
+    longest: maximum length of a response in tokens.
     """
-    if prompt <= data.max_prompt_length and response <= longest:
+    if prompt_length <= data.max_prompt_length and response_length <= longest:
         return None
     return (
-        f"has {prompt} prompt and {response} response tokens, more than "
+        f"has {prompt_length} prompt and {response_length} response tokens, more than "
         f"data.max_prompt_length={data.max_prompt_length} or rollout.max_response_length={longest}"
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 from grpo_megatron.data.values import shown
 from grpo_megatron.errors import UserError
+from grpo_megatron.files import json_text
 
 # Keys of an assistant message, besides its content, that hold what the model wrote.
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -13,17 +14,17 @@ CALL_KEYS = ("tool_calls", "function_call")
 
 
 def chat_messages(prompt: Any, where: str, name: str = "prompt") -> list[dict[str, Any]]:
-    """Return a record's chat messages in the form that chat templates expect.
+    """Check a record's chat messages, and return them in the form that chat templates expect.
 
-    prompt: the value of the record's field, which must be a list of messages.
-    where: place of the record, for error messages.
-    name: name of the record's field, for error messages.
-
-    In the result, contents are plain text, and keys that are null are removed: many libraries write null for
-    keys that a message lacks, but templates test whether a key is present. The content of an assistant
+    In this form, contents are plain text, and keys whose value is null are removed: many libraries write null
+    for keys that a message lacks, but templates test whether a key is present. The content of an assistant
     message is None if the message consists only of tool calls or reasoning.
 
-    Raises UserError if `prompt` is not a list of messages.
+    prompt: value of the record's field, which must be a list of messages.
+    where: place of the record, for error messages.
+    name: what the messages are, for error messages, such as "prompt" or "response".
+
+    Raises UserError if `prompt` is not a list of valid messages.
     """
     if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
         raise UserError(
@@ -38,9 +39,11 @@ def chat_messages(prompt: Any, where: str, name: str = "prompt") -> list[dict[st
 
 
 def _message(given: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return one message in the form that chat templates expect. Raises UserError if the message is invalid.
+    """Check a chat message, and return it in the form that chat templates expect.
 
     where: place of the message, for error messages.
+
+    Raises UserError if the message is invalid.
     """
     message = _without_nulls(given)
     role = message.get("role")
@@ -58,10 +61,12 @@ def _without_nulls(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tool_calls(given: Any, where: str) -> list[dict[str, Any]]:
-    """Return a message's tool calls as a list of dicts, without keys that are null.
+    """Return the tool calls of a message as a list of dicts, without keys whose value is null.
 
-    given: the list or its JSON text. Raises UserError for anything else.
+    given: the list of tool calls or its JSON text.
     where: place of the message, for error messages.
+
+    Raises UserError if `given` is anything else.
     """
     calls = _json_value(given) if isinstance(given, str) else given
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
@@ -73,16 +78,47 @@ def _tool_calls(given: Any, where: str) -> list[dict[str, Any]]:
     for call in calls:
         if isinstance(call.get("function"), dict):
             call["function"] = _without_nulls(call["function"])
-        if not isinstance(call.get("function", call).get("name"), str):
-            raise UserError(f"{where} has a tool call without a name: {shown(call)}")
+        if not isinstance(called_function(call).get("name"), str):
+            raise UserError(f"{where} has a tool call without a name: {shown(call)}; add one")
     return calls
+
+
+def called_function(call: dict[str, Any]) -> dict[str, Any]:
+    """Return the object in a tool call that has the name and the arguments of the called tool.
+
+    This is `call["function"]`. In some data sets, it is the call itself.
+    """
+    return call.get("function", call)
+
+
+def call_arguments(given: Any, kind: type) -> Any:
+    """Return the arguments of a tool call as a value of the type `kind`: dict, or str for JSON text.
+
+    given: the arguments in the record. Raises UserError if they are neither an object nor its JSON text.
+    """
+    if type(given) is kind:
+        return given
+    if kind is str:
+        return json_text(given, ensure_ascii=False)
+    try:
+        value = json.loads(given)
+    except (TypeError, ValueError):
+        value = None
+    if not isinstance(value, dict):
+        raise UserError(
+            f"the arguments of a tool call are {shown(given)}; they must be a JSON object or the text of one"
+        )
+    return value
 
 
 def _content(message: dict[str, Any], where: str) -> str | None:
     """Return the content of a message as text, or None if the message has only tool calls or reasoning.
 
-    The message may give its content as a list of parts `{"type": "text", "text": ...}`. Raises UserError if a
-    part is not text, or if the content is missing.
+    The message may give its content as a list of parts `{"type": "text", "text": ...}`, which are joined.
+
+    where: place of the message, for error messages.
+
+    Raises UserError if a part is not text, or if the content is missing.
     """
     content = message.get("content")
     if isinstance(content, str):
@@ -91,9 +127,9 @@ def _content(message: dict[str, Any], where: str) -> str | None:
         return None
     if not isinstance(content, list):
         raise UserError(
-            f"{where} has no content"
+            f"{where} has no content; add it"
             if content is None
-            else f"{where} has the content {shown(content)}, which is not text"
+            else f"{where} has the content {shown(content)}, which is not text; give a string"
         )
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else part
@@ -103,20 +139,20 @@ def _content(message: dict[str, Any], where: str) -> str | None:
 
 
 def written_beside_content(message: dict[str, Any]) -> list[str]:
-    """Return the keys of an assistant message, other than `content`, under which there is text of the model.
+    """Return the keys, other than `content`, under which an assistant message has text that the model wrote.
 
-    These are the keys in REASONING_KEYS and CALL_KEYS whose value is not empty.
+    These are the keys for reasoning and tool calls (REASONING_KEYS and CALL_KEYS) whose value is not empty.
     """
     return [key for key in (*REASONING_KEYS, *CALL_KEYS) if message.get(key)]
 
 
 def chat_in_text(text: str, where: str) -> list[dict[str, Any]] | None:
-    """Return the messages of a chat that is given as JSON text, for example because the data was a CSV file.
-
-    Returns None if the text is anything else. Raises UserError if the text is a list of messages in Python
-    syntax instead of JSON.
+    """Return the messages of a chat that a record contains as JSON text, as records from CSV files do.
 
     where: place of the record, for error messages.
+
+    Returns None if the text is not a chat. Raises UserError if the text is a list of messages in Python
+    syntax instead of JSON.
     """
     if not text.lstrip().startswith("[") or "role" not in text:
         return None
@@ -143,7 +179,7 @@ def _is_chat(value: Any) -> bool:
 
 
 def _json_value(text: str) -> Any:
-    """Return the value that the JSON text states; None if the text is not JSON."""
+    """Return the value that a JSON text encodes, or None if the text is not valid JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -153,8 +189,10 @@ def _json_value(text: str) -> Any:
 def offered_tools(given: Any, where: str) -> list[dict[str, Any]]:
     """Return the JSON schemas of the tools that a record offers to the model.
 
-    given: the record's value: the list of schemas or its JSON text. Raises UserError for anything else.
+    given: value of the record's field: the list of schemas or its JSON text.
     where: place of the record and its field, for error messages.
+
+    Raises UserError if `given` is anything else.
     """
     tools = _json_value(given) if isinstance(given, str) else given
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):

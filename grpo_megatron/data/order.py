@@ -13,10 +13,11 @@ from grpo_megatron.errors import ANOTHER_RUN, UserError
 class EpochOrder:
     """An endless stream of the indices 0 to size-1, in which each index occurs once per epoch.
 
-    The order of an epoch depends only on the seed and the epoch, so that a resumed run continues it.
+    The order of an epoch depends only on the seed and the number of the epoch, so a resumed run can continue
+    it.
 
-    contents: {source name: digest of its records}. Checkpoints store it, so that a resumed run can tell
-        whether the data has changed.
+    contents: {source name: digest of its records} of the data. Checkpoints store it, so that a resumed run
+        can tell whether the data has changed.
     """
 
     def __init__(
@@ -28,7 +29,7 @@ class EpochOrder:
 
     @classmethod
     def of(cls, items: Sequence, seed: int, shuffle: bool) -> "EpochOrder":
-        """Return a new order over the indices of `items`, with the digests of their sources."""
+        """Return an order over the indices of `items`, which starts at epoch 0."""
         return cls(len(items), seed, shuffle, contents_of(items))
 
     def _make_order(self) -> np.ndarray:
@@ -59,11 +60,12 @@ class EpochOrder:
         }
 
     def must_fit(self, state: dict) -> str:
-        """Raise UserError if a saved state belongs to other data.
-
-        Returns a note for the user about what could not be compared; empty if everything was compared.
+        """Check that this order can be continued from a saved state, which must belong to the same data.
 
         state: what `state_dict` returned when the checkpoint was written.
+
+        Returns a note for the user about what could not be compared, or "" if everything was compared. Raises
+        UserError if the data, the seed or the setting `shuffle` differ.
         """
         saved = (state["size"], state["seed"], state["shuffle"])
         if saved != (self.size, self.seed, self.shuffle):
@@ -96,13 +98,14 @@ class EpochOrder:
 
 
 class PromptSource:
-    """The training prompts of one or several sources, handed out step by step.
-
-    A checkpoint stores the position in each source's order.
+    """The training prompts of one or several data sources, handed out step by step.
 
     Without data.train_weights, all sources form one data set, and each prompt occurs once per epoch. With
-    weights, every source has its own order and supplies its share of the prompts, exact to within one prompt.
-    If a resumed run has other weights, the new shares hold for the prompts handed out after the resume.
+    weights, every source has its own order, and supplies its share of the prompts, exact to within one
+    prompt.
+
+    A checkpoint stores the position in each source's order. If a resumed run has other weights, the new
+    shares hold for the prompts handed out after the resume.
     """
 
     def __init__(
@@ -116,22 +119,23 @@ class PromptSource:
         self._shares = [weight / sum(weights) for weight in weights] if weights else [1.0]
         self._orders = [EpochOrder.of(source, seed + i, shuffle) for i, source in enumerate(self._sources)]
         self._taken = [0] * len(self._sources)
-        # Places are (source, index): first those to be handed out again, then those handed out since the last
-        # `settle`.
+        # (source, index) of each prompt that is to be handed out again.
         self._returned: list[tuple[int, int]] = []
+        # (source, index, uid) of each prompt that was handed out since the last `settle`.
         self._lent: list[tuple[int, int, int]] = []
 
     def next(self, count: int) -> list[Prompt]:
-        """Hand out the next `count` prompts, first those that `settle` took back."""
+        """Hand out the next `count` prompts. Prompts that `settle` took back come first."""
         return [
             self._prompt(*(self._returned.pop(0) if self._returned else self._next_place()))
             for _ in range(count)
         ]
 
     def settle(self, unused: list[Prompt]) -> None:
-        """End a step, and take back the prompts that were handed out for this step but not used.
+        """End a step. Take back the prompts that were handed out for this step but not used.
 
-        `next` hands out the returned prompts first. All other prompts of the step are used up.
+        `next` hands out the returned prompts again, before new ones. All other prompts of the step are used
+        up.
 
         unused: the prompts to take back.
         """
@@ -154,13 +158,13 @@ class PromptSource:
     def first(self, count: int) -> list[Prompt]:
         """Return the first `count` prompts of the first source, or all its prompts if it has fewer.
 
-        This does not use them up: training still gets these prompts.
+        Training is not affected: it still gets these prompts.
         """
         return [self._sources[0][index] for index in range(min(count, len(self._sources[0])))]
 
     @property
     def epoch(self) -> int:
-        """Epoch of the source that is furthest ahead, counted from 0."""
+        """Number of the epoch, counted from 0, of the source that is furthest ahead."""
         return max(order.epoch for order in self._orders)
 
     def state_dict(self) -> dict:
@@ -169,11 +173,12 @@ class PromptSource:
         return {"orders": orders, "taken": self._taken, "shares": self._shares, "returned": returned}
 
     def must_fit(self, state: dict) -> str:
-        """Raise UserError if a saved state belongs to other data.
-
-        Returns a note for the user about what could not be compared; empty if everything was compared.
+        """Check that the sources can be continued from a saved state, which must belong to the same data.
 
         state: what `state_dict` returned when the checkpoint was written.
+
+        Returns a note for the user about what could not be compared, or "" if everything was compared. Raises
+        UserError if the data, the seed or the setting `shuffle` differ.
         """
         if len(state["orders"]) != len(self._orders):
             raise UserError(
@@ -184,7 +189,10 @@ class PromptSource:
         return next(filter(None, notes), "")
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from a saved state. Raises UserError if the state belongs to other data."""
+        """Continue at the position in a saved state. Raises UserError if the state belongs to other data.
+
+        state: what `state_dict` returned when the checkpoint was written.
+        """
         self.must_fit(state)
         if state.get("shares", self._shares) != self._shares:
             # Start counting again. Otherwise one source would supply every prompt until it has its new share

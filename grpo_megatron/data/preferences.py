@@ -26,21 +26,24 @@ Pair = tuple[Sample, Sample]
 
 @dataclass(frozen=True)
 class PairMaker:
-    """Maker of preference pairs: called with a record's index, it returns the record's pair."""
+    """Maker of preference pairs, each a chosen and a rejected response to a prompt.
+
+    It is called with a record's index and returns the pair of samples that the record contains.
+    """
 
     records: Records
     """The records of one source."""
     conversations: Conversations
-    """Tokenizer of the reward model, and the rules by which a conversation ends."""
+    """Tokenizer of the reward model, and the rules by which it reads a finished conversation."""
     config: DataConfig
     """The section `data` of the configuration."""
     longest: int
-    """Maximal length of a response, in tokens."""
+    """Maximum length of a response in tokens."""
     first: int
     """Index of this source's record 0 among the records of all sources."""
 
     def __call__(self, index: int) -> Pair:
-        """Return the pair of the record with this index.
+        """Return the pair (chosen sample, rejected sample) that is made from the record with this index.
 
         With data.overlong_prompts=truncate_left, long prompts are cut on the left.
 
@@ -52,15 +55,15 @@ class PairMaker:
         return chosen, self._sample(record, self.config.rejected_key, index, where, 0.0)
 
     def _sample(self, record: dict[str, Any], key: str, index: int, where: str, reward: float) -> Sample:
-        """Return the sample of one of the two responses.
+        """Return the sample that is made from the chosen or the rejected response of a record.
 
-        key: field of the record with the response: data.chosen_key or data.rejected_key.
+        key: field of the record that contains the response: data.chosen_key or data.rejected_key.
         index: index of the record.
         where: place of the record, for error messages.
-        reward: stored in the sample: the pair's margin for the chosen response, 0 for the rejected response.
+        reward: the sample's reward: the pair's margin for the chosen response, 0 for the rejected response.
         """
         tokenizer = self.conversations.tokenizer
-        prompt_ids, said = self._said(record, key, where)
+        prompt_ids, said = self._prompt_and_response(record, key, where)
         response = self.conversations.finished(tokenizer.encode(said))
         if not (said and len(tokenizer.encode(said)) and len(response)):
             raise UserError(f"{where}: the response in field {key!r} has no tokens: {shown(said)}")
@@ -75,11 +78,12 @@ class PairMaker:
             reward=reward,
         )
 
-    def _said(self, record: dict[str, Any], key: str, where: str) -> tuple[np.ndarray, str]:
-        """Return (prompt_ids, response): int32 ids of the prompt, and the text of the assistant's response.
+    def _prompt_and_response(self, record: dict[str, Any], key: str, where: str) -> tuple[np.ndarray, str]:
+        """Return (prompt_ids, response): int32 token ids of the prompt, and the response as text.
 
-        key: field of the record with the response. It contains the response as text, or a chat that ends with
-            it.
+        key: field of the record that contains the response, either as text, or as a chat whose last message
+            is the response.
+        where: place of the record, for error messages.
         """
         tokenizer, value = self.conversations.tokenizer, self.records.meant(required(record, key, where))
         tools = record_tools(self.records, record, self.config, where)
@@ -104,11 +108,13 @@ class PairMaker:
     def _conversation(
         self, messages: list[dict[str, Any]], record: dict[str, Any], where: str
     ) -> list[dict[str, Any]]:
-        """Return the whole conversation, from the prompt to the response, with system prompt and suffix.
+        """Return all messages of a conversation, from the prompt to the response.
 
-        messages: the messages in the field with the response. If the first of them is the assistant's, the
-            conversation is the record's prompt followed by `messages`. Otherwise `messages` is the whole
-            conversation.
+        The system prompt and the suffix of the configuration are added.
+
+        messages: the chat in the field with the response. If it begins with an assistant message, it
+            continues the record's prompt. Otherwise, it is already the whole conversation.
+        where: place of the record, for error messages.
         """
         tokenizer = self.conversations.tokenizer
         if messages[0]["role"] != "assistant":
@@ -121,7 +127,12 @@ class PairMaker:
         return [*asked, *messages]
 
     def problem(self, pair: Pair) -> str | None:
-        """Return why the pair is too long, as the end of a sentence about its record; None if it is not."""
+        """Return why a pair is too long, or None if it is not.
+
+        The longer one of the pair's two prompts counts, and likewise of its two responses. The text is for a
+        message that begins with the place of the record, such as "has 9 prompt and 3 response tokens, more
+        than ...".
+        """
         prompt, response = (max(sample.num_prompt for sample in pair), max(s.num_response for s in pair))
         return too_long(prompt, response, self.config, self.longest)
 
@@ -146,17 +157,23 @@ def _margin(record: dict[str, Any], key: str, where: str) -> float:
 def load_pairs(
     sources: Any, conversations: Conversations, data: DataConfig, longest: int
 ) -> tuple[Sequence[Pair], dict[str, int]]:
-    """Return (pairs, counts): the preference pairs of `sources`, and {reason: number of pairs left out}.
+    """Load the preference pairs of one or several data sources. Return (pairs, counts).
 
-    The reasons are "too long" and "with two responses that are alike". Every record is read, checked and
-    tokenized once here, so that errors in the data are found before the run starts. Only the indices of the
-    remaining records are kept in memory.
+    - pairs: a sequence that makes a pair each time it is requested. Only the indices of the records are kept
+      in memory.
+    - counts: {reason: number of pairs left out}. The reasons are "too long" and "with two responses that are
+      alike".
+
+    Every record is read, checked and tokenized once here, so that errors in the data are found before the run
+    starts.
 
     sources: data.train or data.eval, one source or a list.
-    longest: maximal length of a response, in tokens. A response is never cut.
+    conversations: tokenizer and rules of the reward model.
+    data: section `data` of the configuration.
+    longest: maximum length of a response in tokens. A response is never cut.
 
-    Raises UserError, naming the record, if a record is invalid. Raises UserError also if a pair is too long,
-    unless data.overlong_prompts=skip.
+    Raises UserError, naming the record, if a record is invalid, or if a pair is too long and
+    data.overlong_prompts is not skip. Raises UserError also if a source has no pair left.
     """
     parts, first, counts = [], 0, {"too long": 0, "with two responses that are alike": 0}
     for source in as_list(sources):
@@ -187,11 +204,11 @@ def load_pairs(
 
 
 def pair_batch(pairs: Sequence[Pair]) -> TrainBatch:
-    """Return P pairs as one batch of 2P sequences.
+    """Return P preference pairs as one training batch of 2P sequences, each a prompt with one response.
 
-    Sequence 2i is the chosen response of pair i with its prompt, sequence 2i + 1 the rejected response. The
-    pair's margin is the difference between the `reward` of the two sequences. The pair's loss weight is 1 /
-    P: the last token of each of its two sequences has the weight 0.5 / P.
+    Sequence 2i has the chosen response of pair i, and sequence 2i + 1 the rejected response. The pair's
+    margin is the `reward` of the first minus the `reward` of the second. Each pair has the loss weight 1 / P.
+    The batch stores 0.5 / P at the last token of each sequence, where the model's score is read.
     """
     batch = TrainBatch.from_samples([sample for pair in pairs for sample in pair])
     batch.weight[batch.cu_seqlens[1:] - 1] = 0.5 / len(pairs)

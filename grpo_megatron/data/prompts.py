@@ -24,19 +24,23 @@ RecordCheck = Callable[[Prompt, str], None]
 
 
 def as_list(value: Any) -> list[str]:
-    """Return data.train or data.eval as a list. value: one source, a list of sources or None."""
+    """Return data.train or data.eval as a list of sources.
+
+    value: one source, a list of sources, or None.
+    """
     return [] if value is None else [value] if isinstance(value, str) else list(value)
 
 
 def reference_answer(value: Any, where: str) -> str | list[str]:
-    """Return the text of a reference answer, or a list with the text of each accepted answer.
+    """Return a record's reference answer as text, or as a list of texts if several answers are accepted.
 
     Numbers are written in digits without an exponent (1e-07 -> 0.0000001), and whole numbers without a
     decimal point (15.0 -> 15). True and False are written as in Python.
 
-    where: the record and field, named in error messages.
+    value: value of the record's field.
+    where: place of the record and its field, for error messages.
 
-    Raises UserError for any other type of value.
+    Raises UserError if a value is not a string, a finite number or a bool.
     """
     if isinstance(value, list):
         if not value:
@@ -46,9 +50,11 @@ def reference_answer(value: Any, where: str) -> str | list[str]:
 
 
 def _answer_text(value: Any, where: str) -> str:
-    """Return the text of one reference answer. Raises UserError if it is no text, number or bool.
+    """Return one reference answer as text.
 
     where: place of the answer, for error messages.
+
+    Raises UserError if the value is not a string, a finite number or a bool.
     """
     if isinstance(value, str):
         return value
@@ -67,26 +73,29 @@ def _answer_text(value: Any, where: str) -> str:
 
 @dataclass(frozen=True)
 class PromptMaker:
-    """Maker of prompts: called with a record's index, it returns the record's prompt."""
+    """Maker of prompts. It is called with a record's index and returns the record's prompt."""
 
     records: Records
     """The records of one source."""
     tokenizer: PromptTokenizer
-    """Tokenizes the prompts."""
+    """Tokenizer for the prompts."""
     config: DataConfig
     """The section `data` of the configuration."""
     first_uid: int
-    """uid of the prompt of record 0. The uids of the other records count up from it."""
+    """Unique id (uid) of the prompt of record 0. The prompt of record i has the uid `first_uid` + i."""
     name: str
-    """Name of the source, which the prompts state in `source`."""
+    """Name of the data source. Each prompt gets it as `Prompt.source`."""
 
     def __call__(self, index: int) -> Prompt:
-        """Return the prompt of the record with this index, cut to its last max_prompt_length tokens."""
+        """Return the prompt of the record with this index, cut to its last max_prompt_length tokens.
+
+        Raises UserError, naming the record, if the record is damaged or invalid.
+        """
         prompt = self.whole(index)
         return Prompt(**{**vars(prompt), "ids": prompt.ids[-self.config.max_prompt_length :]})
 
     def whole(self, index: int) -> Prompt:
-        """Return the prompt of the record with this index in full length.
+        """Return the prompt of the record with this index, whatever its length.
 
         Raises UserError, naming the record, if the record is damaged or invalid.
         """
@@ -106,15 +115,24 @@ class PromptMaker:
 
 
 def record_prompt(records: Records, record: dict[str, Any], config: DataConfig, where: str) -> Any:
-    """Return the record's prompt, which is a text, a list of chat messages, or a list of token ids.
+    """Return the value of a record's prompt field: a text, a list of chat messages, or a list of token ids.
 
-    Raises UserError if the field data.prompt_key is missing.
+    config: section `data` of the configuration, with the field's name in `prompt_key`.
+    where: place of the record, for error messages.
+
+    Raises UserError if the field is missing.
     """
     return records.meant(required(record, config.prompt_key, where))
 
 
 def record_tools(records: Records, record: dict[str, Any], config: DataConfig, where: str) -> Tools:
-    """Return the JSON schemas of the tools that a record offers to the model, or None if it offers none."""
+    """Return the JSON schemas of the tools that a record offers to the model, or None if it offers none.
+
+    config: section `data` of the configuration, with the field's name in `tools_key`.
+    where: place of the record, for error messages.
+
+    Raises UserError if the field contains anything else.
+    """
     given = None if config.tools_key is None else lookup(record, config.tools_key)
     if given in (None, [], ""):
         return None
@@ -128,17 +146,20 @@ def load_prompts(
     first_uid: int = 0,
     check: RecordCheck | None = None,
 ) -> tuple[Sequence[Prompt], dict[str, int]]:
-    """Return (prompts, counts) of one source.
+    """Load the prompts of one data source. Return (prompts, counts).
+
+    - prompts: a sequence that reads and tokenizes a prompt each time it is requested. Only the indices of the
+      records are kept in memory.
+    - counts: {"skipped": number of prompts left out, "truncated": number of prompts that are cut}. Both
+      happen to prompts with more than data.max_prompt_length tokens, as data.overlong_prompts says.
 
     Every record is read, checked and tokenized once here, so that errors in the data are found before the run
-    starts. Only the indices of the remaining records are kept in memory. A prompt is read and tokenized again
-    each time it is requested.
+    starts.
 
-    counts: {"skipped" and "truncated": number of prompts} whose length is above data.max_prompt_length.
-
-    first_uid: uid of the first record's prompt. Each further record counts up by 1.
-    check: function (prompt, place of its record) that raises UserError for a prompt that cannot be used, such
-        as a prompt that the reward cannot score.
+    config: section `data` of the configuration.
+    first_uid: uid of the first record's prompt. The uids of the following records count up from it.
+    check: function (prompt, place of its record) that raises UserError if the prompt cannot be used, for
+        example because the reward cannot score it.
 
     Raises UserError, naming the record, if a record is invalid, or if its prompt is too long and
     data.overlong_prompts=error. Raises UserError also if no prompt is left.

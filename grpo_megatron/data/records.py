@@ -14,9 +14,9 @@ _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 
 
 def open_records(source: str) -> Records:
-    """Open one source of records. The records themselves are not checked yet.
+    """Open a data source, and return its records. The records themselves are not checked yet.
 
-    source: a .jsonl, .json or .parquet file, or `hf:NAME[:CONFIG[:SPLIT]]`. The part after `hf:` is what
+    source: a .jsonl, .json or .parquet file, or `hf:NAME[:CONFIG[:SPLIT]]`. NAME is what
         `datasets.load_dataset` accepts: a name on the hub, if a hub is reachable, or a local folder. SPLIT is
         train by default.
 
@@ -49,12 +49,12 @@ def open_records(source: str) -> Records:
             f"extension {suffix or '(none)'}"
         )
     if not len(records):
-        raise UserError(f"{source} contains no records")
+        raise UserError(f"{source} contains no records; give a file or data set with at least one")
     return records
 
 
 def read_records(source: str, keys: list[str]) -> Records:
-    """Open one source of records, and read every record once as a check.
+    """Open a data source, check every record by reading it once, and return the records.
 
     keys: fields that every record must have.
 

@@ -1,8 +1,4 @@
-"""Loading of all prompts of a run, for training and evaluation.
-
-The argument `check` is called with each prompt and raises UserError if the prompt cannot be used, for example
-because the reward cannot score it.
-"""
+"""Loading of all prompts of a run, for training and evaluation."""
 
 import logging
 from itertools import count
@@ -19,7 +15,13 @@ logger = logging.getLogger(__name__)
 def training_prompts(
     config: Config, tokenizer: PromptTokenizer, check: RecordCheck | None = None
 ) -> PromptSource:
-    """Load the prompts of data.train, and log how many prompts each source has."""
+    """Load the prompts of data.train, and return them as one PromptSource.
+
+    The number of prompts of each source is logged.
+
+    check: function (prompt, place of its record) that raises UserError if the prompt cannot be used, for
+        example because the reward cannot score it.
+    """
     sources, uid = [], 0
     for source in as_list(config.data.train):
         prompts, counts = load_prompts(source, tokenizer, config.data, uid, check)
@@ -38,9 +40,10 @@ def held_out_prompts(
     """Load the evaluation prompts of data.eval, and return {name of the data set: its prompts}.
 
     A number is appended to a name that occurs twice, and to the name `average`, which is reserved for the
-    mean over all data sets.
+    mean over all data sets. The prompts stay in memory, because an evaluation samples all of them at once.
 
-    The prompts stay in memory, because an evaluation samples all of them at once.
+    check: function (prompt, place of its record) that raises UserError if the prompt cannot be used, for
+        example because the reward cannot score it.
     """
     loaded: list[tuple[str, list[Prompt]]] = []
     for source in as_list(config.data.eval):

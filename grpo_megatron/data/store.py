@@ -16,10 +16,10 @@ _DIGESTED_BYTES = 4 * 2**20  # bytes read at a time for a digest
 
 
 class Records(Sequence[dict[str, Any]]):
-    """The records of one source in order, each a dict of plain Python values that can be written as JSON.
+    """The records of one data source in order, each a dict of plain Python values.
 
-    The records themselves are not kept in memory. Requesting a damaged record raises a UserError that names
-    the record.
+    The values can be written as JSON. A record is read from the source each time it is requested, so the
+    records are not kept in memory. Requesting a damaged record raises a UserError that names the record.
     """
 
     source: str
@@ -28,18 +28,22 @@ class Records(Sequence[dict[str, Any]]):
         return self._read(range(len(self))[index])
 
     def where(self, index: int) -> str:
-        """Return the source and the place of a record in it, such as `data.json: record 7`, for messages."""
+        """Return the place of a record, for messages: source and index, such as `data.json: record 7`."""
         return f"{self.source}: record {index}"
 
     def meant(self, value: Any) -> Any:
-        """Return a value of a record without what only the file format added, such as Arrow's nulls."""
+        """Return a value of a record without what the file format added to it.
+
+        For example, Arrow adds keys whose value is null. Most formats add nothing, so the value is returned
+        as it is.
+        """
         return value
 
     def digest(self) -> str:
-        """Return the XXH3-128 digest of all records, so that a resumed run can tell whether they changed.
+        """Return the XXH3-128 digest of all records as hexadecimal text.
 
-        All records are read for this. That takes much less time than the checks at the start of a run, which
-        read all records too.
+        A resumed run compares digests to tell whether the records have changed. All records are read for
+        this, which takes much less time than the checks that read them when a run starts.
         """
         digest = xxhash.xxh3_128()
         for record in self:
@@ -54,8 +58,8 @@ class Records(Sequence[dict[str, Any]]):
 class FileRecords(Records):
     """Base class of the records of one file.
 
-    The file stays open and must not change, because positions in it are stored. Requesting a record after a
-    change raises UserError.
+    The file stays open and must not change, because the positions of records in it are stored. Requesting a
+    record after the file has changed raises UserError.
     """
 
     def __init__(self, path: str):
@@ -72,7 +76,7 @@ class FileRecords(Records):
         return status.st_size, status.st_mtime_ns
 
     def digest(self) -> str:
-        """Return the XXH3-128 digest of the file's bytes."""
+        """Return the XXH3-128 digest of the file's bytes as hexadecimal text."""
         digest, place = xxhash.xxh3_128(), 0
         while block := os.pread(self._file.fileno(), _DIGESTED_BYTES, place):
             digest.update(block)

@@ -1,10 +1,6 @@
-"""The prompt tokenizer.
-
-It turns the prompts of records into text and token ids, with the chat template if there is one.
-"""
+"""The prompt tokenizer: turns the prompts of records into text and token ids, with a chat template if set."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,33 +9,20 @@ from grpo_megatron.config.data import DataConfig
 from grpo_megatron.data.chat_template import ChatTemplate
 from grpo_megatron.data.decoder import Decoder, end_tokens
 from grpo_megatron.data.messages import chat_in_text, chat_messages
+from grpo_megatron.data.model_tokenizer import load_tokenizer, vocab_size
+from grpo_megatron.data.template_choice import chosen_template
 from grpo_megatron.data.values import shown
 from grpo_megatron.errors import UserError
-from grpo_megatron.files import read_object
 
-FROM_TOKENIZER, NO_TEMPLATE = "tokenizer", "none"
-# Arguments of apply_chat_template that change the form of its result, not the text. data.chat_template_args
-# may not set them.
-_OURS = (
-    "conversation",
-    "chat_template",
-    "tokenize",
-    "padding",
-    "truncation",
-    "max_length",
-    "return_tensors",
-    "return_dict",
-    "return_assistant_tokens_mask",
-    "tokenizer_kwargs",
-    "continue_final_message",
-)
 _STAND_IN = "-- the model's turn --"
 
 Tools = list[dict[str, Any]] | None
 
 
 class PromptTokenizer:
-    """The tokenizer of prompts. It follows data.chat_template and accepts these forms of a prompt:
+    """The tokenizer of prompts, which turns a record's prompt into text and token ids.
+
+    It follows data.chat_template. A prompt has one of these forms:
 
     - A string with a chat template: the string is the user's message, and the generation prompt is added.
     - A string without a chat template: the model continues the text. The tokenizer's own prefix (BOS) is put
@@ -49,32 +32,34 @@ class PromptTokenizer:
     """
 
     def __init__(self, model_path: str, data: DataConfig | None = None, tools: Sequence[dict[str, Any]] = ()):
-        """Load the tokenizer of a model folder and check the settings against it.
+        """Load the tokenizer in a model's folder, and check that it fits the settings.
 
-        data: section `data` of the configuration, for chat template, system prompt and suffix. None means the
-            defaults.
-        tools: JSON schemas of the functions that the model may call in every prompt. The template shows them.
+        data: section `data` of the configuration, with chat template, system prompt and suffix. None means
+            the defaults.
+        tools: JSON schemas of the functions that the model may call in every prompt. The template shows them
+            to the model.
 
         Raises UserError if the tokenizer cannot be used, or if the settings contradict it.
         """
         data = data or DataConfig()
         self.tokenizer = load_tokenizer(model_path)
-        self.vocab_size = _vocab_size(model_path, self.tokenizer)
+        self.vocab_size = vocab_size(model_path, self.tokenizer)
         self._system, self._suffix = data.system_prompt, data.prompt_suffix
-        self.template = _template(model_path, self.tokenizer, data, tools)
-        self._beginning = self._put_before_texts()
+        self.template = chosen_template(model_path, self.tokenizer, data, tools)
+        self._prefix = self._prefix_ids()
         # SentencePiece tokenizers put a space before a text, but not before a part inside a text.
         self._depends_on_text_before = self._behind("\n", "a") != self._ids("a")
         if self.template and self._system is not None:
             self._check_system_prompt()
-        self.turn_ends = self._ends_of_template()
+        self.turn_ends = self._turn_end_of_template()
         self.decoder = Decoder(self.tokenizer, {*self.turn_ends, *end_tokens(self.tokenizer, model_path)})
 
     def prompt(self, prompt: Any, where: str, tools: Tools = None) -> tuple[str, np.ndarray]:
-        """Return (text, ids) of a prompt. The ids are int32 [P], P > 0.
+        """Return (text, ids) of a prompt. The ids are int32 [P] with P > 0.
 
-        where: place of the record, named in error messages.
-        tools: JSON schemas of the tools that the record offers.
+        prompt: text, a list of messages, or a list of token ids.
+        where: place of the record, for error messages.
+        tools: JSON schemas of the tools that the record offers to the model.
 
         Raises UserError if the prompt cannot be used.
         """
@@ -89,33 +74,46 @@ class PromptTokenizer:
                 "data.chat_template=none; set data.tools_key=null, or use a template"
             )
         text = f"{prompt}{self._suffix}"
-        return text, self._some(self._encode_with_beginning(text), text, where)
+        return text, self._not_empty(self._encode_with_prefix(text), text, where)
 
     def chat_prompt(
         self, messages: list[dict[str, Any]], where: str, tools: Tools = None
     ) -> tuple[str, np.ndarray]:
-        """Return (text, int32 ids) of a prompt that is a chat. messages: what `self.messages` returned."""
+        """Return (text, ids) of a prompt that is a chat. The ids are int32 [P] with P > 0.
+
+        messages: the chat as `self.messages` returned it, with system prompt and suffix.
+        where: place of the record, for error messages.
+        tools: JSON schemas of the tools that the record offers to the model.
+
+        Raises UserError if the prompt cannot be used.
+        """
         text = self._needed_template().prompt(messages, where, tools)
         if not text.strip():
-            raise UserError(f"{where}: the prompt is empty after the chat template was applied")
-        self._must_be_plain(messages, text, where)
-        return text, self._some(self.encode(text), text, where)
+            raise UserError(
+                f"{where}: the prompt is empty after the chat template was applied; change data.chat_template"
+            )
+        self._refuse_rendered(messages, text, where)
+        return text, self._not_empty(self.encode(text), text, where)
 
     def text(self, prompt: Any, where: str = "the prompt") -> str:
-        """Return the text of a prompt as it is tokenized. prompt: text, list of messages or token ids."""
+        """Return the text that is tokenized for a prompt, such as the rendered chat.
+
+        prompt: text, a list of messages, or a list of token ids.
+        """
         return self.prompt(prompt, where)[0]
 
     def messages(self, prompt: Any, where: str = "the prompt") -> list[dict[str, Any]] | None:
-        """Return the messages of a prompt, with the system prompt and the suffix added.
+        """Return the chat messages that a prompt consists of, with the system prompt and the suffix added.
 
-        Returns None for token ids, and for plain text if there is no chat template.
+        Returns None if the prompt is not a chat: for token ids, and for plain text if there is no chat
+        template.
         """
         if _are_ids(prompt):
             return None
         given = prompt
         if isinstance(prompt, str):
             if not prompt.strip():
-                raise UserError(f"{where}: the prompt is empty")
+                raise UserError(f"{where}: the prompt is empty; correct or remove the record")
             given = chat_in_text(prompt, where)
             if given is None and not self.template:
                 return None
@@ -142,13 +140,16 @@ class PromptTokenizer:
         return messages
 
     def chat(self, messages: list[dict[str, Any]], where: str = "the prompt", tools: Tools = None) -> str:
-        """Return the text of a chat whose last message is complete, plus the beginning of the next turn."""
+        """Return the text of a chat whose last message is finished, plus the generation prompt."""
         return self._needed_template().render(messages, where, tools)
 
     def after_turn(self, messages: list[dict[str, Any]], tools: Tools = None) -> np.ndarray:
-        """Return the int32 ids from the end of one turn of the model to the beginning of its next turn.
+        """Return the int32 ids that stand between two turns of the model in a chat.
 
-        They contain the first turn's end token and `messages`, the messages between the two turns.
+        They consist of the end of the first turn, such as its end token, the messages between the two turns,
+        and the beginning of the second turn.
+
+        messages: the messages between the two turns, such as an environment's answer.
         """
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _STAND_IN}, *messages]
         _, found, behind = self.chat(chat, "an observation", tools).partition(_STAND_IN)
@@ -160,9 +161,9 @@ class PromptTokenizer:
         return self.encode(behind)
 
     def continued(self, ids: list[int], messages: list[dict[str, Any]], tools: Tools = None) -> list[int]:
-        """Return `ids` plus all tokens up to the beginning of the model's next turn.
+        """Return the token ids of a chat, continued up to the beginning of the model's next turn.
 
-        ids: token ids of a chat, which end with a turn of the model.
+        ids: token ids of the chat so far, which ends with a turn of the model.
         messages: messages that follow this turn, such as an environment's answer.
         """
         behind, shape = self.after_turn(messages, tools).tolist(), self._needed_template().shape
@@ -174,7 +175,8 @@ class PromptTokenizer:
     def after_response(self) -> np.ndarray:
         """Return the int32 ids that follow a response in a finished conversation.
 
-        Without a chat template, this is the tokenizer's end token, if it has one.
+        With a chat template, these are the tokens that the template puts after an assistant message. Without
+        one, this is the tokenizer's end token, if it has one.
         """
         if self.template:
             return self.encode(self.template.shape.tail)
@@ -182,10 +184,13 @@ class PromptTokenizer:
         return np.array([] if end is None else [end], dtype=np.int32)
 
     def closing(self, text: str, is_closed: bool, where: str) -> np.ndarray:
-        """Return the int32 ids of `text`, which ends a turn of the model.
+        """Return the int32 ids with which the model has to end its turn.
 
-        text, is_closed: `closing` and `is_closed` of the turn (see chat_template.Turn). If `is_closed` is
-            False, the tokenizer's end token is added.
+        text, is_closed: fields `closing` and `is_closed` of the turn (chat_template.Turn). The ids are those
+            of `text`, and if `is_closed` is False, the tokenizer's end token.
+        where: place of the record, for error messages.
+
+        Raises UserError if an end token is needed but the tokenizer has none.
         """
         end = self.tokenizer.eos_token_id
         if is_closed:
@@ -198,11 +203,15 @@ class PromptTokenizer:
         return np.append(self.encode(text), np.int32(end))
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the int32 ids of exactly this text, without adding special tokens."""
+        """Return the int32 token ids of exactly this text, without adding special tokens."""
         return np.array(self._ids(text), dtype=np.int32)
 
     def encode_behind(self, before: str, text: str) -> np.ndarray:
-        """Return the int32 ids that the tokenizer gives `text` if the text `before` stands before it."""
+        """Return the int32 ids of a text that follows the text `before`.
+
+        They may differ from the ids of the text alone: SentencePiece tokenizers put a space before the first
+        text.
+        """
         return np.array(
             self._behind(before, text) if self._depends_on_text_before else self._ids(text), dtype=np.int32
         )
@@ -214,25 +223,31 @@ class PromptTokenizer:
         head, both = self._ids(before), self._ids(before + text)
         return both[len(head) :] if both[: len(head)] == head else self._ids(text)
 
-    def _put_before_texts(self) -> list[int]:
-        """Return the token ids that the tokenizer puts before every text, such as BOS."""
+    def _prefix_ids(self) -> list[int]:
+        """Return the ids of the tokens that the tokenizer puts before every text, such as BOS."""
         alone, whole = self._ids("0"), self.tokenizer.encode("0")
         starts = [n for n in range(len(whole)) if whole[n : n + len(alone)] == alone]
         return whole[: starts[0]] if alone and starts else []
 
-    def _encode_with_beginning(self, text: str) -> np.ndarray:
+    def _encode_with_prefix(self, text: str) -> np.ndarray:
         ids = self._ids(text)
-        if ids[: len(self._beginning)] != self._beginning:
-            ids = [*self._beginning, *ids]
+        if ids[: len(self._prefix)] != self._prefix:
+            ids = [*self._prefix, *ids]
         return np.array(ids, dtype=np.int32)
 
-    def _some(self, ids: np.ndarray, text: str, where: str) -> np.ndarray:
+    def _not_empty(self, ids: np.ndarray, text: str, where: str) -> np.ndarray:
         if not len(ids):
-            raise UserError(f"{where}: the prompt has no tokens: {shown(text)}")
+            raise UserError(f"{where}: the prompt has no tokens: {shown(text)}; correct or remove the record")
         return ids
 
-    def _must_be_plain(self, messages: list[dict[str, Any]], text: str, where: str) -> None:
-        """Raise UserError if the first user message begins as if a template was already applied to it."""
+    def _refuse_rendered(self, messages: list[dict[str, Any]], text: str, where: str) -> None:
+        """Raise UserError if a chat template was already applied to the first user message.
+
+        This is assumed if the message begins with the same added token as the rendered chat, such as
+        `<|im_start|>`.
+
+        text: the rendered chat.
+        """
         first = next((token for token in self.template.added_tokens if text.startswith(token)), None)
         asked = next((message["content"] for message in messages if message["role"] == "user"), None)
         if first and asked and asked.lstrip().startswith(first):
@@ -272,10 +287,11 @@ class PromptTokenizer:
                 "data.system_prompt has no effect, because the chat template drops system messages; remove it"
             )
 
-    def _ends_of_template(self) -> tuple[int, ...]:
-        """Return (id,) of the token by which the template ends a turn, which need not be the tokenizer's.
+    def _turn_end_of_template(self) -> tuple[int, ...]:
+        """Return (id,) of the token by which the chat template ends a turn of the model.
 
-        The result is () if the template ends turns without an added token, such as with a line break.
+        It may differ from the tokenizer's end token. The result is () if there is no template, or if the
+        template ends turns without an added token, such as with a line break.
         """
         try:
             shape = self.template.shape if self.template else None
@@ -285,116 +301,22 @@ class PromptTokenizer:
 
     def _needed_template(self) -> ChatTemplate:
         if self.template is None:
-            raise UserError("messages need a chat template, but data.chat_template=none")
+            raise UserError(
+                "messages need a chat template, but data.chat_template=none; set it to tokenizer or a file"
+            )
         return self.template
 
     def decode(self, ids: np.ndarray) -> str:
-        """Return the text of int32 ids without end and padding tokens. Worker processes use `decoder`."""
+        """Return the text of int32 token ids, without end and padding tokens.
+
+        Worker processes get the attribute `decoder` instead, which loads faster than this object.
+        """
         return self.decoder(ids)
 
     def decode_all(self, ids: np.ndarray) -> str:
-        """Return the text of int32 ids, including all special tokens."""
+        """Return the text of int32 token ids, including all special tokens."""
         return self.tokenizer.decode(ids.tolist())
 
 
 def _are_ids(prompt: Any) -> bool:
     return isinstance(prompt, list) and bool(prompt) and all(type(item) is int for item in prompt)
-
-
-def load_tokenizer(model_path: str):
-    """Load the tokenizer of a model folder with transformers. Raises UserError if the folder has none."""
-    from transformers import AutoTokenizer
-
-    if not Path(model_path).is_dir():
-        raise UserError(f"{model_path} is not a folder; it must be a model folder with a tokenizer")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model_path)
-    except Exception as error:  # the library raises many kinds of errors
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise UserError(
-            f"{model_path}: the tokenizer cannot be loaded ({type(error).__name__}: {reason}); copy the "
-            "model's tokenizer files into this folder again"
-        ) from error
-    # If a folder has no tokenizer files, the library creates an empty tokenizer of the model's type.
-    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise UserError(
-            f"{model_path} has no tokenizer (tokenizer.json, or another tokenizer file); copy the tokenizer "
-            "files of the model into this folder"
-        )
-    return tokenizer
-
-
-def _vocab_size(model_path: str, tokenizer) -> int:
-    """Return the vocabulary size of the model, or of the tokenizer if the folder contains no model.
-
-    A model may have more tokens than its tokenizer, because embeddings are padded to convenient sizes. Raises
-    UserError if it has fewer.
-    """
-    needed = max(tokenizer.get_vocab().values()) + 1
-    config = Path(model_path) / "config.json"
-    size = read_object(config).get("vocab_size", needed) if config.is_file() else needed
-    if needed > size:
-        beyond = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index >= size)
-        names = ", ".join(repr(token) for _, token in beyond[:5]) + (", ..." if len(beyond) > 5 else "")
-        raise UserError(
-            f"{model_path}: the tokenizer has {needed} tokens, but the model has only {size} (vocab_size of "
-            f"its config.json), so it cannot embed {names}; use the tokenizer that belongs to the model, or "
-            "enlarge the model's embedding with resize_token_embeddings"
-        )
-    return size
-
-
-def _template(
-    model_path: str, tokenizer, data: DataConfig, tools: Sequence[dict[str, Any]]
-) -> ChatTemplate | None:
-    """Return the chat template that data.chat_template selects; None for data.chat_template=none.
-
-    Raises UserError if the template is missing or unreadable, or if settings contradict each other.
-    """
-    text = _template_text(model_path, tokenizer, data)
-    return (
-        None
-        if data.chat_template == NO_TEMPLATE
-        else ChatTemplate(tokenizer, text, data.chat_template_args, tools)
-    )
-
-
-def _template_text(model_path: str, tokenizer, data: DataConfig) -> str | None:
-    """Return the text of the template file that data.chat_template names; None for `tokenizer` and `none`.
-
-    Raises UserError if settings contradict each other, or if the file or the tokenizer's template is missing.
-    """
-    name = data.chat_template
-    ours = sorted(set(_OURS) & set(data.chat_template_args))
-    if ours:
-        raise UserError(
-            f"data.chat_template_args cannot contain {', '.join(ours)}, because the program passes these to "
-            "the template itself; remove them"
-        )
-    if name == NO_TEMPLATE:
-        for key, value in (
-            ("system_prompt", data.system_prompt),
-            ("chat_template_args", data.chat_template_args or None),
-        ):
-            if value is not None:
-                raise UserError(f"data.{key} needs a chat template, but data.chat_template=none; remove it")
-        return None
-    if name == FROM_TOKENIZER:
-        if not tokenizer.chat_template:
-            raise UserError(
-                f"{model_path}: the tokenizer has no chat template; set data.chat_template=none to use "
-                "prompts as they are (for a base model), or set it to a file with a Jinja template"
-            )
-        return None
-    if not Path(name).is_file():
-        raise UserError(
-            f"data.chat_template={name}: there is no such file; give the path of a template file, or set "
-            "data.chat_template=tokenizer or data.chat_template=none"
-        )
-    try:
-        template = Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"data.chat_template={name} cannot be read: {error}") from error
-    if not template.strip():
-        raise UserError(f"data.chat_template={name} is an empty file")
-    return template

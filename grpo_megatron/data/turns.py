@@ -15,7 +15,7 @@ from grpo_megatron.errors import UserError
 
 @dataclass(frozen=True)
 class Asked:
-    """The prompt that a response of supervised training answers."""
+    """The prompt of a supervised example, which the response answers."""
 
     text: str
     """Text of the prompt."""
@@ -28,10 +28,10 @@ class Asked:
 def written(
     tokenizer: PromptTokenizer, asked: Asked, response: Any, where: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (ids, mask) of everything after the prompt, for supervised training.
+    """Return (ids, mask) of a response: the tokens after the prompt, and which of them are trained on.
 
-    - ids: int32 [R]. In an episode with rollout.history=append, the same chat has the same ids.
-    - mask: bool [R], True for tokens that the model writes.
+    - ids: int32 [R]. The ids are the same as in an episode with rollout.history=append and the same chat.
+    - mask: bool [R], True for tokens that the model has to write.
 
     response: one turn of the model as text, or a list of messages, which the chat template renders. The first
         and the last message must be the assistant's.
@@ -39,18 +39,20 @@ def written(
     """
     parts = [
         (ids, by_model)
-        for ids, by_model in _parts(tokenizer, asked, _messages(response, where), where)
+        for ids, by_model in _parts(tokenizer, asked, _checked_response(response, where), where)
         if len(ids)
     ]
     mask = np.concatenate([np.full(len(ids), by_model, dtype=np.bool_) for ids, by_model in parts])
     return np.concatenate([ids for ids, _ in parts]), mask
 
 
-def _messages(response: Any, where: str) -> str | list[dict[str, Any]]:
-    """Return the response as a string, or as a list of messages that continues the chat.
+def _checked_response(response: Any, where: str) -> str | list[dict[str, Any]]:
+    """Return the response as text, or as a list of messages that continues the prompt's chat.
 
-    response: the value of the record's field. Raises UserError for any other value.
+    response: value of the record's field.
     where: the record and its field, for error messages.
+
+    Raises UserError if the value is neither of the two.
     """
     if isinstance(response, str):
         response = chat_in_text(response, where) or response
@@ -69,9 +71,12 @@ def _messages(response: Any, where: str) -> str | list[dict[str, Any]]:
 def _parts(
     tokenizer: PromptTokenizer, asked: Asked, response: str | list[dict[str, Any]], where: str
 ) -> Iterator:
-    """Yield (int32 ids, True if the model writes them) for each part of the response, in order."""
+    """Split a response into parts that the model writes and parts that it reads, and yield them in order.
+
+    Yields (int32 token ids of the part, True if the model writes them).
+    """
     if isinstance(response, str):
-        yield _turn(tokenizer, _text_turn(tokenizer, asked, response), where)
+        yield _turn_part(tokenizer, _text_turn(tokenizer, asked, response), where)
     elif asked.messages is None:
         yield from _plain_parts(tokenizer, asked, response, where)
     else:
@@ -79,7 +84,10 @@ def _parts(
 
 
 def _text_turn(tokenizer: PromptTokenizer, asked: Asked, text: str) -> Turn:
-    """Return a turn of the model whose text is a plain string. An end token in the string is left out.
+    """Return a turn in which the model writes a plain string.
+
+    If the string ends with the end token, as in some data sets, the end token is moved from the turn's text
+    to its end.
 
     asked: the prompt before the turn.
     """
@@ -96,8 +104,11 @@ def _text_turn(tokenizer: PromptTokenizer, asked: Asked, text: str) -> Turn:
     return Turn(asked.text, text, closing, is_closed)
 
 
-def _turn(tokenizer: PromptTokenizer, turn: Turn, where: str) -> tuple[np.ndarray, bool]:
-    """Return (int32 ids of a turn with its end token, True). True says that the model writes them."""
+def _turn_part(tokenizer: PromptTokenizer, turn: Turn, where: str) -> tuple[np.ndarray, bool]:
+    """Return (int32 token ids, True) of a turn of the model. The ids include the end token.
+
+    True says that the model writes the tokens, as in `_parts`.
+    """
     text = tokenizer.encode_behind(turn.before, turn.text)
     return np.concatenate([text, tokenizer.closing(turn.closing, turn.is_closed, where)]), True
 
@@ -105,9 +116,10 @@ def _turn(tokenizer: PromptTokenizer, turn: Turn, where: str) -> tuple[np.ndarra
 def _plain_parts(
     tokenizer: PromptTokenizer, asked: Asked, response: list[dict[str, Any]], where: str
 ) -> Iterator:
-    """Yield (int32 ids, True if the model writes them) for each message after a prompt that is not a chat.
+    """Yield the parts of a list of messages after a prompt that is not a chat.
 
-    The contents of the messages are used verbatim, because there is no chat template.
+    The contents of the messages are used verbatim, because there is no chat to which a template could be
+    applied. Yields (int32 token ids of a message, True if the model writes them).
     """
     before = asked.text
     for message in response:
@@ -118,7 +130,7 @@ def _plain_parts(
             )
         text = message["content"]
         if message["role"] == "assistant":
-            yield _turn(tokenizer, _text_turn(tokenizer, Asked(before, None, None), text), where)
+            yield _turn_part(tokenizer, _text_turn(tokenizer, Asked(before, None, None), text), where)
         else:
             yield tokenizer.encode_behind(before, text), False
         before = text
@@ -127,7 +139,10 @@ def _plain_parts(
 def _chat_parts(
     tokenizer: PromptTokenizer, asked: Asked, response: list[dict[str, Any]], where: str
 ) -> Iterator:
-    """Yield (int32 ids, True if the model writes them) for each assistant turn and the text between turns."""
+    """Yield the parts of a list of messages that continues a chat: assistant turns and the text between them.
+
+    Yields (int32 token ids of the part, True if the model writes them).
+    """
     template, chat, begun = tokenizer.template, list(asked.messages), ""
     if chat[-1]["role"] == "assistant":
         begun = chat.pop()["content"]
@@ -142,15 +157,18 @@ def _chat_parts(
         if earlier is not None:
             yield _between(tokenizer, earlier, turn, between, asked.tools), False
             between = []
-        yield _turn(tokenizer, turn, where)
+        yield _turn_part(tokenizer, turn, where)
         earlier = turn
 
 
 def _between(
     tokenizer: PromptTokenizer, earlier: Turn, turn: Turn, messages: list[dict[str, Any]], tools: Tools
 ) -> np.ndarray:
-    """Return the int32 ids between two assistant turns: other messages, and the beginning of the second turn.
+    """Return the int32 token ids between two assistant turns.
 
+    They contain the messages between the turns, and the beginning of the second turn.
+
+    earlier, turn: the two turns.
     messages: the messages between the two turns.
     """
     behind = f"{earlier.before}{earlier.text}{earlier.closing}"

@@ -15,18 +15,19 @@ _KEYS_SHOWN = 20
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """Return a record's value built only from str, int, float, bool, None, list and dict.
+    """Convert a record's value to one that consists only of str, int, float, bool, None, list and dict.
 
-    The result can be written as JSON, and sent to processes that do not import the library that read the
-    record.
+    The result can be written as JSON. It can be sent to processes that do not import the library that read
+    the record.
 
     Dates and times become ISO 8601 text, durations become seconds, and decimals become their digits. Bytes
     become text if they are UTF-8, else `{"base64": ...}`, which cannot be mistaken for text.
 
-    Raises ValueError for a value that is nested too deeply, for text that is not Unicode, and for any other
-    type. The caller puts the name of the field before the message, such as "field x is nested more than ...".
+    depth: number of lists and dicts that contain the value.
 
-    depth: number of lists and objects around the value.
+    Raises ValueError for a value that is nested too deeply, for text that is not Unicode, and for any other
+    type. The error's text is for a message that begins with the name of the field, such as "is nested more
+    than ...".
     """
     if value is None or isinstance(value, (bool, int, float)):
         return value
@@ -55,9 +56,11 @@ def plain(value: Any, depth: int = 0) -> Any:
 
 
 def plain_record(record: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the record with all values converted by `plain`. Raises UserError if that is impossible.
+    """Return the record with all values converted by `plain`.
 
     where: place of the record, for error messages.
+
+    Raises UserError, naming the field, if a value cannot be converted.
     """
     result = {}
     for key, value in record.items():
@@ -69,7 +72,7 @@ def plain_record(record: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _text(text: str) -> str:
-    """Return the text unchanged. Raises ValueError if it cannot be encoded as UTF-8."""
+    """Return the text unchanged. Raise ValueError if it cannot be encoded as UTF-8."""
     if not text.isascii():
         try:
             text.encode("utf-8")
@@ -81,7 +84,7 @@ def _text(text: str) -> str:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return the value without keys that are null, in objects at any depth."""
+    """Return a JSON value without the keys whose value is null, in dicts at any depth."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -90,9 +93,10 @@ def without_nulls(value: Any) -> Any:
 
 
 def lookup(record: dict[str, Any], key: str) -> Any:
-    """Return the value of a field, or None if the record does not have the field.
+    """Return the value of a field of a record, or None if the record does not have the field.
 
-    key: name of the field. If there is no field `a.b`, the name means key b of the object in field a.
+    key: name of the field. If the record has no field `a.b`, then `a.b` means the key b of the dict in field
+        a.
     """
     if key in record or "." not in key:
         return record.get(key)
@@ -103,10 +107,11 @@ def lookup(record: dict[str, Any], key: str) -> Any:
 
 
 def required(record: dict[str, Any], key: str, where: str) -> Any:
-    """Return the value of a field that a record must have.
+    """Return the value of a field that the record must have.
 
-    key: name of the field. `a.b` may name key b of the object in field a.
-    where: place of the record, for the message.
+    key: name of the field. If the record has no field `a.b`, then `a.b` means the key b of the dict in field
+        a.
+    where: place of the record, for error messages.
 
     Raises UserError if the field is missing or null. The message lists the record's keys.
     """
@@ -124,6 +129,6 @@ def required(record: dict[str, Any], key: str, where: str) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Return the beginning of a value's repr, for error messages."""
+    """Return the first 60 characters of a value's repr, for error messages."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."

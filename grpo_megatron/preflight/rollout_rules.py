@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from grpo_megatron.config.schema import Config
-from grpo_megatron.data.tokenizer import NO_TEMPLATE
+from grpo_megatron.data.template_choice import NO_TEMPLATE
 from grpo_megatron.errors import UserError
 from grpo_megatron.preflight.rule import (
     COMMANDS,

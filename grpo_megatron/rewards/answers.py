@@ -33,7 +33,10 @@ _BOX_TOKEN = re.compile(
 
 
 def hashes(text: str) -> str | None:
-    """Return the rest of the line after the last `####`, or None. GSM8K writes its answers there."""
+    """Return the rest of the line after the last `####`, or None if there is none.
+
+    GSM8K writes its answers in this form.
+    """
     found = re.findall(r"####[ \t]*(\S[^\n]*)", text)
     return found[-1].strip() if found else None
 
@@ -41,7 +44,8 @@ def hashes(text: str) -> str | None:
 def boxed(text: str) -> str | None:
     r"""Return the contents of the last `\boxed{...}` or `\fbox{...}` that is not empty, or None.
 
-    Return None also if an unclosed box follows, because the text was probably cut off within the answer.
+    The result is also None if a box that is never closed begins after it, because the response was probably
+    cut off within its answer.
     """
     boxes, open_braces = [], []  # an open brace: the position after it for a box, else -1
     for token in _BOX_TOKEN.finditer(text):
@@ -65,7 +69,7 @@ def last_number(text: str) -> str | None:
     """Return the last number in a text, or None if there is none.
 
     The number is returned as it is written in the text, such as `$1,234`, except that a minus sign becomes an
-    ASCII hyphen. The last number of `3-5` is `5`.
+    ASCII hyphen. In `3-5`, the last number is `5`, because the hyphen is not a minus sign.
     """
     characters = list(text)
     for start, end in thousands_separators(text):
@@ -75,7 +79,7 @@ def last_number(text: str) -> str | None:
 
 
 def whole(text: str) -> str | None:
-    """Return the text itself without surrounding white space, or None if it is empty."""
+    """Return the text itself without surrounding white space, or None if the text is blank."""
     return text.strip() or None
 
 
@@ -87,14 +91,14 @@ FINDERS: dict[str, Callable[[str], str | None]] = {
 }
 
 
-def find_answer(text: str, ways: list[str]) -> str | None:
-    """Return the answer that the first successful finder finds in a text, or None if all finders fail.
+def find_answer(text: str, finders: list[str]) -> str | None:
+    """Return the answer that the first successful finder finds in a text, or None if every finder fails.
 
-    ways: keys of FINDERS, whose values are functions, in the order in which these are tried: the value of
-        reward.answer_from or reward.response_from.
+    finders: names of finders (keys of FINDERS) in the order in which they are tried, such as ["boxed",
+        "last_number"]. This is the value of reward.answer_from or reward.response_from.
     """
-    for way in ways:
-        answer = FINDERS[way](text)
+    for name in finders:
+        answer = FINDERS[name](text)
         if answer is not None:
             return answer
     return None
@@ -103,8 +107,9 @@ def find_answer(text: str, ways: list[str]) -> str | None:
 def normalise_answer(text: str) -> str:
     r"""Return a mathematical answer in one spelling, so that answers can be compared as text.
 
-    The result is one line without dollar signs and without a final full stop. Its numbers are those of
-    numerals.plain_numbers, so they have no thousands separators: `\$1,234.` -> `1234`, `(3,4)` -> `(3,4)`.
+    The result is one line without dollar signs and without a full stop at the end. Numbers have no thousands
+    separators, as in the result of numerals.plain_numbers: `\$1,234.` -> `1234`, but the list `(3,4)` ->
+    `(3,4)`.
     """
     text = " ".join(plain_numbers(text).replace("\\$", "").replace("$", "").split())
     return text.rstrip(" \\").removesuffix(".").rstrip(" \\")
@@ -115,10 +120,10 @@ _SPACE_WITHOUT_MEANING = re.compile(r" (?=\W)|(?<=\W) ")
 
 
 def answer_key(text: str) -> str:
-    r"""Return a key for a mathematical answer: a text by which answers are compared.
+    r"""Return the text by which a mathematical answer is compared with other answers.
 
-    Answers that differ only in spaces or in the spelling of numbers have the same key, such as `(3,\, 4)` and
-    `(3,4)`, or `(1,234, 5)` and `(1234,5)`.
+    Answers that differ only in spaces or in the spelling of numbers have the same text, such as `(3,\, 4)`
+    and `(3,4)`, or `(1,234, 5)` and `(1234,5)`.
     """
     text = _LATEX_SPACE.sub(" ", normalise_answer(text).replace("\\!", ""))
     return _SPACE_WITHOUT_MEANING.sub("", " ".join(text.split()))
@@ -140,7 +145,7 @@ _INTRODUCTION = r"(?<!/)(?i:answer|(?:correct|right|best)\s(?:option|choice))"
 def find_letter(text: str, letters: str, is_answer: bool = False) -> str | None:
     r"""Return the letter with which a text answers a multiple-choice question, or None if there is none.
 
-    text: a response, or only the answer in it.
+    text: a response, or only the answer in a response.
     letters: the letters of the choices, such as `ABCD`.
     is_answer: True if `text` is only the answer.
 
@@ -173,21 +178,24 @@ def find_letter(text: str, letters: str, is_answer: bool = False) -> str | None:
 
 
 def answer_finder(config: RewardConfig) -> Callable[[str], str | None] | None:
-    """Return a function that returns the answer in a response, or None if the response has no answer.
+    """Return a function that finds the answer in a response, so that answers can be counted or compared.
 
-    Return None instead of a function if neither reward.extract nor reward.response_from is set. The metric
-    maj@n counts two answers as equal if the function returns the same text for both. That text is the
-    `answer_key` for the reward `math`, the letter for the reward `choice`, and otherwise the answer as it is
-    written in the response.
+    The function takes a response and returns its answer as text, or None if the response has no answer. The
+    metric maj@n counts two answers as equal if their texts are equal. The answer is found in one of two ways:
 
-    Raises UserError if reward.extract is not a regular expression.
+    - reward.extract: the answer is the last match of this regular expression.
+    - reward.response_from: the answer is what find_answer finds. For the reward `math`, the text is the
+      `answer_key` of the answer. For the reward `choice`, it is the letter.
+
+    Returns None instead of a function if neither of the two is set. Raises UserError if reward.extract is not
+    a valid regular expression.
     """
     if config.extract:
         try:
             pattern = re.compile(config.extract)
         except re.error as error:
             raise UserError(
-                f"reward.extract={config.extract!r} is not a valid regular expression: {error}"
+                f"reward.extract={config.extract!r} is not a valid regular expression: {error}; correct it"
             ) from error
         return lambda response: _last_match(pattern, response)
     if not config.response_from:
@@ -207,9 +215,9 @@ def answer_finder(config: RewardConfig) -> Callable[[str], str | None] | None:
 
 
 def _last_match(pattern: re.Pattern, text: str) -> str | None:
-    """Return the last match of the pattern in a text, or None if there is no match.
+    """Return the last match of the pattern in a text without surrounding white space, or None.
 
-    If the pattern has groups, return group 1 of the match.
+    If the pattern has groups, the result is group 1 of the match.
     """
     matches = list(pattern.finditer(text))
     found = matches[-1].group(1 if pattern.groups else 0) if matches else None

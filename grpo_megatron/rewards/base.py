@@ -15,8 +15,9 @@ from grpo_megatron.rewards.code import code
 from grpo_megatron.rewards.terms import Setup, Term, terms_of
 
 # Each entry makes its reward function from a Setup. The function may have three attributes. `needs` lists
-# terms whose values it reads. `secrets` lists environment variables that it reads. `check_record(answer,
-# record)` raises an error for a record that it cannot score; it is called before a run starts.
+# terms whose values the function reads. `secrets` lists environment variables that it reads.
+# `check_record(answer, record)` raises an error for a record that the function cannot score; it is called
+# before a run starts.
 _OF_RESPONSES = {
     "exact_match": compare.exact_match,
     "math": compare.math,
@@ -38,9 +39,9 @@ _OPTIONAL = ("args", "tokens", "components")
 
 
 def group_reward(name: str) -> Callable[[Callable], Callable]:
-    """Return a decorator that registers a function which scores all responses to a prompt together.
+    """Return a decorator that registers a reward function which scores all responses to a prompt together.
 
-    Usage: `@group_reward("name")`.
+    Usage: `@group_reward("name")`. The name can then be used as reward.function.
     """
 
     def register(function: Callable) -> Callable:
@@ -52,7 +53,7 @@ def group_reward(name: str) -> Callable[[Callable], Callable]:
 
 @dataclass(frozen=True)
 class Reward:
-    """One term (summand) of the reward, together with its reward function."""
+    """A reward function, together with the term (summand) of the configured reward that it computes."""
 
     term: Term
     function: Callable[..., Any]
@@ -63,30 +64,33 @@ class Reward:
 
     @property
     def waits(self) -> bool:
-        """True if the function is async, or reads values of earlier terms, whose functions may be async."""
+        """True if the function is async, or if it reads the values of earlier terms.
+
+        The functions of the earlier terms may be async, so such a function may have to wait for them.
+        """
         return is_async(self.function) or "components" in self.wants
 
     @property
     def check_record(self) -> Callable[[str | list[str], dict], Any] | None:
-        """The function's check of records, or None if it has none.
+        """A function that checks whether the reward can score a record, or None if there is no check.
 
-        The check is called with a record's answer and other fields. It raises an error if the function cannot
-        score the record.
+        It is called with the record's reference answer and other fields, and raises an error if the reward
+        function cannot score the record.
         """
         return getattr(self.function, "check_record", None)
 
     @property
     def name(self) -> str:
-        """Name of the reward in messages."""
+        """Name of the reward in messages, such as `math of reward.terms.right`."""
         return self.term.function if self.term.is_whole else f"{self.term.function} of {self.term.key}"
 
 
 def resolve_rewards(config: RewardConfig, secrets: Mapping[str, str] | None = None) -> list[Reward]:
-    """Return the rewards that workers compute, in the order in which they are computed.
+    """Look up the reward functions that the configuration names. Return one Reward per term of the reward.
 
-    Each term of the configured reward gives one Reward, except the term of a reward model. Rewards of single
-    responses come before rewards of groups. Within both kinds, async rewards and rewards that read earlier
-    terms come last.
+    The term of a reward model is left out, because reward workers do not compute it. The list is in the order
+    of computation: rewards of single responses come before rewards of groups. Within both kinds, async
+    rewards and rewards that read earlier terms come last.
 
     secrets: {environment variable that a reward reads: its value}. Not needed if no reward is called.
 
@@ -96,9 +100,9 @@ def resolve_rewards(config: RewardConfig, secrets: Mapping[str, str] | None = No
     found = [
         _resolve(Setup(config, term, secrets or {})) for term in terms_of(config) if term.function != MODEL
     ]
-    # A worker awaits the async rewards of many responses at once. If each were followed by a reward that
-    # computes, all of the latter would start at the same moment and run one by one, and the last of them
-    # would have no time left.
+    # A worker awaits the async rewards of many responses at once, so they may all end at the same moment. If
+    # a reward that keeps the processor busy followed each of them, all the busy ones would start at that
+    # moment and run one by one, and the last of them would have no time left.
     found.sort(key=lambda reward: (reward.of_group, reward.waits))
     computed: list[str] = []
     for reward in found:
@@ -114,7 +118,7 @@ def resolve_rewards(config: RewardConfig, secrets: Mapping[str, str] | None = No
 
 
 def resolve_reward(config: RewardConfig) -> Callable[..., Any]:
-    """Return the function that reward.function names, for a caller that does not use workers.
+    """Return the function that reward.function names. It is meant for callers that do not use reward workers.
 
     Raises UserError for an unknown function or an unknown option.
     """
@@ -122,10 +126,12 @@ def resolve_reward(config: RewardConfig) -> Callable[..., Any]:
 
 
 def check_record(rewards: Sequence[Reward], prompt: Prompt, where: str) -> None:
-    """Raise UserError if one of the rewards cannot score the record that `prompt` was made from.
+    """Check that all rewards can score the record that `prompt` was made from.
 
     rewards: rewards whose `check_record` is not None.
     where: place of the record, such as file and line, for the message.
+
+    Raises UserError, naming the reward, if one of them cannot score the record.
     """
     for reward in rewards:
         try:
@@ -139,10 +145,11 @@ def check_record(rewards: Sequence[Reward], prompt: Prompt, where: str) -> None:
 
 
 def read_secrets(rewards: Sequence[Reward]) -> dict[str, str]:
-    """Return {environment variable: value} for the variables that the rewards read, such as server tokens.
+    """Return {environment variable: its value} for the secrets that the rewards read, such as server tokens.
 
-    White space around a value is removed, such as the newline at the end of a file with a token. Raises
-    UserError if a variable is not set, or if its value cannot be part of an HTTP header.
+    White space around a value is removed, such as the newline at the end of a file with a token.
+
+    Raises UserError if a variable is not set, or if its value cannot be part of an HTTP header.
     """
     found = {}
     for name in (name for reward in rewards for name in getattr(reward.function, "secrets", ())):
@@ -163,7 +170,11 @@ def read_secrets(rewards: Sequence[Reward]) -> dict[str, str]:
 
 
 def _resolve(setup: Setup) -> Reward:
-    """Return the reward of the term in `setup`. Raises UserError if the function is unknown or unusable."""
+    """Return the Reward of a term: look up or make its function, and check that it can be called.
+
+    Raises UserError if the function is unknown, does not take the arguments of a reward function, or has
+    wrong options.
+    """
     name = setup.term.function
     make = _OF_RESPONSES.get(name) or _OF_GROUPS.get(name)
     function = make(setup) if make else reward_function.get(name)
@@ -182,7 +193,10 @@ def _resolve(setup: Setup) -> Reward:
 
 
 def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function by name. Empty if the function has no signature, as some in C."""
+    """Return the parameters of a function by name.
+
+    The result is empty if Python knows no signature, as for some functions written in C.
+    """
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -190,15 +204,17 @@ def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
 
 
 def _check_call(term: Term, function: Callable, of_group: bool) -> None:
-    """Raise UserError, with advice, if a user's function does not take the arguments of a reward function.
+    """Check that a user's function takes the arguments of a reward function.
 
     term: term that names the function, for the message.
     of_group: True if the function scores all responses to a prompt together.
+
+    Raises UserError, with advice, if it does not take them.
     """
     if inspect.isclass(function):
         raise UserError(
-            f"{_named(term)} is a class, but a reward must be a function; specify a function, or a callable "
-            "object of the class"
+            f"{_setting_of(term)} is a class, but a reward must be a function; specify a function, or a "
+            "callable object of the class"
         )
     known = _parameters(function)
     named = [
@@ -213,9 +229,9 @@ def _check_call(term: Term, function: Callable, of_group: bool) -> None:
     advice = other_stacks.hint(function.__name__ if hasattr(function, "__name__") else "theirs", known)
     if not advice and not of_group and "responses" in known:
         advice = ". If it scores all responses to a prompt together, register it with @group_reward"
-    raise UserError(f"{_named(term)}: the reward {problem} (docs/plugins.md shows an example){advice}")
+    raise UserError(f"{_setting_of(term)}: the reward {problem} (docs/plugins.md shows an example){advice}")
 
 
-def _named(term: Term) -> str:
-    """Return the configuration key and value that name the term's function, for messages."""
+def _setting_of(term: Term) -> str:
+    """Return the setting that names the term's function, such as `reward.function=math`, for messages."""
     return f"reward.function={term.function}" if term.is_whole else f"{term.key}.function={term.function}"

@@ -26,12 +26,13 @@ _SHARE_OF_TIMEOUT = 0.9
 
 
 def code(setup: Setup) -> Callable[..., dict[str, float]]:
-    """Return the reward function `code`: 1.0 if the program in the response passes all tests, else 0.0.
+    """Make the reward function `code`: 1.0 if the program in the response passes all tests, else 0.0.
 
-    The tests are those of the record. With reward.code.score=share, the reward is the share of passed tests.
-    Components:
+    The record's reference answer contains the tests. With reward.code.score=share, the reward is the share of
+    passed tests instead. Components of the result:
 
-    - `passed`: share of passed tests. With score=all, only the tests before the first failure count.
+    - `passed`: share of passed tests. With score=all, only the tests before the first failure count, because
+      no test is run after it.
     - `timed_out`: 1 if a test was ended because of its time limit.
     - `no_code`: 1 if the response contains no program.
 
@@ -74,7 +75,7 @@ def code(setup: Setup) -> Callable[..., dict[str, float]]:
 
 @dataclass(frozen=True)
 class StreamTest:
-    """A test that gives a program a standard input and compares its output with the expected one."""
+    """A test that gives a program a text on stdin, and compares its stdout with the expected text."""
 
     stdin: str
     expected: str
@@ -88,7 +89,7 @@ class StreamTest:
 
 @dataclass(frozen=True)
 class CallTest:
-    """A test that compares what a function of the program returns for given arguments."""
+    """A test that calls a function of the program, and compares its return value with the expected value."""
 
     function: str
     arguments: list
@@ -115,7 +116,7 @@ class CallTest:
 
 @dataclass(frozen=True)
 class StatementTest:
-    """A test made of Python statements, which raise an error if the program is wrong."""
+    """A test made of Python statements, such as asserts, which raise an error if the program is wrong."""
 
     statements: str
     function: str | None
@@ -134,19 +135,22 @@ _CAN_FAIL = (ast.Assert, ast.Call, ast.Raise)
 
 
 def read_tests(answer: str | list[str], record: dict) -> list[Test]:
-    """Return the tests that a record's reference answer describes. The answer has one of these forms:
+    """Return the tests that a record's reference answer describes.
 
-    - {"inputs": [...], "outputs": [...]} as JSON text, as in APPS and TACO. The texts are stdin and stdout of
-      the program. With "fn_name", they are the arguments and results of the function of this name.
+    The answer has one of these forms:
+
+    - {"inputs": [...], "outputs": [...]} as JSON text, as in APPS and TACO. Each input is the stdin of the
+      program, and each output its stdout. With the key "fn_name", they are the arguments and results of the
+      function of this name.
     - A list of assert statements, as in MBPP, possibly as JSON text. The fields test_imports and
       test_setup_code of the record are put before each statement.
-    - A test program, as in HumanEval. Its check(candidate) is called with the program's function that the
-      field entry_point of the record names.
-
-    Raises ValueError for any other answer, and for tests that no program can fail.
+    - A test program, as in HumanEval. Its function check(candidate) is called with the program's function
+      that the record's field entry_point names.
 
     answer: the record's reference answer.
     record: the other fields of the record.
+
+    Raises ValueError for any other answer, and for tests that no program can fail.
     """
     if isinstance(answer, str):
         answer = _parsed(answer)
@@ -179,7 +183,7 @@ def read_tests(answer: str | list[str], record: dict) -> list[Test]:
 
 
 def _parsed(answer: str) -> Any:
-    """Return the answer parsed from JSON if the result is a dict or a list of texts, else the text itself."""
+    """Return the answer parsed from JSON if the result is a dict or a list of strings, else the answer."""
     try:
         found = json.loads(answer)
     except ValueError:
@@ -189,9 +193,12 @@ def _parsed(answer: str) -> Any:
 
 
 def _pairs(tests: dict) -> list[Test]:
-    """Return a test for each pair of an input and an output.
+    """Return one test for each pair of an input and its expected output.
 
-    tests: dict with the keys "inputs" and "outputs", and possibly "fn_name".
+    tests: dict with the lists "inputs" and "outputs". If it has the key "fn_name", the tests call this
+        function. Otherwise, they use stdin and stdout.
+
+    Raises ValueError if the two lists do not fit together.
     """
     inputs, outputs, function = tests.get("inputs"), tests.get("outputs"), tests.get("fn_name")
     if (
@@ -218,6 +225,8 @@ def _arguments(given: Any) -> list:
     """Return the arguments of a function call as a list.
 
     given: the list of arguments, or a text with one argument per line as JSON, as in LiveCodeBench.
+
+    Raises ValueError for anything else.
     """
     if isinstance(given, str):
         return [json.loads(line) for line in given.splitlines() if line.strip()]
@@ -229,7 +238,7 @@ def _arguments(given: Any) -> list:
 
 
 def same_output(found: str, expected: str) -> bool:
-    """Return True if two printed outputs have the same words in each line.
+    """Return True if two texts that programs printed have the same words in each line.
 
     Numbers with a decimal point or an exponent may differ by 1e-6, relative or absolute.
     """
@@ -257,9 +266,10 @@ def _same_word(found: str, expected: str) -> bool:
 
 
 def as_json(value: Any) -> Any:
-    """Return the value with tuples turned into lists, and keys of dicts into texts, as JSON would do.
+    """Return the value with tuples turned into lists, and with the keys of dicts turned into strings.
 
-    So a program's result can be compared with an expected value that was read from JSON.
+    JSON makes the same changes. So the result of a program can be compared with an expected value that was
+    read from JSON.
     """
     if isinstance(value, (list, tuple)):
         return [as_json(item) for item in value]

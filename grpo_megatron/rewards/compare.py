@@ -25,7 +25,7 @@ Compare = Callable[..., float | dict[str, float]]
 
 @dataclass
 class _Places:
-    """Options with which a term overrides reward.answer_from and reward.response_from for itself."""
+    """Options of a term that override reward.answer_from and reward.response_from for this term."""
 
     answer_from: list[Literal[ANSWER_PLACES]] | None = option(None, "see reward.answer_from")
     response_from: list[Literal[ANSWER_PLACES]] | None = option(None, "see reward.response_from")
@@ -42,13 +42,13 @@ class _Letters(_Places):
 
 
 def exact_match(setup: Setup) -> Compare:
-    """Return the reward function `exact_match`: 1.0 if the response's answer is a reference answer, else 0.0.
+    """Make the reward function `exact_match`: 1.0 if the response's answer is a reference answer, else 0.0.
 
     The texts must be equal. The response's answer is the last match of reward.extract (its group 1 if it has
     groups), or else the text that reward.response_from finds. If neither option is set, the answer is the
     whole response without surrounding white space. A response without an answer scores 0.
     """
-    config = _with_own(setup, _Extract)
+    config = _config_of_term(setup, _Extract)
     find = answer_finder(config) or whole
 
     def reward(prompt: str, response: str, answer: str | list[str], record: dict) -> float:
@@ -60,11 +60,12 @@ def exact_match(setup: Setup) -> Compare:
 
 
 def choice(setup: Setup) -> Compare:
-    """Return the reward function `choice`: 1.0 if the response chooses the right letter, else 0.0.
+    """Make the reward function `choice`: 1.0 if the response chooses the right letter, else 0.0.
 
-    The right letters are those in the reference answers. answers.find_letter finds the letter in a text.
+    It is meant for multiple-choice questions. The right letters are those in the reference answers.
+    answers.find_letter finds the letter in a response or a reference answer.
     """
-    config, letters = _with_own(setup, _Letters), setup.options(_Letters).letters
+    config, letters = _config_of_term(setup, _Letters), setup.options(_Letters).letters
 
     def golds(answer: str | list[str], record: dict) -> list[str]:
         found = [find_letter(gold, letters) for gold in _references(answer, config)]
@@ -86,19 +87,19 @@ def choice(setup: Setup) -> Compare:
 
 
 def math(setup: Setup) -> Compare:
-    r"""Return the reward function `math`: 1.0 if the answer equals a reference answer, else 0.0.
+    r"""Make the reward function `math`: 1.0 if the response's answer equals a reference answer, else 0.0.
 
     The answers are compared mathematically: 1/2 equals 0.5. A comparison that takes longer than 5 s scores
-    0.0 and sets the component `timed_out`.
+    0.0 and sets the component `timed_out` to 1.
 
     reward.response_from says where the answer is in the response. If it is not set, the library math-verify
     searches the response for plain numbers, LaTeX and \boxed{}. Before math-verify reads a text,
-    numerals.plain_numbers rewrites the numbers in one spelling, and so decides which commas separate
+    numerals.plain_numbers rewrites the numbers in one spelling. This step decides which commas separate
     thousands.
     """
     from math_verify import verify
 
-    config = _with_own(setup, _Places)
+    config = _config_of_term(setup, _Places)
 
     def reward(prompt: str, response: str, answer: str | list[str], record: dict) -> float | dict[str, float]:
         golds = _references(answer, config)
@@ -113,7 +114,10 @@ def math(setup: Setup) -> Compare:
             response = plain_numbers(response)
         parsed = [_parsed(f"${normalise_answer(gold)}$") for gold in golds]
         if not all(parsed):
-            raise ValueError(f"math-verify cannot read the reference answer {golds[parsed.index([])]!r}")
+            raise ValueError(
+                f"math-verify cannot read the reference answer {golds[parsed.index([])]!r}; write "
+                "it as a number or as LaTeX"
+            )
         # The library's own time limits use the alarm signal, which the reward worker needs. A response must
         # not end a run, so a response that takes too long to compare counts as wrong.
         with time_limit(_COMPARE_SECONDS) as limit:
@@ -134,7 +138,7 @@ _COMPARE_SECONDS = 5.0
 
 
 def _parsed(text: str) -> list[Any]:
-    """Return the mathematical expressions that math-verify finds in a text.
+    """Return the mathematical expressions that math-verify finds in a text, as a list of its objects.
 
     A text that contains a number such as `2e-1` is read twice, with the meanings 2e - 1 and 0.2.
     """
@@ -145,11 +149,12 @@ def _parsed(text: str) -> list[Any]:
 
 
 def _decimals(gold: list[Any]) -> int:
-    """Return the number of decimals to which numbers are rounded before they are compared.
+    """Return the number of decimals to which answers are rounded before they are compared.
 
-    It is at least 6. For small reference answers it is more, so that 5 significant digits are compared.
+    It is 6, or more if the reference answer is so small that 6 decimals would be fewer than 5 significant
+    digits.
 
-    gold: the parsed reference answer.
+    gold: the parsed reference answer, as `_parsed` returned it.
     """
     from sympy import Number
 
@@ -159,8 +164,8 @@ def _decimals(gold: list[Any]) -> int:
     return max(6, 4 - Decimal(str(number.evalf(4))).adjusted())
 
 
-def _with_own(setup: Setup, options: type) -> RewardConfig:
-    """Return the configuration section `reward`, with the term's own options written over the same keys.
+def _config_of_term(setup: Setup, options: type) -> RewardConfig:
+    """Return the configuration section `reward`, in which the term's own options override the general ones.
 
     options: the dataclass of the term's options, such as _Places.
     """
@@ -173,7 +178,9 @@ def _with_own(setup: Setup, options: type) -> RewardConfig:
 
 
 def _references(answer: str | list[str], config: RewardConfig) -> list[str]:
-    """Return the answers that reward.answer_from finds in the record's reference answer or answers.
+    """Return the answers that reward.answer_from finds in a record's reference answer or answers.
+
+    config: section `reward` of the configuration.
 
     Raises ValueError if a reference answer contains no answer.
     """

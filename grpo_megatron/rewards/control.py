@@ -8,10 +8,12 @@ from grpo_megatron.batch.sample import Group
 
 
 def shuffle_rewards(groups: list[Group], rng: np.random.Generator) -> list[Group]:
-    """Return the same samples with the step's rewards shuffled among the trajectories.
+    """Return the same samples with the rewards of all trajectories of a training step shuffled.
 
-    The distribution of the rewards stays the same, but a reward no longer says which response is better. A
-    policy that still improves learns from something other than the rewards.
+    This is a control experiment. The distribution of the rewards stays the same, but a reward no longer says
+    which response is better. If the policy still improves, it learns from something other than the rewards.
+
+    groups: all groups of the step.
     """
     rewards = iter(rng.permutation([reward for group in groups for reward in group.rewards]).tolist())
 

@@ -18,17 +18,17 @@ _PYTHON = re.compile(r"(?:python|py)[\d.]*", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class _Block:
-    language: str
-    start: int
-    end: int
+    language: str  # as written after the opening fence; may be empty
+    start: int  # position of the block's contents in the text
+    end: int  # exclusive
 
 
 def find_program(response: str, place: CodePlace) -> str | None:
     """Return the text of the program in a response, or None if there is none.
 
-    place: where the program is: the whole response, or the first or last closed block between ``` fences that
-        names the language Python. If no block names Python, blocks without a language are taken. If a block
-        names Python, blocks without a language are ignored, because they may show what a program prints.
+    place: where the program is: the whole response, or its first or last code block between ``` or ~~~
+        fences. Only closed blocks that name the language Python count. If there are none, the blocks without
+        a language count instead. Otherwise those are ignored, because they may show what a program prints.
     """
     if place == CodePlace.whole:
         return response if response.strip() else None
@@ -42,11 +42,12 @@ def find_program(response: str, place: CodePlace) -> str | None:
 
 
 def _blocks(text: str) -> list[_Block]:
-    """Return the closed code blocks of a text in order, in time linear in the length of the text.
+    """Return the closed Markdown code blocks of a text in order.
 
-    Models do not write strict Markdown. Before an opening fence, its line may have words or a tag such as
-    `<answer>`. Before a closing fence, its line may have code, and after it a tag. Such a fence is accepted
-    unless its line could be part of the program.
+    The search takes time linear in the length of the text. Models do not write strict Markdown, so other text
+    may share a line with a fence. Words or a tag such as `<answer>` may come before an opening fence. Code
+    may come before a closing fence, and a tag after it. Fences whose line could be part of the program are
+    not accepted.
     """
     blocks: list[_Block] = []
     language, start, opening = "", 0, ""  # `opening`: the fence of the current block, or empty
@@ -72,8 +73,8 @@ def _blocks(text: str) -> list[_Block]:
 def _closes(text: str, fence_end: int, begins_line: bool) -> bool:
     """Return True if a fence closes the current code block.
 
-    A fence closes the block if only tags follow on its line. It also does so if it begins its line and no
-    word follows.
+    It does if nothing but tags follows on its line. It also does if the fence begins its line and no word
+    follows.
 
     fence_end: position in `text` after the fence.
     begins_line: True if only white space stands before the fence on its line.

@@ -15,7 +15,7 @@ class _Regex:
 
 
 def regex(setup: Setup) -> Callable[..., float]:
-    """Return the reward function `regex`: 1.0 if the pattern matches the whole response, else 0.0.
+    """Make the reward function `regex`: 1.0 if the pattern matches the whole response, else 0.0.
 
     White space around the response is ignored.
     """
@@ -34,10 +34,11 @@ class _Tags:
 
 
 def tags(setup: Setup) -> Callable[..., float]:
-    """Return the reward function `format`: 1.0 if the response is made of the configured tags, else 0.0.
+    """Make the reward function `format`: 1.0 if the response consists of the configured tags, else 0.0.
 
-    By default, this is `<think>...</think><answer>...</answer>`. Only white space may stand between a closing
-    tag and the next opening tag. Each tag must occur exactly once, with content that is not empty.
+    By default, the response must have the form `<think>...</think><answer>...</answer>`. Only white space may
+    stand between a closing tag and the next opening tag. Each tag must occur exactly once, with content that
+    is not empty.
     """
     options = setup.options(_Tags)
     if not options.tags:
@@ -65,10 +66,10 @@ class _LinearLength:
 
 
 def linear_length(setup: Setup) -> Callable[..., float]:
-    """Return the reward function `linear_length`, which depends on the length of the response in tokens.
+    """Make the reward function `linear_length`, which depends on the length of the response in tokens.
 
-    The reward falls linearly from 1 at the length `target` to 0 at the lengths target - width and
-    target + width. With `shorter_is_free`, it is 1 at all lengths below `target`.
+    The reward is 1 at the length `target`. From there it falls linearly to 0 at the lengths target - width
+    and target + width. With the option `shorter_is_free`, it is 1 at all lengths below `target`.
     """
     options = setup.options(_LinearLength)
     if options.target is None or options.width is None:
@@ -96,10 +97,10 @@ class _CosineLength:
 
 
 class CosineLength:
-    """The reward `cosine_length`, a cosine of the response's length in tokens (arXiv:2502.03373 section 3.2).
+    """The reward function `cosine_length`: a cosine of the response's length (arXiv:2502.03373 section 3.2).
 
     By default, a right response scores higher if it is short, and a wrong response scores higher if it is
-    long. Another term of the reward (`right`) says which responses are right.
+    long. The option `right` names the term of the reward that says whether a response is right.
     """
 
     def __init__(self, options: _CosineLength):

@@ -22,10 +22,11 @@ class _Rank:
 
 
 class Rank:
-    """The reward `rank` of a response, in [0, 1]: the share of the prompt's other responses that are worse.
+    """The group reward `rank`: for each response, the share of the prompt's other responses that are worse.
 
     Another response that is equally good counts half. The reward is 1 if there are no other responses. The
-    options say which value is compared, and which responses take part.
+    options say which value is compared, and which responses take part. A response that does not take part
+    gets 0.
     """
 
     def __init__(self, options: _Rank):
@@ -68,10 +69,11 @@ class _GroupLength:
 
 
 class GroupLength:
-    """The reward `group_length`, which prefers short responses (Kimi k1.5, arXiv:2501.12599 section 2.3.3).
+    """The group reward `group_length`, which prefers short responses.
 
-    The reward falls linearly with the length, from 0.5 for the shortest response to a prompt to -0.5 for the
-    longest response. A wrong response gets at most 0. If all lengths are equal, all responses get 0.
+    It follows Kimi k1.5 (arXiv:2501.12599 section 2.3.3). The reward falls linearly with the length, from 0.5
+    for the shortest response to a prompt to -0.5 for the longest response. A wrong response gets at most 0.
+    If all lengths are equal, all responses get 0.
     """
 
     def __init__(self, options: _GroupLength):

@@ -25,13 +25,15 @@ _KEYS = {
 
 
 def problem(options: CodeConfig, preamble: str) -> str | None:
-    """Run a simple, correct program in the sandbox. Return None if it passes, else a text with the reason.
+    """Run a simple, correct program in the sandbox. Return why it fails, or None if it passes.
 
-    The text names the configuration key at fault. The result is cached: a process runs the program only once
-    for the same settings. Raises UserError if this machine cannot isolate programs as reward.code.isolation
-    requires.
+    If this program fails, every program of a response would fail, too. The text names the setting at fault.
+    The result is cached: a process runs the program only once for the same settings.
 
+    options: section `reward.code` of the configuration.
     preamble: code that is put before the program; "" for none.
+
+    Raises UserError if this machine cannot isolate programs as reward.code.isolation requires.
     """
     limits = tuple(getattr(options.limits, field.name) for field in fields(SandboxLimits))
     why = _failure(options.isolation, limits, "")
@@ -61,10 +63,10 @@ def _failure(isolation: Isolation, values: tuple[float, ...], preamble: str) -> 
 
 
 def _why(outcome: Outcome, limits: SandboxLimits) -> str:
-    """Return why the program that adds two numbers failed, for the message to the user.
+    """Return why the simple program failed, for the message to the user.
 
-    outcome: the outcome of its run.
-    limits: limits of the run.
+    outcome: outcome of the program's run in the sandbox.
+    limits: limits of the sandbox in this run.
     """
     if outcome.ended != Ended.itself:
         keys = " or ".join(

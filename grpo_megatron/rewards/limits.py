@@ -10,17 +10,17 @@ import psutil
 
 
 class OutOfTime(BaseException):
-    """The error that `time_limit` raises in its block when the time is over.
+    """The error that `time_limit` raises in its `with` block when the time is over.
 
-    The class is not an Exception, because libraries such as math-verify catch every Exception and go on.
+    It is not an Exception, because libraries such as math-verify catch every Exception and go on.
     """
 
 
 def interruptible_loop() -> asyncio.AbstractEventLoop:
     """Return an asyncio event loop that `time_limit` can interrupt.
 
-    Ray's workers use uvloop by default. An exception that a signal handler raises does not end a call of a
-    uvloop event loop.
+    It is asyncio's own loop. Ray's workers use uvloop by default, in which an exception raised by a signal
+    handler does not interrupt the running call.
     """
     return asyncio.SelectorEventLoop()
 
@@ -29,14 +29,16 @@ _AGAIN_SECONDS = 1.0
 
 
 class time_limit:
-    """A context manager that ends its block after `seconds`: `with time_limit(seconds) as limit:`.
+    """A context manager that ends its `with` block after `seconds`.
 
-    After the block, limit.reached is True if the time ran out. The code after the block goes on in both
-    cases, because the context manager catches the OutOfTime error that ended the block.
+    Usage: `with time_limit(seconds) as limit:`. After the block, `limit.reached` is True if the time ran out.
+    The code after the block goes on in both cases, because the context manager catches the OutOfTime error
+    that ended the block.
 
     The alarm signal (SIGALRM) raises OutOfTime, so this works only in the main thread. The alarm repeats
     every second, or every `seconds` if that is longer, in case code in the block catches the error. An alarm
-    that was set before, such as by an enclosing time_limit, is restored after the block.
+    that was set before, such as by an enclosing time_limit, is set again after the block, with the time that
+    it had left before the block.
     """
 
     def __init__(self, seconds: float):
@@ -68,22 +70,26 @@ _NOT_IN_THE_BLOCK = {
 
 
 class FreeMemory:
-    """A detector of reward calls that leave much memory allocated after they end.
+    """A detector of memory that reward calls leave allocated in this process after they end.
 
-    The object stores how much memory the process may still allocate at the object's creation. `is_kept`
-    compares the later amount with this one.
+    When it is created, the object stores how much memory the process may still allocate. `is_kept` compares
+    the present amount with this one.
     """
 
     def __init__(self) -> None:
         self._at_first = _free_bytes()
 
     def is_kept(self) -> bool:
-        """Return True if the process may now allocate less than half of the memory that it could at first."""
+        """Return True if calls have left much memory allocated.
+
+        This is so if the process may now allocate less than half of what it could when this object was
+        created.
+        """
         gc.collect()
         return _free_bytes() < self._at_first / 2
 
 
 def _free_bytes() -> float:
-    """Return how many bytes of private memory the process may still allocate; infinity without a limit."""
+    """Return how many bytes of private memory the process may still allocate; infinity if it has no limit."""
     most, _ = resource.getrlimit(resource.RLIMIT_DATA)
     return math.inf if most == resource.RLIM_INFINITY else most - psutil.Process().memory_info().data

@@ -63,7 +63,10 @@ def plain_minus(text: str) -> str:
 
 
 def with_exponents(text: str) -> str:
-    """Return the text with all numbers in scientific notation written out: `2e-1` becomes `0.2`."""
+    """Return the text with all numbers in scientific notation written out: `2e-1` becomes `0.2`.
+
+    Unlike plain_numbers, it takes the e for an exponent in any case.
+    """
     return _SCIENTIFIC.sub(lambda found: digits(found[0]), text)
 
 
@@ -73,10 +76,11 @@ def digits(number: str) -> str:
 
 
 def thousands_separators(text: str) -> list[tuple[int, int]]:
-    r"""Return the positions (start, end), end exclusive, of all thousands separators in a text, in order.
+    r"""Return the positions (start, end) of all thousands separators in a text, in order.
 
-    A thousands separator stands before three digits. It is a comma, `{,}`, `,\!`, `\,` or a thin space. Only
-    a plain comma can also separate the items of a list. These rules decide whether it separates thousands:
+    The end is exclusive. A thousands separator stands before three digits. It is a comma, `{,}`, `,\!`, `\,`
+    or a thin space. Only a plain comma can also separate the items of a list. These rules decide whether it
+    separates thousands:
 
     - No, if another comma in the same text without spaces is not followed by three digits, as in `1,234,5`.
     - No, if it stands in brackets that contain no space, as in `(1,234)` and `\{100,200\}`. math-verify reads
@@ -100,22 +104,25 @@ def thousands_separators(text: str) -> list[tuple[int, int]]:
 
 @dataclass(slots=True)
 class _Level:
-    """State of scanning one pair of brackets, or the text outside all brackets. Positions are offsets."""
+    """State of the search for commas in one pair of brackets, or in the text outside all brackets.
+
+    All positions are offsets in the text.
+    """
 
     start: int = 0
     """Position after the opening bracket; 0 outside all brackets."""
     is_list: bool = False
     """True if the brackets may hold a list. False for braces of a LaTeX argument, and outside brackets."""
     num_spaces: int = 0
-    """Number of spaces within the brackets. Spaces next to the brackets do not count."""
+    """Number of spaces found within the brackets. Spaces right after the opening bracket do not count."""
     last_space_end: int = -1
     """Position after the last space; -1 if there was no space."""
     run: list[int] = field(default_factory=list)
-    """Positions of commas since the last space that may separate thousands."""
+    """Positions of the commas since the last space that may separate thousands."""
     run_has_items: bool = False
     """True if a comma since the last space certainly separates items of a list."""
     undecided: list[int] = field(default_factory=list)
-    """Positions of commas before the last space that, so far, may still separate thousands."""
+    """Positions of the commas before the last space that may still separate thousands."""
 
     def end_run(self) -> None:
         if not self.run_has_items:
@@ -124,9 +131,10 @@ class _Level:
 
 
 def _thousands_commas(text: str, commas: dict[int, bool]) -> list[int]:
-    """Return the positions of the commas that separate thousands and not the items of a list.
+    """Return the positions of the commas that separate thousands, out of those that may do so.
 
-    commas: {position of a comma: True if its number cannot be a list of two items such as `(1,234)`}.
+    commas: {position of a comma before three digits: True if the number with this comma cannot be a list of
+        two items such as `(1,234)`}.
     """
     levels, found, argument_start = [_Level()], [], -1
 

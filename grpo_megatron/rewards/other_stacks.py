@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class _Stack:
-    """The form of another RL stack's reward functions.
+    """Another RL stack, and the form of its reward functions.
 
     name: name of the stack
-    parameters: names of parameters by which such a function is recognized
-    result: Python expression that calls the function named {f}, in a reward function of this project
+    parameters: names of the parameters that tell that a function was written for this stack
+    result: Python expression that calls the function named {f} from a reward function of this project
     """
 
     name: str
@@ -53,9 +53,9 @@ _STACKS = (
 
 
 def hint(function: str, parameters: Iterable[str]) -> str:
-    """Return advice on how to use a reward function of another RL stack here, as the end of an error message.
+    """Return advice on how to use a reward function that was written for another RL stack.
 
-    Return "" if the parameters match no known stack.
+    The advice is the end of an error message. It is "" if the parameters match no known stack.
 
     function: name of the reward function.
     parameters: names of the function's parameters, by which the stack is recognized.

@@ -38,15 +38,15 @@ class _Http:
 
 
 class RewardServerError(Exception):
-    """A reward server gave no valid answer. The message names the reason."""
+    """A reward server gave no valid answer. The message says why."""
 
 
 class Http:
-    """The reward `http`, which a server computes. Calls that wait at the same time are sent together.
+    """The reward function `http`, which asks a server for the reward of a response.
 
-    A request posts {"prompt": [...], "response": [...], "answer": [...], "record": [...]} as JSON. The answer
-    must be {"rewards": [...]} with one entry per response: a number, or an object with "reward" and further
-    numbers.
+    Calls that wait at the same time are sent in one request. A request posts {"prompt": [...], "response":
+    [...], "answer": [...], "record": [...]} as JSON. The server must answer {"rewards": [...]} with one entry
+    per response: a number, or an object with the key "reward" and further numbers.
     """
 
     def __init__(self, options: _Http, token: str | None):
@@ -95,9 +95,9 @@ class Http:
             task.add_done_callback(self._posts.discard)
 
     async def _post(self, batch: list[tuple[dict[str, Any], asyncio.Future]]) -> None:
-        """Request the rewards of one batch, and set the future of each call to its reward or to an error.
+        """Request the rewards of one batch, and give each waiting call its reward or an error.
 
-        batch: (data of a response, future) for each waiting call.
+        batch: (data of a response, future of its call) for each waiting call.
         """
         body = {name: [row[name] for row, _ in batch] for name in batch[0][0]}
         try:
@@ -116,12 +116,13 @@ class Http:
                 future.set_exception(RewardServerError(f"{self._shown} answered {shown(reward)}; {error}"))
 
     async def _rewards(self, body: dict[str, list], count: int) -> list:
-        """Request rewards, and try again after errors that may be temporary. Return the rewards as sent.
+        """Request the rewards of one batch from the server. Try again after errors that may be temporary.
 
-        Raises RewardServerError if no attempt succeeds, or if the answer does not have `count` rewards.
-
-        body: data of the request.
+        body: JSON data of the request.
         count: number of responses in the request.
+
+        Returns the list of rewards as the server sent it. Raises RewardServerError if no attempt succeeds, or
+        if the answer does not have `count` rewards.
         """
         options = self._options
         for attempt in range(options.attempts):
@@ -134,7 +135,7 @@ class Http:
                 if not isinstance(rewards, list) or len(rewards) != count:
                     raise RewardServerError(
                         f'{self._shown} must answer {{"rewards": [...]}} with {count} rewards, but sent '
-                        "something else"
+                        f"{shown(answer)}"
                     )
                 return rewards
         raise RewardServerError(
@@ -143,10 +144,12 @@ class Http:
         )
 
     async def _ask(self, body: dict[str, list]) -> tuple[Any, str | None]:
-        """Send one request, and return (answer, problem).
+        """Send one request to the server, and return (answer, problem).
 
-        - answer: the server's answer, parsed from JSON; None after a problem.
-        - problem: why there is no answer, as text, if a later attempt may succeed; None after an answer.
+        body: JSON data of the request.
+
+        - answer: the server's answer, parsed from JSON; None if there was a problem.
+        - problem: text that says why there is no answer, if a later attempt may succeed; else None.
 
         Raises RewardServerError if a later attempt would fail in the same way.
         """
@@ -184,10 +187,15 @@ class Http:
         except aiohttp.ClientError as error:
             return None, type(error).__name__
         except (ValueError, RecursionError) as error:
-            raise RewardServerError(f"{self._shown} sent an answer that is not valid JSON") from error
+            raise RewardServerError(
+                f"{self._shown} sent an answer that is not valid JSON; see the server's log"
+            ) from error
 
     def _redirected(self, status: int, location: str) -> str:
-        """Return the error message for an answer that redirects to `location`."""
+        """Return the error message for a server that redirects the request to another address.
+
+        location: the address, from the header of the server's answer.
+        """
         try:
             target = shown(_without_secrets(urljoin(self._options.url, location)))
         except ValueError:
@@ -198,7 +206,7 @@ class Http:
         )
 
     async def _read(self, response) -> bytes:
-        """Return the body of an HTTP response. Raises RewardServerError if it exceeds MAX_ANSWER bytes."""
+        """Return the body of an HTTP response. Raise RewardServerError if it exceeds MAX_ANSWER bytes."""
         found = bytearray()
         async for data in response.content.iter_chunked(_READ_AT_ONCE):
             found += data
@@ -211,6 +219,6 @@ class Http:
 
 
 def _without_secrets(url: str) -> str:
-    """Return a URL for messages, without the parts that may be secret: user, password and query."""
+    """Return a URL without the parts that may be secret (user, password and query), for messages."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

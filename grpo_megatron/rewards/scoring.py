@@ -21,14 +21,14 @@ from grpo_megatron.rewards.values import NoReward, read_reward, read_rewards, sh
 
 @dataclass(frozen=True)
 class RewardTask:
-    """A task of a reward worker: to score one response with all rewards of single responses."""
+    """A task for a reward worker: score one response with all rewards of single responses."""
 
     uid: int
-    """uid of the prompt, for messages."""
+    """Unique id (uid) of the prompt, for messages."""
     prompt: str
     """Text of the prompt."""
     response_ids: np.ndarray
-    """int32 [R]. Token ids of the response. The worker decodes them."""
+    """int32 [R], token ids of the response. The worker decodes them to text."""
     answer: str | list[str]
     """Reference answer, or a list of accepted answers."""
     record: dict
@@ -37,10 +37,10 @@ class RewardTask:
 
 @dataclass(frozen=True)
 class GroupTask:
-    """A task of a reward worker: to apply the group rewards to all responses to one prompt at once."""
+    """A task for a reward worker: score all responses to one prompt together with the group rewards."""
 
     uid: int
-    """uid of the prompt, for messages."""
+    """Unique id (uid) of the prompt, for messages."""
     prompt: str
     """Text of the prompt."""
     responses: list[str]
@@ -52,7 +52,7 @@ class GroupTask:
     tokens: list[int]
     """Length of each response in tokens."""
     components: list[dict[str, float]]
-    """For each response, {name of a term: value} of the rewards of single responses."""
+    """For each response, {name of a term: value} of the rewards of single responses, computed before."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Scored:
     text: str
     """Text of the response."""
     components: dict[str, float]
-    """{name of a term: value}, and the further numbers that the reward functions returned, by name."""
+    """{name of a term: value}, and {name: value} of the further numbers that reward functions returned."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class GroupScored:
     """The result of a GroupTask whose rewards all succeeded."""
 
     values: dict[str, list[float]]
-    """{name of the term of a group reward: its value for each response}."""
+    """{name of a term with a group reward: its value for each response}."""
 
 
 @dataclass(frozen=True)
@@ -87,34 +87,34 @@ class Failed:
 
 @dataclass(frozen=True)
 class ScorerSpec:
-    """A factory that is sent to the worker processes. Each process calls it to make its Scorer."""
+    """A factory of Scorers. It is sent to the worker processes, and each calls it to make its own Scorer."""
 
     config: RewardConfig
     decode: Callable[[np.ndarray], str]
     """Function from int32 token ids to text."""
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Values of the environment variables that the rewards read."""
+    """{environment variable that the rewards read: its value}, such as the token of a server."""
 
     def __call__(self) -> "Scorer":
         return Scorer(self.config, self.decode, self.secrets)
 
 
 class _Failure(Exception):
-    """A reward failed. The text of this exception is the complete message to the user."""
+    """A reward failed. The text of the exception is the complete message to the user."""
 
     def failed(self, text: str = "") -> Failed:
         return Failed(str(self), text, isinstance(self.__cause__, MemoryError))
 
 
 class _TooLong(Exception):
-    """A reward took too long. It is not a TimeoutError, because a reward function may raise TimeoutError."""
+    """A reward took too long. TimeoutError is not used for this, because a reward function may raise it."""
 
 
 class Scorer:
     """The object that computes rewards in a worker process. Async rewards of many tasks run concurrently.
 
-    is_worn: True if reward calls have left so much memory allocated that further calls fail. The worker pool
-        then replaces the process.
+    is_worn: True if reward calls have left so much memory allocated that further calls fail. The pool of
+        workers then replaces the process.
     """
 
     def __init__(
@@ -133,18 +133,21 @@ class Scorer:
     def work(
         self, tasks: Sequence[RewardTask | GroupTask], seconds: float
     ) -> list[Scored | GroupScored | Failed]:
-        """Score tasks, and return their results in order, possibly only those of the first tasks.
+        """Score tasks, and return the results in the order of the tasks.
 
-        seconds: no further task begins after this time, but the first task always begins. No task at all
-            begins while `is_worn` is True.
+        If the time is over, or if `is_worn` becomes True, only the results of the first tasks are returned.
+        The caller has to send the other tasks again.
+
+        seconds: no further task begins after this time. The first task begins in any case, except while
+            `is_worn` is True.
         """
         return self._loop.run_until_complete(self._score_all(tasks, time.monotonic() + seconds))
 
     async def _score_all(
-        self, tasks: Sequence[RewardTask | GroupTask], until: float
+        self, tasks: Sequence[RewardTask | GroupTask], deadline: float
     ) -> list[Scored | GroupScored | Failed]:
         async def score(index: int, task: RewardTask | GroupTask) -> Scored | GroupScored | Failed | None:
-            if self.is_worn or (index and time.monotonic() > until):
+            if self.is_worn or (index and time.monotonic() > deadline):
                 return None
             is_first, self._memory = self._memory is None, self._memory or FreeMemory()
             found = await (self._score_group(task) if isinstance(task, GroupTask) else self._score(task))
@@ -157,7 +160,7 @@ class Scorer:
         return found[: found.index(None)] if None in found else found
 
     async def _score(self, task: RewardTask) -> Scored | Failed:
-        text, until = self._decode(task.response_ids), time.monotonic() + self._timeout
+        text, deadline = self._decode(task.response_ids), time.monotonic() + self._timeout
         where = f"record {task.uid} (response {text[:80]!r})"
         values: dict[str, float] = {}
         others: dict[str, float] = {}
@@ -165,7 +168,7 @@ class Scorer:
         try:
             for reward in self._of_responses:
                 options = {"tokens": len(task.response_ids), "components": values}
-                found = await self._call(reward, until, where, given, options)
+                found = await self._call(reward, deadline, where, given, options)
                 try:
                     own = read_reward(found)
                 except NoReward as error:
@@ -178,7 +181,7 @@ class Scorer:
         return Scored(text, values | others)
 
     async def _score_group(self, task: GroupTask) -> GroupScored | Failed:
-        until, where = time.monotonic() + self._timeout, f"the group of record {task.uid}"
+        deadline, where = time.monotonic() + self._timeout, f"the group of record {task.uid}"
         components = [dict(found) for found in task.components]
         values: dict[str, list[float]] = {}
         given = {
@@ -190,7 +193,7 @@ class Scorer:
         try:
             for reward in self._of_groups:
                 options = {"tokens": task.tokens, "components": components}
-                found = await self._call(reward, until, where, given, options)
+                found = await self._call(reward, deadline, where, given, options)
                 try:
                     values[reward.term.name] = own = read_rewards(found, len(task.responses))
                 except NoReward as error:
@@ -202,13 +205,13 @@ class Scorer:
         return GroupScored(values)
 
     async def _call(
-        self, reward: Reward, until: float, where: str, given: dict[str, Any], options: dict[str, Any]
+        self, reward: Reward, deadline: float, where: str, given: dict[str, Any], options: dict[str, Any]
     ) -> Any:
         options["args"] = dict(reward.term.args)
         failed = f"reward {reward.name} failed on {where}"
         try:
             return await _limited(
-                until, reward.function, given | {name: options[name] for name in reward.wants}
+                deadline, reward.function, given | {name: options[name] for name in reward.wants}
             )
         except _TooLong:
             raise _Failure(f"{failed}: it took longer than reward.timeout={self._timeout} s") from None
@@ -216,15 +219,15 @@ class Scorer:
             raise _Failure(f"{failed}: {described(error)}") from error
 
 
-async def _limited(until: float, function: Callable, arguments: dict[str, Any]) -> Any:
-    """Call a function, and return its result. The result is awaited if the function is async.
+async def _limited(deadline: float, function: Callable, arguments: dict[str, Any]) -> Any:
+    """Call a function within a time limit, and return its result. The result of an async function is awaited.
+
+    deadline: end of the time limit, as a value of time.monotonic().
+    arguments: the function's keyword arguments.
 
     Raises _TooLong if the function has not returned at the deadline.
-
-    until: the deadline, as a value of time.monotonic().
-    arguments: the function's keyword arguments.
     """
-    left = until - time.monotonic()
+    left = deadline - time.monotonic()
     if left <= 0:
         raise _TooLong
     with time_limit(left) as limit:  # interrupts Python code; this is the main thread of its process
@@ -233,7 +236,7 @@ async def _limited(until: float, function: Callable, arguments: dict[str, Any]) 
         raise _TooLong
     if inspect.isawaitable(value):
         task = asyncio.ensure_future(_without_exit(value))
-        done, _ = await asyncio.wait([task], timeout=max(until - time.monotonic(), 0.0))
+        done, _ = await asyncio.wait([task], timeout=max(deadline - time.monotonic(), 0.0))
         if not done:
             task.cancel()
             raise _TooLong
@@ -242,7 +245,7 @@ async def _limited(until: float, function: Callable, arguments: dict[str, Any]) 
 
 
 async def _without_exit(value: Awaitable) -> Any:
-    """Await the value and return the result. Raise RuntimeError if the awaited code raises SystemExit."""
+    """Await a value, and return the result. Raise RuntimeError if the awaited code raises SystemExit."""
     try:
         return await value
     except SystemExit as error:  # it would end the event loop, and with it the scoring of all other tasks
@@ -253,6 +256,7 @@ def _invalid_reward(value: Any, reward: Reward, where: str, error: NoReward) -> 
     """Return the exception for a reward function that returned an invalid value.
 
     value: what the function returned.
+    reward: reward whose function was called.
     where: the response or group that was scored, for the message.
     error: says what a valid value is.
     """

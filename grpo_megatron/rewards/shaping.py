@@ -10,10 +10,10 @@ from grpo_megatron.rewards.control import shuffle_rewards
 
 
 def shape_rewards(groups: list[Group], config: Config, step: int) -> list[Group]:
-    """Return the groups with the rewards to train on.
+    """Return the groups with the rewards to train on, which may differ from the rewards in evaluations.
 
-    The overlong penalty (reward.overlong_buffer) is added to the rewards. Then they are shuffled if
-    reward.shuffle_control is set.
+    The penalty for long responses (reward.overlong_buffer) is added to the rewards. Then the rewards are
+    shuffled if reward.shuffle_control is set.
 
     step: index of the training step, from 1. It seeds the shuffling.
     """
@@ -24,7 +24,7 @@ def shape_rewards(groups: list[Group], config: Config, step: int) -> list[Group]
 
 
 def overlong_penalty(length: int, longest: int, buffer: int, penalty: float) -> float:
-    """Return DAPO's soft overlong punishment (arXiv:2503.14476 eq. 13), in [-penalty, 0].
+    """Return DAPO's penalty for a long response (soft overlong punishment, arXiv:2503.14476 eq. 13).
 
     The result is 0 for lengths up to longest - buffer. From there it falls linearly to -penalty at `longest`,
     and stays at -penalty for greater lengths.
@@ -32,19 +32,19 @@ def overlong_penalty(length: int, longest: int, buffer: int, penalty: float) -> 
     length: length of the response in tokens.
     longest: maximum length of a response in tokens.
     buffer: number of tokens below `longest` in which the penalty grows.
-    penalty: the largest penalty.
+    penalty: the largest penalty, as a positive number.
     """
     return penalty * min(0.0, max(-1.0, (longest - buffer - length) / buffer))
 
 
 def shape_overlong(groups: list[Group], longest: int, config) -> list[Group]:
-    """Return the groups with the result of `overlong_penalty` added to each trajectory's reward.
+    """Return the groups with the penalty for long responses added to each trajectory's reward.
 
-    The penalty is also added as the component `overlong_penalty`. If a trajectory has several sequences, the
+    The penalty is also stored as the component `overlong_penalty`. If a trajectory has several sequences, the
     length of its longest sequence counts.
 
-    longest: rollout.max_response_length.
-    config: config.schema.OverlongBufferConfig. If its length is 0, the groups are returned unchanged.
+    longest: rollout.max_response_length, in tokens.
+    config: section `reward.overlong_buffer`. If its `length` is 0, the groups are returned unchanged.
     """
     if not config.length:
         return groups

@@ -23,7 +23,7 @@ Options = TypeVar("Options")
 
 @dataclass(frozen=True)
 class Term:
-    """A summand of the reward: `weight` times the value of a reward function."""
+    """A term (summand) of the reward: `weight` times the value of a reward function."""
 
     name: str
     """Key of the term in reward.terms, or WHOLE if reward.function is the whole reward."""
@@ -36,12 +36,12 @@ class Term:
 
     @property
     def is_whole(self) -> bool:
-        """True if this is the only term, because reward.function names the whole reward."""
+        """True if this term is the whole reward, because reward.function is set instead of reward.terms."""
         return self.name == WHOLE
 
     @property
     def key(self) -> str:
-        """Configuration key under which the term's options are, for messages."""
+        """Configuration key of the term's options, for messages, such as `reward.terms.right`."""
         return "reward.args" if self.is_whole else f"reward.terms.{self.name}"
 
 
@@ -54,7 +54,9 @@ class _Entry:
 def terms_of(config: RewardConfig) -> list[Term]:
     """Return the terms of the configured reward, in the order of reward.terms.
 
-    Without reward.terms, reward.function is the only term. Raises UserError for an invalid term.
+    If reward.terms is not set, reward.function is the only term.
+
+    Raises UserError for an invalid term.
     """
     if not config.terms:
         return [Term(WHOLE, config.function, 1.0, config.args)]
@@ -64,7 +66,7 @@ def terms_of(config: RewardConfig) -> list[Term]:
 def model_term(terms: Sequence[Term]) -> Term | None:
     """Return the term whose value is the score of a reward model, or None if there is no such term.
 
-    Reward workers skip this term, because the reward model computes all scores after generation.
+    Reward workers do not compute this term. The reward model computes all scores after generation.
     """
     return next((term for term in terms if term.function == MODEL), None)
 
@@ -90,15 +92,17 @@ def _term(name: str, entry: Any) -> Term:
 
 @dataclass(frozen=True)
 class Setup:
-    """The arguments from which a built-in reward function is made: configuration, term and secrets."""
+    """The inputs from which a built-in reward function is made: configuration, term and secrets."""
 
     config: RewardConfig
     term: Term
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """{environment variable that the reward reads: value}. Empty if the reward function is not called."""
+    """{environment variable that the reward reads: its value}. May be empty if the reward is never called."""
 
     def options(self, cls: type[Options]) -> Options:
-        """Return the term's own options as an instance of the dataclass `cls`.
+        """Return the term's own options as an instance of a dataclass.
+
+        cls: a dataclass made with config.options.dataclass, with one field per option.
 
         Raises UserError for an invalid option.
         """
@@ -107,7 +111,7 @@ class Setup:
 
 
 def total(terms: Sequence[Term], components: Mapping[str, float]) -> float:
-    """Return the reward of a response: the sum of weight times value over all terms.
+    """Return the total reward of a response: the sum of weight times value over all terms.
 
     components: {name of a term: value of its function}. Other numbers in it are ignored.
 
@@ -119,13 +123,13 @@ def total(terms: Sequence[Term], components: Mapping[str, float]) -> float:
 def read_options(
     cls: type[Options], values: Mapping[str, Any], key: str, besides: tuple[str, ...] = ()
 ) -> Options:
-    """Return a reward's options as an instance of `cls`.
+    """Check the options of a reward function, and return them as an instance of `cls`.
 
-    cls: a dataclass made with config.options.dataclass.
+    cls: a dataclass made with config.options.dataclass, with one field per option.
     values: {option: value} as the user configured them.
-    key: configuration key under which the options are, for error messages.
-    besides: other names that are allowed under the same key, and are read elsewhere. Error messages suggest
-        them too.
+    key: configuration key of the options, for error messages.
+    besides: other names that the user may set under this key, which are read elsewhere. Error messages
+        suggest them too.
 
     Raises UserError for an unknown option, for a value of a wrong type, and for a value outside its limits.
     """

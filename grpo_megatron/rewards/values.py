@@ -24,11 +24,11 @@ class NoReward(Exception):
 def read_reward(value: Any, from_json: bool = False) -> dict[str, float]:
     """Convert the value that a reward function returned to {"reward": number, name: further number, ...}.
 
-    Raises NoReward if the value is invalid.
-
-    value: a number, or a dict of numbers with the key "reward".
-    from_json: If True, true and false are not accepted as numbers, because the value comes from a server. A
+    value: a number, or a dict of numbers with the key "reward". The further numbers are for the logs.
+    from_json: True if the value comes from a server. Then true and false are not accepted as numbers. A
         Python function may return a bool, such as the result of a comparison.
+
+    Raises NoReward if the value is invalid.
     """
     if not isinstance(value, dict):
         value = {"reward": value}
@@ -41,11 +41,12 @@ def read_reward(value: Any, from_json: bool = False) -> dict[str, float]:
 
 
 def read_components(value: dict, from_json: bool = False) -> dict[str, float]:
-    """Return {name: number} of a dict with the numbers converted to floats, for the logs.
+    """Convert the numbers that are logged beside a reward to floats, and return {name: float}.
+
+    value: {name: number}.
+    from_json: True if true and false are not accepted as numbers.
 
     Raises NoReward if a name or a number is invalid, or if there are more than MAX_COMPONENTS.
-
-    from_json: If True, true and false are not accepted as numbers.
     """
     if len(value) > MAX_COMPONENTS:
         raise NoReward(
@@ -61,7 +62,10 @@ def read_components(value: dict, from_json: bool = False) -> dict[str, float]:
 
 
 def read_rewards(value: Any, count: int) -> list[float]:
-    """Convert the value that a group reward returned to a list of floats.
+    """Convert the value that a group reward returned to a list of floats, one for each response.
+
+    value: what the group reward returned, such as a list or an array.
+    count: number of responses.
 
     Raises NoReward if the value is not an iterable of exactly `count` numbers.
     """
@@ -75,7 +79,7 @@ def read_rewards(value: Any, count: int) -> list[float]:
 
 
 def shown(value: Any) -> str:
-    """Return a short text that represents any value in an error message. It has no control characters."""
+    """Return a short text without control characters that shows any value in an error message."""
     try:
         text = _QUOTES.repr(value)
     except Exception:  # such as an int with more digits than Python writes
@@ -89,10 +93,12 @@ _QUOTES.maxother = 200  # such as a StepResult
 
 
 def _number(value: Any, name: str, from_json: bool) -> float:
-    """Return a value as a finite float. Raises NoReward if it is not a number or exceeds LARGEST.
+    """Return a value as a finite float.
 
     name: name of the value in the message.
-    from_json: If True, true and false are not accepted as numbers.
+    from_json: True if true and false are not accepted as numbers.
+
+    Raises NoReward if the value is not a number, or if it exceeds LARGEST in absolute value.
     """
     try:
         if hasattr(value, "item"):

@@ -24,16 +24,22 @@ logger = logging.getLogger(__name__)
 
 
 class RewardWorkers:
-    """The driver's handle for the worker processes that decode and score samples."""
+    """The driver's handle for the reward workers: processes that decode and score samples.
+
+    A process that dies or hangs is handled like a reward that fails, as reward.on_failure says.
+    """
 
     def __init__(self, config: RewardConfig, decode: Callable[[np.ndarray], str], places: Sequence[Place]):
-        """Look up the reward functions in this process, so that a wrong name fails early, and start workers.
+        """Start the worker processes.
 
+        The reward functions are first looked up in this process, so that a wrong name fails early.
+
+        config: section `reward` of the configuration.
         decode: function from int32 token ids to text, which is sent to the worker processes.
         places: node, process name and log file of each worker process.
 
-        Raises UserError for an unknown reward function or option, and for an environment variable that a
-        reward reads and that is not set.
+        Raises UserError for an unknown reward function or option, and if an environment variable that a
+        reward reads is not set.
         """
         rewards = resolve_rewards(config)
         self._config, self._decode, self._warn = config, decode, Rarely(logger)
@@ -47,13 +53,13 @@ class RewardWorkers:
         self._pool = WorkerPool(what, spec, bounds(config), places)
 
     async def score(self, prompt: Prompt, sample: Sample) -> Sample:
-        """Return the sample with its text, and with the values of the single-response rewards as components.
+        """Score a sample with the rewards of single responses. Return it with its text and their values.
 
-        The total reward is set too, unless there are group rewards or a reward model, which are computed
-        later.
+        The values become the sample's reward components. Its total reward is set too, unless there are group
+        rewards or a reward model, which are computed later.
 
         If a reward fails, reward.on_failure decides what happens. With `error`, UserError is raised, or
-        ProcessLost if the worker process died. Otherwise the sample is marked as failed.
+        ProcessLost if the worker process died. Otherwise, the sample is marked as failed.
         """
         found = await self._ask(
             RewardTask(prompt.uid, prompt.text, sample.arrays.response_ids, prompt.answer, prompt.fields)
@@ -66,9 +72,10 @@ class RewardWorkers:
         return sample if self._of_groups else self._total(sample, found.components)
 
     async def score_group(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Sample, ...]:
-        """Return all samples of a group with the values of the group rewards added as components.
+        """Score the samples of a group with the group rewards. Return all samples of the group.
 
-        The total reward is set too, unless there is a reward model. Failures are handled as in `score`.
+        The values are added to the samples' reward components. The total reward is set too, unless there is a
+        reward model. Failures are handled as in `score`.
 
         prompt: the group's prompt.
         samples: the group's samples, as `score` returned them.
@@ -105,19 +112,24 @@ class RewardWorkers:
             return Failed(f"{error} (record {task.uid})")
 
     def _total(self, sample: Sample, components: Mapping[str, float]) -> Sample:
-        """Return the sample with these components. The total reward is set unless there is a reward model."""
+        """Return the sample with these reward components, and with the total reward.
+
+        The total reward is not set if there is a reward model, because its score is not known yet.
+        """
         shown = {name: value for name, value in components.items() if name != WHOLE}
         if not self._is_whole:
             return replace(sample, reward_components=shown)
         return sample.scored(total(self._terms, components), shown)
 
     def _failed(self, samples: Sequence[Sample], failed: Failed) -> list[Sample]:
-        """Return the samples marked as failed. Their reward is reward.failure_value, or None with leave_out.
+        """Return the samples marked as failed, as reward.on_failure says.
 
-        Raises UserError if reward.on_failure=error.
+        Their reward is reward.failure_value, or None with reward.on_failure=leave_out. A warning is logged.
 
         samples: samples whose reward failed.
-        failed: says why.
+        failed: the failure, with its reason.
+
+        Raises UserError with reward.on_failure=error.
         """
         if self._config.on_failure == OnFailure.error:
             raise UserError(failed.why)

@@ -1,4 +1,4 @@
-"""Child: a contained process that runs one sandboxed program, seen from the helper's watcher process."""
+"""Child: a contained process that runs one sandboxed program, as the helper's watcher process sees it."""
 
 import contextlib
 import fcntl
@@ -14,23 +14,24 @@ _READ_AT_ONCE = 1 << 16
 
 
 class Child:
-    """A contained process that runs one sandboxed program, and the output of the process so far.
+    """A contained process that runs one sandboxed program or its tests, as seen by the watcher process.
 
-    The constructor forks the process. It raises OSError if the process cannot be contained. In that case
+    The constructor forks the process. It raises OSError if the process cannot be contained. In that case,
     nothing of the program has run.
 
-    program: the message that Sandbox.run sends, a dict.
-    channel: file descriptor over which the program's results leave the process, or None. It has the number
-        harness.CHANNEL in the process.
-    written: {name of an output, such as "stdout": bytes that the process has written there}
-    open: {descriptor of an output pipe that is not at its end: name of the output}
-    status: exit status, or -N if signal N ended the process; None before `reap`
+    program: the message from Sandbox.run that describes the program, a dict.
+    channel: file descriptor through which the program's results leave the process, or None. In the process,
+        it has the number harness.CHANNEL.
+    written: {name of an output, such as "stdout": bytes that the process has written to it so far}
+    open: {descriptor of an output pipe that is not at its end yet: name of the output}
+    status: exit status of the process, or -N if signal N ended it; None until `reap` is called
+    cpu_seconds: processor time that the process used; 0.0 until `reap` is called
     """
 
     def __init__(self, program: dict, channel: int | None):
         self.written = {"stdout": b"", "stderr": b""}
         self.open: dict[int, str] = {}
-        self.status: int | None = None  # exit status, or -signal
+        self.status: int | None = None
         self.cpu_seconds = 0.0
         self._may_fork = program["processes"] > 1
         if self._may_fork:
@@ -53,9 +54,9 @@ class Child:
             raise OSError(text.decode())
 
     def read(self, descriptor: int) -> None:
-        """Read from an output pipe of the process, and append the bytes to `written`.
+        """Read once from an output pipe of the process, and append the bytes to `written`.
 
-        At the end of the pipe, close the descriptor.
+        If the pipe is at its end, close the descriptor instead.
 
         descriptor: a key of `open` that is ready to be read.
         """
@@ -71,7 +72,10 @@ class Child:
         self.open[descriptor] = name
 
     def reap(self) -> None:
-        """Set `status` and `cpu_seconds` after the process has ended, and kill all that it has started."""
+        """Collect the exit status of the ended process, and kill all processes that it has started.
+
+        Sets `status` and `cpu_seconds`.
+        """
         if self._may_fork:
             # The started processes cannot leave the process group. Its id is not reused before the reaping.
             os.killpg(self.pid, 9)
@@ -86,7 +90,7 @@ class Child:
                 break
 
     def end(self) -> None:
-        """Kill the process if it is alive, and read the rest of its output into `written`."""
+        """Kill the process if it is still alive, and read the rest of its output into `written`."""
         if self.status is None:
             os.kill(self.pid, 9)
             self.reap()
@@ -96,10 +100,10 @@ class Child:
             self.read(next(iter(self.open)))
 
     def seconds_without_processor(self) -> float:
-        """Return for how many seconds the process's first thread has waited for a processor.
+        """Return for how many seconds the process has waited for a free processor.
 
-        This time does not count towards the program's time limit, because it comes from other work on the
-        machine. Return 0 if the kernel does not measure this time.
+        The process's first thread is measured. This time does not count towards the program's time limit,
+        because other work on the machine causes it. The result is 0 if the kernel does not measure it.
         """
         try:
             with open(f"/proc/{self.pid}/schedstat", encoding="ascii") as file:
@@ -111,10 +115,10 @@ class Child:
         return len(os.listdir(f"/proc/{self.pid}/task"))
 
     def has_more_processes_than(self, most: int) -> bool:
-        """Return True if the program has more than `most` processes: this one, and all that it has started.
+        """Return True if the program has more than `most` processes, including its first process.
 
-        The search ends at the first process too many. A fork bomb starts processes faster than they can all
-        be found.
+        The search ends as soon as there is one process too many, because a fork bomb starts processes faster
+        than they can all be found.
         """
         if not self._may_fork:
             return most < 1
@@ -138,7 +142,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _file_of(text: str) -> int:
-    """Return the descriptor of a file in memory that contains this text, for use as stdin.
+    """Return the descriptor of a file in memory that contains this text, for use as a program's stdin.
 
     Unlike a pipe, such a file needs no process that writes to it while the program reads.
     """
@@ -158,19 +162,19 @@ def _read_all(descriptor: int) -> bytes:
     return found
 
 
-def _become(program: dict, descriptors: list[int | None], problem: int) -> None:
-    """Contain this newly forked process, run the program in it, and end the process.
+def _become(program: dict, descriptors: list[int | None], problem_pipe: int) -> None:
+    """Turn this newly forked process into the program: contain the process, run the program, and exit.
 
     The process ends by SystemExit, so that the Python interpreter shuts down as usual.
 
-    program: the message that Sandbox.run sends.
+    program: the message from Sandbox.run that describes the program.
     descriptors: the file descriptors that get the numbers 0, 1, 2 and harness.CHANNEL, in this order. None
         leaves the number closed.
-    problem: pipe to which an error is written if the process cannot be contained.
+    problem_pipe: descriptor to which an error message is written if the process cannot be contained.
     """
     try:
         # Move all descriptors to high numbers first, so that none is overwritten before it is moved.
-        problem = _moved_up(problem)
+        problem_pipe = _moved_up(problem_pipe)
         kept = [None if descriptor is None else _moved_up(descriptor) for descriptor in descriptors]
         os.closerange(0, _HIGH)
         for target, descriptor in enumerate(kept):
@@ -190,9 +194,9 @@ def _become(program: dict, descriptors: list[int | None], problem: int) -> None:
         harness.attach_standard_streams()
         harness.forget_helper()
     except BaseException as error:
-        os.write(problem, str(error).encode()[:2000] or b"failed")
+        os.write(problem_pipe, str(error).encode()[:2000] or b"failed")
         os._exit(1)
-    os.close(problem)
+    os.close(problem_pipe)
     try:
         _perform(program)
     except Exception:

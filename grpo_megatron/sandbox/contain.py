@@ -26,23 +26,25 @@ _CAPABILITIES_VERSION = 0x20080522
 _CAPSET = {"x86_64": 126, "aarch64": 91}
 
 
-def contain(files: str, folder: str, python_folders: list[str], limits: dict, may_fork: bool) -> None:
+def contain(containment: str, folder: str, python_folders: list[str], limits: dict, may_fork: bool) -> None:
     """Restrict this process permanently, before it runs an untrusted program.
 
-    The process must have a single thread. The only folder in which the process may write becomes its working
-    directory. This is `folder`, or with NAMESPACES a new file system in memory.
+    The process loses its access to the network, to other processes, and to files that it does not need. It
+    must have a single thread. The only folder in which it may write becomes its working directory. This is
+    `folder`, or with NAMESPACES a new file system in memory.
 
-    files: how all other files are protected: NAMESPACES, LANDLOCK or NOTHING (not at all).
+    containment: how all other files are protected: NAMESPACES, LANDLOCK or NOTHING (not at all).
     folder: an empty folder for the process.
-    python_folders: folders of the Python interpreter and its packages, which stay readable.
+    python_folders: folders of the Python interpreter and its packages, which the process may read.
     limits: the fields of config.sandbox.SandboxLimits as a dict.
     may_fork: True to allow the process to start other processes. These inherit the restrictions, and stay in
         the process group of this process.
+
     Raises OSError if the kernel refuses a restriction.
     """
     readable = _outermost([*_SYSTEM_FOLDERS, *python_folders])
     devices = [path for path in _DEVICES if os.path.exists(path)]
-    if files == NAMESPACES:
+    if containment == NAMESPACES:
         namespaces.enter(folder, readable, devices, limits["files_mib"] << 20, limits["files"])
     else:
         os.chdir(folder)
@@ -54,7 +56,7 @@ def contain(files: str, folder: str, python_folders: list[str], limits: dict, ma
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     _drop_capabilities()
     system_calls.no_new_privileges()
-    if files == LANDLOCK:
+    if containment == LANDLOCK:
         landlock.restrict([folder], readable, devices)
     # Do this only now, because a change of credentials resets this setting.
     system_calls.end_with_parent()
@@ -62,9 +64,9 @@ def contain(files: str, folder: str, python_folders: list[str], limits: dict, ma
 
 
 def _outermost(paths: list[str]) -> list[str]:
-    """Return the paths that exist, except paths inside another of the paths.
+    """Return the paths that exist, without those that lie inside another one of the paths.
 
-    A rule for a folder covers the contents of the folder, too.
+    Those are not needed, because permission for a folder covers everything in it.
     """
     kept: list[str] = []
     for path in sorted(set(paths), key=len):

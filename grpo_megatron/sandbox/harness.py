@@ -21,10 +21,11 @@ CHANNEL = 3
 
 
 def run(source: str, name: str = "__main__") -> dict[str, Any]:
-    """Execute the program as module `name`, and return {global name: value} of the module.
+    """Execute a program as the module `name`, and return {global name: value} of the module.
+
+    If the program raises an error, this process ends with status 1, as with Python itself.
 
     source: source code of the program.
-    If the program raises an error, this process ends with status 1, as Python would.
     """
     module = types.ModuleType(name)
     module.__file__ = "program.py"
@@ -40,11 +41,13 @@ def _execute(source: str, file: str, names: dict[str, Any]) -> None:
 
 
 def call(source: str, function: str, arguments: list) -> None:
-    """Execute the program, call one of its functions, and write the result to CHANNEL.
+    """Execute a program, call one of its functions, and write the return value to the descriptor CHANNEL.
 
+    If the program raises an error, this process ends with status 1.
+
+    source: source code of the program.
     function: name of a global function, or of a method of a class `Solution` (as on LeetCode).
     arguments: the function's positional arguments, as plain data.
-    If the program raises an error, this process ends with status 1.
     """
     names = run(source, "program")
     result = _or_exit(lambda: plain.dumps(_function(names, function)(*arguments)))
@@ -61,7 +64,7 @@ def _function(names: dict[str, Any], function: str) -> Any:
 
 
 def _or_exit(action) -> Any:
-    """Return the result of `action`. After an error, print the traceback and end this process with status 1.
+    """Return the result of `action()`. After an error, print the traceback and exit with status 1.
 
     The traceback omits this module's functions, so that it looks as if Python had run the program directly.
     """
@@ -76,11 +79,11 @@ def _or_exit(action) -> Any:
 
 
 class Server:
-    """Serves the program's functions to tests that run in another process.
+    """A server, in the program's process, that lets tests in another process call the program's functions.
 
-    Calls and results are exchanged over the socket CHANNEL, so the program sees nothing of the tests but the
-    arguments of the calls. Objects that are not plain data stay in this process, and the tests refer to such
-    an object by an index.
+    Calls and results go over the socket CHANNEL, so the program sees nothing of the tests except the
+    arguments of calls. Objects that are not plain data stay in this process. The tests refer to such an
+    object by an index.
     """
 
     def __init__(self, source: str):
@@ -125,10 +128,10 @@ class Failure:
 
 
 class Kept:
-    """A stand-in, in the process of the tests, for an object that stays in the program's process.
+    """A stand-in, in the tests' process, for an object that stays in the program's process.
 
-    Calls and attributes are forwarded to the object. bool() and == raise TypeError, because the program could
-    pass any test if it decided about their results.
+    Calls and attribute accesses are forwarded to the object. bool() and == raise TypeError, because the
+    program could pass any test if it decided about their results.
     """
 
     def __init__(self, client: "Client", index: int):
@@ -142,17 +145,21 @@ class Kept:
 
     def __bool__(self):
         raise TypeError(
-            "the program returned an object of a class of its own, which is neither true nor false here"
+            "the program returned an object of a class of its own, which is neither true nor "
+            "false here; tests can only use plain data, such as numbers, strings and lists"
         )
 
     __hash__ = None
 
     def __eq__(self, other):
-        raise TypeError("the program returned an object of a class of its own, which cannot be compared here")
+        raise TypeError(
+            "the program returned an object of a class of its own, which cannot be compared here; tests can "
+            "only use plain data, such as numbers, strings and lists"
+        )
 
 
 class Client:
-    """The counterpart of Server in the tests' process. It forwards calls to the program's process."""
+    """The counterpart of Server in the tests' process, which forwards calls to the program's process."""
 
     def __init__(self):
         self._lines = socket.socket(fileno=CHANNEL).makefile("rwb")
@@ -163,7 +170,7 @@ class Client:
         If the program has redefined a builtin function, such as `all`, or the name of a standard module, the
         name is left out, so that the tests use Python's own version.
 
-        function: name of the function under test, which is always included. None if there is none.
+        function: name of the function under test, which is always included; None if there is none.
         """
         found = self._receive()
         return {
@@ -234,8 +241,8 @@ def test(source: str, function: str | None) -> None:
 def attach_standard_streams() -> None:
     """Replace sys.stdin, sys.stdout and sys.stderr by new streams on the descriptors 0, 1 and 2.
 
-    After the fork, these descriptors are the program's own stdin and pipes, but Python's streams are still
-    those of the helper.
+    After the fork, these descriptors are the program's own stdin and pipes, but Python's stream objects are
+    still those of the helper.
     """
     for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         stream = open(descriptor, mode, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
@@ -246,7 +253,7 @@ def attach_standard_streams() -> None:
 def forget_helper() -> None:
     """Remove this project's modules and arguments from `sys`, so that the program does not find them.
 
-    Also put the working directory on the import path, as Python does for a script.
+    The working directory is put on the import path, as Python does for a script.
     """
     for name in [name for name in sys.modules if name.split(".")[0] == __name__.split(".")[0]]:
         del sys.modules[name]

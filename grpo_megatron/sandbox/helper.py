@@ -22,11 +22,12 @@ _LOOK_SECONDS = 0.03  # interval of checking the limits that the kernel does not
 
 
 def main(package_folder: str, packages: list[str]) -> None:
-    """Run the helper process: read programs from stdin and write their outcomes to stdout, until stdin ends.
+    """Run the helper process: read programs from stdin, run them, and write their outcomes to stdout.
 
-    Each program and each outcome is a message: 8 bytes with its length (big-endian), followed by JSON.
+    It ends when stdin ends. Each program and each outcome is a message: 8 bytes with its length (big-endian),
+    followed by JSON.
 
-    package_folder: the folder on Python's path that holds this project. Programs must not import from it.
+    package_folder: the folder on Python's path that contains this project. Programs must not import from it.
     packages: folders with the packages that programs may import.
     """
     # The parent process may have blocked or ignored signals, and both are inherited.
@@ -74,10 +75,11 @@ def _send(message: dict) -> None:
 def _run(program: dict) -> dict:
     """Run one program, and return its outcome as a message for Sandbox.run (see `_outcome`).
 
-    If the program has tests, these are read from stdin after the start of the program. Return
-    {"problem": text} if the program cannot be contained.
+    If the program has tests, they are read from stdin after the program has started.
 
-    program: the message from Sandbox.run.
+    program: the message from Sandbox.run that describes the program.
+
+    Returns {"problem": text} if the program cannot be contained.
     """
     start = time.monotonic()
     children: list[Child] = []
@@ -92,11 +94,11 @@ def _run(program: dict) -> dict:
 
 
 def _start(program: dict, children: list[Child]) -> None:
-    """Start the process of the program, and if there are tests, the process of the tests.
+    """Start the process of a program, and if there are tests, also the process of the tests.
 
-    program: the message from Sandbox.run.
-    children: an empty list, to which the processes are added. If there are tests, `children[0]` is their
-        process, else the program's process. The run is over when `children[0]` ends.
+    program: the message from Sandbox.run that describes the program.
+    children: an empty list, to which the processes are added. `children[0]` is the process of the tests, or
+        of the program if there are no tests. The run is over when `children[0]` ends.
     """
     if program["kind"] == "served":
         ours, channel = socket.socketpair()
@@ -120,11 +122,12 @@ def _start(program: dict, children: list[Child]) -> None:
 def _watch(children: list[Child], program: dict, start: float) -> str | None:
     """Read the output of the children until `children[0]` ends or a child exceeds a limit.
 
-    Return the name of the exceeded limit as in sandbox.run.Ended, or None if `children[0]` has ended.
-
     children: the processes that `_start` has started.
-    program: the message from Sandbox.run, with the limits.
+    program: the message from Sandbox.run that describes the program, with its limits.
     start: value of time.monotonic() at the start of the run.
+
+    Returns the name of the exceeded limit, which is a value of sandbox.run.Ended, or None if `children[0]`
+    has ended.
     """
     most_bytes = program["limits"]["output_kib"] << 10
     look = start + _LOOK_SECONDS
@@ -170,7 +173,7 @@ def _limit_reached(child: Child, program: dict, start: float) -> str | None:
 
 
 def _content(folder: str) -> tuple[int, int]:
-    """Return (count, bytes): number of files and folders in a folder, and the disk space that they use."""
+    """Return (count, bytes): the number of files and folders in a folder, and the disk space they use."""
     count, size = 0, 0
     for at, folders, files in os.walk(folder):
         for name in folders + files:
@@ -185,8 +188,8 @@ def _content(folder: str) -> tuple[int, int]:
 def _end_with_sandbox(children: list[Child]) -> None:
     """End all children and this process, because the process that uses the sandbox is gone.
 
-    This is called when stdin becomes readable while a program runs. No message is sent during that time, so
-    stdin must be at its end.
+    This is called when stdin becomes readable while a program runs. No message is sent during a run, so stdin
+    must be at its end.
     """
     _end(children)
     os._exit(0)
@@ -215,7 +218,10 @@ def _text(child: Child, name: str, most: int) -> str:
 
 
 def _kernel_limit(child: Child, limits: dict) -> str | None:
-    """Return "cpu" or "memory" if this limit, which the kernel enforces, has ended the child; else None."""
+    """Return "cpu" or "memory" if this limit has ended the child, else None.
+
+    The kernel enforces these two limits, so they are recognized only by the way in which the child ended.
+    """
     # A program that ignores SIGXCPU gets SIGKILL a second later.
     if child.status == -signal.SIGXCPU or (child.status == -9 and child.cpu_seconds >= limits["cpu_seconds"]):
         return "cpu"

@@ -29,7 +29,7 @@ class _PathBeneath(ctypes.Structure):
 
 
 def version() -> int:
-    """Return the version of the kernel's Landlock interface. The version decides which access rights exist.
+    """Return the version of the kernel's Landlock interface, which decides which access rights exist.
 
     Raises OSError if the kernel is older than Linux 5.13, or if Landlock is disabled.
     """
@@ -37,13 +37,14 @@ def version() -> int:
 
 
 def restrict(writable: list[str], readable: list[str], devices: list[str]) -> None:
-    """Restrict the file access of this process permanently to these folders, files and devices.
+    """Restrict this process permanently: it can only access these folders, files and devices.
 
     The process must have called system_calls.no_new_privileges before.
 
     writable: folders in which the process may read and write.
     readable: folders and files that the process may read and execute.
     devices: devices that the process may read and write.
+
     Raises OSError if the kernel has no Landlock, or if a path does not exist.
     """
     known = version()

@@ -7,7 +7,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(name: str, *arguments) -> int:
-    """Call a function of the C library, such as `mount`, and return its result.
+    """Call a function of the C library, and return its result.
+
+    name: name of the function, such as `mount`.
+    arguments: the function's arguments: ints, strings, bytes, pointers of ctypes or None.
 
     Raises OSError if the function returns -1.
     """
@@ -21,10 +24,11 @@ def call(name: str, *arguments) -> int:
 def system_call(name: str, number: int, *arguments) -> int:
     """Make a system call for which the C library has no function, and return its result.
 
-    Raises OSError if the call returns -1.
-
     name: name of the call, for the error message.
     number: number of the call on this architecture.
+    arguments: the call's arguments: ints, strings, bytes, pointers of ctypes or None.
+
+    Raises OSError if the call returns -1.
     """
     result = _libc.syscall(ctypes.c_long(number), *map(_as_c, arguments))
     if result == -1:

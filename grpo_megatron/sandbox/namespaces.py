@@ -24,7 +24,7 @@ _USER = 1000  # within the namespace; not 0, which would have capabilities
 
 
 def enter(new_root: str, readable: list[str], devices: list[str], max_bytes: int, max_files: int) -> None:
-    """Move this process into new namespaces, in which it has no network and sees only the given files.
+    """Move this process into new Linux namespaces, in which it has no network and sees only the given files.
 
     The only folder in which the process may write is WORK_FOLDER, which becomes its working directory.
 
@@ -32,6 +32,7 @@ def enter(new_root: str, readable: list[str], devices: list[str], max_bytes: int
     readable: folders and files of the machine that stay visible at their paths, read-only.
     devices: devices of the machine that stay visible at their paths.
     max_bytes, max_files: maximum total size, and maximum number of files and folders, in WORK_FOLDER.
+
     Raises OSError if the machine does not allow its users to create namespaces, or if the kernel is older
     than Linux 5.12 (mount_setattr).
     """

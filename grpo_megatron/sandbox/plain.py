@@ -13,19 +13,22 @@ _SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 def dumps(value: Any, other: Callable[[Any], Any] | None = None) -> bytes:
-    """Encode plain data as JSON for `loads`. Plain data includes types that JSON lacks, such as tuples.
+    """Encode plain data as JSON, from which `loads` restores it, including types that JSON lacks.
 
-    other: function that encodes a value that is not plain data as a list [name, content]. `name` must differ
-        from all names that this module writes, such as "tuple". If `other` is None, a value that is not plain
-        data raises TypeError.
+    Plain data are None, bools, numbers, strings and bytes, and dicts, lists, tuples and sets of plain data.
+    Arrays and scalars of NumPy become lists and numbers.
+
+    other: function that encodes any other value as a list [name, content]. `name` must differ from all names
+        that this module writes, such as "tuple". If `other` is None, any other value raises TypeError.
     """
     return json.dumps(_encoded(value, other)).encode()
 
 
 def loads(text: bytes, other: Callable[[list], Any] | None = None) -> Any:
-    """Decode the output of `dumps`, and return the value.
+    """Decode plain data that `dumps` has encoded, and return the value.
 
     other: function that decodes a list [name, content] which the function `other` of `dumps` has made.
+
     Raises ValueError, TypeError, RecursionError or another error if the text was not written by `dumps`.
     """
     return _decoded(json.loads(text), other)

@@ -21,7 +21,7 @@ from grpo_megatron.sandbox.contain import LANDLOCK, NAMESPACES, NOTHING
 
 
 class Ended(str, Enum):
-    """The cause of a program's end: the program itself, or the limit that it exceeded.
+    """The reason why a program ended: `itself` if it ended by itself, else the limit that it exceeded.
 
     The limits are defined in config.sandbox.SandboxLimits, except `processes`, which is Program.processes.
     """
@@ -38,7 +38,7 @@ class Ended(str, Enum):
 
 @dataclass(frozen=True)
 class Program:
-    """A program to run in a sandbox, with its input, and with its tests or the function to call.
+    """A program to run in a sandbox, with its input, and optionally with tests or a function to call.
 
     Tests run in a separate process, which exchanges only plain data with the program, such as numbers,
     strings and lists. So the program sees only the arguments of the tests' calls, and cannot return objects
@@ -63,28 +63,29 @@ class Program:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of running a program."""
+    """The outcome of running a Program: how it ended, and what it wrote and returned."""
 
     ended: Ended
-    """Cause of the program's end."""
+    """Reason why the program ended."""
     status: int
     """Exit status of the tests, or of the program if there are none. -N if signal N ended the process."""
     stdout: str
-    """Text written to stdout, up to the limit. If there are tests, the text of the tests follows."""
+    """Text that the program wrote to stdout, up to the limit, followed by that of the tests, if any."""
     stderr: str
-    """Text written to stderr, up to the limit. If there are tests, the text of the tests follows."""
+    """Text that the program wrote to stderr, up to the limit, followed by that of the tests, if any."""
     seconds: float
     """Wall-clock seconds of the run, including the start of the program's process."""
     has_result: bool = False
-    """True if the called function returned plain data."""
+    """True if Program.function was called and returned plain data."""
     result: Any = None
-    """Return value of the called function; None if `has_result` is False."""
+    """Return value of Program.function; None if `has_result` is False."""
 
     @property
     def succeeded(self) -> bool:
         """True if the run ended by itself with status 0.
 
-        A program can also achieve this by exiting early, but it cannot make its tests exit.
+        A program without tests can also achieve this by exiting early. A program with tests cannot, because
+        the tests run in another process.
         """
         return self.ended == Ended.itself and self.status == 0
 
@@ -117,12 +118,13 @@ class Sandbox:
         isolation: Isolation = Isolation.full,
         containment: str | None = None,
     ):
-        """Choose how programs are contained.
+        """Choose how programs are contained. The helper process starts when the `with` block begins.
 
-        limits: limits of each program. If None, the defaults hold.
+        limits: limits of each program. If None, the default limits hold.
         isolation: the least isolation that the caller accepts.
-        containment: NAMESPACES, LANDLOCK or NOTHING of contain.py. `isolation` is then not used. If None, the
-            strongest containment that this machine supports is used.
+        containment: NAMESPACES, LANDLOCK or NOTHING of contain.py. If None, the strongest containment that
+            this machine supports is used. Otherwise, `isolation` is ignored.
+
         Raises UserError if this machine cannot isolate programs as `isolation` requires.
         """
         self._limits = asdict(limits or SandboxLimits())
@@ -143,7 +145,7 @@ class Sandbox:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        """End the helper by closing its stdin. The helper ends its programs first."""
+        """End the helper process by closing its stdin. The helper ends its programs before it exits."""
         self._helper.stdin.close()
         try:
             self._helper.wait(_LEAVE_SECONDS)
@@ -153,10 +155,11 @@ class Sandbox:
         self._helper.stdout.close()
 
     def run(self, program: Program, within: float | None = None) -> Outcome:
-        """Run a program and return its outcome.
+        """Run a program in the sandbox, and return its outcome.
 
-        within: maximum number of wall-clock seconds of the program; None: ten times limits.seconds. Time in
-            which the program waits for a processor counts for `within`, but not for limits.seconds.
+        within: maximum number of wall-clock seconds of the program. If None, it is ten times limits.seconds.
+            Time in which the program waits for a processor counts for `within`, but not for limits.seconds.
+
         Raises RuntimeError if the program cannot be contained, or if the helper process has ended or does not
         answer. Even then, the program has not run outside of the sandbox.
         """
@@ -219,12 +222,16 @@ class Sandbox:
         status = self._helper.poll()
         return RuntimeError(
             "the sandbox's helper process "
-            + ("does not answer" if status is None else f"has ended with status {status}")
+            + (
+                "does not answer; the machine may be overloaded"
+                if status is None
+                else f"has ended with status {status}; its error is on stderr"
+            )
         )
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment variables of the helper process and of the sandboxed programs.
+    """Return the environment variables for the helper process and the sandboxed programs.
 
     The environment variables of this process are not passed on, because they may contain API keys.
     """
@@ -280,7 +287,7 @@ _OF_FILES = "('read files', lambda: open('/etc/passwd')), ('see processes', lamb
 
 @cache
 def problem_with(containment: str) -> str | None:
-    """Return why this machine cannot contain programs in this way, as text, or None if it can.
+    """Return why this machine cannot contain programs with a kind of containment, or None if it can.
 
     To find out, a program in a sandbox tries forbidden actions. The result is cached in this process.
 
@@ -304,7 +311,7 @@ def problem_with(containment: str) -> str | None:
 def required_containment(isolation: Isolation) -> str:
     """Return the strongest containment that this machine supports and that satisfies `isolation`.
 
-    The result is NAMESPACES, LANDLOCK or NOTHING of contain.py. Raises UserError if no containment does.
+    The result is NAMESPACES, LANDLOCK or NOTHING of contain.py. Raises UserError if there is none.
     """
     problems = {}
     for containment in (NAMESPACES, LANDLOCK, *([NOTHING] if isolation == Isolation.no_network else [])):

@@ -157,7 +157,7 @@ _IOCTL = {
 
 @dataclass(frozen=True)
 class _Condition:
-    """A condition on one argument of a system call. The filter refuses calls that violate the condition.
+    """A condition on one argument of a system call. The filter refuses calls that violate it.
 
     Only the lower 32 bits of the argument are compared, because the kernel reads these arguments as ints.
     """
@@ -167,19 +167,20 @@ class _Condition:
     values: frozenset[int]
     """The values that the argument is compared with."""
     mask: int = _WHOLE
-    """Mask of the bits that are compared. All other bits of the argument are taken as 0."""
+    """Bits of the argument that are compared. All other bits are taken as 0."""
     refused: bool = False
     """If True, the argument must be none of `values`. If False, it must be one of `values`."""
     only_if: tuple[int, int] | None = None
-    """(index, value): apply the condition only to calls whose argument of this index has this value."""
+    """(index, value): the condition applies only to calls whose argument with this index has this value."""
 
 
 def _conditional(own_pid: int, may_fork: bool) -> dict[str, tuple[tuple[int, int | None], list[_Condition]]]:
-    """Return {name: (numbers, conditions)} of the system calls that are allowed only with certain arguments.
+    """Return the system calls that are allowed only with certain arguments, as {name: (numbers, conditions)}.
 
-    `numbers` are the numbers of the call on x86-64 and on 64-bit ARM. An allowed call meets all `conditions`.
+    - numbers: numbers of the call on x86-64 and on 64-bit ARM.
+    - conditions: conditions on the arguments. A call is allowed if it meets all of them.
 
-    own_pid: id of the contained process. The process may send signals only to itself.
+    own_pid: id of the contained process, which may send signals only to itself.
     may_fork: True to allow the process to start other processes.
     """
     own = [_Condition(0, frozenset({own_pid}))]
@@ -251,8 +252,8 @@ def _filter(machine: str, own_pid: int, may_fork: bool) -> list[_Instruction]:
 def _checked(condition: _Condition, refusal: _Instruction) -> list[_Instruction]:
     """Return filter instructions that check one condition of a system call.
 
-    If a call violates the condition, `refusal` is executed. Otherwise the filter goes on after the returned
-    instructions.
+    If a call violates the condition, the instruction `refusal` is executed. Otherwise, the filter goes on
+    after the returned instructions.
     """
     values = sorted(condition.values)
     # If the values are equal, a comparison skips the remaining comparisons and one more instruction.
@@ -286,11 +287,12 @@ _PR_SET_SECCOMP, _MODE_FILTER = 22, 2
 
 
 def forbid(may_fork: bool = False) -> None:
-    """Install a seccomp filter that forbids dangerous system calls to this process, permanently.
+    """Install a seccomp filter in this process that permanently forbids dangerous system calls.
 
     The process must have called `no_new_privileges` before.
 
     may_fork: True to allow the process to start other processes, which inherit the filter.
+
     Raises OSError if the kernel refuses the filter, or if the architecture is not x86-64 or 64-bit ARM.
     """
     machine = os.uname().machine
@@ -305,7 +307,7 @@ def forbid(may_fork: bool = False) -> None:
 
 
 def no_new_privileges() -> None:
-    """Set no_new_privs, so that this process can no longer gain rights by executing a setuid program.
+    """Set the flag no_new_privs of this process, so that it can no longer gain rights from a setuid program.
 
     The kernel requires this before a process without privileges may use seccomp or Landlock.
     """

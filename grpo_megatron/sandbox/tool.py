@@ -13,16 +13,17 @@ def run_python(
     longest: int = 4000,
     within: float | None = None,
 ) -> str:
-    """Run a program in a sandbox, and return its output as text for a model.
+    """Run a Python program in a sandbox, and return its output as text for a model.
 
-    If the program fails, no exception is raised. The text then includes the program's error, or the limit
-    that the program exceeded.
+    If the program fails, no exception is raised. The text then includes the program's error message, or the
+    limit that the program exceeded.
 
     source: source code of the program.
-    limits: limits of the program. If None, the defaults hold.
+    limits: limits of the program. If None, the default limits hold.
     isolation: the least isolation that the caller accepts.
-    longest: approximate maximum number of characters of stdout, and of the error.
-    within: maximum number of wall-clock seconds of the program; None: ten times limits.seconds.
+    longest: approximate maximum number of characters of stdout, and also of the error message.
+    within: maximum number of wall-clock seconds of the program. If None, it is ten times limits.seconds.
+
     Raises UserError if this machine cannot isolate programs as `isolation` requires. Raises RuntimeError if
     the sandbox itself fails.
     """
@@ -54,7 +55,7 @@ def _why(outcome: Outcome, limits: SandboxLimits) -> str:
 
 
 def _shortened(text: str, longest: int) -> str:
-    """Return the text, or only its beginning and end if it has more than `longest` characters.
+    """Return the text, shortened in the middle if it has more than `longest` characters.
 
     The end is kept because the last line is often the result.
     """

@@ -12,7 +12,7 @@ from grpo_megatron.config.derived import pack_limit
 from grpo_megatron.config.reward import MODEL
 from grpo_megatron.config.schema import Config
 from grpo_megatron.data.conversations import Conversations, same_tokenizer
-from grpo_megatron.data.tokenizer import NO_TEMPLATE
+from grpo_megatron.data.template_choice import NO_TEMPLATE
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.rewards.terms import model_term, terms_of, total

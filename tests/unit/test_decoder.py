@@ -90,7 +90,7 @@ def test_tools_see_calls_whose_tags_are_special_tokens(folders):
 @pytest.mark.parametrize("is_fast", [True, False])
 def test_only_end_and_padding_tokens_are_left_out(folders, monkeypatch, kind, ids, expected, is_fast):
     if not is_fast:  # as for tokenizers of transformers that decode in Python
-        monkeypatch.setattr("grpo_megatron.data.decoder._adds_nothing", lambda tokenizer: False)
+        monkeypatch.setattr("grpo_megatron.data.decoder._decodes_like_backend", lambda tokenizer: False)
     tokenizer = PromptTokenizer(folders[kind])
     assert tokenizer.decode(written(tokenizer, ids)) == expected
 

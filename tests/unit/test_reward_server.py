@@ -115,7 +115,7 @@ def test_a_request_is_tried_again(server, todo):
         ("403", "answered with HTTP status 403", 1),
         ("garbage", "sent an answer that is not valid JSON", 1),
         ("deep", "sent an answer that is not valid JSON", 1),
-        ("few", r'must answer {"rewards": [...]} with 1 rewards, but sent something else', 1),
+        ("few", r'must answer {"rewards": [...]} with 1 rewards, but sent {', 1),
         ("endless", "sent an answer of more than 16 MiB", 1),
         ("compressed", "sent a compressed answer ('gzip'); turn off compression", 1),
         ("301", "redirects to 'http://127.0.0.1:", 1),
