@@ -135,6 +135,14 @@ def fetch(reference: ray.ObjectRef, process: Process, call: str) -> Any:
         raise process_error(error, process, call) from (None if isinstance(error, RayTaskError) else error)
 
 
+async def fetched(reference: ray.ObjectRef, process: Process, call: str) -> Any:
+    """Do what `fetch` does, without blocking the event loop."""
+    try:
+        return await reference
+    except RayError as error:
+        raise process_error(error, process, call) from (None if isinstance(error, RayTaskError) else error)
+
+
 def process_error(error: RayError, process: Process, call: str) -> Exception:
     """Convert an error of Ray from a call to a process into the exception that the driver must raise.
 

@@ -4,11 +4,9 @@ import logging
 import time
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.cluster.worker_pool import worker_places
 from grpo_megatron.commands.assemble import RunContext, open_run, run_with_restarts
 from grpo_megatron.config.command import Command
 from grpo_megatron.config.schema import Config, Placement
@@ -19,9 +17,10 @@ from grpo_megatron.files import json_text, replace_text
 from grpo_megatron.monitoring.monitor import Monitor
 from grpo_megatron.preflight.check import check_start
 from grpo_megatron.rollout.environments import offered_tools
-from grpo_megatron.rollout.episodes import make_episodes, record_check
+from grpo_megatron.rollout.episodes import record_check
 from grpo_megatron.rollout.evaluation import Evaluation, Scores, scalars
 from grpo_megatron.rollout.manager import RolloutManager
+from grpo_megatron.rollout.worker import RolloutWorkers
 from grpo_megatron.run.checkpoints import ACTOR
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.resume import RESULT, Checkpoint
@@ -65,16 +64,16 @@ def evaluate(config: Config, guard: Guard | None = None) -> dict[str, Any]:
 
     def attempt(context: RunContext, checkpoint: Checkpoint | None) -> dict[str, Any]:
         with ExitStack() as cleanup:
-            places = partial(worker_places, context.cluster.nodes, config.reward.workers, context.logs)
-            episodes = make_episodes(config, tokenizer, places)
-            cleanup.callback(episodes.close)
+            workers = RolloutWorkers(config, context.cluster, context.engines, context.logs)
+            cleanup.callback(workers.close)
             monitor = Monitor(context.directory, config, context.status, listeners=context.listeners)
             cleanup.callback(monitor.close)
             context.hang_detector.tell_spans(monitor.timeline.add)
             context.engines.wait_until_ready()
             context.engines.admit()
+            workers.wait_until_ready()
             logger.info(f"everything is up after {time.perf_counter() - context.started:.1f} s")
-            manager = RolloutManager(context.engines, episodes, tokenizer.turn_ends)
+            manager = RolloutManager(context.engines, workers.samplers)
             evaluation = Evaluation(manager, held_out, config, context.directory, monitor.text)
             with monitor.phases("evaluate"):
                 scores = evaluation.scores(step=0)

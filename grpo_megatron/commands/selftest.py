@@ -20,7 +20,7 @@ from grpo_megatron.config.schema import CheckpointConfig, Config, EvalConfig, Lr
 from grpo_megatron.controller import Controller
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text
-from grpo_megatron.rollout.manager import StaleWeights
+from grpo_megatron.rollout.groups import StaleWeights
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.sglang.pool import EnginePool
 

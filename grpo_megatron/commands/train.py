@@ -4,13 +4,11 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from grpo_megatron.algorithm.algorithm import Algorithm
-from grpo_megatron.cluster.worker_pool import worker_places
 from grpo_megatron.commands.assemble import Run, RunContext, assemble, open_run, run_with_restarts
 from grpo_megatron.config.command import Command
 from grpo_megatron.config.derived import scores_on_ranks
@@ -23,13 +21,14 @@ from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.preflight.check import check_start
 from grpo_megatron.rollout.environments import offered_tools
-from grpo_megatron.rollout.episodes import MultiTurn, SingleTurn, make_episodes, record_check
+from grpo_megatron.rollout.episodes import record_check
 from grpo_megatron.rollout.evaluation import Evaluation
 from grpo_megatron.rollout.handover import Handover
 from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.record import must_be_free
 from grpo_megatron.rollout.source import EngineRollouts, ReplayedRollouts
 from grpo_megatron.rollout.synchronous import SynchronousRollouts
+from grpo_megatron.rollout.worker import RolloutWorkers
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.resume import Checkpoint, finished_result
 from grpo_megatron.run.stop import StopRequest
@@ -114,16 +113,14 @@ class _Data:
         return self._prompts
 
 
-def _rollouts(
-    run: Run, data: _Data, episodes: SingleTurn | MultiTurn, prompts: PromptSource
-) -> SynchronousRollouts:
+def _rollouts(run: Run, data: _Data, workers: RolloutWorkers, prompts: PromptSource) -> SynchronousRollouts:
     """Create the object that samples the groups of each step: several responses of an engine to each prompt.
 
-    episodes: makes one trajectory (a response, or an episode with an environment) and scores it.
+    workers: sample the groups and score them.
     prompts: the training prompts.
     """
     config, trainer, engines = run.config, run.trainer, run.engines
-    manager = RolloutManager(engines, episodes, data.tokenizer.turn_ends)
+    manager = RolloutManager(engines, workers.samplers)
     source = EngineRollouts(manager, config, run.resumed)
     probe = _probe(run, prompts)
     weight_sync = WeightSync(
@@ -153,15 +150,15 @@ def _loop(
     config, prompts = context.config, data.prompts()
     with ExitStack() as cleanup:
         if context.engines:
-            # The reward workers start while the ranks build the model.
-            places = partial(worker_places, context.cluster.nodes, config.reward.workers, context.logs)
-            episodes = make_episodes(config, data.tokenizer, places)
-            cleanup.callback(episodes.close)
+            # The workers start while the ranks build the model.
+            workers = RolloutWorkers(config, context.cluster, context.engines, context.logs)
+            cleanup.callback(workers.close)
         run = cleanup.enter_context(assemble(context, checkpoint))
         if run.engines is None:
             rollouts = ReplayedRollouts(config.rollout.replay, run.monitor.phases)
         else:
-            rollouts = _rollouts(run, data, episodes, prompts)
+            workers.wait_until_ready()
+            rollouts = _rollouts(run, data, workers, prompts)
         cleanup.callback(rollouts.close)
         controller = Controller(
             config,

@@ -4,30 +4,12 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import chain
+from typing import Protocol
 
 from grpo_megatron.batch.prompt import Prompt
-from grpo_megatron.batch.sample import Group
-from grpo_megatron.config.rollout import RolloutConfig, Strategy
-from grpo_megatron.errors import UserError
-from grpo_megatron.rollout.beam import BeamSearch, run_search
-from grpo_megatron.rollout.episodes import MultiTurn, SingleTurn
-from grpo_megatron.rollout.trajectory import Episode
-from grpo_megatron.sglang.client import EngineClient
-from grpo_megatron.sglang.pool import EnginePool
-from grpo_megatron.sglang.request import Completion, Request
-
-
-def sampling_parameters(rollout: RolloutConfig) -> dict:
-    """Return {name: value} of SGLang's sampling parameters, except max_new_tokens, which each turn sets."""
-    return {
-        "temperature": rollout.temperature,
-        "top_p": rollout.top_p,
-        "top_k": rollout.top_k,
-        "stop": rollout.stop,
-        "stop_token_ids": rollout.stop_token_ids,
-    }
+from grpo_megatron.batch.sample import Group, Sample
+from grpo_megatron.config.rollout import RolloutConfig
+from grpo_megatron.rollout.groups import GroupRequest, Round
 
 
 @dataclass(frozen=True)
@@ -54,22 +36,35 @@ class Filled:
     """Prompts whose groups were not needed, because the batch was full before these groups were done."""
 
 
-class StaleWeights(UserError):
-    """An engine generated tokens with weights that are not the trainer's newest weights."""
+class Sampler(Protocol):
+    """Interface to a GroupSampler, which may be in another process (rollout.worker.RolloutWorker)."""
+
+    async def begin(self, round: Round) -> None: ...
+
+    async def sample(self, request: GroupRequest) -> tuple[Sample, ...]: ...
+
+    async def end(self) -> None: ...
+
+
+class Engines(Protocol):
+    """The part of EnginePool that RolloutManager uses."""
+
+    weight_version: int
+    end_ids: frozenset[int]
+
+    def new_client_id(self) -> int: ...
 
 
 class RolloutManager:
     """Generates samples on all engines concurrently, scores them, and groups them by prompt."""
 
-    def __init__(self, engines: EnginePool, episodes: SingleTurn | MultiTurn, turn_ends: Sequence[int] = ()):
+    def __init__(self, engines: Engines, samplers: Sequence[Sampler]):
         """Create a manager, which numbers its groups from 0.
 
         engines: the engines that generate the turns of the model.
-        episodes: the object that plays the episodes and scores them.
-        turn_ends: ids of tokens that end a turn of the model, in addition to the end tokens in the model's
-            files, which the engines know.
+        samplers: for each engine, the sampler that sends requests to it. Engines of one node share a sampler.
         """
-        self._engines, self._episodes, self._turn_ends = engines, episodes, frozenset(turn_ends)
+        self._engines, self._samplers = engines, samplers
         self._next_group = 0
 
     def generate(
@@ -93,10 +88,15 @@ class RolloutManager:
     async def _generate(
         self, prompts: list[Prompt], rollout: RolloutConfig, same_states: bool
     ) -> list[Group]:
-        clients = self._engines.clients()
-        return await asyncio.gather(
-            *(self._group(prompt, p, rollout, clients, same_states) for p, prompt in enumerate(prompts))
-        )
+        await self._begin(rollout, same_states)
+        return await asyncio.gather(*(self._group(prompt, i, rollout.n) for i, prompt in enumerate(prompts)))
+
+    async def _begin(self, rollout: RolloutConfig, same_states: bool = False) -> None:
+        """Begin a round in all samplers."""
+        engines = self._engines
+        client_id, version, end_ids = engines.new_client_id(), engines.weight_version, engines.end_ids
+        round = Round(client_id, rollout, same_states, version, end_ids)
+        await asyncio.gather(*(sampler.begin(round) for sampler in set(self._samplers)))
 
     def fill(
         self,
@@ -120,13 +120,14 @@ class RolloutManager:
         return asyncio.run(self._fill(draw, keep, rollout, goal))
 
     async def _fill(self, draw, keep, rollout: RolloutConfig, goal: Goal) -> Filled:
-        clients, filled, asked = self._engines.clients(), Filled(), 0
+        filled, asked = Filled(), 0
+        await self._begin(rollout)
         running: dict[asyncio.Task[Group], Prompt] = {}
         try:
             while len(filled.groups) < goal.groups:
                 wanted = math.ceil((goal.groups - len(filled.groups)) * goal.in_flight) - len(running)
                 for prompt in draw(min(max(wanted, 0), goal.most - asked)):
-                    running[asyncio.create_task(self._group(prompt, asked, rollout, clients))] = prompt
+                    running[asyncio.create_task(self._group(prompt, asked, rollout.n))] = prompt
                     asked += 1
                 if not running:
                     break
@@ -145,75 +146,22 @@ class RolloutManager:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
         if running:
-            await asyncio.gather(*(client.abort() for client in clients))
+            await asyncio.gather(*(sampler.end() for sampler in set(self._samplers)))
         filled.aborted += running.values()
         filled.groups.sort(key=lambda group: group.group_id)
         self._next_group += asked
         return filled
 
-    async def _group(
-        self,
-        prompt: Prompt,
-        index: int,
-        rollout: RolloutConfig,
-        clients: list[EngineClient],
-        same_states: bool = False,
-    ) -> Group:
-        """Generate and score the samples of one prompt, and return them as a group.
+    async def _group(self, prompt: Prompt, index: int, size: int) -> Group:
+        """Return a sampled group.
 
-        index: index of the group within this call of `generate` or `fill`. It also selects the engine.
-        clients: a client of each engine.
+        index: index of the group within the round. It also selects the engine.
+        size: number of samples that are drawn. Those whose reward failed may be missing in the group.
         """
-        # All samples of a group go to one engine, whose prefix cache then holds the prompt.
-        client = clients[index % len(clients)]
-        stops = self._turn_ends.union(rollout.stop_token_ids)
-        parameters = sampling_parameters(rollout) | {"stop_token_ids": sorted(stops)}
-
-        async def ask(member: int, ids: list[int], limit: int, routed: int = 0, top: int = 0) -> Completion:
-            request = Request(
-                (index, member), ids, parameters | {"max_new_tokens": limit}, routed=routed, top=top
-            )
-            completion = await client.generate(request)
-            self._check(completion, prompt)
-            return completion
-
-        if rollout.strategy == Strategy.beam:
-            ends = client.end_ids | stops
-            search = BeamSearch(rollout.n, ends, rollout.max_response_length, rollout.beam)
-            asked = prompt.ids.tolist()
-            await run_search(search, lambda beam, ids, top: ask(beam, asked + ids, 1, top=top))
-            responds = [partial(_already_found, completion) for completion in search.completions(index)]
-        else:
-            responds = [partial(ask, member) for member in range(rollout.n)]
-        group_id = self._next_group + index
-        state = (1, prompt.uid) if same_states else (0, group_id)
-        episodes = (
-            Episode(prompt, group_id, group_id * rollout.n + member, rollout.max_response_length, state)
-            for member in range(len(responds))
-        )
-        played = map(self._episodes.play, episodes, responds)
-        samples = await self._episodes.complete(prompt, tuple(chain(*await asyncio.gather(*played))))
+        engine, group_id = index % len(self._samplers), self._next_group + index
+        samples = await self._samplers[engine].sample(GroupRequest(index, group_id, engine, prompt))
         group = Group(group_id, prompt, samples)
-        return replace(group, failed=rollout.n - len(group.trajectories))
-
-    def _check(self, completion: Completion, prompt: Prompt) -> None:
-        """Check that an engine finished a request, and that it used the trainer's newest weights.
-
-        prompt: the prompt of the request, for messages.
-
-        Raises UserError if the engine aborted the request, or StaleWeights if it used other weights.
-        """
-        if completion.finish_reason == "abort":
-            raise UserError(
-                f"the engine aborted a request (prompt record {prompt.uid}); see the engine's log"
-            )
-        stale = {span.version for span in completion.weight_spans} - {self._engines.weight_version}
-        if stale:
-            raise StaleWeights(
-                f"the engine answered with weight version {sorted(stale)}, but the trainer has version "
-                f"{self._engines.weight_version}: a weight update did not reach the engine; see the engine's "
-                "log"
-            )
+        return replace(group, failed=size - len(group.trajectories))
 
     def state_dict(self) -> dict:
         """Return {"next_group": id of the next group}, for checkpoints."""
@@ -221,12 +169,3 @@ class RolloutManager:
 
     def load_state_dict(self, state: dict) -> None:
         self._next_group = state["next_group"]
-
-
-async def _already_found(completion: Completion, ids: list[int], limit: int, routed: int = 0) -> Completion:
-    """Return the response that a beam search has already found, in place of a request to the engine.
-
-    completion: the response.
-    ids, limit, routed: unused. They exist because this function takes the place of a `Respond` function.
-    """
-    return completion

@@ -1,51 +1,49 @@
 """EngineClient sends requests to one engine. Each caller awaits the completion of its own request."""
 
 import asyncio
-import contextlib
+from dataclasses import dataclass
 
 import ray
 
-from grpo_megatron.cluster.processes import Process, fetch
+from grpo_megatron.cluster.polled_calls import PolledCalls
+from grpo_megatron.cluster.processes import Process, fetched
 from grpo_megatron.config.rollout import RolloutConfig
-from grpo_megatron.errors import UserError
 from grpo_megatron.sglang.request import Completion, Request
 
-# Maximum seconds that one poll waits in the engine. It only determines how soon a deadlock is noticed.
-_POLL_SECONDS = 5.0
+
+@dataclass(frozen=True)
+class EngineConnection:
+    """All that a process needs to send requests to one engine. It can be sent to another process."""
+
+    engine: ray.actor.ActorHandle
+    """The SGLangEngine actor."""
+    process: Process
+    """Name and log of the engine, for error messages."""
+    config: RolloutConfig
+    """Limits of requests: rollout.max_concurrency and rollout.engine.request_timeout."""
+
+    def client(self, client_id: int) -> "EngineClient":
+        """Return a client, which must be used within one event loop.
+
+        client_id: id of the client. It must be higher than the id of every earlier client of the engine,
+            because `abort` ends the requests of all clients up to this one.
+        """
+        return EngineClient(self, client_id)
 
 
 class EngineClient:
-    """A client that sends requests to one engine, with at most rollout.max_concurrency requests in flight.
+    """A client that sends requests to one engine, with at most rollout.max_concurrency requests in flight."""
 
-    The client sends requests in groups and polls the engine for finished ones, so that one Ray call carries
-    many samples. EnginePool.clients creates the clients.
-
-    end_ids: ids of the tokens that end a response.
-    """
-
-    def __init__(
-        self,
-        engine: ray.actor.ActorHandle,
-        process: Process,
-        config: RolloutConfig,
-        client_id: int,
-        end_ids: frozenset[int],
-    ):
-        """Connect to a running engine.
-
-        engine: the SGLangEngine actor.
-        process: name and log of the engine, for error messages.
-        client_id: id of this client. It must be higher than the id of every earlier client of the engine,
-            because `abort` ends the requests of all clients up to this one.
-        end_ids: ids of the tokens that end a response.
-        """
-        self._engine, self._process, self._client_id = engine, process, client_id
-        self.end_ids = end_ids
-        self._timeout = config.engine.request_timeout
-        self._slots = asyncio.Semaphore(config.max_concurrency)
-        self._answers: dict[tuple[int, int], asyncio.Future] = {}
-        self._unsent: list[Request] = []
-        self._poller: asyncio.Task | None = None
+    def __init__(self, connection: EngineConnection, client_id: int):
+        self._engine, self._process, self._client_id = connection.engine, connection.process, client_id
+        self._slots = asyncio.Semaphore(connection.config.max_concurrency)
+        self._calls = PolledCalls(
+            connection.process,
+            "generate",
+            lambda requests: self._engine.submit.remote(client_id, requests),
+            lambda seconds: self._engine.poll.remote(client_id, seconds),
+            connection.config.engine.request_timeout,
+        )
 
     async def generate(self, request: Request) -> Completion:
         """Send a request and return its completion.
@@ -56,12 +54,7 @@ class EngineClient:
         rollout.engine.request_timeout seconds.
         """
         async with self._slots:
-            loop = asyncio.get_running_loop()
-            answer = self._answers[request.key] = loop.create_future()
-            self._unsent.append(request)
-            if len(self._unsent) == 1:
-                loop.call_soon(self._send)  # it also sends the requests that arrive until then
-            return await answer
+            return await self._calls.call(request.key, request)
 
     async def abort(self) -> None:
         """End all requests in flight on the engine. Callers of `generate` must have been cancelled before.
@@ -69,44 +62,5 @@ class EngineClient:
         Only one client of an engine has requests in flight at a time, so no other client is affected.
         Raises UserError if the engine dies.
         """
-        self._answers.clear()
-        self._unsent = []
-        if self._poller:
-            self._poller.cancel()
-        reference = self._engine.abort.remote(self._client_id)
-        with contextlib.suppress(Exception):
-            await reference  # fetch raises the error
-        fetch(reference, self._process, "abort")
-
-    def _send(self) -> None:
-        # The result of this call is not awaited: if the engine fails, the poll reports it.
-        self._engine.submit.remote(self._client_id, self._unsent)
-        self._unsent = []
-        if self._poller is None or self._poller.done():
-            self._poller = asyncio.create_task(self._poll())
-
-    async def _poll(self) -> None:
-        try:
-            await self._answer_all()
-        except Exception as error:  # passed on to every waiting caller
-            for answer in self._answers.values():
-                if not answer.done():
-                    answer.set_exception(error)
-
-    async def _answer_all(self) -> None:
-        clock = asyncio.get_running_loop().time
-        last_progress = clock()
-        while self._answers:
-            reference = self._engine.poll.remote(self._client_id, _POLL_SECONDS)
-            with contextlib.suppress(Exception):
-                await reference  # fetch raises the error
-            completions: list[Completion] = fetch(reference, self._process, "generate")
-            for completion in completions:
-                self._answers.pop(completion.key).set_result(completion)
-            if completions:
-                last_progress = clock()
-            elif clock() - last_progress > self._timeout:
-                raise UserError(
-                    f"{self._process.name} finished none of its {len(self._answers)} samples in progress for "
-                    f"rollout.engine.request_timeout={self._timeout:.0f} s; its log is {self._process.log}"
-                )
+        self._calls.forget()
+        await fetched(self._engine.abort.remote(self._client_id), self._process, "abort")

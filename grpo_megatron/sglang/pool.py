@@ -16,7 +16,7 @@ from grpo_megatron.config.weight_sync import PauseMode
 from grpo_megatron.errors import ProcessLost
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.sglang.arguments import engine_arguments, engine_environment, node_arguments
-from grpo_megatron.sglang.client import EngineClient
+from grpo_megatron.sglang.client import EngineConnection
 from grpo_megatron.sglang.engine import SGLangEngine
 from grpo_megatron.sglang.memory import MemoryPart
 from grpo_megatron.sglang.node import EngineNode
@@ -41,6 +41,7 @@ class EnginePool:
     """The engines of a run, which all serve the same weights.
 
     weight_version: version of the weights that the last sync sent; 0 before the first sync.
+    end_ids: ids of the tokens that end a response. Empty before `wait_until_ready`.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class EnginePool:
         self._config, self._pause = config, pause
         self.weight_version = 0
         self._client_id = 0  # of the last clients
-        self._end_ids: frozenset[int] = frozenset()  # known when the engines are ready
+        self.end_ids: frozenset[int] = frozenset()
         self._log_dir, self._hang_detector = log_dir, hang_detector
         self.nodes = tuple(slot.node for slots in cluster.engine_slots for slot in slots)
         self.processes = [
@@ -185,18 +186,18 @@ class EnginePool:
         calls = {index: node.ready.remote() for index, (_, node) in enumerate(nodes)}
         processes = [process for process, _ in nodes]
         started = gather(calls, processes, "ready", self._config.engine.start_timeout)
-        self._end_ids = started[len(nodes) - 1].end_ids  # all engines, which come last, have the same model
+        self.end_ids = started[len(nodes) - 1].end_ids  # all engines, which come last, have the same model
 
-    def clients(self) -> list[EngineClient]:
-        """Return a new client for each engine. All these clients must be used within one event loop.
-
-        All requests of earlier clients must have finished or been aborted.
-        """
+    def new_client_id(self) -> int:
+        """Return the id of the next clients. All requests of earlier clients must have ended."""
         self._client_id += 1
-        pairs = zip(self._engines, self.processes, strict=True)
+        return self._client_id
+
+    def connections(self) -> list[EngineConnection]:
+        """Return what another process needs to send requests to each engine, until the next `recover`."""
         return [
-            EngineClient(engine, process, self._config, self._client_id, self._end_ids)
-            for engine, process in pairs
+            EngineConnection(engine, process, self._config)
+            for engine, process in zip(self._engines, self.processes, strict=True)
         ]
 
     def score(self, sequences: list[list[int]]) -> list[np.ndarray]:

@@ -33,7 +33,7 @@ from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rollout.episodes import SingleTurn
-from grpo_megatron.rollout.manager import Goal, RolloutManager
+from grpo_megatron.rollout.manager import Goal
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.sglang.request import Request
 from grpo_megatron.weights.sync.messages import SyncCommand, SyncKind
@@ -41,6 +41,7 @@ from grpo_megatron.weights.sync.plan import Layouts
 from grpo_megatron.weights.sync.resharding import Resharding
 from tests.integration.one_rank import sync_from
 from tests.models import transformers_beams, transformers_logprobs
+from tests.rollouts import manager_of
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +79,7 @@ def running(arithmetic, tokenizer, logs, num_engines=1, **engine):
     try:
         engines.wait_until_ready()
         engines.admit()
-        yield RolloutManager(engines, SingleTurn(rewards)), engines
+        yield manager_of(engines, SingleTurn(rewards)), engines
     finally:
         engines.close()
         rewards.close()
@@ -200,7 +201,7 @@ def test_requests_that_arrive_after_their_client_was_aborted_are_not_answered(
 def test_how_responses_end(manager, engines, tokenizer, model):
     asked = prompts(tokenizer)
     seven, end = tokenizer.encode("7")[0], model.config.eos_token_id
-    template_ends_turns = RolloutManager(engines, manager._episodes, turn_ends=(int(seven),))
+    template_ends_turns = manager_of(engines, manager._samplers[0]._episodes, turn_ends=(int(seven),))
     ends, plain = set(), RolloutConfig(n=8, max_response_length=30)
     for used, sampling in (
         (manager, plain),
@@ -224,8 +225,7 @@ def test_how_responses_end(manager, engines, tokenizer, model):
 
 def new_client_id(engines):
     """Return the id of a new client, for calls that an EngineClient would otherwise make."""
-    engines.clients()
-    return engines._client_id
+    return engines.new_client_id()
 
 
 def check_update(manager, engines, tokenizer, model, model_path):

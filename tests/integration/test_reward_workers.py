@@ -24,9 +24,9 @@ from grpo_megatron.errors import ProcessLost, UserError
 from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rewards.scoring import ScorerSpec
 from grpo_megatron.rollout.episodes import SingleTurn
-from grpo_megatron.rollout.manager import RolloutManager
 from tests.integration.helpers import letters, spelled
 from tests.integration.test_engine import running
+from tests.rollouts import manager_of
 
 PROMPT = Prompt(7, letters("ask"), "ask", "a", {})
 FUNCTION = "tests.integration.helpers:obey"
@@ -266,7 +266,7 @@ def test_many_rewards_at_once_do_not_slow_generation(ray_here, arithmetic, tmp_p
         try:
             for number in range(8):
                 for name, episodes in turns.items():
-                    manager = RolloutManager(engines, episodes)
+                    manager = manager_of(engines, episodes)
                     begun = time.monotonic()
                     manager.generate(asked, RolloutConfig(n=4, max_response_length=64))
                     if number >= 2:

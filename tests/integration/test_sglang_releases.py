@@ -13,7 +13,7 @@ import pytest
 from grpo_megatron.config.engine import EngineConfig, KVCacheDtype, Quantization
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.config.schema import ModelConfig
-from grpo_megatron.rollout.manager import sampling_parameters
+from grpo_megatron.rollout.groups import sampling_parameters
 from grpo_megatron.sglang.arguments import engine_arguments, node_arguments
 from tests.tools import unpacked
 

@@ -13,9 +13,11 @@ from grpo_megatron.config.load import read_config
 from grpo_megatron.config.rollout import BeamConfig, EarlyStopping
 from grpo_megatron.rollout.beam import BeamSearch
 from grpo_megatron.rollout.episodes import SingleTurn
-from grpo_megatron.rollout.manager import Goal, RolloutManager, StaleWeights
+from grpo_megatron.rollout.groups import StaleWeights
+from grpo_megatron.rollout.manager import Goal
 from grpo_megatron.sglang.request import Completion
 from tests.models import tiny_model, transformers_beams
+from tests.rollouts import manager_of
 
 PROMPT = [1, 17, 33, 4]
 LIMIT = 8
@@ -102,8 +104,17 @@ class Engine:
         self.model, self.old, self.slow, self.waiting, self.most = model, old, slow, 0, 0
         self.end_ids = frozenset({43})
 
-    def clients(self):
+    end_ids, client_id = frozenset(), 0
+
+    def new_client_id(self):
+        self.client_id += 1
+        return self.client_id
+
+    def connections(self):
         return [self]
+
+    def client(self, client_id):
+        return self
 
     async def abort(self):
         self.aborts += 1
@@ -138,7 +149,7 @@ def prepared(engine, *changes):
     config = read_config(
         None, ["model.path=m", "data.train=d", "rollout.strategy=beam", "rollout.n=3", *changes]
     )
-    manager = RolloutManager(engine, SingleTurn(Rewards()))
+    manager = manager_of(engine, SingleTurn(Rewards()))
     return manager, config.rollout
 
 

@@ -14,9 +14,9 @@ from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.rewards.scoring import RewardTask, ScorerSpec
 from grpo_megatron.rollout.episodes import SingleTurn
-from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.tool_environment import ToolEnvironment
 from grpo_megatron.sglang.request import Completion
+from tests.rollouts import manager_of
 from tests.unit.chat_templates import PAD, TEMPLATES, save_tokenizer
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>", "\\boxed{", "####"]
@@ -133,8 +133,17 @@ class Engine:
     def __init__(self):
         self.parameters = []
 
-    def clients(self):
+    end_ids, client_id = frozenset(), 0
+
+    def new_client_id(self):
+        self.client_id += 1
+        return self.client_id
+
+    def connections(self):
         return [self]
+
+    def client(self, client_id):
+        return self
 
     async def generate(self, request):
         self.parameters.append(request.sampling)
@@ -168,7 +177,7 @@ def test_responses_end_where_the_template_ends_turns(folders, kind, end):
     tokenizer = PromptTokenizer(folders[kind])
     for template, ends in (("tokenizer", [end] if end else []), ("none", [])):
         engine, own = Engine(), PromptTokenizer(folders[kind], DataConfig(chat_template=template))
-        manager = RolloutManager(engine, SingleTurn(Rewards()), own.turn_ends)
+        manager = manager_of(engine, SingleTurn(Rewards()), own.turn_ends)
         asked = Prompt(0, np.array([1], np.int32), "", "")
         manager.generate([asked], RolloutConfig(n=1, max_response_length=3, stop_token_ids=[7]))
         expected = sorted({7, *(tokenizer.tokenizer.convert_tokens_to_ids(token) for token in ends)})

@@ -14,9 +14,9 @@ from grpo_megatron.config.load import read_config
 from grpo_megatron.data.order import PromptSource
 from grpo_megatron.errors import UserError
 from grpo_megatron.rollout.episodes import SingleTurn
-from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.source import EngineRollouts
 from grpo_megatron.sglang.request import Completion
+from tests.rollouts import manager_of
 
 SIZE = 40
 
@@ -36,8 +36,17 @@ class Engine:
         self.together, self.end = together, None
         self.seconds, self.running, self.most, self.asked, self.aborts = seconds, 0, 0, [], 0
 
-    def clients(self):
+    end_ids, client_id = frozenset(), 0
+
+    def new_client_id(self):
+        self.client_id += 1
+        return self.client_id
+
+    def connections(self):
         return [self, self]
+
+    def client(self, client_id):
+        return self
 
     async def _end_of_all(self):
         """Wait for a moment that is the same for all requests, so that they end in one round of the event
@@ -98,7 +107,7 @@ def rollouts(engine, differs, *changes) -> EngineRollouts:
         *changes,
     ]
     episodes = SingleTurn(Rewards(differs))
-    return EngineRollouts(RolloutManager(engine, episodes), read_config(None, given))
+    return EngineRollouts(manager_of(engine, episodes), read_config(None, given))
 
 
 def uids(rollout) -> list[int]:

@@ -19,11 +19,11 @@ from grpo_megatron.rewards import group_reward
 from grpo_megatron.rollout.environments import EnvironmentFailed
 from grpo_megatron.rollout.episodes import MultiTurn, SingleTurn
 from grpo_megatron.rollout.evaluation import Evaluation
-from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.record import Replay
 from grpo_megatron.rollout.source import EngineRollouts, Rollout
 from grpo_megatron.rollout.statistics import group_statistics, pass_rates, step_statistics
 from grpo_megatron.sglang.request import Completion
+from tests.rollouts import manager_of
 from tests.unit.credits import Tokens
 from tests.unit.test_reward_terms import InThisProcess
 from tests.unit.toy_environments import encode
@@ -50,8 +50,17 @@ class Engine:
     def __init__(self, prompts):
         self._words = [prompt.text.split() for prompt in prompts]
 
-    def clients(self):
+    end_ids, client_id = frozenset(), 0
+
+    def new_client_id(self):
+        self.client_id += 1
+        return self.client_id
+
+    def connections(self):
         return [self]
+
+    def client(self, client_id):
+        return self
 
     weight_version = 0
 
@@ -71,7 +80,7 @@ def prompts(*texts):
 
 def generated(episodes, *texts, n=3):
     asked = prompts(*texts)
-    return RolloutManager(Engine(asked), episodes).generate(asked, RolloutConfig(n=n, max_response_length=9))
+    return manager_of(Engine(asked), episodes).generate(asked, RolloutConfig(n=n, max_response_length=9))
 
 
 def single_turns(function="score", **options):
@@ -185,7 +194,7 @@ class Source:
 
 def sampled(config, *texts) -> Rollout:
     asked = prompts(*texts)
-    return EngineRollouts(RolloutManager(Engine(asked), single_turns()), config).sample(1, Source(asked))
+    return EngineRollouts(manager_of(Engine(asked), single_turns()), config).sample(1, Source(asked))
 
 
 @pytest.mark.parametrize("estimator", [*GROUP_RELATIVE, "reinforce_plus_plus"])
@@ -262,7 +271,7 @@ def evaluated(tmp_path, *texts, **options):
         "eval.n=3", "eval.greedy=true", "eval.save_samples=false", *(f"{k}={v}" for k, v in options.items())
     )
     asked = prompts(*texts)
-    manager = RolloutManager(Engine(asked), single_turns())
+    manager = manager_of(Engine(asked), single_turns())
     return Evaluation(manager, {"held_out": asked}, config, str(tmp_path), lambda *_: None).scores(1)[
         "held_out"
     ]

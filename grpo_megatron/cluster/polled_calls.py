@@ -1,0 +1,104 @@
+"""PolledCalls: many calls to one Ray actor in few messages."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import ray
+
+from grpo_megatron.cluster.processes import Process, fetched
+from grpo_megatron.errors import UserError
+
+# Maximum seconds that one poll waits in the actor. It only determines how soon a deadlock is noticed.
+POLL_SECONDS = 5.0
+
+
+class Answer(Protocol):
+    """The answer to a call."""
+
+    key: Any
+    """Key of the call."""
+
+
+class PolledCalls:
+    """Calls to an actor that are sent in batches, and whose answers are polled for in batches.
+
+    A Ray call costs the caller about as much as hundreds of comparisons. So one Ray call carries all calls
+    that are made until the event loop runs again, and one poll returns all answers that have arrived.
+    """
+
+    def __init__(
+        self,
+        process: Process,
+        call: str,
+        submit: Callable[[list], Any],
+        poll: Callable[[float], ray.ObjectRef],
+        timeout: float | None = None,
+    ):
+        """Set the actor's methods. An object must be used within one event loop.
+
+        process: name and log of the actor's process, for error messages.
+        call: name of the calls, for error messages.
+        submit: sends a list of items to the actor. Its result is not awaited: the poll reports errors.
+        poll: asks the actor for the answers since the last poll. The actor waits up to the given seconds for
+            the first one, and raises the error of a call that failed.
+        timeout: seconds without any answer after which all calls fail. None: no limit.
+        """
+        self._process, self._call, self._timeout = process, call, timeout
+        self._submit, self._poll_once = submit, poll
+        self._answers: dict[Any, asyncio.Future] = {}
+        self._unsent: list = []
+        self._poller: asyncio.Task | None = None
+
+    async def call(self, key: Any, item: Any) -> Answer:
+        """Send an item to the actor, and return the answer with this key.
+
+        No two calls that wait for their answers may have the same key. Raises ProcessDied if the actor dies,
+        the error of any call that failed, and UserError after `timeout` seconds without an answer.
+        """
+        loop = asyncio.get_running_loop()
+        answer = self._answers[key] = loop.create_future()
+        self._unsent.append(item)
+        if len(self._unsent) == 1:
+            loop.call_soon(self._send)  # it also sends the items that arrive until then
+        return await answer
+
+    def forget(self) -> None:
+        """Drop all calls. Their callers must have been cancelled before."""
+        self._answers.clear()
+        self._unsent = []
+        if self._poller:
+            self._poller.cancel()
+
+    def _send(self) -> None:
+        if not self._unsent:
+            return  # forgotten meanwhile
+        self._submit(self._unsent)
+        self._unsent = []
+        if self._poller is None or self._poller.done():
+            self._poller = asyncio.create_task(self._poll())
+
+    async def _poll(self) -> None:
+        try:
+            await self._answer_all()
+        except Exception as error:  # passed on to every waiting caller
+            for answer in self._answers.values():
+                if not answer.done():
+                    answer.set_exception(error)
+
+    async def _answer_all(self) -> None:
+        clock = asyncio.get_running_loop().time
+        last_progress = clock()
+        while self._answers:
+            answers = await fetched(self._poll_once(POLL_SECONDS), self._process, self._call)
+            for answer in answers:
+                waiting = self._answers.pop(answer.key)
+                if not waiting.done():  # its caller may have been cancelled
+                    waiting.set_result(answer)
+            if answers:
+                last_progress = clock()
+            elif self._timeout is not None and clock() - last_progress > self._timeout:
+                raise UserError(
+                    f"{self._process.name} finished none of its {len(self._answers)} samples in progress for "
+                    f"rollout.engine.request_timeout={self._timeout:.0f} s; its log is {self._process.log}"
+                )

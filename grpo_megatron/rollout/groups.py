@@ -1,0 +1,158 @@
+"""GroupSampler: generates and scores the samples of one prompt, with requests to the engines."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+
+from grpo_megatron.batch.prompt import Prompt
+from grpo_megatron.batch.sample import Sample
+from grpo_megatron.config.rollout import RolloutConfig, Strategy
+from grpo_megatron.errors import UserError
+from grpo_megatron.rollout.beam import BeamSearch, run_search
+from grpo_megatron.rollout.episodes import MultiTurn, SingleTurn
+from grpo_megatron.rollout.trajectory import Episode
+from grpo_megatron.sglang.client import EngineClient
+from grpo_megatron.sglang.request import Completion, Request
+
+
+class StaleWeights(UserError):
+    """An engine generated tokens with weights that are not the trainer's newest weights."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """The common settings of all groups of one call of `RolloutManager.generate` or `fill`."""
+
+    client_id: int
+    """Id of the round's clients of the engines. It is higher than in all earlier rounds."""
+    rollout: RolloutConfig
+    """Settings of the sampling, such as rollout.n."""
+    same_states: bool
+    """True if an environment's initial state depends only on the prompt."""
+    weight_version: int
+    """Version of the weights that the engines must generate with."""
+    end_ids: frozenset[int]
+    """Ids of the tokens that end a response, from the model's files."""
+
+
+@dataclass(frozen=True)
+class GroupRequest:
+    """A request to sample one group."""
+
+    key: int
+    """Index of the group within the round."""
+    group_id: int
+    """Id of the group within the run."""
+    engine: int
+    """Index of the engine that generates the group. Its prefix cache then holds the prompt."""
+    prompt: Prompt
+    """The group's prompt."""
+
+
+# Function from Round.client_id to {index of an engine: a new client of it}.
+Connect = Callable[[int], Mapping[int, EngineClient]]
+
+
+def sampling_parameters(rollout: RolloutConfig) -> dict:
+    """Return {name: value} of SGLang's sampling parameters, except max_new_tokens, which each turn sets."""
+    return {
+        "temperature": rollout.temperature,
+        "top_p": rollout.top_p,
+        "top_k": rollout.top_k,
+        "stop": rollout.stop,
+        "stop_token_ids": rollout.stop_token_ids,
+    }
+
+
+class GroupSampler:
+    """Samples groups: plays the episodes of each group's samples concurrently, and has them scored.
+
+    One round is in progress at a time. All calls between `begin` and `end` are in one event loop.
+    """
+
+    def __init__(self, connect: Connect, episodes: SingleTurn | MultiTurn, turn_ends: frozenset[int]):
+        """Create a sampler.
+
+        connect: makes the clients of the engines.
+        episodes: plays the episodes and scores them.
+        turn_ends: ids of tokens that end a turn of the model, in addition to Round.end_ids.
+        """
+        self._connect, self._episodes, self._turn_ends = connect, episodes, turn_ends
+        self._round: Round | None = None
+        self._clients: Mapping[int, EngineClient] = {}
+
+    async def begin(self, round: Round) -> None:
+        """Begin a round. The requests of the round before must have ended."""
+        self._round, self._clients = round, self._connect(round.client_id)
+
+    async def end(self) -> None:
+        """End the requests of the round on the engines. The callers of `sample` must have been cancelled."""
+        for client in self._clients.values():
+            await client.abort()
+
+    async def sample(self, request: GroupRequest) -> tuple[Sample, ...]:
+        """Return the scored samples of a prompt. With reward.on_failure=leave_out, failed ones are left out.
+
+        Raises UserError if an engine dies, or finishes no request for rollout.engine.request_timeout seconds.
+        Raises the errors of rewards and environments.
+        """
+        this, prompt, client = self._round, request.prompt, self._clients[request.engine]
+        rollout = this.rollout
+        stops = self._turn_ends.union(rollout.stop_token_ids)
+        parameters = sampling_parameters(rollout) | {"stop_token_ids": sorted(stops)}
+
+        async def ask(member: int, ids: list[int], limit: int, routed: int = 0, top: int = 0) -> Completion:
+            sampling = parameters | {"max_new_tokens": limit}
+            completion = await client.generate(
+                Request((request.key, member), ids, sampling, routed=routed, top=top)
+            )
+            _check(completion, prompt, this.weight_version)
+            return completion
+
+        if rollout.strategy == Strategy.beam:
+            search = BeamSearch(rollout.n, this.end_ids | stops, rollout.max_response_length, rollout.beam)
+            asked = prompt.ids.tolist()
+            await run_search(search, lambda beam, ids, top: ask(beam, asked + ids, 1, top=top))
+            responds = [partial(_already_found, completion) for completion in search.completions(request.key)]
+        else:
+            responds = [partial(ask, member) for member in range(rollout.n)]
+        state = (1, prompt.uid) if this.same_states else (0, request.group_id)
+        first = request.group_id * rollout.n
+        episodes = (
+            Episode(prompt, request.group_id, first + member, rollout.max_response_length, state)
+            for member in range(len(responds))
+        )
+        played = await asyncio.gather(*map(self._episodes.play, episodes, responds))
+        return await self._episodes.complete(prompt, tuple(chain(*played)))
+
+    def close(self) -> None:
+        self._episodes.close()
+
+
+def _check(completion: Completion, prompt: Prompt, weight_version: int) -> None:
+    """Check that an engine finished a request, and that it used the trainer's newest weights.
+
+    prompt: the prompt of the request, for messages.
+    weight_version: version of the trainer's newest weights.
+
+    Raises UserError if the engine aborted the request, or StaleWeights if it used other weights.
+    """
+    if completion.finish_reason == "abort":
+        raise UserError(f"the engine aborted a request (prompt record {prompt.uid}); see the engine's log")
+    stale = {span.version for span in completion.weight_spans} - {weight_version}
+    if stale:
+        raise StaleWeights(
+            f"the engine answered with weight version {sorted(stale)}, but the trainer has version "
+            f"{weight_version}: a weight update did not reach the engine; see the engine's log"
+        )
+
+
+async def _already_found(completion: Completion, ids: list[int], limit: int, routed: int = 0) -> Completion:
+    """Return the response that a beam search has already found, in place of a request to the engine.
+
+    completion: the response.
+    ids, limit, routed: unused. They exist because this function takes the place of a `Respond` function.
+    """
+    return completion

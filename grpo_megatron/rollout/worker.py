@@ -1,0 +1,290 @@
+"""Rollout workers: one process on each node with engines, which samples and scores the groups of its engines.
+
+The arrays of the samples stay on the node, in Ray's object store. The driver gets samples whose handles say
+where the arrays are. The trainer's ranks fetch them from there.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from grpo_megatron.batch.arrays import SampleArrays
+from grpo_megatron.batch.sample import Sample
+from grpo_megatron.cluster.placement import Cluster
+from grpo_megatron.cluster.polled_calls import PolledCalls
+from grpo_megatron.cluster.pool_worker import Place
+from grpo_megatron.cluster.processes import Process, fetched, gather, redirect_output
+from grpo_megatron.cluster.worker_pool import worker_places
+from grpo_megatron.config.schema import Config
+from grpo_megatron.data import PromptTokenizer
+from grpo_megatron.errors import ProcessLost
+from grpo_megatron.rewards.base import read_secrets, resolve_rewards
+from grpo_megatron.rollout.environments import asks_reward_function, offered_tools
+from grpo_megatron.rollout.episodes import make_episodes
+from grpo_megatron.rollout.groups import GroupRequest, GroupSampler, Round
+from grpo_megatron.sglang.client import EngineClient, EngineConnection
+from grpo_megatron.sglang.pool import EnginePool
+
+logger = logging.getLogger(__name__)
+
+# Maximum seconds in which a healthy worker closes its reward and environment workers.
+_CLOSE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class StoredArrays:
+    """Handle of arrays in Ray's object store, on the node of the worker that made them."""
+
+    group: ray.ObjectRef
+    """Ray's reference to the arrays of all samples of a group, a list[SampleArrays]."""
+    index: int
+    """Index of the sample in this list."""
+
+    def get(self) -> SampleArrays:
+        try:
+            return ray.get(self.group)[self.index]
+        except ray.exceptions.ObjectLostError as error:
+            raise ProcessLost(
+                "the arrays of some samples are lost, because the rollout worker that held them has ended, "
+                f"or its node is gone: {error}"
+            ) from error
+
+
+@dataclass(frozen=True)
+class SampledGroup:
+    """The answer of a rollout worker to a GroupRequest."""
+
+    key: int
+    """GroupRequest.key."""
+    samples: tuple[Sample, ...]
+    """The scored samples. Their arrays are in the object store."""
+    messages: tuple[str, ...]
+    """Warnings that the worker has logged since its last answer."""
+
+
+@dataclass(frozen=True)
+class SamplerSpec:
+    """All that a rollout worker needs to build its GroupSampler. Call it in the worker's process."""
+
+    config: Config
+    """Configuration of the run."""
+    connections: Mapping[int, EngineConnection]
+    """{index of an engine: its connection} for the engines of the worker's node."""
+    places: Mapping[str, Sequence[Place]]
+    """{role: places} of the processes that the worker starts. The roles are "reward" and "environment"."""
+    secrets: Mapping[str, str]
+    """{environment variable: value} that reward functions read."""
+
+    def __call__(self) -> GroupSampler:
+        os.environ.update(self.secrets)
+        config = self.config
+        tools = offered_tools(config.rollout, config.reward)
+        tokenizer = PromptTokenizer(config.model.path, config.data, tools)
+        episodes = make_episodes(config, tokenizer, self.places.__getitem__)
+        return GroupSampler(self._clients, episodes, frozenset(tokenizer.turn_ends))
+
+    def _clients(self, client_id: int) -> dict[int, EngineClient]:
+        return {index: connection.client(client_id) for index, connection in self.connections.items()}
+
+
+class _Collected(logging.Handler):
+    """Keeps the text of warnings, which the driver shows to the user."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self._messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._messages.append(record.getMessage())
+
+    def take(self) -> tuple[str, ...]:
+        taken, self._messages = tuple(self._messages), []
+        return taken
+
+
+@ray.remote
+class WorkerProcess:
+    """The Ray actor of a rollout worker. RolloutWorker is the driver's handle of it."""
+
+    def __init__(self, log: str):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which ends the worker
+        redirect_output(log)
+        self._warnings = _Collected()
+        logging.getLogger("grpo_megatron").addHandler(self._warnings)
+        self._tasks: set[asyncio.Task] = set()
+        self._done: asyncio.Queue = asyncio.Queue()
+        self._round = -1  # client id of the round in progress
+
+    async def start(self, build: Callable[[], GroupSampler], folder: str) -> None:
+        """Build the sampler. The driver calls this once.
+
+        folder: the driver's working directory, with the user's modules. It becomes this process's.
+        """
+        with contextlib.suppress(OSError):  # this node may not have the folder
+            os.chdir(folder)
+        if "" not in sys.path:
+            sys.path.insert(0, "")
+        self._sampler = build()
+
+    async def begin(self, round: Round) -> None:
+        self._round, self._done = round.client_id, asyncio.Queue()
+        await self._sampler.begin(round)
+
+    async def submit(self, client_id: int, requests: list[GroupRequest]) -> None:
+        """Start to sample groups. `poll` returns them. client_id: Round.client_id of their round."""
+        # Ray may run the calls of an async actor in another order than they were made, so that requests
+        # arrive after the end of their round.
+        for request in requests if client_id == self._round else ():
+            task = asyncio.create_task(self._sample(request))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _sample(self, request: GroupRequest) -> None:
+        try:
+            samples = await self._sampler.sample(request)
+            group = ray.put([sample.arrays for sample in samples])
+            stored = tuple(replace(one, handle=StoredArrays(group, index)) for index, one in enumerate(samples))
+            self._done.put_nowait(SampledGroup(request.key, stored, self._warnings.take()))
+        except Exception as error:  # poll raises it in the driver
+            self._done.put_nowait(error)
+
+    async def poll(self, client_id: int, seconds: float) -> list[SampledGroup]:
+        """Return the groups that are done since the last call. Wait up to `seconds` for the first one.
+
+        The list is empty if no group is done in time, or if the round has ended. If a group failed, its error
+        is raised.
+        """
+        if client_id != self._round:
+            return []
+        try:
+            done = [await asyncio.wait_for(self._done.get(), seconds)]
+        except asyncio.TimeoutError:
+            return []
+        while not self._done.empty():
+            done.append(self._done.get_nowait())
+        for item in done:
+            if isinstance(item, Exception):
+                raise item
+        return done
+
+    async def end(self) -> None:
+        """End the round: cancel its groups, and end their requests on the engines."""
+        self._round = -1
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._sampler.end()
+
+    async def close(self) -> None:
+        self._sampler.close()
+
+
+class RolloutWorker:
+    """The driver's handle of a rollout worker: it starts the process, and sends it requests for groups.
+
+    It has the interface `Sampler` of RolloutManager.
+    """
+
+    def __init__(self, place: Place, spec: SamplerSpec):
+        """Start the process. The caller waits for `started`.
+
+        place: node, name and log of the process.
+        spec: builds the sampler in the process.
+        """
+        self.process, self._calls = place.process, None
+        where = NodeAffinitySchedulingStrategy(place.node, soft=False)
+        self._actor = WorkerProcess.options(num_cpus=0, scheduling_strategy=where).remote(place.process.log)
+        self.started = self._actor.start.remote(spec, os.getcwd())
+
+    async def begin(self, round: Round) -> None:
+        client_id, actor = round.client_id, self._actor
+        await fetched(actor.begin.remote(round), self.process, "begin")
+        self._calls = PolledCalls(
+            self.process,
+            "sample",
+            lambda requests: actor.submit.remote(client_id, requests),
+            lambda seconds: actor.poll.remote(client_id, seconds),
+        )
+
+    async def sample(self, request: GroupRequest) -> tuple[Sample, ...]:
+        answer = await self._calls.call(request.key, request)
+        for message in answer.messages:
+            logger.warning(message)
+        return answer.samples
+
+    async def end(self) -> None:
+        self._calls.forget()
+        await fetched(self._actor.end.remote(), self.process, "end")
+
+    def close(self) -> None:
+        """End the process, and the processes that it has started."""
+        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+            ray.get(self._actor.close.remote(), timeout=_CLOSE_SECONDS)
+        ray.kill(self._actor)
+
+
+class RolloutWorkers:
+    """The rollout workers of a run.
+
+    samplers: for each engine, the worker of the engine's node
+    """
+
+    def __init__(self, config: Config, cluster: Cluster, engines: EnginePool, log_dir: str):
+        """Start all workers and return immediately. `wait_until_ready` waits for them.
+
+        log_dir: folder of the log files of the workers, and of the processes that they start.
+
+        Raises UserError if a reward function is unknown, or needs an environment variable that is not set.
+        """
+        asks = asks_reward_function(config.rollout, config.reward)
+        secrets = read_secrets(resolve_rewards(config.reward)) if asks else {}
+        self._timeout = config.rollout.engine.start_timeout
+        node_of = [nodes[0][0].node for nodes in cluster.engine_nodes]  # of each engine
+        own = list(dict.fromkeys(node_of))
+        places = {
+            role: worker_places(cluster.nodes, config.reward.workers, log_dir, role)
+            for role in ("reward", "environment")
+        }
+        connections = dict(enumerate(engines.connections()))
+        self._workers = {}
+        for number, node in enumerate(own):
+            spec = SamplerSpec(
+                config,
+                {index: one for index, one in connections.items() if node_of[index] == node},
+                {role: _share(found, own, number) for role, found in places.items()},
+                secrets,
+            )
+            process = Process(f"rollout worker {number}", f"{log_dir}/rollout_worker{number}.log")
+            self._workers[node] = RolloutWorker(Place(process, node), spec)
+        self.samplers = [self._workers[node] for node in node_of]
+
+    def wait_until_ready(self) -> None:
+        """Wait until all workers have started. Raises UserError if one fails or takes too long."""
+        workers = list(self._workers.values())
+        calls = {index: worker.started for index, worker in enumerate(workers)}
+        gather(calls, [worker.process for worker in workers], "start", self._timeout)
+
+    def close(self) -> None:
+        for worker in self._workers.values():
+            worker.close()
+
+
+def _share(places: Sequence[Place], nodes: Sequence[str], number: int) -> list[Place]:
+    """Return the places of the processes that one rollout worker starts.
+
+    Those on its own node are among them. Places on nodes without a rollout worker are shared out.
+
+    nodes: the nodes of all rollout workers.
+    number: index of the worker's node among them.
+    """
+    found = [place for place in places if place.node == nodes[number]]
+    others = [place for place in places if place.node not in nodes]
+    return found + others[number :: len(nodes)]
