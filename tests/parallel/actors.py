@@ -56,7 +56,7 @@ def logprobs(config: Config, batch: TrainBatch, packing: bool, reference: bool =
     actor = Actor(config)
     plan, parts = micro_batches(batch, config, actor.rank.dp_rank, packing)
     values = reference_logprobs(actor, parts) if reference else actor.passes.logprobs(parts)
-    if values is None:
+    if not actor.rank.reports:
         return None
     return in_order(batch, plan, actor, values)
 
@@ -95,7 +95,7 @@ def logprobs_and_round_trip(config: Config, batch: TrainBatch, folder: str):
     plan, parts = micro_batches(batch, config, actor.rank.dp_rank, packing=True)
     values = actor.passes.logprobs(parts)
     actor.weights.save_hf(folder)
-    if values is None:
+    if not actor.rank.reports:
         return None
     return in_order(batch, plan, actor, values)
 

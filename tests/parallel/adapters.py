@@ -44,7 +44,7 @@ def logprobs_and_export(config, batch, folder):
     assert all(torch.equal(base[name], p) for name, p in local_parameters(actor.model.chunks).items()), (
         "the model is frozen"
     )
-    if adapted is None:
+    if not actor.rank.reports:
         return None
     return in_order(batch, plan, actor, adapted), in_order(batch, plan, actor, reference)
 

@@ -9,6 +9,7 @@ from grpo_megatron.batch.schedule import CostModel
 from grpo_megatron.commands.assemble import _throughput
 from grpo_megatron.config.load import read_config
 from grpo_megatron.monitoring.phases import Phases
+from grpo_megatron.monitoring.samples import TrainedOn
 from grpo_megatron.monitoring.throughput import Throughput
 from tests.unit.scored_groups import batch_of, group
 
@@ -34,8 +35,9 @@ def test_a_phase_within_another_counts_once():
 def test_utilisation_counts_forward_and_backward_of_every_epoch():
     batch = batch_of([group(0, (0.0, 1.0))])  # two sequences of 5 tokens
     throughput = Throughput(CostModel(per_token=10.0, per_pair=2.0), ranks=2, engine_devices=4, peak=1000.0)
+    trained_on = TrainedOn(batch.lengths, epochs=2)
     scalars = throughput.scalars(
-        [batch], epochs=2, seconds=10.0, phases={"train": 2.0, "generate": 5.0, "sync": 1.0}
+        trained_on, seconds=10.0, phases={"train": 2.0, "generate": 5.0, "sync": 1.0}
     )
     flops = 3 * 2 * 2 * (10 * 5 + 2 * 15)
     assert scalars["throughput/mfu_train"] == pytest.approx(flops / (2.0 * 2 * 1000))
@@ -43,14 +45,14 @@ def test_utilisation_counts_forward_and_backward_of_every_epoch():
     assert scalars["idle/trainer"] == pytest.approx(0.7)
     assert scalars["idle/engines"] == pytest.approx(0.4)
     scoring = throughput.scalars(
-        [batch], epochs=2, seconds=10.0, phases={"train": 2.0, "generate": 5.0, "score": 3.0}
+        trained_on, seconds=10.0, phases={"train": 2.0, "generate": 5.0, "score": 3.0}
     )
     assert (scoring["idle/trainer"], scoring["idle/engines"]) == pytest.approx(
         (0.5, 0.5)
     )  # a reward model is on the ranks
     shared = Throughput(CostModel(), ranks=4, engine_devices=4, shared=True)
     assert shared.devices == 4
-    assert Throughput(CostModel(), ranks=2, engine_devices=0).scalars([batch], 1, 1.0, {}).keys() >= {
+    assert Throughput(CostModel(), ranks=2, engine_devices=0).scalars(trained_on, 1.0, {}).keys() >= {
         "idle/trainer"
     }
 
