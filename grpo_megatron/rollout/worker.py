@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -115,7 +114,6 @@ class WorkerProcess:
     """The Ray actor of a rollout worker. RolloutWorker is the driver's handle of it."""
 
     def __init__(self, log: str):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which ends the worker
         redirect_output(log)
         self._warnings = _Collected()
         logging.getLogger("grpo_megatron").addHandler(self._warnings)
