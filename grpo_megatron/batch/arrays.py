@@ -61,13 +61,14 @@ _reading_is_allowed = True
 
 
 @contextmanager
-def no_arrays() -> Iterator[None]:
-    """Make `read` raise RuntimeError in this process. The driver uses this while a run trains.
+def reading(allowed: bool) -> Iterator[None]:
+    """Allow or forbid `read` in this process, inside the `with` block.
 
-    At the scale of a cluster, a driver that touches tokens would take longer than the GPUs.
+    The driver forbids it while a run trains. A driver that touched the tokens of thousands of GPUs would take
+    longer than the GPUs.
     """
     global _reading_is_allowed
-    before, _reading_is_allowed = _reading_is_allowed, False
+    before, _reading_is_allowed = _reading_is_allowed, allowed
     try:
         yield
     finally:
@@ -75,7 +76,7 @@ def no_arrays() -> Iterator[None]:
 
 
 def read(handle: Handle) -> SampleArrays:
-    """Return the arrays of a handle. Raises RuntimeError in a driver whose run trains (`no_arrays`)."""
+    """Return the arrays of a handle. Raises RuntimeError where `reading` forbids it."""
     if not _reading_is_allowed:
         raise RuntimeError("the driver must not read the arrays of a sample while the run trains")
     return handle.get()

@@ -96,7 +96,7 @@ class Sample:
 
     @property
     def arrays(self) -> SampleArrays:
-        """The arrays. Raises RuntimeError in a driver whose run trains, see `no_arrays`."""
+        """The arrays. Raises RuntimeError in a driver whose run trains (batch.arrays.reading)."""
         return read(self.handle)
 
     def with_arrays(self, **changes: np.ndarray | None) -> "Sample":

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from grpo_megatron.batch.arrays import reading
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample, WeightSpan
 from grpo_megatron.errors import UserError
@@ -58,7 +59,8 @@ class Recorder:
         warning is logged, and the run goes on.
         """
         try:
-            self._file.append_row({"step": step, "groups": [_group_to_json(group) for group in groups]})
+            with reading(allowed=True):  # a recording takes the tokens through the driver
+                self._file.append_row({"step": step, "groups": [_group_to_json(group) for group in groups]})
         except OSError as error:
             logger.warning(
                 not_written(

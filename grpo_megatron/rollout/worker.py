@@ -149,7 +149,9 @@ class WorkerProcess:
         try:
             samples = await self._sampler.sample(request)
             group = ray.put([sample.arrays for sample in samples])
-            stored = tuple(replace(one, handle=StoredArrays(group, index)) for index, one in enumerate(samples))
+            stored = tuple(
+                replace(one, handle=StoredArrays(group, index)) for index, one in enumerate(samples)
+            )
             self._done.put_nowait(SampledGroup(request.key, stored, self._warnings.take()))
         except Exception as error:  # poll raises it in the driver
             self._done.put_nowait(error)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from grpo_megatron.batch.arrays import reading
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample
 from grpo_megatron.batch.train_batch import TrainBatch
@@ -60,8 +61,9 @@ class ModelRewards:
         infinite.
         """
         self._ranks_turn()
-        read = [self._as_read(group.prompt, sample) for group in groups for sample in group.samples]
-        scores = iter(self._scores(read).tolist())
+        with reading(allowed=True):  # the conversations are put together in the driver
+            read = [self._as_read(group.prompt, sample) for group in groups for sample in group.samples]
+            scores = iter(self._scores(read).tolist())
         return [
             replace(group, samples=tuple(self._scored(s, next(scores)) for s in group.samples))
             for group in groups

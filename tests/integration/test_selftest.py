@@ -224,13 +224,15 @@ def test_a_version_tag_of_old(controller, verdict, monkeypatch):
 
     Samples are left in the engine, so that only the next test may use it.
     """
-    real = controller.rollouts.source._manager._check
 
-    def check(completion, prompt):
-        spans = tuple(replace(span, version=span.version - 1) for span in completion.weight_spans)
-        real(replace(completion, weight_spans=spans), prompt)
+    class OneVersionAhead:
+        """The engines, as if the trainer had synced once more."""
 
-    monkeypatch.setattr(controller.rollouts.source._manager, "_check", check)
+        def __getattr__(self, name):
+            value = getattr(controller.engines, name)
+            return value + 1 if name == "weight_version" else value
+
+    monkeypatch.setattr(controller.rollouts.source._manager, "_engines", OneVersionAhead())
     (found,) = verdict().explanations
     assert found.startswith("weight version: the engine answered with weight version")
 
