@@ -99,6 +99,14 @@ class Sample:
         """The arrays. Raises RuntimeError in a driver whose run trains (batch.arrays.reading)."""
         return read(self.handle)
 
+    def __getattr__(self, name: str):
+        if name in SampleArrays.__dataclass_fields__:
+            raise AttributeError(
+                f"a Sample has no {name}, because its tokens may be in another process; `arrays.{name}` reads "
+                "them, except in the driver of a run that trains, where filters are called (docs/plugins.md)"
+            )
+        raise AttributeError(f"Sample has no attribute {name!r}")
+
     def with_arrays(self, **changes: np.ndarray | None) -> "Sample":
         """Return a copy with other arrays, which are given by their names."""
         arrays = replace(self.arrays, **changes)
