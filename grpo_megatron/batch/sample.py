@@ -102,8 +102,8 @@ class Sample:
     def __getattr__(self, name: str):
         if name in SampleArrays.__dataclass_fields__:
             raise AttributeError(
-                f"a Sample has no {name}, because its tokens may be in another process; `arrays.{name}` reads "
-                "them, except in the driver of a run that trains, where filters are called (docs/plugins.md)"
+                f"a Sample has no {name}, because its tokens may be in another process; `arrays.{name}` reads"
+                " them, except in the driver of a run that trains, where filters are called (docs/plugins.md)"
             )
         raise AttributeError(f"Sample has no attribute {name!r}")
 
