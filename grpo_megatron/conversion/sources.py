@@ -156,7 +156,7 @@ def megatron_tensors(folder: Path, saved: SavedModel) -> MegatronTensors:
     if any(is_adapter(key) for key in stored):
         raise UserError(
             f"{folder} was saved with adapters (megatron.lora), which would be lost; use the HF folder that "
-            "the training run exported: hf/ is the merged model, hf/adapter are the adapters"
+            "the training run exported: hf/ contains the merged model, and hf/adapter the adapters"
         )
     places = defaultdict(list)
     for part in saved.parts:

@@ -63,7 +63,10 @@ def _template_text(model_path: str, tokenizer, data: DataConfig) -> str | None:
             ("chat_template_args", data.chat_template_args or None),
         ):
             if value is not None:
-                raise UserError(f"data.{key} needs a chat template, but data.chat_template=none; remove it")
+                raise UserError(
+                    f"data.{key} needs a chat template, but data.chat_template=none; remove data.{key}, or "
+                    "set data.chat_template to a template"
+                )
         return None
     if name == FROM_TOKENIZER:
         if not tokenizer.chat_template:

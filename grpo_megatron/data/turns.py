@@ -125,7 +125,7 @@ def _plain_parts(
     for message in response:
         if beside := written_beside_content(message):
             raise UserError(
-                f"{where} has a message with {beside[0]}, which only a chat template can show, but the "
+                f"{where} has a message with {beside[0]}, which only a chat template can render, but the "
                 "prompt is not a chat; give the prompt as a list of messages"
             )
         text = message["content"]

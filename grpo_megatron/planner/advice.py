@@ -38,7 +38,7 @@ def planned_architecture(config: Config) -> Architecture:
     if config.megatron.lora.rank:
         raise UserError("the planner does not support LoRA; leave megatron.lora.rank out")
     if config.rollout.replay:
-        raise UserError("the planner supports only runs with engines; leave rollout.replay out")
+        raise UserError("the planner cannot plan a replay, which runs no engines; remove rollout.replay")
     return read_architecture(config.model.path)
 
 

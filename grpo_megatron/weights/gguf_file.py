@@ -101,8 +101,8 @@ class GGUFFile:
         self.architecture = str(self._values.get("general.architecture"))
         if self.architecture not in _KINDS:
             raise UserError(
-                f"{path}: GGUF files for the architecture {shortened(self.architecture)} cannot be converted "
-                f"(only for {', '.join(_KINDS)}); use the model's HF checkpoint"
+                f"{path} contains the architecture {shortened(self.architecture)}, but only GGUF files with "
+                f"{', '.join(_KINDS)} can be converted; use the model's HF checkpoint"
             )
         self._kind = _KINDS[self.architecture]
         self._architecture_id = next(

@@ -267,7 +267,9 @@ def test_a_response_behind_a_prompt_that_is_no_chat(folders, tmp_path):
         "[[2<|endoftext|>]]![[3<|endoftext|>]]",
     )
     record["response"] = [called("2", {})]
-    with pytest.raises(UserError, match="has a message with tool_calls, which only a chat template can show"):
+    with pytest.raises(
+        UserError, match="has a message with tool_calls, which only a chat template can render"
+    ):
         learned(folders["chatml"], record, tmp_path, chat_template="none")
 
 

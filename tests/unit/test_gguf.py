@@ -233,7 +233,7 @@ REFUSED = {
     "another architecture": (
         {"general.architecture": "gemma2"},
         {},
-        "for the architecture gemma2 cannot be converted",
+        "the architecture gemma2, but only GGUF files with",
     ),
     "a tensor of another model": (
         {},
