@@ -1,0 +1,318 @@
+"""Measure what a step costs the driver of a large run: CPU time, memory, and the bytes that it moves.
+
+    python benchmarks/controller.py [--sequences N] [--tokens N] [--replicas N] [--steps N]
+
+The controller, the rollout manager with a rollout worker, the trainer and the monitor are the real ones. The
+ranks are not: a few processes answer at once for all of them, with as many Ray calls as there are ranks,
+which is 32 for each replica. The worker makes the samples without engines, so its answers come at once. All
+sequences have the given number of tokens. Then all is done again with a quarter of the tokens.
+
+The figures are CPU seconds of the driver's process, medians of the steps after the first. Prints a table and,
+as its last line, one JSON object:
+
+    driver_seconds         seconds of the trainer's part of a step (log-probs, coefficients, training); target
+                           1.5
+    step_seconds           seconds of a whole step; target 3
+    growth                 step_seconds with all tokens / with a quarter of them; target 1.1
+    driver_gib             largest memory of the driver beyond that before the first step, in GiB; target 0.25
+    bytes_per_sequence     bytes that enter or leave the driver in a step, for each sequence; target 512
+    shipped_over_needed    tokens that replicas are sent / tokens of the step; target 1
+"""
+
+import argparse
+import importlib
+import json
+import pickle
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import ray
+
+from grpo_megatron.algorithm.algorithm import Algorithm
+from grpo_megatron.batch.prompt import Prompt
+from grpo_megatron.batch.sample import Sample
+from grpo_megatron.batch.schedule import CostModel
+from grpo_megatron.batch.sums import SequenceSums
+from grpo_megatron.cluster.pool_worker import Place
+from grpo_megatron.cluster.processes import Process, gather
+from grpo_megatron.cluster.ray_connection import connect
+from grpo_megatron.config.load import read_config
+from grpo_megatron.config.schema import Config
+from grpo_megatron.controller import Controller
+from grpo_megatron.megatron.results import Measurement, TrainResult
+from grpo_megatron.metrics import Max, Mean, Sum, Top
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.monitoring.monitor import Monitor
+from grpo_megatron.monitoring.status import StatusFile
+from grpo_megatron.monitoring.throughput import Throughput
+from grpo_megatron.rollout.groups import GroupRequest, Round
+from grpo_megatron.rollout.manager import RolloutManager
+from grpo_megatron.rollout.source import EngineRollouts
+from grpo_megatron.rollout.worker import RolloutWorker
+from grpo_megatron.run.loop import StepLoop
+from grpo_megatron.trainer.dropped_steps import DroppedSteps
+from grpo_megatron.trainer.policy import PolicyTrainer
+from grpo_megatron.trainer.ranks import RankGroup
+from grpo_megatron.trainer.step import StepTrainer
+
+# Other processes import the classes of this file under this name, not as __main__.
+MODULE = "benchmarks.controller"
+GROUP, PROMPT, RANKS_OF_REPLICA = 8, 512, 32
+# Number of processes that answer for the ranks.
+PROCESSES = 2
+
+
+class InstantSampler:
+    """Stands in for the GroupSampler of a rollout worker. Its samples have `tokens` tokens each."""
+
+    def __init__(self, tokens: int):
+        self._tokens = tokens
+
+    async def begin(self, round: Round) -> None: ...
+
+    async def end(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    async def sample(self, request: GroupRequest) -> tuple[Sample, ...]:
+        length = self._tokens - len(request.prompt.ids)
+        rewards = np.random.default_rng(request.group_id).integers(0, 2, GROUP)
+        return tuple(
+            Sample.of(
+                request.group_id,
+                request.group_id * GROUP + member,
+                request.prompt.ids,
+                np.ones(length, np.int32),
+                np.ones(length, bool),
+                np.zeros(length, np.float32),
+                "stop",
+                reward=float(reward),
+            )
+            for member, reward in enumerate(rewards)
+        )
+
+
+class SamplerOf:
+    """Builds an InstantSampler in the worker's process."""
+
+    def __init__(self, tokens: int):
+        self._tokens = tokens
+
+    def __call__(self):
+        return importlib.import_module(MODULE).InstantSampler(self._tokens)
+
+
+@ray.remote
+class Answers:
+    """Answers the calls of many ranks at once."""
+
+    def call(self, reports: bool, method: str, *arguments):
+        """Answer as a rank would. reports: True if the rank reports for its replica."""
+        if not reports:
+            return None
+        if method == "mini_batches.measure":
+            (samples,) = arguments
+            return {
+                key: self._measured([s for part in parts for s in part]) for key, parts in samples.items()
+            }
+        metrics = {
+            "actor/loss": Sum(0.0),
+            "actor/entropy": Mean(1.0, 1.0),
+            "mismatch/max": Max(0.0),
+            "mismatch/worst": Top([]),
+        }
+        return TrainResult(1.0, 1e-6, False, metrics)
+
+    def _measured(self, samples: list[Sample]) -> Measurement:
+        trained = np.array([sample.num_trained for sample in samples], dtype=np.float64)
+        zeros = np.zeros(len(samples))
+        return Measurement(SequenceSums(trained, trained, zeros, zeros, zeros), {}, False)
+
+
+class Traffic:
+    """Counts the bytes that enter or leave the driver, if it is on."""
+
+    def __init__(self):
+        self.is_on, self.bytes, self.shipped_tokens = False, 0, 0
+
+    def count(self, value) -> None:
+        if self.is_on:
+            self.bytes += len(pickle.dumps(value))
+
+
+class Ranks(RankGroup):
+    """All ranks, for which a few processes answer."""
+
+    def __init__(self, replicas: int, traffic: Traffic):
+        self._replicas, self._traffic = replicas, traffic
+        self._actors = [Answers.remote() for _ in range(PROCESSES)]
+        size = replicas * RANKS_OF_REPLICA
+        self._processes = [Process(f"rank {rank}", "") for rank in range(size)]
+
+    def put(self, value):
+        self._traffic.count(value)
+        if self._traffic.is_on:
+            samples = [s for parts in value.values() for part in parts for s in part]
+            self._traffic.shipped_tokens += sum(sample.num_tokens for sample in samples)
+        return ray.put(value)
+
+    def call(self, method: str, args_of_replica: list[tuple]) -> list:
+        calls = {
+            rank: self._actors[rank % PROCESSES].call.remote(
+                rank % RANKS_OF_REPLICA == 0, method, *args_of_replica[rank // RANKS_OF_REPLICA]
+            )
+            for rank in range(len(self._processes))
+        }
+        results = gather(calls, self._processes, method)
+        if not method.endswith("measure"):  # its argument was counted by `put`
+            self._traffic.count([args_of_replica[rank // RANKS_OF_REPLICA] for rank in calls])
+        self._traffic.count(list(results.values()))
+        return [results[dp * RANKS_OF_REPLICA] for dp in range(self._replicas)]
+
+
+class Trainer(PolicyTrainer):
+    """The trainer, over ranks that only answer."""
+
+    def __init__(self, config: Config, ranks: Ranks):
+        self.sizes, self.ranks = ParallelSizes.from_config(config.megatron), ranks
+        self.cost_model, self.weights = CostModel(), SimpleNamespace(last_step=None)
+        self._dropped_steps = DroppedSteps(config.optimizer)
+
+
+class Rollouts:
+    """Stands in for SynchronousRollouts, without engines."""
+
+    version, metrics = 0, {}
+
+    def __init__(self, source: EngineRollouts):
+        self._source = source
+
+    def take(self, step: int):
+        return self._source.sample(step, Prompts())
+
+    def weights_changed(self) -> None: ...
+
+
+class Prompts:
+    """Hands out prompts that are all alike."""
+
+    def next(self, count: int) -> list[Prompt]:
+        return [Prompt(uid, np.arange(PROMPT, dtype=np.int32), "", "") for uid in range(count)]
+
+    def settle(self, unused) -> None: ...
+
+
+class Clock:
+    """CPU seconds of this process, in the trainer's part of a step."""
+
+    def __init__(self, trainer: StepTrainer, algorithm: Algorithm):
+        self.seconds = 0.0
+        for owner, name in ((trainer, "measure"), (trainer, "train"), (algorithm, "coefficients")):
+            setattr(owner, name, self._timed(getattr(owner, name)))
+
+    def _timed(self, method):
+        def call(*arguments):
+            start = time.process_time()
+            try:
+                return method(*arguments)
+            finally:
+                self.seconds += time.process_time() - start
+
+        return call
+
+
+def configured(options: argparse.Namespace, tokens: int) -> Config:
+    config = read_config(
+        None,
+        [
+            "model.path=m",
+            "data.train=d",
+            f"rollout.n={GROUP}",
+            f"data.train_batch_size={options.sequences // GROUP}",
+            f"rollout.max_response_length={tokens}",
+            f"data.max_prompt_length={PROMPT}",
+            f"train.max_tokens_per_micro_batch={tokens}",
+            "train.old_logprobs=recompute",
+            f"megatron.data_parallel={options.replicas}",
+            "megatron.tensor_parallel=8",
+            "megatron.pipeline_parallel=4",
+        ],
+    )
+    return replace(config, monitor=replace(config.monitor, samples_every=0))
+
+
+def steps(options: argparse.Namespace, tokens: int, folder: str) -> dict[str, float]:
+    """Return the figures of the steps with sequences of this many tokens."""
+    config, traffic = configured(options, tokens), Traffic()
+    place = Place(Process("worker", f"{folder}/worker{tokens}.log"), ray.get_runtime_context().get_node_id())
+    worker = RolloutWorker(place, importlib.import_module(MODULE).SamplerOf(tokens))
+    ray.get(worker.started)
+    received = worker.sample
+
+    async def counted(request: GroupRequest):
+        samples = await received(request)
+        traffic.count((request, samples))
+        return samples
+
+    worker.sample = counted
+    ids = iter(range(1_000_000))
+    engines = SimpleNamespace(weight_version=0, end_ids=frozenset(), new_client_id=lambda: next(ids))
+    Path(folder, str(tokens)).mkdir()
+    with StatusFile(f"{folder}/{tokens}", "run", options.steps) as status:
+        throughput = Throughput(CostModel(), options.replicas * RANKS_OF_REPLICA, engine_devices=1)
+        monitor = Monitor(f"{folder}/{tokens}", config, status, throughput=throughput)
+        trainer = StepTrainer(Trainer(config, Ranks(options.replicas, traffic)), config, monitor.phases)
+        algorithm = Algorithm(config)
+        checkpoints = SimpleNamespace(note_trained=lambda *_: None)
+        source = EngineRollouts(RolloutManager(engines, [worker]), config)
+        loop = StepLoop(config, checkpoints, monitor)
+        controller = Controller(config, Rollouts(source), trainer, algorithm, monitor, loop)
+        clock, process = Clock(trainer, algorithm), psutil.Process()
+        before, memory, found = process.memory_info().rss, 0, []
+        for step in range(1, options.steps + 3):
+            traffic.is_on = step == options.steps + 2
+            clock.seconds, start = 0.0, time.process_time()
+            controller.train_step(controller.loop.begin_step())
+            found.append((clock.seconds, time.process_time() - start))
+            memory = max(memory, process.memory_info().rss - before)
+        monitor.close()
+    worker.close()
+    timed = found[1:-1]
+    return {
+        "driver_seconds": statistics.median(of_trainer for of_trainer, _ in timed),
+        "step_seconds": statistics.median(whole for _, whole in timed),
+        "driver_gib": memory / 2**30,
+        "bytes_per_sequence": traffic.bytes / options.sequences,
+        "shipped_over_needed": traffic.shipped_tokens / (options.sequences * tokens),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sequences", type=int, default=8192, help="sequences of a step")
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens of each sequence")
+    parser.add_argument("--replicas", type=int, default=32, help="data-parallel replicas, of 32 ranks each")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps")
+    options = parser.parse_args()
+    sys.path.insert(0, "")
+    connect(None, PROCESSES + 1)
+    with tempfile.TemporaryDirectory() as folder:
+        quarter, whole = (steps(options, tokens, folder) for tokens in (options.tokens // 4, options.tokens))
+    print(f"{'':<24}{options.tokens // 4:>12} tokens{options.tokens:>12} tokens")
+    for name, value in whole.items():
+        print(f"{name:<24}{quarter[name]:>19.4g}{value:>19.4g}")
+    whole["growth"] = whole["step_seconds"] / quarter["step_seconds"]
+    print(json.dumps({name: round(value, 4) for name, value in whole.items()}))
+
+
+if __name__ == "__main__":
+    main()
