@@ -1,6 +1,7 @@
 """Measure what a step costs the driver of a large run: CPU time, memory, and the bytes that it moves.
 
-    python benchmarks/controller.py [--sequences N] [--tokens N] [--replicas N] [--steps N]
+    python benchmarks/controller.py [--sequences N] [--tokens N] [--replicas N] [--mini-batches N]
+        [--steps N]
 
 The controller, the rollout manager with a rollout worker, the trainer and the monitor are the real ones. The
 ranks are not: a few processes answer at once for all of them, with as many Ray calls as there are ranks,
@@ -113,22 +114,17 @@ class SamplerOf:
 class Answers:
     """Answers the calls of many ranks at once."""
 
-    def call(self, reports: bool, method: str, *arguments):
+    def call(self, reports: bool, method: str, arguments: tuple):
         """Answer as a rank would. reports: True if the rank reports for its replica."""
         if not reports:
             return None
         if method == "mini_batches.measure":
-            (samples,) = arguments
             return {
-                key: self._measured([s for part in parts for s in part]) for key, parts in samples.items()
+                key: self._measured([sample for part in parts for sample in part])
+                for key, parts in arguments[0].items()
             }
-        metrics = {
-            "actor/loss": Sum(0.0),
-            "actor/entropy": Mean(1.0, 1.0),
-            "mismatch/max": Max(0.0),
-            "mismatch/worst": Top([]),
-        }
-        return TrainResult(1.0, 1e-6, False, metrics)
+        metrics = {"actor/loss": Sum(0.0), "actor/entropy": Mean(1.0, 1.0), "mismatch/max": Max(0.0)}
+        return TrainResult(1.0, 1e-6, False, metrics | {"mismatch/worst": Top([])})
 
     def _measured(self, samples: list[Sample]) -> Measurement:
         trained = np.array([sample.num_trained for sample in samples], dtype=np.float64)
@@ -147,34 +143,40 @@ class Traffic:
             self.bytes += len(pickle.dumps(value))
 
 
+class Group:
+    """Stands in for the WorkerGroup of all ranks, for which a few processes answer."""
+
+    def __init__(self, replicas: int):
+        self._actors = [Answers.remote() for _ in range(PROCESSES)]
+        self.ranks = [
+            SimpleNamespace(dp_rank=rank // RANKS_OF_REPLICA, reports=rank % RANKS_OF_REPLICA == 0)
+            for rank in range(replicas * RANKS_OF_REPLICA)
+        ]
+        self._processes = [Process(f"rank {rank}", "") for rank in range(len(self.ranks))]
+
+    def call_shared(self, method: str, arguments: list[ray.ObjectRef]) -> list:
+        calls = {
+            number: self._actors[number % PROCESSES].call.remote(rank.reports, method, own)
+            for number, (rank, own) in enumerate(zip(self.ranks, arguments, strict=True))
+        }
+        return list(gather(calls, self._processes, method).values())
+
+
 class Ranks(RankGroup):
-    """All ranks, for which a few processes answer."""
+    """The ranks, with a count of what they are sent and return."""
 
     def __init__(self, replicas: int, traffic: Traffic):
-        self._replicas, self._traffic = replicas, traffic
-        self._actors = [Answers.remote() for _ in range(PROCESSES)]
-        size = replicas * RANKS_OF_REPLICA
-        self._processes = [Process(f"rank {rank}", "") for rank in range(size)]
-
-    def put(self, value):
-        self._traffic.count(value)
-        if self._traffic.is_on:
-            samples = [s for parts in value.values() for part in parts for s in part]
-            self._traffic.shipped_tokens += sum(sample.num_tokens for sample in samples)
-        return ray.put(value)
+        self._replicas, self._traffic, self.group = replicas, traffic, Group(replicas)
+        self._parks = self._takes_turns = self._asleep = False
 
     def call(self, method: str, args_of_replica: list[tuple]) -> list:
-        calls = {
-            rank: self._actors[rank % PROCESSES].call.remote(
-                rank % RANKS_OF_REPLICA == 0, method, *args_of_replica[rank // RANKS_OF_REPLICA]
-            )
-            for rank in range(len(self._processes))
-        }
-        results = gather(calls, self._processes, method)
-        if not method.endswith("measure"):  # its argument was counted by `put`
-            self._traffic.count([args_of_replica[rank // RANKS_OF_REPLICA] for rank in calls])
-        self._traffic.count(list(results.values()))
-        return [results[dp * RANKS_OF_REPLICA] for dp in range(self._replicas)]
+        results = super().call(method, args_of_replica)
+        for arguments, result in zip(args_of_replica, results, strict=True):
+            self._traffic.count((arguments, result))
+        if self._traffic.is_on and method == "mini_batches.measure":
+            parts = [part for (own,) in args_of_replica for parts in own.values() for part in parts]
+            self._traffic.shipped_tokens += sum(sample.num_tokens for part in parts for sample in part)
+        return results
 
 
 class Trainer(PolicyTrainer):
@@ -240,6 +242,7 @@ def configured(options: argparse.Namespace, tokens: int) -> Config:
             f"data.max_prompt_length={PROMPT}",
             f"train.max_tokens_per_micro_batch={tokens}",
             "train.old_logprobs=recompute",
+            f"train.ppo_mini_batch_size={options.sequences // GROUP // options.mini_batches}",
             f"megatron.data_parallel={options.replicas}",
             "megatron.tensor_parallel=8",
             "megatron.pipeline_parallel=4",
@@ -301,6 +304,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8192, help="sequences of a step")
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of each sequence")
     parser.add_argument("--replicas", type=int, default=32, help="data-parallel replicas, of 32 ranks each")
+    parser.add_argument("--mini-batches", type=int, default=1, help="mini-batches of a step")
     parser.add_argument("--steps", type=int, default=3, help="timed steps")
     options = parser.parse_args()
     sys.path.insert(0, "")

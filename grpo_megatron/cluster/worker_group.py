@@ -52,6 +52,9 @@ class _Worker:
         with self._heartbeat.phase(method):
             return attrgetter(method)(self._target)(*arguments)
 
+    def call_shared(self, method: str, arguments: tuple) -> Any:
+        return self.call(method, *arguments)
+
     def beat(self) -> None:
         """Send a heartbeat now. The hang detector calls this, for example to find out if the rank lives."""
         self._heartbeat.beat()
@@ -148,6 +151,17 @@ class WorkerGroup:
         pairs = enumerate(zip(self._workers, arguments, strict=True))
         calls = {rank: worker.call.remote(method, *own) for rank, (worker, own) in pairs}
         return list(self._gather(calls, method, timeout).values())
+
+    def call_shared(self, method: str, arguments: list[ray.ObjectRef]) -> list[Any]:
+        """Call `method` on every rank as `call` does, with arguments that ranks share.
+
+        Ray serializes an argument anew for each rank, but not one that is in its object store.
+
+        arguments: for each rank, Ray's reference to a tuple of positional arguments.
+        """
+        pairs = enumerate(zip(self._workers, arguments, strict=True))
+        calls = {rank: worker.call_shared.remote(method, own) for rank, (worker, own) in pairs}
+        return list(self._gather(calls, method).values())
 
     def occupied(self) -> list[int]:
         """Return how many bytes each rank has reserved on its GPU, or uses on a host without GPU."""

@@ -91,15 +91,9 @@ class PolicyTrainer:
         self.weights = TrainerWeights(self.ranks)
         self.checkpoints = TrainerCheckpoints(self.ranks, self.weights)
 
-    def _split(self, batch: TrainBatch, plan: Schedule) -> list:
-        """Put the micro-batches of each data-parallel replica into Ray's object store.
-
-        Returns one reference per replica, in the order of the replicas. Each refers to the replica's
-        list[TrainBatch], with one TrainBatch per micro-batch.
-        """
-        return [
-            self.ranks.put([batch.select(mb) for mb in plan.micro_batches[dp]]) for dp in range(self.sizes.dp)
-        ]
+    def _split(self, batch: TrainBatch, plan: Schedule) -> list[list[TrainBatch]]:
+        """Return the micro-batches of each data-parallel replica, in the order of the replicas."""
+        return [[batch.select(part) for part in plan.micro_batches[dp]] for dp in range(self.sizes.dp)]
 
     def measure(self, mini_batches: list[MiniBatch]) -> tuple[list[SequenceSums], Metrics]:
         """Send the mini-batches of a step to the ranks, which compute the log-probs before training.
@@ -120,7 +114,7 @@ class PolicyTrainer:
             }
             for dp in range(self.sizes.dp)
         ]
-        results = self.ranks.call("mini_batches.measure", [(self.ranks.put(own),) for own in samples])
+        results = self.ranks.call("mini_batches.measure", [(own,) for own in samples])
         found = [measurement for result in results for measurement in result.values()]
         if any(measurement.has_nan for measurement in found):
             self.weights.must_be_finite()

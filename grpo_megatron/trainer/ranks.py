@@ -91,14 +91,6 @@ class RankGroup:
         self.wake()
         return self.group
 
-    @staticmethod
-    def put(value: Any) -> Any:
-        """Put an argument for the ranks of a replica into Ray's object store, and return its reference.
-
-        A rank receives the value, if the reference is an argument of its own and not inside another argument.
-        """
-        return ray.put(value)
-
     def call(self, method: str, args_of_replica: list[tuple]) -> list[Any]:
         """Call a method of the Actor on all ranks. Return one result per data-parallel replica, in order.
 
@@ -108,7 +100,11 @@ class RankGroup:
         args_of_replica: for each replica, the arguments of the call on each of its ranks.
         """
         group = self.awake()
-        results = group.call(method, [args_of_replica[rank.dp_rank] for rank in group.ranks])
+        # Arguments that are the same object for several replicas are stored once.
+        stored = {id(args): ray.put(args) for args in {id(args): args for args in args_of_replica}.values()}
+        results = group.call_shared(
+            method, [stored[id(args_of_replica[rank.dp_rank])] for rank in group.ranks]
+        )
         reports = {
             rank.dp_rank: result for rank, result in zip(group.ranks, results, strict=True) if rank.reports
         }

@@ -34,10 +34,6 @@ class EveryRank(RankGroup):
     def __init__(self, actor: Actor):
         self._actor, self._replicas = actor, sizes_of(actor.config).dp
 
-    @staticmethod
-    def put(value):
-        return value
-
     def call(self, method, args_of_replica):
         rank = self._actor.rank
         result = attrgetter(method)(self._actor)(*args_of_replica[rank.dp_rank])
