@@ -6,7 +6,8 @@
 The controller, the rollout manager with a rollout worker, the trainer and the monitor are the real ones. The
 ranks are not: a few processes answer at once for all of them, with as many Ray calls as there are ranks,
 which is 32 for each replica. The worker makes the samples without engines, so its answers come at once. All
-sequences have the given number of tokens. Then all is done again with a quarter of the tokens.
+sequences have the given number of tokens, 256 of them in the prompt. Then all is done again with a quarter of
+the tokens.
 
 The figures are CPU seconds of the driver's process, medians of the steps after the first. Prints a table and,
 as its last line, one JSON object:
@@ -65,7 +66,7 @@ from grpo_megatron.trainer.step import StepTrainer
 
 # Other processes import the classes of this file under this name, not as __main__.
 MODULE = "benchmarks.controller"
-GROUP, PROMPT, RANKS_OF_REPLICA = 8, 512, 32
+GROUP, PROMPT, RANKS_OF_REPLICA = 8, 256, 32
 # Number of processes that answer for the ranks.
 PROCESSES = 2
 

@@ -4,7 +4,7 @@ A sample in the driver has only a handle. Its arrays stay where they were made, 
 fetch them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -43,8 +43,9 @@ class SampleArrays:
 class Handle(Protocol):
     """Interface of an object that knows where the arrays of a sample are."""
 
-    def get(self) -> SampleArrays:
-        """Return the arrays, after fetching them if they are elsewhere."""
+    @classmethod
+    def get(cls, handles: Sequence["Handle"]) -> list[SampleArrays]:
+        """Return the arrays of handles of this class. Fetch those that are elsewhere, all at once."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,9 @@ class Here:
 
     arrays: SampleArrays
 
-    def get(self) -> SampleArrays:
-        return self.arrays
+    @classmethod
+    def get(cls, handles: Sequence["Here"]) -> list[SampleArrays]:
+        return [handle.arrays for handle in handles]
 
 
 _reading_is_allowed = True
@@ -75,8 +77,12 @@ def reading(allowed: bool) -> Iterator[None]:
         _reading_is_allowed = before
 
 
-def read(handle: Handle) -> SampleArrays:
-    """Return the arrays of a handle. Raises RuntimeError where `reading` forbids it."""
+def read(handles: Sequence[Handle]) -> list[SampleArrays]:
+    """Return the arrays of some handles. Raises RuntimeError where `reading` forbids it."""
     if not _reading_is_allowed:
         raise RuntimeError("the driver must not read the arrays of a sample while the run trains")
-    return handle.get()
+    of_class: dict[type, list[Handle]] = {}
+    for handle in handles:
+        of_class.setdefault(type(handle), []).append(handle)
+    found = {kind: iter(kind.get(own)) for kind, own in of_class.items()}
+    return [next(found[type(handle)]) for handle in handles]

@@ -97,7 +97,7 @@ class Sample:
     @property
     def arrays(self) -> SampleArrays:
         """The arrays. Raises RuntimeError in a driver whose run trains (batch.arrays.reading)."""
-        return read(self.handle)
+        return read([self.handle])[0]
 
     def __getattr__(self, name: str):
         if name in SampleArrays.__dataclass_fields__:

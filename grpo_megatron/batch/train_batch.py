@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from grpo_megatron.batch.arrays import read
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.table import SampleTable
 
@@ -87,7 +88,7 @@ class TrainBatch:
         table = SampleTable.of(samples)
         cu_seqlens = np.concatenate([[0], np.cumsum(table.num_tokens)]).astype(np.int32)
         arrays = {name: np.zeros(cu_seqlens[-1], dtype) for name, dtype in _TOKEN_ARRAYS.items()}
-        given = [sample.arrays for sample in samples]
+        given = read([sample.handle for sample in samples])
         for sample, own, start, end in zip(samples, given, cu_seqlens[:-1], cu_seqlens[1:], strict=True):
             arrays["tokens"][start:end] = np.concatenate([own.prompt_ids, own.response_ids])
             arrays["target"][start : end - 1] = arrays["tokens"][start + 1 : end]

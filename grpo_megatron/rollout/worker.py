@@ -47,9 +47,12 @@ class StoredArrays:
     index: int
     """Index of the sample in this list."""
 
-    def get(self) -> SampleArrays:
+    @classmethod
+    def get(cls, handles: Sequence["StoredArrays"]) -> list[SampleArrays]:
+        references = list(dict.fromkeys(handle.group for handle in handles))
         try:
-            return ray.get(self.group)[self.index]
+            found = dict(zip(references, ray.get(references), strict=True))
+            return [found[handle.group][handle.index] for handle in handles]
         except ray.exceptions.ObjectLostError as error:
             raise ProcessLost(
                 "the arrays of some samples are lost, because the rollout worker that held them has ended, "

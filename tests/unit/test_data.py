@@ -224,7 +224,7 @@ def recorded(tmp_path):
         groups = []
         for g in range(2):
             chosen = samples[2 * g : 2 * g + 2]
-            prompt = Prompt(g, chosen[0].prompt_ids, "text", "answer", {"a": [1]})
+            prompt = Prompt(g, chosen[0].arrays.prompt_ids, "text", "answer", {"a": [1]})
             groups.append(Group(g, prompt, tuple(s.scored(0.1 * step, {"part": 1.0}) for s in chosen)))
         recorder.write(step, groups)
     recorder.close()
@@ -238,10 +238,10 @@ def test_a_recording_reads_back_exactly(tmp_path):
     assert groups[0].prompt.fields == {"a": [1]}
     read = [sample for group in groups for sample in group.samples]
     for ours, original in zip(read, samples, strict=True):
-        assert np.array_equal(ours.rollout_logprobs, original.rollout_logprobs)
-        assert ours.rollout_logprobs.dtype == np.float32
-        assert np.array_equal(ours.response_ids, original.response_ids)
-        assert np.array_equal(ours.loss_mask, original.loss_mask)
+        assert np.array_equal(ours.arrays.rollout_logprobs, original.arrays.rollout_logprobs)
+        assert ours.arrays.rollout_logprobs.dtype == np.float32
+        assert np.array_equal(ours.arrays.response_ids, original.arrays.response_ids)
+        assert np.array_equal(ours.arrays.loss_mask, original.arrays.loss_mask)
         assert (ours.reward, ours.reward_components) == (0.2, {"part": 1.0})
 
 
