@@ -9,11 +9,11 @@ from grpo_megatron.config.options import FilledText, Pattern, dataclass, option
 from grpo_megatron.config.reward import ANSWER_PLACES, RewardConfig
 from grpo_megatron.rewards.answers import (
     LETTERS,
-    answer_finder,
     answer_key,
     find_answer,
     find_letter,
     normalise_answer,
+    text_finder,
     whole,
 )
 from grpo_megatron.rewards.limits import time_limit
@@ -49,7 +49,7 @@ def exact_match(setup: Setup) -> Compare:
     whole response without surrounding white space. A response without an answer scores 0.
     """
     config = _config_of_term(setup, _Extract)
-    find = answer_finder(config) or whole
+    find = text_finder(config) or whole
 
     def reward(prompt: str, response: str, answer: str | list[str], record: dict) -> float:
         found = find(response)
