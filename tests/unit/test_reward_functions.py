@@ -48,6 +48,23 @@ def test_choice_of_places_and_letters():
         value("choice", "A", "Paris")
 
 
+@pytest.mark.parametrize(
+    ("reference", "letter"),
+    [
+        ("A) yes", "A"),
+        ("(B) 12", "B"),
+        ("C. Paris", "C"),
+        ("Answer: D, because it is", "D"),
+        ("A triangle has three sides, so the answer is C.", "C"),
+    ],
+)
+def test_a_reference_may_have_the_text_of_the_choice(reference, letter):
+    """`A) yes` was refused as a reference, although the same text in a response was found."""
+    assert [value("choice", f"the answer is {own}", reference) for own in "ABCD"] == [
+        float(own == letter) for own in "ABCD"
+    ]
+
+
 @pytest.mark.parametrize("other", ["math", "choice"])
 def test_another_term_does_not_change_what_exact_match_compares(other):
     """The answer 1,234 became 1234 if `math` was another term, and was then compared with 1,234."""
