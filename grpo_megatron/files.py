@@ -138,9 +138,9 @@ def write_buffer(file, data) -> int:
     Returns the number of bytes written. Raises OSError, for example if the disk is full. This function writes
     small pieces, because file.write is slow for large buffers on some machines.
     """
-    data = memoryview(data).cast("B")
-    for first in range(0, len(data), _WRITE_BYTES):
-        file.write(data[first : first + _WRITE_BYTES])
+    rest = data = memoryview(data).cast("B")
+    while rest:  # a file without a buffer may write only a part of a piece
+        rest = rest[file.write(rest[:_WRITE_BYTES]) :]
     return len(data)
 
 

@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import socket
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from itertools import chain, groupby
@@ -201,11 +202,12 @@ def allocate(
     guard.needs(daemons)
     folder = connect(config.cluster.ray_address, total)
     started = folder is not None
-    gcs_port = int(ray.get_runtime_context().gcs_address.rpartition(":")[2])
-    guard.needs(daemons if started else None, gcs_port if started else None)
-    kind = "GPU" if ray.cluster_resources().get("GPU", 0) else "CPU"
-    group = None
-    try:
+    with ExitStack() as after_failure:
+        if started:
+            after_failure.callback(end_ray, guard)
+        gcs_port = int(ray.get_runtime_context().gcs_address.rpartition(":")[2])
+        guard.needs(daemons if started else None, gcs_port if started else None)
+        kind = "GPU" if ray.cluster_resources().get("GPU", 0) else "CPU"
         per_node = max(int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"])
         wanted = bundles(
             num_ranks, config.megatron.tensor_parallel, num_engines, engine_tp, per_node, colocated
@@ -213,30 +215,24 @@ def allocate(
         sizes = [*wanted.ranks, *wanted.engines]
         # Ray keeps a bundle on one node.
         group = placement_group([{"CPU": size} | {kind: size} for size in sizes], strategy="PACK")
+        after_failure.callback(remove_placement_group, group)
         _wait_until_reserved(group, total, sizes, timeout)
         slots = _slots(group, kind == "GPU")
         for line in conflicts(os.environ) if kind == "GPU" else ():
             logger.warning(line)
-    except BaseException:
-        if group is not None:
-            remove_placement_group(group)
-        if started:
-            end_ray(guard)
-        raise
-    rank_part, engine_part = _sorted(slots[: len(wanted.ranks)]), _sorted(slots[len(wanted.ranks) :])
-    of_engines = engine_part or rank_part
-    engines = [of_engines[index * engine_tp : (index + 1) * engine_tp] for index in range(num_engines)]
-    rank_slots = neighbouring_stages(rank_part[:num_ranks], config.megatron, per_node)
-    cluster = Cluster(
-        group,
-        rank_slots,
-        engines,
-        gpu_share=0.45 if colocated else 1.0,
-        _guard=guard if started else None,
-        _folder=folder,
-    )
-    if kind == "CPU":
-        cluster.divide_cores(config)
+        rank_part, engine_part = _sorted(slots[: len(wanted.ranks)]), _sorted(slots[len(wanted.ranks) :])
+        of_engines = engine_part or rank_part
+        cluster = Cluster(
+            group,
+            neighbouring_stages(rank_part[:num_ranks], config.megatron, per_node),
+            [of_engines[index * engine_tp : (index + 1) * engine_tp] for index in range(num_engines)],
+            gpu_share=0.45 if colocated else 1.0,
+            _guard=guard if started else None,
+            _folder=folder,
+        )
+        if kind == "CPU":
+            cluster.divide_cores(config)
+        after_failure.pop_all()
     return cluster
 
 

@@ -8,8 +8,11 @@ python -m grpo_megatron.cluster.ports --first PORT [--count N]
 import argparse
 import socket
 from contextlib import ExitStack
+from itertools import repeat
 
 _BEYOND = 65536
+# Attempts with a port that the system chooses, because the ports that follow it may be taken
+_ATTEMPTS = 1000
 
 
 def free_address(ports: int = 1) -> str:
@@ -29,18 +32,20 @@ def free_ports(count: int, first: int = 0) -> int:
 
     first: lowest port to try; 0: let the system choose.
 
-    Raises OSError if `first` is given and there are no such ports at or above it.
+    Raises OSError if there are no such ports at or above `first`, or if many ports that the system chose were
+    not followed by free ports.
     """
-    while first + count <= _BEYOND:
+    reason: Exception | None = None
+    for start in range(first, _BEYOND - count + 1, count) if first else repeat(0, _ATTEMPTS):
         with ExitStack() as held:
             try:
-                found = _hold(held, first)
+                found = _hold(held, start)
                 for following in range(found + 1, found + count):
                     _hold(held, following)
                 return found
-            except (OSError, OverflowError):  # taken, or beyond the last port
-                first = first + count if first else 0
-    raise OSError(f"this node does not have {count} consecutive free ports")
+            except (OSError, OverflowError) as error:  # taken, or beyond the last port
+                reason = error
+    raise OSError(f"this node does not have {count} consecutive free ports") from reason
 
 
 def _hold(held: ExitStack, port: int) -> int:

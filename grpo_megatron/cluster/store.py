@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
@@ -56,9 +56,10 @@ class StoreAddress:
         reader, writer: streams of the client's connection to the proxy on this node.
         """
         there_reader, there_writer = await asyncio.open_connection(self.host, self.port)
-        nonce = await there_reader.readexactly(_NONCE_BYTES)
-        there_writer.write(_proof(self.secret, nonce))
-        await _join((reader, writer), (there_reader, there_writer))
+        with closing(there_writer):
+            nonce = await there_reader.readexactly(_NONCE_BYTES)
+            there_writer.write(_proof(self.secret, nonce))
+            await _join((reader, writer), (there_reader, there_writer))
 
 
 @cache

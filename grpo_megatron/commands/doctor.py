@@ -321,5 +321,8 @@ def doctor() -> int:
     for finding in examine():
         problems += finding.level == PROBLEM
         print(f"{finding.level:<8} {finding.subject:<22}  {finding.text}", flush=True)
-    print(f"{problems} problems" if problems else "no problems: sft and train can run here")
+    if problems:
+        print("1 problem" if problems == 1 else f"{problems} problems")
+    else:
+        print("no problems: sft and train can run here")
     return 1 if problems else 0

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from grpo_megatron.commands.keeper import INTERRUPTED, LOST, STOP_SIGNALS, say_last
+from grpo_megatron.commands.keeper import INTERRUPTED, LOST, SAME_SIGNAL_SECONDS, STOP_SIGNALS, say_last
 from grpo_megatron.errors import Stopped, UserError, last_message, shortened
 from grpo_megatron.files import disk_is_full
 from grpo_megatron.monitoring.status import State
@@ -31,8 +31,6 @@ from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.stop import outlook
 
 UNEXPECTED = 1
-# A signal to every process of a job reaches the driver twice: directly and from the keeper.
-_SAME_SIGNAL_SECONDS = 0.5
 # Interval at which the guard's thread looks for events.
 _LOOK_SECONDS = 0.5
 
@@ -198,7 +196,7 @@ class DriverGuard(Guard):
     def _asked(self, by: signal.Signals) -> None:
         now = time.monotonic()
         if by == signal.SIGINT:
-            if self._first_interrupt and now - self._first_interrupt > _SAME_SIGNAL_SECONDS:
+            if self._first_interrupt and now - self._first_interrupt > SAME_SIGNAL_SECONDS:
                 self.leave(INTERRUPTED, f"interrupted; {outlook(self._folder)}")
             self._first_interrupt = self._first_interrupt or now
         key, grace = (

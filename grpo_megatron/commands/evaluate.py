@@ -85,6 +85,7 @@ def evaluate(config: Config, guard: Guard | None = None) -> dict[str, Any]:
                 "wall_seconds": time.perf_counter() - context.started,
             }
             replace_text(Path(context.directory, RESULT), json_text(result, indent=2))
+            context.hang_detector.flush()  # to the timeline, before the monitor is closed
             return result
 
     with open_run(config, Command.eval, guard) as context:

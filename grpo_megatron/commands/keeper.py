@@ -21,6 +21,12 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 INTERRUPTED = 130
 # Exit status if the driver ended without a signal and without a message, as when Ray's library ends it.
 LOST = 3
+# A signal to every process of a job reaches the driver twice: directly and from the keeper. So the driver
+# takes a SIGINT that comes within this time after the first SIGINT for the same request.
+SAME_SIGNAL_SECONDS = 0.5
+# The keeper waits longer until it counts a second SIGINT, because the driver may see the first one later.
+# Otherwise the keeper would kill a driver that waits for the end of its step.
+_KEEPERS_SAME_SIGNAL_SECONDS = 2 * SAME_SIGNAL_SECONDS
 # Time limit for a driver to end after the second interrupt.
 _LEAVING_SECONDS = 5.0
 
@@ -113,7 +119,7 @@ class _Keeper:
         Returns the driver's wait status, as os.waitpid gives it, or None if the driver has not ended
         _LEAVING_SECONDS after the second SIGINT.
         """
-        interrupted, deadline = 0, None
+        first_interrupt = deadline = None
         while deadline is None or time.monotonic() < deadline:
             info = signal.sigtimedwait(self._watched, 1.0)
             # Check this even if no signal came: one SIGCHLD may stand for several ended processes.
@@ -123,9 +129,11 @@ class _Keeper:
                 continue
             with contextlib.suppress(OSError):  # the driver has just ended
                 self._connection.send(info.si_signo)
-            interrupted += info.si_signo == signal.SIGINT
-            if interrupted == 2:
-                deadline = time.monotonic() + _LEAVING_SECONDS
+            if info.si_signo == signal.SIGINT:
+                now = time.monotonic()
+                first_interrupt = first_interrupt or now
+                if deadline is None and now - first_interrupt > _KEEPERS_SAME_SIGNAL_SECONDS:
+                    deadline = now + _LEAVING_SECONDS
         return None
 
     def _reap(self) -> int | None:

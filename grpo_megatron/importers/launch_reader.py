@@ -105,15 +105,19 @@ class _Reader:
 
         In a first try, all unset variables and arguments of the script stay unset. Further tries set more
         and more of them to placeholders. Raises UserError if no try calls a launch command.
+
+        If the first try exceeds a limit of the sandbox, ScriptEnded is raised. A further try may exceed one:
+        in the second try programs print nothing, so that a script may wait for ever.
         """
         without_default = tuple(name for name in self._names if not self._has_default(name))
-        for prints, unknown in (
+        tries = (
             ("placeholder", ()),
             ("nothing", ()),
             ("placeholder", _POSITIONAL),
             ("placeholder", (*_POSITIONAL, *without_default)),
             ("placeholder", (*_POSITIONAL, *self._names)),
-        ):
+        )
+        for index, (prints, unknown) in enumerate(tries):
             self._prints, self._unknown = prints, unknown
             try:
                 trace = self._recorder.run(unknown, prints=prints)
@@ -123,7 +127,7 @@ class _Reader:
                     self._unknown = tuple(dict.fromkeys((*self._unknown, *missing)))
                     trace = self._recorder.run(self._unknown, prints=prints)
             except ScriptEnded:
-                if not unknown:
+                if index == 0:
                     raise
                 continue
             if launches(trace):

@@ -44,8 +44,8 @@ def check_model(config: Config, command: Command = Command.train) -> Architectur
 def model_violations(config: Config, arch: Architecture, command: Command = Command.train) -> list[str]:
     """Return one sentence for each reason why the model cannot run with this configuration.
 
-    The reference model is checked too if the command trains, and the reward model if the rewards need one. Of
-    the weights, only the headers of the files are read.
+    The reference model is checked too if the command trains, and the reward model if the command is `train`
+    and its rewards need one. Of the weights, only the headers of the files are read.
 
     arch: architecture of the model in model.path.
     command: the command that will run. `eval` has only engines. `train` has engines unless it replays
@@ -61,7 +61,7 @@ def model_violations(config: Config, arch: Architecture, command: Command = Comm
     reference = config.ref.path if command.trains else None
     for path in dict.fromkeys([config.model.path, reference or config.model.path]):
         found += _weights(path, arch)
-    return found + reward_model_violations(config, weights=True)
+    return found + (reward_model_violations(config, weights=True) if command == Command.train else [])
 
 
 def reward_model_violations(config: Config, weights: bool = False) -> list[str]:

@@ -177,15 +177,14 @@ def find_letter(text: str, letters: str, is_answer: bool = False) -> str | None:
     return None
 
 
-def answer_finder(config: RewardConfig) -> Callable[[str], str | None] | None:
-    """Return a function that finds the answer in a response, so that answers can be counted or compared.
+def text_finder(config: RewardConfig) -> Callable[[str], str | None] | None:
+    """Return a function that finds the answer in a response, as it is written there.
 
-    The function takes a response and returns its answer as text, or None if the response has no answer. The
-    metric maj@n counts two answers as equal if their texts are equal. The answer is found in one of two ways:
+    The function takes a response and returns its answer, or None if the response has no answer. The answer is
+    found in one of two ways:
 
     - reward.extract: the answer is the last match of this regular expression.
-    - reward.response_from: the answer is what find_answer finds. For the reward `math`, the text is the
-      `answer_key` of the answer. For the reward `choice`, it is the letter.
+    - reward.response_from: the answer is what find_answer finds.
 
     Returns None instead of a function if neither of the two is set. Raises UserError if reward.extract is not
     a valid regular expression.
@@ -197,9 +196,25 @@ def answer_finder(config: RewardConfig) -> Callable[[str], str | None] | None:
             raise UserError(
                 f"reward.extract={config.extract!r} is not a valid regular expression: {error}; correct it"
             ) from error
-        return lambda response: _last_match(pattern, response)
+        return partial(_last_match, pattern)
     if not config.response_from:
         return None
+    return partial(find_answer, finders=config.response_from)
+
+
+def answer_finder(config: RewardConfig) -> Callable[[str], str | None] | None:
+    """Return a function that finds the answer in a response in a spelling in which answers can be counted.
+
+    The metric maj@n counts two answers as equal if the texts that the function returns are equal. The text is
+    what text_finder finds. If reward.response_from found it, the text is the `answer_key` of the answer for a
+    run with the reward `math`, and the letter for a run with the reward `choice`.
+
+    Returns None instead of a function if text_finder does. Raises UserError if reward.extract is not a valid
+    regular expression.
+    """
+    find_text = text_finder(config)
+    if find_text is None or config.extract:
+        return find_text
     options = {term.function: term.args for term in terms_of(config)}
     compared: Callable[[str], str | None] = str
     if "math" in options:
@@ -208,7 +223,7 @@ def answer_finder(config: RewardConfig) -> Callable[[str], str | None] | None:
         compared = partial(find_letter, letters=options["choice"].get("letters", LETTERS), is_answer=True)
 
     def find(response: str) -> str | None:
-        found = find_answer(response, config.response_from)
+        found = find_text(response)
         return None if found is None else compared(found)
 
     return find

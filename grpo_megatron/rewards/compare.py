@@ -9,11 +9,11 @@ from grpo_megatron.config.options import FilledText, Pattern, dataclass, option
 from grpo_megatron.config.reward import ANSWER_PLACES, RewardConfig
 from grpo_megatron.rewards.answers import (
     LETTERS,
-    answer_finder,
     answer_key,
     find_answer,
     find_letter,
     normalise_answer,
+    text_finder,
     whole,
 )
 from grpo_megatron.rewards.limits import time_limit
@@ -49,7 +49,7 @@ def exact_match(setup: Setup) -> Compare:
     whole response without surrounding white space. A response without an answer scores 0.
     """
     config = _config_of_term(setup, _Extract)
-    find = answer_finder(config) or whole
+    find = text_finder(config) or whole
 
     def reward(prompt: str, response: str, answer: str | list[str], record: dict) -> float:
         found = find(response)
@@ -63,12 +63,17 @@ def choice(setup: Setup) -> Compare:
     """Make the reward function `choice`: 1.0 if the response chooses the right letter, else 0.0.
 
     It is meant for multiple-choice questions. The right letters are those in the reference answers.
-    answers.find_letter finds the letter in a response or a reference answer.
+    answers.find_letter finds the letter in a response or a reference answer. A reference answer may also
+    begin with the letter, such as `A) yes`.
     """
     config, letters = _config_of_term(setup, _Letters), setup.options(_Letters).letters
 
     def golds(answer: str | list[str], record: dict) -> list[str]:
-        found = [find_letter(gold, letters) for gold in _references(answer, config)]
+        # First the phrases such as `the answer is B`, because an explanation may begin with the article A.
+        found = [
+            find_letter(gold, letters) or find_letter(gold, letters, is_answer=True)
+            for gold in _references(answer, config)
+        ]
         if None in found:
             raise ValueError(
                 f"the reference answer {str(answer)[-80:]!r} contains none of the letters {letters}"

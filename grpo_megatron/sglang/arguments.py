@@ -137,6 +137,8 @@ def engine_environment(config: EngineConfig, gpu: bool, threads: int = 1) -> dic
         "SGLANG_ENABLE_TORCH_INFERENCE_MODE": "true",
     }
     if config.tensor_parallel > 1:
+        # Without this, SGLang refuses more ranks than the machine has NUMA nodes. It binds no thread to these
+        # cores here, because only its compiled CPU kernels do that, and they are not installed.
         cores = os.cpu_count() or 1
         env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
             str(rank % cores) for rank in range(config.tensor_parallel)

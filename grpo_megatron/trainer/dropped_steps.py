@@ -1,9 +1,19 @@
 """Limit on the optimizer steps that may be dropped in a row."""
 
 import math
+from typing import NamedTuple
 
 from grpo_megatron.config.schema import OptimizerConfig
 from grpo_megatron.errors import UserError
+from grpo_megatron.files import float_or_nan
+
+
+class _Dropped(NamedTuple):
+    """A dropped optimizer step: gradient norm, loss, and reasons other than the gradient for dropping it."""
+
+    grad_norm: float
+    loss: float
+    beyond: tuple[str, ...] = ()
 
 
 class DroppedSteps:
@@ -15,14 +25,16 @@ class DroppedSteps:
 
     def __init__(self, config: OptimizerConfig):
         self._config = config
-        self._in_a_row: list[tuple[float, float]] = []
-        self._beyond: tuple[str, ...] = ()
+        self._in_a_row: list[_Dropped] = []
 
     def state_dict(self) -> dict:
         return {"in_a_row": self._in_a_row}
 
     def load_state_dict(self, state: dict) -> None:
-        self._in_a_row = [tuple(pair) for pair in state["in_a_row"]]
+        self._in_a_row = [
+            _Dropped(float_or_nan(norm), float_or_nan(loss), tuple(*beyond))
+            for norm, loss, *beyond in state["in_a_row"]  # earlier versions did not save `beyond`
+        ]
 
     def note(
         self, dropped: bool, grad_norm: float, loss: float, step: int | None, beyond: tuple[str, ...] = ()
@@ -38,33 +50,41 @@ class DroppedSteps:
         """
         if not dropped:
             self._in_a_row.clear()
-            self._beyond = ()
             return
-        self._in_a_row.append((grad_norm, loss))
-        self._beyond = beyond or self._beyond
+        self._in_a_row.append(_Dropped(grad_norm, loss, beyond))
         if len(self._in_a_row) < self._config.max_dropped_steps:
             return
-        norms, losses = (
-            ", ".join(f"{value:.4g}" for value in values) for values in zip(*self._in_a_row, strict=True)
+        norms, losses, _ = zip(*self._in_a_row, strict=True)
+        raise UserError(
+            f"{len(self._in_a_row)} optimizer steps in a row were dropped"
+            + ("" if step is None else f", the last one in step {step}")
+            + f" (optimizer.max_dropped_steps={self._config.max_dropped_steps}); "
+            f"gradient norms {_listed(norms)}, losses {_listed(losses)}. " + " ".join(self._reasons())
         )
+
+    def _reasons(self) -> list[str]:
+        """Return why the steps were dropped, as sentences for the error message."""
         reasons = []
-        if not all(math.isfinite(norm) for norm, _ in self._in_a_row):
+        if not all(math.isfinite(step.grad_norm) for step in self._in_a_row):
             reasons.append(
                 "A norm that is not finite comes from NaN or infinity in the weights, the log-probs or the "
                 "advantages: look at actor/loss, actor/grad_norm and mismatch/max of earlier steps in "
                 "metrics.jsonl; a lower optimizer.lr may help."
             )
-        if self._beyond:
-            reasons.append(f"The gradient was not the reason. The reason was: {self._beyond[0]}.")
-        elif any(math.isfinite(norm) for norm, _ in self._in_a_row):
+        beyond = [step.beyond[0] for step in self._in_a_row if step.beyond]
+        if beyond:
+            which = "" if len(beyond) == len(self._in_a_row) else f" for {len(beyond)} of these steps"
+            reasons.append(
+                f"The gradient was not the reason{which}. The reason was: {'; '.join(dict.fromkeys(beyond))}."
+            )
+        if any(math.isfinite(step.grad_norm) and not step.beyond for step in self._in_a_row):
             limit = self._config.max_grad_norm_to_step
             reasons.append(
                 f"A finite norm exceeded optimizer.max_grad_norm_to_step={limit}: either the limit is "
                 "too low, or training diverges; compare actor/grad_norm of good steps in metrics.jsonl."
             )
-        raise UserError(
-            f"{len(self._in_a_row)} optimizer steps in a row were dropped"
-            + ("" if step is None else f", the last one in step {step}")
-            + f" (optimizer.max_dropped_steps={self._config.max_dropped_steps}); "
-            f"gradient norms {norms}, losses {losses}. " + " ".join(reasons)
-        )
+        return reasons
+
+
+def _listed(values: tuple[float, ...]) -> str:
+    return ", ".join(f"{value:.4g}" for value in values)

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_megatron.cli import main
 from grpo_megatron.data import PromptTokenizer, load_prompts
+from grpo_megatron.monitoring.timeline import read_timeline
 from grpo_megatron.preflight.check import load_config
 from tests.integration.helpers import digits
 from tests.integration.train_runs import arguments
@@ -68,3 +69,7 @@ def test_several_data_sets_by_the_command(ray_here, arithmetic, tmp_path, capsys
         event.tensor_proto.string_val[0].decode() for event in events.Tensors("eval/first/0/text_summary")
     ]
     assert text.startswith("    === prompt")  # as code, so that nothing in it is markup
+    # The engine's spans: sampled and greedy responses of both data sets. They were missing, because the run
+    # ended before their heartbeat was read.
+    spans = [event["name"] for event in read_timeline(folder / "timeline.json") if event["pid"] == 1]
+    assert spans == ["process_name", *["generate"] * 4]

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 import ray
+from ray.util.placement_group import placement_group_table
 
 from grpo_megatron.cluster.placement import NODE_ORDER, allocate
 from grpo_megatron.config.schema import Config, Placement
@@ -98,6 +99,18 @@ def test_nodes_are_in_the_order_of_their_labels(two_nodes):
         with allocated(configured(S), 3 * PER_NODE, 0) as cluster:
             assert {slot.node for slot in cluster.rank_slots[:PER_NODE]} == {node.node_id}
             assert node.node_id not in {slot.node for slot in cluster.rank_slots[PER_NODE:]}
+    finally:
+        two_nodes.remove_node(node)
+
+
+def test_a_failure_after_the_devices_are_reserved_releases_them(two_nodes):
+    node = two_nodes.add_node(
+        num_cpus=PER_NODE, num_gpus=PER_NODE, object_store_memory=80 * 2**20, labels={NODE_ORDER: "first"}
+    )
+    try:
+        with pytest.raises(ValueError, match="'first'"):
+            allocate(configured(S), 3 * PER_NODE, 0)
+        assert {group["state"] for group in placement_group_table().values()} == {"REMOVED"}
     finally:
         two_nodes.remove_node(node)
 

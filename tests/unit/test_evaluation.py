@@ -231,6 +231,23 @@ def test_what_is_about_the_trainer_alone_is_not_looked_at():
 
 
 @pytest.mark.parametrize(
+    "broken",
+    [
+        ["reward.function=mathh"],
+        ["rollout.engine.max_total_tokens=20"],
+        ["reward.function=code", "reward.code.preamble=import ("],
+    ],
+)
+def test_an_evaluation_is_checked_although_the_training_replays(broken):
+    """An evaluation ignores rollout.replay, but these rules did not, and the run failed later."""
+    config = read_config(None, ["model.path=m", "data.eval=e.jsonl", *broken], Command.eval)
+    expected = violations(config, Command.eval)
+    assert len(expected) == 1
+    config.rollout.replay = "r.jsonl"
+    assert violations(config, Command.eval) == expected
+
+
+@pytest.mark.parametrize(
     ("command", "data", "of"),
     [
         (Command.train, "data.eval=e.jsonl", ["rollout", "eval"]),

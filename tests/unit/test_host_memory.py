@@ -1,6 +1,7 @@
 """Host memory that is kept: its size, lifetime and contents. tests/gpu checks that it is page-locked."""
 
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -8,9 +9,11 @@ import pytest
 import torch
 
 from grpo_megatron.cluster.memory import occupied
+from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.memory.host import HostArena, host_memory
 from grpo_megatron.megatron.memory.parking import Parking
 from grpo_megatron.megatron.memory.training import unique_storages
+from tests.tools import no_file_beyond
 
 MIB = 1 << 20
 
@@ -84,3 +87,22 @@ def test_a_file_of_what_is_parked_has_no_name(tmp_path):
         parking.unpark("values")
         assert all(torch.equal(tensor, before) for tensor, before in zip(tensors, expected, strict=True))
         assert open_files() == 0
+
+
+def test_a_full_disk_costs_nothing_that_is_parked(tmp_path):
+    """The storages that had been written before the disk was full stayed empty."""
+    parking, tensors = Parking(str(tmp_path)), [torch.randn(300), torch.arange(5), torch.randn(70_000)]
+    expected = [tensor.clone() for tensor in tensors]
+    for _ in range(2):
+        # Just enough for the first two, and not enough for a single byte
+        for size in (50_000, 0):
+            with no_file_beyond(size), pytest.raises(UserError) as raised:
+                parking.park("values", unique_storages(tensors))
+            assert str(raised.value).startswith(
+                f"megatron.offload_folder={tmp_path} (on {socket.gethostname()}) cannot be written: "
+                "File too large; "
+            )
+            assert all(map(torch.equal, tensors, expected))
+        parking.park("values", unique_storages(tensors))
+        parking.unpark("values")
+        assert all(map(torch.equal, tensors, expected))

@@ -140,6 +140,14 @@ def test_arguments_of_the_caller():
     assert needed.values == {"a.b": "$1", "a.c": 3}
 
 
+def test_a_script_that_waits_for_output_may_need_arguments_too():
+    """The script waits for ever if programs print nothing, and was refused at the sandbox's limit."""
+    found = read(
+        'while [ -z "$(hostname -I)" ]; do :; done\n[ $# -lt 1 ] && exit\n' + f"{HEAD} z.z=0 a.b=$1 c.d=2"
+    )
+    assert found.values == {"z.z": 0, "a.b": "$1", "c.d": 2}
+
+
 def test_other_scripts_and_missing_files_are_not_read():
     found = read(f"source ./env.sh\nmapfile -t X < words\n[ -f more.sh ] && . more.sh\n{HEAD} a.b=1")
     assert found.unread == [

@@ -140,3 +140,14 @@ def test_both_containers_are_of_the_same():
 
     assert parts("Dockerfile") == parts("apptainer.def")
     assert all(len(part) == 1 for part in parts("Dockerfile"))
+
+
+@pytest.mark.parametrize(
+    ("problems", "says"),
+    [(0, "no problems: sft and train can run here"), (1, "1 problem"), (2, "2 problems")],
+)
+def test_the_doctor_counts_problems_and_not_notes(monkeypatch, capsys, problems, says):
+    note, problem = (doctor.Diagnosis(level, "it", "so") for level in (doctor.NOTE, doctor.PROBLEM))
+    monkeypatch.setattr(doctor, "examine", lambda: [note, *[problem] * problems])
+    assert doctor.doctor() == min(problems, 1)
+    assert capsys.readouterr().out.splitlines()[-1] == says

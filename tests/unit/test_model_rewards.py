@@ -228,6 +228,9 @@ def violations(folders, path: str, *overrides: str, command: Command = Command.t
 def test_a_language_model_is_no_reward_model(folders):
     (sentence,) = violations(folders, folders["policy"])
     assert "is a language model, not a reward model; train a reward model from it with" in sentence
+    # Other commands may share the configuration, and do not load the reward model.
+    assert violations(folders, folders["policy"], command=Command.sft) == []
+    assert violations(folders, folders["policy"], command=Command.eval) == []
 
 
 def test_a_reward_model_that_does_not_divide(folders, tmp_path):

@@ -1,5 +1,6 @@
 """Learning-rate schedules, rules for the optimizer's settings, and dropped steps that stop a run."""
 
+import json
 import math
 import re
 from dataclasses import replace
@@ -11,6 +12,7 @@ from grpo_megatron.config.command import Command
 from grpo_megatron.config.derived import lr_decay_steps
 from grpo_megatron.config.schema import LrSchedule, OptimizerConfig, WsdDecayStyle
 from grpo_megatron.errors import UserError
+from grpo_megatron.files import json_text
 from grpo_megatron.megatron.optimizer import continue_schedule, lr_scheduler
 from grpo_megatron.preflight.check import load_config
 from grpo_megatron.trainer.policy import DroppedSteps
@@ -248,3 +250,34 @@ def test_norms_over_the_limit_are_explained():
         watch.note(True, 1234.0, 0.5, None)
     assert "exceeded optimizer.max_grad_norm_to_step=10.0" in str(caught.value)
     assert "NaN" not in str(caught.value)
+
+
+def test_each_dropped_step_has_its_own_reason():
+    """A reason of a single step was said to be that of all."""
+    watch = DroppedSteps(OptimizerConfig(max_dropped_steps=4, max_grad_norm_to_step=10.0))
+    watch.note(True, 1.0, 0.5, 1, ("the KL divergence was 2",))
+    watch.note(True, 1.0, 0.5, 2, ("no token has a weight",))
+    watch.note(True, 1234.0, 0.5, 3)
+    with pytest.raises(UserError) as caught:
+        watch.note(True, 1.0, 0.5, 4, ("no token has a weight",))
+    message = str(caught.value)
+    assert (
+        "The gradient was not the reason for 3 of these steps. The reason was: the KL divergence was 2; no "
+        "token has a weight. A finite norm exceeded optimizer.max_grad_norm_to_step=10.0: "
+    ) in message
+    watch = DroppedSteps(OptimizerConfig(max_dropped_steps=1))
+    with pytest.raises(UserError, match=r"The gradient was not the reason\. The reason was: x\.$"):
+        watch.note(True, 1.0, 0.5, 1, ("x",))
+
+
+def test_a_resumed_run_still_knows_its_dropped_steps():
+    """A checkpoint has null in place of NaN, which a resumed run could not explain."""
+    watch = DroppedSteps(OptimizerConfig(max_dropped_steps=3))
+    watch.note(True, math.nan, math.inf, 1)
+    watch.note(True, 1.0, 0.5, 2, ("x",))
+    state = json.loads(json_text(watch.state_dict()))
+    for resumed in (state, {"in_a_row": [pair[:2] for pair in state["in_a_row"]]}):  # of an earlier version
+        watch = DroppedSteps(OptimizerConfig(max_dropped_steps=3))
+        watch.load_state_dict(resumed)
+        with pytest.raises(UserError, match=r"gradient norms nan, 1, 1, losses nan, 0\.5, 0\.5"):
+            watch.note(True, 1.0, 0.5, 3)

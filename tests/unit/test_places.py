@@ -1,5 +1,6 @@
 """Places of ranks in the network, the address where a job listens, and waiting for its nodes."""
 
+import resource
 import socket
 import subprocess
 import sys
@@ -80,6 +81,17 @@ def test_a_port_that_is_taken_is_passed_over():
         assert free_ports(2, taken) > taken
     with pytest.raises(OSError, match="does not have 3 consecutive free ports"):
         free_ports(3, 65535)
+
+
+@pytest.mark.timeout(120)
+def test_a_process_that_can_open_no_socket_does_not_look_for_a_port_for_ever():
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, usual[1]))
+    try:
+        with pytest.raises(OSError, match="does not have 1 consecutive free ports"):
+            free_ports(1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
 
 
 def test_a_port_is_free_when_its_server_has_ended():

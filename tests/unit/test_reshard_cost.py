@@ -67,6 +67,21 @@ def test_experts_of_an_engine_on_two_nodes_come_from_all_who_hold_them():
     assert found.sent_gb < 1.2 * found.network_gb / sizes.world_size
 
 
+@pytest.mark.parametrize("multicast", [False, True])
+@pytest.mark.parametrize("engines", [1, 3])
+def test_no_sync_is_faster_than_the_bound(engines, multicast):
+    """Bytes that stay within a node were counted at the speed of the network, eight times too slow."""
+    layouts = Layouts(SMALL, ParallelSizes(tp=2, dp=2), EngineLayout(4), engines)
+    layouts = replace(on_nodes(layouts, gpus_per_node=8, colocated=False), multicast=multicast)
+    machine = Machine(latency=0.0)
+    found = cost(layouts, machine, BUCKET)
+    assert 0.2 * found.seconds < found.bound <= found.seconds
+    # The first engine is on the trainer's node, and any others are on nodes of their own.
+    assert (found.network_gb > 0) == (engines > 1)
+    speed = machine.fabric if engines == 1 else machine.network
+    assert found.bound == pytest.approx(found.received_gb / speed, rel=1e-6)
+
+
 @pytest.mark.parametrize(("engines", "broadcast"), [(1, False), (64, True)])
 def test_a_small_model_is_broadcast_to_many_engines(engines, broadcast):
     layouts = on_nodes(

@@ -49,6 +49,33 @@ def test_choice_of_places_and_letters():
 
 
 @pytest.mark.parametrize(
+    ("reference", "letter"),
+    [
+        ("A) yes", "A"),
+        ("(B) 12", "B"),
+        ("C. Paris", "C"),
+        ("Answer: D, because it is", "D"),
+        ("A triangle has three sides, so the answer is C.", "C"),
+    ],
+)
+def test_a_reference_may_have_the_text_of_the_choice(reference, letter):
+    """`A) yes` was refused as a reference, although the same text in a response was found."""
+    assert [value("choice", f"the answer is {own}", reference) for own in "ABCD"] == [
+        float(own == letter) for own in "ABCD"
+    ]
+
+
+@pytest.mark.parametrize("other", ["math", "choice"])
+def test_another_term_does_not_change_what_exact_match_compares(other):
+    """The answer 1,234 became 1234 if `math` was another term, and was then compared with 1,234."""
+    places = {"answer_from": ["hashes"], "response_from": ["hashes"]}
+    config = RewardConfig(terms={"same": {"function": "exact_match"}, "other": {"function": other}}, **places)
+    exact_match = resolve_rewards(config)[0].function
+    for text in ("so #### 1,234", "#### A) yes"):
+        assert exact_match(prompt="", response=text, answer=text, record={}) == 1.0
+
+
+@pytest.mark.parametrize(
     ("response", "expected"),
     [("12\n", 1.0), ("1\n2", 1.0), ("12 x", 0.0), ("", 0.0)],
 )

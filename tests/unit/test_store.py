@@ -1,5 +1,6 @@
 """Access to the store through which processes find each other."""
 
+import asyncio
 import contextlib
 import socket
 import time
@@ -9,7 +10,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from grpo_megatron.cluster.store import StoreServer
+from grpo_megatron.cluster.store import StoreAddress, StoreServer
 from tests.sockets import Socket, listening
 
 
@@ -90,3 +91,19 @@ def test_who_does_not_know_it_gets_nothing():
     assert b"value" not in received
     assert "secret" not in repr(server.address)
     assert server.address.connect(20).get("key") == b"value"
+
+
+def test_a_connection_that_the_server_closes_at_once_is_closed_here_too():
+    async def forwarded() -> list:
+        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            # The error keeps all objects of the call, so that nothing is closed by chance.
+            with pytest.raises(EOFError) as raised:
+                await StoreAddress("127.0.0.1", port, "00" * 32).forward(None, None)
+            await asyncio.sleep(0.1)
+            left = [one for one in psutil.Process().net_connections() if one.raddr and one.raddr.port == port]
+            del raised
+            return left
+
+    assert asyncio.run(forwarded()) == []

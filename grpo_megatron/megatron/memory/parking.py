@@ -5,15 +5,16 @@ optimizer states are views of common storages. So all tensors stay valid, and no
 """
 
 import ctypes
+import io
 import socket
 import sys
 import tempfile
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
 from grpo_megatron.errors import UserError
+from grpo_megatron.files import fill_buffer, write_buffer, writing
 from grpo_megatron.megatron.memory.host import host_memory
 from grpo_megatron.paths import output_folder_problem
 
@@ -40,7 +41,7 @@ class Parking:
             Path(folder).mkdir(parents=True, exist_ok=True)
         # {name: (file with the contents or None, [(storage, size in bytes, copy in host memory or None)])}
         self._parked: dict[
-            str, tuple[BinaryIO | None, list[tuple[torch.UntypedStorage, int, torch.Tensor | None]]]
+            str, tuple[io.RawIOBase | None, list[tuple[torch.UntypedStorage, int, torch.Tensor | None]]]
         ] = {}
 
     def park(self, name: str, storages: dict[int, torch.UntypedStorage], keep: bool = True) -> None:
@@ -49,34 +50,49 @@ class Parking:
         name: name of this group of storages, for `unpark`.
         storages: {address: storage}, as `unique_storages` returns them.
         keep: if False, do not save the contents. `unpark` then fills the storages with zeros.
-        Raises RuntimeError if storages are parked under this name already.
+        Raises RuntimeError if storages are parked under this name already. Raises UserError if the file
+        cannot be written, such as on a full disk. The storages are then as they were.
         """
         if name in self._parked:
             raise RuntimeError(f"{name} is parked already: call unpark({name!r}) first")
-        # One file for all storages, one after the other, because a process may open only so many files.
-        file = tempfile.TemporaryFile(dir=self._folder) if self._in_files and keep else None  # noqa: SIM115 - open until unpark
+        folder = self._folder or tempfile.gettempdir()
+        try:
+            with writing(f"megatron.offload_folder={folder} (on {socket.gethostname()})"):
+                self._park(name, storages, keep)
+        except BaseException:
+            self.unpark(name)
+            raise
+        return_to_system()
+
+    def _park(self, name: str, storages: dict[int, torch.UntypedStorage], keep: bool) -> None:
+        # One file for all storages, one after the other, because a process may open only so many files. It
+        # has no buffer, so that the contents are in the file before their memory is freed.
+        file = (
+            tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 - open until unpark
+            if self._in_files and keep
+            else None
+        )
         copies: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []
         self._parked[name] = file, copies
         for index, storage in enumerate(storages.values()):
             size, copy = storage.nbytes(), None
             if file:
                 host = storage.cpu()  # must live until it is written
-                file.write(_host_bytes(host))
+                write_buffer(file, _host_bytes(host))
             elif keep:
                 copy = self._pin(f"{name}-{index}", storage)
             storage.resize_(0)
             copies.append((storage, size, copy))
-        if file:
-            file.seek(0)
-        return_to_system()
 
     def unpark(self, name: str) -> None:
         """Restore memory and contents of the storages parked as `name`. Do nothing if none are parked."""
         file, copies = self._parked.pop(name, (None, []))
+        offset = 0
         for storage, size, copy in copies:
             storage.resize_(size)
             if file:
-                _read(file, storage)
+                _read(file, offset, storage)
+                offset += size
             elif copy is not None:
                 _as_tensor(storage).copy_(copy)
             else:
@@ -94,9 +110,9 @@ class Parking:
         return self._pinned[name].copy_(_as_tensor(storage))
 
 
-def _read(file: BinaryIO, storage: torch.UntypedStorage) -> None:
+def _read(file: io.RawIOBase, offset: int, storage: torch.UntypedStorage) -> None:
     host = storage if storage.device.type == "cpu" else torch.UntypedStorage(storage.nbytes())
-    if file.readinto(_host_bytes(host)) != storage.nbytes():
+    if not fill_buffer(_host_bytes(host), file, offset):
         raise RuntimeError(
             f"the file with the parked memory is too short: it ends before {storage.nbytes()} bytes are read"
         )

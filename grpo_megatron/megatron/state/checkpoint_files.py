@@ -159,7 +159,8 @@ class Writer:
         """Wait until all ranks have written their files. Rank 0 then writes the checkpoint's metadata.
 
         All ranks must call this. Returns the report on this rank's file. On rank 0, the report includes the
-        metadata's files. Raises NotWritten on all ranks if any rank could not write its file.
+        metadata's files. Raises NotWritten on all ranks if any rank could not write its file, or if
+        rank 0 could not write the metadata.
         """
         begun = time.perf_counter()
         self._thread.join()
@@ -169,8 +170,8 @@ class Writer:
         if everyone:
             try:
                 self._finish_folder(dict(everyone))
-            except OSError as error:
-                self._error = str(error)
+            except Exception as error:  # any: the other ranks wait for this rank in the next collective
+                self._error = f"{type(error).__name__}: {error}"
         self._all_must_have_written()
         waited = self._waited + time.perf_counter() - begun
         return SaveReport(self._seconds, waited, sum(item.length for item in self._written), self._files)

@@ -128,21 +128,31 @@ def cost(layouts: Layouts, machine: Machine, bucket_bytes: int, itemsize: int = 
 def _bound(layouts: Layouts, traffic: _Traffic, machine: Machine, model_bytes: int) -> float:
     """Return Cost.bound: the minimum of the seconds that a sync takes, even with another reshard plan.
 
-    Each engine rank must receive its parameters, and the trainer must send each element at least once. With
-    `layouts.within_nodes`, each engine rank must read its parameters over the fabric of its node. The
-    parameters that the node's trainer ranks lack must also come through the node's network cards.
+    Each engine rank must receive its parameters, through the network if no trainer rank on its node has them.
+    The trainer must send each element at least once, through the network if an engine is on other nodes than
+    the trainer. With `layouts.within_nodes`, each engine rank must read its parameters over the fabric of its
+    node. The parameters that the node's trainer ranks lack must also come through the node's network cards.
 
     traffic: bytes that each GPU sends and receives with the reshard plan.
     model_bytes: bytes of all weights in the engines' dtype.
     """
     if not layouts.within_nodes:
-        needed = max((traffic.network_in + traffic.fabric_in).values())
-        return max(needed, model_bytes / layouts.sizes.world_size) / machine.network / 1e9
+        through_network = max(traffic.network_in.values(), default=0) / machine.network
+        within_node = max(traffic.fabric_in.values(), default=0) / machine.fabric
+        speed = machine.network if _has_remote_engine(layouts) else machine.fabric
+        return max(through_network, within_node, model_bytes / layouts.sizes.world_size / speed) / 1e9
     cards, arriving = Counter(layouts.rank_nodes), Counter()
     for rank, size in traffic.network_in.items():
         arriving[layouts.rank_nodes[rank]] += size
     network = max((size / cards[node] for node, size in arriving.items()), default=0) / machine.network
     return max(network, max(traffic.fabric_in.values()) / machine.fabric) / 1e9
+
+
+def _has_remote_engine(layouts: Layouts) -> bool:
+    """Return True if an engine is only on nodes without trainer ranks. Without names of nodes, assume so."""
+    tp, nodes = layouts.engine.tp, set(layouts.rank_nodes)
+    engines = (layouts.engine_nodes[index * tp : (index + 1) * tp] for index in range(layouts.num_engines))
+    return not nodes or any(nodes.isdisjoint(engine) for engine in engines)
 
 
 # Maximum number of communicators per rank. NCCL keeps tens of MB on the device for each.
