@@ -5,6 +5,7 @@ import logging
 import numpy as np
 
 from grpo_megatron.algorithm.algorithm import Algorithm
+from grpo_megatron.algorithm.coefficients import SequenceCoefficients
 from grpo_megatron.algorithm.filters import apply_filters
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
@@ -17,6 +18,7 @@ from grpo_megatron.rollout.source import ReplayedRollouts
 from grpo_megatron.rollout.statistics import step_statistics
 from grpo_megatron.rollout.synchronous import SynchronousRollouts
 from grpo_megatron.run.loop import StepLoop
+from grpo_megatron.samples.ledger import Ledger
 from grpo_megatron.trainer.mini_batch import MiniBatch, make_mini_batches
 from grpo_megatron.trainer.step import StepTrainer
 
@@ -31,6 +33,7 @@ class Controller:
     algorithm: computes advantages and token weights, and chooses the loss
     monitor: receives metrics, timings and texts, and passes them to logs and terminal
     loop: counts the steps, and evaluates, saves and stops between them
+    ledger: records what becomes of each sample, and checks that each ends exactly once
     """
 
     def __init__(
@@ -41,12 +44,13 @@ class Controller:
         algorithm: Algorithm,
         monitor: Monitor,
         loop: StepLoop,
+        ledger: Ledger,
     ):
         """Connect the collaborators, for a run from step 0. `load_state_dict` continues from a checkpoint."""
         self.config = config
         self.rollouts, self.trainer, self.algorithm = rollouts, trainer, algorithm
-        self.monitor, self.loop = monitor, loop
-        self.totals = {"tokens": 0, "seconds": 0.0, "mismatch_max": 0.0}
+        self.monitor, self.loop, self.ledger = monitor, loop, ledger
+        self.totals = {"seconds": 0.0, "mismatch_max": 0.0}
 
     def run(self) -> dict:
         """Train until step run.total_steps.
@@ -58,7 +62,7 @@ class Controller:
         """
         self.rollouts.start()
         self.loop.run(self)
-        return {"step": self.loop.step, **self.loop.evaluations, **self.totals}
+        return {"step": self.loop.step, **self.loop.evaluations, "tokens": self.ledger.tokens, **self.totals}
 
     def train_step(self, step: int) -> list[MiniBatch]:
         """Make one step of GRPO: sample and score groups, train on them, and publish the new weights.
@@ -70,7 +74,10 @@ class Controller:
         config, phases = self.config, self.monitor.phases
         rollout = self.rollouts.take(step)
         with phases("prepare"):
-            groups = apply_filters(shape_rewards(rollout.groups, config, step), config.algorithm)
+            self.ledger.taken(step, rollout.groups, rollout.left_out)
+            filtered = apply_filters(shape_rewards(rollout.groups, config, step), config.algorithm)
+            self.ledger.filtered(step, filtered.removed)
+            groups = filtered.groups
             sampled = step_statistics(groups, rollout, config.eval.pass_reward, self.rollouts.version)
             mini_batches = make_mini_batches(groups, config, self.trainer.cost_model, step)
         sums, mismatch = self.trainer.measure(mini_batches)
@@ -84,9 +91,10 @@ class Controller:
             self.act_on_mismatch(step, mismatch)
         metrics = merge(trained)
         self.algorithm.note_trained(metrics)
-        if any(own["actor/dropped_steps"].result() == 0 for own in trained):
+        dropped = [own["actor/dropped_steps"].result() > 0 for own in trained]
+        self.record(step, mini_batches, coefficients, dropped)
+        if not all(dropped):
             self.rollouts.weights_changed()
-        self.loop.checkpoints.note_trained(step, rollout.used)
         metrics = {name: value for name, value in metrics.items() if not name.startswith("mismatch/")}
         advantages = [own.credit.of_sequences(of) for own, of in zip(coefficients, sums, strict=True)]
         lengths = [mini.table.num_tokens for mini in mini_batches]
@@ -95,6 +103,21 @@ class Controller:
         )
         self.report(step, trained_on, {**metrics, **mismatch, **measured}, sampled)
         return mini_batches
+
+    def record(
+        self,
+        step: int,
+        mini_batches: list[MiniBatch],
+        coefficients: list[SequenceCoefficients],
+        dropped: list[bool],
+    ) -> None:
+        """Record in the ledger what a step has trained on. Raise UserError if the books do not balance.
+
+        dropped: for each optimizer step, whether it was dropped.
+        """
+        tables = [mini.table for mini in mini_batches]
+        self.ledger.trained(step, tables, [own.weights.weight for own in coefficients], dropped)
+        self.ledger.balance()
 
     def act_on_mismatch(self, step: int, mismatch: Metrics) -> None:
         """Log the tokens whose log-probs differ most between engine and trainer, and apply mismatch.action.
@@ -130,12 +153,12 @@ class Controller:
         scalars = to_floats(metrics) | sampled | self.rollouts.metrics
         scalars = self.monitor.finish_step(step, scalars, trained_on)
         self.monitor.line(step, scalars)
-        self.totals["tokens"] += int(trained_on.lengths.sum())
         self.totals["seconds"] += scalars["time/step"]
         self.totals["mismatch_max"] = nan_max(self.totals["mismatch_max"], scalars["mismatch/max"])
 
     def state_dict(self) -> dict:
         return {
+            "ledger": self.ledger.state_dict(),
             "totals": self.totals,
             **self.rollouts.state_dict(),
             "algorithm": self.algorithm.state_dict(),
@@ -143,7 +166,7 @@ class Controller:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from a checkpoint. The caller continues the loop with `loop.load_state_dict`.
+        """Continue from a checkpoint. The caller continues the loop and opens the ledger at this checkpoint.
 
         state: the driver's state, read from the checkpoint's state.json.
         """

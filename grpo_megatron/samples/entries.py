@@ -1,0 +1,105 @@
+"""Entries of the ledger: one for each sample and state, as a row of 48 bytes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from grpo_megatron.batch.sample import Group
+
+
+class State(IntEnum):
+    """What has happened to a sample. A sample has one entry for each of its states."""
+
+    admitted = 1  # its prompt was taken for a training step
+    generated = 2
+    scored = 3
+    filtered = 4
+    trained = 5
+    failed = 6  # its reward or environment failed, or left too few samples of its group
+    lost = 7  # its group was aborted before it was needed
+    rewind = 8  # no sample's state: the run went back to the end of a step, which undoes later steps
+
+
+# Every admitted sample of a step ends in exactly one of these.
+FINAL = (State.filtered, State.trained, State.failed, State.lost)
+
+ENTRY = np.dtype(
+    [
+        ("state", "u1"),
+        ("unused", "u1"),
+        ("name", "<u2"),  # number of a name: the filter that dropped the sample, or a reason; 0: none
+        ("step", "<u4"),  # training step, from 1; of a rewind, the last step that is kept
+        ("sample", "<i8"),  # trajectory_id
+        ("prompt", "<i8"),  # uid of the prompt
+        ("member", "<u4"),  # position of the sample in its group, from 0
+        ("tokens", "<u4"),  # generated, trained: tokens of all its sequences, prompt and response
+        ("oldest", "<i4"),  # generated: oldest weight version; -1: unknown
+        ("newest", "<i4"),  # generated: newest weight version; -1: unknown
+        ("optimizer_step", "<u2"),  # trained: optimizer step within an epoch of the training step, from 1
+        ("updates", "<u2"),  # trained: number of its optimizer steps that were not dropped
+        ("value", "<f4"),  # scored: reward; trained: loss weight of each of its trained tokens
+    ]
+)
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Samples that a step took but does not train on.
+
+    rows: the samples, as `rows_of` returns them
+    state: what became of them: filtered, failed or lost
+    reason: name of the filter, or why they failed or were lost
+    """
+
+    rows: np.ndarray
+    state: State
+    reason: str
+
+
+def rows_of(groups: Sequence[Group], n: int | None = None) -> np.ndarray:
+    """Return a row (ENTRY) for each sample of the groups, without step and name.
+
+    The state is `generated`, and `value` is the reward. Samples that the group lacks have the state `failed`.
+
+    n: number of samples that each group was to get. None: the group's samples and those that have failed.
+    """
+    sequences = [sample for group in groups for sample in group.samples]
+    ids = np.array([sample.trajectory_id for sample in sequences], np.int64)
+    of = np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups])
+    # The sequences of a trajectory are adjacent.
+    first = np.flatnonzero(np.diff(ids, prepend=-1) | np.diff(of, prepend=-1))
+    found = np.zeros(len(first), ENTRY)
+    found["state"], found["sample"] = State.generated, ids[first]
+    found["prompt"] = np.array([group.prompt.uid for group in groups], np.int64)[of[first]]
+    if len(first):
+        spans = [sample.weight_spans for sample in sequences]
+        oldest, newest = ([own[end].version if own else -1 for own in spans] for end in (0, -1))
+        found["tokens"] = np.add.reduceat([sample.num_tokens for sample in sequences], first)
+        found["oldest"] = np.minimum.reduceat(oldest, first)
+        found["newest"] = np.maximum.reduceat(newest, first)
+        found["value"] = [np.nan if sequences[i].reward is None else sequences[i].reward for i in first]
+    return _with_missing(found, groups, np.bincount(of[first], minlength=len(groups)).tolist(), n)
+
+
+def _with_missing(found: np.ndarray, groups: Sequence[Group], counts: list[int], n: int | None) -> np.ndarray:
+    """Return the rows with a row of state `failed` for each sample that a group lacks, and their `member`.
+
+    found: rows of the samples that the groups have, in order.
+    counts: number of samples that each group has.
+    """
+    parts, start = [], 0
+    for group, has in zip(groups, counts, strict=True):
+        own, start = found[start : start + has], start + has
+        size = has + group.failed if n is None else n
+        if size > has:
+            # RolloutManager numbers the samples of a group like this.
+            missing = np.setdiff1d(group.group_id * size + np.arange(size), own["sample"])[: size - has]
+            lacking = np.zeros(len(missing), ENTRY)
+            lacking["state"], lacking["sample"], lacking["prompt"] = State.failed, missing, group.prompt.uid
+            own = np.concatenate([own, lacking])
+            own = own[np.argsort(own["sample"], kind="stable")]
+        own["member"] = np.arange(len(own))
+        parts.append(own)
+    return np.concatenate(parts) if parts else found
