@@ -9,7 +9,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text
 from grpo_megatron.paths import is_absent
 from grpo_megatron.samples.blocks import LEDGER, read_blocks
-from grpo_megatron.samples.entries import State
+from grpo_megatron.samples.entries import SampleState
 from grpo_megatron.samples.ledger import read_books
 
 _SHOWN = ("admitted", "trained", "filtered", "failed", "lost", "waiting", "prompts", "tokens")
@@ -71,11 +71,11 @@ def _story(path: Path, key: str, wanted: int) -> list[dict[str, Any]]:
     for block in read_blocks(path):
         names += block.names
         entries = block.entries
-        for entry in entries[(entries[key] == wanted) & (entries["state"] != State.rewind)]:
+        for entry in entries[(entries[key] == wanted) & (entries["state"] != SampleState.rewind)]:
             text = _text(entry, names)
             ids = {name: int(entry[name]) for name in ("step", "prompt", "sample")}
             found.append({"attempt": block.attempt, **ids, "text": text, "undone_by": None})
-        for rewind in entries[entries["state"] == State.rewind]:
+        for rewind in entries[entries["state"] == SampleState.rewind]:
             for row in found:
                 if row["undone_by"] is None and row["step"] > rewind["step"]:
                     row["undone_by"] = int(rewind["step"])
@@ -91,17 +91,17 @@ def _line(row: dict[str, Any]) -> str:
 
 def _text(entry: np.void, names: list[str]) -> str:
     """Return what an entry says. names: the names that the entries of the file use, in order."""
-    state = State(entry["state"])
+    state = SampleState(entry["state"])
     name = names[entry["name"] - 1] if entry["name"] else ""
-    if state == State.generated:
+    if state == SampleState.generated:
         oldest, newest = entry["oldest"], entry["newest"]
         version = "unknown" if oldest < 0 else f"{oldest}" if oldest == newest else f"{oldest} to {newest}"
         return f"generated: {entry['tokens']} tokens with its prompt, weight version {version}"
-    if state == State.scored:
+    if state == SampleState.scored:
         return f"scored: reward {entry['value']:.4g}"
-    if state == State.trained:
+    if state == SampleState.trained:
         return (
             f"trained: optimizer step {entry['optimizer_step']}, weight {entry['value']:.4g} per token, "
             f"{entry['updates']} updates of the model"
         )
-    return f"{state.name}{' by' if state == State.filtered else ':' if name else ''} {name}".rstrip()
+    return f"{state.name}{' by' if state == SampleState.filtered else ':' if name else ''} {name}".rstrip()

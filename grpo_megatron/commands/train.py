@@ -171,7 +171,7 @@ def _loop(
             Algorithm(config, data.tokenizer.decode_all),
             run.monitor,
             run.loop(stop),
-            open_ledger(context.directory, checkpoint),
+            open_ledger(context.directory, checkpoint, run.engines is None),
         )
         if run.state:
             controller.load_state_dict(run.state)

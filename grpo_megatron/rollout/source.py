@@ -13,7 +13,7 @@ from grpo_megatron.monitoring.phases import Phases
 from grpo_megatron.rewards.shaping import shape_overlong
 from grpo_megatron.rollout.manager import Filled, Goal, RolloutManager
 from grpo_megatron.rollout.record import Recorder, Replay
-from grpo_megatron.samples.entries import LeftOut, State, rows_of
+from grpo_megatron.samples.entries import LeftOut, SampleState, rows_of
 
 ABORTED = "its group was aborted when the batch was full; the prompt is used later"
 TOO_FEW = "too few samples of its group are left, because rewards or environments failed"
@@ -75,8 +75,8 @@ class EngineRollouts:
                     "them; see the messages above and the workers' logs for the cause"
                 )
         prompts.settle([group.prompt for group in filled.aborted])
-        left_out.append(LeftOut(rows_of(filled.aborted, n), State.lost, ABORTED))
-        left_out.append(LeftOut(rows_of(failed, n), State.failed, TOO_FEW))
+        left_out.append(LeftOut(rows_of(filled.aborted, n), SampleState.lost, ABORTED))
+        left_out.append(LeftOut(rows_of(failed, n), SampleState.failed, TOO_FEW))
         if self._recorder:
             self._recorder.write(step, filled.groups)
         dropped = len(filled.dropped) - len(failed)
@@ -108,7 +108,7 @@ class EngineRollouts:
             refused = self._refused_by(group)
             if refused:
                 # Keep only numbers: many groups may be dropped, and their tokens take memory.
-                left_out.append(LeftOut(rows_of([group], rollout.n), State.filtered, refused))
+                left_out.append(LeftOut(rows_of([group], rollout.n), SampleState.filtered, refused))
             return refused is None
 
         filled = self._manager.fill(

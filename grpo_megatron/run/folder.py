@@ -109,17 +109,18 @@ def beginning(config: Config, command: Command) -> Checkpoint | None:
     return checkpoint
 
 
-def open_ledger(directory: str, checkpoint: Checkpoint | None) -> Ledger:
+def open_ledger(directory: str, checkpoint: Checkpoint | None, replayed: bool) -> Ledger:
     """Return the ledger of a run of `train`, in which the samples of steps after the checkpoint are lost.
 
     checkpoint: the checkpoint that the run continues from. None if the run begins at step 0.
+    replayed: True if the run trains on recorded samples.
 
     Call this, as `trim_logs`, only after the ranks have loaded the checkpoint.
     """
     if checkpoint is None:
-        return Ledger(directory)
+        return Ledger(directory, replayed=replayed)
     own = _is_own(Path(directory), checkpoint)
-    return Ledger(directory, checkpoint.step, checkpoint.state["ledger"], own)
+    return Ledger(directory, checkpoint.step, checkpoint.state["ledger"], own, replayed)
 
 
 def _is_own(folder: Path, checkpoint: Checkpoint) -> bool:

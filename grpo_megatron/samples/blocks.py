@@ -45,7 +45,7 @@ class DamagedLedger(UserError):
 
 
 @dataclass(frozen=True)
-class Block:
+class LedgerBlock:
     """Entries that were written together."""
 
     start: int
@@ -68,7 +68,7 @@ def packed(attempt: int, names: Sequence[str], entries: np.ndarray) -> bytes:
     return unsealed + zlib.crc32(unsealed).to_bytes(4, "little") + body
 
 
-def read_blocks(path: Path, start: int = 0) -> Iterator[Block]:
+def read_blocks(path: Path, start: int = 0) -> Iterator[LedgerBlock]:
     """Yield the blocks of a ledger, in order.
 
     A block that a killed process left unfinished at the end of the file is not yielded.
@@ -93,7 +93,7 @@ def read_blocks(path: Path, start: int = 0) -> Iterator[Block]:
             raise DamagedLedger(path, start)
 
 
-def _next(file: BinaryIO, start: int) -> Block | None:
+def _next(file: BinaryIO, start: int) -> LedgerBlock | None:
     """Return the block at the file's position; None if it is damaged or the file ends before the block."""
     header = file.read(_HEADER.size)
     if len(header) < _HEADER.size or not _is_sound(header):
@@ -104,7 +104,7 @@ def _next(file: BinaryIO, start: int) -> Block | None:
     if len(body) < size or zlib.crc32(body) != checksum:
         return None
     names = body[:text].decode("utf-8").split("\n")[:-1]
-    return Block(
+    return LedgerBlock(
         start, start + _HEADER.size + size, attempt, names, np.frombuffer(body, ENTRY, count, offset=text)
     )
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from grpo_megatron.samples.blocks import Block
-from grpo_megatron.samples.entries import FINAL, State
+from grpo_megatron.samples.blocks import LedgerBlock
+from grpo_megatron.samples.entries import FINAL, SampleState
 
 # Counts of a step: samples by state, prompts that are used up, and tokens of trained samples.
 COUNTED = ("admitted", "trained", "filtered", "failed", "lost", "prompts", "tokens")
@@ -40,6 +40,7 @@ class Books:
     first: first step whose counts are known one by one
     faults: faults of steps that no rewind has undone
     waiting: int64, sorted: the samples of the last step that have no final state yet
+    highest: largest id of a sample that the attempt has admitted; -1 before the first
     """
 
     def __init__(self, summary: dict[str, Any] | None = None):
@@ -49,13 +50,13 @@ class Books:
         self.names, self.first = list(summary["names"]), summary["step"] + 1
         self.faults: list[Fault] = []
         self.waiting = np.zeros(0, np.int64)
-        self._highest = -1  # largest id of a sample that the attempt has admitted
+        self.highest = -1
         self._before = np.array([summary["totals"][name] for name in COUNTED], np.int64)
         self._rows = np.zeros(
             (64, len(COUNTED)), np.int64
         )  # from step `first` on, with unused rows at the end
 
-    def add(self, block: Block) -> None:
+    def add(self, block: LedgerBlock) -> None:
         """Count the entries of a block."""
         self.attempt = block.attempt
         self.names += block.names
@@ -63,7 +64,7 @@ class Books:
 
     def count(self, entries: np.ndarray) -> None:
         """Count entries, ENTRY [n]. A rewind must come alone."""
-        if len(entries) and entries["state"][0] == State.rewind:
+        if len(entries) and entries["state"][0] == SampleState.rewind:
             self._rewind(int(entries["step"][0]))
             return
         for step in np.unique(entries["step"]).tolist():
@@ -75,27 +76,27 @@ class Books:
 
     def _count_step(self, entries: np.ndarray) -> None:
         row, states = self._row(self.step), entries["state"]
-        counts = np.bincount(states, minlength=len(State) + 1)
-        for state in (State.admitted, *FINAL):
+        counts = np.bincount(states, minlength=len(SampleState) + 1)
+        for state in (SampleState.admitted, *FINAL):
             row[_COLUMN[state.name]] += counts[state]
-        row[_COLUMN["tokens"]] += entries["tokens"][states == State.trained].sum(dtype=np.int64)
+        row[_COLUMN["tokens"]] += entries["tokens"][states == SampleState.trained].sum(dtype=np.int64)
         # A prompt counts with the first sample of its group. The prompt of a lost group is used later.
         firsts = states[entries["member"] == 0]
-        row[_COLUMN["prompts"]] += (firsts == State.admitted).sum() - (firsts == State.lost).sum()
-        if counts[State.admitted]:
-            self._admit(entries["sample"][states == State.admitted])
-        for state in (State.generated, State.scored, *FINAL):
+        row[_COLUMN["prompts"]] += (firsts == SampleState.admitted).sum() - (firsts == SampleState.lost).sum()
+        if counts[SampleState.admitted]:
+            self._admit(entries["sample"][states == SampleState.admitted])
+        for state in (SampleState.generated, SampleState.scored, *FINAL):
             if counts[state]:
                 self._note(state, entries["sample"][states == state])
 
     def _admit(self, samples: np.ndarray) -> None:
         new, times = np.unique(samples, return_counts=True)
         # Ids rise from step to step, so that it is enough to remember the highest.
-        self._fault(new[(times > 1) | (new <= self._highest)], "was admitted twice")
-        self._highest = max(self._highest, int(new[-1]))
+        self._fault(new[(times > 1) | (new <= self.highest)], "was admitted twice")
+        self.highest = max(self.highest, int(new[-1]))
         self.waiting = np.union1d(self.waiting, new)
 
-    def _note(self, state: State, samples: np.ndarray) -> None:
+    def _note(self, state: SampleState, samples: np.ndarray) -> None:
         found, times = np.unique(samples, return_counts=True)
         self._fault(found[times > 1], f"was {state.name} twice")
         unknown = found[~_are_in(found, self.waiting)]
@@ -121,7 +122,7 @@ class Books:
             _lose(self._before)
         _lose(self._rows[step + 1 - self.first :])
         self.faults = [fault for fault in self.faults if fault.step <= step]
-        self.waiting, self._highest, self.step = self.waiting[:0], -1, step
+        self.waiting, self.highest, self.step = self.waiting[:0], -1, step
 
     def _row(self, step: int) -> np.ndarray:
         place = step - self.first

@@ -9,8 +9,8 @@ import numpy as np
 from grpo_megatron.batch.sample import Group
 
 
-class State(IntEnum):
-    """What has happened to a sample. A sample has one entry for each of its states."""
+class SampleState(IntEnum):
+    """State of a sample in the ledger. A sample has one entry for each state that it reaches."""
 
     admitted = 1  # its prompt was taken for a training step
     generated = 2
@@ -23,7 +23,7 @@ class State(IntEnum):
 
 
 # Every admitted sample of a step ends in exactly one of these.
-FINAL = (State.filtered, State.trained, State.failed, State.lost)
+FINAL = (SampleState.filtered, SampleState.trained, SampleState.failed, SampleState.lost)
 
 ENTRY = np.dtype(
     [
@@ -54,7 +54,7 @@ class LeftOut:
     """
 
     rows: np.ndarray
-    state: State
+    state: SampleState
     reason: str
 
 
@@ -71,7 +71,7 @@ def rows_of(groups: Sequence[Group], n: int | None = None) -> np.ndarray:
     # The sequences of a trajectory are adjacent.
     first = np.flatnonzero(np.diff(ids, prepend=-1) | np.diff(of, prepend=-1))
     found = np.zeros(len(first), ENTRY)
-    found["state"], found["sample"] = State.generated, ids[first]
+    found["state"], found["sample"] = SampleState.generated, ids[first]
     found["prompt"] = np.array([group.prompt.uid for group in groups], np.int64)[of[first]]
     if len(first):
         spans = [sample.weight_spans for sample in sequences]
@@ -97,7 +97,11 @@ def _with_missing(found: np.ndarray, groups: Sequence[Group], counts: list[int],
             # RolloutManager numbers the samples of a group like this.
             missing = np.setdiff1d(group.group_id * size + np.arange(size), own["sample"])[: size - has]
             lacking = np.zeros(len(missing), ENTRY)
-            lacking["state"], lacking["sample"], lacking["prompt"] = State.failed, missing, group.prompt.uid
+            lacking["state"], lacking["sample"], lacking["prompt"] = (
+                SampleState.failed,
+                missing,
+                group.prompt.uid,
+            )
             own = np.concatenate([own, lacking])
             own = own[np.argsort(own["sample"], kind="stable")]
         own["member"] = np.arange(len(own))

@@ -14,7 +14,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.paths import is_absent
 from grpo_megatron.samples.blocks import LEDGER, DamagedLedger, LedgerFile, read_blocks
 from grpo_megatron.samples.books import Books
-from grpo_megatron.samples.entries import ENTRY, LeftOut, State, rows_of
+from grpo_megatron.samples.entries import ENTRY, LeftOut, SampleState, rows_of
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +28,21 @@ class Ledger:
     The calls of a step, in this order: `taken`, `filtered`, `trained`, `balance`.
     """
 
-    def __init__(self, folder: str, step: int = 0, summary: dict[str, Any] | None = None, own: bool = True):
+    def __init__(
+        self,
+        folder: str,
+        step: int = 0,
+        summary: dict[str, Any] | None = None,
+        own: bool = True,
+        replayed: bool = False,
+    ):
         """Continue the ledger in a run's folder. Append a rewind to `step`, if the ledger has entries.
 
         step: last step of the checkpoint that the run continues from; 0 for a new run.
         summary: what `state_dict` returned for that checkpoint; None for a new run.
         own: False if another run wrote the checkpoint. All samples in the folder's ledger are then lost.
+        replayed: True if the samples come from a recording. If it was not made by a run, its ids may begin
+            anew in each step. The ledger then adds the same number to all ids of a step.
 
         Raises UserError if the ledger does not fit the summary or is damaged.
         """
@@ -50,6 +59,7 @@ class Ledger:
         counted = books.totals()
         # Counts of another run before the checkpoint that it wrote.
         self._before = {name: summary[name] - counted[name] if summary else 0 for name in _COUNTERS}
+        self._replayed, self._shift = replayed, 0
         self._rows = np.zeros(0, ENTRY)  # the samples that the step has taken, sorted by id
 
     @property
@@ -72,17 +82,24 @@ class Ledger:
         """
         rows = rows_of(groups)
         every = np.concatenate([rows, *(left.rows for left in left_out)])
-        done = every[every["state"] == State.generated]
+        if self._replayed and len(every):
+            self._shift = max(0, self._books.highest + 1 - int(every["sample"].min()))
+            for own in (rows, every):
+                own["sample"] += self._shift
+        done = every[every["state"] == SampleState.generated]
         parts = [
-            _entries(State.admitted, step, every),
-            _entries(State.generated, step, done, ("tokens", "oldest", "newest")),
-            _entries(State.scored, step, done, ("value",)),
+            _entries(SampleState.admitted, step, every),
+            _entries(SampleState.generated, step, done, ("tokens", "oldest", "newest")),
+            _entries(SampleState.scored, step, done, ("value",)),
         ]
-        ends = [LeftOut(rows[rows["state"] == State.failed], State.failed, FAILED)]
+        ends = [LeftOut(rows[rows["state"] == SampleState.failed], SampleState.failed, FAILED)]
         for left in left_out:
             # A sample of an aborted group is lost, whether it was finished or not.
-            failed = (left.rows["state"] == State.failed) & (left.state != State.lost)
-            ends += [replace(left, rows=left.rows[~failed]), LeftOut(left.rows[failed], State.failed, FAILED)]
+            failed = (left.rows["state"] == SampleState.failed) & (left.state != SampleState.lost)
+            ends += [
+                replace(left, rows=left.rows[~failed]),
+                LeftOut(left.rows[failed], SampleState.failed, FAILED),
+            ]
         parts += [
             _entries(end.state, step, end.rows, name=self._number(end.reason))
             for end in ends
@@ -102,7 +119,7 @@ class Ledger:
     def filtered(self, step: int, removed: Sequence[tuple[str, np.ndarray]]) -> None:
         """Record the samples that filters removed. removed: (name, sample ids) of each filter."""
         parts = [
-            _entries(State.filtered, step, self._of(samples), name=self._number(name))
+            _entries(SampleState.filtered, step, self._of(samples), name=self._number(name))
             for name, samples in removed
             if len(samples)
         ]
@@ -126,7 +143,7 @@ class Ledger:
         parts = []
         for index, (table, weight) in enumerate(zip(tables, weights, strict=True)):
             first = np.flatnonzero(np.diff(table.trajectory_id, prepend=-1))
-            entries = _entries(State.trained, step, self._of(table.trajectory_id[first]))
+            entries = _entries(SampleState.trained, step, self._of(table.trajectory_id[first]))
             entries["tokens"] = np.add.reduceat(table.num_tokens, first)
             entries["value"] = np.maximum.reduceat(weight, first)  # a sequence without trained tokens has 0
             entries["optimizer_step"] = index + 1
@@ -150,6 +167,7 @@ class Ledger:
 
     def _of(self, samples: np.ndarray) -> np.ndarray:
         """Return rows with id, prompt and member of samples that the step has taken, or else only the id."""
+        samples = samples + self._shift
         place = np.searchsorted(self._rows["sample"][:-1], samples)
         rows = self._rows[place] if len(self._rows) else np.zeros(len(samples), ENTRY)
         rows["prompt"][rows["sample"] != samples] = -1
@@ -221,7 +239,7 @@ def must_reach(path: Path, summary: dict[str, Any]) -> None:
 
 
 def _entries(
-    state: State, step: int, rows: np.ndarray, keep: Sequence[str] = (), name: int = 0
+    state: SampleState, step: int, rows: np.ndarray, keep: Sequence[str] = (), name: int = 0
 ) -> np.ndarray:
     """Return an entry of this state for each row, with the row's sample, prompt and member.
 
@@ -236,4 +254,4 @@ def _entries(
 
 
 def _rewind(step: int) -> np.ndarray:
-    return _entries(State.rewind, step, np.zeros(1, ENTRY))
+    return _entries(SampleState.rewind, step, np.zeros(1, ENTRY))

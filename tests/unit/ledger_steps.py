@@ -8,8 +8,8 @@ from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample, WeightSpan
 from grpo_megatron.batch.table import SampleTable
 from grpo_megatron.samples.blocks import LEDGER, read_blocks
-from grpo_megatron.samples.entries import LeftOut, State
-from grpo_megatron.samples.ledger import Ledger
+from grpo_megatron.samples.entries import LeftOut, SampleState
+from grpo_megatron.samples.ledger import Ledger, read_books
 
 N = 2
 
@@ -62,9 +62,24 @@ def ledger_of(folder: Path, steps: int) -> Ledger:
 def states_of(folder: Path, sample: int) -> list[tuple[int, int, str]]:
     """Return (attempt, step, name of the state) of each entry of a sample."""
     return [
-        (block.attempt, int(entry["step"]), State(entry["state"]).name)
+        (block.attempt, int(entry["step"]), SampleState(entry["state"]).name)
         for block in read_blocks(folder / LEDGER)
         for entry in block.entries[
-            (block.entries["sample"] == sample) & (block.entries["state"] != State.rewind)
+            (block.entries["sample"] == sample) & (block.entries["state"] != SampleState.rewind)
         ]
     ]
+
+
+def entries_of(folder: Path, state: SampleState) -> np.ndarray:
+    """Return all entries of a state, in order."""
+    blocks = read_blocks(folder / LEDGER)
+    return np.concatenate([block.entries[block.entries["state"] == state] for block in blocks])
+
+
+def totals(folder) -> dict[str, int]:
+    return read_books(folder / LEDGER)[0].totals()
+
+
+def counts(**changed) -> dict[str, int]:
+    names = ("admitted", "trained", "filtered", "failed", "lost", "prompts", "tokens", "waiting")
+    return dict.fromkeys(names, 0) | changed

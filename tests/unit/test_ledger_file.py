@@ -7,14 +7,14 @@ import pytest
 
 from grpo_megatron.errors import UserError
 from grpo_megatron.samples.blocks import LEDGER, DamagedLedger, LedgerFile, read_blocks
-from grpo_megatron.samples.entries import ENTRY, State
+from grpo_megatron.samples.entries import ENTRY, SampleState
 from tests.tools import no_file_beyond
 from tests.unit.ledger_steps import ledger_of
 
 
 def entries(*samples: int, **columns) -> np.ndarray:
     found = np.zeros(len(samples), ENTRY)
-    found["sample"], found["state"] = samples, State.admitted
+    found["sample"], found["state"] = samples, SampleState.admitted
     for name, value in columns.items():
         found[name] = value
     return found
