@@ -64,15 +64,18 @@ class Books:
 
     def count(self, entries: np.ndarray) -> None:
         """Count entries, ENTRY [n]. A rewind must come alone."""
-        if len(entries) and entries["state"][0] == SampleState.rewind:
+        if not len(entries):
+            return
+        if entries["state"][0] == SampleState.rewind:
             self._rewind(int(entries["step"][0]))
             return
-        for step in np.unique(entries["step"]).tolist():
+        for part in np.split(entries, np.flatnonzero(np.diff(entries["step"])) + 1):
+            step = int(part["step"][0])
             if step != self.step:
                 # Training is synchronous: a step admits samples when all samples of earlier steps have ended.
                 self.close()
                 self.step = step
-            self._count_step(entries[entries["step"] == step])
+            self._count_step(part)
 
     def _count_step(self, entries: np.ndarray) -> None:
         row, states = self._row(self.step), entries["state"]

@@ -72,38 +72,39 @@ def rows_of(groups: Sequence[Group], n: int | None = None) -> np.ndarray:
     first = np.flatnonzero(np.diff(ids, prepend=-1) | np.diff(of, prepend=-1))
     found = np.zeros(len(first), ENTRY)
     found["state"], found["sample"] = SampleState.generated, ids[first]
-    found["prompt"] = np.array([group.prompt.uid for group in groups], np.int64)[of[first]]
     if len(first):
         spans = [sample.weight_spans for sample in sequences]
         oldest, newest = ([own[end].version if own else -1 for own in spans] for end in (0, -1))
         found["tokens"] = np.add.reduceat([sample.num_tokens for sample in sequences], first)
         found["oldest"] = np.minimum.reduceat(oldest, first)
         found["newest"] = np.maximum.reduceat(newest, first)
-        found["value"] = [np.nan if sequences[i].reward is None else sequences[i].reward for i in first]
-    return _with_missing(found, groups, np.bincount(of[first], minlength=len(groups)).tolist(), n)
+        rewards = [sample.reward for sample in sequences]
+        found["value"] = np.array(rewards, np.float32)[first]  # None becomes NaN
+    return _in_groups(groups, found, of[first], n)
 
 
-def _with_missing(found: np.ndarray, groups: Sequence[Group], counts: list[int], n: int | None) -> np.ndarray:
-    """Return the rows with a row of state `failed` for each sample that a group lacks, and their `member`.
+def _in_groups(groups: Sequence[Group], found: np.ndarray, of: np.ndarray, n: int | None) -> np.ndarray:
+    """Return the rows with prompt and `member`, and with a row of state `failed` for each missing sample.
 
-    found: rows of the samples that the groups have, in order.
-    counts: number of samples that each group has.
+    found: rows of the samples that the groups have.
+    of: index of the group of each row.
     """
-    parts, start = [], 0
-    for group, has in zip(groups, counts, strict=True):
-        own, start = found[start : start + has], start + has
-        size = has + group.failed if n is None else n
-        if size > has:
-            # RolloutManager numbers the samples of a group like this.
-            missing = np.setdiff1d(group.group_id * size + np.arange(size), own["sample"])[: size - has]
-            lacking = np.zeros(len(missing), ENTRY)
-            lacking["state"], lacking["sample"], lacking["prompt"] = (
-                SampleState.failed,
-                missing,
-                group.prompt.uid,
-            )
-            own = np.concatenate([own, lacking])
-            own = own[np.argsort(own["sample"], kind="stable")]
-        own["member"] = np.arange(len(own))
-        parts.append(own)
-    return np.concatenate(parts) if parts else found
+    counts = np.bincount(of, minlength=len(groups)).tolist()
+    lacking = [
+        (place, group, has, n or has + group.failed)
+        for place, (group, has) in enumerate(zip(groups, counts, strict=True))
+        if group.failed or (n and n > has)
+    ]
+    for place, group, has, size in lacking:
+        # RolloutManager numbers the samples of a group like this.
+        ids = np.setdiff1d(group.group_id * size + np.arange(size), found["sample"][of == place])[
+            : size - has
+        ]
+        missing = np.zeros(len(ids), ENTRY)
+        missing["state"], missing["sample"] = SampleState.failed, ids
+        found, of = np.concatenate([found, missing]), np.concatenate([of, np.full(len(ids), place)])
+    order = np.lexsort((found["sample"], of))
+    found, of = found[order], of[order]
+    found["prompt"] = np.array([group.prompt.uid for group in groups], np.int64)[of]
+    found["member"] = np.arange(len(of)) - np.searchsorted(of, of)
+    return found
