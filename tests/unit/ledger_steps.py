@@ -8,7 +8,7 @@ from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample, WeightSpan
 from grpo_megatron.batch.table import SampleTable
 from grpo_megatron.samples.blocks import LEDGER, read_blocks
-from grpo_megatron.samples.entries import LeftOut, SampleState
+from grpo_megatron.samples.entries import LeftOut, SampleState, rows_of
 from grpo_megatron.samples.ledger import Ledger, read_books
 
 N = 2
@@ -57,6 +57,20 @@ def ledger_of(folder: Path, steps: int) -> Ledger:
     for step in range(1, steps + 1):
         train(ledger, step, [group(2 * step)], [group(2 * step + 1)])
     return ledger
+
+
+def continued_run(folder: Path) -> None:
+    """Write the ledger of a run that was killed in step 3, and continued from step 1 to the end of step 2."""
+    ledger = ledger_of(folder, 1)
+    saved = ledger.state_dict()
+    train(ledger, 2, [group(4)], [group(5)], dropped=[False, True])
+    ledger.taken(3, [group(6, 0, failed=1)], [])
+    ledger = Ledger(str(folder), 1, saved)
+    aborted = LeftOut(rows_of([group(5, 0)], N), SampleState.lost, "aborted")
+    ledger.taken(2, [group(4), group(6)], [aborted])
+    ledger.filtered(2, [("nonzero_variance", np.array([12, 13]))])
+    ledger.trained(2, tables([group(4)]), [np.full(2, 0.125)], [False])
+    ledger.balance()
 
 
 def states_of(folder: Path, sample: int) -> list[tuple[int, int, str]]:

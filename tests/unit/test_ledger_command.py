@@ -7,24 +7,13 @@ import pytest
 
 from grpo_megatron.cli import main
 from grpo_megatron.samples.blocks import LEDGER, LedgerFile
-from grpo_megatron.samples.entries import ENTRY, LeftOut, SampleState, rows_of
-from grpo_megatron.samples.ledger import Ledger
-from tests.unit.ledger_steps import N, group, ledger_of, tables, train
+from grpo_megatron.samples.entries import ENTRY, SampleState
+from tests.unit.ledger_steps import continued_run, group, ledger_of
 
 
 @pytest.fixture
 def run(tmp_path):
-    """The folder of a run that was killed in step 3, and continued from step 1 to the end of step 2."""
-    ledger = ledger_of(tmp_path, 1)
-    saved = ledger.state_dict()
-    train(ledger, 2, [group(4)], [group(5)], dropped=[False, True])
-    ledger.taken(3, [group(6, 0, failed=1)], [])
-    ledger = Ledger(str(tmp_path), 1, saved)
-    aborted = LeftOut(rows_of([group(5, 0)], N), SampleState.lost, "aborted")
-    ledger.taken(2, [group(4), group(6)], [aborted])
-    ledger.filtered(2, [("nonzero_variance", np.array([12, 13]))])
-    ledger.trained(2, tables([group(4)]), [np.full(2, 0.125)], [False])
-    ledger.balance()
+    continued_run(tmp_path)
     return tmp_path
 
 
