@@ -5,7 +5,6 @@ import logging
 import numpy as np
 
 from grpo_megatron.algorithm.algorithm import Algorithm
-from grpo_megatron.algorithm.coefficients import SequenceCoefficients
 from grpo_megatron.algorithm.filters import apply_filters
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
@@ -70,6 +69,7 @@ class Controller:
         step: number of the step, as `loop.begin_step` returns it; the first step of a run is 1.
 
         Returns the step's mini-batches. `trainer.policy.read` reads their tokens' log-probs and advantages.
+        Raises UserError if the books of the step's samples do not balance.
         """
         config, phases = self.config, self.monitor.phases
         rollout = self.rollouts.take(step)
@@ -80,10 +80,11 @@ class Controller:
             groups = filtered.groups
             sampled = step_statistics(groups, rollout, config.eval.pass_reward, self.rollouts.version)
             mini_batches = make_mini_batches(groups, config, self.trainer.cost_model, step)
+            tables = [mini.table for mini in mini_batches]
         sums, mismatch = self.trainer.measure(mini_batches)
         with phases("prepare"):
             self.act_on_mismatch(step, mismatch)
-            coefficients, measured = self.algorithm.coefficients([mini.table for mini in mini_batches], sums)
+            coefficients, measured = self.algorithm.coefficients(tables, sums)
         trained = self.trainer.train(step, mini_batches, coefficients, self.algorithm.loss)
         if not mismatch:
             # Only the first optimizer step sees the weights the engine sampled with.
@@ -92,32 +93,18 @@ class Controller:
         metrics = merge(trained)
         self.algorithm.note_trained(metrics)
         dropped = [own["actor/dropped_steps"].result() > 0 for own in trained]
-        self.record(step, mini_batches, coefficients, dropped)
+        self.ledger.trained(step, tables, [own.weights.weight for own in coefficients], dropped)
+        self.ledger.balance()
         if not all(dropped):
             self.rollouts.weights_changed()
         metrics = {name: value for name, value in metrics.items() if not name.startswith("mismatch/")}
         advantages = [own.credit.of_sequences(of) for own, of in zip(coefficients, sums, strict=True)]
-        lengths = [mini.table.num_tokens for mini in mini_batches]
+        lengths = [table.num_tokens for table in tables]
         trained_on = TrainedOn(
             np.concatenate(lengths), config.train.ppo_epochs, groups, np.concatenate(advantages)
         )
         self.report(step, trained_on, {**metrics, **mismatch, **measured}, sampled)
         return mini_batches
-
-    def record(
-        self,
-        step: int,
-        mini_batches: list[MiniBatch],
-        coefficients: list[SequenceCoefficients],
-        dropped: list[bool],
-    ) -> None:
-        """Record in the ledger what a step has trained on. Raise UserError if the books do not balance.
-
-        dropped: for each optimizer step, whether it was dropped.
-        """
-        tables = [mini.table for mini in mini_batches]
-        self.ledger.trained(step, tables, [own.weights.weight for own in coefficients], dropped)
-        self.ledger.balance()
 
     def act_on_mismatch(self, step: int, mismatch: Metrics) -> None:
         """Log the tokens whose log-probs differ most between engine and trainer, and apply mismatch.action.

@@ -30,7 +30,6 @@ _FORMAT = (json_text({"format": "grpo_megatron.ledger", "version": 1}) + "\n").e
 _MAGIC = b"\xf7LB\n"
 # _MAGIC, attempt, bytes of the names, number of entries, CRC-32 of what follows, CRC-32 of all before this.
 _HEADER = Struct("<4sIIIII")
-_UNSEALED = Struct("<4sIIII")
 
 
 class DamagedLedger(UserError):
@@ -64,8 +63,8 @@ def packed(attempt: int, names: Sequence[str], entries: np.ndarray) -> bytes:
     """Return the bytes of a block."""
     text = "".join(" ".join(name.splitlines()) + "\n" for name in names).encode("utf-8", "backslashreplace")
     body = text + entries.tobytes()
-    unsealed = _UNSEALED.pack(_MAGIC, attempt, len(text), len(entries), zlib.crc32(body))
-    return unsealed + zlib.crc32(unsealed).to_bytes(4, "little") + body
+    start = _HEADER.pack(_MAGIC, attempt, len(text), len(entries), zlib.crc32(body), 0)[:-4]
+    return start + zlib.crc32(start).to_bytes(4, "little") + body
 
 
 def read_blocks(path: Path, start: int = 0) -> Iterator[LedgerBlock]:
