@@ -4,10 +4,12 @@ tests/integration has a real engine.
 """
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from grpo_megatron.algorithm.filters import group_filter
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.config.load import read_config
@@ -292,3 +294,20 @@ def test_a_reward_that_fails_ends_it():
     with pytest.raises(KeyError):
         sampled.sample(1, source())
     assert engine.running == 0
+
+
+def test_a_dropped_group_is_of_the_filter_that_left_nothing_of_it(monkeypatch):
+    def without_the_first(groups):
+        return [replace(group, samples=group.samples[1:]) for group in groups]
+
+    monkeypatch.setitem(group_filter._known, "without_the_first", without_the_first)
+    sampled = rollouts(
+        Engine(),
+        lambda uid: True,
+        "algorithm.filters=[without_the_first,nonzero_variance]",
+        "rollout.dynamic_sampling.max_batches=1",
+    )
+    with pytest.raises(UserError, match="left only 0 of the 4 groups"):
+        sampled.sample(1, source())
+    (group,) = sampled._manager.generate(source().next(1), sampled._config.rollout)
+    assert sampled._refused_by(group) == "nonzero_variance"

@@ -1,10 +1,12 @@
 """The ledger of a run: every sample has a story, and each fault in the books is noticed, by id."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.errors import UserError
 from grpo_megatron.samples.blocks import LEDGER, LedgerFile, read_blocks
 from grpo_megatron.samples.books import Books
@@ -45,11 +47,10 @@ def test_each_state_of_a_sample_is_recorded(tmp_path):
 
 
 def test_a_trajectory_of_several_sequences_is_one_sample(tmp_path):
-    from dataclasses import replace
-
     whole = group(0)
     one, two = whole.samples
-    split = replace(whole, samples=(one, replace(one, response_ids=one.response_ids + 1), two))
+    later = replace(one, weight_spans=(WeightSpan(2, 0, 1), WeightSpan(6, 1, 3)))
+    split = replace(whole, samples=(one, later, two))
     ledger = Ledger(str(tmp_path))
     ledger.taken(1, [split], [])
     ledger.trained(1, tables([split]), [np.array([0.0, 0.5, 0.25])], [False])
@@ -59,6 +60,8 @@ def test_a_trajectory_of_several_sequences_is_one_sample(tmp_path):
     assert trained["tokens"].tolist() == [10, 5]
     assert trained["value"].tolist() == [0.5, 0.25]
     assert totals(tmp_path)["tokens"] == 15
+    generated = entries_of(tmp_path, SampleState.generated)
+    assert [(e["tokens"], e["oldest"], e["newest"]) for e in generated] == [(10, 2, 6), (5, 3, 4)]
 
 
 def test_what_is_not_trained_on_ends_too(tmp_path):

@@ -8,7 +8,8 @@ import pytest
 from grpo_megatron.cli import main
 from grpo_megatron.samples.blocks import LEDGER, LedgerFile
 from grpo_megatron.samples.entries import ENTRY, SampleState
-from tests.unit.ledger_steps import continued_run, group, ledger_of
+from grpo_megatron.samples.ledger import Ledger
+from tests.unit.ledger_steps import continued_run, group, ledger_of, train
 
 
 @pytest.fixture
@@ -49,13 +50,18 @@ def test_a_step_that_goes_on_is_no_fault(tmp_path, capsys):
 
 
 def test_books_that_do_not_balance_are_exit_status_1(tmp_path, capsys):
-    saved = ledger_of(tmp_path, 2).state_dict()
+    ledger = ledger_of(tmp_path, 1)
+    first = ledger.state_dict()
+    train(ledger, 2, [group(4)], [group(5)])
+    saved = ledger.state_dict()
     entry = np.zeros(1, ENTRY)
     entry["state"], entry["step"], entry["sample"] = SampleState.trained, 2, 8
     LedgerFile(tmp_path / LEDGER, saved["last"], saved["end"]).append(1, [], entry)
     said = "step 2: sample 8 was trained, but had ended before or was never admitted"
     assert call(capsys, tmp_path, status=1).splitlines()[-1] == f"not balanced: {said}"
     assert json.loads(call(capsys, tmp_path, "--json", status=1))["faults"] == [said]
+    Ledger(str(tmp_path), 1, first)  # a resume undoes the step and its fault
+    assert json.loads(call(capsys, tmp_path, "--json"))["faults"] == []
 
 
 def test_the_story_of_a_sample_has_all_attempts(run, capsys):

@@ -118,6 +118,22 @@ def test_a_ledger_that_does_not_reach_to_the_checkpoint_is_refused_and_stays(tmp
         resumed(tmp_path, 2, saved)
 
 
+def test_a_ledger_of_another_run_is_refused_and_stays(tmp_path):
+    """Its last step begins at the same byte, but has another size."""
+    ledger = ledger_of(tmp_path, 1)
+    train(ledger, 2, [group(4)], [group(5)])
+    saved, path = ledger.state_dict(), tmp_path / LEDGER
+    path.unlink()
+    ledger = ledger_of(tmp_path, 1)
+    ledger.taken(2, [group(4), group(5)], [])
+    ledger.trained(2, tables([group(4)]), [np.ones(2)], [False])
+    assert ledger.state_dict()["last"] == saved["last"]
+    before = path.read_bytes()
+    with pytest.raises(UserError, match="lacks the entries"):
+        resumed(tmp_path, 2, saved)
+    assert path.read_bytes() == before
+
+
 def test_damage_after_the_checkpoint_goes_with_the_steps_that_are_made_anew(tmp_path, capsys):
     ledger = ledger_of(tmp_path, 1)
     saved, path = ledger.state_dict(), tmp_path / LEDGER
