@@ -82,6 +82,9 @@ def test_the_story_of_a_sample_has_all_attempts(run, capsys):
     ]
     found = json.loads(call(capsys, run, "--sample", 10, "--json"))
     assert [(row["attempt"], row["undone_by"]) for row in found] == [(1, 1)] * 4 + [(2, None)] * 4
+    Ledger(str(run))  # the run begins from the beginning
+    found = json.loads(call(capsys, run, "--sample", 10, "--json"))
+    assert [row["undone_by"] for row in found] == [1] * 4 + [0] * 4
 
 
 def test_a_prompt_has_the_stories_of_its_samples_one_after_the_other(run, capsys):

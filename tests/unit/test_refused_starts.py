@@ -18,7 +18,7 @@ from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.manifest import DamagedCheckpoint
 from grpo_megatron.samples.blocks import LEDGER
 from tests.ledgers import used_prompts
-from tests.unit.run_folders import NAME, checkpoint, config_of, rows, run_with, state_of
+from tests.unit.run_folders import EMPTY, NAME, checkpoint, config_of, rows, run_with, state_of
 
 
 def contents(folder) -> dict[str, bytes]:
@@ -34,7 +34,8 @@ def earlier_run(tmp_path):
     folder = run_with(tmp_path, 4, 8, metrics=rows(*range(1, 9)), trained=8)
     (folder / "result.json").write_text("{}")
     (folder / "config.yaml").write_text("the earlier one")
-    return folder, checkpoint(tmp_path / "other", state_of(5))
+    # The ledger of the other run is not in this folder.
+    return folder, checkpoint(tmp_path / "other", state_of(5, EMPTY | {"last": 1, "end": 2}))
 
 
 def test_a_checkpoint_of_other_data_is_refused_before_anything_changes(tmp_path):
