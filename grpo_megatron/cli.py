@@ -162,7 +162,7 @@ def _add_looks(commands) -> None:
     )
     ledger = commands.add_parser(
         "ledger",
-        help="say what became of a run's samples; exit status 1 if one was lost from sight or trained twice",
+        help="say what became of each sample; exit status 1 unless each has ended exactly once",
     )
     ledger.add_argument("--json", action="store_true", help="print JSON, for programs")
     ledger.add_argument(

@@ -44,6 +44,7 @@ def _show_balance(path: Path, as_json: bool, steps: int) -> int:
     books, _, _ = read_books(path)
     last = books.last_step()
     shown = [{"step": step, **books.of_step(step)} for step in range(max(last - steps, 0) + 1, last + 1)]
+    shown = [row for row in shown if row["admitted"]]  # the first steps may be of another run
     total = books.totals()
     if as_json:
         found = {"steps": shown, "total": total, "faults": [str(fault) for fault in books.faults]}
@@ -104,4 +105,6 @@ def _text(entry: np.void, names: list[str]) -> str:
             f"trained: optimizer step {entry['optimizer_step']}, weight {entry['value']:.4g} per token, "
             f"{entry['updates']} updates of the model"
         )
-    return f"{state.name}{' by' if state == SampleState.filtered else ':' if name else ''} {name}".rstrip()
+    if state == SampleState.filtered:
+        return f"filtered by {name}"
+    return f"{state.name}: {name}" if name else state.name

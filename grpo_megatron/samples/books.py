@@ -52,9 +52,8 @@ class Books:
         self.waiting = np.zeros(0, np.int64)
         self.highest = -1
         self._before = np.array([summary["totals"][name] for name in COUNTED], np.int64)
-        self._rows = np.zeros(
-            (64, len(COUNTED)), np.int64
-        )  # from step `first` on, with unused rows at the end
+        # Counts from step `first` on, with unused rows at the end.
+        self._rows = np.zeros((64, len(COUNTED)), np.int64)
 
     def add(self, block: LedgerBlock) -> None:
         """Count the entries of a block."""

@@ -116,3 +116,12 @@ def test_what_is_not_there_is_one_message(run, tmp_path, capsys):
     path.write_bytes(path.read_bytes()[:200] + b"?" + path.read_bytes()[201:])
     for words in ([], ["--sample", 1]):
         assert f"error: {path} is damaged at byte " in call(capsys, run, *words, status=2)
+
+
+def test_steps_of_another_run_have_no_row(tmp_path, capsys):
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    saved = ledger_of(there, 3).state_dict()
+    train(Ledger(str(here), 3, saved, own=False), 4, [group(8)])
+    assert [line.split()[0] for line in call(capsys, here).splitlines()] == ["step", "4", "total"]
