@@ -3,7 +3,7 @@
     python benchmarks/controller.py [--sequences N] [--tokens N] [--replicas N] [--mini-batches N]
         [--steps N]
 
-The controller, the rollout manager with a rollout worker, the trainer and the monitor are the real ones. The
+The controller, rollout manager, rollout worker, trainer, monitor and ledger are the real ones. The
 ranks are not: a few processes answer at once for all of them, with as many Ray calls as there are ranks,
 which is 32 for each replica. The worker makes the samples without engines, so its answers come at once. All
 sequences have the given number of tokens, 256 of them in the prompt. Then all is done again with a quarter of
@@ -59,6 +59,7 @@ from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.source import EngineRollouts
 from grpo_megatron.rollout.worker import RolloutWorker
 from grpo_megatron.run.loop import StepLoop
+from grpo_megatron.samples.ledger import Ledger
 from grpo_megatron.trainer.dropped_steps import DroppedSteps
 from grpo_megatron.trainer.policy import PolicyTrainer
 from grpo_megatron.trainer.ranks import RankGroup
@@ -274,10 +275,9 @@ def steps(options: argparse.Namespace, tokens: int, folder: str) -> dict[str, fl
         monitor = Monitor(f"{folder}/{tokens}", config, status, throughput=throughput)
         trainer = StepTrainer(Trainer(config, Ranks(options.replicas, traffic)), config, monitor.phases)
         algorithm = Algorithm(config)
-        checkpoints = SimpleNamespace(note_trained=lambda *_: None)
         source = EngineRollouts(RolloutManager(engines, [worker]), config)
-        loop = StepLoop(config, checkpoints, monitor)
-        controller = Controller(config, Rollouts(source), trainer, algorithm, monitor, loop)
+        loop, ledger = StepLoop(config, SimpleNamespace(), monitor), Ledger(f"{folder}/{tokens}")
+        controller = Controller(config, Rollouts(source), trainer, algorithm, monitor, loop, ledger)
         clock, process = Clock(trainer, algorithm), psutil.Process()
         before, memory, found = process.memory_info().rss, 0, []
         for step in range(1, options.steps + 3):

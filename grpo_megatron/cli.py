@@ -1,12 +1,12 @@
 """The command line `grpo-megatron COMMAND`.
 
-Commands: train | sft | reward-model | eval | selftest | status | report | config | plan | doctor.
+Commands: train | sft | reward-model | eval | selftest | status | report | ledger | config | plan | doctor.
 
 Exit status:
     0        done
     1        an unexpected error; its traceback is in the log that the message names. Also: `config diff`
-             found a difference, `selftest` or `doctor` found a fault, or `status` found a run that did not
-             end well
+             found a difference, `selftest` or `doctor` found a fault, `status` found a run that did not end
+             well, or `ledger` found samples that do not balance
     2        wrong input, configuration or environment (UserError): the message says what to do; the same
              command would fail again
     3        a process that the run needs (a rank, an engine, Ray's daemons) is lost and could not be replaced
@@ -137,13 +137,13 @@ def _command(options: argparse.Namespace) -> Callable[[Guard], int]:
         return lambda guard: config_commands.run(options)
     if options.command == "plan":
         return lambda guard: plan_command.run(options)
-    if options.command in ("status", "report"):
+    if options.command in ("status", "report", "ledger"):
         return lambda guard: _read_run(options)
     return partial(_selftest if options.command == "selftest" else _train, options)
 
 
 def _add_readers(commands) -> None:
-    """Add the commands `status` and `report`, which read a run's folder, to the command line.
+    """Add the commands `status`, `report` and `ledger`, which read a run's folder, to the command line.
 
     commands: the object that ArgumentParser.add_subparsers of `grpo-megatron` returned.
     """
@@ -164,7 +164,23 @@ def _add_readers(commands) -> None:
     report.add_argument(
         "--out", metavar="FILE", help="file to write the page to; default: report.html in RUN_DIR"
     )
-    for command in (status, report):
+    ledger = commands.add_parser(
+        "ledger",
+        help="say what became of each sample; exit status 1 unless each has ended exactly once",
+    )
+    ledger.add_argument("--json", action="store_true", help="print JSON, for programs")
+    ledger.add_argument(
+        "--steps",
+        type=int,
+        default=20,
+        metavar="N",
+        help="number of steps to show, the last ones; default: 20",
+    )
+    ledger.add_argument("--sample", type=int, metavar="ID", help="show what happened to a sample, in order")
+    ledger.add_argument(
+        "--prompt", type=int, metavar="UID", help="show what happened to all samples of a prompt"
+    )
+    for command in (status, report, ledger):
         command.add_argument("folder", metavar="RUN_DIR", help="folder of the run")
 
 
@@ -173,6 +189,10 @@ def _read_run(options: argparse.Namespace) -> int:
         from grpo_megatron.commands.status import status
 
         return status(options.folder, options.json)
+    if options.command == "ledger":
+        from grpo_megatron.commands.ledger import ledger
+
+        return ledger(options.folder, options.json, options.steps, options.sample, options.prompt)
     from grpo_megatron.commands.report import report
 
     return report(options.folder, options.against, options.out)

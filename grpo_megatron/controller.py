@@ -18,6 +18,7 @@ from grpo_megatron.rollout.source import ReplayedRollouts
 from grpo_megatron.rollout.statistics import step_statistics
 from grpo_megatron.rollout.synchronous import SynchronousRollouts
 from grpo_megatron.run.loop import StepLoop
+from grpo_megatron.samples.ledger import Ledger
 from grpo_megatron.trainer.mini_batch import MiniBatch, make_mini_batches
 from grpo_megatron.trainer.step import StepTrainer
 
@@ -32,6 +33,7 @@ class Controller:
     algorithm: computes advantages and token weights, and chooses the loss
     monitor: receives metrics, timings and texts, and passes them to logs and terminal
     loop: counts the steps, and evaluates, saves and stops between them
+    ledger: records what becomes of each sample, and checks that each ends exactly once
     """
 
     def __init__(
@@ -42,12 +44,13 @@ class Controller:
         algorithm: Algorithm,
         monitor: Monitor,
         loop: StepLoop,
+        ledger: Ledger,
     ):
         """Create a training loop that starts at step 0. `load_state_dict` continues from a checkpoint."""
         self.config = config
         self.rollouts, self.trainer, self.algorithm = rollouts, trainer, algorithm
-        self.monitor, self.loop = monitor, loop
-        self.totals = {"tokens": 0, "seconds": 0.0, "mismatch_max": 0.0}
+        self.monitor, self.loop, self.ledger = monitor, loop, ledger
+        self.totals = {"seconds": 0.0, "mismatch_max": 0.0}
 
     def run(self) -> dict:
         """Train until step run.total_steps, and return the results. Raises Stopped if asked to stop early.
@@ -62,7 +65,7 @@ class Controller:
         self.rollouts.start()
         with reading(allowed=False):
             self.loop.run(self)
-        return {"step": self.loop.step, **self.loop.evaluations, **self.totals}
+        return {"step": self.loop.step, **self.loop.evaluations, "tokens": self.ledger.tokens, **self.totals}
 
     def train_step(self, step: int) -> list[MiniBatch]:
         """Make one step of GRPO: sample and score groups, train on them, and publish the new weights.
@@ -70,17 +73,22 @@ class Controller:
         step: index of the step, from 1, as `loop.begin_step` returns it.
 
         Returns the step's mini-batches. `trainer.policy.read` reads their tokens' log-probs and advantages.
+        Raises UserError if the books of the step's samples do not balance.
         """
         config, phases = self.config, self.monitor.phases
         rollout = self.rollouts.take(step)
         with phases("prepare"):
-            groups = apply_filters(shape_rewards(rollout.groups, config, step), config.algorithm)
+            self.ledger.taken(step, rollout.groups, rollout.left_out)
+            filtered = apply_filters(shape_rewards(rollout.groups, config, step), config.algorithm)
+            self.ledger.filtered(step, filtered.removed)
+            groups = filtered.groups
             sampled = step_statistics(groups, rollout, config.eval.pass_reward, self.rollouts.version)
             mini_batches = make_mini_batches(groups, config, self.trainer.cost_model, step)
+            tables = [mini.table for mini in mini_batches]
         sums, mismatch = self.trainer.measure(mini_batches)
         with phases("prepare"):
             self.act_on_mismatch(step, mismatch)
-            coefficients, measured = self.algorithm.coefficients([mini.table for mini in mini_batches], sums)
+            coefficients, measured = self.algorithm.coefficients(tables, sums)
         trained = self.trainer.train(step, mini_batches, coefficients, self.algorithm.loss)
         if not mismatch:
             # Only the first optimizer step sees the weights the engine sampled with.
@@ -88,12 +96,14 @@ class Controller:
             self.act_on_mismatch(step, mismatch)
         metrics = merge(trained)
         self.algorithm.note_trained(metrics)
-        if any(own["actor/dropped_steps"].result() == 0 for own in trained):
+        dropped = [own["actor/dropped_steps"].result() > 0 for own in trained]
+        self.ledger.trained(step, tables, [own.weights.weight for own in coefficients], dropped)
+        self.ledger.balance()
+        if not all(dropped):
             self.rollouts.weights_changed()
-        self.loop.checkpoints.note_trained(step, rollout.used)
         metrics = {name: value for name, value in metrics.items() if not name.startswith("mismatch/")}
         advantages = [own.credit.of_sequences(of) for own, of in zip(coefficients, sums, strict=True)]
-        lengths = [mini.table.num_tokens for mini in mini_batches]
+        lengths = [table.num_tokens for table in tables]
         trained_on = TrainedOn(
             np.concatenate(lengths), config.train.ppo_epochs, groups, np.concatenate(advantages)
         )
@@ -134,12 +144,12 @@ class Controller:
         scalars = to_floats(metrics) | sampled | self.rollouts.metrics
         scalars = self.monitor.finish_step(step, scalars, trained_on)
         self.monitor.line(step, scalars)
-        self.totals["tokens"] += int(trained_on.lengths.sum())
         self.totals["seconds"] += scalars["time/step"]
         self.totals["mismatch_max"] = nan_max(self.totals["mismatch_max"], scalars["mismatch/max"])
 
     def state_dict(self) -> dict:
         return {
+            "ledger": self.ledger.state_dict(),
             "totals": self.totals,
             **self.rollouts.state_dict(),
             "algorithm": self.algorithm.state_dict(),
@@ -147,7 +157,7 @@ class Controller:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from a checkpoint. The caller must also call `loop.load_state_dict`.
+        """Continue from a checkpoint. The caller must also continue the loop, and open the ledger there.
 
         state: the driver's state, read from the checkpoint's state.json.
         """

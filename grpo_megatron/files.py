@@ -7,19 +7,16 @@ an error, such as a full disk, either kind of file is as it was before.
 import errno
 import io
 import json
-import logging
 import math
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.paths import file_problem
-
-logger = logging.getLogger(__name__)
 
 # Bytes per write() call. With larger calls a file system allocates memory in blocks of megabytes. On a
 # virtual machine that returns free blocks to its host, these allocations made writing seven times slower.
@@ -173,12 +170,13 @@ class RowFile:
         """Size of the file in bytes."""
         return os.fstat(self._descriptor).st_size
 
-    def append(self, text: str) -> None:
-        """Append all of the text to the file, or nothing.
+    def append(self, data: str | bytes) -> None:
+        """Append all of a text or of bytes to the file, or nothing.
 
         Raises OSError if the disk is full. The file is then unchanged.
         """
-        before, rest = self.size, memoryview(text.encode("utf-8", "backslashreplace"))
+        data = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
+        before, rest = self.size, memoryview(data)
         try:
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
@@ -195,31 +193,6 @@ class RowFile:
         # Forget the descriptor: its number will soon belong to another file, into which a late row would go.
         descriptor, self._descriptor = self._descriptor, -1
         os.close(descriptor)
-
-
-class WaitingRows:
-    """A file of JSON rows of which none may be lost, such as trained.jsonl.
-
-    A row that cannot be written, for example because the disk is full, is kept in memory and written together
-    with the next row.
-    """
-
-    def __init__(self, path: Path):
-        self._path = path
-        self._waiting: list[str] = []
-
-    def append_row(self, row: dict[str, Any]) -> None:
-        self._waiting.append(json_text(row) + "\n")
-        try:
-            with closing(RowFile(self._path)) as file:
-                file.append("".join(self._waiting))
-        except OSError as error:
-            if len(self._waiting) == 1:
-                logger.warning(
-                    not_written(self._path, error, "the rows are kept in memory and written later")
-                )
-        else:
-            self._waiting.clear()
 
 
 def numbered(path: Path) -> Path:

@@ -4,7 +4,9 @@ A filter is a function (list of Group) -> list of Group, registered by `@group_f
 returns the groups to keep, in unchanged order.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from grpo_megatron.batch.sample import Group
 from grpo_megatron.config.algorithm import AlgorithmConfig
@@ -38,29 +40,48 @@ def mask_truncated(groups: list[Group]) -> list[Group]:
     return [replace(group, samples=tuple(masked(sample) for sample in group.samples)) for group in groups]
 
 
-def apply_filters(groups: list[Group], options: AlgorithmConfig) -> list[Group]:
-    """Return the groups to train on, after the configured filters.
+@dataclass(frozen=True)
+class Filtered:
+    """Result of filters.
+
+    groups: the groups that remain
+    removed: (name, trajectory ids) of each filter, in order: the samples that it removed
+    """
+
+    groups: list[Group]
+    removed: list[tuple[str, np.ndarray]]
+
+
+def apply_filters(groups: list[Group], options: AlgorithmConfig) -> Filtered:
+    """Return the groups to train on, after the configured filters, and what each filter has removed.
 
     First the filters that algorithm.filters names are applied, in order. Then, with
     algorithm.overlong_filter, samples that were cut off at the length limit are masked.
 
     Raises UserError if no group is left.
     """
-    kept = filtered(groups, options.filters)
-    if not kept:
+    found = filtered(groups, options.filters)
+    if not found.groups:
         raise UserError(
             f"algorithm.filters={list(options.filters)} removed all {len(groups)} groups of the step; set "
             "rollout.dynamic_sampling.enabled=true to sample more groups until enough are left"
         )
-    return mask_truncated(kept) if options.overlong_filter else kept
+    return replace(found, groups=mask_truncated(found.groups)) if options.overlong_filter else found
 
 
-def filtered(groups: list[Group], names: list[str]) -> list[Group]:
-    """Return the groups that remain after the filters called `names` are applied in order.
+def filtered(groups: list[Group], names: list[str]) -> Filtered:
+    """Return what remains after the filters called `names` are applied in order, and what each has removed.
 
     Dynamic sampling calls this function with one group at a time, to find out whether the group is useful for
     training.
     """
-    for name in names:
-        groups = group_filter.get(name)(groups) if groups else []
-    return groups
+    removed = []
+    for name in names if groups else []:
+        kept = group_filter.get(name)(groups) if groups else []
+        removed.append((name, np.setdiff1d(_trajectory_ids(groups), _trajectory_ids(kept))))
+        groups = kept
+    return Filtered(groups, removed)
+
+
+def _trajectory_ids(groups: list[Group]) -> np.ndarray:
+    return np.array([sample.trajectory_id for group in groups for sample in group.samples], np.int64)

@@ -29,6 +29,7 @@ from grpo_megatron.rollout.record import must_be_free
 from grpo_megatron.rollout.source import EngineRollouts, ReplayedRollouts
 from grpo_megatron.rollout.synchronous import SynchronousRollouts
 from grpo_megatron.rollout.worker import RolloutWorkers
+from grpo_megatron.run.folder import open_ledger
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.resume import Checkpoint, finished_result
 from grpo_megatron.run.stop import StopRequest
@@ -167,6 +168,7 @@ def _loop(
             Algorithm(config, data.tokenizer.decode_all),
             run.monitor,
             run.loop(stop),
+            open_ledger(context.directory, checkpoint, run.engines is None),
         )
         if run.state:
             controller.load_state_dict(run.state)

@@ -32,8 +32,8 @@ class Filled:
     """Groups that the caller's function `keep` accepted, at most Goal.groups."""
     dropped: list[Prompt] = field(default_factory=list)
     """Prompts of the groups that `keep` refused."""
-    aborted: list[Prompt] = field(default_factory=list)
-    """Prompts whose groups were not needed, because the batch was full before these groups were done."""
+    aborted: list[Group] = field(default_factory=list)
+    """Groups that were not needed, because the batch was full before they were done. Most lack samples."""
 
 
 class Sampler(Protocol):
@@ -122,22 +122,25 @@ class RolloutManager:
     async def _fill(self, draw, keep, rollout: RolloutConfig, goal: Goal) -> Filled:
         filled, asked = Filled(), 0
         await self._begin(rollout)
-        running: dict[asyncio.Task[Group], Prompt] = {}
+        running: dict[asyncio.Task[Group], Group] = {}  # to a group that has no samples yet
         try:
             while len(filled.groups) < goal.groups:
                 wanted = math.ceil((goal.groups - len(filled.groups)) * goal.in_flight) - len(running)
                 for prompt in draw(min(max(wanted, 0), goal.most - asked)):
-                    running[asyncio.create_task(self._group(prompt, asked, rollout.n))] = prompt
+                    task = asyncio.create_task(self._group(prompt, asked, rollout.n))
+                    running[task] = Group(self._next_group + asked, prompt, ())
                     asked += 1
                 if not running:
                     break
                 done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for group in sorted((task.result() for task in done), key=lambda group: group.group_id):
                     full = len(filled.groups) == goal.groups
-                    if not full and keep(group):
+                    if full:
+                        filled.aborted.append(group)
+                    elif keep(group):
                         filled.groups.append(group)
                     else:
-                        (filled.aborted if full else filled.dropped).append(group.prompt)
+                        filled.dropped.append(group.prompt)
                 for task in done:
                     del running[task]
         finally:

@@ -13,6 +13,10 @@ from grpo_megatron.monitoring.phases import Phases
 from grpo_megatron.rewards.shaping import shape_overlong
 from grpo_megatron.rollout.manager import Filled, Goal, RolloutManager
 from grpo_megatron.rollout.record import Recorder, Replay
+from grpo_megatron.samples.entries import LeftOut, SampleState, rows_of
+
+ABORTED = "its group was aborted when the batch was full; the prompt is used later"
+TOO_FEW = "too few samples of its group are left, because rewards or environments failed"
 
 
 @dataclass(frozen=True)
@@ -21,14 +25,14 @@ class Rollout:
 
     groups: list[Group]
     """Groups to train on."""
-    used: list[int] = field(default_factory=list)
-    """uids of the prompts that the step used up: those of `groups`, and of dropped and failed groups."""
     dropped: int = 0
     """Number of groups that dynamic sampling left out because algorithm.filters refused them."""
     aborted: int = 0
     """Number of groups that dynamic sampling aborted, because the batch was full before they were done."""
     failed: list[Group] = field(default_factory=list)
     """Groups that are not trained on, because so many rewards failed that too few samples are left."""
+    left_out: list[LeftOut] = field(default_factory=list)
+    """The samples of dropped, aborted and failed groups, for the ledger."""
 
 
 class EngineRollouts:
@@ -56,8 +60,10 @@ class EngineRollouts:
         rollout.dynamic_sampling.shortage=error.
         """
         failed: list[Group] = []
+        left_out: list[LeftOut] = []
+        n = self._config.rollout.n
         if self._config.rollout.dynamic_sampling.enabled:
-            filled = self._fill(step, prompts, failed)
+            filled = self._fill(step, prompts, failed, left_out)
         else:
             filled = Filled(self._manager.generate(prompts.next(self._batch_size), self._config.rollout))
             failed += [group for group in filled.groups if self._is_too_small(group)]
@@ -69,11 +75,13 @@ class EngineRollouts:
                     "environments failed for nearly all samples and reward.on_failure=leave_out removes "
                     "them; see the messages above and the workers' logs for the cause"
                 )
-        prompts.settle(filled.aborted)
+        prompts.settle([group.prompt for group in filled.aborted])
+        left_out.append(LeftOut(rows_of(filled.aborted, n), SampleState.lost, ABORTED))
+        left_out.append(LeftOut(rows_of(failed, n), SampleState.failed, TOO_FEW))
         if self._recorder:
             self._recorder.write(step, filled.groups)
-        used = [*(group.prompt.uid for group in filled.groups), *(prompt.uid for prompt in filled.dropped)]
-        return Rollout(filled.groups, used, len(filled.dropped) - len(failed), len(filled.aborted), failed)
+        dropped = len(filled.dropped) - len(failed)
+        return Rollout(filled.groups, dropped, len(filled.aborted), failed, left_out)
 
     def _is_too_small(self, group: Group) -> bool:
         """Return True if samples of the group failed, and too few are left for the advantage estimator."""
@@ -81,12 +89,13 @@ class EngineRollouts:
             self._config.algorithm.adv_estimator
         )
 
-    def _fill(self, step: int, prompts: PromptSource, failed: list[Group]) -> Filled:
+    def _fill(self, step: int, prompts: PromptSource, failed: list[Group], left_out: list[LeftOut]) -> Filled:
         """Sample until algorithm.filters have accepted enough groups (dynamic sampling).
 
         step: index of the step, for messages.
         prompts: hands out the prompts.
         failed: a list, to which this method appends groups with too few samples (`_is_too_small`).
+        left_out: a list, to which this method appends the samples of groups that a filter refuses.
 
         Returns the accepted groups, and the prompts that were left out.
         """
@@ -98,7 +107,11 @@ class EngineRollouts:
             if self._is_too_small(group):
                 failed.append(group)
                 return False
-            return self._passes_filters(group)
+            refused = self._refused_by(group)
+            if refused:
+                # Keep only numbers: many groups may be dropped, and their tokens take memory.
+                left_out.append(LeftOut(rows_of([group], rollout.n), SampleState.filtered, refused))
+            return refused is None
 
         filled = self._manager.fill(
             prompts.next, keep, rollout, Goal(self._batch_size, options.over_sampling, most)
@@ -115,11 +128,17 @@ class EngineRollouts:
             )
         return filled
 
-    def _passes_filters(self, group: Group) -> bool:
-        """Return True if algorithm.filters accept the group, given rewards with the overlong penalty."""
+    def _refused_by(self, group: Group) -> str | None:
+        """Return the name of the filter in algorithm.filters that refuses the group; None if all accept it.
+
+        The filters see rewards with the overlong penalty.
+        """
         config = self._config
         shaped = shape_overlong([group], config.rollout.max_response_length, config.reward.overlong_buffer)
-        return bool(filtered(shaped, config.algorithm.filters))
+        found = filtered(shaped, config.algorithm.filters)
+        return (
+            None if found.groups else next(name for name, samples in reversed(found.removed) if len(samples))
+        )
 
     def state_dict(self) -> dict:
         return self._manager.state_dict()
@@ -154,8 +173,7 @@ class ReplayedRollouts:
 
     def take(self, step: int) -> Rollout:
         with self._phases("generate"):
-            groups = self._replay.read(step)
-        return Rollout(groups, [group.prompt.uid for group in groups])
+            return Rollout(self._replay.read(step))
 
     def weights_changed(self) -> None:
         pass

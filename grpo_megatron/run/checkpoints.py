@@ -10,20 +10,18 @@ from typing import Any, Protocol
 
 from grpo_megatron.config.schema import CheckpointConfig
 from grpo_megatron.errors import UserError
-from grpo_megatron.files import WaitingRows, json_text, sync_to_disk
+from grpo_megatron.files import json_text, sync_to_disk
 from grpo_megatron.monitoring.run_files import METRICS
 from grpo_megatron.paths import is_absent
 from grpo_megatron.run.lock import is_in_use
 from grpo_megatron.run.manifest import FileRecord, record_of, write_manifest
+from grpo_megatron.samples.blocks import LEDGER
 
 logger = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"  # subfolder of a run's folder
 ACTOR, STATE = "actor", "state.json"
 DELETED = ".deleted"  # part of the name of a folder that is being deleted
-# File in the run's folder with one row per step: the prompts that the step has used up. The rows prove that
-# no prompt was skipped or trained twice, however often the run was killed.
-TRAINED = "trained.jsonl"
 
 
 class NotWritten(UserError):
@@ -100,7 +98,6 @@ class Checkpoints:
         )
         self._writing: Path | None = None  # final name of the checkpoint that the ranks are writing
         self._last_step, self._last_begun = resumed, clock()
-        self._trained = WaitingRows(self.folder.parent / TRAINED)
         self._failure: NotWritten | None = None  # error of the last attempt
 
     def is_due(self, step: int, last: bool = False) -> bool:
@@ -113,14 +110,6 @@ class Checkpoints:
         by_steps = config.every > 0 and step % config.every == 0
         by_time = config.minutes > 0 and self._clock() - self._last_begun >= 60 * config.minutes
         return by_steps or by_time or (last and config.at_end and step != self._last_step)
-
-    def note_trained(self, step: int, prompts: list[int]) -> None:
-        """Append a row to trained.jsonl, with the prompts that a step has used up.
-
-        step: index of the step.
-        prompts: uid of each prompt, including prompts whose groups a filter dropped.
-        """
-        self._trained.append_row({"step": step, "prompts": prompts})
 
     def after_step(self, state: dict | None) -> None:
         """Complete the checkpoint in progress if the ranks have written it, then begin a new one if due.
@@ -204,8 +193,8 @@ class Checkpoints:
         files = {f"{ACTOR}/{name}": record for name, record in report.files.items()}
         write_manifest(whole, files | {STATE: record_of(whole / STATE)})
         sync_to_disk(whole)
-        # A run that continues from this checkpoint after the loss of a node needs the rows of these files.
-        for name in (METRICS, TRAINED):
+        # A run that continues from this checkpoint after the loss of a node needs what these files have.
+        for name in (METRICS, LEDGER):
             if not is_absent(rows := self.folder.parent / name):
                 sync_to_disk(rows)
         whole.rename(final)

@@ -18,9 +18,11 @@ from grpo_megatron.errors import UserError, shortened
 from grpo_megatron.files import numbered, parse_object, reading, replace_text, writing
 from grpo_megatron.monitoring.run_files import METRICS
 from grpo_megatron.paths import file_problem, is_absent
-from grpo_megatron.run.checkpoints import CHECKPOINTS, DELETED, TRAINED, discard, folders, step_of
+from grpo_megatron.run.checkpoints import CHECKPOINTS, DELETED, discard, folders, step_of
 from grpo_megatron.run.lock import OWNER, Ownership, in_use
 from grpo_megatron.run.resume import ANEW, AUTO, RESULT, Checkpoint, newest_checkpoint, open_checkpoint
+from grpo_megatron.samples.blocks import LEDGER
+from grpo_megatron.samples.ledger import Ledger, must_reach
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +50,8 @@ def open_run_folder(
         belongs to other data. Its result is a note to log, or "".
 
     Raises UserError, and leaves the folder's contents unchanged, in these cases: another run uses the folder,
-    the folder cannot be created, the checkpoint or a row of trained.jsonl is damaged, or the checkpoint
-    belongs to another command or to other data.
+    the folder cannot be created, the checkpoint is damaged, the ledger does not reach to it, or it belongs to
+    another command or to other data.
     """
     folder = run_folder(config)
     try:
@@ -91,9 +93,8 @@ def beginning(config: Config, command: Command) -> Checkpoint | None:
 
     This function changes no file.
 
-    Raises UserError if the checkpoint is damaged or belongs to another command, if metrics.jsonl or
-    trained.jsonl cannot be read, or if trained.jsonl has a damaged row before its last row up to the
-    checkpoint's step.
+    Raises UserError if the checkpoint is damaged or belongs to another command, if metrics.jsonl cannot be
+    read, or if the ledger does not reach to the run's own checkpoint.
     """
     folder, resume = run_folder(config), config.run.resume
     if resume in ANEW:
@@ -104,16 +105,36 @@ def beginning(config: Config, command: Command) -> Checkpoint | None:
         else open_checkpoint(resume, command)
     )
     if checkpoint:
-        for name in (METRICS, TRAINED):
-            kept_rows(folder / name, checkpoint.step, quiet=True)  # trim_logs reports what it removes
+        kept_rows(folder / METRICS, checkpoint.step, quiet=True)  # trim_logs reports what it removes
+        if command == Command.train and _is_own(folder, checkpoint):
+            must_reach(folder / LEDGER, checkpoint.state["ledger"])
     return checkpoint
+
+
+def open_ledger(directory: str, checkpoint: Checkpoint | None, replayed: bool) -> Ledger:
+    """Return the ledger of a run of `train`, in which the samples of steps after the checkpoint are lost.
+
+    checkpoint: the checkpoint that the run continues from. None if the run begins at step 0.
+    replayed: True if the run trains on recorded samples.
+
+    Call this, as `trim_logs`, only after the ranks have loaded the checkpoint.
+    """
+    if checkpoint is None:
+        return Ledger(directory, replayed=replayed)
+    own = _is_own(Path(directory), checkpoint)
+    return Ledger(directory, checkpoint.step, checkpoint.state["ledger"], own, replayed)
+
+
+def _is_own(folder: Path, checkpoint: Checkpoint) -> bool:
+    """Return True if the run in this folder has written the checkpoint, so that its ledger leads to it."""
+    return Path(checkpoint.folder).resolve().parent == (folder / CHECKPOINTS).resolve()
 
 
 def trim_logs(directory: str, checkpoint: Checkpoint | None) -> None:
     """Reset the run's logs to their state at a checkpoint, so that the run can go on from there.
 
-    Removes the rows of later steps from metrics.jsonl and trained.jsonl. Deletes result.json, and checkpoints
-    that were only partly written or only partly deleted.
+    Removes the rows of later steps from metrics.jsonl. Deletes result.json, and checkpoints that were only
+    partly written or only partly deleted. `open_ledger` does the same for the ledger.
 
     directory: the run's folder.
     checkpoint: the checkpoint that the run continues from. None if the run begins at step 0.
@@ -121,14 +142,11 @@ def trim_logs(directory: str, checkpoint: Checkpoint | None) -> None:
     Call this function only after the ranks have loaded the checkpoint and `quarantine_later_checkpoints` has
     renamed later checkpoints. Until then, a start may fail, and the next one may need the later checkpoints
     with their rows.
-
-    Raises UserError if trained.jsonl has a damaged row before a row to keep.
     """
     folder, step = Path(directory), checkpoint.step if checkpoint else 0
-    for name in (METRICS, TRAINED):
-        kept = kept_rows(folder / name, step)
-        if kept is not None:
-            replace_text(folder / name, "".join(kept))
+    kept = kept_rows(folder / METRICS, step)
+    if kept is not None:
+        replace_text(folder / METRICS, "".join(kept))
     (folder / RESULT).unlink(missing_ok=True)
     checkpoints = folder / CHECKPOINTS
     for left in [*checkpoints.glob("step_*.partial"), *checkpoints.glob(f"step_*{DELETED}*")]:
@@ -158,16 +176,13 @@ def quarantine_later_checkpoints(directory: str, checkpoint: Checkpoint | None) 
 
 
 def kept_rows(path: Path, step: int, quiet: bool = False) -> list[str] | None:
-    """Return the rows of metrics.jsonl or trained.jsonl up to a step, or None if the file does not exist.
+    """Return the rows of metrics.jsonl up to a step, or None if the file does not exist.
 
-    Damaged rows are dropped. The loss of a node may leave half a row or NUL bytes at the end of a file, and a
-    missing row in metrics.jsonl does no harm.
+    Damaged rows are dropped. The loss of a node may leave half a row or NUL bytes at the end of the file, and
+    a missing row does no harm.
 
     step: rows of later steps are left out.
     quiet: if True, nothing is logged about damaged rows.
-
-    Raises UserError, which names the row, if trained.jsonl has a damaged row before a row to keep. Without
-    the damaged row, the file would no longer prove that no prompt was skipped.
     """
     if is_absent(path):
         return None
@@ -184,8 +199,6 @@ def kept_rows(path: Path, step: int, quiet: bool = False) -> list[str] | None:
             damaged.append(error)
             continue
         if of_step <= step:
-            if damaged and path.name == TRAINED:
-                raise damaged[0]
             kept.append(row.decode("utf-8"))
     if damaged and not quiet:
         logger.warning(f"{damaged[0]}; all damaged rows of {path.name} are removed ({len(damaged)})")

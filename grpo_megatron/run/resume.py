@@ -31,7 +31,7 @@ RESULT = "result.json"
 
 # Keys that state.json of each command's checkpoints must have.
 _STATE = {
-    Command.train: ("step", "totals", "rollouts", "prompts", "algorithm", "trainer", "evaluations"),
+    Command.train: ("step", "totals", "rollouts", "prompts", "algorithm", "trainer", "evaluations", "ledger"),
     Command.sft: ("step", "order", "tokens"),
     Command.reward_model: ("step", "order", "trained_tokens", "evaluations"),
 }

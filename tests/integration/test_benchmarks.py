@@ -16,6 +16,7 @@ BENCHMARKS = {
     "checkpoint": (["--saves", "1", "--tokens", "64", "--layers", "2", "--before"], "blocked_share"),
     "convert": (["--layers", "1", "--processes", "1", "--repeats", "1"], "speed_over_copy"),
     "exchange": (["--repeats", "1"], "swap_over_copy"),
+    "ledger": (["--entries", "65536"], "balance_seconds"),
     "loop": (["--steps", "1"], "overhead_share"),
     "memory": (["--tokens", "256"], "activations_full"),
     "reshard": (["--engine-tp", "1", "--repeat", "1"], "bytes_over_bound"),

@@ -80,7 +80,7 @@ def test_surrogate(my_plugins):
 def test_filter(my_plugins):
     config = configured("algorithm.filters=[nonzero_variance,my_plugins:not_too_easy]")
     left = apply_filters(groups([1, 1], [1, 0], [0, 0], [0, 1]), config.algorithm)
-    assert [group.group_id for group in left] == [1, 3]
+    assert [group.group_id for group in left.groups] == [1, 3]
 
 
 def rewarded(config, places, *responses):
@@ -202,9 +202,9 @@ def test_truncated_responses_are_not_trained_on():
 
     (group,) = groups([1, 0])
     cut = replace(group, samples=(group.samples[0], replace(group.samples[1], finish_reason="length")))
-    (left,) = apply_filters([cut], configured("algorithm.overlong_filter=true").algorithm)
+    (left,) = apply_filters([cut], configured("algorithm.overlong_filter=true").algorithm).groups
     assert [sample.num_trained > 0 for sample in left.samples] == [True, False]
-    (plain,) = apply_filters([cut], configured().algorithm)
+    (plain,) = apply_filters([cut], configured().algorithm).groups
     assert all(sample.num_trained == sample.num_response for sample in plain.samples)
 
 

@@ -158,8 +158,8 @@ def test_a_run_outlives_a_dead_rank_and_one_that_sleeps_in_a_collective(
     ray_here, arithmetic, tmp_path, capsys, plant
 ):
     """The engine is kept both times."""
-    dead = plant(Fault(PolicyTrainer, "train_step", 3, RANK))
-    asleep = plant(Fault(PolicyTrainer, "train_step", 6, RANK, what=None))
+    dead = plant(Fault(PolicyTrainer, "train_mini_batch", 3, RANK))
+    asleep = plant(Fault(PolicyTrainer, "train_mini_batch", 6, RANK, what=None))
     said, engines = train(arithmetic, tmp_path, capsys, HANG, TWO_RANKS)
     assert re.search(
         r"trainer rank \d of 2 died in `mini_batches.train_step`.*restart 1 of at most 3, from ",
@@ -229,7 +229,7 @@ def test_an_engine_that_stays_takes_the_weights_of_new_ranks(
     ray_here, arithmetic, tmp_path, capsys, plant, transport
 ):
     """The connections are new, because the partner of the old ones died."""
-    plant(Fault(PolicyTrainer, "train_step", 4, RANK))
+    plant(Fault(PolicyTrainer, "train_mini_batch", 4, RANK))
     changes = [f"weight_sync.transport={transport}", "weight_sync.probe_every=1", TWO_RANKS]
     changes += [f"weight_sync.folder={tmp_path}/weights"] if transport == "disk" else []
     said, seen = train(arithmetic, tmp_path, capsys, *changes)
@@ -272,7 +272,7 @@ def test_a_death_in_an_evaluation_and_one_in_the_restart(ray_here, arithmetic, t
 
 @pytest.mark.slow
 def test_without_restarts_the_run_ends(ray_here, arithmetic, tmp_path, capsys, plant):
-    plant(Fault(PolicyTrainer, "train_step", 2, RANK))
+    plant(Fault(PolicyTrainer, "train_mini_batch", 2, RANK))
     assert main(["train", *arguments(arithmetic, tmp_path, "run.max_restarts=0", "run.total_steps=50")]) == 3
     assert "trainer rank 0 of 1 died in" in capsys.readouterr().err
 
@@ -282,7 +282,7 @@ def test_without_restarts_the_run_ends(ray_here, arithmetic, tmp_path, capsys, p
     ("fault", "line"),
     [
         (
-            Fault(PolicyTrainer, "train_step", 3, RANK, signal.SIGSTOP),
+            Fault(PolicyTrainer, "train_mini_batch", 3, RANK, signal.SIGSTOP),
             r"rank \d \(tp\d pp0 cp0 dp0 ep0\) has sent no heartbeat for \d+ s",
         ),
         (
@@ -313,7 +313,7 @@ def test_a_run_outlives_a_hang(ray_here, arithmetic, tmp_path, capsys, plant, fa
 @pytest.mark.parametrize("two_nodes", [(1, 0)], indirect=True)
 def test_a_node_that_leaves_ends_the_run(two_nodes, arithmetic, tmp_path, capsys, plant):
     """Must be the last test here, because its cluster stays until the end of the module."""
-    plant(Fault(PolicyTrainer, "train_step", 2, "/raylet/raylet "))
+    plant(Fault(PolicyTrainer, "train_mini_batch", 2, "/raylet/raylet "))
     # With few steps it could be done before the death of the node is noticed.
     assert (
         main(["train", *arguments(arithmetic, tmp_path, "run.total_steps=1000", "checkpoint.every=1")]) == 3

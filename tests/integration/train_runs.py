@@ -5,6 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from grpo_megatron.samples.blocks import LEDGER
+from grpo_megatron.samples.ledger import read_books
+from tests.ledgers import used_prompts
+
 STEPS = 3
 COMPARED = ("actor/loss", "actor/grad_norm", "actor/kl_to_reference", "actor/lr")
 
@@ -45,9 +49,10 @@ def metrics(root, name) -> list[dict]:
 
 
 def trained(root, name) -> list[int]:
-    """Return the uid of each prompt that a run has used, in order."""
-    lines = (Path(root) / name / "trained.jsonl").read_text().splitlines()
-    return [uid for line in lines for uid in json.loads(line)["prompts"]]
+    """Return the uid of each prompt that a run has used, in order. Its books must balance."""
+    books, _, _ = read_books(Path(root) / name / LEDGER)
+    assert (books.faults, books.totals()["waiting"]) == ([], 0)
+    return [uid for prompts in used_prompts(Path(root) / name).values() for uid in prompts]
 
 
 def assert_same(rows, expected, rtol):

@@ -86,6 +86,7 @@ BEGINNINGS = {
     "grpo-megatron config diff": Run(
         {"A": "configs/quickstart.yaml", "B": "configs/quickstart_fp8.yaml"}, status=1
     ),
+    "grpo-megatron ledger": Run({"RUN_DIR": "{folder}/run", "N": "5", "ID": "10", "UID": "105"}),
     "grpo-megatron plan": Run(PLAN),
     "grpo-megatron report": Run(
         {"RUN_DIR": "{folder}/run", "OTHER_RUN_DIR": "{folder}/run", "FILE": "{folder}/page.html"}
@@ -220,6 +221,7 @@ COMMANDS = {
     "python benchmarks/checkpoint.py --before": ByTest(BENCHMARK, '"checkpoint": '),
     "python benchmarks/convert.py": ByTest(BENCHMARK, '"convert": '),
     "python benchmarks/exchange.py": ByTest(BENCHMARK, '"exchange": '),
+    "python benchmarks/ledger.py": ByTest(BENCHMARK, '"ledger": '),
     "python benchmarks/loop.py": ByTest(BENCHMARK, '"loop": '),
     "python benchmarks/memory.py": ByTest(BENCHMARK, '"memory": '),
     "python benchmarks/reshard.py": ByTest(BENCHMARK, '"reshard": '),

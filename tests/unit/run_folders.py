@@ -7,9 +7,15 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.run.folder import METRICS
 from grpo_megatron.run.manifest import record_of, write_manifest
 from grpo_megatron.run.resume import as_saved
+from grpo_megatron.samples.books import Books
+from grpo_megatron.samples.ledger import Ledger
+from tests.unit.ledger_steps import group, train
 
 NAME = "r"
+# Summary of a ledger without entries.
+EMPTY = Books().summary() | {"last": 0, "end": 0, "tokens": 0, "prompts": 0}
 STATE = {"totals": {}, "rollouts": {}, "prompts": None, "algorithm": {}, "trainer": {}, "evaluations": {}}
+STATE |= {"ledger": EMPTY}
 
 
 def config_of(root: Path, resume: str | None = "auto") -> Config:
@@ -28,16 +34,23 @@ def checkpoint(folder: Path, state: dict | bytes) -> Path:
     return folder
 
 
-def state_of(step: int) -> dict:
-    return {"step": step, **STATE, "config": as_saved(config_of(Path("somewhere")))}
+def state_of(step: int, ledger: dict = EMPTY) -> dict:
+    return {"step": step, **STATE | {"ledger": ledger}, "config": as_saved(config_of(Path("somewhere")))}
 
 
-def run_with(root: Path, *steps: int, metrics: str | bytes | None = None) -> Path:
-    """Write the folder of a run that has saved these steps."""
+def run_with(root: Path, *steps: int, metrics: str | bytes | None = None, trained: int = 0) -> Path:
+    """Write the folder of a run that has saved these steps.
+
+    trained: number of steps in its ledger.
+    """
     folder = root / NAME
     folder.mkdir(parents=True, exist_ok=True)
+    summaries, ledger = {}, Ledger(str(folder))
+    for step in range(1, trained + 1):
+        train(ledger, step, [group(step)])
+        summaries[step] = ledger.state_dict()
     for step in steps:
-        checkpoint(folder / "checkpoints" / f"step_{step:08d}", state_of(step))
+        checkpoint(folder / "checkpoints" / f"step_{step:08d}", state_of(step, summaries.get(step, EMPTY)))
     if metrics is not None:
         (folder / METRICS).write_bytes(metrics if isinstance(metrics, bytes) else metrics.encode())
     return folder

@@ -186,7 +186,7 @@ def test_a_batch_is_filled_with_groups_of_beams(model):
     )
     assert [len(group.samples) for group in filled.groups] == [3, 3]
     assert {prompt.uid for prompt in filled.dropped} <= {0}
-    assert 1 in {prompt.uid for prompt in filled.aborted}
+    assert 1 in {group.prompt.uid for group in filled.aborted}
     assert (engine.waiting, engine.aborts) == (0, 1)
 
 

@@ -20,7 +20,8 @@ from grpo_megatron.run.lock import in_use
 from grpo_megatron.run.manifest import record_of
 from grpo_megatron.run.resume import open_checkpoint
 from grpo_megatron.run.stop import StopRequest
-from tests.tools import no_file_beyond
+from grpo_megatron.samples.blocks import LEDGER
+from tests.unit.ledger_steps import ledger_of
 
 
 class SlowTrainer:
@@ -213,13 +214,13 @@ def test_the_rows_are_on_the_disk_before_the_checkpoint_is_there(saver, trainer,
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", noted)
-    saver.note_trained(1, [4, 2])
+    ledger_of(saver.folder.parent, 1)
     (saver.folder.parent / "metrics.jsonl").write_text("{}\n")
     run_step(saver, trainer, 2)
     saver.finish()
     assert {
         "metrics.jsonl",
-        "trained.jsonl",
+        LEDGER,
         "manifest.json.tmp",
         "state.json",
         "step_00000002.partial",
@@ -328,17 +329,3 @@ def test_without_background_it_is_there_at_once(made, trainer):
     saver = made(every=1, async_save=False)
     run_step(saver, trainer, 1)
     assert contents(saver) == {"step_00000001": "1"}
-
-
-def test_what_was_trained_is_noted(saver, capsys):
-    """Rows that a full disk refused are written later; half a row is taken back."""
-    path = saver.folder.parent / "trained.jsonl"
-    saver.note_trained(1, [4, 2])
-    with no_file_beyond(path.stat().st_size + 10):
-        saver.note_trained(2, [7])
-        saver.note_trained(3, [8])
-    assert path.read_text() == '{"step": 1, "prompts": [4, 2]}\n'
-    assert capsys.readouterr().out.count("could not be written (File too large); the rows are kept") == 1
-    saver.note_trained(4, [9])
-    rows = [json.loads(row) for row in path.read_text().splitlines()]
-    assert [(row["step"], row["prompts"]) for row in rows] == [(1, [4, 2]), (2, [7]), (3, [8]), (4, [9])]

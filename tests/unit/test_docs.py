@@ -23,6 +23,7 @@ from grpo_megatron.monitoring.status import STATUS
 from tests.documents import HEADS, PAGES, ROOT, Command, arguments, blocks, commands
 from tests.tools import run_tool
 from tests.unit.documented_commands import BEGINNINGS, COMMANDS, ByTest, Needs, Run
+from tests.unit.ledger_steps import continued_run
 
 # Such as `grpo-megatron plan --search` in a sentence, which says what to use and not how.
 NAME_ALONE = re.compile(r"(grpo-megatron( [a-z][a-z-]*)*|python [\w/]+\.py)((?: --[a-z-]+)*)")
@@ -141,6 +142,7 @@ def folder(tmp_path_factory):
 def documented_run(run: Path) -> None:
     checkpoint = run / "checkpoints" / "step_00000020"
     checkpoint.mkdir(parents=True)
+    continued_run(run)
     now = time.time()
     os.utime(checkpoint, (now - 151, now - 151))
     config = Config()

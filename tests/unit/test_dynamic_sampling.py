@@ -4,17 +4,20 @@ tests/integration has a real engine.
 """
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from grpo_megatron.algorithm.filters import group_filter
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.config.load import read_config
 from grpo_megatron.data.order import PromptSource
 from grpo_megatron.errors import UserError
 from grpo_megatron.rollout.episodes import SingleTurn
-from grpo_megatron.rollout.source import EngineRollouts
+from grpo_megatron.rollout.source import ABORTED, EngineRollouts
+from grpo_megatron.samples.entries import SampleState
 from grpo_megatron.sglang.request import Completion
 from tests.rollouts import manager_of
 
@@ -114,13 +117,19 @@ def uids(rollout) -> list[int]:
     return [group.prompt.uid for group in rollout.groups]
 
 
+def used(rollout) -> list[int]:
+    """Return the uids of the prompts that the ledger will count as used up."""
+    left_out = [left.rows for left in rollout.left_out if left.state != SampleState.lost]
+    return uids(rollout) + [int(row["prompt"]) for rows in left_out for row in rows if row["member"] == 0]
+
+
 def test_the_batch_is_full_of_groups_with_a_signal():
     engine, prompts = Engine(), source()
     sampled = rollouts(engine, lambda uid: uid % 3 == 0)
     first, second = (sampled.sample(step, prompts) for step in (1, 2))
     assert uids(first) == [0, 3, 6, 9]
     assert (first.dropped, first.aborted) == (6, 0)
-    assert sorted(first.used) == list(range(10))
+    assert sorted(used(first)) == list(range(10))
     assert uids(second) == [12, 15, 18, 21]
     assert engine.aborts == 0
     assert engine.most <= 4 * 2  # never more groups than are missing
@@ -164,7 +173,7 @@ def test_groups_that_end_together_with_the_last_of_the_batch_come_again(over_sam
     sampled = rollouts(engine, lambda uid: True, f"rollout.dynamic_sampling.over_sampling={over_sampling}")
     surplus = int(4 * over_sampling) - 4
     first = sampled.sample(1, prompts)
-    assert uids(first) == first.used == [0, 1, 2, 3]
+    assert uids(first) == used(first) == [0, 1, 2, 3]
     assert (first.dropped, first.aborted) == (0, surplus)
     assert engine.aborts == 0  # nothing was running any more
     again = [prompt.uid for prompt in prompts.next(surplus + 1)]
@@ -232,9 +241,21 @@ def test_what_is_in_flight_when_the_batch_is_full_is_aborted_and_comes_again():
     first = sampled.sample(1, prompts)
     assert uids(first) == [0, 3, 5, 6]
     assert (first.dropped, first.aborted) == (1, 2)
-    assert sorted(first.used) == [0, 2, 3, 5, 6]
+    assert sorted(used(first)) == [0, 2, 3, 5, 6]
     assert engine.aborts == 2  # each client
     state = prompts.state_dict()
+    # The ledger gets every sample, those of the aborted groups without tokens.
+    (lost,) = [left for left in first.left_out if left.state == SampleState.lost]
+    assert lost.reason == ABORTED
+    assert [(int(row["sample"]), int(row["prompt"]), int(row["tokens"])) for row in lost.rows] == [
+        (2, 1, 0),
+        (3, 1, 0),
+        (8, 4, 0),
+        (9, 4, 0),
+    ]
+    (dropped,) = [left for left in first.left_out if left.state == SampleState.filtered]
+    assert (dropped.reason, dropped.rows["sample"].tolist()) == ("nonzero_variance", [4, 5])
+    assert dropped.rows["tokens"].tolist() == [2, 2]
     engine.seconds = lambda uid: 0.001
     assert set(uids(sampled.sample(2, prompts))) >= {1, 4}
     again = source()
@@ -247,13 +268,13 @@ def test_over_many_steps_every_prompt_is_used_once_an_epoch():
     seconds = rng.uniform(0, 0.01, SIZE)
     engine, prompts = Engine(lambda uid: seconds[uid]), source(shuffle=True)
     sampled = rollouts(engine, lambda uid: uid % 4 != 0, "rollout.dynamic_sampling.over_sampling=2")
-    used, step = [], 0
+    uids_used, step = [], 0
     while prompts.epoch == 0:
         step += 1
-        used += sampled.sample(step, prompts).used
+        uids_used += used(sampled.sample(step, prompts))
     # The last step may have begun the next epoch, and has given back what it did not use.
     first_epoch = source(shuffle=True).next(SIZE)
-    counts = {prompt.uid: used.count(prompt.uid) for prompt in first_epoch}
+    counts = {prompt.uid: uids_used.count(prompt.uid) for prompt in first_epoch}
     returned = {index for _, index in prompts.state_dict()["returned"]}
     assert all(count >= 1 or uid in returned for uid, count in counts.items())
     assert sum(count > 1 for count in counts.values()) <= 8
@@ -284,3 +305,20 @@ def test_a_reward_that_fails_ends_it():
     with pytest.raises(KeyError):
         sampled.sample(1, source())
     assert engine.running == 0
+
+
+def test_a_dropped_group_is_of_the_filter_that_left_nothing_of_it(monkeypatch):
+    def without_the_first(groups):
+        return [replace(group, samples=group.samples[1:]) for group in groups]
+
+    monkeypatch.setitem(group_filter._known, "without_the_first", without_the_first)
+    sampled = rollouts(
+        Engine(),
+        lambda uid: True,
+        "algorithm.filters=[without_the_first,nonzero_variance]",
+        "rollout.dynamic_sampling.max_batches=1",
+    )
+    with pytest.raises(UserError, match="left only 0 of the 4 groups"):
+        sampled.sample(1, source())
+    (group,) = sampled._manager.generate(source().next(1), sampled._config.rollout)
+    assert sampled._refused_by(group) == "nonzero_variance"

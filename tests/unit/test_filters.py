@@ -1,5 +1,7 @@
 """Groups, and samples of them, that are trained on. tests/integration has the same filters in whole runs."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -54,10 +56,10 @@ def test_only_samples_that_were_cut_off_lose_their_trained_tokens():
 def test_filters_come_first_and_the_overlong_filter_last(overlong):
     groups = [group(0, 1, 1), group(1, 1, 0, reasons=("stop", "length"))]
     options = AlgorithmConfig(filters=["nonzero_variance"], overlong_filter=overlong)
-    (kept,) = apply_filters(groups, options)
+    (kept,) = apply_filters(groups, options).groups
     assert kept.group_id == 1
     assert [bool(sample.num_trained) for sample in kept.samples] == [True, not overlong]
-    assert len(apply_filters(groups, AlgorithmConfig(overlong_filter=overlong))) == 2
+    assert len(apply_filters(groups, AlgorithmConfig(overlong_filter=overlong)).groups) == 2
 
 
 def test_filters_that_leave_nothing_say_so():
@@ -79,7 +81,21 @@ def test_each_filter_gets_what_the_one_before_it_left_and_none_gets_an_empty_lis
 
     monkeypatch.setitem(group_filter._known, "first_two", first_two)
     groups = [group(0, 1, 1), group(1, 1, 0), group(2, 0, 1), group(3, 0, 1)]
-    assert [kept.group_id for kept in filtered(groups, ["nonzero_variance", "first_two"])] == [1, 2]
-    assert [kept.group_id for kept in filtered(groups, ["first_two", "nonzero_variance"])] == [1]
-    assert filtered(groups[:1], ["nonzero_variance", "first_two"]) == []
+    assert [kept.group_id for kept in filtered(groups, ["nonzero_variance", "first_two"]).groups] == [1, 2]
+    assert [kept.group_id for kept in filtered(groups, ["first_two", "nonzero_variance"]).groups] == [1]
+    assert filtered(groups[:1], ["nonzero_variance", "first_two"]).groups == []
     assert seen == [[1, 2, 3], [0, 1, 2, 3]]
+
+
+def test_each_filter_is_named_with_the_samples_that_it_removed(monkeypatch):
+    def no_third_sample(groups):
+        return [replace(one, samples=one.samples[:2]) for one in groups]
+
+    monkeypatch.setitem(group_filter._known, "no_third_sample", no_third_sample)
+    groups = [group(0, 1, 1), group(1, 1, 0, 0.5), group(2, 1, 1, 0)]
+    found = filtered(groups, ["no_third_sample", "nonzero_variance", "no_third_sample"])
+    assert [(name, ids.tolist()) for name, ids in found.removed] == [
+        ("no_third_sample", [12, 22]),
+        ("nonzero_variance", [0, 1, 20, 21]),
+        ("no_third_sample", []),
+    ]

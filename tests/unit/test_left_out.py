@@ -22,6 +22,8 @@ from grpo_megatron.rollout.evaluation import Evaluation
 from grpo_megatron.rollout.record import Replay
 from grpo_megatron.rollout.source import EngineRollouts, Rollout
 from grpo_megatron.rollout.statistics import group_statistics, pass_rates, step_statistics
+from grpo_megatron.samples.blocks import LEDGER
+from grpo_megatron.samples.ledger import Ledger, read_books
 from grpo_megatron.sglang.request import Completion
 from tests.rollouts import manager_of
 from tests.unit.credits import Tokens
@@ -207,7 +209,17 @@ def test_a_group_with_too_few_for_the_estimator_is_left_out(estimator, tmp_path)
     alone = [] if estimator in GROUP_RELATIVE else [1]
     assert [group.prompt.uid for group in found.groups] == [0, *alone, 3]
     assert [group.prompt.uid for group in found.failed] == ([2] if alone else [1, 2])
-    assert sorted(found.used) == [0, 1, 2, 3]
+    ledger = Ledger(str(tmp_path))
+    ledger.taken(1, found.groups, found.left_out)
+    counts = read_books(tmp_path / LEDGER)[0].totals()
+    # The one sample that is left of prompt 1 counts as failed, unless the estimator can train on it.
+    failed, waiting = (6, 6) if alone else (7, 5)
+    assert {name: counts[name] for name in ("admitted", "failed", "waiting", "prompts")} == {
+        "admitted": 12,
+        "failed": failed,
+        "waiting": waiting,
+        "prompts": 4,
+    }
     scalars = step_statistics(found.groups, found, 1.0, None)
     assert scalars["reward/failed"] == 6
     assert scalars["rollout/failed_groups"] == len(found.failed)

@@ -13,10 +13,12 @@ from grpo_megatron.config.command import Command
 from grpo_megatron.data import EpochOrder, PromptSource
 from grpo_megatron.errors import ProcessLost, UserError
 from grpo_megatron.monitoring.status import StatusFile
-from grpo_megatron.run.folder import METRICS, TRAINED, beginning, open_run_folder
+from grpo_megatron.run.folder import METRICS, beginning, open_ledger, open_run_folder
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.manifest import DamagedCheckpoint
-from tests.unit.run_folders import NAME, checkpoint, config_of, rows, run_with, state_of
+from grpo_megatron.samples.blocks import LEDGER
+from tests.ledgers import used_prompts
+from tests.unit.run_folders import EMPTY, NAME, checkpoint, config_of, rows, run_with, state_of
 
 
 def contents(folder) -> dict[str, bytes]:
@@ -29,11 +31,11 @@ def contents(folder) -> dict[str, bytes]:
 
 def earlier_run(tmp_path):
     """Write a finished run of eight steps, and a checkpoint of another run after five."""
-    folder = run_with(tmp_path, 4, 8, metrics=rows(*range(1, 9)))
-    (folder / TRAINED).write_text(rows(*range(1, 9)))
+    folder = run_with(tmp_path, 4, 8, metrics=rows(*range(1, 9)), trained=8)
     (folder / "result.json").write_text("{}")
     (folder / "config.yaml").write_text("the earlier one")
-    return folder, checkpoint(tmp_path / "other", state_of(5))
+    # The ledger of the other run is not in this folder.
+    return folder, checkpoint(tmp_path / "other", state_of(5, EMPTY | {"last": 1, "end": 2}))
 
 
 def test_a_checkpoint_of_other_data_is_refused_before_anything_changes(tmp_path):
@@ -147,7 +149,7 @@ def test_rows_stay_until_a_named_checkpoint_has_been_loaded(place, tmp_path):
         raise DamagedCheckpoint("the ranks say so")
 
     folder, other = earlier_run(tmp_path)
-    names = [folder / METRICS, folder / TRAINED, folder / "result.json"]
+    names = [folder / METRICS, folder / LEDGER, folder / "result.json"]
     before = [path.read_bytes() for path in names]
     context = place(tmp_path, str(other), damaged)
     with pytest.raises(DamagedCheckpoint), assemble.assemble(context, context.checkpoint):
@@ -155,7 +157,10 @@ def test_rows_stay_until_a_named_checkpoint_has_been_loaded(place, tmp_path):
     assert [path.read_bytes() for path in names] == before
     context = place(tmp_path, str(other), lambda *_: None)
     with assemble.assemble(context, context.checkpoint):
-        assert [(folder / name).read_text() for name in (METRICS, TRAINED)] == [rows(*range(1, 6))] * 2
+        assert (folder / METRICS).read_text() == rows(*range(1, 6))
+        assert used_prompts(folder) == {step: [100 + step] for step in range(1, 9)}
+        open_ledger(str(folder), context.checkpoint, replayed=False)
+        assert used_prompts(folder) == {}  # the other run's weights have seen none of these samples
         assert not (folder / "result.json").exists()
 
 

@@ -25,7 +25,7 @@ def test_a_step_takes_the_recorded_groups_and_uses_up_their_prompts(monkeypatch)
     phases = []
     rollouts = ReplayedRollouts("file", lambda name: phases.append(name) or contextlib.nullcontext())
     rollout = rollouts.take(3)
-    assert [group.prompt.uid for group in rollout.groups] == rollout.used == [30, 31]
+    assert [group.prompt.uid for group in rollout.groups] == [30, 31]
     assert phases == ["generate"]
     # No engine generates, so there are no weights that samples could lag behind.
     assert rollouts.version is None

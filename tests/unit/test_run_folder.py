@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -20,28 +21,33 @@ from grpo_megatron.monitoring.run_files import RunFiles
 from grpo_megatron.process_tree import start_mark
 from grpo_megatron.run.folder import (
     METRICS,
-    TRAINED,
     beginning,
     kept_rows,
+    open_ledger,
     open_run_folder,
     quarantine_later_checkpoints,
     trim_logs,
 )
 from grpo_megatron.run.lock import Ownership, is_in_use
 from grpo_megatron.run.resume import open_checkpoint
+from grpo_megatron.samples.blocks import LEDGER
+from tests.ledgers import used_prompts
 from tests.unit.run_folders import NAME, checkpoint, config_of, rows, run_with, state_of
 
 
 def test_a_resumed_run_keeps_what_there_is_up_to_its_step(tmp_path):
-    folder = run_with(tmp_path, 2, 4, metrics=rows(1, 2, 3, 4))
-    (folder / TRAINED).write_text(rows(1, 2, 3))
+    folder = run_with(tmp_path, 2, 4, metrics=rows(1, 2, 3, 4), trained=4)
+    written = (folder / LEDGER).read_bytes()
     (folder / "result.json").write_text("{}")
     for name in ("step_00000004.deleted", "step_00000006.partial"):
         (folder / "checkpoints" / name).mkdir()
     begun = open_checkpoint(folder / "checkpoints" / "step_00000002", Command.train)
     trim_logs(str(folder), begun)
     quarantine_later_checkpoints(str(folder), begun)
-    assert (folder / METRICS).read_text() == (folder / TRAINED).read_text() == rows(1, 2)
+    open_ledger(str(folder), begun, replayed=False)
+    assert (folder / METRICS).read_text() == rows(1, 2)
+    assert used_prompts(folder) == {1: [101], 2: [102]}
+    assert (folder / LEDGER).read_bytes().startswith(written)
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
         "step_00000002",
         "step_00000004.aside",
@@ -128,7 +134,6 @@ def _begin(folder) -> None:
 
 
 @pytest.mark.slow_but(4)
-@pytest.mark.parametrize("name", [METRICS, TRAINED])
 @pytest.mark.parametrize(
     "torn",
     [
@@ -145,25 +150,42 @@ def _begin(folder) -> None:
         + rows(5),  # a part of the file that did not come to the disk
     ],
 )
-def test_what_the_loss_of_a_node_leaves_at_the_end_goes(name, torn, tmp_path, capsys):
+def test_what_the_loss_of_a_node_leaves_at_the_end_goes(torn, tmp_path, capsys):
     folder = run_with(tmp_path, 2)
-    (folder / name).write_text(rows(1, 2) + torn)
+    (folder / METRICS).write_text(rows(1, 2) + torn)
     _begin(folder)
-    assert (folder / name).read_text() == rows(1, 2)
-    assert capsys.readouterr().out.count(f"{folder / name}:3 ") == 1
+    assert (folder / METRICS).read_text() == rows(1, 2)
+    assert re.findall(rf"{folder / METRICS}:(\d+)", capsys.readouterr().out) == ["3"]
 
 
 _DAMAGED = ['{"step": 3, "los\n', "\n", "[1]\n", '{"loss": 1}\n', b"\xff\n", 100 * "\0" + "\n"]
 
 
-@pytest.mark.parametrize("row", _DAMAGED)
-def test_a_damaged_row_of_what_was_trained_is_named_and_changes_nothing(row, tmp_path):
-    folder = _with_damage(tmp_path, TRAINED, row)
-    before = (folder / TRAINED).read_bytes()
-    with pytest.raises(UserError, match=f"{TRAINED}:2"):
+def _cut(folder, left: int) -> bytes:
+    """Remove the end of the ledger, so that `left` bytes are left, and return them."""
+    path = folder / LEDGER
+    path.write_bytes(path.read_bytes()[:left])
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("left", [0, 5, 60, 300, 500])
+def test_a_ledger_that_lacks_steps_of_the_checkpoint_is_named_and_changes_nothing(left, tmp_path):
+    folder = run_with(tmp_path, 2, trained=2)
+    before = _cut(folder, left)
+    with pytest.raises(UserError, match=f"{LEDGER} is not the ledger .* step 2 belongs to: it lacks"):
         _begin(folder)
-    assert (folder / TRAINED).read_bytes() == before
+    assert (folder / LEDGER).read_bytes() == before
     Ownership(folder).release()  # nobody has it
+
+
+def test_a_run_of_the_version_before_is_refused_with_one_message(tmp_path):
+    folder = run_with(tmp_path, metrics=rows(1, 2))
+    old = state_of(2)
+    del old["ledger"]
+    checkpoint(folder / "checkpoints" / "step_00000002", old)
+    (folder / "trained.jsonl").write_text('{"step": 1, "prompts": [4]}\n')
+    with pytest.raises(UserError, match=r"has no ledger, .* a different version .*run\.resume=none"):
+        _begin(folder)
 
 
 @pytest.mark.parametrize("row", _DAMAGED)
@@ -182,13 +204,13 @@ def _with_damage(tmp_path, name, row):
 
 
 def test_check_reads_the_rows_of_the_run_to_continue(capsys, tmp_path):
-    (run_with(tmp_path, 3) / TRAINED).write_text("damaged\n" + rows(3))
+    _cut(run_with(tmp_path, 3, trained=3), 300)
     arguments = ["config", "check", "model.path=/nowhere", "data.train=/nowhere", f"run.root={tmp_path}"]
     assert main([*arguments, f"run.name={NAME}"]) == 2
-    assert f"{TRAINED}:1 is not valid JSON" in capsys.readouterr().err
+    assert "lacks the entries at byte" in capsys.readouterr().err
     assert main([*arguments, f"run.name={NAME}", "run.resume=none"]) == 0
     state = checkpoint(tmp_path / "another", state_of(5))
-    assert main([*arguments, f"run.name={NAME}", f"run.resume={state}"]) == 2
+    assert main([*arguments, f"run.name={NAME}", f"run.resume={state}"]) == 0  # none of its steps is kept
     assert main([*arguments, "run.name=other", f"run.resume={state}"]) == 0
 
 

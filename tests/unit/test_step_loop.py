@@ -135,7 +135,7 @@ def test_a_checkpoint_is_completed_after_generation_not_after_the_step_alone():
 def test_a_mismatch_that_was_no_number_stays_none_over_a_restart():
     """The checkpoint's JSON has null for it. max() of None and a number used to end the run."""
     nothing = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
-    first, again = (Controller(None, nothing, nothing, nothing, None, None) for _ in range(2))
+    first, again = (Controller(None, *[nothing] * 6) for _ in range(2))
     first.totals["mismatch_max"] = math.nan
     again.load_state_dict(json.loads(json_text(first.state_dict())))
     assert math.isnan(nan_max(again.totals["mismatch_max"], 0.5))

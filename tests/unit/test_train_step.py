@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from grpo_megatron.algorithm.algorithm import Algorithm
-from grpo_megatron.algorithm.filters import apply_filters
+from grpo_megatron.algorithm.filters import apply_filters, group_filter
 from grpo_megatron.algorithm.mismatch import WorstToken
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample
@@ -21,7 +21,11 @@ from grpo_megatron.metrics import Max, Mean, Sum, Top
 from grpo_megatron.rewards.shaping import shape_rewards
 from grpo_megatron.rollout.source import Rollout
 from grpo_megatron.run.loop import StepLoop
+from grpo_megatron.samples.entries import SampleState
+from grpo_megatron.samples.ledger import Ledger
 from grpo_megatron.trainer.step import StepTrainer
+from tests.ledgers import used_prompts
+from tests.unit.ledger_steps import entries_of, states_of
 
 LONGEST = 10
 
@@ -40,14 +44,6 @@ class Monitor:
     def finish_step(self, step, scalars, trained_on):
         self.scalars = scalars
         return scalars | {"time/step": 1.0}
-
-
-class Checkpoints:
-    def __init__(self):
-        self.noted = []
-
-    def note_trained(self, step, prompts):
-        self.noted.append(prompts)
 
 
 class Trainer:
@@ -86,7 +82,7 @@ class Rollouts:
         self.groups = groups
 
     def take(self, step):
-        return Rollout(self.groups, [group.prompt.uid for group in self.groups])
+        return Rollout(self.groups)
 
     def weights_changed(self): ...
 
@@ -123,17 +119,19 @@ def config_of(groups, *changes):
     return read_config(None, [*given, "data.max_prompt_length=4", "train.ppo_mini_batch_size=1", *changes])
 
 
-def controller(ranks, groups, *changes):
+def controller(folder, ranks, groups, *changes):
+    """Return a controller whose ledger is in a folder."""
     config, monitor = config_of(groups, *changes), Monitor()
     trainer = StepTrainer(ranks, config, monitor.phases)
-    loop = StepLoop(config, Checkpoints(), monitor)
-    return Controller(config, Rollouts(groups), trainer, Algorithm(config), monitor, loop)
+    loop = StepLoop(config, None, monitor)
+    algorithm, ledger = Algorithm(config), Ledger(str(folder))
+    return Controller(config, Rollouts(groups), trainer, algorithm, monitor, loop, ledger)
 
 
 def kept_and_shaped(groups, *changes):
     """Return the groups that a step trains on."""
     config = config_of(groups, *changes)
-    return apply_filters(shape_rewards(groups, config, step=1), config.algorithm)
+    return apply_filters(shape_rewards(groups, config, step=1), config.algorithm).groups
 
 
 GROUPS = [group(0, 1.0, 0.0), group(1, 0.0, 1.0), group(2, 1.0, 0.0)]
@@ -141,7 +139,7 @@ GROUPS = [group(0, 1.0, 0.0), group(1, 0.0, 1.0), group(2, 1.0, 0.0)]
 
 @pytest.mark.parametrize("epochs", [1, 2])
 @pytest.mark.parametrize("old", ["rollout", "current"])
-def test_the_mismatchs_limit_holds_for_the_first_optimizer_step_alone(old, epochs):
+def test_the_mismatchs_limit_holds_for_the_first_optimizer_step_alone(old, epochs, tmp_path):
     """Later the policy rightly differs from the engine's. The run would stop because of its own progress."""
     groups = GROUPS[:1] if old == "current" else GROUPS
     epochs = 1 if old == "current" else epochs
@@ -152,7 +150,7 @@ def test_the_mismatchs_limit_holds_for_the_first_optimizer_step_alone(old, epoch
         "mismatch.action=stop",
         "mismatch.threshold=0.5",
     ]
-    step = controller(trainer, groups, *changes)
+    step = controller(tmp_path, trainer, groups, *changes)
     step.train_step(1)
     limits = [loss.mismatch_limit for loss in trainer.losses]
     assert limits == [0.5, *[None] * (len(groups) * epochs - 1)]
@@ -160,17 +158,18 @@ def test_the_mismatchs_limit_holds_for_the_first_optimizer_step_alone(old, epoch
     assert step.monitor.scalars["actor/dropped_steps"] == 0
 
 
-def test_a_mismatch_of_the_first_optimizer_step_stops_the_run():
+def test_a_mismatch_of_the_first_optimizer_step_stops_the_run(tmp_path):
     trainer = Trainer(0.7, 0.1, 0.1)
     changes = ["train.old_logprobs=rollout", "mismatch.action=stop", "mismatch.threshold=0.5"]
     with pytest.raises(UserError, match=r"differ by up to 0\.7 nats"):
-        controller(trainer, GROUPS, *changes).train_step(1)
+        controller(tmp_path, trainer, GROUPS, *changes).train_step(1)
 
 
 @pytest.mark.parametrize("action", ["off", "warn", "mask"])
-def test_other_actions_set_no_limit(action):
+def test_other_actions_set_no_limit(action, tmp_path):
     trainer = Trainer(9.0, 9.0, 9.0)
-    controller(trainer, GROUPS, "train.old_logprobs=rollout", f"mismatch.action={action}").train_step(1)
+    changes = ["train.old_logprobs=rollout", f"mismatch.action={action}"]
+    controller(tmp_path, trainer, GROUPS, *changes).train_step(1)
     assert [loss.mismatch_limit for loss in trainer.losses] == [None] * 3
 
 
@@ -203,13 +202,58 @@ def test_a_control_experiment_shuffles_rewards_with_their_punishment():
     assert any(pair[0] == 0.0 for pair in rewards)
 
 
-def test_groups_that_a_filter_drops_are_used_up_but_not_trained_on():
+def test_groups_that_a_filter_drops_are_used_up_but_not_trained_on(tmp_path):
     step = controller(
+        tmp_path,
         Trainer(0.1),
         [GROUPS[0], replace(group(1, 1.0, 1.0), group_id=1)],
         "train.old_logprobs=rollout",
         *BUFFER,
     )
     step.train_step(1)
-    assert step.loop.checkpoints.noted == [[0, 1]]
+    assert used_prompts(tmp_path) == {1: [0, 1]}
+    assert states_of(tmp_path, 1)[-1] == (1, 1, "trained")
+    assert states_of(tmp_path, 2)[-1] == (1, 1, "filtered")
+    counts = step.ledger.state_dict()
+    assert (counts["totals"]["trained"], counts["totals"]["filtered"]) == (2, 2)
+    assert (counts["tokens"], counts["prompts"]) == (8, 2)
     assert len(step.trainer.policy.losses) == 1
+
+
+@pytest.fixture
+def twice(monkeypatch):
+    """The name of a filter that returns the first group once more."""
+    monkeypatch.setitem(group_filter._known, "twice", lambda groups: [*groups, groups[0]])
+    return "twice"
+
+
+def test_a_filter_that_returns_a_group_twice_ends_the_run_before_the_weights_are_published(twice, tmp_path):
+    step = controller(
+        tmp_path, Trainer(*[0.1] * 4), GROUPS, "train.old_logprobs=rollout", f"algorithm.filters=[{twice}]"
+    )
+    step.rollouts.weights_changed = lambda: pytest.fail("published")
+    with pytest.raises(UserError, match=r"step 1: each of the samples 0, 1 was trained twice\. A filter"):
+        step.train_step(1)
+
+
+def test_the_ledger_says_which_optimizer_steps_were_dropped(tmp_path):
+    """There are two epochs over three mini-batches, and the very first optimizer step is beyond the limit."""
+    changes = ["train.old_logprobs=rollout", "train.ppo_epochs=2", "mismatch.action=stop"]
+    step = controller(tmp_path, Trainer(9.0, *[0.0] * 5), GROUPS, *changes, "mismatch.threshold=0.5")
+    step.act_on_mismatch = lambda *_: None
+    step.train_step(1)
+    trained = entries_of(tmp_path, SampleState.trained)
+    assert trained["optimizer_step"].tolist() == [1, 1, 2, 2, 3, 3]
+    assert trained["updates"].tolist() == [1, 1, 2, 2, 2, 2]
+    assert trained["value"].tolist() == [0.25] * 6  # a mini-batch has four trained tokens, of equal weight
+
+
+def test_a_step_whose_responses_are_all_empty_ends_the_run_before_training(tmp_path):
+    def untrained(one):
+        masked = (replace(sample, loss_mask=np.zeros(2, bool)) for sample in one.samples)
+        return replace(one, samples=tuple(masked))
+
+    step = controller(tmp_path, trainer := Trainer(), [untrained(one) for one in GROUPS])
+    with pytest.raises(UserError, match="step 1: all 6 responses are empty"):
+        step.train_step(1)
+    assert trainer.losses == []

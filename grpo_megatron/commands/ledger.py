@@ -1,0 +1,110 @@
+"""`grpo-megatron ledger`: shows what became of a run's samples, and whether the books balance."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo_megatron.errors import UserError
+from grpo_megatron.files import json_text
+from grpo_megatron.paths import is_absent
+from grpo_megatron.samples.blocks import LEDGER, read_blocks
+from grpo_megatron.samples.entries import SampleState
+from grpo_megatron.samples.ledger import read_books
+
+_SHOWN = ("admitted", "trained", "filtered", "failed", "lost", "waiting", "prompts", "tokens")
+
+
+def ledger(
+    folder: str, as_json: bool, steps: int, sample: int | None = None, prompt: int | None = None
+) -> int:
+    """Print the balance of each step, or the story of a sample or of a prompt's samples.
+
+    folder: the run's folder.
+    as_json: print JSON, rather than a text for people.
+    steps: number of steps to show, the last ones.
+
+    Returns the exit status: 0, or 1 if the books do not balance. Raises UserError if the folder has no
+    ledger, if it is damaged, or if it does not have the sample or the prompt.
+    """
+    path = Path(folder, LEDGER)
+    if is_absent(path):
+        raise UserError(f"{path} does not exist; only `train` writes a ledger, from its first step on")
+    if sample is None and prompt is None:
+        return _show_balance(path, as_json, steps)
+    key, wanted = ("sample", sample) if prompt is None else ("prompt", prompt)
+    found = sorted(_story(path, key, wanted), key=lambda row: (row["attempt"], row["sample"]))
+    if not found:
+        raise UserError(f"{path} has no {key} {wanted}")
+    print(json_text(found, indent=2) if as_json else "\n".join(map(_line, found)))
+    return 0
+
+
+def _show_balance(path: Path, as_json: bool, steps: int) -> int:
+    books, _, _ = read_books(path)
+    last = books.last_step()
+    shown = [{"step": step, **books.of_step(step)} for step in range(max(last - steps, 0) + 1, last + 1)]
+    shown = [row for row in shown if row["admitted"]]  # the first steps may be of another run
+    total = books.totals()
+    if as_json:
+        found = {"steps": shown, "total": total, "faults": [str(fault) for fault in books.faults]}
+        print(json_text(found, indent=2))
+    else:
+        rows = [("step", *_SHOWN)]
+        rows += [(str(row["step"]), *(str(row[name]) for name in _SHOWN)) for row in shown]
+        rows.append(("total", *(str(total[name]) for name in _SHOWN)))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            print("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)))
+        for fault in books.faults:
+            print(f"not balanced: {fault}")
+    return 1 if books.faults else 0
+
+
+def _story(path: Path, key: str, wanted: int) -> list[dict[str, Any]]:
+    """Return the entries of a sample or a prompt, in order.
+
+    key: "sample" or "prompt".
+    wanted: the sample's id, or the prompt's uid.
+    """
+    found: list[dict[str, Any]] = []
+    names: list[str] = []
+    for block in read_blocks(path):
+        names += block.names
+        entries = block.entries
+        for entry in entries[(entries[key] == wanted) & (entries["state"] != SampleState.rewind)]:
+            text = _text(entry, names)
+            ids = {name: int(entry[name]) for name in ("step", "prompt", "sample")}
+            found.append({"attempt": block.attempt, **ids, "text": text, "undone_by": None})
+        for rewind in entries[entries["state"] == SampleState.rewind]:
+            for row in found:
+                if row["undone_by"] is None and row["step"] > rewind["step"]:
+                    row["undone_by"] = int(rewind["step"])
+    return found
+
+
+def _line(row: dict[str, Any]) -> str:
+    """Return the line of text about a row of `_story`."""
+    place = "  ".join(f"{name} {row[name]}" for name in ("attempt", "step", "prompt", "sample"))
+    undone = row["undone_by"]
+    return f"{place}  {row['text']}" + ("" if undone is None else f" (undone by the return to step {undone})")
+
+
+def _text(entry: np.void, names: list[str]) -> str:
+    """Return what an entry says. names: the names that the entries of the file use, in order."""
+    state = SampleState(entry["state"])
+    name = names[entry["name"] - 1] if entry["name"] else ""
+    if state == SampleState.generated:
+        oldest, newest = entry["oldest"], entry["newest"]
+        version = "unknown" if oldest < 0 else f"{oldest}" if oldest == newest else f"{oldest} to {newest}"
+        return f"generated: {entry['tokens']} tokens with its prompt, weight version {version}"
+    if state == SampleState.scored:
+        return f"scored: reward {entry['value']:.4g}"
+    if state == SampleState.trained:
+        return (
+            f"trained: optimizer step {entry['optimizer_step']}, weight {entry['value']:.4g} per token, "
+            f"{entry['updates']} updates of the model"
+        )
+    if state == SampleState.filtered:
+        return f"filtered by {name}"
+    return f"{state.name}: {name}" if name else state.name

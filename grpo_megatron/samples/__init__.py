@@ -1,0 +1,1 @@
+"""The ledger of a run: what became of every sample."""

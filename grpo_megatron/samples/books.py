@@ -1,0 +1,169 @@
+"""The books: counts of samples by step and state, and the check that every sample ends exactly once."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from grpo_megatron.samples.blocks import LedgerBlock
+from grpo_megatron.samples.entries import FINAL, SampleState
+
+# Counts of a step: samples by state, prompts that are used up, and tokens of trained samples.
+COUNTED = ("admitted", "trained", "filtered", "failed", "lost", "prompts", "tokens")
+_COLUMN = {name: column for column, name in enumerate(COUNTED)}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Samples of a step for which the books do not balance. text: what is wrong with each of them."""
+
+    step: int
+    samples: np.ndarray
+    text: str
+
+    def __str__(self) -> str:
+        ids = ", ".join(map(str, self.samples[:5].tolist()))
+        more = f" and {len(self.samples) - 5} more" if len(self.samples) > 5 else ""
+        which = f"sample {ids}" if len(self.samples) == 1 else f"each of the samples {ids}{more}"
+        return f"step {self.step}: {which} {self.text}"
+
+
+class Books:
+    """Counts the entries of a ledger, and finds samples that do not end exactly once.
+
+    It gets the blocks in order, from the beginning of the file or from where a checkpoint's summary ends. Its
+    memory is a row of counts for each step, and the samples of one step.
+
+    attempt: number of the attempt that wrote the last block
+    step: step of the last entry
+    names: name number i of the entries is names[i - 1]
+    first: first step whose counts are known one by one
+    faults: faults of steps that no rewind has undone
+    waiting: int64, sorted: the samples of the last step that have no final state yet
+    highest: largest id of a sample that the attempt has admitted; -1 before the first
+    """
+
+    def __init__(self, summary: dict[str, Any] | None = None):
+        """Begin with a ledger's first block, or after a summary, which `summary` has returned."""
+        summary = summary or {"attempt": 1, "step": 0, "names": [], "totals": dict.fromkeys(COUNTED, 0)}
+        self.attempt, self.step = summary["attempt"], summary["step"]
+        self.names, self.first = list(summary["names"]), summary["step"] + 1
+        self.faults: list[Fault] = []
+        self.waiting = np.zeros(0, np.int64)
+        self.highest = -1
+        self._before = np.array([summary["totals"][name] for name in COUNTED], np.int64)
+        # Counts from step `first` on, with unused rows at the end.
+        self._rows = np.zeros((64, len(COUNTED)), np.int64)
+
+    def add(self, block: LedgerBlock) -> None:
+        """Count the entries of a block."""
+        self.attempt = block.attempt
+        self.names += block.names
+        self.count(block.entries)
+
+    def count(self, entries: np.ndarray) -> None:
+        """Count entries, ENTRY [n]. A rewind must come alone."""
+        if not len(entries):
+            return
+        if entries["state"][0] == SampleState.rewind:
+            self._rewind(int(entries["step"][0]))
+            return
+        for part in np.split(entries, np.flatnonzero(np.diff(entries["step"])) + 1):
+            step = int(part["step"][0])
+            if step != self.step:
+                # Training is synchronous: a step admits samples when all samples of earlier steps have ended.
+                self.close()
+                self.step = step
+            self._count_step(part)
+
+    def _count_step(self, entries: np.ndarray) -> None:
+        row, states = self._row(self.step), entries["state"]
+        counts = np.bincount(states, minlength=len(SampleState) + 1)
+        for state in (SampleState.admitted, *FINAL):
+            row[_COLUMN[state.name]] += counts[state]
+        row[_COLUMN["tokens"]] += entries["tokens"][states == SampleState.trained].sum(dtype=np.int64)
+        # A prompt counts with the first sample of its group. The prompt of a lost group is used later.
+        firsts = states[entries["member"] == 0]
+        row[_COLUMN["prompts"]] += (firsts == SampleState.admitted).sum() - (firsts == SampleState.lost).sum()
+        if counts[SampleState.admitted]:
+            self._admit(entries["sample"][states == SampleState.admitted])
+        for state in (SampleState.generated, SampleState.scored, *FINAL):
+            if counts[state]:
+                self._note(state, entries["sample"][states == state])
+
+    def _admit(self, samples: np.ndarray) -> None:
+        new, times = np.unique(samples, return_counts=True)
+        # Ids rise from step to step, so that it is enough to remember the highest.
+        self._fault(new[(times > 1) | (new <= self.highest)], "was admitted twice")
+        self.highest = max(self.highest, int(new[-1]))
+        self.waiting = np.union1d(self.waiting, new)
+
+    def _note(self, state: SampleState, samples: np.ndarray) -> None:
+        found, times = np.unique(samples, return_counts=True)
+        self._fault(found[times > 1], f"was {state.name} twice")
+        unknown = found[~_are_in(found, self.waiting)]
+        self._fault(unknown, f"was {state.name}, but had ended before or was never admitted")
+        if state in FINAL:
+            self.waiting = self.waiting[~_are_in(self.waiting, found)]
+
+    def close(self) -> None:
+        """End the current step. Its samples without a final state are a fault."""
+        self._fault(self.waiting, "was admitted, but was neither trained nor filtered, failed or lost")
+        self.waiting = self.waiting[:0]
+
+    def _fault(self, samples: np.ndarray, text: str) -> None:
+        if len(samples):
+            self.faults.append(Fault(self.step, samples, text))
+
+    def _rewind(self, step: int) -> None:
+        """Undo all steps after `step`: their samples are lost. The ids of samples then start anew."""
+        if step < self.first - 1:
+            # The summary does not say which of its samples belong to later steps. Count them all as lost.
+            self._before += self._rows.sum(axis=0)
+            self._rows[:], self.first = 0, step + 1
+            _lose(self._before)
+        _lose(self._rows[step + 1 - self.first :])
+        self.faults = [fault for fault in self.faults if fault.step <= step]
+        self.waiting, self.highest, self.step = self.waiting[:0], -1, step
+
+    def _row(self, step: int) -> np.ndarray:
+        place = step - self.first
+        while place >= len(self._rows):
+            self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)])
+        return self._rows[place]
+
+    def last_step(self) -> int:
+        """Return the last step that has admitted samples, undone or not; 0 if there is none."""
+        found = np.flatnonzero(self._rows[:, _COLUMN["admitted"]])
+        return self.first + int(found[-1]) if len(found) else self.first - 1
+
+    def totals(self) -> dict[str, int]:
+        """Return {name: count} over all steps, with the names in COUNTED and "waiting"."""
+        return _named(self._before + self._rows.sum(axis=0))
+
+    def of_step(self, step: int) -> dict[str, int]:
+        """Return the same of one step from `first` on."""
+        return _named(self._row(step))
+
+    def summary(self) -> dict[str, Any]:
+        """Return what Books needs to continue from here, made of values that JSON has."""
+        return {"attempt": self.attempt, "step": self.step, "names": [*self.names], "totals": self.totals()}
+
+
+def _named(counts: np.ndarray) -> dict[str, int]:
+    named = dict(zip(COUNTED, counts.tolist(), strict=True))
+    return named | {"waiting": named["admitted"] - sum(named[state.name] for state in FINAL)}
+
+
+def _lose(counts: np.ndarray) -> None:
+    """Count all admitted samples as lost. counts: int64 [..., 7], counts of steps."""
+    counts[..., _COLUMN["lost"]] = counts[..., _COLUMN["admitted"]]
+    for name in ("trained", "filtered", "failed", "prompts", "tokens"):
+        counts[..., _COLUMN[name]] = 0
+
+
+def _are_in(ids: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return bool [n]: True for ids that are among `others`, which are sorted."""
+    if not len(others):
+        return np.zeros(len(ids), bool)
+    return others[np.searchsorted(others[:-1], ids)] == ids
