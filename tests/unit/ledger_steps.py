@@ -15,7 +15,7 @@ N = 2
 
 
 def sample(number: int, member: int, length: int = 3, reward: float = 0.5, trained: bool = True) -> Sample:
-    return Sample(
+    return Sample.of(
         group_id=number,
         trajectory_id=N * number + member,
         prompt_ids=np.array([5, 6], np.int32),

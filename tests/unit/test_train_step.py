@@ -250,7 +250,7 @@ def test_the_ledger_says_which_optimizer_steps_were_dropped(tmp_path):
 
 def test_a_step_whose_responses_are_all_empty_ends_the_run_before_training(tmp_path):
     def untrained(one):
-        masked = (replace(sample, loss_mask=np.zeros(2, bool)) for sample in one.samples)
+        masked = (replace(sample, num_trained=0) for sample in one.samples)
         return replace(one, samples=tuple(masked))
 
     step = controller(tmp_path, trainer := Trainer(), [untrained(one) for one in GROUPS])
