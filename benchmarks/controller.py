@@ -42,6 +42,7 @@ from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.schedule import CostModel
 from grpo_megatron.batch.sums import SequenceSums
+from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.pool_worker import Place
 from grpo_megatron.cluster.processes import Process, gather
 from grpo_megatron.cluster.ray_connection import connect
@@ -257,7 +258,9 @@ def steps(options: argparse.Namespace, tokens: int, folder: str) -> dict[str, fl
     """Return the figures of the steps with sequences of this many tokens."""
     config, traffic = configured(options, tokens), Traffic()
     place = Place(Process("worker", f"{folder}/worker{tokens}.log"), ray.get_runtime_context().get_node_id())
-    worker = RolloutWorker(place, importlib.import_module(MODULE).SamplerOf(tokens))
+    worker = RolloutWorker(
+        place, importlib.import_module(MODULE).SamplerOf(tokens), HangDetector(folder, 600)
+    )
     ray.get(worker.started)
     received = worker.sample
 

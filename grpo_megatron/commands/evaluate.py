@@ -64,7 +64,9 @@ def evaluate(config: Config, guard: Guard | None = None) -> dict[str, Any]:
 
     def attempt(context: RunContext, checkpoint: Checkpoint | None) -> dict[str, Any]:
         with ExitStack() as cleanup:
-            workers = RolloutWorkers(config, context.cluster, context.engines, context.logs)
+            workers = RolloutWorkers(
+                config, context.cluster, context.engines, context.logs, context.hang_detector
+            )
             cleanup.callback(workers.close)
             monitor = Monitor(context.directory, config, context.status, listeners=context.listeners)
             cleanup.callback(monitor.close)

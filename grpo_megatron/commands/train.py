@@ -152,7 +152,9 @@ def _loop(
     with ExitStack() as cleanup:
         if context.engines:
             # The workers start while the ranks build the model.
-            workers = RolloutWorkers(config, context.cluster, context.engines, context.logs)
+            workers = RolloutWorkers(
+                config, context.cluster, context.engines, context.logs, context.hang_detector
+            )
             cleanup.callback(workers.close)
         run = cleanup.enter_context(assemble(context, checkpoint))
         if run.engines is None:

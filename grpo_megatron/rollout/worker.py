@@ -17,6 +17,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from grpo_megatron.batch.arrays import SampleArrays
 from grpo_megatron.batch.sample import Sample
+from grpo_megatron.cluster.hang_detector import HangDetector
+from grpo_megatron.cluster.heartbeat import Heartbeat
 from grpo_megatron.cluster.placement import Cluster
 from grpo_megatron.cluster.polled_calls import PolledCalls
 from grpo_megatron.cluster.pool_worker import Place
@@ -116,8 +118,11 @@ class _Collected(logging.Handler):
 class WorkerProcess:
     """The Ray actor of a rollout worker. RolloutWorker is the driver's handle of it."""
 
-    def __init__(self, log: str):
-        redirect_output(log)
+    def __init__(self, process: Process):
+        redirect_output(process.log)
+        self._heartbeat = Heartbeat()
+        self._heartbeat.role = process.name
+        self._heartbeat.start()
         self._warnings = _Collected()
         logging.getLogger("grpo_megatron").addHandler(self._warnings)
         self._tasks: set[asyncio.Task] = set()
@@ -186,6 +191,10 @@ class WorkerProcess:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._sampler.end()
 
+    async def beat(self) -> None:
+        """Send a heartbeat to the driver's hang detector now, ahead of the regular interval."""
+        self._heartbeat.beat()
+
     async def close(self) -> None:
         self._sampler.close()
 
@@ -196,15 +205,18 @@ class RolloutWorker:
     It has the interface `Sampler` of RolloutManager.
     """
 
-    def __init__(self, place: Place, spec: SamplerSpec):
+    def __init__(self, place: Place, spec: SamplerSpec, hang_detector: HangDetector):
         """Start the process. The caller waits for `started`.
 
         place: node, name and log of the process.
         spec: builds the sampler in the process.
+        hang_detector: notices if the process sends no heartbeats.
         """
         self.process, self._calls = place.process, None
         where = NodeAffinitySchedulingStrategy(place.node, soft=False)
-        self._actor = WorkerProcess.options(num_cpus=0, scheduling_strategy=where).remote(place.process.log)
+        self._actor = WorkerProcess.options(num_cpus=0, scheduling_strategy=where).remote(place.process)
+        self._hang_detector = hang_detector
+        hang_detector.add(place.process, self._actor)
         self.started = self._actor.start.remote(spec, os.getcwd())
 
     async def begin(self, round: Round) -> None:
@@ -229,6 +241,7 @@ class RolloutWorker:
 
     def close(self) -> None:
         """End the process, and the processes that it has started."""
+        self._hang_detector.remove(self._actor)
         with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
             ray.get(self._actor.close.remote(), timeout=_CLOSE_SECONDS)
         ray.kill(self._actor)
@@ -240,7 +253,14 @@ class RolloutWorkers:
     samplers: for each engine, the worker of the engine's node
     """
 
-    def __init__(self, config: Config, cluster: Cluster, engines: EnginePool, log_dir: str):
+    def __init__(
+        self,
+        config: Config,
+        cluster: Cluster,
+        engines: EnginePool,
+        log_dir: str,
+        hang_detector: HangDetector,
+    ):
         """Start all workers and return immediately. `wait_until_ready` waits for them.
 
         log_dir: folder of the log files of the workers, and of the processes that they start.
@@ -266,7 +286,7 @@ class RolloutWorkers:
                 secrets,
             )
             process = Process(f"rollout worker {number}", f"{log_dir}/rollout_worker{number}.log")
-            self._workers[node] = RolloutWorker(Place(process, node), spec)
+            self._workers[node] = RolloutWorker(Place(process, node), spec, hang_detector)
         self.samplers = [self._workers[node] for node in node_of]
 
     def wait_until_ready(self) -> None:
