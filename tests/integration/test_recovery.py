@@ -20,7 +20,6 @@ import ray
 from grpo_megatron.cli import main
 from grpo_megatron.data import EpochOrder
 from grpo_megatron.rollout.evaluation import Evaluation
-from grpo_megatron.sglang.client import EngineClient
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.trainer.checkpoints import TrainerCheckpoints
 from grpo_megatron.trainer.policy import PolicyTrainer
@@ -29,6 +28,7 @@ from tests.integration.train_runs import arguments, metrics, trained
 
 STEPS = 3
 RANK, SCHEDULER, ENGINE = "ray::_Worker", "sglang::scheduler", "ray::SGLangEngine"
+WORKER = "ray::WorkerProcess"
 # Processes of a loaded machine may stand still for some seconds.
 HANG = "cluster.hang_timeout=20"
 REPORT = r"Python stacks: (\S+hang-\S+\.txt)"
@@ -182,14 +182,16 @@ def test_a_run_outlives_a_dead_rank_and_one_that_sleeps_in_a_collective(
 @pytest.mark.parametrize(
     ("fault", "engines"),
     [
-        (Fault(EngineClient, "_send", 2, SCHEDULER, after=True), 2),
-        (Fault(EngineClient, "_send", 2, ENGINE, after=True), 2),
+        (Fault(PolledCalls, "_send", 2, SCHEDULER, after=True), 2),
+        (Fault(PolledCalls, "_send", 2, ENGINE, after=True), 2),
+        (Fault(PolledCalls, "_send", 2, WORKER, after=True), 1),
         (Fault(TrainerCheckpoints, "begin_checkpoint", 2, RANK, after=True), 1),
-        (Fault(PolicyTrainer, "logprobs", 1, RANK), 1),
+        (Fault(PolicyTrainer, "measure", 1, RANK), 1),
     ],
     ids=[
         "scheduler in generation",
         "engine in generation",
+        "rollout worker in generation",
         "rank while saving",
         "rank before the first checkpoint",
     ],
@@ -199,10 +201,11 @@ def test_a_run_outlives_the_death_of_a_process(ray_here, arithmetic, tmp_path, c
     befallen = plant(fault)
     said, seen = train(arithmetic, tmp_path, capsys, TWO_RANKS)
     assert len(befallen) == 1
-    assert ("trainer rank" if fault.title == RANK else "engine 0 died in `generate`") in said
+    died = {RANK: "trainer rank", WORKER: "rollout worker 0 died in `sample`"}
+    assert died.get(fault.title, "engine 0 died in `generate`") in said
     assert said.count("restart 1 of at most 3, from ") == 1
     assert "restart 2" not in said
-    assert ("from the beginning" in said) == (fault.method == "logprobs")
+    assert ("from the beginning" in said) == (fault.method == "measure")
     assert seen == engines
 
 
@@ -243,7 +246,7 @@ def test_an_engine_that_stays_takes_the_weights_of_new_ranks(
     [
         Fault(EnginePool, "resume_weights", 2, SCHEDULER),
         Fault(RankGroup, "wake", 3, RANK),
-        Fault(EngineClient, "_send", 2, SCHEDULER, after=True),
+        Fault(PolledCalls, "_send", 2, SCHEDULER, after=True),
     ],
     ids=["engine takes back its weights", "rank wakes", "engine in generation"],
 )
@@ -286,11 +289,11 @@ def test_without_restarts_the_run_ends(ray_here, arithmetic, tmp_path, capsys, p
             r"rank \d \(tp\d pp0 cp0 dp0 ep0\) has sent no heartbeat for \d+ s",
         ),
         (
-            Fault(EngineClient, "_send", 2, SCHEDULER, signal.SIGSTOP),
+            Fault(PolledCalls, "_send", 2, SCHEDULER, signal.SIGSTOP),
             r"engine 0 in `generate` for \d+ s, at sglang::scheduler \(pid \d+\) stopped",
         ),
         (
-            Fault(EngineClient, "_send", 2, ENGINE, signal.SIGSTOP),
+            Fault(PolledCalls, "_send", 2, ENGINE, signal.SIGSTOP),
             r"engine 0 has sent no heartbeat for \d+ s",
         ),
         (
