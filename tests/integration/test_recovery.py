@@ -18,6 +18,7 @@ import pytest
 import ray
 
 from grpo_megatron.cli import main
+from grpo_megatron.cluster.polled_calls import PolledCalls
 from grpo_megatron.data import EpochOrder
 from grpo_megatron.rollout.evaluation import Evaluation
 from grpo_megatron.sglang.pool import EnginePool
