@@ -1,0 +1,2 @@
+# Its patches must be installed before a module of this package imports Megatron, whichever is collected first.
+import grpo_megatron.megatron  # noqa: F401
