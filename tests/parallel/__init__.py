@@ -1,2 +1,3 @@
-# Its patches must be installed before a module of this package imports Megatron, whichever is collected first.
+# Its patches must be installed before a module of this package imports Megatron, whatever is collected
+# first.
 import grpo_megatron.megatron  # noqa: F401
