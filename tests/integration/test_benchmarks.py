@@ -16,6 +16,10 @@ BENCHMARKS = {
     "checkpoint": (["--saves", "1", "--tokens", "64", "--layers", "2", "--before"], "blocked_share"),
     "convert": (["--layers", "1", "--processes", "1", "--repeats", "1"], "speed_over_copy"),
     "exchange": (["--repeats", "1"], "swap_over_copy"),
+    "controller": (
+        ["--sequences", "64", "--tokens", "2048", "--replicas", "2", "--steps", "1"],
+        "shipped_over_needed",
+    ),
     "ledger": (["--entries", "65536"], "balance_seconds"),
     "loop": (["--steps", "1"], "overhead_share"),
     "memory": (["--tokens", "256"], "activations_full"),
