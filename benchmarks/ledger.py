@@ -52,7 +52,7 @@ def groups() -> list[Group]:
         length = int(draw.integers(1, LONGEST + 1))
         arrays = (ids, tokens[:length], mask[:length], logprobs[:length])
         spans, reward = (WeightSpan(1, 0, length),), float(draw.random())
-        return Sample.of(group, N * group + member, *arrays, "stop", spans, reward=reward)
+        return Sample.of(group, N * group + member, *arrays, "stop", weight_spans=spans, reward=reward)
 
     return [
         Group(group, Prompt(group, ids, "", ""), tuple(sample(group, member) for member in range(N)))
