@@ -1,4 +1,4 @@
-"""PolledCalls: many calls to one Ray actor in few messages."""
+"""PolledCalls: many calls to one Ray actor in few messages. `answers` is for the actor's side."""
 
 import asyncio
 from collections.abc import Callable
@@ -102,3 +102,17 @@ class PolledCalls:
                     f"{self._process.name} finished none of its {len(self._answers)} samples in progress for "
                     f"rollout.engine.request_timeout={self._timeout:.0f} s; its log is {self._process.log}"
                 )
+
+
+def answers(first: Any, others: asyncio.Queue) -> list:
+    """Return the answers that an actor's poll found: the first one, and all that are in a queue.
+
+    An answer may be an Exception, of a call that failed. It is raised.
+    """
+    found = [first]
+    while not others.empty():
+        found.append(others.get_nowait())
+    for answer in found:
+        if isinstance(answer, Exception):
+            raise answer
+    return found

@@ -12,7 +12,6 @@ import os
 import pickle
 import resource
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from grpo_megatron.cluster.last_words import killed_by_ray
-from grpo_megatron.cluster.processes import Process, process_error, redirect_output
+from grpo_megatron.cluster.processes import Process, process_error, redirect_output, use_folder
 from grpo_megatron.cluster.ray_errors import LOST
 from grpo_megatron.errors import ProcessLost
 
@@ -110,10 +109,7 @@ class PoolWorker:
         folder: the driver's working directory, with the user's modules and files. It becomes the working
             directory of this process.
         """
-        with contextlib.suppress(OSError):  # this node may not have the folder
-            os.chdir(folder)
-        if "" not in sys.path:
-            sys.path.insert(0, "")
+        use_folder(folder)
         self._target, self._bounds = build(), bounds
         bounds.apply()
 

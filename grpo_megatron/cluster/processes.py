@@ -1,5 +1,6 @@
 """Waiting for many remote calls, and turning their failures into one clear error."""
 
+import contextlib
 import logging
 import os
 import sys
@@ -57,6 +58,14 @@ def redirect_output(path: str) -> None:
     os.dup2(target, 1)
     os.dup2(target, 2)
     os.close(target)
+
+
+def use_folder(folder: str) -> None:
+    """Make the driver's working directory, with the user's modules and files, that of this process."""
+    with contextlib.suppress(OSError):  # this node may not have the folder
+        os.chdir(folder)
+    if "" not in sys.path:
+        sys.path.insert(0, "")
 
 
 def gather(

@@ -77,10 +77,9 @@ class MiniBatches:
             self._kept[key] = _MiniBatch(batches, [], [])
         self._compute_old()
         self._compute_reference()
-        if not self._is_last_stage:
-            return None
-        found = {key: self._measured(kept) for key, kept in self._kept.items()}
-        return found if self._reports else None
+        if self._is_last_stage:
+            self._measure_tokens()
+        return {key: self._measurement(kept) for key, kept in self._kept.items()} if self._reports else None
 
     def _compute_old(self) -> None:
         """Set old_logp, as train.old_logprobs says. It stays zero if the training pass knows it first."""
@@ -112,14 +111,22 @@ class MiniBatches:
         for batch, own in zip(kept.samples, np.split(values, ends[:-1]), strict=True):
             batch.set(**{name: own})
 
-    def _measured(self, kept: _MiniBatch) -> Measurement:
-        """Measure a mini-batch, keep the measured values of its tokens, and return the sums."""
-        config, samples = self._config, kept.samples
-        is_known = config.train.old_logprobs == OldLogprobs.recompute
-        correction = Correction.from_config(config.mismatch) if is_known else None
-        kept.measured = [measure(batch, config.algorithm, correction) for batch in samples]
+    @property
+    def _is_known(self) -> bool:
+        """True if the trainer's log-probs of the sampled tokens are computed before training."""
+        return self._config.train.old_logprobs == OldLogprobs.recompute
+
+    def _measure_tokens(self) -> None:
+        """Measure the tokens of all mini-batches. `train_step` needs the values on every last-stage rank."""
+        correction = Correction.from_config(self._config.mismatch) if self._is_known else None
+        for kept in self._kept.values():
+            kept.measured = [measure(batch, self._config.algorithm, correction) for batch in kept.samples]
+
+    def _measurement(self, kept: _MiniBatch) -> Measurement:
+        """Return the sums and metrics of a measured mini-batch, for the driver."""
+        samples = kept.samples
         metrics = merge([one.metrics for one in kept.measured])
-        if is_known:
+        if self._is_known:
             metrics |= measure_mismatch(samples)
         has_nan = any(np.isnan(logp).any() for batch in samples for logp in (batch.old_logp, batch.ref_logp))
         sums = concatenated([one.sums for one in kept.measured])

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,9 +19,9 @@ from grpo_megatron.batch.sample import Sample
 from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.heartbeat import Heartbeat
 from grpo_megatron.cluster.placement import Cluster
-from grpo_megatron.cluster.polled_calls import PolledCalls
+from grpo_megatron.cluster.polled_calls import PolledCalls, answers
 from grpo_megatron.cluster.pool_worker import Place
-from grpo_megatron.cluster.processes import Process, fetched, gather, redirect_output
+from grpo_megatron.cluster.processes import Process, fetched, gather, redirect_output, use_folder
 from grpo_megatron.cluster.worker_pool import worker_places
 from grpo_megatron.config.schema import Config
 from grpo_megatron.data import PromptTokenizer
@@ -134,10 +133,7 @@ class WorkerProcess:
 
         folder: the driver's working directory, with the user's modules. It becomes this process's.
         """
-        with contextlib.suppress(OSError):  # this node may not have the folder
-            os.chdir(folder)
-        if "" not in sys.path:
-            sys.path.insert(0, "")
+        use_folder(folder)
         self._sampler = build()
 
     async def begin(self, round: Round) -> None:
@@ -173,15 +169,10 @@ class WorkerProcess:
         if client_id != self._round:
             return []
         try:
-            done = [await asyncio.wait_for(self._done.get(), seconds)]
+            first = await asyncio.wait_for(self._done.get(), seconds)
         except asyncio.TimeoutError:
             return []
-        while not self._done.empty():
-            done.append(self._done.get_nowait())
-        for item in done:
-            if isinstance(item, Exception):
-                raise item
-        return done
+        return answers(first, self._done)
 
     async def end(self) -> None:
         """End the round: cancel its groups, and end their requests on the engines."""

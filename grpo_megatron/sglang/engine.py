@@ -15,6 +15,7 @@ import numpy as np
 import ray
 
 from grpo_megatron.cluster.heartbeat import Heartbeat
+from grpo_megatron.cluster.polled_calls import answers
 from grpo_megatron.cluster.processes import Process, redirect_output
 from grpo_megatron.config.weight_sync import PauseMode
 from grpo_megatron.errors import UserError
@@ -202,17 +203,12 @@ class SGLangEngine:
         if client_id <= self._aborted:
             return []
         try:
-            done = [await self._while_alive("generate", self._finished.get(), timeout)]
+            first = await self._while_alive("generate", self._finished.get(), timeout)
         except asyncio.TimeoutError:
             return []
         # Requests that end in the same decoding step arrive together: wait for the others before answering.
         await asyncio.sleep(0.002)
-        while not self._finished.empty():
-            done.append(self._finished.get_nowait())
-        for item in done:
-            if isinstance(item, Exception):
-                raise item
-        return done
+        return answers(first, self._finished)
 
     @_phase
     async def score(self, sequences: list[list[int]]) -> list[np.ndarray]:

@@ -98,8 +98,8 @@ class PolicyTrainer:
     def measure(self, mini_batches: list[MiniBatch]) -> tuple[list[SequenceSums], Metrics]:
         """Send the mini-batches of a step to the ranks, which compute the log-probs before training.
 
-        They are the old policy's and the reference's, as the configuration needs them. They stay on the ranks
-        for the step, like the samples.
+        The ranks compute the log-probs of the old policy and of the reference that the configuration needs.
+        They keep log-probs and samples until the next step.
 
         Returns (sums, metrics): for each mini-batch the sums over the tokens of its sequences, and metrics of
         the mismatch between engine and trainer. There are no metrics if the mismatch is known only in the
