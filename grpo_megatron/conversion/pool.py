@@ -41,7 +41,8 @@ class Progress:
     """The amount of work that was done, and the time that it took.
 
     bytes: number of bytes that were converted or read.
-    seconds: seconds from when the first worker process was ready. The start of processes does not count.
+    seconds: seconds from when all worker processes were ready to the end of the last unit of work. The start
+        and the end of the processes do not count.
     """
 
     bytes: int
@@ -80,25 +81,29 @@ def run(
             begun = time.monotonic()
             for unit in units:
                 done(unit, job.do(unit, bar.update))
+            seconds = time.monotonic() - begun
         else:
-            begun = _share(job, units, min(processes, len(units)), bar, done)
-    return Progress(total, time.monotonic() - begun)
+            seconds = _share(job, units, min(processes, len(units)), bar, done)
+    return Progress(total, seconds)
 
 
 def _share(job: Job, units: list, processes: int, bar: tqdm, done: Callable[[Any, Any], None]) -> float:
-    """Do all units of work in worker processes, for `run`.
+    """Do all units of work in worker processes, for `run`. Return Progress.seconds.
 
-    Return the time (of time.monotonic) at which the first worker process was ready.
-
+    processes: number of worker processes, at most the number of units.
     bar: the progress bar.
     done: called in this process with each unit and its result.
     """
     context = multiprocessing.get_context("spawn")
-    # There are no locks, because a killed process would leave them locked. Each unit has its own count.
+    # The counts have no lock, because a killed process would leave it locked. Each unit has its own count.
     counts, begun = context.RawArray("q", len(units)), context.RawValue("d")
+    all_ready = context.Barrier(processes)  # where the others wait until the pool ends them, if one dies
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(
-        processes, mp_context=context, initializer=_begin, initargs=(os.getpid(), job, counts, begun)
+        processes,
+        mp_context=context,
+        initializer=_begin,
+        initargs=(os.getpid(), job, counts, begun, all_ready),
     )
     futures = {pool.submit(_do, index, unit): unit for index, unit in enumerate(units)}
     workers = set(multiprocessing.active_children()) - others
@@ -109,6 +114,7 @@ def _share(job: Job, units: list, processes: int, bar: tqdm, done: Callable[[Any
             bar.update(sum(counts) - bar.n)
             for future in finished:
                 done(futures[future], future.result())
+        ended = time.monotonic()
         pool.shutdown()
     except BrokenProcessPool:
         pool.shutdown()  # ends the other processes by SIGTERM
@@ -118,7 +124,7 @@ def _share(job: Job, units: list, processes: int, bar: tqdm, done: Callable[[Any
             process.kill()
         pool.shutdown(cancel_futures=True)
         raise
-    return begun.value
+    return ended - begun.value
 
 
 def _death_of(workers: set) -> UserError:
@@ -141,17 +147,18 @@ def _death_of(workers: set) -> UserError:
 _worker: dict[str, Any] = {}  # the arguments of `_begin` in a worker process, for `_do`
 
 
-def _begin(parent: int, job: Job, counts, begun) -> None:
+def _begin(parent: int, job: Job, counts, begun, all_ready) -> None:
     """Prepare a new worker process. Called in the worker process.
 
     parent: id of the process that started the worker process.
     counts: array, shared by all processes, with the number of bytes done of each unit.
-    begun: number, shared by all processes: the time at which the first worker process was ready; 0 before.
+    begun: number, shared by all processes: the time at which all worker processes were ready; 0 before.
+    all_ready: barrier, at which all worker processes wait for each other before their first unit.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
     end_with_parent(parent)
     torch.set_num_threads(1)
-    _worker.update(job=job, counts=counts, begun=begun, is_started=False)
+    _worker.update(job=job, counts=counts, begun=begun, all_ready=all_ready, is_started=False)
 
 
 def _do(index: int, unit: Any) -> Any:
@@ -163,6 +170,7 @@ def _do(index: int, unit: Any) -> Any:
         # Not in `_begin`, because the pool does not pass on errors that are raised there.
         _worker["job"].start()
         _worker["is_started"] = True
+        _worker["all_ready"].wait()
         _worker["begun"].value = _worker["begun"].value or time.monotonic()
 
     def advance(count: int) -> None:

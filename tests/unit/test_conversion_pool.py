@@ -59,7 +59,7 @@ def test_an_error_of_the_user_is_passed_on(units, first, message, processes):
 def test_a_killed_process_is_named_with_what_to_do():
     with pytest.raises(
         UserError,
-        match=r"a conversion process \(pid \d+\) was killed by signal 9; if .* use fewer \(--proc",
+        match=r"a conversion process \(pid \d+\) was killed by signal 9; if .* use fewer processes \(--proc",
     ):
         doubled([1, 99, 3], 2)
     assert multiprocessing.active_children() == []
