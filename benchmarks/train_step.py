@@ -35,6 +35,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -158,6 +159,16 @@ def batch_of(
     return batch
 
 
+def part_of(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
+    """Return a batch with some of the sequences, in the order given."""
+    rows, ends = list(sequences), batch.cu_seqlens
+    tokens = np.concatenate([np.arange(ends[i], ends[i + 1]) for i in rows])
+    columns = {name: getattr(batch, name)[rows] for name in ("group_id", "trajectory_id", "reward")}
+    for name in ("loss_mask", "weight", "advantage", "rollout_logp", "old_logp", "ref_logp"):
+        columns[name] = getattr(batch, name)[tokens]
+    return TrainBatch.of([batch.tokens[ends[i] : ends[i + 1]] for i in rows], **columns)
+
+
 def in_order(lengths: np.ndarray, row: int | None) -> list[list[int]]:
     """Put the sequences into micro-batches in the order of the batch, as many rows to each as fit.
 
@@ -190,7 +201,7 @@ def make_sides(batch: TrainBatch, folder: str) -> list[Side]:
     for name, (layout, partition) in partitions.items():
         actor = Actor(config)
         actor.passes.prepared.layout = layout
-        sides.append(Side(name, layout, [batch.select(part) for part in partition], actor))
+        sides.append(Side(name, layout, [part_of(batch, part) for part in partition], actor))
     return sides
 
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from train_step import batch_of, gsm8k_like_lengths
+from train_step import batch_of, gsm8k_like_lengths, part_of
 
 from grpo_megatron.batch.schedule import schedule
 from grpo_megatron.batch.train_batch import TrainBatch
@@ -88,4 +88,4 @@ def batches(sizes: Sizes, vocab_size: int) -> dict[str, TrainBatch]:
 
 def micro_batches(batch: TrainBatch, actor: Actor, tokens: int) -> list[TrainBatch]:
     plan = schedule(batch.lengths, tokens, cost=actor.model.arch.cost_model)
-    return [batch.select(part) for part in plan.micro_batches[0]]
+    return [part_of(batch, part) for part in plan.micro_batches[0]]

@@ -21,14 +21,22 @@ from grpo_megatron.metrics import Mean, Metrics
 
 
 @dataclass(frozen=True)
-class LossInputs:
-    """Arguments of a loss that are known before the training forward pass. All tensors are [t], for t tokens.
+class TokenInputs:
+    """Argument of every loss of tokens. Supervised training needs no more.
+
+    mask: bool [t], True for trained tokens
+    """
+
+    mask: torch.Tensor
+
+
+@dataclass(frozen=True)
+class LossInputs(TokenInputs):
+    """Arguments of the policy loss that are known before the training forward pass. All tensors are [t].
 
     "Engine" is the inference engine that sampled the tokens.
     """
 
-    mask: torch.Tensor
-    """bool. True for trained tokens."""
     advantage: torch.Tensor
     """float32. Advantage of the token."""
     rollout_logp: torch.Tensor
@@ -60,7 +68,7 @@ class TokenLoss(Protocol):
         self,
         logp: torch.Tensor,
         entropy: torch.Tensor,
-        inputs: LossInputs,
+        inputs: TokenInputs,
         full_kl: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Metrics]:
         """Return (loss, metrics) of t tokens. The loss is float32 [t], zero for untrained tokens.

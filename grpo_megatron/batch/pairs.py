@@ -1,11 +1,48 @@
-"""Scheduling of sequence pairs (2i, 2i + 1), which share a loss and must be in the same micro-batch."""
+"""Preference pairs, whose two sequences share a loss and must be in the same micro-batch."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from grpo_megatron.batch.examples import Example
 from grpo_megatron.batch.layout import padded_to
 from grpo_megatron.batch.schedule import CostModel, Schedule, schedule
+from grpo_megatron.batch.token_stream import TokenStream
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A chosen and a rejected response to a prompt.
+
+    margin: how much the score of the chosen response should exceed that of the rejected one.
+    """
+
+    chosen: Example
+    rejected: Example
+    margin: float = 0.0
+
+
+@dataclass(kw_only=True)
+class PairBatch(TokenStream):
+    """A token stream of P preference pairs, for the training of a reward model.
+
+    Sequence 2i has the chosen response of pair i, and sequence 2i + 1 the rejected one.
+    """
+
+    weight: np.ndarray
+    """float32 [P]. Weight of each pair's loss in the sum over the optimizer step."""
+    margin: np.ndarray
+    """float32 [P]. How much the score of the chosen sequence should exceed that of the rejected one."""
+
+    @classmethod
+    def of_pairs(cls, pairs: Sequence[Pair], weight: float) -> "PairBatch":
+        """Return the stream of some pairs. weight: weight of each pair."""
+        return cls.of(
+            [example.ids for pair in pairs for example in (pair.chosen, pair.rejected)],
+            weight=np.full(len(pairs), weight, dtype=np.float32),
+            margin=np.array([pair.margin for pair in pairs], dtype=np.float32),
+        )
 
 
 def schedule_pairs(

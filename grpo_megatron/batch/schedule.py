@@ -13,13 +13,17 @@ ranks, remove most of the remaining difference.
 
 import heapq
 from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from grpo_megatron.batch.layout import padded_to
 from grpo_megatron.batch.packing import Sequences, pack
 from grpo_megatron.errors import UserError
+
+Stream = TypeVar("Stream")
 
 # Exchanges stop when the cost of a round's costliest micro-batch, or of the costliest rank, exceeds the mean
 # by at most this fraction.
@@ -65,6 +69,25 @@ class Schedule:
     def sequences(self, dp_rank: int) -> list[int]:
         """Return the indices of all sequences that a rank computes, in the order of its micro-batches."""
         return [i for micro_batch in self.micro_batches[dp_rank] for i in micro_batch]
+
+    def divided(self, make: Callable[[Sequence[int]], Stream]) -> list[list[Stream]]:
+        """Return what `make` returns for each micro-batch of each rank.
+
+        make: function that gets the indices of a micro-batch's sequences.
+        """
+        return [[make(micro_batch) for micro_batch in own] for own in self.micro_batches]
+
+    def by_sequence(self, parts: list[np.ndarray], lengths: np.ndarray) -> list[np.ndarray]:
+        """Return one array [n, ...] for each of the S sequences of n tokens, in order.
+
+        parts: for each rank, an array [t, ...] with a value for each token, in the order of its sequences.
+        lengths: int64 [S], number of tokens of each sequence.
+        """
+        found: dict[int, np.ndarray] = {}
+        for dp, part in enumerate(parts):
+            own = self.sequences(dp)
+            found.update(zip(own, np.split(part, np.cumsum(lengths[own])[:-1]), strict=True))
+        return [found[i] for i in range(len(lengths))]
 
 
 def schedule(

@@ -4,22 +4,22 @@ It uses the trainer of `train`, with a scalar head on the model and a loss on pa
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from grpo_megatron.algorithm.preferences import PairInputs, PreferenceLoss
+from grpo_megatron.batch.pairs import Pair, PairBatch
 from grpo_megatron.batch.schedule import Schedule
-from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.commands.assemble import Run, RunContext, assemble, open_run, run_with_restarts
 from grpo_megatron.commands.supervised import SupervisedTraining
 from grpo_megatron.config.command import Command
 from grpo_megatron.config.schema import Config
 from grpo_megatron.data import EpochOrder, PromptTokenizer
 from grpo_megatron.data.conversations import Conversations, pad_token
-from grpo_megatron.data.preferences import Pair, load_pairs, pair_batch
+from grpo_megatron.data.preferences import load_pairs
 from grpo_megatron.metrics import to_floats
 from grpo_megatron.preflight.check import check_start
 from grpo_megatron.run.guard import Guard
@@ -84,9 +84,15 @@ class _Training(SupervisedTraining[Pair]):
         super().__init__(run, training)
         self._held_out = held_out
 
-    def batch(self, records: list[Pair]) -> tuple[TrainBatch, Schedule]:
-        batch = pair_batch(records)
-        return batch, partition(self.config, batch.lengths, self.run.trainer.cost_model, pairs=True)
+    def streams(self, records: list[Pair]) -> list[list[PairBatch]]:
+        plan, make = self._divided(records)
+        return plan.divided(make)
+
+    def _divided(self, pairs: list[Pair]) -> tuple[Schedule, Callable[[Sequence[int]], PairBatch]]:
+        """Return (schedule, make) of a pass over the pairs: make(part) returns a micro-batch's stream."""
+        lengths = np.array([one.num_tokens for pair in pairs for one in (pair.chosen, pair.rejected)])
+        plan = partition(self.config, lengths, self.run.trainer.cost_model, pairs=True)
+        return plan, lambda part: PairBatch.of_pairs([pairs[i // 2] for i in part[::2]], 1 / len(pairs))
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Score the held-out pairs, and return {"eval/NAME": value}, such as the loss and the accuracy.
@@ -99,13 +105,10 @@ class _Training(SupervisedTraining[Pair]):
         config, trainer, scores, margins = self.config, self.run.trainer, [], []
         with self.run.monitor.phases("evaluate"):
             for pairs in _parts(self._held_out, config.data.train_batch_size):
-                batch = pair_batch(enough(pairs, config))
-                found = trainer.scores(
-                    batch, partition(config, batch.lengths, trainer.cost_model, pairs=True)
-                )
+                found = trainer.scores(*self._divided(enough(pairs, config)))
                 scores.append(found[: 2 * len(pairs)])
-                margins.append((batch.reward[0::2] - batch.reward[1::2])[: len(pairs)])
-        margin = torch.from_numpy(np.concatenate(margins))
+                margins += [pair.margin for pair in pairs]
+        margin = torch.tensor(margins, dtype=torch.float32)
         inputs = PairInputs(torch.full_like(margin, 1 / len(margin)), margin)
         _, metrics = self.loss(torch.from_numpy(np.concatenate(scores)), inputs)
         return {

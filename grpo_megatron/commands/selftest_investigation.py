@@ -139,11 +139,11 @@ class Investigation:
         """
         temperature = self.temperature if temperature is None else temperature
         self.handover.to_ranks()
-        parts = [
-            self.policy.probe(batch, mini.plan, temperature, rounding)[:, batch.loss_mask]
-            for mini, batch in zip(tokens.mini_batches, tokens.batches, strict=True)
-        ]
-        return np.concatenate(parts, axis=1).astype(np.float64)
+        parts = []
+        for mini, batch in zip(tokens.mini_batches, tokens.batches, strict=True):
+            found = self.policy.probe(mini.plan, mini.stream, temperature, rounding)
+            parts.append(np.concatenate(found)[batch.loss_mask])
+        return np.concatenate(parts).astype(np.float64).T
 
     def _rounding(self, tokens: Tokens, dtype: torch.dtype) -> float:
         """Return the mean |change| of the trainer's log-probs when rounding errors of this dtype are added.

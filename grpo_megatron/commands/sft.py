@@ -3,11 +3,10 @@
 import logging
 from typing import Any
 
+import numpy as np
+
 from grpo_megatron.algorithm.losses import CrossEntropyLoss
-from grpo_megatron.batch.sample import Sample
-from grpo_megatron.batch.schedule import Schedule
-from grpo_megatron.batch.sequence_weights import token_weights
-from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.batch.examples import Example, ExampleBatch
 from grpo_megatron.commands.assemble import RunContext, assemble, open_run, run_with_restarts
 from grpo_megatron.commands.supervised import SupervisedTraining
 from grpo_megatron.config.command import Command
@@ -51,13 +50,14 @@ def sft(config: Config, guard: Guard | None = None) -> dict[str, Any]:
         return run_with_restarts(context, attempt)
 
 
-class _Training(SupervisedTraining[Sample]):
+class _Training(SupervisedTraining[Example]):
     """Supervised fine-tuning. The loss of a step is the mean over the response tokens of its batch."""
 
     loss, loss_metric = CrossEntropyLoss(), "sft/loss_per_token"
     shown_every, tokens_key = 50, "tokens"
 
-    def batch(self, records: list[Sample]) -> tuple[TrainBatch, Schedule]:
-        batch = TrainBatch.from_samples(records)
-        batch.weight = token_weights(batch, "token-mean", self.config.rollout.max_response_length)
-        return batch, partition(self.config, batch.lengths, self.run.trainer.cost_model)
+    def streams(self, records: list[Example]) -> list[list[ExampleBatch]]:
+        lengths = np.array([example.num_tokens for example in records])
+        weight = 1 / max(sum(example.num_trained for example in records), 1)
+        plan = partition(self.config, lengths, self.run.trainer.cost_model)
+        return plan.divided(lambda part: ExampleBatch.of_examples([records[i] for i in part], weight))

@@ -4,10 +4,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
 from grpo_megatron.algorithm.losses import TokenLoss
 from grpo_megatron.algorithm.preferences import PreferenceLoss
-from grpo_megatron.batch.schedule import Schedule
-from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.batch.examples import ExampleBatch
+from grpo_megatron.batch.pairs import PairBatch
 from grpo_megatron.commands.assemble import Run
 from grpo_megatron.data import EpochOrder
 from grpo_megatron.metrics import to_floats
@@ -66,21 +68,19 @@ class SupervisedTraining(ABC, Generic[Record]):
         monitor, trainer = self.run.monitor, self.run.trainer
         with monitor.phases("prepare"):
             records = [self._records[i] for i in self._order.take(self.config.data.train_batch_size)]
-            batch, plan = self.batch(records)
+            streams = self.streams(records)
         with monitor.phases("train"):
-            metrics = to_floats(trainer.train_step(batch, plan, self.loss, step))
-        self._tokens += batch.num_tokens
+            metrics = to_floats(trainer.train_step(streams, self.loss, step))
+        lengths = np.concatenate([stream.lengths for own in streams for stream in own])
+        self._tokens += int(lengths.sum())
         self._last_loss = metrics[self.loss_metric]
-        scalars = monitor.finish_step(step, metrics, TrainedOn(batch.lengths))
+        scalars = monitor.finish_step(step, metrics, TrainedOn(lengths))
         if step in (1, self.config.run.total_steps) or step % self.shown_every == 0:
             monitor.line(step, scalars)
 
     @abstractmethod
-    def batch(self, records: list[Record]) -> tuple[TrainBatch, Schedule]:
-        """Convert the records of one optimizer step to (batch, schedule).
-
-        The schedule divides the sequences of the batch among replicas and micro-batches.
-        """
+    def streams(self, records: list[Record]) -> list[list[ExampleBatch]] | list[list[PairBatch]]:
+        """Return the micro-batches of each data-parallel replica, with the records of an optimizer step."""
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Return {name: score} on held-out records; empty if there are none.

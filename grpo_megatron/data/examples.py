@@ -4,9 +4,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from grpo_megatron.batch.sample import Sample
+from grpo_megatron.batch.examples import Example
 from grpo_megatron.config.data import OverlongPrompts
 from grpo_megatron.config.schema import Config
 from grpo_megatron.data.lazy import ConcatSequence, LazySequence
@@ -20,13 +18,13 @@ from grpo_megatron.data.values import required
 from grpo_megatron.errors import UserError
 
 
-def load_examples(config: Config, tokenizer: PromptTokenizer) -> tuple[Sequence[Sample], int]:
+def load_examples(config: Config, tokenizer: PromptTokenizer) -> tuple[Sequence[Example], int]:
     """Load the examples of data.train, which are prompt/response pairs, for supervised training.
 
-    Returns (samples, left_out):
+    Returns (examples, left_out):
 
-    - samples: a sequence that makes a sample each time it is requested. Every sample is made once here, so
-      that errors in the data are found before the run starts, but none is kept in memory.
+    - examples: a sequence that makes an example each time it is requested. Every example is made once here,
+      so that errors in the data are found before the run starts, but none is kept in memory.
     - left_out: number of pairs that are left out because they are too long. Pairs are only left out with
       data.overlong_prompts=skip.
 
@@ -38,10 +36,10 @@ def load_examples(config: Config, tokenizer: PromptTokenizer) -> tuple[Sequence[
     Raises UserError, naming the record, if a record is invalid, or if a pair is too long and
     data.overlong_prompts is not skip. Raises UserError also if a source has no pair left.
     """
-    parts, first, left_out = [], 0, 0
+    parts, left_out = [], 0
     for source in as_list(config.data.train):
         records = open_records(source)
-        make = ExampleMaker(records, tokenizer, config, first)
+        make = ExampleMaker(records, tokenizer, config)
         kept = array("q", (index for index in range(len(records)) if make.fits(index)))
         if not kept:
             raise UserError(
@@ -49,23 +47,20 @@ def load_examples(config: Config, tokenizer: PromptTokenizer) -> tuple[Sequence[
                 "data.max_prompt_length or rollout.max_response_length"
             )
         parts.append(LazySequence(kept, make, {source: records.digest()}))
-        first += len(records)
         left_out += len(records) - len(kept)
     return ConcatSequence(parts), left_out
 
 
 @dataclass(frozen=True)
 class ExampleMaker:
-    """Maker of samples for supervised training. It is called with a record's index and returns its sample."""
+    """Maker of examples. It is called with a record's index and returns the record's example."""
 
     records: Records
     tokenizer: PromptTokenizer
     config: Config
-    first: int
-    """Index of this source's record 0 among the records of all sources."""
 
-    def __call__(self, index: int) -> Sample:
-        """Return the sample that is made from the record with this index.
+    def __call__(self, index: int) -> Example:
+        """Return the example that is made from the record with this index.
 
         Raises UserError, naming the record, if the record is damaged or incomplete.
         """
@@ -79,26 +74,17 @@ class ExampleMaker:
         asked = Asked(text, self.tokenizer.messages(given, where), tools)
         answer = self.records.meant(required(record, data.response_key, where))
         response, mask = written(self.tokenizer, asked, answer, f"{where}: field {data.response_key!r}")
-        return Sample.of(
-            group_id=self.first + index,
-            trajectory_id=self.first + index,
-            prompt_ids=within_limit(prompt, data),
-            response_ids=response,
-            loss_mask=mask,
-            rollout_logprobs=np.zeros(len(response), dtype=np.float32),
-            finish_reason="stop",
-        )
+        return Example(within_limit(prompt, data), response, mask)
 
     def fits(self, index: int) -> bool:
-        """Return True if the sample of the record with this index is within the length limits.
+        """Return True if the example of the record with this index is within the length limits.
 
-        Raises UserError if it is too long and data.overlong_prompts is not skip. The sample is made for this
+        Raises UserError if it is too long and data.overlong_prompts is not skip. The example is made for this
         check, so an invalid record raises UserError, too.
         """
-        sample, data = self(index), self.config.data
-        problem = too_long(
-            sample.num_prompt, sample.num_response, data, self.config.rollout.max_response_length
-        )
+        example, data = self(index), self.config.data
+        lengths = (len(example.prompt_ids), len(example.response_ids))
+        problem = too_long(*lengths, data, self.config.rollout.max_response_length)
         if problem and data.overlong_prompts != OverlongPrompts.skip:
             raise UserError(
                 f"{self.records.where(index)} {problem}; raise the limit, or set data.overlong_prompts=skip"

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from grpo_megatron.batch.sample import Sample
-from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.batch.examples import Example
+from grpo_megatron.batch.pairs import Pair
 from grpo_megatron.config.data import DataConfig, OverlongPrompts
 from grpo_megatron.data.conversations import Conversations
 from grpo_megatron.data.lazy import ConcatSequence, LazySequence
@@ -20,16 +20,10 @@ from grpo_megatron.data.store import Records
 from grpo_megatron.data.values import required, shown
 from grpo_megatron.errors import UserError
 
-# (chosen sample, rejected sample)
-Pair = tuple[Sample, Sample]
-
 
 @dataclass(frozen=True)
 class PairMaker:
-    """Maker of preference pairs, each a chosen and a rejected response to a prompt.
-
-    It is called with a record's index and returns the pair of samples that the record contains.
-    """
+    """Maker of preference pairs. It is called with a record's index and returns the record's pair."""
 
     records: Records
     """The records of one source."""
@@ -39,11 +33,9 @@ class PairMaker:
     """The section `data` of the configuration."""
     longest: int
     """Maximum length of a response in tokens."""
-    first: int
-    """Index of this source's record 0 among the records of all sources."""
 
     def __call__(self, index: int) -> Pair:
-        """Return the pair (chosen sample, rejected sample) that is made from the record with this index.
+        """Return the pair that is made from the record with this index.
 
         With data.overlong_prompts=truncate_left, long prompts are cut on the left.
 
@@ -51,32 +43,23 @@ class PairMaker:
         """
         record, where = self.records[index], self.records.where(index)
         margin = 0.0 if self.config.margin_key is None else _margin(record, self.config.margin_key, where)
-        chosen = self._sample(record, self.config.chosen_key, index, where, margin)
-        return chosen, self._sample(record, self.config.rejected_key, index, where, 0.0)
+        chosen, rejected = (
+            self._example(record, key, where) for key in (self.config.chosen_key, self.config.rejected_key)
+        )
+        return Pair(chosen, rejected, margin)
 
-    def _sample(self, record: dict[str, Any], key: str, index: int, where: str, reward: float) -> Sample:
-        """Return the sample that is made from the chosen or the rejected response of a record.
+    def _example(self, record: dict[str, Any], key: str, where: str) -> Example:
+        """Return the example that is made from the chosen or the rejected response of a record.
 
         key: field of the record that contains the response: data.chosen_key or data.rejected_key.
-        index: index of the record.
         where: place of the record, for error messages.
-        reward: the sample's reward: the pair's margin for the chosen response, 0 for the rejected response.
         """
         tokenizer = self.conversations.tokenizer
         prompt_ids, said = self._prompt_and_response(record, key, where)
         response = self.conversations.finished(tokenizer.encode(said))
         if not (said and len(tokenizer.encode(said)) and len(response)):
             raise UserError(f"{where}: the response in field {key!r} has no tokens: {shown(said)}")
-        return Sample.of(
-            group_id=self.first + index,
-            trajectory_id=self.first + index,
-            prompt_ids=within_limit(prompt_ids, self.config),
-            response_ids=response,
-            loss_mask=np.ones(len(response), dtype=np.bool_),
-            rollout_logprobs=np.zeros(len(response), dtype=np.float32),
-            finish_reason="stop",
-            reward=reward,
-        )
+        return Example(within_limit(prompt_ids, self.config), response)
 
     def _prompt_and_response(self, record: dict[str, Any], key: str, where: str) -> tuple[np.ndarray, str]:
         """Return (prompt_ids, response): int32 token ids of the prompt, and the response as text.
@@ -133,15 +116,16 @@ class PairMaker:
         message that begins with the place of the record, such as "has 9 prompt and 3 response tokens, more
         than ...".
         """
-        prompt, response = (max(sample.num_prompt for sample in pair), max(s.num_response for s in pair))
+        both = (pair.chosen, pair.rejected)
+        prompt = max(len(one.prompt_ids) for one in both)
+        response = max(len(one.response_ids) for one in both)
         return too_long(prompt, response, self.config, self.longest)
 
 
-def _are_alike(one: Sample, other: Sample) -> bool:
-    """Return True if the samples have the same prompt and the same response."""
-    return all(
-        np.array_equal(getattr(one.arrays, name), getattr(other.arrays, name))
-        for name in ("prompt_ids", "response_ids")
+def _are_alike(one: Example, other: Example) -> bool:
+    """Return True if the examples have the same prompt and the same response."""
+    return np.array_equal(one.prompt_ids, other.prompt_ids) and np.array_equal(
+        one.response_ids, other.response_ids
     )
 
 
@@ -175,10 +159,10 @@ def load_pairs(
     Raises UserError, naming the record, if a record is invalid, or if a pair is too long and
     data.overlong_prompts is not skip. Raises UserError also if a source has no pair left.
     """
-    parts, first, counts = [], 0, {"too long": 0, "with two responses that are alike": 0}
+    parts, counts = [], {"too long": 0, "with two responses that are alike": 0}
     for source in as_list(sources):
         records = open_records(source)
-        make = PairMaker(records, conversations, data, longest, first)
+        make = PairMaker(records, conversations, data, longest)
         kept = array("q")
         for index in range(len(records)):
             pair = make(index)
@@ -189,7 +173,7 @@ def load_pairs(
                         "data.overlong_prompts=skip"
                     )
                 counts["too long"] += 1
-            elif _are_alike(*pair):
+            elif _are_alike(pair.chosen, pair.rejected):
                 counts["with two responses that are alike"] += 1
             else:
                 kept.append(index)
@@ -199,17 +183,4 @@ def load_pairs(
                 "responses; raise data.max_prompt_length or rollout.max_response_length, or use other data"
             )
         parts.append(LazySequence(kept, make, {source: records.digest()}))
-        first += len(records)
     return ConcatSequence(parts), counts
-
-
-def pair_batch(pairs: Sequence[Pair]) -> TrainBatch:
-    """Return P preference pairs as one training batch of 2P sequences, each a prompt with one response.
-
-    Sequence 2i has the chosen response of pair i, and sequence 2i + 1 the rejected response. The pair's
-    margin is the `reward` of the first minus the `reward` of the second. Each pair has the loss weight 1 / P.
-    The batch stores 0.5 / P at the last token of each sequence, where the model's score is read.
-    """
-    batch = TrainBatch.from_samples([sample for pair in pairs for sample in pair])
-    batch.weight[batch.cu_seqlens[1:] - 1] = 0.5 / len(pairs)
-    return batch

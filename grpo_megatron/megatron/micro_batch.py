@@ -1,5 +1,6 @@
 """Micro-batches as model inputs on one rank, and a store that keeps them from one pass to the next."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -7,9 +8,12 @@ import numpy as np
 import torch
 from megatron.core import parallel_state as mpu
 
-from grpo_megatron.algorithm.losses import LossInputs
+from grpo_megatron.algorithm.losses import LossInputs, TokenInputs
 from grpo_megatron.algorithm.preferences import PairInputs
+from grpo_megatron.batch.examples import ExampleBatch
 from grpo_megatron.batch.layout import Layout, Pack, on_device, padded_to
+from grpo_megatron.batch.pairs import PairBatch
+from grpo_megatron.batch.token_stream import TokenStream
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.derived import pack_limit
 from grpo_megatron.config.fp8 import FP8Recipe
@@ -49,8 +53,8 @@ class MicroBatch:
 
     The training pass computes log-probs of these tokens only. None before `set_loss_inputs`.
     """
-    inputs: LossInputs | PairInputs | None = None
-    """Further inputs of the loss: LossInputs for a policy, PairInputs for a reward model. None until set."""
+    inputs: TokenInputs | PairInputs | None = None
+    """Further inputs of the loss, such as LossInputs for a policy's. None until set."""
     routing: dict[int, torch.Tensor] | None = None
     """{layer index: int64 [t, k]}: the k experts of each token. None: the routers choose them.
 
@@ -96,24 +100,23 @@ def _fp8_alignment(megatron: MegatronConfig) -> int:
 
 
 def lay_out(
-    batch: TrainBatch, layout: Layout, device: torch.device, own_attention: bool, first_token: int = 0
+    stream: TokenStream, layout: Layout, device: torch.device, own_attention: bool, first_token: int = 0
 ) -> MicroBatch:
     """Prepare one micro-batch as model input: pad its sequences, take this rank's part, copy it to `device`.
 
     The fields for the loss stay None.
-    batch: the samples.
     layout: rules for padding and for this rank's part.
     own_attention: True if PackedAttention computes attention, False if TransformerEngine does.
     first_token: number of tokens of the mini-batch's earlier micro-batches, without padding.
     """
-    pack = layout.pack(batch.lengths)
+    pack = layout.pack(stream.lengths)
     return MicroBatch(
         pack=pack,
         packed=describe_pack(pack, device, own_attention=own_attention),
-        tokens=on_device(pack.scatter(batch.tokens), device).long()[None],
+        tokens=on_device(pack.scatter(stream.tokens), device).long()[None],
         position_ids=pack.tensor("position_ids", device)[None],
         padding=on_device(torch.from_numpy(pack.index < 0), device)[None],
-        target=on_device(pack.scatter(batch.target), device).long(),
+        target=on_device(pack.scatter(stream.target), device).long(),
         first_token=first_token,
     )
 
@@ -156,28 +159,32 @@ def _trained_positions(pack: Pack, mask: np.ndarray) -> torch.Tensor:
     return positions if len(positions) else torch.zeros(1, dtype=torch.int64)
 
 
-def set_pair_inputs(micro_batch: MicroBatch, batch: TrainBatch) -> None:
-    """Set the field `inputs` of a micro-batch for a reward model's loss: weight and margin of each pair.
+def set_example_inputs(micro_batch: MicroBatch, batch: ExampleBatch) -> None:
+    """Set the fields `weight`, `trained` and `inputs` of a micro-batch, for supervised training."""
+    pack, device = micro_batch.pack, micro_batch.target.device
+    mask = batch.weight != 0
+    micro_batch.weight = on_device(pack.scatter(batch.weight), device)
+    micro_batch.trained = on_device(_trained_positions(pack, mask), device)
+    micro_batch.inputs = TokenInputs(on_device(pack.scatter(mask), device))
 
-    batch: preference pairs. Sequence 2i is the chosen response of pair i, and sequence 2i + 1 the rejected.
-    """
-    device, ends = micro_batch.target.device, batch.cu_seqlens[1:] - 1
-    weight = batch.weight[ends].reshape(-1, 2).sum(1)
-    margin = batch.reward[0::2] - batch.reward[1::2]
+
+def set_pair_inputs(micro_batch: MicroBatch, batch: PairBatch) -> None:
+    """Set the field `inputs` of a micro-batch for a reward model's loss: weight and margin of each pair."""
+    device = micro_batch.target.device
     micro_batch.inputs = PairInputs(
-        *(on_device(torch.from_numpy(values), device) for values in (weight, margin))
+        *(on_device(torch.from_numpy(values), device) for values in (batch.weight, batch.margin))
     )
 
 
-def set_routing_from(micro_batch: MicroBatch, batch: TrainBatch, layers: tuple[bool, ...]) -> None:
+def set_routing_from(micro_batch: MicroBatch, stream: TokenStream, layers: tuple[bool, ...]) -> None:
     """Set the field `routing` of a micro-batch to the experts that the rollout engine chose for its tokens.
 
     The trainer then uses the same experts as the engine (rollout routing replay, R3).
-    batch: the samples of the micro-batch, with the engine's choice of experts.
+    stream: the token stream of the micro-batch, with the engine's choice of experts.
     layers: for each layer of the model, True if it has experts.
-    Raises ValueError if the batch has no routing, or routing for another number of layers.
+    Raises ValueError if the stream has no routing, or routing for another number of layers.
     """
-    given = batch.routing
+    given = stream.routing
     if given is None:
         raise ValueError(
             "moe.routing_replay=engine needs the engine's routing of every sample, but the samples have "
@@ -217,27 +224,27 @@ class PreparedStore:
     _hidden_on_host: HostArena = field(default_factory=HostArena)
     """Host memory for the other hidden states of the reference."""
 
-    def get(self, key: tuple[int, int] | None, batches: list[TrainBatch]) -> list[MicroBatch]:
+    def get(self, key: tuple[int, int] | None, streams: Sequence[TokenStream]) -> list[MicroBatch]:
         """Return the prepared micro-batches of a mini-batch. Prepare them if the cache does not have them.
 
         key: key of the mini-batch. None: prepare the micro-batches without using the cache.
-        batches: the samples of each micro-batch.
+        streams: the token stream of each micro-batch.
         Raises ValueError if the first call with this key divided the samples into other micro-batches.
         """
         if key is None:
-            firsts = accumulate((batch.num_tokens for batch in batches), initial=0)
+            firsts = accumulate((stream.num_tokens for stream in streams), initial=0)
             return [
-                lay_out(batch, self.layout, self.device, self.own_attention, first)
-                for batch, first in zip(batches, firsts, strict=False)
+                lay_out(stream, self.layout, self.device, self.own_attention, first)
+                for stream, first in zip(streams, firsts, strict=False)
             ]
         if any(step != key[0] for step, _ in self._kept):
             self.clear()
         if key not in self._kept:
-            self._kept[key] = self.get(None, batches)
+            self._kept[key] = self.get(None, streams)
         kept = self._kept[key]
-        same = len(kept) == len(batches) and all(
-            np.array_equal(k.pack.lengths[k.pack.lengths > 0], b.lengths)
-            for k, b in zip(kept, batches, strict=True)
+        same = len(kept) == len(streams) and all(
+            np.array_equal(own.pack.lengths[own.pack.lengths > 0], stream.lengths)
+            for own, stream in zip(kept, streams, strict=True)
         )
         if not same:
             raise ValueError(
@@ -270,7 +277,7 @@ def choose_routing(
     replay: RoutingReplay,
     moe: MoE | None,
     prepared: list[MicroBatch],
-    micro_batches: list[TrainBatch],
+    streams: Sequence[TokenStream],
     recording: bool,
 ) -> Routing:
     """Return the source of each token's experts in a pass of the policy, as moe.routing_replay says.
@@ -278,8 +285,8 @@ def choose_routing(
     With moe.routing_replay=engine, also store the engine's choice in the micro-batches that have none yet.
     replay: value of moe.routing_replay.
     moe: description of the model's experts. None: the model has none.
-    prepared: micro-batches as model inputs, which `lay_out` made from `micro_batches`.
-    micro_batches: the samples of each micro-batch.
+    prepared: micro-batches as model inputs, which `lay_out` made from `streams`.
+    streams: the token stream of each micro-batch.
     recording: True in the pass for the old log-probs. With moe.routing_replay=old_policy, that pass records
         the experts, and training passes reuse them.
     Raises ValueError in a training pass with moe.routing_replay=old_policy if no experts are recorded.
@@ -292,7 +299,7 @@ def choose_routing(
                 "moe.routing_replay=old_policy: compute the old log-probs first, to record the routing"
             )
         return Routing.record if recording else Routing.given
-    for kept, batch in zip(prepared, micro_batches, strict=True):
+    for kept, stream in zip(prepared, streams, strict=True):
         if kept.routing is None:
-            set_routing_from(kept, batch, moe.layers)
+            set_routing_from(kept, stream, moe.layers)
     return Routing.given

@@ -1,5 +1,6 @@
 """Passes: forward and training passes of one rank over the micro-batches of its data-parallel replica."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -9,7 +10,7 @@ import torch
 
 from grpo_megatron.algorithm.losses import TokenLoss
 from grpo_megatron.algorithm.preferences import PreferenceLoss
-from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.batch.token_stream import TokenStream
 from grpo_megatron.cluster.memory import occupied
 from grpo_megatron.config.schema import RoutingReplay
 from grpo_megatron.megatron.forward_backward import (
@@ -29,14 +30,15 @@ from grpo_megatron.megatron.step_metrics import beyond_limits, merge_over_contex
 from grpo_megatron.megatron.trained_model import TrainedModel
 from grpo_megatron.metrics import Metrics, concrete, merge
 
-MicroBatches = list[TrainBatch]
+MicroBatches = Sequence[TokenStream]
 
 
 class Passes:
     """Forward passes and training steps over micro-batches on one rank. All ranks must call each method.
 
     A pass runs the trained model, the reference model (the trained model with the reference's weights), or a
-    frozen reward model. The argument `micro_batches` has the samples of the rank's data-parallel replica.
+    frozen reward model. The argument `micro_batches` has the token streams of the rank's data-parallel
+    replica.
     prepared: cache of the prepared micro-batches of the current step.
     """
 
@@ -190,7 +192,7 @@ class Passes:
             parts = forward_backward(model.ddp, prepared, objective, step_tokens, routing)
         routers: Metrics = {}
         if model.arch.moe is not None:
-            tokens = sum(batch.num_tokens for batch in micro_batches)
+            tokens = sum(stream.num_tokens for stream in micro_batches)
             routers = router_metrics(model.chunks, model.arch.moe, self._config.moe, tokens, model.device)
         *parts, routers = concrete([*parts, routers])
         metrics = merge_over_context(merge(parts)) if model.rank.last_stage else {}

@@ -11,6 +11,7 @@ from grpo_megatron.batch.pairs import schedule_pairs
 from grpo_megatron.batch.sample import Group, Sample
 from grpo_megatron.batch.schedule import CostModel, Schedule, schedule
 from grpo_megatron.batch.table import SampleTable
+from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.derived import pack_limit
 from grpo_megatron.config.schema import Config, OldLogprobs
 from grpo_megatron.errors import UserError
@@ -37,6 +38,10 @@ class MiniBatch:
     table: SampleTable
     plan: Schedule
     key: tuple[int, int]
+
+    def stream(self, part: Sequence[int]) -> TrainBatch:
+        """Return the token stream of a micro-batch, for diagnosis. part: indices of its samples."""
+        return TrainBatch.from_samples([self.samples[i] for i in part])
 
 
 def partition(config: Config, lengths: np.ndarray, cost: CostModel, pairs: bool = False) -> Schedule:

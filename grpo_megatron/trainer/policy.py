@@ -1,17 +1,20 @@
 """PolicyTrainer: runs passes over batches (log-probs, scores, training) on all trainer ranks."""
 
+from collections.abc import Callable, Sequence
 from math import isfinite
 
 import numpy as np
 import torch
 
 from grpo_megatron.algorithm.coefficients import SequenceCoefficients
-from grpo_megatron.algorithm.losses import PolicyLoss, TokenLoss
+from grpo_megatron.algorithm.losses import CrossEntropyLoss, PolicyLoss, TokenLoss
 from grpo_megatron.algorithm.preferences import PreferenceLoss
+from grpo_megatron.batch.examples import ExampleBatch
+from grpo_megatron.batch.pairs import PairBatch
 from grpo_megatron.batch.schedule import Schedule
 from grpo_megatron.batch.sums import SequenceSums
 from grpo_megatron.batch.table import chosen_rows, concatenated
-from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.batch.token_stream import TokenStream
 from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.placement import Cluster
 from grpo_megatron.config.command import Command
@@ -26,20 +29,8 @@ from grpo_megatron.trainer.mini_batch import MiniBatch
 from grpo_megatron.trainer.ranks import RankGroup
 from grpo_megatron.trainer.weights import TrainerWeights
 
-
-def _in_order(lengths: np.ndarray, plan: Schedule, parts: list[np.ndarray]) -> np.ndarray:
-    """Merge per-token results of the data-parallel replicas: [T, ...], in the order of the S sequences.
-
-    lengths: int64 [S], number of tokens of each sequence.
-    plan: the sequences that each replica computed.
-    parts: one array [t, ...] per replica, with a value for each token of the replica's micro-batches.
-    """
-    ends = np.cumsum(lengths)
-    out = np.empty((ends[-1], *parts[0].shape[1:]), dtype=parts[0].dtype)
-    for dp, part in enumerate(parts):
-        sequences = plan.sequences(dp)
-        out[np.concatenate([np.arange(ends[i] - lengths[i], ends[i]) for i in sequences])] = part
-    return out
+# Returns the stream of a micro-batch. The argument has the indices of its sequences.
+MakeStream = Callable[[Sequence[int]], TokenStream]
 
 
 def _sums(mini: MiniBatch, parts: list[Measurement]) -> SequenceSums:
@@ -91,10 +82,6 @@ class PolicyTrainer:
         self.weights = TrainerWeights(self.ranks)
         self.checkpoints = TrainerCheckpoints(self.ranks, self.weights)
 
-    def _split(self, batch: TrainBatch, plan: Schedule) -> list[list[TrainBatch]]:
-        """Return the micro-batches of each data-parallel replica, in the order of the replicas."""
-        return [[batch.select(part) for part in plan.micro_batches[dp]] for dp in range(self.sizes.dp)]
-
     def measure(self, mini_batches: list[MiniBatch]) -> tuple[list[SequenceSums], Metrics]:
         """Send the mini-batches of a step to the ranks, which compute the log-probs before training.
 
@@ -105,16 +92,14 @@ class PolicyTrainer:
         the mismatch between engine and trainer. There are no metrics if the mismatch is known only in the
         training pass.
         """
-        samples = [
-            {
-                mini.key: [
-                    [mini.samples[i].for_ranks() for i in part] for part in mini.plan.micro_batches[dp]
-                ]
-                for mini in mini_batches
-            }
-            for dp in range(self.sizes.dp)
-        ]
-        results = self.ranks.call("mini_batches.measure", [(own,) for own in samples])
+        divided = {
+            mini.key: mini.plan.divided(lambda part, mini=mini: [mini.samples[i].for_ranks() for i in part])
+            for mini in mini_batches
+        }
+        results = self.ranks.call(
+            "mini_batches.measure",
+            [({key: of[dp] for key, of in divided.items()},) for dp in range(self.sizes.dp)],
+        )
         found = [measurement for result in results for measurement in result.values()]
         if any(measurement.has_nan for measurement in found):
             self.weights.must_be_finite()
@@ -131,38 +116,39 @@ class PolicyTrainer:
         names: columns of TrainBatch, such as "old_logp".
         """
         parts = self.ranks.call("mini_batches.read", [(mini.key, names)] * self.sizes.dp)
-        return [_in_order(mini.table.num_tokens, mini.plan, [part[name] for part in parts]) for name in names]
+        lengths, plan = mini.table.num_tokens, mini.plan
+        return [np.concatenate(plan.by_sequence([part[name] for part in parts], lengths)) for name in names]
 
-    def scores(self, batch: TrainBatch, plan: Schedule) -> np.ndarray:
-        """Return the reward model's score of every sequence, float32 [S], in the order of the batch.
+    def scores(self, plan: Schedule, make: MakeStream) -> np.ndarray:
+        """Return the reward model's score of every sequence, float32 [S], in the order of the sequences.
 
         If the ranks train a policy, a frozen reward model on the same ranks computes the scores. If the ranks
         train a reward model, this model computes them.
 
-        plan: division of the batch among data-parallel replicas and micro-batches.
+        plan: division of the sequences among data-parallel replicas and micro-batches.
         """
-        arguments = [(micro_batches,) for micro_batches in self._split(batch, plan)]
-        parts = self.ranks.call("passes.scores", arguments)
-        out = np.empty(batch.num_sequences, dtype=np.float32)
-        for dp, part in enumerate(parts):
-            out[plan.sequences(dp)] = part
-        return self._checked(out)
+        parts = self.ranks.call("passes.scores", [(own,) for own in plan.divided(make)])
+        placed = np.concatenate([plan.sequences(dp) for dp in range(self.sizes.dp)])
+        return self._checked(np.concatenate(parts)[np.argsort(placed)])
 
     def probe(
-        self, batch: TrainBatch, plan: Schedule, temperature: float, rounding: torch.dtype | None = None
-    ) -> np.ndarray:
-        """Return log-prob and entropy of every target token, float32 [2, T], to compare with an engine's.
+        self, plan: Schedule, make: MakeStream, temperature: float, rounding: torch.dtype | None = None
+    ) -> list[np.ndarray]:
+        """Return log-prob and entropy of every target token, to compare with an engine's.
 
-        The values are in the order of the batch's T tokens.
+        The result has an array float32 [n, 2] for each sequence of n tokens, in the order of the sequences.
 
-        plan: division of the batch among data-parallel replicas and micro-batches.
+        plan: division of the sequences among data-parallel replicas and micro-batches.
         temperature: divides the logits, instead of the configured temperature.
         rounding: dtype whose rounding errors are simulated by random changes of every layer's output, to
             measure the effect of rounding. None: nothing is simulated.
         """
-        arguments = [(micro_batches, temperature, rounding) for micro_batches in self._split(batch, plan)]
-        parts = [part.T for part in self.ranks.call("passes.probe", arguments)]
-        return self._checked(_in_order(batch.lengths, plan, parts).T)
+        streams = plan.divided(make)
+        parts = self.ranks.call("passes.probe", [(own, temperature, rounding) for own in streams])
+        lengths = np.empty(sum(len(own) for own in map(plan.sequences, range(self.sizes.dp))), dtype=np.int64)
+        for dp, own in enumerate(streams):
+            lengths[plan.sequences(dp)] = np.concatenate([stream.lengths for stream in own])
+        return plan.by_sequence([self._checked(part.T) for part in parts], lengths)
 
     def _checked(self, values: np.ndarray) -> np.ndarray:
         """Return `values` unchanged. Raise UserError if a value is NaN because a weight is not finite."""
@@ -187,21 +173,25 @@ class PolicyTrainer:
         return self._step_metrics(results, loss, mini.key[0], coefficients.trains)
 
     def train_step(
-        self, batch: TrainBatch, plan: Schedule, loss: TokenLoss | PreferenceLoss, step: int
+        self,
+        streams: list[list[ExampleBatch]] | list[list[PairBatch]],
+        loss: CrossEntropyLoss | PreferenceLoss,
+        step: int,
     ) -> Metrics:
-        """Take one optimizer step on a batch of records, for supervised training. Return its metrics.
+        """Take one optimizer step of supervised training. Return its metrics.
 
-        batch: samples with `weight`, the weight of each token's loss. If all weights are 0, the step is
+        streams: the micro-batches of each data-parallel replica. If all their weights are 0, the step is
             dropped.
-        plan: division of the batch among data-parallel replicas and micro-batches.
+        loss: the loss of the streams' kind.
         step: index of the training step.
         Raises UserError if optimizer.max_dropped_steps steps in a row were dropped, or if gradient norm or
         loss are not finite and a weight is not finite either.
         """
-        trains = bool(batch.weight.any())
+        every = [stream for own in streams for stream in own]
+        trains = any(stream.weight.any() for stream in every)
+        tokens = sum(stream.num_tokens for stream in every)
         results = self.ranks.call(
-            "passes.train_step",
-            [(own, loss, batch.num_tokens, False, (step, 0), not trains) for own in self._split(batch, plan)],
+            "passes.train_step", [(own, loss, tokens, False, (step, 0), not trains) for own in streams]
         )
         return self._step_metrics(results, loss, step, trains)
 

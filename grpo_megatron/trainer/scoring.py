@@ -1,6 +1,6 @@
 """Rewards from a reward model that runs on the trainer's ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -8,7 +8,7 @@ import numpy as np
 from grpo_megatron.batch.arrays import reading
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample
-from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.batch.token_stream import TokenStream
 from grpo_megatron.config.derived import pack_limit
 from grpo_megatron.config.reward import MODEL
 from grpo_megatron.config.schema import Config
@@ -69,8 +69,8 @@ class ModelRewards:
             for group in groups
         ]
 
-    def _as_read(self, prompt: Prompt, sample: Sample) -> Sample:
-        """Return a copy of the sample with the token ids that the reward model reads.
+    def _as_read(self, prompt: Prompt, sample: Sample) -> np.ndarray:
+        """Return the token ids of the sample that the reward model reads, int32 [n].
 
         If the conversation is longer than the reward model or a micro-batch allows, its first tokens are cut
         off.
@@ -87,27 +87,21 @@ class ModelRewards:
             tools = prompt.tools if tokenizer.template and tokenizer.template.shows_tools else None
             _, prompt_ids = tokenizer.prompt(prompt.messages or prompt.text, where, tools)
             response_ids = self._conversations.tokenizer.encode(sample.response_text)
-        ids = np.concatenate([prompt_ids, self._conversations.finished(response_ids)])[-self._longest :]
-        # These tokens are only scored, not trained on, so it does not matter where the response begins.
-        # The last token counts as the response, because a response must not be empty.
-        return sample.with_arrays(
-            prompt_ids=ids[:-1],
-            response_ids=ids[-1:],
-            loss_mask=np.zeros(1, dtype=np.bool_),
-            rollout_logprobs=np.zeros(1, dtype=np.float32),
-            routing=None,
-        )
+        return np.concatenate([prompt_ids, self._conversations.finished(response_ids)])[-self._longest :]
 
-    def _scores(self, samples: list[Sample]) -> np.ndarray:
+    def _scores(self, samples: list[np.ndarray]) -> np.ndarray:
         """Return the reward model's scores of the S samples, float32 [S].
 
-        samples: samples with the token ids for the reward model, from `_as_read`.
+        samples: the token ids of each sample, from `_as_read`.
         Raises UserError if a score is not finite.
         """
-        batch = TrainBatch.from_samples(enough(samples, self._config))
-        scores = self._trainer.scores(batch, partition(self._config, batch.lengths, self._cost))[
-            : len(samples)
-        ]
+        sequences = enough(samples, self._config)
+        plan = partition(self._config, np.array([len(ids) for ids in sequences]), self._cost)
+
+        def make(part: Sequence[int]) -> TokenStream:
+            return TokenStream.of([sequences[i] for i in part])
+
+        scores = self._trainer.scores(plan, make)[: len(samples)]
         bad = np.count_nonzero(~np.isfinite(scores))
         if bad:
             raise UserError(

@@ -4,11 +4,12 @@ The checksums of a weight sync show only that the bytes arrived. This check also
 bytes wrongly, for example because the weight map is wrong.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
-from grpo_megatron.batch.sample import Sample
-from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.batch.token_stream import TokenStream
 from grpo_megatron.config.engine import Quantization
 from grpo_megatron.config.schema import Config, Precision
 from grpo_megatron.sglang.arguments import engine_dtype
@@ -65,9 +66,9 @@ class WeightProbe:
             per data-parallel replica.
         """
         self._trainer, self._engines = trainer, engines
-        self._sequences = [sequence.tolist() for sequence in sequences]
-        self._batch = TrainBatch.from_samples([_as_sample(index, ids) for index, ids in enumerate(sequences)])
-        self._plan = partition(config, self._batch.lengths, trainer.cost_model)
+        self._sequences = sequences
+        lengths = np.array([len(sequence) for sequence in sequences])
+        self._plan = partition(config, lengths, trainer.cost_model)
         # The coarser dtype of the engines' and the trainer's.
         self._dtype = max(
             served_dtype(config)[0],
@@ -90,7 +91,7 @@ class WeightProbe:
         expected, limit = self._expected, self._limit
         found = [
             float(np.abs(np.concatenate(scores) - expected).mean())
-            for scores in self._engines.score_on_all(self._sequences)
+            for scores in self._engines.score_on_all([ids.tolist() for ids in self._sequences])
         ]
         worst = int(np.argmax(found))
         if not found[worst] <= limit:
@@ -110,18 +111,10 @@ class WeightProbe:
 
         rounding: dtype whose rounding errors are simulated in every layer. None: nothing is simulated.
         """
-        return self._trainer.probe(self._batch, self._plan, 1.0, rounding)[0][self._batch.loss_mask]
 
+        def make(part: Sequence[int]) -> TokenStream:
+            return TokenStream.of([self._sequences[i] for i in part])
 
-def _as_sample(index: int, ids: np.ndarray) -> Sample:
-    count = len(ids) - 1
-    return Sample.of(
-        group_id=index,
-        trajectory_id=index,
-        prompt_ids=np.asarray(ids[:1], dtype=np.int32),
-        response_ids=np.asarray(ids[1:], dtype=np.int32),
-        loss_mask=np.ones(count, dtype=bool),
-        rollout_logprobs=np.zeros(count, dtype=np.float32),
-        finish_reason="stop",
-        reward=0.0,
-    )
+        return np.concatenate(
+            [found[:-1, 0] for found in self._trainer.probe(self._plan, make, 1.0, rounding)]
+        )

@@ -18,6 +18,7 @@ from grpo_megatron.megatron.state.hf_weights import iterate_hf
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from tests.configs import actor_config
 from tests.parallel.precisions import allowed_in_bf16, logprobs
+from tests.streams import selected
 
 
 def config_of(
@@ -72,7 +73,7 @@ def train(config: Config, batch: TrainBatch, steps: int = 3) -> Trained:
     exported = _weights(actor)
     batch.weight = token_weights(batch, "token-mean", 40)
     batch.advantage = batch.loss_mask.astype(np.float32)
-    parts = [batch.select(part) for part in schedule(batch.lengths, 256).micro_batches[0]]
+    parts = [selected(batch, part) for part in schedule(batch.lengths, 256).micro_batches[0]]
     before = logprobs(actor, batch)
     for _ in range(steps):
         result = actor.passes.train_step(parts, PolicyLoss(), batch.num_tokens, current_is_old=True)
@@ -105,7 +106,7 @@ def sleep(config: Config, batch: TrainBatch, cycles: int) -> tuple[int, list[int
     log-probs before and after each.
     """
     actor = Actor(config)
-    parts = [batch.select(part) for part in schedule(batch.lengths, 256).micro_batches[0]]
+    parts = [selected(batch, part) for part in schedule(batch.lengths, 256).micro_batches[0]]
     batch.weight = token_weights(batch, "token-mean", 40)
     batch.advantage = batch.loss_mask.astype(np.float32)
     actor.passes.train_step(parts, PolicyLoss(), batch.num_tokens, current_is_old=True)

@@ -11,6 +11,7 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.state.hf_weights import iterate_hf
 from tests.configs import sizes_of
+from tests.streams import selected, token_index
 
 
 def micro_batches(
@@ -31,7 +32,7 @@ def micro_batches(
         sequence_multiple=multiple,
         multiple_of=sizes.micro_batch_multiple,
     )
-    return plan, [batch.select(mb) for mb in plan.micro_batches[dp_rank]]
+    return plan, [selected(batch, mb) for mb in plan.micro_batches[dp_rank]]
 
 
 def in_order(batch: TrainBatch, plan, actor: Actor, values: np.ndarray) -> np.ndarray:
@@ -39,7 +40,7 @@ def in_order(batch: TrainBatch, plan, actor: Actor, values: np.ndarray) -> np.nd
     elsewhere.
     """
     out = np.zeros((*values.shape[:-1], batch.num_tokens), np.float32)
-    out[..., batch.token_index(plan.sequences(actor.rank.dp_rank))] = values
+    out[..., token_index(batch, plan.sequences(actor.rank.dp_rank))] = values
     return out
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.batch.token_stream import TokenStream
 from grpo_megatron.config.command import Command
 from grpo_megatron.config.schema import Config
 from grpo_megatron.megatron.actor import Actor
@@ -32,7 +32,7 @@ class Case:
     """The actor's configuration."""
     loss: object
     """The loss."""
-    batches: list[TrainBatch]
+    batches: list[TokenStream]
     """A batch for each step."""
     packing: bool = True
     """Whether micro-batches are packed."""
@@ -91,7 +91,7 @@ def two_steps(case: Case) -> RankResult:
         return RankResult(actor.rank, gradients, parameters, losses, norms)
 
 
-def share(case: Case, batch: TrainBatch, dp_rank: int) -> list[TrainBatch]:
+def share(case: Case, batch: TokenStream, dp_rank: int) -> list[TokenStream]:
     sizes = case.partition or sizes_of(case.config)
     config = with_megatron(case.config, **sizes.settings())
     ranks = [dp_rank] if sizes_of(case.config).dp == sizes.dp else range(sizes.dp)

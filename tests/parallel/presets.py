@@ -18,6 +18,7 @@ from grpo_megatron.metrics import Metrics
 from tests.coefficients import set_coefficients
 from tests.parallel.actors import micro_batches, reference_logprobs
 from tests.parallel.optimizers import parameters_of
+from tests.streams import selected, token_index
 
 
 @dataclass
@@ -49,13 +50,13 @@ class OneReplica:
         everyone: list = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, own)
         out = np.empty(self.batch.num_tokens, dtype=np.float32)
-        out[self.batch.token_index(self.plan.sequences(0))] = next(
+        out[token_index(self.batch, self.plan.sequences(0))] = next(
             part for part in everyone if part is not None
         )
         return out
 
     def train_step(self, loss: PolicyLoss) -> TrainResult | None:
-        parts = [self.batch.select(sequences) for sequences in self.plan.micro_batches[0]]
+        parts = [selected(self.batch, sequences) for sequences in self.plan.micro_batches[0]]
         return self.actor.passes.train_step(parts, loss, self.batch.num_tokens, key=(1, 0))
 
 

@@ -5,7 +5,8 @@ from contextlib import nullcontext
 import numpy as np
 
 from grpo_megatron.algorithm.losses import CrossEntropyLoss
-from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.batch.examples import ExampleBatch
+from grpo_megatron.batch.pairs import PairBatch
 from grpo_megatron.config.command import Command
 from grpo_megatron.config.schema import Config
 from grpo_megatron.megatron.actor import Actor
@@ -14,7 +15,7 @@ from tests.parallel.invariance import planted
 
 
 def scores(
-    config: Config, batch: TrainBatch, folder: str | None = None, fault: str | None = None
+    config: Config, batch: PairBatch, folder: str | None = None, fault: str | None = None
 ) -> np.ndarray | None:
     """Return the scores of this replica's sequences in the order of the batch, zero elsewhere.
 
@@ -34,7 +35,7 @@ def scores(
     return out
 
 
-def scores_beside_a_policy(config: Config, batch: TrainBatch) -> dict[str, np.ndarray] | None:
+def scores_beside_a_policy(config: Config, batch: ExampleBatch) -> dict[str, np.ndarray] | None:
     """Return scores before and after an optimizer step of the policy, and the policy's log-probs around
     the first of them.
     """

@@ -6,6 +6,7 @@ from megatron.core import parallel_state as mpu
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.layers.router import routers
 from tests.parallel.actors import micro_batches
+from tests.streams import token_index
 
 
 def _flip(actor) -> None:
@@ -34,7 +35,7 @@ def record_flip_train(config, batch, loss):
     ):
         local = torch.from_numpy(kept.pack.index)
         index = kept.pack.layout.tensor_parallel_share(local, mpu.get_tensor_model_parallel_rank()).numpy()
-        tokens = batch.token_index(part)[index[index >= 0]]
+        tokens = token_index(batch, part)[index[index >= 0]]
         for layer, chosen in kept.routing.items():
             recorded.setdefault(layer, []).append((tokens, chosen.numpy()[index >= 0]))
     _flip(actor)

@@ -5,6 +5,7 @@ from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import Config
 from grpo_megatron.megatron.actor import Actor
 from tests.host_syncs import host_syncs
+from tests.streams import selected
 
 
 def of_passes(config: Config, batch: TrainBatch, count: int, loss: TokenLoss) -> dict[str, list[str]]:
@@ -16,7 +17,7 @@ def of_passes(config: Config, batch: TrainBatch, count: int, loss: TokenLoss) ->
     loss: with the exact KL, or without a reference.
     """
     actor, found, key = Actor(config), {}, (1, 0)
-    parts = [batch.select([i, i + 1]) for i in range(0, 2 * count, 2)]
+    parts = [selected(batch, [i, i + 1]) for i in range(0, 2 * count, 2)]
     tokens = sum(part.num_tokens for part in parts)
     passes = {
         "log-probs": lambda: actor.passes.logprobs(parts, key=key),

@@ -23,6 +23,7 @@ from tests.models import tiny_model
 from tests.parallel import optimizers
 from tests.parallel.invariance import worst_difference
 from tests.parallel.test_invariance import REPLAY, TOKEN, Suite, make_batch
+from tests.streams import selected
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +275,8 @@ def test_too_many_dropped_steps_stop_the_run(folder, tmp_path):
 
         def step(number: int, batch) -> float:
             plan = schedule(batch.lengths, 160, dp=2)
-            return actor.train_step(batch, plan, PolicyLoss(), number)["actor/dropped_steps"].result()
+            streams = plan.divided(lambda part: selected(batch, part))
+            return actor.train_step(streams, PolicyLoss(), number)["actor/dropped_steps"].result()
 
         assert [step(number, batch) for number, batch in enumerate([bad, good, bad])] == [1, 0, 1]
         with pytest.raises(

@@ -8,13 +8,13 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from grpo_megatron.algorithm.preferences import PreferenceLoss
-from grpo_megatron.batch.sample import Sample
-from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.batch.examples import Example, ExampleBatch
+from grpo_megatron.batch.pairs import Pair, PairBatch
+from grpo_megatron.batch.token_stream import TokenStream
 from grpo_megatron.config.command import Command
 from grpo_megatron.config.reward import MODEL, RewardConfig, RewardModelConfig
 from grpo_megatron.config.run import RunConfig
 from grpo_megatron.config.schema import OptimizerConfig, Recompute
-from grpo_megatron.data.preferences import pair_batch
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from tests.configs import actor_config
@@ -27,27 +27,18 @@ OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-3, weight_decay=0.01)
 LOSS = PreferenceLoss()
 
 
-def make_pairs(seed: int) -> TrainBatch:
+def make_pairs(seed: int) -> PairBatch:
     """Return eight pairs with margins, whose sequences have 2 to 97 tokens."""
     rng = np.random.default_rng(seed)
 
-    def sample(pair: int, length: int, reward: float) -> Sample:
+    def example(length: int) -> Example:
         response = max(1, int(length * rng.uniform(0.3, 0.95)))
-        return Sample.of(
-            group_id=pair,
-            trajectory_id=pair,
-            prompt_ids=rng.integers(3, 61, length - response).astype(np.int32),
-            response_ids=rng.integers(3, 61, response).astype(np.int32),
-            loss_mask=np.ones(response, bool),
-            rollout_logprobs=np.zeros(response, np.float32),
-            finish_reason="stop",
-            reward=reward,
-        )
+        ids = rng.integers(3, 61, length).astype(np.int32)
+        return Example(ids[: length - response], ids[length - response :])
 
     lengths = [(97, 60), (2, 3), (41, 41), (5, 18), (66, 9), (30, 2), (12, 31), (7, 7)]
-    return pair_batch(
-        [(sample(i, a, rng.uniform(0, 2)), sample(i, b, 0.0)) for i, (a, b) in enumerate(lengths)]
-    )
+    pairs = [Pair(example(a), example(b), rng.uniform(0, 2)) for a, b in lengths]
+    return PairBatch.of_pairs(pairs, 1 / len(pairs))
 
 
 class Suite:
@@ -134,15 +125,15 @@ def test_scores_of_one_cp_rank_are_noticed(tied):
 
 
 @torch.no_grad()
-def transformers_scores(folder: str, batch: TrainBatch) -> np.ndarray:
+def transformers_scores(folder: str, stream: TokenStream) -> np.ndarray:
     """Return transformers' scores, float32 [S], with all sequences padded in one batch, as people compute
     them.
     """
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
-    longest, pad = int(batch.lengths.max()), model.config.pad_token_id
-    tokens = torch.full((batch.num_sequences, longest), pad)
-    for row, (start, end) in enumerate(zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)):
-        tokens[row, : end - start] = torch.from_numpy(batch.tokens[start:end])
+    longest, pad = int(stream.lengths.max()), model.config.pad_token_id
+    tokens = torch.full((stream.num_sequences, longest), pad)
+    for row, (start, end) in enumerate(zip(stream.cu_seqlens[:-1], stream.cu_seqlens[1:], strict=True)):
+        tokens[row, : end - start] = torch.from_numpy(stream.tokens[start:end])
     return model(tokens, attention_mask=(tokens != pad).long()).logits[:, 0].numpy()
 
 
@@ -176,9 +167,9 @@ def test_an_export_scores_alike_in_transformers_and_when_it_is_loaded_again(rank
 def test_a_frozen_one_scores_beside_a_policy_of_another_architecture(ranks, tied, tmp_path, layout):
     tied.scores(ParallelSizes(), folder=str(tmp_path / "reward"))
     policy = tiny_model(tmp_path / "policy", "qwen3", hidden_size=32)
-    sizes, batch = ParallelSizes(**LAYOUTS.get(layout, {})), replace(tied.batches[0])
-    batch.loss_mask = np.append(batch.tokens[1:] != 0, False)  # all tokens are targets of the policy
-    batch.weight = batch.loss_mask.astype(np.float32) / batch.num_tokens
+    sizes, pairs = ParallelSizes(**LAYOUTS.get(layout, {})), tied.batches[0]
+    weight = np.append(pairs.tokens[1:] != 0, False).astype(np.float32) / pairs.num_tokens
+    batch = ExampleBatch(cu_seqlens=pairs.cu_seqlens, tokens=pairs.tokens, weight=weight)
     model = RewardModelConfig(path=str(tmp_path / "reward"))
     config = actor_config(policy, sizes, OPTIMIZER, reward=RewardConfig(function=MODEL, model=model))
     [found] = [

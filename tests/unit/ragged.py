@@ -59,7 +59,6 @@ def ragged(seed: int, spread: float = 0.3, current: bool = False, group_size: in
         trajectory_id=np.arange(len(lengths)) + 40,
         reward=np.random.default_rng([seed, 1]).integers(0, 3, len(lengths)).astype(np.float64),
         tokens=zeros.astype(np.int32),
-        target=zeros.astype(np.int32),
         loss_mask=mask,
         weight=zeros,
         advantage=np.where(mask, rng.normal(size=len(lengths))[sequence_id], 0),

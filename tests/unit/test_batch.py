@@ -8,6 +8,7 @@ from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.sequence_weights import sequence_weights, token_weights
 from grpo_megatron.batch.train_batch import TrainBatch
 from tests.models import random_batch, random_samples
+from tests.streams import selected
 
 
 def sample(prompt, response, mask=None, group=0, trajectory=0):
@@ -37,14 +38,14 @@ def test_the_routing_of_the_samples_follows_their_tokens():
     samples = [sample([7, 8], [9, 10, 2]), sample([5], [6, 2])]
     batch = TrainBatch.from_samples([s.with_arrays(routing=r) for s, r in zip(samples, routing, strict=True)])
     assert batch.routing[:, 0, 0].tolist() == [1] * 5 + [2] * 3
-    assert batch.select([1]).routing.tolist() == routing[1].tolist()
+    assert selected(batch, [1]).routing.tolist() == routing[1].tolist()
     with pytest.raises(ValueError, match="1 of 2 samples carry the engine's routing"):
         TrainBatch.from_samples([samples[0].with_arrays(routing=routing[0]), samples[1]])
 
 
 def test_select_keeps_each_sequence_whole():
     batch = random_batch(count=6)
-    part = batch.select([4, 1])
+    part = selected(batch, [4, 1])
     for new, old in enumerate([4, 1]):
         a, b = part.cu_seqlens[new : new + 2], batch.cu_seqlens[old : old + 2]
         for name in ("tokens", "target", "loss_mask", "rollout_logp"):

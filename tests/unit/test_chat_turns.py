@@ -36,12 +36,10 @@ def folders(tmp_path_factory):
     return {kind: save_tokenizer(tmp_path_factory.mktemp(kind), kind) for kind in TEMPLATES}
 
 
-def marked(tokenizer, sample):
+def marked(tokenizer, example):
     """Return the response with [[...]] around each part that is learned."""
     text, before = "", False
-    for number, learned in zip(
-        sample.arrays.response_ids.tolist(), sample.arrays.loss_mask.tolist(), strict=True
-    ):
+    for number, learned in zip(example.response_ids.tolist(), example.loss_mask.tolist(), strict=True):
         text += {(False, True): "[[", (True, False): "]]"}.get(
             (before, learned), ""
         ) + f"{tokenizer.tokenizer.decode([number])}"
@@ -55,8 +53,8 @@ def learned(folder, record, tmp_path, **data):
     data = DataConfig(train=f"{tmp_path}/r.jsonl", **data)
     config = Config(model=ModelConfig(path=folder), data=data, rollout=RolloutConfig(max_response_length=500))
     tokenizer = PromptTokenizer(folder, data)
-    [sample], _ = load_examples(config, tokenizer)
-    return tokenizer.decode_all(sample.arrays.prompt_ids), marked(tokenizer, sample)
+    [example], _ = load_examples(config, tokenizer)
+    return tokenizer.decode_all(example.prompt_ids), marked(tokenizer, example)
 
 
 THOUGHT = "<think>\n\n</think>\n\n"
@@ -295,8 +293,8 @@ def test_tokenizers_that_put_a_space_before_texts(tmp_path):
     tokenizer = PromptTokenizer(str(tmp_path))
     (tmp_path / "r.jsonl").write_text('{"prompt": "2+2=?", "response": "4"}\n')
     config = Config(model=ModelConfig(path=str(tmp_path)), data=DataConfig(train=f"{tmp_path}/r.jsonl"))
-    [sample], _ = load_examples(config, tokenizer)
-    assert tokenizer.tokenizer.convert_ids_to_tokens(sample.arrays.response_ids.tolist()) == ["4", "</s>"]
+    [example], _ = load_examples(config, tokenizer)
+    assert tokenizer.tokenizer.convert_ids_to_tokens(example.response_ids.tolist()) == ["4", "</s>"]
     assert tokenizer.tokenizer.convert_ids_to_tokens(tokenizer.encode("4").tolist()) == ["▁4"]
 
 
@@ -318,9 +316,7 @@ def test_preferred_responses_have_their_calls(folders, tmp_path, kind):
     record = {"chosen": [ASKED, called(None, {"a": 1})], "rejected": [ASKED, said("3")]}
     (tmp_path / "p.jsonl").write_text(json.dumps(record) + "\n")
     tokenizer = PromptTokenizer(folders[kind])
-    [(chosen, rejected)], _ = load_pairs(
-        f"{tmp_path}/p.jsonl", Conversations(tokenizer, None), DataConfig(), 200
-    )
-    assert '{"a": 1}' in tokenizer.decode_all(chosen.arrays.response_ids)
-    assert tokenizer.decode_all(rejected.arrays.response_ids).startswith("3")
-    assert chosen.arrays.prompt_ids.tolist() == rejected.arrays.prompt_ids.tolist()
+    [pair], _ = load_pairs(f"{tmp_path}/p.jsonl", Conversations(tokenizer, None), DataConfig(), 200)
+    assert '{"a": 1}' in tokenizer.decode_all(pair.chosen.response_ids)
+    assert tokenizer.decode_all(pair.rejected.response_ids).startswith("3")
+    assert pair.chosen.prompt_ids.tolist() == pair.rejected.prompt_ids.tolist()

@@ -178,7 +178,7 @@ def test_keys_that_a_record_lacks_are_not_in_its_prompt(tmp_path, qwen3, form):
             model=ModelConfig(path=qwen3), data=data, rollout=RolloutConfig(max_response_length=900)
         )
         learned = [
-            tokenizer.decode_all(sample.arrays.response_ids) for sample in load_examples(config, tokenizer)[0]
+            tokenizer.decode_all(example.response_ids) for example in load_examples(config, tokenizer)[0]
         ]
         texts[kind] = [prompt.text for prompt in prompts], [prompt.tools for prompt in prompts], learned
         assert "null" not in "".join([*texts[kind][0], *learned])

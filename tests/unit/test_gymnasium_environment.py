@@ -204,7 +204,7 @@ def test_a_prompt_with_its_first_observation_is_what_was_learned(files, tmp_path
     world, first = begin({"desc": prompt.fields["desc"]}, **LAKE)
     history = AppendedHistory(prompt, tokenizer)
     ids = history.begin(first)
-    assert ids == example.arrays.prompt_ids.tolist()
+    assert ids == example.prompt_ids.tolist()
     turns = [message["content"] for message in read["sft"][0]["response"] if message["role"] == "assistant"]
     trained = []
     for turn in turns:
@@ -213,8 +213,8 @@ def test_a_prompt_with_its_first_observation_is_what_was_learned(files, tmp_path
         trained += own
         if len(trained) < 2 * len(turns):
             ids = history.go_on(ids, turn, result.observation)
-    assert ids == [*example.arrays.prompt_ids.tolist(), *example.arrays.response_ids.tolist()]
-    assert example.arrays.response_ids[example.arrays.loss_mask].tolist() == trained
+    assert ids == [*example.prompt_ids.tolist(), *example.response_ids.tolist()]
+    assert example.response_ids[example.loss_mask].tolist() == trained
 
 
 def test_surroundings_of_an_edge():

@@ -60,18 +60,17 @@ class Ranks:
     """Stands in for the ranks: records its input, and scores a sequence by its length."""
 
     def __init__(self, sizes: ParallelSizes = ParallelSizes(), score=float):
-        self.sizes, self._score, self.batch = sizes, score, None
+        self.sizes, self._score, self.stream = sizes, score, None
 
-    def scores(self, batch, plan) -> np.ndarray:
-        assert sorted(i for rank in range(self.sizes.dp) for i in plan.sequences(rank)) == list(
-            range(batch.num_sequences)
-        )
-        self.batch = batch
-        return np.array([self._score(length) for length in batch.lengths], np.float32)
+    def scores(self, plan, make) -> np.ndarray:
+        every = sorted(i for rank in range(self.sizes.dp) for i in plan.sequences(rank))
+        assert every == list(range(len(every)))
+        self.stream = make(every)
+        return np.array([self._score(length) for length in self.stream.lengths], np.float32)
 
     def read(self, tokenizer) -> list[str]:
-        ends = self.batch.cu_seqlens
-        return [tokenizer.decode_all(self.batch.tokens[a:b]) for a, b in pairwise(ends)]
+        ends = self.stream.cu_seqlens
+        return [tokenizer.decode_all(self.stream.tokens[a:b]) for a, b in pairwise(ends)]
 
 
 def setup(folders, which: str, ranks: Ranks, *overrides: str) -> tuple[ModelRewards, PromptTokenizer]:
@@ -202,7 +201,7 @@ def test_fewer_samples_than_replicas_need(folders, packing):
     score, _ = setup(folders, "same", ranks, "megatron.data_parallel=3", f"train.packing={packing}")
     (group,) = score(groups(folders, responses=("2", "34")))
     assert group.rewards == [7.0, 8.0]
-    assert ranks.batch.num_sequences == 3
+    assert ranks.stream.num_sequences == 3
 
 
 def test_a_score_that_is_no_number_ends_the_run(folders):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from grpo_megatron.algorithm.preferences import PairInputs, PreferenceLoss
 from grpo_megatron.batch.layout import Layout
-from grpo_megatron.batch.pairs import schedule_pairs
+from grpo_megatron.batch.pairs import PairBatch, schedule_pairs
 from grpo_megatron.batch.schedule import CostModel
 from grpo_megatron.commands.reward_model import _Training
 from grpo_megatron.config.command import Command
@@ -21,7 +21,7 @@ from grpo_megatron.config.data import DataConfig, OverlongPrompts
 from grpo_megatron.config.load import read_config
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.data.conversations import Conversations, pad_token
-from grpo_megatron.data.preferences import load_pairs, pair_batch
+from grpo_megatron.data.preferences import load_pairs
 from grpo_megatron.errors import UserError
 from grpo_megatron.metrics import Std, merge, to_floats
 
@@ -171,28 +171,27 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_a_pair_in_every_form(tmp_path, conversations, form):
     pairs, _ = load(tmp_path, conversations, FORMS[form])
-    [(chosen, rejected)] = pairs
-    for sample, response in ((chosen, "2"), (rejected, "3")):
-        assert text(conversations, sample.arrays.prompt_ids) == "<user>1+1<assistant>"
-        assert text(conversations, sample.arrays.response_ids) == f"{response}<eos>"
+    [pair] = pairs
+    for example, response in ((pair.chosen, "2"), (pair.rejected, "3")):
+        assert text(conversations, example.prompt_ids) == "<user>1+1<assistant>"
+        assert text(conversations, example.response_ids) == f"{response}<eos>"
 
 
 def test_a_conversation_of_several_turns(tmp_path, conversations):
     more = [said("2"), {"role": "user", "content": "2+2"}]
-    [(chosen, _)], _ = load(
+    [pair], _ = load(
         tmp_path, conversations, {"prompt": PROMPT, "chosen": [*more, said("4")], "rejected": "5"}
     )
-    assert text(conversations, chosen.arrays.prompt_ids) == "<user>1+1<assistant>2<eos><user>2+2<assistant>"
+    assert text(conversations, pair.chosen.prompt_ids) == "<user>1+1<assistant>2<eos><user>2+2<assistant>"
 
 
 def test_weights_and_margins_of_a_batch(tmp_path, conversations):
     records = [{"prompt": PROMPT, "chosen": "2", "rejected": str(i), "better_by": i} for i in (3, 4)]
     pairs, _ = load(tmp_path, conversations, *records, margin_key="better_by")
-    batch = pair_batch(list(pairs))
-    assert batch.reward.tolist() == [3, 0, 4, 0]
-    ends = batch.cu_seqlens[1:] - 1
-    assert batch.weight[ends].tolist() == [0.25] * 4  # two of each pair: 1 / 2
-    assert np.count_nonzero(batch.weight) == 4
+    batch = PairBatch.of_pairs(pairs, 0.5)
+    assert batch.margin.tolist() == [3, 4]
+    assert batch.weight.tolist() == [0.5, 0.5]
+    assert batch.lengths.tolist() == [one.num_tokens for p in pairs for one in (p.chosen, p.rejected)]
 
 
 @pytest.mark.parametrize(
@@ -247,11 +246,9 @@ def test_what_is_too_long_or_alike_is_left_out_and_counted(tmp_path, conversatio
 
 def test_prompts_can_be_cut_and_responses_not(tmp_path, conversations):
     cut = {"max_prompt_length": 20, "overlong_prompts": OverlongPrompts.truncate_left}
-    [(chosen, _)], _ = load(
-        tmp_path, conversations, {"prompt": PROMPT * 9, "chosen": "2", "rejected": "3"}, **cut
-    )
-    assert text(conversations, chosen.arrays.prompt_ids).endswith("1+1<assistant>")
-    assert len(chosen.arrays.prompt_ids) == 20
+    [pair], _ = load(tmp_path, conversations, {"prompt": PROMPT * 9, "chosen": "2", "rejected": "3"}, **cut)
+    assert text(conversations, pair.chosen.prompt_ids).endswith("1+1<assistant>")
+    assert len(pair.chosen.prompt_ids) == 20
     with pytest.raises(UserError, match="17 response tokens"):
         load(tmp_path, conversations, {"prompt": PROMPT, "chosen": "2" * 16, "rejected": "3"}, **cut)
 
@@ -307,11 +304,12 @@ class Ranks:
 
     cost_model = CostModel()
 
-    def scores(self, batch, plan) -> np.ndarray:
-        assert sorted(i for rank in range(3) for i in plan.sequences(rank)) == list(
-            range(batch.num_sequences)
-        )
-        return batch.lengths.astype(np.float32)
+    def scores(self, plan, make) -> np.ndarray:
+        found = {}
+        for own, streams in zip(plan.micro_batches, plan.divided(make), strict=True):
+            for part, stream in zip(own, streams, strict=True):
+                found |= zip(part, stream.lengths.tolist(), strict=True)
+        return np.array([found[i] for i in range(len(found))], np.float32)
 
 
 @pytest.mark.parametrize("packing", ["true", "false"])
@@ -326,9 +324,7 @@ def test_held_out_pairs_that_replicas_cannot_share_evenly(tmp_path, conversation
     held_out, _ = load(tmp_path, conversations, *[r for r in records if r["chosen"] != r["rejected"]])
     monitor = SimpleNamespace(phases=lambda name: nullcontext())
     run = SimpleNamespace(config=config, state=None, trainer=Ranks(), monitor=monitor)
-    ahead = [
-        len(chosen.arrays.response_ids) - len(rejected.arrays.response_ids) for chosen, rejected in held_out
-    ]
+    ahead = [len(pair.chosen.response_ids) - len(pair.rejected.response_ids) for pair in held_out]
     found = _Training(run, held_out, held_out).evaluate(0)
     assert found["eval/margin"] == pytest.approx(np.mean(ahead))
     assert found["eval/accuracy"] == pytest.approx(np.mean(np.array(ahead) > 0))

@@ -253,10 +253,10 @@ def test_examples_use_the_same_prompts_and_end_their_responses(base, tmp_path):
     tokenizer = PromptTokenizer(base, data)
     examples, left_out = load_examples(config, tokenizer)
     assert left_out == 0
-    assert [example.group_id for example in examples] == [0, 1, 2, 3]
-    assert tokens(tokenizer, examples[2].arrays.prompt_ids) == ["<bos>", "1", "+", "1", "="]
-    assert tokens(tokenizer, examples[2].arrays.response_ids) == ["2", "<eos>"]
-    assert examples[3].arrays.prompt_ids.tolist() == [8, 9]
+    assert len(examples) == 4
+    assert tokens(tokenizer, examples[2].prompt_ids) == ["<bos>", "1", "+", "1", "="]
+    assert tokens(tokenizer, examples[2].response_ids) == ["2", "<eos>"]
+    assert examples[3].prompt_ids.tolist() == [8, 9]
     (tmp_path / "b.jsonl").write_text(
         '{"prompt": "1", "response": "2"}\n{"prompt": "1", "response": "234"}\n'
     )
@@ -264,7 +264,7 @@ def test_examples_use_the_same_prompts_and_end_their_responses(base, tmp_path):
         load_examples(config, tokenizer)
     config.data.overlong_prompts = OverlongPrompts.skip
     examples, left_out = load_examples(config, tokenizer)
-    assert [example.group_id for example in examples] == [0, 1, 2]
+    assert len(examples) == 3
     assert left_out == 1
     (tmp_path / "b.jsonl").write_text('{"prompt": "1", "response": "234"}\n')
     with pytest.raises(UserError, match=r"b\.jsonl: no examples are left because all 1 are too long"):
@@ -276,7 +276,7 @@ def test_examples_use_the_same_prompts_and_end_their_responses(base, tmp_path):
         load_examples(config, tokenizer)
     (tmp_path / "b.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n')
     examples, left_out = load_examples(config, tokenizer)
-    assert tokens(tokenizer, examples[2].arrays.prompt_ids) == ["1", "="]
+    assert tokens(tokenizer, examples[2].prompt_ids) == ["1", "="]
     assert left_out == 0
     (tmp_path / "b.jsonl").write_text('{"prompt": "1", "response": ["2"]}\n')
     with pytest.raises(

@@ -5,8 +5,10 @@ run.
 import signal
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from grpo_megatron.batch.examples import Example, ExampleBatch
 from grpo_megatron.commands import reward_model, sft
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import Stopped
@@ -87,8 +89,8 @@ def test_an_evaluation_after_a_request_to_stop_is_made_when_the_run_continues(as
 
 
 def test_an_sft_that_was_stopped_in_its_last_step_has_its_loss(tmp_path, monkeypatch):
-    batch, stop = SimpleNamespace(num_tokens=5, lengths=[]), StopRequest()
-    monkeypatch.setattr(sft._Training, "batch", lambda *_: (batch, None))
+    stop, example = StopRequest(), Example(np.arange(2), np.arange(3))
+    monkeypatch.setattr(sft._Training, "streams", lambda *_: [[ExampleBatch.of_examples([example], 1.0)]])
     run, stop.signal = run_of(tmp_path, 1), signal.SIGTERM
     run.trainer.train_step = lambda *_, **__: {"sft/loss_per_token": Mean(0.5, 1)}
     with pytest.raises(Stopped):

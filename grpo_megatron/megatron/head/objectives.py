@@ -4,7 +4,7 @@ A head turns hidden states into log-probs (language model) or scores (reward mod
 head and then the loss. The training pass calls it for each micro-batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,12 +12,20 @@ from megatron.core import parallel_state as mpu
 
 from grpo_megatron.algorithm.losses import TokenLoss
 from grpo_megatron.algorithm.preferences import PreferenceLoss
+from grpo_megatron.batch.examples import ExampleBatch
+from grpo_megatron.batch.pairs import PairBatch
+from grpo_megatron.batch.token_stream import TokenStream
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import Config
 from grpo_megatron.megatron.head.logprobs import HeadOutput, token_logprobs
 from grpo_megatron.megatron.head.score import ScoreHead
 from grpo_megatron.megatron.layers.build import output_weight
-from grpo_megatron.megatron.micro_batch import MicroBatch, set_loss_inputs, set_pair_inputs
+from grpo_megatron.megatron.micro_batch import (
+    MicroBatch,
+    set_example_inputs,
+    set_loss_inputs,
+    set_pair_inputs,
+)
 from grpo_megatron.metrics import Metrics, Sum
 from grpo_megatron.model.architecture import Architecture
 
@@ -102,21 +110,24 @@ def make_objective(
     head: Head | ScoreHead,
     loss: TokenLoss | PreferenceLoss,
     prepared: list[MicroBatch],
-    batches: list[TrainBatch],
+    streams: Sequence[TokenStream],
     current_is_old: bool,
 ) -> Objective:
     """Return the objective of one training pass, after storing the loss's inputs in the micro-batches.
 
     The objective is a function (hidden states, micro-batch) -> (weighted loss, metrics).
-    prepared: micro-batches as model inputs, which `lay_out` made from `batches`.
-    batches: the samples of each micro-batch.
+    prepared: micro-batches as model inputs, which `lay_out` made from `streams`.
+    streams: the token stream of each micro-batch, of the kind that the loss is for.
     current_is_old: if True, the current log-probs serve as the old policy's (train.old_logprobs=current).
     """
-    for micro_batch, batch in zip(prepared, batches, strict=True):
-        if isinstance(head, ScoreHead):
-            set_pair_inputs(micro_batch, batch)
-        else:
-            set_loss_inputs(micro_batch, batch, current_is_old)
+    for micro_batch, stream in zip(prepared, streams, strict=True):
+        match stream:
+            case PairBatch():
+                set_pair_inputs(micro_batch, stream)
+            case ExampleBatch():
+                set_example_inputs(micro_batch, stream)
+            case TrainBatch():
+                set_loss_inputs(micro_batch, stream, current_is_old)
     return _of_pairs(head, loss) if isinstance(head, ScoreHead) else _of_tokens(head, loss)
 
 
