@@ -28,7 +28,6 @@ from make_tiny_model import make
 
 from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.batch.sample import Sample
-from grpo_megatron.batch.sequence_weights import token_weights
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import (
     Config,
@@ -70,7 +69,7 @@ def make_batch(tokens: int) -> TrainBatch:
         for i in range(SEQUENCES)
     ]
     batch = TrainBatch.from_samples(samples)
-    batch.weight = token_weights(batch, "token-mean", length)
+    batch.weight = (batch.loss_mask / batch.loss_mask.sum()).astype(np.float32)
     batch.advantage = np.where(batch.loss_mask, rng.normal(size=batch.num_tokens), 0).astype(np.float32)
     return batch
 

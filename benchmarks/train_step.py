@@ -49,7 +49,6 @@ from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.batch.layout import Layout, Pack
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.schedule import schedule
-from grpo_megatron.batch.sequence_weights import token_weights
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.algorithm import AlgorithmConfig
 from grpo_megatron.config.schema import Config, MegatronConfig, ModelConfig, OptimizerConfig, Precision
@@ -151,7 +150,7 @@ def batch_of(
         for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
     ]
     batch = TrainBatch.from_samples(samples)
-    batch.weight = token_weights(batch, "token-mean", int(responses.max()))
+    batch.weight = (batch.loss_mask / batch.loss_mask.sum()).astype(np.float32)
     batch.advantage = np.where(batch.loss_mask, rng.normal(size=batch.num_tokens), 0).astype(np.float32)
     batch.old_logp = np.where(batch.loss_mask, rng.normal(old_logp, 0.3, batch.num_tokens), 0).astype(
         np.float32

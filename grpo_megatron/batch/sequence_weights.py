@@ -9,7 +9,6 @@ micro-batches and ranks, and no rank divides by a count of its own.
 import numpy as np
 
 from grpo_megatron.batch.table import SampleTable
-from grpo_megatron.batch.train_batch import TrainBatch
 
 LOSS_AGG_MODES = (
     "token-mean",
@@ -63,14 +62,3 @@ def sequence_weights(
         "group-sum": 1.0 / (num_groups * own_tokens[trajectory]),
     }[mode]
     return weights
-
-
-def token_weights(batch: TrainBatch, mode: str, max_response_length: int) -> np.ndarray:
-    """Return the loss weight of each token of one optimizer step, float32 [T], 0 for untrained tokens.
-
-    mode: kind of mean over tokens, algorithm.loss_agg_mode. `sequence_weights` has the formulas.
-    max_response_length: used by mode seq-mean-token-sum-norm, in tokens.
-    """
-    trained = np.add.reduceat(batch.loss_mask, batch.cu_seqlens[:-1], dtype=np.float64)
-    weights = sequence_weights(batch.table, trained, mode, max_response_length)
-    return np.where(batch.loss_mask, weights[batch.sequence_id], 0.0).astype(np.float32)

@@ -8,7 +8,6 @@ import torch
 
 from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.batch.schedule import schedule
-from grpo_megatron.batch.sequence_weights import token_weights
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.cluster.memory import anonymous_bytes
 from grpo_megatron.config.fp8 import FP8Config
@@ -16,6 +15,7 @@ from grpo_megatron.config.schema import Config, OptimizerConfig, Precision, Tran
 from grpo_megatron.megatron.actor import Actor
 from grpo_megatron.megatron.state.hf_weights import iterate_hf
 from grpo_megatron.model.parallel_sizes import ParallelSizes
+from tests.coefficients import token_weights
 from tests.configs import actor_config
 from tests.parallel.precisions import allowed_in_bf16, logprobs
 from tests.streams import selected

@@ -5,8 +5,9 @@ import pytest
 
 from grpo_megatron.batch.arrays import reading
 from grpo_megatron.batch.sample import Sample
-from grpo_megatron.batch.sequence_weights import sequence_weights, token_weights
+from grpo_megatron.batch.sequence_weights import sequence_weights
 from grpo_megatron.batch.train_batch import TrainBatch
+from tests.coefficients import token_weights
 from tests.models import random_batch, random_samples
 from tests.streams import selected
 

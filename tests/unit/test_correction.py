@@ -18,7 +18,7 @@ from grpo_megatron.algorithm.correction import (
 )
 from grpo_megatron.algorithm.kl import KLController
 from grpo_megatron.algorithm.losses import PolicyLoss
-from grpo_megatron.batch.sequence_weights import LOSS_AGG_MODES, token_weights
+from grpo_megatron.batch.sequence_weights import LOSS_AGG_MODES
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.algorithm import (
     AlgorithmConfig,
@@ -29,7 +29,7 @@ from grpo_megatron.config.algorithm import (
 )
 from grpo_megatron.config.schema import Config
 from grpo_megatron.metrics import Metrics, to_floats
-from tests.coefficients import set_coefficients
+from tests.coefficients import set_coefficients, token_weights
 from tests.unit.ragged import ragged
 
 WEIGHTINGS = [kind for kind in MismatchCorrection if kind != MismatchCorrection.none]

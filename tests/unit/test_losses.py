@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.algorithm.losses import CrossEntropyLoss, LossInputs, PolicyLoss
-from grpo_megatron.batch.sequence_weights import LOSS_AGG_MODES, token_weights
+from grpo_megatron.batch.sequence_weights import LOSS_AGG_MODES
 from grpo_megatron.config.algorithm import AlgorithmConfig
 from grpo_megatron.config.schema import Config
 from grpo_megatron.metrics import to_floats
+from tests.coefficients import token_weights
 from tests.unit.ragged import Ragged, ragged
 
 LONGEST = 8

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from grpo_megatron.algorithm.filters import mask_truncated
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, WeightSpan
-from grpo_megatron.batch.sequence_weights import LOSS_AGG_MODES, token_weights
+from grpo_megatron.batch.sequence_weights import LOSS_AGG_MODES
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.data import DataConfig
 from grpo_megatron.config.reward import OverlongBufferConfig
@@ -30,6 +30,7 @@ from grpo_megatron.rollout.record import Recorder, Replay
 from grpo_megatron.rollout.statistics import group_statistics
 from grpo_megatron.rollout.trajectory import Episode
 from grpo_megatron.sglang.request import Completion
+from tests.coefficients import token_weights
 
 # Drops what earlier turns thought, as Qwen3's does.
 FORGETFUL = (
