@@ -1,6 +1,4 @@
-"""The sequences of an episode: their tokens, masks, log-probs and routing are those of the requests, token
-by token.
-"""
+"""The sequences of an episode have the tokens, masks, log-probs and routing of its requests."""
 
 import asyncio
 from contextlib import closing
