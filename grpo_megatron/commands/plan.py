@@ -1,9 +1,12 @@
 """`grpo-megatron plan`: shows the memory and time that a run would take on a cluster, and whether it fits.
 
 With --search it shows the quickest layouts (parallel sizes and placement) that fit into the GPUs' memory.
+With --data it shows the bytes that a step moves.
 """
 
 import argparse
+
+from grpo_megatron.errors import UserError
 
 
 def add_parser(commands) -> None:
@@ -31,6 +34,9 @@ def add_parser(commands) -> None:
         help="mean tokens of a response; default: half of the longest",
     )
     parser.add_argument(
+        "--data", action="store_true", help="show the bytes that a step moves and the driver's CPU time"
+    )
+    parser.add_argument(
         "--search", action="store_true", help="list the five quickest layouts that are legal and fit"
     )
 
@@ -38,14 +44,21 @@ def add_parser(commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """Execute `grpo-megatron plan`: print the memory and time that a run would take. Return exit status 0.
 
-    With --search, print the quickest layouts (parallel sizes and placement) instead. Raises UserError if the
-    configuration is invalid, cannot be planned, or needs more memory than the GPUs have.
+    With --search, print the quickest layouts (parallel sizes and placement) instead, with --data the bytes of
+    a step. Raises UserError if the configuration is invalid, cannot be planned, or needs more memory than the
+    GPUs have.
     """
     from grpo_megatron.config.load import read_config
     from grpo_megatron.planner.advice import checked_plan, planned_architecture, searched_plans
-    from grpo_megatron.planner.text import plan_text, search_text
+    from grpo_megatron.planner.text import data_text, plan_text, search_text
     from grpo_megatron.planner.time import Lengths
+    from grpo_megatron.planner.traffic import StepData
 
+    if options.search and options.data:
+        raise UserError(
+            "--data shows the data of one layout, but --search lists several; leave --search out, and give "
+            "the settings of the layout as key=value"
+        )
     facts = [
         f"cluster.{key}={value}"
         for key, value in (("nodes", options.nodes), ("gpu", options.gpu))
@@ -56,6 +69,10 @@ def run(options: argparse.Namespace) -> int:
     lengths = Lengths.given(config, options.prompt_tokens, options.response_tokens)
     if options.search:
         print(search_text(config, searched_plans(config, arch, lengths), lengths))
+        return 0
+    found = checked_plan(config, arch, lengths)
+    if options.data:
+        print(data_text(found, StepData(config, arch, lengths).traffic(), lengths))
     else:
-        print(plan_text(checked_plan(config, arch, lengths), lengths))
+        print(plan_text(found, lengths))
     return 0

@@ -5,25 +5,26 @@ from dataclasses import dataclass, replace
 from grpo_megatron.config.schema import Config
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.planner.memory import Memory, memory
-from grpo_megatron.planner.resharding import sync_seconds
+from grpo_megatron.planner.resharding import sync_cost
 from grpo_megatron.planner.states import training_states
 from grpo_megatron.planner.time import Lengths, Times, times
+from grpo_megatron.weights.sync.cost import Cost
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Estimated memory and times of a run, for one configuration and one cluster.
-
-    config: the configuration, which includes the cluster.
-    memory: the estimated memory.
-    problems: one sentence for each reason why the GPUs have too little memory; empty if they have enough.
-    times: estimated times of a step; None if the GPUs have too little memory.
-    """
+    """Estimated memory and times of a run, for one configuration and one cluster."""
 
     config: Config
+    """The configuration, which includes the cluster."""
     memory: Memory
+    """The estimated memory."""
     problems: tuple[str, ...]
-    times: Times | None
+    """One sentence for each reason why the GPUs have too little memory; empty if they have enough."""
+    times: Times | None = None
+    """Estimated times of a step; None if the GPUs have too little memory."""
+    sync: Cost | None = None
+    """Estimated cost of a weight sync; None if it is not computed, or if the GPUs have too little memory."""
 
     @property
     def fits(self) -> bool:
@@ -43,12 +44,14 @@ def plan(config: Config, arch: Architecture, lengths: Lengths | None = None, wit
     found = memory(config, arch)
     problems = tuple(_problems(config, found))
     if problems:
-        return Plan(config, found, problems, None)
+        return Plan(config, found, problems)
     lengths = lengths or Lengths.given(config)
     taken = times(config, arch, training_states(arch, config.megatron), found.kv_tokens, lengths)
-    if with_sync:
-        taken = replace(taken, seconds=taken.seconds | {"weight sync": sync_seconds(config, arch)})
-    return Plan(config, found, problems, taken)
+    if not with_sync:
+        return Plan(config, found, problems, taken)
+    sync = sync_cost(config, arch)
+    taken = replace(taken, seconds=taken.seconds | {"weight sync": sync.seconds})
+    return Plan(config, found, problems, taken, sync)
 
 
 def _problems(config: Config, found: Memory) -> list[str]:

@@ -1,4 +1,4 @@
-"""Time of a weight sync, computed from the reshard plan and the cost model in weights.sync."""
+"""Bytes and time of a weight sync, computed from the reshard plan and the cost model in weights.sync."""
 
 from dataclasses import replace
 from math import lcm
@@ -10,13 +10,13 @@ from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.planner.engines import engine_dtype
 from grpo_megatron.planner.time import LINKS, NETWORK_SECONDS
-from grpo_megatron.weights.sync.cost import Machine, cost, on_nodes
+from grpo_megatron.weights.sync.cost import Cost, Machine, cost, on_nodes
 from grpo_megatron.weights.sync.plan import Layouts
 from grpo_megatron.weights.sync.resharding import choose_transport
 
 
-def sync_seconds(config: Config, arch: Architecture) -> float:
-    """Estimate the seconds of one weight sync from trainer to engines, with the transport of the run.
+def sync_cost(config: Config, arch: Architecture) -> Cost:
+    """Estimate the cost of one weight sync from trainer to engines, with the transport of the run.
 
     Transfers between nodes and within nodes are included. Raises UserError if the transport cannot reach the
     engines, for example because they are on other nodes.
@@ -28,7 +28,7 @@ def sync_seconds(config: Config, arch: Architecture) -> float:
     layouts = on_nodes(layouts, config.cluster.gpus_per_node, config.cluster.placement == Placement.colocated)
     itemsize = engine_dtype(arch, engine).itemsize
     _, layouts = choose_transport(config.weight_sync, layouts)
-    return cost(layouts, machine, config.weight_sync.bucket_bytes, itemsize).seconds
+    return cost(layouts, machine, config.weight_sync.bucket_bytes, itemsize)
 
 
 def _with_few_experts(arch: Architecture, sizes: ParallelSizes, engine: EngineLayout) -> Architecture:

@@ -1,10 +1,12 @@
 """Plans as text that `grpo-megatron plan` prints."""
 
+from grpo_megatron.capabilities import GPUS
 from grpo_megatron.config.load import flat
 from grpo_megatron.config.schema import Config, Recompute
 from grpo_megatron.planner.memory import Memory
 from grpo_megatron.planner.plan import Plan, gb
-from grpo_megatron.planner.time import Lengths
+from grpo_megatron.planner.time import LINKS, Lengths
+from grpo_megatron.planner.traffic import StepTraffic
 
 MODEL_OF_TIME = (
     "Times come from a performance model (docs/planner.md) that has not been compared with runs on GPUs."
@@ -194,5 +196,45 @@ def search_text(config: Config, found: list[Plan], lengths: Lengths) -> str:
             "",
             "The first layout is this configuration with:",
             changes_text(config, found[0].config) or "no change",
+        ]
+    )
+
+
+def data_text(found: Plan, moved: StepTraffic, lengths: Lengths) -> str:
+    """Format the bytes that a step moves over each link, and what they cost the driver.
+
+    found: the plan of the configuration, with its weight sync.
+    moved: the data of its steps, without the weight sync.
+    lengths: the mean lengths that both assume.
+    """
+    config = found.config
+    weights = 1e9 * (found.sync.network_gb + found.sync.fabric_gb)
+    links = moved.links | {"trainer to engines: weights": weights}
+    rows = [[link, f"{size / 1e6:,.1f}"] for link, size in links.items()]
+    lines = [
+        f"{config.model.path} on {cluster_text(config)}: a step of {moved.rows:,} sequences, with prompts of "
+        f"{lengths.prompt:,.0f} and responses of {lengths.response:,.0f} tokens on average",
+        "",
+        _table(["MB of a step", ""], rows),
+    ]
+    if moved.received:
+        card = LINKS * GPUS[config.cluster.gpu].speed.network
+        seconds = max(moved.received, moved.sent) / card
+        lines.append(
+            f"the busiest store receives {moved.received / 1e6:,.1f} MB from other nodes, or sends up to "
+            f"{moved.sent / 1e6:,.1f} MB to them: at least {seconds:.2f} s at the {card / 1e9:.0f} GB/s of "
+            "one GPU's network card"
+        )
+    driver = moved.row_seconds + moved.call_seconds
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"driver: {driver:.2f} CPU seconds: {moved.row_seconds:.2f} for {moved.rows:,} rows and "
+            f"{moved.call_seconds:.2f} for {moved.calls:,} calls to trainer nodes; "
+            f"{driver / found.times.step:.1%} of the step of {found.times.step:.1f} s",
+            "A row (without its texts) and a call cost what benchmarks/controller.py measured "
+            "(docs/performance.md).",
+            MODEL_OF_TIME,
         ]
     )

@@ -14,7 +14,7 @@ from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.planner.memory import COMMUNICATION, CONTEXT, ENGINE_CONTEXT
 from grpo_megatron.planner.plan import plan
-from grpo_megatron.planner.resharding import sync_seconds
+from grpo_megatron.planner.resharding import sync_cost
 from grpo_megatron.planner.time import ATTENTION, BANDWIDTH, LAYER_SECONDS, LINKS, PRODUCTS
 from grpo_megatron.weights.sync.cost import Machine, cost, on_nodes
 from grpo_megatron.weights.sync.plan import Layouts
@@ -336,8 +336,8 @@ def test_a_weight_sync_is_that_of_its_own_cost_model():
     """It is exact for a dense model. Fewer and wider experts cost what many do."""
     config = recipe("qwen3_8b_1node")
     arch = read_architecture(config.model.path)
-    assert sync_seconds(config, arch) == pytest.approx(full_cost(config, arch))
+    assert sync_cost(config, arch).seconds == pytest.approx(full_cost(config, arch))
     config = recipe("qwen3_30b_a3b_4node")
     arch = read_architecture(config.model.path)
     arch = replace(arch, num_layers=2, moe=replace(arch.moe, layers=(True, True)))
-    assert sync_seconds(config, arch) == pytest.approx(full_cost(config, arch), rel=0.1)
+    assert sync_cost(config, arch).seconds == pytest.approx(full_cost(config, arch), rel=0.1)

@@ -1,0 +1,236 @@
+"""Bytes that a training step moves over each link, and the driver's CPU seconds for it.
+
+The driver's messages are made from the classes that a run sends, and pickled as Ray pickles them. The bytes
+of arrays follow from their dtypes and lengths. All sequences are assumed to have the mean lengths.
+
+Not included: messages of Ray's own, the further groups of dynamic sampling, and what rollout workers exchange
+with engines, rewards and environments.
+"""
+
+import pickle
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import numpy as np
+
+from grpo_megatron.algorithm.advantages import Credit
+from grpo_megatron.algorithm.coefficients import SequenceCoefficients, SequenceWeights
+from grpo_megatron.algorithm.losses import PolicyLoss
+from grpo_megatron.algorithm.mismatch import measure_mismatch
+from grpo_megatron.batch.prompt import Prompt
+from grpo_megatron.batch.sample import Sample, WeightSpan
+from grpo_megatron.batch.sums import SequenceSums
+from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.cluster.placement import neighbouring_stages
+from grpo_megatron.config.schema import Config, Placement, RoutingReplay
+from grpo_megatron.megatron.results import Measurement, TrainResult
+from grpo_megatron.metrics import concrete
+from grpo_megatron.model.architecture import Architecture
+from grpo_megatron.model.parallel_sizes import ParallelSizes
+from grpo_megatron.planner.time import Lengths
+from grpo_megatron.rewards.terms import terms_of
+from grpo_megatron.rollout.groups import GroupRequest
+from grpo_megatron.rollout.worker import SampledGroup, StoredArrays
+
+# The driver's CPU seconds, as `python benchmarks/controller.py` measured them on 2026-11-27 in a step of
+# 8,192 sequences on 1,024 ranks (docs/performance.md). The step took 2.62 s, the trainer's part of it 2.25 s.
+# That part is attributed to its 2,048 calls, and the rest to the sequences, which had no texts.
+SECONDS_PER_ROW = (2.62 - 2.25) / 8192
+SECONDS_PER_CALL = 2.25 / 2048
+# Bytes of text of a token. The questions of GSM8K have 3.9 for each token of SmolLM2's tokenizer.
+TEXT_BYTES = 4
+# Bytes that Ray pickles with each reference: id of the object, address of its owner, status of the object.
+REFERENCE_PARTS = (28, 77, 39)
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """The data that one training step moves."""
+
+    links: dict[str, float]
+    """{link, and what moves over it: bytes of a step}."""
+    received: float
+    """Bytes that the busiest node's store receives from other nodes."""
+    sent: float
+    """Bytes that the busiest node's store sends to other nodes, if no node passes them on."""
+    rows: int
+    """Number of sequences. The driver has a row for each."""
+    calls: int
+    """Number of calls from the driver to trainer nodes: one to each node for all log-probs, and one for each
+    optimizer step."""
+
+    @property
+    def row_seconds(self) -> float:
+        """The driver's CPU seconds for its rows."""
+        return self.rows * SECONDS_PER_ROW
+
+    @property
+    def call_seconds(self) -> float:
+        """The driver's CPU seconds for its calls."""
+        return self.calls * SECONDS_PER_CALL
+
+
+class _Reference:
+    """Stand-in for a ray.ObjectRef, which Ray pickles only while it runs. Its pickle has the same size."""
+
+    def __reduce__(self):
+        return bytes, (*map(bytes, REFERENCE_PARTS), "", None)
+
+
+def _own(text: str) -> str:
+    """Return a copy of a text. Samples do not share texts, so that pickles have them for each sample."""
+    return "".join(text)
+
+
+def pickled(message: Any) -> int:
+    """Return the bytes of a message between processes, its arrays included."""
+    return len(pickle.dumps(message, protocol=5))
+
+
+class StepData:
+    """The messages and arrays of a training step. The messages have no texts.
+
+    array_bytes: bytes of the arrays of one sequence
+    """
+
+    def __init__(self, config: Config, arch: Architecture, lengths: Lengths):
+        """Read the sizes of the step.
+
+        arch: architecture of the model.
+        lengths: mean lengths of prompts and responses.
+        """
+        self._config, self._dp = config, config.megatron.data_parallel
+        self._groups, self._members = config.data.train_batch_size, config.rollout.n
+        self._mini_batches = ceil(self._groups / config.train.ppo_mini_batch_size)
+        self._of_replica = ceil(self._groups * self._members / self._dp)  # sequences
+        self._scores = [term.name for term in terms_of(config.reward)]
+        self._prompt, self._response = (max(1, round(mean)) for mean in (lengths.prompt, lengths.response))
+        self._arrays = {
+            "prompt_ids": np.zeros(self._prompt, np.int32),
+            "response_ids": np.zeros(self._response, np.int32),
+            "loss_mask": np.ones(self._response, np.bool_),
+            # As far from the trainer's log-probs as in bf16, so that the histogram of ratios has a real size.
+            "rollout_logprobs": np.random.default_rng(0).normal(0, 0.01, self._response).astype(np.float32),
+        }
+        self.array_bytes = sum(values.nbytes for values in self._arrays.values())
+        if arch.moe and config.moe.routing_replay == RoutingReplay.engine:
+            experts = sum(arch.moe.layers) * arch.moe.top_k
+            self.array_bytes += (self._prompt + self._response) * experts * np.int16().itemsize
+
+    def traffic(self) -> StepTraffic:
+        """Compute what the step moves."""
+        steps = self._config.train.ppo_epochs * self._mini_batches
+        replicas = _replicas_of_nodes(self._config)
+        received, sent = self._between_nodes(replicas)
+        requests = [self.request(index) for index in range(self._groups)]
+        (measure, train), (measured, trained) = self.to_replica(), self.from_replica()
+        to_replica = pickled(measure) + steps * pickled(train)
+        from_replica = self._mini_batches * pickled(measured) + steps * pickled(trained)
+        sequences = self._groups * self._members
+        stored = sequences * self.array_bytes
+        ranks_of_replica = ParallelSizes.from_config(self._config.megatron).world_size // self._dp
+        links = {
+            "driver to rollout workers: requests, prompt ids": pickled(requests),
+            # A chat is sent as text and as messages.
+            "driver to rollout workers: texts of prompts": 2 * self._groups * self._prompt * TEXT_BYTES,
+            "rollout workers to driver: rows of finished groups": self._groups * pickled([self.answer(0)]),
+            "rollout workers to driver: texts of responses": sequences * self._response * TEXT_BYTES,
+            "driver to trainer nodes: handles, coefficients": to_replica * sum(map(len, replicas.values())),
+            "trainer nodes to driver: sums, metrics": from_replica * self._dp,
+            "rollout workers to the store of their node: arrays": stored,
+            "store to other nodes: arrays of whole groups": sum(received.values()),
+            "store to all ranks of its node: arrays": stored * ranks_of_replica,
+            "log-probs of old policy and reference: stay on ranks": 0,
+        }
+        busiest = (max(found.values(), default=0.0) for found in (received, sent))
+        return StepTraffic(links, *busiest, sequences, (1 + steps) * len(replicas))
+
+    def request(self, index: int) -> GroupRequest:
+        """Return the driver's request for a group."""
+        messages = [{"role": "user", "content": ""}]
+        prompt = Prompt(index, self._arrays["prompt_ids"].copy(), "", "", messages=messages)
+        return GroupRequest(index, index, 0, prompt)
+
+    def answer(self, index: int) -> SampledGroup:
+        """Return the rollout worker's answer to a request. Groups end one by one, so each is a message."""
+        group, first = _Reference(), index * self._members
+        rows = (self._row(first + member, group) for member in range(self._members))
+        return SampledGroup(index, tuple(rows), ())
+
+    def _row(self, index: int, group: _Reference) -> Sample:
+        """Return a sequence in the driver. group: reference to the arrays of its group."""
+        return Sample(
+            index // self._members,
+            index,
+            StoredArrays(group, index % self._members),
+            *(self._prompt, self._response, self._response),
+            _own("stop"),
+            (WeightSpan(1, 0, self._response),),
+            reward=1.0,
+            reward_components={_own(name): 1.0 for name in self._scores},
+        )
+
+    def to_replica(self) -> tuple[tuple, tuple]:
+        """Return the arguments of the call for log-probs, and those of an optimizer step, for one replica."""
+        groups = [_Reference() for _ in range(ceil(self._spanned(1)))]
+        rows = [self._row(i, groups[i % len(groups)]).for_ranks() for i in range(self._of_replica)]
+        base, weight, factor = (np.zeros(ceil(len(rows) / self._mini_batches)) for _ in range(3))
+        coefficients = SequenceCoefficients(Credit(base), SequenceWeights(weight, factor), True)
+        loss = PolicyLoss.from_config(self._config.algorithm, self._config.mismatch, known_before=False)
+        return ({(1, 0): [rows]},), ((1, 0), coefficients, loss, len(rows))
+
+    def from_replica(self) -> tuple[dict, TrainResult]:
+        """Return a replica's results of these calls, for one mini-batch.
+
+        The metrics of the mismatch between engine and trainer stand for all metrics. They are the largest.
+        """
+        sums = SequenceSums(*(np.zeros(ceil(self._of_replica / self._mini_batches)) for _ in range(5)))
+        sample = Sample.of(0, 0, **self._arrays, finish_reason="stop")
+        (metrics,) = concrete([measure_mismatch([TrainBatch.from_samples([sample])])])
+        return {(1, 0): Measurement(sums, metrics, False)}, TrainResult(1.0, 1e-6, False, metrics)
+
+    def _spanned(self, replicas: int) -> float:
+        """Return the number of groups of which at least one of some replicas has a sequence.
+
+        The lengths of sequences decide which replica has them, so a group is spread over replicas at random.
+        """
+        return self._groups * (1 - (1 - replicas / self._dp) ** self._members)
+
+    def _between_nodes(self, replicas: Mapping[int, set[int]]) -> tuple[Counter, Counter]:
+        """Return (received, sent): {node: bytes of arrays that its store receives or sends}.
+
+        The store moves whole groups. A node fetches every group of which one of its replicas has a sequence,
+        once for all its ranks.
+
+        replicas: result of `_replicas_of_nodes`.
+        """
+        received, sent = Counter(), Counter()
+        for node, own in replicas.items():
+            size = self._spanned(len(own)) * self._members * self.array_bytes
+            for source, share in _sources(self._config).items():
+                if source != node:
+                    received[node] += share * size
+                    sent[source] += share * size
+        return received, sent
+
+
+def _replicas_of_nodes(config: Config) -> dict[int, set[int]]:
+    """Return {trainer node: the data-parallel replicas that have ranks on it}."""
+    sizes, per_node = ParallelSizes.from_config(config.megatron), config.cluster.gpus_per_node
+    slots = neighbouring_stages(list(range(sizes.world_size)), config.megatron, per_node)
+    found = defaultdict(set)
+    for rank, slot in enumerate(slots):
+        found[slot // per_node].add(rank // (sizes.tp * sizes.cp) % sizes.dp)
+    return found
+
+
+def _sources(config: Config) -> dict[int, float]:
+    """Return {node with a rollout worker: share of the groups that its engines sample}."""
+    engine, per_node = config.rollout.engine, config.cluster.gpus_per_node
+    separate = config.cluster.placement == Placement.separate
+    first = ParallelSizes.from_config(config.megatron).world_size if separate else 0
+    nodes = Counter((first + i * engine.tensor_parallel) // per_node for i in range(engine.num_engines))
+    return {node: engines / engine.num_engines for node, engines in nodes.items()}
