@@ -78,6 +78,7 @@ def forward_logprobs(
     head: Head,
     routing: Routing = Routing.own,
     keep_hidden: Callable[[MicroBatch, torch.Tensor], None] | None = None,
+    trained_only: bool = False,
 ) -> list[torch.Tensor]:
     """Return the log-probs of the target tokens: one float32 tensor [T] per micro-batch, on the device.
 
@@ -86,12 +87,13 @@ def forward_logprobs(
     head: computes the log-probs from the last hidden states.
     routing: says whether MoE routers choose the experts, or reuse a recorded choice.
     keep_hidden: called with each micro-batch and this rank's last hidden states [t, h], to store them.
+    trained_only: if True, compute only the tokens in MicroBatch.trained. The others get 0.
     """
 
     def collect(hidden: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
         if keep_hidden:
             keep_hidden(micro_batch, hidden[0])
-        logp = head(hidden, micro_batch).logp
+        logp = (head.of_trained if trained_only else head)(hidden, micro_batch).logp
         return micro_batch.pack.gather(logp, mpu.get_context_parallel_group())
 
     return _run(chunks, micro_batches, collect, forward_only=True, routing=routing)

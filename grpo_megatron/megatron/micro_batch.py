@@ -49,9 +49,9 @@ class MicroBatch:
     weight: torch.Tensor | None = None
     """float32 [t]: weight of each token's loss. None until `set_loss_inputs` sets it."""
     trained: torch.Tensor | None = None
-    """int64 [n]: indices, among the t tokens, of those whose loss counts. `set_loss_inputs` sets it.
+    """int64 [n]: indices, among the t tokens, of those whose loss counts. None until `set_trained` sets it.
 
-    The training pass computes log-probs of these tokens only. None before `set_loss_inputs`.
+    The training pass computes log-probs of these tokens only.
     """
     inputs: TokenInputs | PairInputs | None = None
     """Further inputs of the loss, such as LossInputs for a policy's. None until set."""
@@ -136,7 +136,7 @@ def set_loss_inputs(micro_batch: MicroBatch, batch: TrainBatch, current_is_old: 
 
     sequence_id = pack.tensor("sequence_id", device)
     micro_batch.weight = local(batch.weight)
-    micro_batch.trained = on_device(_trained_positions(pack, batch.loss_mask), device)
+    set_trained(micro_batch, batch.loss_mask)
     micro_batch.inputs = LossInputs(
         mask=local(batch.loss_mask),
         advantage=local(batch.advantage),
@@ -149,14 +149,16 @@ def set_loss_inputs(micro_batch: MicroBatch, batch: TrainBatch, current_is_old: 
     )
 
 
-def _trained_positions(pack: Pack, mask: np.ndarray) -> torch.Tensor:
-    """Return where the mask is True in this rank's part of the pack, as token indices, int64 [n].
+def set_trained(micro_batch: MicroBatch, mask: np.ndarray) -> None:
+    """Set the field `trained` of a micro-batch to the places in this rank's part where a mask is True.
 
-    If it is True nowhere, return index 0, because the head's collectives need at least one token.
+    If it is True nowhere, the field becomes [0], because the head's collectives need at least one token.
     mask: bool [T], over the tokens of all CP ranks.
     """
-    positions = pack.local_positions(mask)
-    return positions if len(positions) else torch.zeros(1, dtype=torch.int64)
+    positions = micro_batch.pack.local_positions(mask)
+    if not len(positions):
+        positions = torch.zeros(1, dtype=torch.int64)
+    micro_batch.trained = on_device(positions, micro_batch.target.device)
 
 
 def set_example_inputs(micro_batch: MicroBatch, batch: ExampleBatch) -> None:
@@ -164,7 +166,7 @@ def set_example_inputs(micro_batch: MicroBatch, batch: ExampleBatch) -> None:
     pack, device = micro_batch.pack, micro_batch.target.device
     mask = batch.weight != 0
     micro_batch.weight = on_device(pack.scatter(batch.weight), device)
-    micro_batch.trained = on_device(_trained_positions(pack, mask), device)
+    set_trained(micro_batch, mask)
     micro_batch.inputs = TokenInputs(on_device(pack.scatter(mask), device))
 
 

@@ -86,7 +86,7 @@ class MiniBatches:
         source = self._config.train.old_logprobs
         for key, kept in self._kept.items():
             if source == OldLogprobs.recompute:
-                self._set("old_logp", kept, self._passes.logprobs(kept.samples, key=key))
+                self._set("old_logp", kept, self._passes.logprobs(kept.samples, key=key, trained_only=True))
             elif source == OldLogprobs.rollout:
                 for batch in kept.samples:
                     batch.old_logp = batch.rollout_logp
@@ -99,7 +99,9 @@ class MiniBatches:
         keep_hidden = PolicyLoss(algorithm).needs_full_kl
         self._passes.begin_reference()
         for key, kept in self._kept.items():
-            logp = self._passes.logprobs(kept.samples, reference=True, key=key, keep_hidden=keep_hidden)
+            logp = self._passes.logprobs(
+                kept.samples, reference=True, key=key, keep_hidden=keep_hidden, trained_only=True
+            )
             self._set("ref_logp", kept, logp)
         self._passes.end_reference()
 

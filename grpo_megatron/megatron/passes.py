@@ -23,7 +23,13 @@ from grpo_megatron.megatron.head.objectives import make_head, make_objective
 from grpo_megatron.megatron.layers.build import output_weight
 from grpo_megatron.megatron.layers.rounding import rounding_noise
 from grpo_megatron.megatron.layers.router import Routing
-from grpo_megatron.megatron.micro_batch import MicroBatch, PreparedStore, choose_routing, rank_layout
+from grpo_megatron.megatron.micro_batch import (
+    MicroBatch,
+    PreparedStore,
+    choose_routing,
+    rank_layout,
+    set_trained,
+)
 from grpo_megatron.megatron.results import TrainResult
 from grpo_megatron.megatron.reward_model import RewardModel
 from grpo_megatron.megatron.step_metrics import beyond_limits, merge_over_context, router_metrics
@@ -72,6 +78,7 @@ class Passes:
         reference: bool = False,
         key: tuple[int, int] | None = None,
         keep_hidden: bool = False,
+        trained_only: bool = False,
     ) -> np.ndarray | None:
         """Return the log-prob of every target token, float32 [T], in the order of the micro-batches.
 
@@ -82,6 +89,8 @@ class Passes:
             with moe.routing_replay, the choice of experts. None: prepare inputs for this pass only.
         keep_hidden: if True, store the last hidden states for the exact KL of `train_step`. Set it only with
             reference=True.
+        trained_only: if True, compute only the trained tokens, so that the output layer costs nothing for
+            prompts and texts of environments. The other tokens get 0. The micro-batches must be TrainBatches.
         """
         model = self._model
         if reference and not model.reference_passes.begun:
@@ -90,8 +99,13 @@ class Passes:
         routing = Routing.own if reference else self._route(prepared, micro_batches, recording=True)
         device_limit = int(self._config.ref.hidden_gib * 2**30)
         keep = partial(self.prepared.keep_hidden, device_limit=device_limit)
+        if trained_only:
+            for prepared_one, batch in zip(prepared, micro_batches, strict=True):
+                set_trained(prepared_one, batch.loss_mask)
         with nullcontext() if reference else model.settled_weights():
-            parts = forward_logprobs(model.ddp, prepared, self._head, routing, keep if keep_hidden else None)
+            parts = forward_logprobs(
+                model.ddp, prepared, self._head, routing, keep if keep_hidden else None, trained_only
+            )
         return torch.cat(parts).cpu().numpy() if model.rank.last_stage else None
 
     def scores(self, micro_batches: MicroBatches) -> np.ndarray | None:

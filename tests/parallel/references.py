@@ -53,7 +53,7 @@ def logprobs_of_reference(actor: Actor, mini: MiniBatch) -> np.ndarray:
     micro_batches = [
         TrainBatch.from_samples([mini.samples[i] for i in part]) for part in mini.plan.micro_batches[0]
     ]
-    return reference_logprobs(actor, micro_batches)
+    return reference_logprobs(actor, micro_batches, trained_only=True)
 
 
 def weights_of(actor: Actor) -> dict[str, torch.Tensor]:

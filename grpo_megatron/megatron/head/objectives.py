@@ -57,7 +57,7 @@ class Head:
         """
         return self._values(hidden, micro_batch.target, None, None)
 
-    def of_trained(self, hidden: torch.Tensor, micro_batch: MicroBatch, with_kl: bool) -> HeadOutput:
+    def of_trained(self, hidden: torch.Tensor, micro_batch: MicroBatch, with_kl: bool = False) -> HeadOutput:
         """Return log-prob and entropy, each [t], of the target tokens whose loss counts, and zeros elsewhere.
 
         Only these tokens are computed, so prompt tokens cost nothing.
