@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from grpo_megatron.batch.layout import padded_to
@@ -101,6 +102,11 @@ class MoE:
     scores."""
     weight_factor: float = 1.0
     """Factor by which the weights of the chosen experts are multiplied."""
+
+    @property
+    def index_dtype(self) -> np.dtype:
+        """The smallest integer dtype that holds an expert's index, and that torch can compute with."""
+        return np.dtype(np.uint8 if self.num_experts <= 256 else np.int16)
 
 
 @dataclass(frozen=True)

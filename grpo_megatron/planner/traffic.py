@@ -118,7 +118,7 @@ class StepData:
         self.array_bytes = sum(values.nbytes for values in self._arrays.values())
         if arch.moe and config.moe.routing_replay == RoutingReplay.engine:
             experts = sum(arch.moe.layers) * arch.moe.top_k
-            self.array_bytes += (self._prompt + self._response) * experts * np.int16().itemsize
+            self.array_bytes += (self._prompt + self._response) * experts * arch.moe.index_dtype.itemsize
 
     def traffic(self) -> StepTraffic:
         """Compute what the step moves."""
@@ -141,7 +141,7 @@ class StepData:
             "driver to trainer nodes: handles, coefficients": to_replica * sum(map(len, replicas.values())),
             "trainer nodes to driver: sums, metrics": from_replica * self._dp,
             "rollout workers to the store of their node: arrays": stored,
-            "store to other nodes: arrays of whole groups": sum(received.values()),
+            "store to other nodes: arrays": sum(received.values()),
             "store to all ranks of its node: arrays": stored * ranks_of_replica,
             "log-probs of old policy and reference: stay on ranks": 0,
         }
@@ -175,7 +175,7 @@ class StepData:
 
     def to_replica(self) -> tuple[tuple, tuple]:
         """Return the arguments of the call for log-probs, and those of an optimizer step, for one replica."""
-        groups = [_Reference() for _ in range(ceil(self._spanned(1)))]
+        groups = [_Reference() for _ in range(self._groups_of_replica())]
         rows = [self._row(i, groups[i % len(groups)]).for_ranks() for i in range(self._of_replica)]
         base, weight, factor = (np.zeros(ceil(len(rows) / self._mini_batches)) for _ in range(3))
         coefficients = SequenceCoefficients(Credit(base), SequenceWeights(weight, factor), True)
@@ -192,24 +192,23 @@ class StepData:
         (metrics,) = concrete([measure_mismatch([TrainBatch.from_samples([sample])])])
         return {(1, 0): Measurement(sums, metrics, False)}, TrainResult(1.0, 1e-6, False, metrics)
 
-    def _spanned(self, replicas: int) -> float:
-        """Return the number of groups of which at least one of some replicas has a sequence.
+    def _groups_of_replica(self) -> int:
+        """Return the number of groups of which a replica has a sequence.
 
         The lengths of sequences decide which replica has them, so a group is spread over replicas at random.
         """
-        return self._groups * (1 - (1 - replicas / self._dp) ** self._members)
+        return ceil(self._groups * (1 - (1 - 1 / self._dp) ** self._members))
 
     def _between_nodes(self, replicas: Mapping[int, set[int]]) -> tuple[Counter, Counter]:
         """Return (received, sent): {node: bytes of arrays that its store receives or sends}.
 
-        The store moves whole groups. A node fetches every group of which one of its replicas has a sequence,
-        once for all its ranks.
+        A node fetches the sequences of its replicas, once for all its ranks.
 
         replicas: result of `_replicas_of_nodes`.
         """
         received, sent = Counter(), Counter()
         for node, own in replicas.items():
-            size = self._spanned(len(own)) * self._members * self.array_bytes
+            size = len(own) * self._groups * self._members / self._dp * self.array_bytes
             for source, share in _sources(self._config).items():
                 if source != node:
                     received[node] += share * size

@@ -41,19 +41,23 @@ _CLOSE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class StoredArrays:
-    """Handle of arrays in Ray's object store, on the node of the worker that made them."""
+    """Handle of arrays in Ray's object store, on the node of the worker that made them.
+
+    The arrays of each sample are an object of their own, because Ray moves whole objects, and the samples of
+    a group may be for different replicas. The driver has only one reference for each group.
+    """
 
     group: ray.ObjectRef
-    """Ray's reference to the arrays of all samples of a group, a list[SampleArrays]."""
+    """Ray's reference to a list with a reference to the SampleArrays of each sample of a group."""
     index: int
     """Index of the sample in this list."""
 
     @classmethod
     def get(cls, handles: Sequence["StoredArrays"]) -> list[SampleArrays]:
-        references = list(dict.fromkeys(handle.group for handle in handles))
+        groups = list(dict.fromkeys(handle.group for handle in handles))
         try:
-            found = dict(zip(references, ray.get(references), strict=True))
-            return [found[handle.group][handle.index] for handle in handles]
+            members = dict(zip(groups, ray.get(groups), strict=True))
+            return ray.get([members[handle.group][handle.index] for handle in handles])
         except ray.exceptions.ObjectLostError as error:
             raise ProcessLost(
                 "the arrays of some samples are lost, because the rollout worker that held them has ended, "
@@ -152,7 +156,7 @@ class WorkerProcess:
     async def _sample(self, request: GroupRequest) -> None:
         try:
             samples = await self._sampler.sample(request)
-            group = ray.put([sample.arrays for sample in samples])
+            group = ray.put([ray.put(sample.arrays) for sample in samples])
             stored = tuple(
                 replace(one, handle=StoredArrays(group, index)) for index, one in enumerate(samples)
             )

@@ -19,6 +19,7 @@ from grpo_megatron.cluster.polled_calls import answers
 from grpo_megatron.cluster.processes import Process, redirect_output
 from grpo_megatron.config.weight_sync import PauseMode
 from grpo_megatron.errors import UserError
+from grpo_megatron.model.architecture import MoE
 from grpo_megatron.sglang.memory import EngineMemory, MemoryPart, engine_bytes
 from grpo_megatron.sglang.node import Children
 from grpo_megatron.sglang.release import Accepted, EngineControl
@@ -80,19 +81,18 @@ class SGLangEngine:
         self,
         process: Process,
         arguments: dict[str, Any],
-        routed_layers: tuple[bool, ...] | None,
+        experts: MoE | None,
         others: dict[Process, ray.actor.ActorHandle],
     ):
         """Start the engine.
 
         process: name and log of this process.
         arguments: {name: value} of the arguments of sglang.Engine.
-        routed_layers: for each layer of the model, True if it has experts. None: completions do not report
-            the experts of tokens.
+        experts: the model's experts. None: completions do not report the experts of tokens.
         others: {process: EngineNode actor} for the engine's nodes after the first.
         """
         redirect_output(process.log)
-        self._process, self._routed_layers = process, routed_layers
+        self._process, self._experts = process, experts
         if "dist_init_addr" not in arguments:
             # By default SGLang's ranks rendezvous through a port that is open on all network interfaces.
             self._meeting, path = meeting_file()
@@ -186,9 +186,9 @@ class SGLangEngine:
         try:
             self._must_be_admitted()
             with self._heartbeat.phase("generate", alone=True):
-                routed = request.routed if self._routed_layers else None
+                routed = request.routed if self._experts else None
                 answer = await self._control.sample(request.prompt_ids, request.sampling, routed, request.top)
-            self._finished.put_nowait(completion_of(request, answer, self._routed_layers))
+            self._finished.put_nowait(completion_of(request, answer, self._experts))
         except Exception as error:  # poll raises it in the caller
             self._finished.put_nowait(error)
 

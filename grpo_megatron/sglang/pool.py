@@ -82,11 +82,11 @@ class EnginePool:
         # For each engine, its SGLang arguments, and the Ray options of the actor on each of its nodes.
         self._settings: list[tuple[dict, list[dict]]] = []
         moe = read_architecture(model.path).moe
-        self._routed_layers = moe.layers if routing and moe else None
+        self._experts = moe if routing else None
         for index, nodes in enumerate(cluster.engine_nodes):
             gpu = nodes[0][0].device is not None
             arguments = engine_arguments(
-                config.engine, model, seed + index, bool(config.stop), gpu, bool(self._routed_layers)
+                config.engine, model, seed + index, bool(config.stop), gpu, bool(self._experts)
             )
             arguments["enable_memory_saver"] = shared
             options = [
@@ -123,7 +123,7 @@ class EnginePool:
             # The actor runs many calls at a time: `poll` waits in the engine while requests and updates
             # arrive.
             start = SGLangEngine.options(**options[0], max_concurrency=1000).remote
-            self._engines[index] = start(self.processes[index], arguments, self._routed_layers, others)
+            self._engines[index] = start(self.processes[index], arguments, self._experts, others)
             self._others[index] = others
             self._hang_detector.add(self.processes[index], self._engines[index])
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from grpo_megatron.batch.sample import WeightSpan
+from grpo_megatron.model.architecture import MoE
 from grpo_megatron.sglang.release import weight_spans
 
 
@@ -42,25 +43,27 @@ class Completion:
     weight_spans: tuple[WeightSpan, ...]
     """Spans of the response's tokens with the weight version that sampled them."""
     routing: np.ndarray | None = None
-    """int16 [P + R - 1 - Request.routed, L, k], the k experts of each token in each of the L layers with
-    experts, without the first `Request.routed` tokens and the last token; None unless requested."""
+    """uint8 or int16 [P + R - 1 - Request.routed, L, k], the k experts of each token in each of the L layers
+    with experts, without the first `Request.routed` tokens and the last token; None unless requested."""
     top_ids: np.ndarray | None = None
     """int32 [R, Request.top], the most likely tokens at each position, best first; None unless requested."""
     top_logprobs: np.ndarray | None = None
     """float32 [R, Request.top], log-probs of `top_ids` (after temperature); None unless requested."""
 
 
-def _routing(request: Request, answer: dict, has_experts: tuple[bool, ...]) -> np.ndarray:
-    """Return Completion.routing, decoded from SGLang's answer. Layers without experts are left out.
-
-    has_experts: for each layer of the model, True if the layer has experts.
-    """
+def _routing(request: Request, answer: dict, experts: MoE) -> np.ndarray:
+    """Return Completion.routing, decoded from SGLang's answer. Layers without experts are left out."""
     flat = np.frombuffer(base64.b64decode(answer["meta_info"]["routed_experts"]), dtype=np.int32)
     tokens = len(request.prompt_ids) + len(answer["output_ids"]) - 1 - request.routed
-    return flat.reshape(tokens, len(has_experts), -1)[:, np.array(has_experts)].astype(np.int16)
+    routing = flat.reshape(tokens, len(experts.layers), -1)[:, np.array(experts.layers)]
+    return routing.astype(experts.index_dtype)
 
 
-def completion_of(request: Request, answer: dict, routed_layers: tuple[bool, ...] | None) -> Completion:
+def completion_of(request: Request, answer: dict, experts: MoE | None) -> Completion:
+    """Return the completion that SGLang's answer contains.
+
+    experts: the model's experts. None: the request did not ask which experts its tokens used.
+    """
     key, meta = request.key, answer["meta_info"]
     logprobs = meta["output_token_logprobs"]
     ids = np.array([token for _, token, _ in logprobs], dtype=np.int32)
@@ -72,7 +75,7 @@ def completion_of(request: Request, answer: dict, routed_layers: tuple[bool, ...
         logprobs=np.array([logprob for logprob, _, _ in logprobs], dtype=np.float32),
         finish_reason=meta["finish_reason"]["type"],
         weight_spans=weight_spans(meta, len(ids)),
-        routing=_routing(request, answer, routed_layers) if routed_layers else None,
+        routing=_routing(request, answer, experts) if experts else None,
         **(_top_tokens(meta["output_top_logprobs"]) if request.top else {}),
     )
 

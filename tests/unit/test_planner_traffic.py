@@ -122,7 +122,7 @@ class Step:
         logprobs = self.random.normal(-0.01, 0.01, tokens).astype(np.float32)
         ids, spans = np.zeros(tokens, np.int32), (WeightSpan(3, 0, tokens),)
         shape = (PROMPT + tokens - 1, sum(self.moe.layers), self.moe.top_k)
-        routing = np.zeros(shape, np.int16) if self.config.moe.routing_replay == "engine" else None
+        routing = np.zeros(shape, np.uint8) if self.config.moe.routing_replay == "engine" else None
         reason = "".join(["st", "op"])  # each answer of an engine has its own string
         trajectory.write(Completion((0, 0), ids, logprobs, reason, spans, routing))
         (sample,) = trajectory.samples(reason)
@@ -196,7 +196,7 @@ def test_arrays_have_the_bytes_of_real_ones(replay):
     tokens = sum(len(one.response_ids) for one in arrays)
     found = data_of(*settings, response=tokens / len(arrays)).array_bytes
     assert found * len(arrays) == pytest.approx(real, rel=0.01)
-    assert (found > 400 * 48 * 8 * 2 * 0.9) == (replay == "engine")
+    assert (found > 400 * 48 * 8 * 0.9) == (replay == "engine")
 
 
 def test_a_replica_has_sequences_of_as_many_groups_as_planned():
@@ -204,7 +204,7 @@ def test_a_replica_has_sequences_of_as_many_groups_as_planned():
     step = Step(*layout, "moe.routing_replay=off").train()
     sent = [list(args[0].values()) for args in step.sent["mini_batches.measure"]]
     real = [len({sample.handle.group for parts in own for part in parts for sample in part}) for own in sent]
-    expected = data_of(*layout)._spanned(1)
+    expected = data_of(*layout)._groups_of_replica()
     assert np.mean(real) == pytest.approx(expected, rel=0.1)
 
 
@@ -228,14 +228,13 @@ def test_tokens_are_in_texts_prompt_ids_and_arrays_alone():
     assert long[ids] - short[ids] == pytest.approx(64 * PROMPT * 4, rel=0.01)
 
 
-def test_nodes_fetch_whole_groups_from_other_nodes():
+def test_nodes_fetch_the_sequences_of_their_replicas():
     """Each of 16 nodes has one engine and half of a replica. The other half is on the next node."""
     config = recipe("llama3_70b_16node")
     found = StepData(config, read_architecture(config.model.path), Lengths.given(config)).traffic()
     array_bytes = 512 * 4 + 3584 * (4 + 1 + 4)
-    fetched = 512 * (1 - (7 / 8) ** 16) * 16 * array_bytes
-    assert found.received == found.sent == pytest.approx(15 / 16 * fetched)
-    assert found.links["store to other nodes: arrays of whole groups"] == pytest.approx(16 * found.received)
+    assert found.received == found.sent == pytest.approx(15 / 16 * 8192 / 8 * array_bytes)
+    assert found.links["store to other nodes: arrays"] == pytest.approx(16 * found.received)
     assert found.links["store to all ranks of its node: arrays"] == 16 * 8192 * array_bytes
     # Log-probs once, and four optimizer steps.
     assert (found.rows, found.calls) == (8192, 5 * 16)
@@ -244,7 +243,7 @@ def test_nodes_fetch_whole_groups_from_other_nodes():
 
 def test_nothing_is_fetched_within_a_node():
     found = data_of().traffic()
-    assert found.received == found.sent == found.links["store to other nodes: arrays of whole groups"] == 0
+    assert found.received == found.sent == found.links["store to other nodes: arrays"] == 0
 
 
 def test_handles_go_to_every_node_of_a_replica():
