@@ -145,11 +145,15 @@ class Group:
     """All trajectories of one prompt. Algorithms such as GRPO compare their rewards with each other."""
 
     group_id: int
+    """Id of the group within the run."""
     prompt: Prompt
+    """The prompt that all samples share."""
     samples: tuple[Sample, ...]
     """All sequences of all trajectories. The sequences of a trajectory are adjacent."""
     failed: int = 0
     """Number of trajectories that were left out because their reward or environment failed."""
+    engine: int = 0
+    """Index of the engine that generated the samples. Their arrays are on this engine's node."""
 
     @property
     def trajectories(self) -> list[tuple[Sample, ...]]:

@@ -25,7 +25,7 @@ from grpo_megatron.rollout.episodes import record_check
 from grpo_megatron.rollout.evaluation import Evaluation
 from grpo_megatron.rollout.handover import Handover
 from grpo_megatron.rollout.manager import RolloutManager
-from grpo_megatron.rollout.record import must_be_free
+from grpo_megatron.rollout.recording.record import must_be_free
 from grpo_megatron.rollout.source import EngineRollouts, ReplayedRollouts
 from grpo_megatron.rollout.synchronous import SynchronousRollouts
 from grpo_megatron.rollout.worker import RolloutWorkers

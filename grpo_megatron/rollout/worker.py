@@ -10,11 +10,12 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from grpo_megatron.batch.arrays import SampleArrays
+from grpo_megatron.batch.arrays import Handle, SampleArrays
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.heartbeat import Heartbeat
@@ -30,6 +31,7 @@ from grpo_megatron.rewards.base import read_secrets, resolve_rewards
 from grpo_megatron.rollout.environments import asks_reward_function, offered_tools
 from grpo_megatron.rollout.episodes import make_episodes
 from grpo_megatron.rollout.groups import GroupRequest, GroupSampler, Round
+from grpo_megatron.rollout.recording.arrays import write_arrays
 from grpo_megatron.sglang.client import EngineClient, EngineConnection
 from grpo_megatron.sglang.pool import EnginePool
 
@@ -182,6 +184,10 @@ class WorkerProcess:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._sampler.end()
 
+    async def write_arrays(self, path: Path, handles: Sequence[Handle]) -> OSError | None:
+        # In a thread, because groups may be sampled meanwhile.
+        return await asyncio.to_thread(write_arrays, path, handles)
+
     async def beat(self) -> None:
         """Send a heartbeat to the driver's hang detector now, ahead of the regular interval."""
         self._heartbeat.beat()
@@ -229,6 +235,9 @@ class RolloutWorker:
     async def end(self) -> None:
         self._calls.forget()
         await fetched(self._actor.end.remote(), self.process, "end")
+
+    async def write_arrays(self, path: Path, handles: Sequence[Handle]) -> OSError | None:
+        return await fetched(self._actor.write_arrays.remote(path, handles), self.process, "write_arrays")
 
     def close(self) -> None:
         """End the process, and the processes that it has started."""
