@@ -63,14 +63,14 @@ _reading_is_allowed = True
 
 
 @contextmanager
-def reading(allowed: bool) -> Iterator[None]:
-    """Allow or forbid `read` in this process, inside the `with` block.
+def reading_forbidden() -> Iterator[None]:
+    """Forbid `read` in this process, inside the `with` block.
 
     The driver forbids it while a run trains. A driver that touched the tokens of thousands of GPUs would take
     longer than the GPUs.
     """
     global _reading_is_allowed
-    before, _reading_is_allowed = _reading_is_allowed, allowed
+    before, _reading_is_allowed = _reading_is_allowed, False
     try:
         yield
     finally:
@@ -78,7 +78,7 @@ def reading(allowed: bool) -> Iterator[None]:
 
 
 def read(handles: Sequence[Handle]) -> list[SampleArrays]:
-    """Return the arrays of some handles. Raises RuntimeError where `reading` forbids it."""
+    """Return the arrays of some handles. Raises RuntimeError inside `reading_forbidden`."""
     if not _reading_is_allowed:
         raise RuntimeError("the driver must not read the arrays of a sample while the run trains")
     of_class: dict[type, list[Handle]] = {}

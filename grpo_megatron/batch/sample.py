@@ -24,6 +24,28 @@ class WeightSpan:
 
 
 @dataclass(frozen=True)
+class Conversation:
+    """A prompt and a finished response, as a reward model on the trainer's ranks reads them."""
+
+    handle: Handle
+    """Handle of the token ids."""
+    num_tokens: int
+    """Number of token ids."""
+
+    @classmethod
+    def of(cls, ids: np.ndarray) -> "Conversation":
+        """Return a conversation whose token ids are in this process. ids: int32 [n], n > 0."""
+        # These tokens are only scored, not trained on, so it does not matter where the response begins.
+        # The last token counts as the response, because a response must not be empty.
+        mask, logprobs = np.zeros(1, dtype=np.bool_), np.zeros(1, dtype=np.float32)
+        return cls(Here(SampleArrays(ids[:-1], ids[-1:], mask, logprobs)), len(ids))
+
+    def as_sample(self) -> "Sample":
+        """Return a sample with these token ids, to be scored."""
+        return Sample(0, 0, self.handle, self.num_tokens - 1, 1, 0, "stop")
+
+
+@dataclass(frozen=True)
 class Sample:
     """One sequence of a trajectory: a prompt and the response to it. Most trajectories have one sequence.
 
@@ -67,6 +89,8 @@ class Sample:
     scored_text: str | None = None
     """Part of response_text that reward.function scored, such as an episode's last turn. None: the whole
     text."""
+    conversation: Conversation | None = None
+    """The input of a reward model on the trainer's ranks that will score the sample. None: there is none."""
 
     @classmethod
     def of(
@@ -96,7 +120,7 @@ class Sample:
 
     @property
     def arrays(self) -> SampleArrays:
-        """The arrays. Raises RuntimeError in a driver whose run trains (batch.arrays.reading)."""
+        """The arrays. Raises RuntimeError in a driver whose run trains (batch.arrays.reading_forbidden)."""
         return read([self.handle])[0]
 
     def __getattr__(self, name: str):
@@ -134,7 +158,14 @@ class Sample:
 
     def for_ranks(self) -> "Sample":
         """Return a copy with only what the trainer's ranks need: without texts and numbers for the logs."""
-        return replace(self, weight_spans=(), response_text="", reward_components={}, scored_text=None)
+        return replace(
+            self,
+            weight_spans=(),
+            response_text="",
+            reward_components={},
+            scored_text=None,
+            conversation=None,
+        )
 
     def scored(self, reward: float | None, components: dict[str, float]) -> "Sample":
         return replace(self, reward=reward, reward_components=components)

@@ -6,11 +6,13 @@ last position of each sequence predicts nothing (mask False, weight 0). So no la
 re-align arrays, or to cut out responses.
 """
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import islice
 
 import numpy as np
 
-from grpo_megatron.batch.arrays import read
+from grpo_megatron.batch.arrays import Here, read
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.table import SampleTable
 
@@ -165,3 +167,11 @@ class TrainBatch:
             if spec.name != "cu_seqlens" and array is not None:
                 chosen[spec.name] = array[sequences if spec.name in per_sequence else index]
         return TrainBatch(**chosen)
+
+
+def fetched_batches(parts: Sequence[Sequence[Sample]]) -> list[TrainBatch]:
+    """Return a batch for each part of some samples. The arrays of all parts are fetched at once."""
+    every = [sample for part in parts for sample in part]
+    fetched = zip(every, read([sample.handle for sample in every]), strict=True)
+    here = (replace(sample, handle=Here(arrays)) for sample, arrays in fetched)
+    return [TrainBatch.from_samples(list(islice(here, len(part)))) for part in parts]

@@ -9,7 +9,8 @@ import torch
 
 from grpo_megatron.algorithm.losses import TokenLoss
 from grpo_megatron.algorithm.preferences import PreferenceLoss
-from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.batch.sample import Sample
+from grpo_megatron.batch.train_batch import TrainBatch, fetched_batches
 from grpo_megatron.cluster.memory import occupied
 from grpo_megatron.config.schema import RoutingReplay
 from grpo_megatron.megatron.forward_backward import (
@@ -105,6 +106,13 @@ class Passes:
             of_trained_model = partial(forward_scores, self._model.ddp, head=self._head)
             parts = (self._reward_model or of_trained_model)(prepared)
         return torch.cat(parts).cpu().numpy() if self._reports else None
+
+    def score_samples(self, samples: list[list[Sample]]) -> np.ndarray | None:
+        """Fetch the tokens of samples, and return their scores as `scores` does. All ranks must call this.
+
+        samples: the samples of each micro-batch of this rank's replica.
+        """
+        return self.scores(fetched_batches(samples))
 
     def probe(
         self, micro_batches: MicroBatches, temperature: float, rounding: torch.dtype | None

@@ -15,7 +15,7 @@ from pathlib import Path
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from grpo_megatron.batch.arrays import Handle, SampleArrays
+from grpo_megatron.batch.arrays import Handle, SampleArrays, read
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.heartbeat import Heartbeat
@@ -46,9 +46,9 @@ class StoredArrays:
     """Handle of arrays in Ray's object store, on the node of the worker that made them."""
 
     group: ray.ObjectRef
-    """Ray's reference to the arrays of all samples of a group, a list[SampleArrays]."""
+    """Ray's reference to the arrays of a whole group, a list[SampleArrays]."""
     index: int
-    """Index of the sample in this list."""
+    """Index in this list."""
 
     @classmethod
     def get(cls, handles: Sequence["StoredArrays"]) -> list[SampleArrays]:
@@ -61,6 +61,30 @@ class StoredArrays:
                 "the arrays of some samples are lost, because the rollout worker that held them has ended, "
                 f"or its node is gone: {error}"
             ) from error
+
+
+def _stored(samples: Sequence[Sample]) -> tuple[Sample, ...]:
+    """Put the arrays of a group into the object store. Return its samples with handles of them there.
+
+    Conversations are put there as an object of their own, because other ranks may score a sample than train
+    it.
+    """
+    handles = _put([sample.handle for sample in samples])
+    samples = [replace(sample, handle=handle) for sample, handle in zip(samples, handles, strict=True)]
+    conversations = [sample.conversation for sample in samples if sample.conversation]
+    if conversations:
+        handles = _put([conversation.handle for conversation in conversations])
+        samples = [
+            replace(sample, conversation=replace(conversation, handle=handle))
+            for sample, conversation, handle in zip(samples, conversations, handles, strict=True)
+        ]
+    return tuple(samples)
+
+
+def _put(handles: Sequence[Handle]) -> list[StoredArrays]:
+    """Put arrays into the object store as one object. Return their handles there."""
+    stored = ray.put(read(handles))
+    return [StoredArrays(stored, index) for index in range(len(handles))]
 
 
 @dataclass(frozen=True)
@@ -154,11 +178,7 @@ class WorkerProcess:
     async def _sample(self, request: GroupRequest) -> None:
         try:
             samples = await self._sampler.sample(request)
-            group = ray.put([sample.arrays for sample in samples])
-            stored = tuple(
-                replace(one, handle=StoredArrays(group, index)) for index, one in enumerate(samples)
-            )
-            self._done.put_nowait(SampledGroup(request.key, stored, self._warnings.take()))
+            self._done.put_nowait(SampledGroup(request.key, _stored(samples), self._warnings.take()))
         except Exception as error:  # poll raises it in the driver
             self._done.put_nowait(error)
 

@@ -8,6 +8,7 @@ import torch
 from grpo_megatron.algorithm.coefficients import SequenceCoefficients
 from grpo_megatron.algorithm.losses import PolicyLoss, TokenLoss
 from grpo_megatron.algorithm.preferences import PreferenceLoss
+from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.schedule import Schedule
 from grpo_megatron.batch.sums import SequenceSums
 from grpo_megatron.batch.table import chosen_rows, concatenated
@@ -40,6 +41,11 @@ def _in_order(lengths: np.ndarray, plan: Schedule, parts: list[np.ndarray]) -> n
         sequences = plan.sequences(dp)
         out[np.concatenate([np.arange(ends[i] - lengths[i], ends[i]) for i in sequences])] = part
     return out
+
+
+def _dealt(samples: list[Sample], plan: Schedule, dp: int) -> list[list[Sample]]:
+    """Return the samples of each micro-batch of a data-parallel replica, as the ranks need them."""
+    return [[samples[i].for_ranks() for i in part] for part in plan.micro_batches[dp]]
 
 
 def _sums(mini: MiniBatch, parts: list[Measurement]) -> SequenceSums:
@@ -106,12 +112,7 @@ class PolicyTrainer:
         training pass.
         """
         samples = [
-            {
-                mini.key: [
-                    [mini.samples[i].for_ranks() for i in part] for part in mini.plan.micro_batches[dp]
-                ]
-                for mini in mini_batches
-            }
+            {mini.key: _dealt(mini.samples, mini.plan, dp) for mini in mini_batches}
             for dp in range(self.sizes.dp)
         ]
         results = self.ranks.call("mini_batches.measure", [(own,) for own in samples])
@@ -134,16 +135,28 @@ class PolicyTrainer:
         return [_in_order(mini.table.num_tokens, mini.plan, [part[name] for part in parts]) for name in names]
 
     def scores(self, batch: TrainBatch, plan: Schedule) -> np.ndarray:
-        """Return the reward model's score of every sequence, float32 [S], in the order of the batch.
+        """Return the score of every sequence by the reward model that the ranks train, float32 [S].
 
-        If the ranks train a policy, a frozen reward model on the same ranks computes the scores. If the ranks
-        train a reward model, this model computes them.
+        The scores are in the order of the batch.
 
         plan: division of the batch among data-parallel replicas and micro-batches.
         """
         arguments = [(micro_batches,) for micro_batches in self._split(batch, plan)]
-        parts = self.ranks.call("passes.scores", arguments)
-        out = np.empty(batch.num_sequences, dtype=np.float32)
+        return self._joined(self.ranks.call("passes.scores", arguments), plan)
+
+    def score_samples(self, samples: list[Sample], plan: Schedule) -> np.ndarray:
+        """Return the score of every sample by the frozen reward model beside the policy, float32 [S].
+
+        The ranks fetch the tokens. The scores are in the order of the samples.
+
+        plan: division of the samples among data-parallel replicas and micro-batches.
+        """
+        arguments = [(_dealt(samples, plan, dp),) for dp in range(self.sizes.dp)]
+        return self._joined(self.ranks.call("passes.score_samples", arguments), plan)
+
+    def _joined(self, parts: list[np.ndarray], plan: Schedule) -> np.ndarray:
+        """Merge the scores from the data-parallel replicas: float32 [S], in the order of the S sequences."""
+        out = np.empty(sum(map(len, parts)), dtype=np.float32)
         for dp, part in enumerate(parts):
             out[plan.sequences(dp)] = part
         return self._checked(out)

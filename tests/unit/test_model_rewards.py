@@ -1,17 +1,23 @@
 """Input and scores of a reward model beside the policy. tests/parallel covers its computation."""
 
+import asyncio
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from grpo_megatron.batch.arrays import reading_forbidden
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample
+from grpo_megatron.batch.train_batch import fetched_batches
 from grpo_megatron.config.command import Command
 from grpo_megatron.config.data import DataConfig
 from grpo_megatron.config.load import read_config
+from grpo_megatron.config.schema import Config
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.data.conversations import conversations_of, same_tokenizer
 from grpo_megatron.errors import UserError
@@ -19,6 +25,8 @@ from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.preflight.check import check
 from grpo_megatron.preflight.model import model_violations
+from grpo_megatron.rollout.episodes import SingleTurn
+from grpo_megatron.rollout.reward_model_input import RewardModelInput
 from grpo_megatron.trainer.scoring import ModelRewards
 from tests.models import tiny_model
 
@@ -60,21 +68,44 @@ class Ranks:
     """Stands in for the ranks: records its input, and scores a sequence by its length."""
 
     def __init__(self, sizes: ParallelSizes = ParallelSizes(), score=float):
-        self.sizes, self._score, self.batch = sizes, score, None
+        self.sizes, self._score, self.samples = sizes, score, []
 
-    def scores(self, batch, plan) -> np.ndarray:
+    def score_samples(self, samples, plan) -> np.ndarray:
         assert sorted(i for rank in range(self.sizes.dp) for i in plan.sequences(rank)) == list(
-            range(batch.num_sequences)
+            range(len(samples))
         )
-        self.batch = batch
-        return np.array([self._score(length) for length in batch.lengths], np.float32)
+        self.samples = samples
+        return np.array([self._score(sample.num_tokens) for sample in samples], np.float32)
 
     def read(self, tokenizer) -> list[str]:
-        ends = self.batch.cu_seqlens
-        return [tokenizer.decode_all(self.batch.tokens[a:b]) for a, b in pairwise(ends)]
+        (batch,) = fetched_batches([self.samples])
+        ends = batch.cu_seqlens
+        return [tokenizer.decode_all(batch.tokens[a:b]) for a, b in pairwise(ends)]
 
 
-def setup(folders, which: str, ranks: Ranks, *overrides: str) -> tuple[ModelRewards, PromptTokenizer]:
+class Scoring:
+    """Scores groups as a run does: a worker puts their conversations together, and ranks score them."""
+
+    def __init__(self, config: Config, ranks: Ranks):
+        rewards = SimpleNamespace(score_group=self._unchanged)
+        self.model_input = RewardModelInput(config)
+        self._episodes = SingleTurn(rewards, self.model_input)
+        self._score = ModelRewards(config, ranks, ranks_turn=lambda: None)
+
+    @staticmethod
+    async def _unchanged(prompt, samples):
+        return samples
+
+    def __call__(self, groups: list[Group]) -> list[Group]:
+        completed = [
+            replace(group, samples=asyncio.run(self._episodes.complete(group.prompt, group.samples)))
+            for group in groups
+        ]
+        with reading_forbidden():
+            return self._score(completed)
+
+
+def setup(folders, which: str, ranks: Ranks, *overrides: str) -> tuple[Scoring, PromptTokenizer]:
     changes = [
         f"model.path={folders['policy']}",
         "data.train=d.jsonl",
@@ -83,7 +114,7 @@ def setup(folders, which: str, ranks: Ranks, *overrides: str) -> tuple[ModelRewa
     ]
     config = read_config(None, [*changes, "reward.function=model", f"reward.model.path={folders[which]}"])
     conversations = conversations_of(folders[which], folders["policy"], config.data)
-    return ModelRewards(config, ranks, conversations, ranks_turn=lambda: None), conversations.tokenizer
+    return Scoring(config, ranks), conversations.tokenizer
 
 
 def groups(folders, said="1+1", responses=("2<eos>", "3")) -> list[Group]:
@@ -184,7 +215,7 @@ def test_a_policy_that_says_nothing_is_scored_too(folders):
     score(groups(folders, responses=("<eos>", "3")))
     assert ranks.read(tokenizer) == ["[user]1+1|[assistant]|", "[user]1+1|[assistant]3|"]
     score, tokenizer = setup(folders, "same", ranks)
-    score._conversations.pad = tokenizer.tokenizer.eos_token_id
+    score.model_input._conversations.pad = tokenizer.tokenizer.eos_token_id
     score(groups(folders, responses=("<eos>", "3")))
     assert ranks.read(tokenizer) == ["<user>1+1<assistant>", "<user>1+1<assistant>3"]
 
@@ -202,7 +233,7 @@ def test_fewer_samples_than_replicas_need(folders, packing):
     score, _ = setup(folders, "same", ranks, "megatron.data_parallel=3", f"train.packing={packing}")
     (group,) = score(groups(folders, responses=("2", "34")))
     assert group.rewards == [7.0, 8.0]
-    assert ranks.batch.num_sequences == 3
+    assert len(ranks.samples) == 3
 
 
 def test_a_score_that_is_no_number_ends_the_run(folders):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from grpo_megatron.batch.arrays import read, reading
+from grpo_megatron.batch.arrays import read, reading_forbidden
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample
 from grpo_megatron.cli import main
@@ -86,7 +86,7 @@ def test_a_recording_reads_back_exactly(path):
 
 def test_the_driver_of_a_replay_reads_no_arrays(path, monkeypatch):
     monkeypatch.chdir(path.parent)
-    with reading(allowed=False):
+    with reading_forbidden():
         samples = samples_of(Replay(path.name).read(1))
         with pytest.raises(RuntimeError, match="must not read the arrays"):
             read([sample.handle for sample in samples])

@@ -1,6 +1,7 @@
 """Replay: reads recordings, those of this version and those of earlier ones."""
 
 import os
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,4 +71,6 @@ class _FolderRecording:
 
 def _sample(folder: Path, prompt: Prompt, row: dict[str, Any]) -> Sample:
     where = row.pop("arrays")
-    return Sample(handle=RecordedArrays(str(folder / where["file"]), where["index"]), **row)
+    # The samples of a file share its name, which is then sent to the ranks once.
+    file = sys.intern(str(folder / where["file"]))
+    return Sample(handle=RecordedArrays(file, where["index"]), **row)

@@ -12,7 +12,7 @@ import numpy as np
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample, WeightSpan
 
-_OF_ARRAYS = ("handle", "num_prompt", "num_response", "num_trained")
+_OF_ARRAYS = ("handle", "num_prompt", "num_response", "num_trained", "conversation")
 
 
 def group_row(group: Group, arrays: Sequence[dict[str, Any]]) -> dict[str, Any]:
