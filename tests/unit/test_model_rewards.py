@@ -146,6 +146,7 @@ def test_with_the_same_tokenizer_tokens_are_read_as_they_were_sampled(folders):
     (group,) = score(before)
     assert ranks.read(tokenizer) == ["<user>1+1<assistant>2<eos>", "<user>1+1<assistant>3<eos>"]
     assert group.rewards == [7.0, 7.0]
+    assert [sample.conversation for sample in group.samples] == [None, None]  # so that it can be freed
     assert [sample.reward_components for sample in group.samples] == [{"other": 1.0, "model": 7.0}] * 2
     assert [sample.arrays.response_ids.tolist() for sample in group.samples] == [
         s.arrays.response_ids.tolist() for s in before[0].samples

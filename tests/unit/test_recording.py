@@ -249,6 +249,15 @@ def test_a_step_that_has_no_room_is_left_out_of_a_recording(path, what, capsys):
     assert Replay(str(path)).steps == [1, 2, 4]
 
 
+def test_a_folder_that_is_gone_ends_no_run(path, capsys):
+    recorder = recorder_of(path, resumed=2)
+    path.rename(path.with_name("elsewhere"))
+    path.write_text("a file")
+    recorder.write(3, groups_of(3))
+    assert "step 3 is missing from the recording" in capsys.readouterr().out
+    assert path.read_text() == "a file"
+
+
 def test_a_disk_that_nodes_do_not_share_is_noticed(tmp_path):
     class Elsewhere(GroupSampler):
         """Writes to a disk of another node."""

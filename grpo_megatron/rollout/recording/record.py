@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -77,7 +78,8 @@ class Recorder:
             rows = [group_row(group, [_where(sample) for sample in group.samples]) for group in groups]
             replace_text(rows_file(self._folder, step), json_text({"step": step, "groups": rows}) + "\n")
         except OSError as error:
-            remove_steps_after(self._folder, step - 1)
+            with suppress(OSError):  # the folder's disk may be gone
+                remove_steps_after(self._folder, step - 1)
             missing = f"step {step} is missing from the recording, and the run continues"
             logger.warning(not_written(self._folder, error, missing))
 
