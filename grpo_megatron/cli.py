@@ -1,6 +1,7 @@
 """The command line `grpo-megatron COMMAND`.
 
-Commands: train | sft | reward-model | eval | selftest | status | report | ledger | config | plan | doctor.
+Commands: train | sft | reward-model | eval | selftest | status | report | ledger | recording | config |
+plan | doctor.
 
 Exit status:
     0        done
@@ -137,13 +138,13 @@ def _command(options: argparse.Namespace) -> Callable[[Guard], int]:
         return lambda guard: config_commands.run(options)
     if options.command == "plan":
         return lambda guard: plan_command.run(options)
-    if options.command in ("status", "report", "ledger"):
+    if options.command in ("status", "report", "ledger", "recording"):
         return lambda guard: _read_run(options)
     return partial(_selftest if options.command == "selftest" else _train, options)
 
 
 def _add_readers(commands) -> None:
-    """Add the commands `status`, `report` and `ledger`, which read a run's folder, to the command line.
+    """Add the commands that read what a run has written to the command line.
 
     commands: the object that ArgumentParser.add_subparsers of `grpo-megatron` returned.
     """
@@ -182,6 +183,11 @@ def _add_readers(commands) -> None:
     )
     for command in (status, report, ledger):
         command.add_argument("folder", metavar="RUN_DIR", help="folder of the run")
+    recording = commands.add_parser(
+        "recording", help="print a recording (rollout.record) as JSON, one line for each step"
+    )
+    recording.add_argument("path", metavar="PATH", help="the recording")
+    recording.add_argument("--step", type=int, metavar="N", help="the only step to print; default: all")
 
 
 def _read_run(options: argparse.Namespace) -> int:
@@ -193,6 +199,10 @@ def _read_run(options: argparse.Namespace) -> int:
         from grpo_megatron.commands.ledger import ledger
 
         return ledger(options.folder, options.json, options.steps, options.sample, options.prompt)
+    if options.command == "recording":
+        from grpo_megatron.commands.recording import recording
+
+        return recording(options.path, options.step)
     from grpo_megatron.commands.report import report
 
     return report(options.folder, options.against, options.out)

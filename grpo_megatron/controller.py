@@ -6,7 +6,7 @@ import numpy as np
 
 from grpo_megatron.algorithm.algorithm import Algorithm
 from grpo_megatron.algorithm.filters import apply_filters
-from grpo_megatron.batch.arrays import reading
+from grpo_megatron.batch.arrays import reading_forbidden
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import float_or_nan
@@ -63,7 +63,7 @@ class Controller:
         "mismatch_max": largest mismatch between the log-probs of engine and trainer.
         """
         self.rollouts.start()
-        with reading(allowed=False):
+        with reading_forbidden():
             self.loop.run(self)
         return {"step": self.loop.step, **self.loop.evaluations, "tokens": self.ledger.tokens, **self.totals}
 

@@ -85,18 +85,6 @@ def nearest_folder(path: str | Path) -> Path:
     return next((place for place in (path, *path.parents) if not is_absent(place)), path)
 
 
-def output_file_problem(path: str | Path) -> str | None:
-    """Return the reason why the file `path` cannot be written; None if it can be written.
-
-    The text is the end of a sentence that begins with the path. The file may exist already. If the file does
-    not exist, its folder is checked with `output_folder_problem`.
-    """
-    if is_absent(path):
-        problem = output_folder_problem(parent := Path(path).absolute().parent)
-        return problem and f"cannot be written: {parent} {problem}"
-    return file_problem(path) or (None if os.access(path, os.W_OK) else "cannot be written: no permission")
-
-
 def is_absent(path: str | Path) -> bool:
     """Return True if there is no file, folder or link at `path`.
 

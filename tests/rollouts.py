@@ -1,10 +1,11 @@
-"""A RolloutManager whose groups are sampled in the test's own process."""
+"""A RolloutManager and a Recorder whose groups are sampled in the test's own process."""
 
 from collections.abc import Iterable
 
 from grpo_megatron.rollout.episodes import MultiTurn, SingleTurn
 from grpo_megatron.rollout.groups import GroupSampler
 from grpo_megatron.rollout.manager import RolloutManager
+from grpo_megatron.rollout.recording.record import Recorder
 from grpo_megatron.sglang.pool import EnginePool
 
 
@@ -18,3 +19,9 @@ def manager_of(
 
     sampler = GroupSampler(connect, episodes, frozenset(turn_ends))
     return RolloutManager(engines, [sampler] * len(engines.connections()))
+
+
+def recorder_of(path, resumed: int = 0) -> Recorder:
+    """Return a Recorder of groups that the test made itself. resumed: see Recorder."""
+    sampler = GroupSampler(connect=dict, episodes=None, turn_ends=frozenset())
+    return Recorder(str(path), RolloutManager(None, [sampler]), resumed)

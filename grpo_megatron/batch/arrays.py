@@ -7,7 +7,7 @@ fetch them.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -40,37 +40,58 @@ class SampleArrays:
             raise ValueError(f"{tokens} tokens, but routing for {len(self.routing)}")
 
 
+@dataclass(frozen=True)
+class Texts:
+    """The texts of one sequence.
+
+    response: the response as text
+    scored: the part of it that reward.function scored, such as an episode's last turn; None: the whole text
+    """
+
+    response: str = ""
+    scored: str | None = None
+
+
 class Handle(Protocol):
-    """Interface of an object that knows where the arrays of a sample are."""
+    """Interface of an object that knows where a value is, such as the arrays or the texts of a sample."""
 
     @classmethod
-    def get(cls, handles: Sequence["Handle"]) -> list[SampleArrays]:
-        """Return the arrays of handles of this class. Fetch those that are elsewhere, all at once."""
+    def get(cls, handles: Sequence["Handle"]) -> list[Any]:
+        """Return the values of handles of this class. Fetch those that are elsewhere, all at once."""
 
 
 @dataclass(frozen=True)
 class Here:
-    """Handle of arrays in this process. It carries them along when it is sent to another process."""
+    """Handle of a value in this process. It carries the value along when it is sent to another process."""
 
-    arrays: SampleArrays
+    value: Any
 
     @classmethod
-    def get(cls, handles: Sequence["Here"]) -> list[SampleArrays]:
-        return [handle.arrays for handle in handles]
+    def get(cls, handles: Sequence["Here"]) -> list[Any]:
+        return [handle.value for handle in handles]
+
+
+def values_of(handles: Sequence[Handle]) -> list[Any]:
+    """Return the values of some handles, in order. Fetch those that are elsewhere, all at once."""
+    of_class: dict[type, list[Handle]] = {}
+    for handle in handles:
+        of_class.setdefault(type(handle), []).append(handle)
+    found = {kind: iter(kind.get(own)) for kind, own in of_class.items()}
+    return [next(found[type(handle)]) for handle in handles]
 
 
 _reading_is_allowed = True
 
 
 @contextmanager
-def reading(allowed: bool) -> Iterator[None]:
-    """Allow or forbid `read` in this process, inside the `with` block.
+def reading_forbidden() -> Iterator[None]:
+    """Forbid `read` in this process, inside the `with` block.
 
     The driver forbids it while a run trains. A driver that touched the tokens of thousands of GPUs would take
     longer than the GPUs.
     """
     global _reading_is_allowed
-    before, _reading_is_allowed = _reading_is_allowed, allowed
+    before, _reading_is_allowed = _reading_is_allowed, False
     try:
         yield
     finally:
@@ -78,11 +99,7 @@ def reading(allowed: bool) -> Iterator[None]:
 
 
 def read(handles: Sequence[Handle]) -> list[SampleArrays]:
-    """Return the arrays of some handles. Raises RuntimeError where `reading` forbids it."""
+    """Return the arrays of samples, given their handles. Raises RuntimeError inside `reading_forbidden`."""
     if not _reading_is_allowed:
         raise RuntimeError("the driver must not read the arrays of a sample while the run trains")
-    of_class: dict[type, list[Handle]] = {}
-    for handle in handles:
-        of_class.setdefault(type(handle), []).append(handle)
-    found = {kind: iter(kind.get(own)) for kind, own in of_class.items()}
-    return [next(found[type(handle)]) for handle in handles]
+    return values_of(handles)

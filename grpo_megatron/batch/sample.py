@@ -1,13 +1,16 @@
 """Results of generation: samples, and groups of samples that share a prompt."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 
-from grpo_megatron.batch.arrays import Handle, Here, SampleArrays, read
+from grpo_megatron.batch.arrays import Handle, Here, SampleArrays, Texts, read, values_of
 from grpo_megatron.batch.prompt import Prompt
+
+_NO_TEXTS = Here(Texts())
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,21 @@ class WeightSpan:
     version: int
     start: int
     end: int
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A prompt and a finished response, as a reward model on the trainer's ranks reads them."""
+
+    handle: Handle
+    """Handle of the token ids."""
+    num_tokens: int
+    """Number of token ids."""
+
+    @classmethod
+    def of(cls, ids: np.ndarray) -> "Conversation":
+        """Return a conversation whose token ids are in this process. ids: int32 [n], n > 0."""
+        return cls(Here(ids), len(ids))
 
 
 @dataclass(frozen=True)
@@ -52,8 +70,8 @@ class Sample:
     """Why generation ended: "stop", "length", "abort" or, for an episode, "max_turns"."""
     weight_spans: tuple[WeightSpan, ...] = ()
     """Spans of the response tokens that the model wrote, with the weight version that generated each span."""
-    response_text: str = ""
-    """The response as text."""
+    texts: Handle = _NO_TEXTS
+    """Handle of the Texts. `response_text` and `scored_text` read them."""
     reward: float | None = None
     """Reward of the trajectory. None if the reward is not computed yet, or if computing it failed and the
     trajectory is left out."""
@@ -64,9 +82,8 @@ class Sample:
     reward_failed: bool = False
     """True if computing the reward failed. `reward` is then the configured reward.failure_value, or None if
     the trajectory is left out."""
-    scored_text: str | None = None
-    """Part of response_text that reward.function scored, such as an episode's last turn. None: the whole
-    text."""
+    conversation: Conversation | None = None
+    """The input of a reward model on the trainer's ranks that will score the sample. None: there is none."""
 
     @classmethod
     def of(
@@ -80,10 +97,13 @@ class Sample:
         finish_reason: str,
         *,
         routing: np.ndarray | None = None,
+        response_text: str = "",
+        scored_text: str | None = None,
         **others: Any,
     ) -> "Sample":
         """Return a sample whose arrays are in this process. The arrays are those of SampleArrays.
 
+        response_text, scored_text: the texts, see `Texts`.
         others: further fields of Sample.
         Raises ValueError if the arrays do not fit together.
         """
@@ -92,11 +112,12 @@ class Sample:
         except ValueError as error:
             raise ValueError(f"trajectory {trajectory_id}: {error}") from error
         counts = (len(prompt_ids), len(response_ids), int(np.count_nonzero(loss_mask)))
-        return cls(group_id, trajectory_id, Here(arrays), *counts, finish_reason, **others)
+        texts = Here(Texts(response_text, scored_text))
+        return cls(group_id, trajectory_id, Here(arrays), *counts, finish_reason, texts=texts, **others)
 
     @property
     def arrays(self) -> SampleArrays:
-        """The arrays. Raises RuntimeError in a driver whose run trains (batch.arrays.reading)."""
+        """The arrays. Raises RuntimeError in a driver whose run trains (batch.arrays.reading_forbidden)."""
         return read([self.handle])[0]
 
     def __getattr__(self, name: str):
@@ -119,6 +140,20 @@ class Sample:
         )
 
     @property
+    def response_text(self) -> str:
+        """The response as text, which may have to be fetched. `with_texts_here` fetches many at once."""
+        return values_of([self.texts])[0].response
+
+    @property
+    def scored_text(self) -> str | None:
+        """The part of response_text that reward.function scored, see Texts.scored."""
+        return values_of([self.texts])[0].scored
+
+    def with_texts(self, response: str, scored: str | None = None) -> "Sample":
+        """Return a copy with other texts, see Texts."""
+        return replace(self, texts=Here(Texts(response, scored)))
+
+    @property
     def num_tokens(self) -> int:
         return self.num_prompt + self.num_response
 
@@ -134,7 +169,7 @@ class Sample:
 
     def for_ranks(self) -> "Sample":
         """Return a copy with only what the trainer's ranks need: without texts and numbers for the logs."""
-        return replace(self, weight_spans=(), response_text="", reward_components={}, scored_text=None)
+        return replace(self, weight_spans=(), texts=_NO_TEXTS, reward_components={}, conversation=None)
 
     def scored(self, reward: float | None, components: dict[str, float]) -> "Sample":
         return replace(self, reward=reward, reward_components=components)
@@ -145,11 +180,15 @@ class Group:
     """All trajectories of one prompt. Algorithms such as GRPO compare their rewards with each other."""
 
     group_id: int
+    """Id of the group within the run."""
     prompt: Prompt
+    """The prompt that all samples share."""
     samples: tuple[Sample, ...]
     """All sequences of all trajectories. The sequences of a trajectory are adjacent."""
     failed: int = 0
     """Number of trajectories that were left out because their reward or environment failed."""
+    engine: int = 0
+    """Index of the engine that generated the samples. Their arrays are on this engine's node."""
 
     @property
     def trajectories(self) -> list[tuple[Sample, ...]]:
@@ -163,3 +202,12 @@ class Group:
     def rewards(self) -> list[float]:
         """The reward of each trajectory, in the order of `trajectories`."""
         return [sequences[0].reward for sequences in self.trajectories]
+
+
+def with_texts_here(groups: Sequence[Group]) -> list[Group]:
+    """Return copies of groups that carry the texts of their samples. All texts are fetched at once."""
+    texts = iter(values_of([sample.texts for group in groups for sample in group.samples]))
+    return [
+        replace(group, samples=tuple(replace(one, texts=Here(next(texts))) for one in group.samples))
+        for group in groups
+    ]

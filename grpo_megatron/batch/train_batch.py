@@ -1,10 +1,12 @@
 """The training batch of reinforcement learning: a token stream with what the policy's loss needs."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
-from grpo_megatron.batch.arrays import read
+from grpo_megatron.batch.arrays import Here, read
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.table import SampleTable
 from grpo_megatron.batch.token_stream import TokenStream
@@ -105,3 +107,11 @@ class TrainBatch(TokenStream):
     def table(self) -> SampleTable:
         """Group, trajectory, reward and length of each sequence."""
         return SampleTable(self.group_id, self.trajectory_id, self.reward, self.lengths)
+
+
+def fetched_batches(parts: Sequence[Sequence[Sample]]) -> list[TrainBatch]:
+    """Return a batch for each part of some samples. The arrays of all parts are fetched at once."""
+    every = [sample for part in parts for sample in part]
+    fetched = zip(every, read([sample.handle for sample in every]), strict=True)
+    here = (replace(sample, handle=Here(arrays)) for sample, arrays in fetched)
+    return [TrainBatch.from_samples(list(islice(here, len(part)))) for part in parts]

@@ -15,7 +15,6 @@ from grpo_megatron.config.derived import scores_on_ranks
 from grpo_megatron.config.schema import Config
 from grpo_megatron.controller import Controller
 from grpo_megatron.data import PromptSource, PromptTokenizer
-from grpo_megatron.data.conversations import conversations_of
 from grpo_megatron.data.sources import held_out_prompts, training_prompts
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture
@@ -25,7 +24,8 @@ from grpo_megatron.rollout.episodes import record_check
 from grpo_megatron.rollout.evaluation import Evaluation
 from grpo_megatron.rollout.handover import Handover
 from grpo_megatron.rollout.manager import RolloutManager
-from grpo_megatron.rollout.record import must_be_free
+from grpo_megatron.rollout.recording.record import must_be_free
+from grpo_megatron.rollout.reward_model_input import RewardModelInput
 from grpo_megatron.rollout.source import EngineRollouts, ReplayedRollouts
 from grpo_megatron.rollout.synchronous import SynchronousRollouts
 from grpo_megatron.rollout.worker import RolloutWorkers
@@ -89,8 +89,8 @@ class _Data:
         )
         check = None if config.rollout.replay else record_check(config)
         self.held_out = held_out_prompts(config, self.tokenizer, check)
-        scorer = config.reward.model.path if scores_on_ranks(config) else None
-        self.conversations = conversations_of(scorer, config.model.path, config.data) if scorer else None
+        if scores_on_ranks(config):
+            RewardModelInput(config)  # the rollout workers load it too
         self._prompts = None if config.rollout.replay else training_prompts(config, self.tokenizer, check)
         self._beginning = deepcopy(self._prompts.state_dict()) if self._prompts else None
 
@@ -129,8 +129,8 @@ def _rollouts(run: Run, data: _Data, workers: RolloutWorkers, prompts: PromptSou
     )
     handover = Handover(weight_sync, trainer.ranks, run.monitor, run.sharing, config.megatron.sleep)
     score = evaluation = None
-    if data.conversations:
-        score = ModelRewards(config, trainer, data.conversations, run.to_ranks)
+    if scores_on_ranks(config):
+        score = ModelRewards(config, trainer, run.to_ranks)
     if data.held_out:
         evaluation = Evaluation(manager, data.held_out, config, run.directory, run.monitor.text, score)
     # A checkpoint that is complete when generation ends gets its final name now. Otherwise it would have none

@@ -174,10 +174,14 @@ class RolloutConfig:
     )
     max_concurrency: int = option(256, "Number of samples in flight per engine at a time.", gt=0)
     record: PathText | None = option(
-        None, "File to which the samples of every step are written, for rollout.replay. null: none."
+        None,
+        "Folder to which the samples of every step are written, for rollout.replay. With engines on several "
+        "nodes, it must be on a disk that all nodes share. null: none.",
     )
     replay: PathText | None = option(
-        None, "File of recorded samples to train on. No engine is started then. null: samples are generated."
+        None,
+        "Recording to train on, a folder that rollout.record wrote. Ranks on several nodes need it on a disk "
+        "that all nodes share. No engine is started. null: samples are generated.",
     )
     dynamic_sampling: DynamicSamplingConfig = section(
         DynamicSamplingConfig, "Sampling of further prompts in place of groups that filters drop."

@@ -1,7 +1,6 @@
 """MiniBatches: the mini-batches of a training step on one rank, with what was computed for their tokens."""
 
 from dataclasses import dataclass, replace
-from itertools import islice
 
 import numpy as np
 
@@ -14,10 +13,9 @@ from grpo_megatron.algorithm.coefficients import (
 from grpo_megatron.algorithm.correction import Correction
 from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.algorithm.mismatch import in_context, measure_mismatch
-from grpo_megatron.batch.arrays import Here, read
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.table import concatenated
-from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.batch.train_batch import TrainBatch, fetched_batches
 from grpo_megatron.config.schema import Config, OldLogprobs
 from grpo_megatron.megatron.passes import Passes
 from grpo_megatron.megatron.results import Measurement, TrainResult
@@ -68,13 +66,8 @@ class MiniBatches:
 
         samples: for each mini-batch, the samples of each micro-batch of this rank's replica.
         """
-        every = [sample for parts in samples.values() for part in parts for sample in part]
-        fetched = zip(every, read([sample.handle for sample in every]), strict=True)
-        here = (replace(sample, handle=Here(arrays)) for sample, arrays in fetched)
-        self._kept = {}
-        for key, parts in samples.items():
-            batches = [TrainBatch.from_samples(list(islice(here, len(part)))) for part in parts]
-            self._kept[key] = _MiniBatch(batches, [], [])
+        batches = iter(fetched_batches([part for parts in samples.values() for part in parts]))
+        self._kept = {key: _MiniBatch([next(batches) for _ in samples[key]], [], []) for key in samples}
         self._compute_old()
         self._compute_reference()
         if self._is_last_stage:

@@ -10,6 +10,7 @@ import torch
 
 from grpo_megatron.algorithm.losses import TokenLoss
 from grpo_megatron.algorithm.preferences import PreferenceLoss
+from grpo_megatron.batch.arrays import Handle, values_of
 from grpo_megatron.batch.token_stream import TokenStream
 from grpo_megatron.cluster.memory import occupied
 from grpo_megatron.config.schema import RoutingReplay
@@ -121,6 +122,14 @@ class Passes:
             of_trained_model = partial(forward_scores, self._model.ddp, head=self._head)
             parts = (self._reward_model or of_trained_model)(prepared)
         return torch.cat(parts).cpu().numpy() if self._reports else None
+
+    def score_stored(self, handles: list[list[Handle]]) -> np.ndarray | None:
+        """Fetch token sequences, and return their scores as `scores` does. All ranks must call this.
+
+        handles: for each micro-batch of this rank's replica, the handles of its sequences' token ids.
+        """
+        ids = iter(values_of([handle for part in handles for handle in part]))
+        return self.scores([TokenStream.of([next(ids) for _ in part]) for part in handles])
 
     def probe(
         self, micro_batches: MicroBatches, temperature: float, rounding: torch.dtype | None

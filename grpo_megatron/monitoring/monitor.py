@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 
+from grpo_megatron.batch.sample import with_texts_here
 from grpo_megatron.config.keys import default_of, nested_yaml
 from grpo_megatron.config.load import flat, known_keys
 from grpo_megatron.config.schema import Config
@@ -114,7 +115,7 @@ class Monitor:
         """
         options = self._options
         if options.samples_every and step % options.samples_every == 0:
-            for index, group in enumerate(chosen(trained_on.groups, options.sample_groups)):
+            for index, group in enumerate(with_texts_here(chosen(trained_on.groups, options.sample_groups))):
                 self._tell("text", step, f"samples/{index}", group_text(group, options.sample_characters))
         if options.histograms_every and step % options.histograms_every == 0:
             for name, values in distributions(trained_on).items():

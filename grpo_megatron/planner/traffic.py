@@ -33,7 +33,7 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.planner.time import Lengths
 from grpo_megatron.rewards.terms import terms_of
 from grpo_megatron.rollout.groups import GroupRequest
-from grpo_megatron.rollout.worker import SampledGroup, StoredArrays
+from grpo_megatron.rollout.worker import SampledGroup, Stored
 
 # The driver's CPU seconds, as `python benchmarks/controller.py` measured them on 2026-11-27 in a step of
 # 8,192 sequences on 1,024 ranks (docs/performance.md). The step took 2.62 s, the trainer's part of it 2.25 s.
@@ -165,7 +165,7 @@ class StepData:
         return Sample(
             index // self._members,
             index,
-            StoredArrays(group, index % self._members),
+            Stored(group, index % self._members),
             *(self._prompt, self._response, self._response),
             _own("stop"),
             (WeightSpan(1, 0, self._response),),

@@ -270,7 +270,7 @@ def _read_pairs(source: str, tokenizer, config: Config) -> None:
 
 
 def _check_paths(config: Config, command: Command, report: Report) -> None:
-    from grpo_megatron.rollout.record import Replay, must_be_free
+    from grpo_megatron.rollout.recording.record import must_be_free
     from grpo_megatron.run.folder import beginning
     from grpo_megatron.run.resume import ANEW, AUTO
 
@@ -288,11 +288,18 @@ def _check_paths(config: Config, command: Command, report: Report) -> None:
     if command != Command.train or not replay:
         return
     if is_absent(replay):
-        report.not_checked.append(f"rollout.replay: {replay} is not a file here")
-    elif file_problem(replay):
-        report.violations.append(f"rollout.replay: {replay} {file_problem(replay)}")
+        report.not_checked.append(f"rollout.replay: {replay} does not exist here")
     else:
-        report.attempt(f"rollout.replay {replay}", partial(Replay, replay))
+        report.attempt(f"rollout.replay {replay}", partial(_open_recording, replay))
+
+
+def _open_recording(path: str) -> None:
+    from grpo_megatron.rollout.recording.replay import Replay
+
+    try:
+        Replay(path)
+    except UserError as error:
+        raise UserError(f"rollout.replay: {error}") from error
 
 
 def _can_write(

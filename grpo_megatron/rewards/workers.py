@@ -66,9 +66,9 @@ class RewardWorkers:
         )
         if isinstance(found, Failed):
             # The worker sends the decoded text. Decode here only if the worker is gone.
-            sample = replace(sample, response_text=found.text or self._decode(sample.arrays.response_ids))
+            sample = sample.with_texts(found.text or self._decode(sample.arrays.response_ids))
             return self._failed([sample], found)[0]
-        sample = replace(sample, response_text=found.text, reward_components=found.components)
+        sample = replace(sample.with_texts(found.text), reward_components=found.components)
         return sample if self._of_groups else self._total(sample, found.components)
 
     async def score_group(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Sample, ...]:

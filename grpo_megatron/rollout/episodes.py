@@ -10,6 +10,7 @@ import numpy as np
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.cluster.pool_worker import Place
+from grpo_megatron.config.derived import scores_on_ranks
 from grpo_megatron.config.reward import OnFailure
 from grpo_megatron.config.rollout import HistoryKind
 from grpo_megatron.config.schema import Config
@@ -27,6 +28,7 @@ from grpo_megatron.rollout.environments import (
     asks_reward_function,
 )
 from grpo_megatron.rollout.history import HISTORIES, History
+from grpo_megatron.rollout.reward_model_input import RewardModelInput
 from grpo_megatron.rollout.trajectory import Episode, Trajectory
 from grpo_megatron.sglang.request import Completion
 
@@ -43,8 +45,14 @@ class SingleTurn:
     Reward workers score finished responses while the engines still generate other responses.
     """
 
-    def __init__(self, rewards: RewardWorkers):
-        self._rewards = rewards
+    def __init__(self, rewards: RewardWorkers, model_input: RewardModelInput | None = None):
+        """Set what scores the responses.
+
+        rewards: the processes of the reward functions.
+        model_input: puts together what a reward model on the trainer's ranks reads. None: there is no such
+            reward model.
+        """
+        self._rewards, self._model_input = rewards, model_input
 
     async def play(self, episode: Episode, respond: Respond) -> tuple[Sample, ...]:
         """Generate and score one response. Return it as a tuple of one sample.
@@ -64,13 +72,18 @@ class SingleTurn:
     async def complete(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Sample, ...]:
         """Add the group rewards, which score all samples of a prompt together, and return the samples.
 
-        With reward.on_failure=leave_out, samples whose reward failed are removed.
+        If there is a reward model on the trainer's ranks, its input is added too. With
+        reward.on_failure=leave_out, samples whose reward failed are removed.
 
         samples: all samples of the prompt.
         """
-        return tuple(
+        scored = [
             sample for sample in await self._rewards.score_group(prompt, samples) if not sample.is_left_out
-        )
+        ]
+        if self._model_input is not None:
+            read = partial(self._model_input.conversation, prompt)
+            scored = [replace(sample, conversation=read(sample)) for sample in scored]
+        return tuple(scored)
 
     def close(self) -> None:
         if self._rewards:
@@ -147,9 +160,8 @@ class MultiTurn:
         return tuple(
             replace(
                 sample.scored(self._failure_value, {}),
-                response_text=self._tokenizer.decode(sample.arrays.response_ids),
                 reward_failed=True,
-            )
+            ).with_texts(self._tokenizer.decode(sample.arrays.response_ids))
             for sample in trajectory.samples("stop")
         )
 
@@ -196,9 +208,7 @@ class MultiTurn:
             components |= answer.reward_components
         texts = [await world.text(sample.arrays.response_ids) for sample in samples]
         return tuple(
-            replace(sample, response_text=text, reward_failed=failed, scored_text=scored_text).scored(
-                reward, components
-            )
+            replace(sample.with_texts(text, scored_text), reward_failed=failed).scored(reward, components)
             for sample, text in zip(samples, texts, strict=True)
         )
 
@@ -270,7 +280,8 @@ def make_episodes(
     """
     rollout = config.rollout
     if rollout.environment is None:
-        return SingleTurn(RewardWorkers(config.reward, tokenizer.decoder, places("reward")))
+        model_input = RewardModelInput(config) if scores_on_ranks(config) else None
+        return SingleTurn(RewardWorkers(config.reward, tokenizer.decoder, places("reward")), model_input)
     environments = Environments(rollout, config.reward, tokenizer.decoder, places("environment"))
     asks = environments.asks_reward_function
     rewards = RewardWorkers(config.reward, tokenizer.decoder, places("reward")) if asks else None

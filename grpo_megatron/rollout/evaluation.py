@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from grpo_megatron.batch.prompt import Prompt
-from grpo_megatron.batch.sample import Group, Sample
+from grpo_megatron.batch.sample import Group, Sample, with_texts_here
 from grpo_megatron.config.derived import evaluation_rollout
 from grpo_megatron.config.reward import OnFailure
 from grpo_megatron.config.rollout import RolloutConfig
@@ -113,15 +113,18 @@ class Evaluation:
 
         Returns {metric: score}.
         """
-        scores = self._scores(drawn.sampled)
+        sampled = drawn.sampled
+        if self._find_answer or self._config.save_samples or self._shown.samples_every:
+            sampled = with_texts_here(sampled)
+        scores = self._scores(sampled)
         if drawn.greedy:
             scores["greedy"] = _mean_reward(drawn.greedy)
         if self._counts_failures:
             scores["failed"] = float(drawn.failed)
         if self._config.save_samples:
-            self._save(step, name, drawn.sampled)
+            self._save(step, name, sampled)
         if self._shown.samples_every:
-            for index, group in enumerate(chosen(drawn.sampled, self._shown.sample_groups)):
+            for index, group in enumerate(chosen(sampled, self._shown.sample_groups)):
                 self._show(step, f"eval/{name}/{index}", group_text(group, self._shown.sample_characters))
         return scores
 

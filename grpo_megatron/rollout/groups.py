@@ -1,10 +1,11 @@
 """GroupSampler: generates and scores the samples of one prompt, with requests to the engines."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from pathlib import Path
 
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Sample
@@ -12,6 +13,7 @@ from grpo_megatron.config.rollout import RolloutConfig, Strategy
 from grpo_megatron.errors import UserError
 from grpo_megatron.rollout.beam import BeamSearch, run_search
 from grpo_megatron.rollout.episodes import MultiTurn, SingleTurn
+from grpo_megatron.rollout.recording.arrays import RecordedHandles, write_samples
 from grpo_megatron.rollout.trajectory import Episode
 from grpo_megatron.sglang.client import EngineClient
 from grpo_megatron.sglang.request import Completion, Request
@@ -126,6 +128,13 @@ class GroupSampler:
         )
         played = await asyncio.gather(*map(self._episodes.play, episodes, responds))
         return await self._episodes.complete(prompt, tuple(chain(*played)))
+
+    async def write_samples(self, path: Path, handles: Sequence[RecordedHandles]) -> OSError | None:
+        """Write samples that this sampler returned to a file of a recording.
+
+        Return the error if the file cannot be written.
+        """
+        return await asyncio.to_thread(write_samples, path, handles)
 
     def close(self) -> None:
         self._episodes.close()

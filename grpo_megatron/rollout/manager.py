@@ -4,12 +4,14 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Protocol
 
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.rollout.groups import GroupRequest, Round
+from grpo_megatron.rollout.recording.arrays import RecordedArrays, RecordedHandles
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Sampler(Protocol):
     async def sample(self, request: GroupRequest) -> tuple[Sample, ...]: ...
 
     async def end(self) -> None: ...
+
+    async def write_samples(self, path: Path, handles: Sequence[RecordedHandles]) -> OSError | None: ...
 
 
 class Engines(Protocol):
@@ -163,8 +167,39 @@ class RolloutManager:
         """
         engine, group_id = index % len(self._samplers), self._next_group + index
         samples = await self._samplers[engine].sample(GroupRequest(index, group_id, engine, prompt))
-        group = Group(group_id, prompt, samples)
+        group = Group(group_id, prompt, samples, engine=engine)
         return replace(group, failed=size - len(group.trajectories))
+
+    def write_samples(self, groups: list[Group], path_of: Callable[[int], Path]) -> list[Group]:
+        """Have the samplers write the arrays and texts of groups to files of a recording.
+
+        Return the groups with the handles of the arrays in these files. Raises OSError if a file cannot be
+        written.
+
+        path_of: returns the path of a sampler's file. Its argument is the index of the sampler.
+        """
+        handles: dict[Sampler, list[RecordedHandles]] = {sampler: [] for sampler in self._samplers}
+        paths = {sampler: path_of(index) for index, sampler in enumerate(handles)}
+        recorded = []
+        for group in groups:
+            sampler = self._samplers[group.engine]
+            file, first = str(paths[sampler]), len(handles[sampler])
+            samples = (
+                replace(sample, handle=RecordedArrays(file, first + index))
+                for index, sample in enumerate(group.samples)
+            )
+            recorded.append(replace(group, samples=tuple(samples)))
+            handles[sampler] += [(sample.handle, sample.texts) for sample in group.samples]
+
+        async def write() -> list[OSError | None]:
+            return await asyncio.gather(
+                *(sampler.write_samples(paths[sampler], own) for sampler, own in handles.items() if own)
+            )
+
+        for error in asyncio.run(write()):
+            if error is not None:
+                raise error
+        return recorded
 
     def state_dict(self) -> dict:
         """Return {"next_group": id of the next group}, for checkpoints."""

@@ -12,7 +12,8 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.monitoring.phases import Phases
 from grpo_megatron.rewards.shaping import shape_overlong
 from grpo_megatron.rollout.manager import Filled, Goal, RolloutManager
-from grpo_megatron.rollout.record import Recorder, Replay
+from grpo_megatron.rollout.recording.record import Recorder
+from grpo_megatron.rollout.recording.replay import Replay
 from grpo_megatron.samples.entries import LeftOut, SampleState, rows_of
 
 ABORTED = "its group was aborted when the batch was full; the prompt is used later"
@@ -39,13 +40,15 @@ class EngineRollouts:
     """Samples each training step's groups from the engines, and records them if rollout.record is set."""
 
     def __init__(self, manager: RolloutManager, config: Config, resumed: int = 0):
-        """Prepare sampling, and open the file of the recording if rollout.record is set.
+        """Prepare sampling, and open the recording if rollout.record is set.
 
         resumed: step of the checkpoint that a resumed run continues from. 0 for a new run.
         """
         self._manager, self._config = manager, config
         self._batch_size = config.data.train_batch_size
-        self._recorder = Recorder(config.rollout.record, resumed) if config.rollout.record else None
+        self._recorder = None
+        if config.rollout.record:
+            self._recorder = Recorder(config.rollout.record, manager, resumed)
 
     def sample(self, step: int, prompts: PromptSource) -> Rollout:
         """Sample the groups of a training step from the next data.train_batch_size prompts.
@@ -146,10 +149,6 @@ class EngineRollouts:
     def load_state_dict(self, state: dict) -> None:
         if state:  # empty if the checkpoint belongs to a replayed run
             self._manager.load_state_dict(state)
-
-    def close(self) -> None:
-        if self._recorder:
-            self._recorder.close()
 
 
 class ReplayedRollouts:

@@ -107,5 +107,4 @@ class SynchronousRollouts:
             self.handover.weight_sync.load_state_dict(state["weight_sync"])
 
     def close(self) -> None:
-        self.source.close()
         self.handover.weight_sync.close()

@@ -10,11 +10,13 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from grpo_megatron.batch.arrays import SampleArrays
+from grpo_megatron.batch.arrays import values_of
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.heartbeat import Heartbeat
@@ -30,6 +32,7 @@ from grpo_megatron.rewards.base import read_secrets, resolve_rewards
 from grpo_megatron.rollout.environments import asks_reward_function, offered_tools
 from grpo_megatron.rollout.episodes import make_episodes
 from grpo_megatron.rollout.groups import GroupRequest, GroupSampler, Round
+from grpo_megatron.rollout.recording.arrays import RecordedHandles, write_samples
 from grpo_megatron.sglang.client import EngineClient, EngineConnection
 from grpo_megatron.sglang.pool import EnginePool
 
@@ -40,20 +43,20 @@ _CLOSE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class StoredArrays:
-    """Handle of arrays in Ray's object store, on the node of the worker that made them.
+class Stored:
+    """Handle of a value in Ray's object store, on the node of the worker that made it.
 
-    The arrays of each sample are an object of their own, because Ray moves whole objects, and the samples of
-    a group may be for different replicas. The driver has only one reference for each group.
+    Each value is an object of its own, because Ray moves whole objects, and the samples of a group may be for
+    different replicas. The driver has only one reference for each group.
     """
 
     group: ray.ObjectRef
-    """Ray's reference to a list with a reference to the SampleArrays of each sample of a group."""
+    """Ray's reference to a list with a reference to each value of a group of samples."""
     index: int
-    """Index of the sample in this list."""
+    """Index in this list."""
 
     @classmethod
-    def get(cls, handles: Sequence["StoredArrays"]) -> list[SampleArrays]:
+    def get(cls, handles: Sequence["Stored"]) -> list[Any]:
         groups = list(dict.fromkeys(handle.group for handle in handles))
         try:
             members = dict(zip(groups, ray.get(groups), strict=True))
@@ -65,6 +68,23 @@ class StoredArrays:
             ) from error
 
 
+def _stored(samples: Sequence[Sample]) -> tuple[Sample, ...]:
+    """Put the arrays, texts and conversations of a group into the store. Return its samples without them."""
+    samples = list(samples)
+    values = values_of([handle for sample in samples for handle in (sample.handle, sample.texts)])
+    given = [sample.conversation for sample in samples if sample.conversation]
+    values += values_of([conversation.handle for conversation in given])
+    group = ray.put([ray.put(value) for value in values])
+    handles = (Stored(group, index) for index in range(len(values)))
+    stored = [replace(sample, handle=next(handles), texts=next(handles)) for sample in samples]
+    return tuple(
+        replace(sample, conversation=replace(sample.conversation, handle=next(handles)))
+        if sample.conversation
+        else sample
+        for sample in stored
+    )
+
+
 @dataclass(frozen=True)
 class SampledGroup:
     """The answer of a rollout worker to a GroupRequest."""
@@ -72,7 +92,7 @@ class SampledGroup:
     key: int
     """GroupRequest.key."""
     samples: tuple[Sample, ...]
-    """The scored samples. Their arrays are in the object store."""
+    """The scored samples. Their arrays, texts and conversations are in the object store."""
     messages: tuple[str, ...]
     """Warnings that the worker has logged since its last answer."""
 
@@ -156,11 +176,7 @@ class WorkerProcess:
     async def _sample(self, request: GroupRequest) -> None:
         try:
             samples = await self._sampler.sample(request)
-            group = ray.put([ray.put(sample.arrays) for sample in samples])
-            stored = tuple(
-                replace(one, handle=StoredArrays(group, index)) for index, one in enumerate(samples)
-            )
-            self._done.put_nowait(SampledGroup(request.key, stored, self._warnings.take()))
+            self._done.put_nowait(SampledGroup(request.key, _stored(samples), self._warnings.take()))
         except Exception as error:  # poll raises it in the driver
             self._done.put_nowait(error)
 
@@ -185,6 +201,10 @@ class WorkerProcess:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._sampler.end()
+
+    async def write_samples(self, path: Path, handles: Sequence[RecordedHandles]) -> OSError | None:
+        # In a thread, because groups may be sampled meanwhile.
+        return await asyncio.to_thread(write_samples, path, handles)
 
     async def beat(self) -> None:
         """Send a heartbeat to the driver's hang detector now, ahead of the regular interval."""
@@ -233,6 +253,9 @@ class RolloutWorker:
     async def end(self) -> None:
         self._calls.forget()
         await fetched(self._actor.end.remote(), self.process, "end")
+
+    async def write_samples(self, path: Path, handles: Sequence[RecordedHandles]) -> OSError | None:
+        return await fetched(self._actor.write_samples.remote(path, handles), self.process, "write_samples")
 
     def close(self) -> None:
         """End the process, and the processes that it has started."""

@@ -9,6 +9,7 @@ import torch
 from grpo_megatron.algorithm.coefficients import SequenceCoefficients
 from grpo_megatron.algorithm.losses import CrossEntropyLoss, PolicyLoss, TokenLoss
 from grpo_megatron.algorithm.preferences import PreferenceLoss
+from grpo_megatron.batch.arrays import Handle
 from grpo_megatron.batch.examples import ExampleBatch
 from grpo_megatron.batch.pairs import PairBatch
 from grpo_megatron.batch.schedule import Schedule
@@ -120,14 +121,28 @@ class PolicyTrainer:
         return [np.concatenate(plan.by_sequence([part[name] for part in parts], lengths)) for name in names]
 
     def scores(self, plan: Schedule, make: MakeStream) -> np.ndarray:
-        """Return the reward model's score of every sequence, float32 [S], in the order of the sequences.
+        """Return the score of every sequence by the reward model that the ranks train, float32 [S].
 
-        If the ranks train a policy, a frozen reward model on the same ranks computes the scores. If the ranks
-        train a reward model, this model computes them.
+
+        The scores are in the order of the batch.
 
         plan: division of the sequences among data-parallel replicas and micro-batches.
         """
-        parts = self.ranks.call("passes.scores", [(own,) for own in plan.divided(make)])
+        return self._in_order(plan, self.ranks.call("passes.scores", [(own,) for own in plan.divided(make)]))
+
+    def score_stored(self, plan: Schedule, handles: Sequence[Handle]) -> np.ndarray:
+        """Return the score of every sequence by the frozen reward model beside the policy, float32 [S].
+
+        The scores are in the order of the handles.
+
+        plan: division of the sequences among data-parallel replicas and micro-batches.
+        handles: handles of the token ids of each sequence, which the ranks fetch.
+        """
+        divided = plan.divided(lambda part: [handles[i] for i in part])
+        return self._in_order(plan, self.ranks.call("passes.score_stored", [(own,) for own in divided]))
+
+    def _in_order(self, plan: Schedule, parts: list[np.ndarray]) -> np.ndarray:
+        """Return the scores of the replicas' sequences in the order of the sequences."""
         placed = np.concatenate([plan.sequences(dp) for dp in range(self.sizes.dp)])
         return self._checked(np.concatenate(parts)[np.argsort(placed)])
 

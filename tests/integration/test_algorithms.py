@@ -1,6 +1,7 @@
 """The algorithm in whole runs: real controller and ranks, samples from a recording."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample
 from grpo_megatron.cli import main
-from grpo_megatron.rollout.record import Recorder
+from tests.rollouts import recorder_of
 
 STEPS = 4
 LONGEST = 12
@@ -21,9 +22,9 @@ def recording(tmp_path_factory):
 
     The engine's log-probs belong to no model, so that they are far from any trainer's.
     """
-    path = str(tmp_path_factory.mktemp("recording") / "rollouts.jsonl")
+    path = str(tmp_path_factory.mktemp("recording") / "rollouts")
     rng = np.random.default_rng(5)
-    recorder = Recorder(path)
+    recorder = recorder_of(path)
     for step in range(1, STEPS + 1):
         groups = []
         for g in range(4):
@@ -45,7 +46,6 @@ def recording(tmp_path_factory):
                 )
             groups.append(Group(g, Prompt(g, ids, "", ""), tuple(samples)))
         recorder.write(step, groups)
-    recorder.close()
     return path
 
 
@@ -200,8 +200,9 @@ def test_a_policy_loss_from_a_module_of_ones_own(train):
 
 @pytest.mark.slow
 def test_a_step_in_which_nothing_is_trained_is_dropped(train, recording, tmp_path):
-    text = Path(recording).read_text().replace('"finish_reason": "stop"', '"finish_reason": "length"')
-    (tmp_path / "cut.jsonl").write_text(text)
-    status, rows = train("cut", f"rollout.replay={tmp_path}/cut.jsonl", "algorithm.overlong_filter=true")
+    shutil.copytree(recording, tmp_path / "cut")
+    for rows in (tmp_path / "cut").glob("step_*.json"):
+        rows.write_text(rows.read_text().replace('"finish_reason": "stop"', '"finish_reason": "length"'))
+    status, rows = train("cut", f"rollout.replay={tmp_path}/cut", "algorithm.overlong_filter=true")
     assert status == 0
     assert [row["actor/dropped_steps"] for row in rows] == [1.0] * STEPS

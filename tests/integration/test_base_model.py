@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from grpo_megatron.cli import main
-from grpo_megatron.rollout.record import Replay
+from grpo_megatron.rollout.recording.replay import Replay
 from tests.integration.train_runs import metrics
 
 GSM8K = Path("../shared/data/gsm8k/train.jsonl")
@@ -56,7 +56,7 @@ def test_it_is_told_what_to_set(base_model, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.skipif(not GSM8K.is_file(), reason=f"{GSM8K} is not here")
 def test_three_steps_on_gsm8k(ray_here, base_model, tmp_path):
-    record = tmp_path / "rollouts.jsonl"
+    record = tmp_path / "rollouts"
     changes = ["data.chat_template=none", f"rollout.record={record}", "checkpoint.export_hf=false"]
     assert main(arguments(base_model, tmp_path, *changes)) == 0
     rows = metrics(tmp_path, "gsm8k_cpu")

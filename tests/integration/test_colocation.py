@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import re
 from dataclasses import replace
 
@@ -17,6 +16,7 @@ from grpo_megatron.commands.train import assembled_loop
 from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.config.schema import Config, ModelConfig
 from grpo_megatron.preflight.check import load_config
+from grpo_megatron.rollout.recording.replay import Replay
 from grpo_megatron.rollout.sharing import DeviceUse
 from grpo_megatron.sglang.pool import EnginePool
 from tests.integration.one_rank import sync_from
@@ -133,7 +133,7 @@ def run(ray_here, arithmetic, tmp_path_factory):
         "checkpoint.every=1",
         "checkpoint.keep=3",
         "weight_sync.probe_every=1",
-        f"rollout.record={root}/rollouts.jsonl",
+        f"rollout.record={root}/rollouts",
         f"data.eval={arithmetic}/data/eval.jsonl",
         "eval.n=1",
         "ref.reset_every=1",
@@ -193,12 +193,13 @@ def test_engines_serve_the_newest_weights_whoever_had_the_turn_in_between(run):
     assert [row["actor/dropped_steps"] for row in rows] == [0, 0, 2]
     assert all(0 < row["mismatch/max"] <= 1e-4 for row in rows)
     assert all(0 <= row["sync/probe_mean"] <= row["sync/probe_limit"] for row in rows)
-    lines = (root / "rollouts.jsonl").read_text().splitlines()[1:]
-    spans = [
-        [s["weight_spans"] for group in json.loads(line)["groups"] for s in group["samples"]]
-        for line in lines
+    replay = Replay(f"{root}/rollouts")
+    samples = [[s for group in replay.read(step) for s in group.samples] for step in replay.steps]
+    assert [{span.version for s in of_step for span in s.weight_spans} for of_step in samples] == [
+        {1},
+        {2},
+        {3},
     ]
-    assert [{span["version"] for sample in step for span in sample} for step in spans] == [{1}, {2}, {3}]
     assert (
         controller.rollouts.handover.weight_sync.version == 3
     )  # one before the first step, and one after each that was not dropped

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.cli import main
 from grpo_megatron.data import PromptTokenizer
-from grpo_megatron.rollout.record import Replay
+from grpo_megatron.rollout.recording.replay import Replay
 from tests.integration.question_environments import share_of_digits
 from tests.integration.train_runs import arguments, metrics
 from tests.models import transformers_logprobs
@@ -49,7 +49,7 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="module")
 def played(ray_here, arithmetic, root):
     """The tokenizer of a run of two steps, with an evaluation before and after and all samples recorded."""
-    changes = [f"rollout.record={root}/rollouts.jsonl", f"data.eval={arithmetic}/data/eval.jsonl", "eval.n=2"]
+    changes = [f"rollout.record={root}/rollouts", f"data.eval={arithmetic}/data/eval.jsonl", "eval.n=2"]
     assert (
         main(["train", *several_turns(arithmetic, root, "turns", "megatron.tensor_parallel=2", *changes)])
         == 0
@@ -65,7 +65,7 @@ def parts(sample):
 
 
 def test_the_model_is_trained_on_its_own_tokens_alone(played, root):
-    replay = Replay(f"{root}/rollouts.jsonl")
+    replay = Replay(f"{root}/rollouts")
     ends, states = set(), []
     for step in (1, 2):
         for group in replay.read(step):
@@ -106,7 +106,7 @@ def test_engine_and_trainer_agree_over_turns(played, arithmetic, root):
     assert all(row["reward/component/turns"] == row["response/turns_mean"] for row in rows)
     # The first step's samples are of the weights on disk.
     batch = TrainBatch.from_samples(
-        [s for group in Replay(f"{root}/rollouts.jsonl").read(1) for s in group.samples]
+        [s for group in Replay(f"{root}/rollouts").read(1) for s in group.samples]
     )
     model = AutoModelForCausalLM.from_pretrained(arithmetic / "model", dtype=torch.float32).eval()
     difference = np.abs(batch.rollout_logp - transformers_logprobs(model, batch, 0.9))
@@ -133,7 +133,7 @@ def test_the_evaluation_plays_too_and_from_the_same_states(played, root):
 
 
 def test_a_recording_of_turns_trains_the_same(played, arithmetic, root):
-    changes = [f"rollout.replay={root}/rollouts.jsonl", "megatron.data_parallel=2"]
+    changes = [f"rollout.replay={root}/rollouts", "megatron.data_parallel=2"]
     assert main(["train", *several_turns(arithmetic, root, "replayed", *changes)]) == 0
     for row, other in zip(metrics(root, "replayed"), metrics(root, "turns"), strict=True):
         assert row["actor/loss"] == pytest.approx(other["actor/loss"], rel=1e-5)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from grpo_megatron.cli import main
-from grpo_megatron.rollout.record import Replay
+from grpo_megatron.rollout.recording.replay import Replay
 from tests.integration.test_environments import several_turns
 from tests.integration.train_runs import metrics
 
@@ -38,7 +38,7 @@ def live(ray_here, experts, tmp_path_factory):
         experts,
         root,
         "live",
-        f"rollout.record={root}/rollouts.jsonl",
+        f"rollout.record={root}/rollouts",
         "megatron.data_parallel=2",
         "megatron.expert_parallel=2",
         "megatron.recompute=full",
@@ -61,9 +61,7 @@ def test_episodes_of_one_and_of_several_sequences(live):
     differs.
     """
     root, rows = live
-    trajectories = [
-        found for group in Replay(f"{root}/rollouts.jsonl").read(1) for found in group.trajectories
-    ]
+    trajectories = [found for group in Replay(f"{root}/rollouts").read(1) for found in group.trajectories]
     assert {len(found) > 1 for found in trajectories} == {True, False}
     assert any(sample.turns > 1 for found in trajectories for sample in found)
     assert rows[0]["response/sequences_mean"] == np.mean([len(found) for found in trajectories])
@@ -73,7 +71,7 @@ def test_episodes_of_one_and_of_several_sequences(live):
 
 def test_every_sequence_carries_its_experts(live):
     root, _ = live
-    for group in Replay(f"{root}/rollouts.jsonl").read(1):
+    for group in Replay(f"{root}/rollouts").read(1):
         for sample in group.samples:
             assert sample.arrays.routing.shape == (sample.num_tokens, 2, 2)
             assert sample.arrays.routing.min() >= 0
@@ -89,9 +87,7 @@ def test_ranks_slept_while_the_engine_worked(live):
 
 def test_the_same_rollouts_in_another_layout(live, experts):
     root, rows = live
-    again = run(
-        experts, root, "again", f"rollout.replay={root}/rollouts.jsonl", "megatron.context_parallel=2"
-    )
+    again = run(experts, root, "again", f"rollout.replay={root}/rollouts", "megatron.context_parallel=2")
     for name in ("actor/loss", "actor/grad_norm", "actor/kl_to_reference", "moe/z_loss"):
         np.testing.assert_allclose(
             [row[name] for row in again], [row[name] for row in rows], rtol=1e-5, atol=1e-7

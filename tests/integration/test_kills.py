@@ -17,10 +17,10 @@ import pytest
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample
 from grpo_megatron.data import EpochOrder
-from grpo_megatron.rollout.record import Recorder
 from tests.integration.train_runs import arguments, trained
 from tests.ledgers import used_prompts
 from tests.parallel.checkpoints import global_tensors
+from tests.rollouts import recorder_of
 
 STEPS = 60
 GROUPS, N, LONGEST = 4, 3, 12
@@ -30,8 +30,8 @@ SECONDS = 600  # that any part of a run may take on a busy machine
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory):
     """Samples of random tokens."""
-    path = str(tmp_path_factory.mktemp("recording") / "rollouts.jsonl")
-    draw, recorder = np.random.default_rng(7), Recorder(path)
+    path = str(tmp_path_factory.mktemp("recording") / "rollouts")
+    draw, recorder = np.random.default_rng(7), recorder_of(path)
     for step in range(1, STEPS + 1):
         groups = []
         for group in range(GROUPS):
@@ -54,7 +54,6 @@ def recording(tmp_path_factory):
             ]
             groups.append(Group(group, Prompt(GROUPS * step + group, ids, "", ""), tuple(samples)))
         recorder.write(step, groups)
-    recorder.close()
     return path
 
 

@@ -24,7 +24,7 @@ from grpo_megatron.config.command import Command
 from grpo_megatron.data import PromptTokenizer, load_prompts
 from grpo_megatron.monitoring.charts import OTHERS, charts_of
 from grpo_megatron.preflight.check import load_config
-from grpo_megatron.rollout.record import Replay
+from grpo_megatron.rollout.recording.replay import Replay
 from grpo_megatron.run.checkpoints import Checkpoints
 from grpo_megatron.run.resume import open_checkpoint
 from grpo_megatron.trainer.policy import PolicyTrainer
@@ -45,7 +45,7 @@ def recorded(ray_here, arithmetic, root):
     """
     changes = [
         "run.name=live",
-        f"rollout.record={root}/rollouts.jsonl",
+        f"rollout.record={root}/rollouts",
         f"data.eval={arithmetic}/data/eval.jsonl",
         "eval.every=2",
         "eval.n=2",
@@ -143,17 +143,13 @@ def test_what_a_run_shows_of_itself(recorded, root, capsys):
 
 
 def test_samples_carry_the_version_they_were_made_with(recorded, root):
-    lines = (root / "rollouts.jsonl").read_text().splitlines()[1:]
-    for step, line in enumerate(lines, start=1):
-        groups = json.loads(line)["groups"]
+    replay = Replay(f"{root}/rollouts")
+    assert replay.steps == [1, 2, 3]
+    for step in replay.steps:
+        groups = replay.read(step)
         assert len(groups) == 6
-        versions = {
-            span["version"]
-            for group in groups
-            for sample in group["samples"]
-            for span in sample["weight_spans"]
-        }
-        assert versions == {step}
+        samples = [sample for group in groups for sample in group.samples]
+        assert {span.version for sample in samples for span in sample.weight_spans} == {step}
 
 
 @torch.no_grad()
@@ -179,9 +175,7 @@ def replay(arithmetic, root, name, *changes) -> list[dict]:
         main(
             [
                 "train",
-                *arguments(
-                    arithmetic, root, f"run.name={name}", f"rollout.replay={root}/rollouts.jsonl", *changes
-                ),
+                *arguments(arithmetic, root, f"run.name={name}", f"rollout.replay={root}/rollouts", *changes),
             ]
         )
         == 0
@@ -278,7 +272,7 @@ def test_a_run_of_the_same_name_is_moved_aside(resumed, arithmetic, root):
 
 def test_a_checkpoint_that_is_not_whole_is_refused(recorded, arithmetic, root, tmp_path, capsys):
     (tmp_path / "state.json").write_text("{}")
-    changes = [f"run.resume={tmp_path}", f"rollout.replay={root}/rollouts.jsonl", "run.name=refused"]
+    changes = [f"run.resume={tmp_path}", f"rollout.replay={root}/rollouts", "run.name=refused"]
     assert main(["train", *arguments(arithmetic, root, *changes)]) == 2
     assert "not a complete checkpoint" in capsys.readouterr().err
 
@@ -293,7 +287,7 @@ def test_a_rank_that_dies_is_named(recorded, arithmetic, root, tmp_path):
     config.cluster.call_timeout = 60.0
     ids = [
         np.concatenate([s.arrays.prompt_ids, s.arrays.response_ids])
-        for group in Replay(f"{root}/rollouts.jsonl").read(1)
+        for group in Replay(f"{root}/rollouts").read(1)
         for s in group.samples
     ]
     plan = schedule(np.array([len(own) for own in ids]), 128)
@@ -339,7 +333,7 @@ def test_weights_that_are_not_numbers_end_the_run(recorded, arithmetic, root, tm
     save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
     changes = [
         "run.name=broken",
-        f"rollout.replay={root}/rollouts.jsonl",
+        f"rollout.replay={root}/rollouts",
         f"model.path={tmp_path}/model",
         "algorithm.use_kl_loss=false",
     ]

@@ -88,6 +88,7 @@ BEGINNINGS = {
     ),
     "grpo-megatron ledger": Run({"RUN_DIR": "{folder}/run", "N": "5", "ID": "10", "UID": "105"}),
     "grpo-megatron plan": Run(PLAN),
+    "grpo-megatron recording": Run({"FOLDER": "tests/unit/data/recording_version_1.jsonl", "N": "3"}),
     "grpo-megatron report": Run(
         {"RUN_DIR": "{folder}/run", "OTHER_RUN_DIR": "{folder}/run", "FILE": "{folder}/page.html"}
     ),

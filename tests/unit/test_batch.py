@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from grpo_megatron.batch.arrays import reading
+from grpo_megatron.batch.arrays import reading_forbidden
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.sequence_weights import sequence_weights
 from grpo_megatron.batch.train_batch import TrainBatch
@@ -140,7 +140,7 @@ def test_random_samples_have_all_their_tokens():
 
 def test_the_driver_of_a_run_reads_no_arrays():
     sample = random_samples()[0]
-    with reading(allowed=False), pytest.raises(RuntimeError, match="must not read the arrays"):
+    with reading_forbidden(), pytest.raises(RuntimeError, match="must not read the arrays"):
         sample.arrays  # noqa: B018
     assert len(sample.arrays.response_ids) == sample.num_response
     with pytest.raises(AttributeError, match=r"`arrays\.response_ids` reads them, except in the driver"):

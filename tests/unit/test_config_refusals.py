@@ -289,7 +289,8 @@ def test_what_is_given_as_a_file_and_is_none(capsys, tmp_path):
                 assert (status, f"not checked: {key}: {path}" in text.out) == (0, True)
             elif not fits:
                 assert status == 2
-                assert f"{path} is a file, not a folder" in text.err or f"{path} {part}" in text.err
+                parts = (part, "is a file, not a folder", "is not a recording")  # which is a folder
+                assert any(f"{path} {one}" in text.err for one in parts)
 
 
 def test_what_yaml_would_read_into_a_text_stays_text(tmp_path):

@@ -1,18 +1,13 @@
 import datetime
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from grpo_megatron.batch.prompt import Prompt
-from grpo_megatron.batch.sample import Group
 from grpo_megatron.config.data import DataConfig, OverlongPrompts
 from grpo_megatron.data import EpochOrder, PromptSource, PromptTokenizer, load_prompts, read_records
 from grpo_megatron.errors import UserError
-from grpo_megatron.rollout.record import Recorder, Replay
-from tests.models import random_samples
-from tests.tools import no_file_beyond
 
 
 @pytest.fixture(scope="module")
@@ -214,112 +209,3 @@ def test_prompt_source_hands_out_prompts():
     source = PromptSource([prompts[:2], prompts[2:]], seed=0, shuffle=False)
     assert [p.uid for p in source.next(4)] == [0, 1, 2, 0]
     assert source.epoch == 1
-
-
-def recorded(tmp_path):
-    path = str(tmp_path / "r.jsonl")
-    samples = random_samples(count=4)
-    recorder = Recorder(path)
-    for step in (1, 2):
-        groups = []
-        for g in range(2):
-            chosen = samples[2 * g : 2 * g + 2]
-            prompt = Prompt(g, chosen[0].arrays.prompt_ids, "text", "answer", {"a": [1]})
-            groups.append(Group(g, prompt, tuple(s.scored(0.1 * step, {"part": 1.0}) for s in chosen)))
-        recorder.write(step, groups)
-    recorder.close()
-    return path, samples
-
-
-def test_a_recording_reads_back_exactly(tmp_path):
-    path, samples = recorded(tmp_path)
-    groups = Replay(path).read(2)
-    assert [group.group_id for group in groups] == [0, 1]
-    assert groups[0].prompt.fields == {"a": [1]}
-    read = [sample for group in groups for sample in group.samples]
-    for ours, original in zip(read, samples, strict=True):
-        assert np.array_equal(ours.arrays.rollout_logprobs, original.arrays.rollout_logprobs)
-        assert ours.arrays.rollout_logprobs.dtype == np.float32
-        assert np.array_equal(ours.arrays.response_ids, original.arrays.response_ids)
-        assert np.array_equal(ours.arrays.loss_mask, original.arrays.loss_mask)
-        assert (ours.reward, ours.reward_components) == (0.2, {"part": 1.0})
-
-
-def test_recordings_that_cannot_be_used(tmp_path):
-    path, _ = recorded(tmp_path)
-    with pytest.raises(UserError, match="contains 2 steps, but not step 3"):
-        Replay(path).read(3)
-    with pytest.raises(UserError, match="not a recording"):
-        Replay(write(tmp_path / "x.jsonl", '{"prompt": 1}'))
-    lines = Path(path).read_text().splitlines()
-    with pytest.raises(UserError, match=r"b.jsonl:2 is damaged"):
-        Replay(write(tmp_path / "b.jsonl", lines[0], lines[1][:200]))
-    with pytest.raises(UserError, match=r"d.jsonl:3: step 1 occurs a second time"):
-        Replay(write(tmp_path / "d.jsonl", lines[0], lines[1], lines[1]))
-    with pytest.raises(UserError, match="step 1 is damaged"):
-        Replay(write(tmp_path / "e.jsonl", lines[0], '{"step": 1, "groups": [}]}')).read(1)
-
-
-def test_a_resumed_recording_keeps_the_steps_before(tmp_path):
-    path, _ = recorded(tmp_path)
-    before = Path(path).read_text().splitlines()
-    groups = Replay(path).read(1)
-    recorder = Recorder(path, resumed=1)
-    assert Path(path).read_text().splitlines() == before[:2]  # whenever it is killed now, they are there
-    recorder.write(2, groups)
-    recorder.close()
-    assert Replay(path).read(2)[0].samples[0].reward == 0.1  # step 2 anew, now with the rewards of step 1
-
-
-@pytest.mark.parametrize(("resumed", "kept"), [(1, 1), (2, 2), (9, 2)])
-@pytest.mark.parametrize("left", ["", '{"step": 3, "gro', '{"step": 3'])
-def test_half_a_row_of_a_killed_run_is_taken_back(tmp_path, left, resumed, kept):
-    path, _ = recorded(tmp_path)
-    whole = Path(path).read_text()
-    Path(path).write_text(whole + left)
-    with pytest.raises(UserError, match="contains 2 steps"):
-        Replay(path).read(3)
-    Recorder(path, resumed).close()
-    assert Path(path).read_text() == "".join(whole.splitlines(keepends=True)[: 1 + kept])
-
-
-def test_a_new_run_moves_an_earlier_recording(tmp_path, capsys):
-    """The recording may be one that `rollout.replay` was meant for."""
-    path, _ = recorded(tmp_path)
-    whole = Path(path).read_text()
-    for number in (1, 2):
-        Recorder(path).close()
-        assert Path(f"{path}.{number}").read_text() == whole
-        assert capsys.readouterr().out == f"moved the earlier recording {path} to {path}.{number}\n"
-        Recorder(path).close()  # what has no step yet stays where it is
-        Path(path).write_text(whole)
-
-
-@pytest.mark.parametrize("found", ["", '{"format": "grpo_meg'])
-def test_half_a_header_is_written_again(tmp_path, found):
-    path = tmp_path / "r.jsonl"
-    path.write_text(found)
-    Recorder(str(path), resumed=3).close()
-    with pytest.raises(UserError, match="contains 0 steps"):
-        Replay(str(path)).read(1)
-
-
-def test_a_file_that_is_no_recording_is_not_cut(tmp_path):
-    path = write(tmp_path / "prompts.jsonl", '{"prompt": 1}')
-    for resumed in (0, 1):
-        with pytest.raises(UserError, match=r"^rollout.record: .* is not a recording"):
-            Recorder(path, resumed)
-    assert Path(path).read_text() == '{"prompt": 1}\n'
-
-
-def test_a_step_that_has_no_room_is_left_out_of_a_recording(tmp_path, capsys):
-    path, _ = recorded(tmp_path)
-    groups, whole = Replay(path).read(2), Path(path).read_text()
-    recorder = Recorder(path, resumed=2)
-    with no_file_beyond(len(whole) + 50):
-        recorder.write(3, groups)
-    assert Path(path).read_text() == whole
-    assert "step 3 is missing from the recording" in capsys.readouterr().out
-    recorder.write(4, groups)
-    recorder.close()
-    assert len(Replay(path).read(4)) == 2

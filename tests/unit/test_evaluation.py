@@ -139,7 +139,7 @@ class Engines:
         for prompt in prompts:
             texts = prompt.text.split()[: rollout.n]
             samples = (
-                replace(sample, response_text=text).scored(float(text == prompt.answer), {})
+                sample.with_texts(text).scored(float(text == prompt.answer), {})
                 for sample, text in zip(random_samples(count=len(texts)), texts, strict=True)
             )
             groups.append(Group(0, prompt, tuple(samples)))
@@ -187,10 +187,7 @@ def test_the_vote_is_over_what_was_scored(tmp_path):
     class Episodes(Engines):
         def generate(self, prompts, rollout, same_states):
             (group,) = super().generate(prompts, rollout, same_states)
-            samples = (
-                replace(s, response_text=f"{s.response_text} 1", scored_text=s.response_text)
-                for s in group.samples
-            )
+            samples = (s.with_texts(f"{s.response_text} 1", s.response_text) for s in group.samples)
             return [Group(0, group.prompt, tuple(samples))]
 
     evaluation = evaluation_of(

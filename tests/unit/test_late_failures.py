@@ -9,9 +9,9 @@ import torch
 from grpo_megatron.config.command import Command
 from grpo_megatron.errors import UserError
 from grpo_megatron.megatron.memory.parking import Parking
-from grpo_megatron.paths import output_file_problem, output_folder_problem
+from grpo_megatron.paths import output_folder_problem
 from grpo_megatron.preflight.check import check, check_output_folders, load_config
-from grpo_megatron.rollout.record import must_be_free
+from grpo_megatron.rollout.recording.record import must_be_free
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def violations(tmp_path, *changes, command=Command.train):
         ),
         (
             ["rollout.record=/proc/nope/x"],
-            "rollout.record: /proc/nope/x cannot be written: /proc/nope cannot be written to",
+            "rollout.record: /proc/nope/x cannot be written to: ",
         ),
         (
             ["megatron.sleep=true", "megatron.offload_folder=README.md"],
@@ -96,7 +96,10 @@ def violations(tmp_path, *changes, command=Command.train):
             ["rollout.record=README.md/x"],
             "rollout.record: README.md/x cannot exist, because part of the path is a file, not a folder",
         ),
-        (["rollout.record=docs"], "rollout.record: docs is a folder, not a file"),
+        (
+            ["rollout.record=docs"],
+            "rollout.record: docs is not a recording; move it away, or choose another path",
+        ),
         (
             ["megatron.cpu_threads=100000"],
             "megatron.cpu_threads must be auto, or a whole number from 1 to 1024",
@@ -123,7 +126,7 @@ def test_config_check_refuses_it(tmp_path, changes, says):
         ["rollout.temperature=0.01"],
         ["eval.temperature=0"],
         ["optimizer.clip_grad=0"],
-        ["rollout.record=TMP/not/yet/there.jsonl"],
+        ["rollout.record=TMP/not/yet/there"],
         ["megatron.sleep=true", "megatron.offload_folder=TMP/not/yet"],
     ],
     ids=lambda changes: changes[-1],
@@ -216,9 +219,6 @@ def test_places_to_write_to(tmp_path):
         tmp_path / "file" / "x"
     )
     assert "is a broken symbolic link" in output_folder_problem(tmp_path / "nowhere")
-    assert output_file_problem(tmp_path / "file") is None
-    assert output_file_problem(tmp_path / "a" / "b") is None
-    assert output_file_problem(tmp_path) == "is a folder, not a file"
     assert list(tmp_path.glob(".grpo*")) == []
 
 
@@ -226,7 +226,10 @@ def test_places_to_write_to(tmp_path):
 def test_permissions(tmp_path):
     (tmp_path / "shut").mkdir(0o500)
     assert "cannot be written to: Permission denied" in output_folder_problem(tmp_path / "shut" / "x")
-    (tmp_path / "file").write_text('{"format": "grpo_megatron.rollout", "version": 1}\n')
-    (tmp_path / "file").chmod(0o400)
-    with pytest.raises(UserError, match="no permission"):
-        must_be_free(str(tmp_path / "file"))
+    with pytest.raises(UserError, match="cannot be written to: Permission denied"):
+        must_be_free(str(tmp_path / "shut"))
+    (tmp_path / "shut").chmod(0o700)
+    (tmp_path / "shut" / "file").write_text('{"format": "grpo_megatron.rollout", "version": 1}\n')
+    (tmp_path / "shut").chmod(0o500)
+    with pytest.raises(UserError, match=r"cannot be moved away: .* Permission denied"):
+        must_be_free(str(tmp_path / "shut" / "file"))

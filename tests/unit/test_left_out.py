@@ -19,7 +19,7 @@ from grpo_megatron.rewards import group_reward
 from grpo_megatron.rollout.environments import EnvironmentFailed
 from grpo_megatron.rollout.episodes import MultiTurn, SingleTurn
 from grpo_megatron.rollout.evaluation import Evaluation
-from grpo_megatron.rollout.record import Replay
+from grpo_megatron.rollout.recording.replay import Replay
 from grpo_megatron.rollout.source import EngineRollouts, Rollout
 from grpo_megatron.rollout.statistics import group_statistics, pass_rates, step_statistics
 from grpo_megatron.samples.blocks import LEDGER

@@ -1,17 +1,21 @@
 """Input and scores of a reward model beside the policy. tests/parallel covers its computation."""
 
+import asyncio
 import json
-from itertools import pairwise
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from grpo_megatron.batch.arrays import reading_forbidden, values_of
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample
 from grpo_megatron.config.command import Command
 from grpo_megatron.config.data import DataConfig
 from grpo_megatron.config.load import read_config
+from grpo_megatron.config.schema import Config
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.data.conversations import conversations_of, same_tokenizer
 from grpo_megatron.errors import UserError
@@ -19,6 +23,8 @@ from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.preflight.check import check
 from grpo_megatron.preflight.model import model_violations
+from grpo_megatron.rollout.episodes import SingleTurn
+from grpo_megatron.rollout.reward_model_input import RewardModelInput
 from grpo_megatron.trainer.scoring import ModelRewards
 from tests.models import tiny_model
 
@@ -60,20 +66,41 @@ class Ranks:
     """Stands in for the ranks: records its input, and scores a sequence by its length."""
 
     def __init__(self, sizes: ParallelSizes = ParallelSizes(), score=float):
-        self.sizes, self._score, self.stream = sizes, score, None
+        self.sizes, self._score, self.ids = sizes, score, []
 
-    def scores(self, plan, make) -> np.ndarray:
+    def score_stored(self, plan, handles) -> np.ndarray:
         every = sorted(i for rank in range(self.sizes.dp) for i in plan.sequences(rank))
-        assert every == list(range(len(every)))
-        self.stream = make(every)
-        return np.array([self._score(length) for length in self.stream.lengths], np.float32)
+        assert every == list(range(len(handles)))
+        self.ids = values_of(handles)
+        return np.array([self._score(len(ids)) for ids in self.ids], np.float32)
 
     def read(self, tokenizer) -> list[str]:
-        ends = self.stream.cu_seqlens
-        return [tokenizer.decode_all(self.stream.tokens[a:b]) for a, b in pairwise(ends)]
+        return [tokenizer.decode_all(ids) for ids in self.ids]
 
 
-def setup(folders, which: str, ranks: Ranks, *overrides: str) -> tuple[ModelRewards, PromptTokenizer]:
+class Scoring:
+    """Scores groups as a run does: a worker puts their conversations together, and ranks score them."""
+
+    def __init__(self, config: Config, ranks: Ranks):
+        rewards = SimpleNamespace(score_group=self._unchanged)
+        self.model_input = RewardModelInput(config)
+        self._episodes = SingleTurn(rewards, self.model_input)
+        self._score = ModelRewards(config, ranks, ranks_turn=lambda: None)
+
+    @staticmethod
+    async def _unchanged(prompt, samples):
+        return samples
+
+    def __call__(self, groups: list[Group]) -> list[Group]:
+        completed = [
+            replace(group, samples=asyncio.run(self._episodes.complete(group.prompt, group.samples)))
+            for group in groups
+        ]
+        with reading_forbidden():
+            return self._score(completed)
+
+
+def setup(folders, which: str, ranks: Ranks, *overrides: str) -> tuple[Scoring, PromptTokenizer]:
     changes = [
         f"model.path={folders['policy']}",
         "data.train=d.jsonl",
@@ -82,7 +109,7 @@ def setup(folders, which: str, ranks: Ranks, *overrides: str) -> tuple[ModelRewa
     ]
     config = read_config(None, [*changes, "reward.function=model", f"reward.model.path={folders[which]}"])
     conversations = conversations_of(folders[which], folders["policy"], config.data)
-    return ModelRewards(config, ranks, conversations, ranks_turn=lambda: None), conversations.tokenizer
+    return Scoring(config, ranks), conversations.tokenizer
 
 
 def groups(folders, said="1+1", responses=("2<eos>", "3")) -> list[Group]:
@@ -114,6 +141,7 @@ def test_with_the_same_tokenizer_tokens_are_read_as_they_were_sampled(folders):
     (group,) = score(before)
     assert ranks.read(tokenizer) == ["<user>1+1<assistant>2<eos>", "<user>1+1<assistant>3<eos>"]
     assert group.rewards == [7.0, 7.0]
+    assert [sample.conversation for sample in group.samples] == [None, None]  # so that it can be freed
     assert [sample.reward_components for sample in group.samples] == [{"other": 1.0, "model": 7.0}] * 2
     assert [sample.arrays.response_ids.tolist() for sample in group.samples] == [
         s.arrays.response_ids.tolist() for s in before[0].samples
@@ -183,7 +211,7 @@ def test_a_policy_that_says_nothing_is_scored_too(folders):
     score(groups(folders, responses=("<eos>", "3")))
     assert ranks.read(tokenizer) == ["[user]1+1|[assistant]|", "[user]1+1|[assistant]3|"]
     score, tokenizer = setup(folders, "same", ranks)
-    score._conversations.pad = tokenizer.tokenizer.eos_token_id
+    score.model_input._conversations.pad = tokenizer.tokenizer.eos_token_id
     score(groups(folders, responses=("<eos>", "3")))
     assert ranks.read(tokenizer) == ["<user>1+1<assistant>", "<user>1+1<assistant>3"]
 
@@ -201,7 +229,7 @@ def test_fewer_samples_than_replicas_need(folders, packing):
     score, _ = setup(folders, "same", ranks, "megatron.data_parallel=3", f"train.packing={packing}")
     (group,) = score(groups(folders, responses=("2", "34")))
     assert group.rewards == [7.0, 8.0]
-    assert ranks.stream.num_sequences == 3
+    assert len(ranks.ids) == 3
 
 
 def test_a_score_that_is_no_number_ends_the_run(folders):

@@ -34,7 +34,7 @@ from grpo_megatron.planner.time import Lengths
 from grpo_megatron.planner.traffic import SECONDS_PER_CALL, SECONDS_PER_ROW, StepData, pickled
 from grpo_megatron.rollout.groups import GroupRequest
 from grpo_megatron.rollout.trajectory import Episode, Trajectory
-from grpo_megatron.rollout.worker import SampledGroup, StoredArrays
+from grpo_megatron.rollout.worker import SampledGroup, Stored
 from grpo_megatron.sglang.request import Completion
 from grpo_megatron.trainer.dropped_steps import DroppedSteps
 from grpo_megatron.trainer.mini_batch import make_mini_batches
@@ -113,7 +113,7 @@ class Step:
         group, size = ray.ObjectRef(os.urandom(28)), self.config.rollout.n
         samples = [self.sample(index, prompt, index * size + member) for member in range(size)]
         self.arrays[group] = [sample.arrays for sample in samples]
-        stored = (replace(one, handle=StoredArrays(group, member)) for member, one in enumerate(samples))
+        stored = (replace(one, handle=Stored(group, member)) for member, one in enumerate(samples))
         return SampledGroup(index, tuple(stored), ())
 
     def sample(self, group_id, prompt, trajectory_id):

@@ -1,0 +1,51 @@
+"""Names of the files of a recording, and its header."""
+
+import re
+from pathlib import Path
+
+from grpo_megatron.errors import UserError
+from grpo_megatron.files import json_text, read_object, replace_text
+
+_HEADER = "recording.json"
+_FORMAT = {"format": "grpo_megatron.rollout", "version": 2}
+_ROWS = re.compile(r"step_(\d{1,18})\.json")
+_PART = re.compile(r"step_(\d{1,18})(_worker\d+\.safetensors|\.json)(\.tmp)?")
+
+
+def rows_file(folder: Path, step: int) -> Path:
+    """Return the path of the file with the rows of a step. The step is recorded if this file exists."""
+    return folder / f"step_{step:08d}.json"
+
+
+def arrays_file(folder: Path, step: int, worker: int) -> Path:
+    """Return the path of the file with arrays of a step. worker: index of the rollout worker."""
+    return folder / f"step_{step:08d}_worker{worker}.safetensors"
+
+
+def recorded_steps(folder: Path) -> list[int]:
+    """Return the steps that a recording contains, in order."""
+    return sorted(int(found[1]) for file in folder.iterdir() if (found := _ROWS.fullmatch(file.name)))
+
+
+def remove_steps_after(folder: Path, last: int) -> None:
+    """Remove the steps after step `last`, and files of steps whose recording was interrupted."""
+    for step in recorded_steps(folder):
+        if step > last:
+            rows_file(folder, step).unlink()
+    kept = set(recorded_steps(folder))
+    for file in folder.iterdir():
+        found = _PART.fullmatch(file.name)
+        if found and (found[3] or int(found[1]) not in kept):
+            file.unlink()
+
+
+def has_header(folder: Path) -> bool:
+    """Return True if the folder is a recording that this version can read."""
+    try:
+        return read_object(folder / _HEADER) == _FORMAT
+    except UserError:
+        return False
+
+
+def write_header(folder: Path) -> None:
+    replace_text(folder / _HEADER, json_text(_FORMAT) + "\n")

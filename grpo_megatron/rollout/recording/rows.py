@@ -1,0 +1,42 @@
+"""Rows of a recording: everything about a group except the arrays and texts of its samples, as JSON.
+
+float32 values survive exactly, because they are written as float64, whose shortest decimal form reads back
+the same.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from grpo_megatron.batch.prompt import Prompt
+from grpo_megatron.batch.sample import Group, Sample, WeightSpan
+
+_ELSEWHERE = ("handle", "num_prompt", "num_response", "num_trained", "texts", "conversation")
+
+
+def group_row(group: Group, others: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Convert a group to values that JSON can represent.
+
+    others: for each sample, the entries of its row that describe its arrays and texts.
+    """
+    samples = []
+    for sample, own in zip(group.samples, others, strict=True):
+        row = {name: value for name, value in vars(sample).items() if name not in _ELSEWHERE}
+        row["weight_spans"] = [dict(vars(span)) for span in sample.weight_spans]
+        samples.append(row | own)
+    prompt = {**vars(group.prompt), "ids": group.prompt.ids.tolist()}
+    return {"group_id": group.group_id, "prompt": prompt, "samples": samples, "failed": group.failed}
+
+
+def group_of(row: dict[str, Any], sample_of: Callable[[Prompt, dict[str, Any]], Sample]) -> Group:
+    """Return the group of a row. Raises KeyError, TypeError or ValueError if the row is damaged.
+
+    sample_of: returns a sample. Its arguments are the group's prompt and the sample's row, with WeightSpans.
+    """
+    prompt = Prompt(**{**row["prompt"], "ids": np.array(row["prompt"]["ids"], dtype=np.int32)})
+    samples = []
+    for own in row["samples"]:
+        spans = tuple(WeightSpan(**span) for span in own["weight_spans"])
+        samples.append(sample_of(prompt, {**own, "weight_spans": spans}))
+    return Group(row["group_id"], prompt, tuple(samples), row.get("failed", 0))

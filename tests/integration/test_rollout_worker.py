@@ -1,0 +1,109 @@
+"""A real rollout worker, whose sampler makes samples without engines: where their arrays go."""
+
+import resource
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import ray
+
+from grpo_megatron.batch.arrays import read, reading_forbidden
+from grpo_megatron.batch.prompt import Prompt
+from grpo_megatron.batch.sample import Conversation, Sample
+from grpo_megatron.cluster.hang_detector import HangDetector
+from grpo_megatron.cluster.pool_worker import Place
+from grpo_megatron.cluster.processes import Process
+from grpo_megatron.config.rollout import RolloutConfig
+from grpo_megatron.rollout.manager import RolloutManager
+from grpo_megatron.rollout.recording.record import Recorder
+from grpo_megatron.rollout.recording.replay import Replay
+from grpo_megatron.rollout.worker import RolloutWorker, Stored
+
+MOST_BYTES = 2**20  # that the worker can write to a file
+
+
+class WithoutEngines:
+    """Stands in for the GroupSampler. A prompt's answer is the number of tokens of its responses."""
+
+    async def begin(self, round): ...
+
+    async def end(self): ...
+
+    def close(self): ...
+
+    async def sample(self, request):
+        return tuple(
+            replace(made(request.prompt, member), conversation=Conversation.of(request.prompt.ids + member))
+            for member in range(2)
+        )
+
+
+def made(prompt: Prompt, member: int) -> Sample:
+    count, draw = int(prompt.answer), np.random.default_rng([prompt.uid, member])
+    return Sample.of(
+        group_id=prompt.uid,
+        trajectory_id=2 * prompt.uid + member,
+        prompt_ids=prompt.ids,
+        response_ids=draw.integers(0, 99, count).astype(np.int32),
+        loss_mask=np.ones(count, bool),
+        rollout_logprobs=-draw.random(count).astype(np.float32),
+        finish_reason="stop",
+        routing=draw.integers(0, 64, (len(prompt.ids) + count, 2, 4)).astype(np.int16),
+        reward=float(member),
+    )
+
+
+def build() -> WithoutEngines:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_BYTES, resource.RLIM_INFINITY))
+    return WithoutEngines()
+
+
+@pytest.fixture
+def manager(ray_here, tmp_path):
+    place = Place(Process("worker", f"{tmp_path}/worker.log"), ray.get_runtime_context().get_node_id())
+    worker = RolloutWorker(place, build, HangDetector(str(tmp_path), 600))
+    ray.get(worker.started)
+    ids = iter(range(100))
+    engines = SimpleNamespace(weight_version=0, end_ids=frozenset(), new_client_id=lambda: next(ids))
+    yield RolloutManager(engines, [worker, worker])
+    worker.close()
+
+
+def prompts(tokens: int) -> list[Prompt]:
+    return [Prompt(uid, np.arange(3 + uid, dtype=np.int32), "", str(tokens)) for uid in range(3)]
+
+
+def test_a_worker_writes_its_samples_and_the_driver_reads_none(manager, tmp_path, capsys):
+    recorder = Recorder(str(tmp_path / "r"), manager)
+    with reading_forbidden():
+        groups = manager.generate(prompts(50), RolloutConfig(n=2))
+        recorder.write(1, groups)
+        recorder.write(2, manager.generate(prompts(MOST_BYTES), RolloutConfig(n=2)))
+        assert "step 2 is missing from the recording" in capsys.readouterr().out
+        recorder.write(3, groups[:1])
+    replay = Replay(str(tmp_path / "r"))
+    assert replay.steps == [1, 3]
+    assert len(list((tmp_path / "r").iterdir())) == 5
+    for group, prompt in zip(replay.read(1), prompts(50), strict=True):
+        for member, sample in enumerate(group.samples):
+            expected = made(prompt, member)
+            assert replace(sample, handle=None) == replace(expected, handle=None)
+            for name, array in vars(expected.arrays).items():
+                assert np.array_equal(getattr(sample.arrays, name), array), name
+
+
+def test_what_a_reward_model_reads_is_an_object_of_its_own(manager):
+    """So the ranks that score a sample fetch no more than that."""
+    with reading_forbidden():
+        groups = manager.generate(prompts(50), RolloutConfig(n=2))
+    samples = [sample for group in groups for sample in group.samples]
+    handles = [sample.conversation.handle for sample in samples]
+    assert {type(handle) for handle in handles} == {Stored}
+    assert len({handle.group for handle in handles} | {sample.handle.group for sample in samples}) == 6
+    found = read([sample.conversation.as_sample().handle for sample in samples])
+    for sample, arrays in zip(samples, found, strict=True):
+        ids = np.concatenate([arrays.prompt_ids, arrays.response_ids])
+        expected = np.arange(3 + sample.group_id) + sample.trajectory_id % 2
+        assert np.array_equal(ids, expected)
+        assert sample.conversation.num_tokens == len(expected)
