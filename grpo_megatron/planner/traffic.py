@@ -33,7 +33,7 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.planner.time import Lengths
 from grpo_megatron.rewards.terms import terms_of
 from grpo_megatron.rollout.groups import GroupRequest
-from grpo_megatron.rollout.worker import SampledGroup, Stored
+from grpo_megatron.rollout.worker import SampledGroup, StoredValue
 
 # The driver's CPU seconds, as `python benchmarks/controller.py` measured them on 2026-11-27 in a step of
 # 8,192 sequences on 1,024 ranks (docs/performance.md). The step took 2.62 s, the trainer's part of it 2.25 s.
@@ -137,10 +137,11 @@ class StepData:
             # A chat is sent as text and as messages.
             "driver to rollout workers: texts of prompts": 2 * self._groups * self._prompt * TEXT_BYTES,
             "rollout workers to driver: rows of finished groups": self._groups * pickled([self.answer(0)]),
-            "rollout workers to driver: texts of responses": sequences * self._response * TEXT_BYTES,
+            "rollout workers to driver: texts of shown samples": self._shown() * self._response * TEXT_BYTES,
             "driver to trainer nodes: handles, coefficients": to_replica * sum(map(len, replicas.values())),
             "trainer nodes to driver: sums, metrics": from_replica * self._dp,
             "rollout workers to the store of their node: arrays": stored,
+            "rollout workers to the store of their node: texts": sequences * self._response * TEXT_BYTES,
             "store to other nodes: arrays": sum(received.values()),
             "store to all ranks of its node: arrays": stored * ranks_of_replica,
             "log-probs of old policy and reference: stay on ranks": 0,
@@ -160,15 +161,22 @@ class StepData:
         rows = (self._row(first + member, group) for member in range(self._members))
         return SampledGroup(index, tuple(rows), ())
 
+    def _shown(self) -> float:
+        """Return the number of samples of which the monitor shows the text, on average over steps."""
+        monitor = self._config.monitor
+        groups = min(monitor.sample_groups, self._groups)
+        return groups * self._members / monitor.samples_every if monitor.samples_every else 0.0
+
     def _row(self, index: int, group: _Reference) -> Sample:
-        """Return a sequence in the driver. group: reference to the arrays of its group."""
+        """Return a sequence in the driver. group: reference to the arrays and texts of its group."""
         return Sample(
             index // self._members,
             index,
-            Stored(group, index % self._members),
+            StoredValue(group, 2 * (index % self._members)),
             *(self._prompt, self._response, self._response),
             _own("stop"),
             (WeightSpan(1, 0, self._response),),
+            texts=StoredValue(group, 2 * (index % self._members) + 1),
             reward=1.0,
             reward_components={_own(name): 1.0 for name in self._scores},
         )

@@ -43,7 +43,7 @@ _CLOSE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredValue:
     """Handle of a value in Ray's object store, on the node of the worker that made it.
 
     Each value is an object of its own, because Ray moves whole objects, and the samples of a group may be for
@@ -56,7 +56,7 @@ class Stored:
     """Index in this list."""
 
     @classmethod
-    def get(cls, handles: Sequence["Stored"]) -> list[Any]:
+    def get(cls, handles: Sequence["StoredValue"]) -> list[Any]:
         groups = list(dict.fromkeys(handle.group for handle in handles))
         try:
             members = dict(zip(groups, ray.get(groups), strict=True))
@@ -75,7 +75,7 @@ def _stored(samples: Sequence[Sample]) -> tuple[Sample, ...]:
     given = [sample.conversation for sample in samples if sample.conversation]
     values += values_of([conversation.handle for conversation in given])
     group = ray.put([ray.put(value) for value in values])
-    handles = (Stored(group, index) for index in range(len(values)))
+    handles = (StoredValue(group, index) for index in range(len(values)))
     stored = [replace(sample, handle=next(handles), texts=next(handles)) for sample in samples]
     return tuple(
         replace(sample, conversation=replace(sample.conversation, handle=next(handles)))

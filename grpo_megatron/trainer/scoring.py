@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from grpo_megatron.batch.sample import Group, Sample
+from grpo_megatron.batch.sample import Conversation, Group, Sample
 from grpo_megatron.config.reward import MODEL
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError

@@ -8,7 +8,7 @@ import pytest
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.planner.time import Lengths
 from grpo_megatron.planner.traffic import StepData, pickled
-from grpo_megatron.rollout.worker import Stored
+from grpo_megatron.rollout.worker import StoredValue
 from tools.plan_recipes import recipe
 
 pytestmark = pytest.mark.slow
@@ -21,7 +21,7 @@ def test_ray_sends_a_row_with_the_planned_bytes(ray_here):
     config = replace(config, rollout=replace(config.rollout, n=1))
     planned = StepData(config, read_architecture(config.model.path), Lengths.given(config)).answer(0)
     (row,) = planned.samples
-    handle = Stored(ray.put([ray.put(np.zeros(1_000_000, np.int8))]), 0)
+    handle = StoredValue(ray.put([ray.put(np.zeros(1_000_000, np.int8))]), 0)
     real = replace(planned, samples=(replace(row, handle=handle),))
     context = ray._private.worker.global_worker.get_serialization_context()
     assert context.serialize([real]).total_bytes == pytest.approx(pickled([planned]), rel=0.05)

@@ -18,7 +18,7 @@ from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.recording.record import Recorder
 from grpo_megatron.rollout.recording.replay import Replay
-from grpo_megatron.rollout.worker import RolloutWorker, Stored
+from grpo_megatron.rollout.worker import RolloutWorker, StoredValue
 
 MOST_BYTES = 2**20  # that the worker can write to a file
 
@@ -99,7 +99,7 @@ def test_what_a_reward_model_reads_is_an_object_of_its_own(manager):
         groups = manager.generate(prompts(50), RolloutConfig(n=2))
     samples = [sample for group in groups for sample in group.samples]
     handles = [sample.conversation.handle for sample in samples]
-    assert {type(handle) for handle in handles} == {Stored}
+    assert {type(handle) for handle in handles} == {StoredValue}
     assert len({handle.group for handle in handles} | {sample.handle.group for sample in samples}) == 6
     found = read([sample.conversation.as_sample().handle for sample in samples])
     for sample, arrays in zip(samples, found, strict=True):

@@ -34,7 +34,7 @@ from grpo_megatron.planner.time import Lengths
 from grpo_megatron.planner.traffic import SECONDS_PER_CALL, SECONDS_PER_ROW, StepData, pickled
 from grpo_megatron.rollout.groups import GroupRequest
 from grpo_megatron.rollout.trajectory import Episode, Trajectory
-from grpo_megatron.rollout.worker import SampledGroup, Stored
+from grpo_megatron.rollout.worker import SampledGroup, StoredValue
 from grpo_megatron.sglang.request import Completion
 from grpo_megatron.trainer.dropped_steps import DroppedSteps
 from grpo_megatron.trainer.mini_batch import make_mini_batches
@@ -113,7 +113,10 @@ class Step:
         group, size = ray.ObjectRef(os.urandom(28)), self.config.rollout.n
         samples = [self.sample(index, prompt, index * size + member) for member in range(size)]
         self.arrays[group] = [sample.arrays for sample in samples]
-        stored = (replace(one, handle=Stored(group, member)) for member, one in enumerate(samples))
+        stored = (
+            replace(one, handle=StoredValue(group, 2 * member), texts=StoredValue(group, 2 * member + 1))
+            for member, one in enumerate(samples)
+        )
         return SampledGroup(index, tuple(stored), ())
 
     def sample(self, group_id, prompt, trajectory_id):
@@ -155,7 +158,7 @@ class Step:
         return {key: self.measured(list(itertools.chain(*parts))) for key, parts in samples.items()}
 
     def measured(self, samples):
-        found = (self.arrays[sample.handle.group][sample.handle.index] for sample in samples)
+        found = (self.arrays[sample.handle.group][sample.handle.index // 2] for sample in samples)
         own = [replace(sample, handle=Here(arrays)) for sample, arrays in zip(samples, found, strict=True)]
         batch = TrainBatch.from_samples(own)
         sums = concatenated([SequenceSums.of(batch.cu_seqlens, batch.loss_mask, batch.loss_mask)])
@@ -213,6 +216,8 @@ def test_twice_the_sequences_are_twice_the_bytes():
         links(f"data.train_batch_size={groups}", f"train.ppo_mini_batch_size={groups}")
         for groups in (1024, 2048)
     )
+    shown = "rollout workers to driver: texts of shown samples"
+    assert large.pop(shown) == small.pop(shown) > 0
     assert large == {link: pytest.approx(2 * size, rel=0.02) for link, size in small.items()}
 
 

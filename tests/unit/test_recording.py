@@ -315,18 +315,22 @@ def test_old_recordings_that_cannot_be_used(tmp_path):
 
 def test_a_recording_is_printed_as_json(tmp_path, capsys):
     """Any recording is printed as an earlier version would have written it."""
-    lines = OLD.read_text().splitlines()[1:]
+
+    def steps(text: str) -> list[dict]:
+        return [json.loads(line) for line in text.splitlines()]
+
+    old = steps(OLD.read_text())[1:]
     recorder = recorder_of(tmp_path / "r")
     for step in (1, 3):
         recorder.write(step, Replay(str(OLD)).read(step))
     for which in (OLD, tmp_path / "r"):
         capsys.readouterr()
         assert main(["recording", str(which)]) == 0
-        assert capsys.readouterr().out.splitlines() == lines
+        assert steps(capsys.readouterr().out) == old
         assert main(["recording", str(which), "--step", "3"]) == 0
-        assert capsys.readouterr().out.splitlines() == lines[1:]
+        assert steps(capsys.readouterr().out) == old[1:]
         assert main(["recording", str(which), "--step", "2"]) == 2
         assert "contains 2 steps, but not step 2" in capsys.readouterr().err
     assert main(["recording", "README.md"]) == 2
     assert "README.md is not a recording" in capsys.readouterr().err
-    assert json.loads(lines[0])["step"] == 1
+    assert old[0]["step"] == 1
