@@ -4,6 +4,9 @@ from unittest.mock import patch
 
 import pytest
 
+# Its patches must be installed before a module of this package imports Megatron, whatever is collected first.
+# Not in __init__.py, which SGLang's processes import with the functions that tests call there.
+import grpo_megatron.megatron  # noqa: F401
 from tests.ranks import rank_pool
 
 SLOTS = 16
