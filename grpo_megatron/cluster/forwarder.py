@@ -71,7 +71,7 @@ class Forwarder:
         timeout: seconds after which the forwarder answers even if ranks have not finished.
         """
         own = {rank: arguments[rank] for rank in self._ranks}
-        return ForwardedCall(self._actor.call.remote(method, own, timeout), self._process, self._ranks)
+        return ForwardedCall(self._actor.call.remote(method, own, timeout), self._process)
 
     def close(self) -> None:
         """Kill the process, without waiting."""

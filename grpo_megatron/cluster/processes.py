@@ -76,12 +76,10 @@ class ForwardedCall(NamedTuple):
 
     answer: Ray's reference to the ForwardedAnswer
     forwarder: name and log of the forwarder's process
-    indices: indices of the processes that are called
     """
 
     answer: ray.ObjectRef
     forwarder: Process
-    indices: tuple[int, ...]
 
 
 class ForwardedAnswer(NamedTuple):
@@ -127,7 +125,7 @@ def gather(
     while calls.pending:
         ready = calls.ready(None if deadline is None else deadline - time.monotonic() + calls.patience)
         if not ready:
-            names = ", ".join(processes[index].name for index in calls.unfinished())
+            names = ", ".join(calls.process(asked).name for asked in calls.pending.values())
             raise ProcessLost(f"{names} did not finish `{call}` within {timeout:.0f} s")
         for reference in ready:
             try:
@@ -145,8 +143,8 @@ def gather(
 class _Calls:
     """The calls of one `gather`.
 
-    pending: {Ray's reference: what it refers to} of the answers that have not been taken: the index of the
-        process that gives the answer, or the ForwardedCall
+    pending: {Ray's reference to an answer: index of the process, or the ForwardedCall} of all answers that
+        have not been taken
     results: {process index: result} of the answers that have been taken
     """
 
@@ -163,6 +161,10 @@ class _Calls:
         }
         self.results: dict[int, Any] = {}
         self._processes, self._call = processes, call
+
+    def process(self, asked: int | ForwardedCall) -> Process:
+        """Return the process that gives a pending answer. asked: a value of `pending`."""
+        return asked.forwarder if isinstance(asked, ForwardedCall) else self._processes[asked]
 
     @property
     def patience(self) -> float:
@@ -186,19 +188,12 @@ class _Calls:
         pending, as if its processes had been called directly.
         """
         asked = self.pending.pop(reference)
-        answer = fetch(reference, self._process(asked), self._call)
+        answer = fetch(reference, self.process(asked), self._call)
         if isinstance(asked, ForwardedCall):
             self.results |= answer.results
             self.pending |= {other: index for index, other in answer.others.items()}
         else:
             self.results[asked] = answer
-
-    def unfinished(self) -> list[int]:
-        """Return the sorted indices of the processes whose answers have not been taken."""
-        asked = self.pending.values()
-        return sorted(
-            index for one in asked for index in (one.indices if isinstance(one, ForwardedCall) else (one,))
-        )
 
     def raise_if_one_died(self) -> None:
         """Wait some seconds for the news that a process has died. Raises ProcessDied if one has.
@@ -208,16 +203,13 @@ class _Calls:
         deadline = time.monotonic() + _GRACE_SECONDS
         while self.pending and (left := deadline - time.monotonic()) > 0:
             for reference in self.ready(left):
-                name = self._process(self.pending[reference]).name
+                name = self.process(self.pending[reference]).name
                 try:
                     self.take(reference)
                 except ProcessDied:
                     raise
                 except Exception:
                     logger.debug("also failed: %s", name, exc_info=True)
-
-    def _process(self, asked: int | ForwardedCall) -> Process:
-        return asked.forwarder if isinstance(asked, ForwardedCall) else self._processes[asked]
 
 
 def fetch(reference: ray.ObjectRef, process: Process, call: str) -> Any:
