@@ -82,6 +82,17 @@ class ForwardedCall(NamedTuple):
     forwarder: Process
 
 
+class Calls(NamedTuple):
+    """The same call to several processes, in progress. `gather` waits for the results.
+
+    references: {process index: Ray's reference to the result} of processes that were called directly
+    forwarded: the calls to all other processes
+    """
+
+    references: dict[int, ray.ObjectRef]
+    forwarded: Sequence[ForwardedCall] = ()
+
+
 class ForwardedAnswer(NamedTuple):
     """The answer of a forwarder to a call.
 
@@ -120,7 +131,7 @@ def gather(
     - UserError if the remote code raised a UserError.
     - RuntimeError if the remote code raised another error.
     """
-    calls = _Calls(references, forwarded, processes, call)
+    calls = _Pending(references, forwarded, processes, call)
     deadline = None if timeout is None else time.monotonic() + timeout
     while calls.pending:
         ready = calls.ready(None if deadline is None else deadline - time.monotonic() + calls.patience)
@@ -140,7 +151,7 @@ def gather(
     return dict(sorted(calls.results.items()))
 
 
-class _Calls:
+class _Pending:
     """The calls of one `gather`.
 
     pending: {Ray's reference to an answer: index of the process, or the ForwardedCall} of all answers that

@@ -16,7 +16,7 @@ from grpo_megatron.cluster.forwarder import Forwarder
 from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.heartbeat import Heartbeat
 from grpo_megatron.cluster.memory import occupied
-from grpo_megatron.cluster.processes import Process, gather, redirect_output
+from grpo_megatron.cluster.processes import Calls, Process, gather, redirect_output
 from grpo_megatron.cluster.store import StoreAddress, StoreServer
 
 # Function that is called in each process with the rank, the store by which the ranks find each other, and the
@@ -149,17 +149,13 @@ class WorkerGroup:
         self.close()
         self.start()
 
-    def submit(self, method: str, *arguments) -> list[ray.ObjectRef]:
+    def submit(self, method: str, *arguments) -> Calls:
         """Call `method` on every rank with the same arguments, without waiting for the results.
-
-        The ranks are called directly, because the caller needs a reference for each.
 
         method: name of a method of the object that `build` made, such as `close`, or of an attribute of this
             object, such as `passes.scores`.
-
-        Returns Ray's references to the results, in rank order.
         """
-        return [worker.call.remote(method, *arguments) for worker in self._workers]
+        return self._submit("call", [(method, *arguments)] * len(self.processes), self._timeout)
 
     def call(
         self, method: str, arguments: list[tuple] | None = None, timeout: float | None = None
@@ -190,22 +186,28 @@ class WorkerGroup:
     def _on_all(
         self, method: str, arguments: list[tuple], call: str, timeout: float | None = None
     ) -> list[Any]:
-        """Call a method of the ranks' actors, through the forwarders of nodes that have one.
+        """Call a method of the ranks' actors, wait, and return all results in rank order.
 
-        Wait, and return all results in rank order.
-
-        method: name of a method of _Worker.
-        arguments: a tuple of positional arguments for each rank.
         call: name of the call, for messages.
         timeout: seconds to wait for all ranks. If None, the group's timeout holds.
         """
         timeout = self._timeout if timeout is None else timeout
-        forwarded = [forwarder.call(method, arguments, timeout) for forwarder in self._forwarders]
+        calls = self._submit(method, arguments, timeout)
+        return list(gather(calls.references, self.processes, call, timeout, calls.forwarded).values())
+
+    def _submit(self, method: str, arguments: list[tuple], timeout: float) -> Calls:
+        """Call a method of the ranks' actors, through the forwarders of nodes that have one.
+
+        method: name of a method of _Worker.
+        arguments: a tuple of positional arguments for each rank.
+        timeout: seconds after which forwarders answer even if ranks have not finished.
+        """
         direct = {
             rank: getattr(self._workers[rank], method).remote(*arguments[rank])
             for rank in self._called_directly
         }
-        return list(gather(direct, self.processes, call, timeout, forwarded).values())
+        forwarded = [forwarder.call(method, arguments, timeout) for forwarder in self._forwarders]
+        return Calls(direct, forwarded)
 
     def close(self) -> None:
         """Kill all processes, without waiting."""
