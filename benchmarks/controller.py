@@ -1,13 +1,13 @@
 """Measure what a step costs the driver of a large run: CPU time, memory, and the bytes that it moves.
 
-    python benchmarks/controller.py [--sequences N] [--tokens N] [--replicas N] [--mini-batches N]
-        [--steps N]
+    python benchmarks/controller.py [--sequences N] [--tokens N] [--replicas N] [--ranks-of-node N]
+        [--mini-batches N] [--steps N]
 
-The controller, rollout manager, rollout worker, trainer, monitor and ledger are the real ones. The
-ranks are not: a few processes answer at once for all of them, with as many Ray calls as there are ranks,
-which is 32 for each replica. The worker makes the samples without engines, so its answers come at once. All
-sequences have the given number of tokens, 256 of them in the prompt. Then all is done again with a quarter of
-the tokens.
+The controller, rollout manager, rollout worker, trainer, monitor and ledger are the real ones. So is the
+driver's part of a call to the 32 ranks of each replica, which takes one Ray call for each node, to its
+forwarder. Forwarders and ranks are not real: a few processes answer at once for all of them. The worker makes
+the samples without engines, so its answers come at once. All sequences have the given number of tokens, 256
+of them in the prompt. Then all is done again with a quarter of the tokens.
 
 The figures are CPU seconds of the driver's process, medians of the steps after the first. Prints a table and,
 as its last line, one JSON object:
@@ -42,10 +42,12 @@ from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.schedule import CostModel
 from grpo_megatron.batch.sums import SequenceSums
+from grpo_megatron.cluster.forwarder import Forwarder
 from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.pool_worker import Place
-from grpo_megatron.cluster.processes import Process, gather
+from grpo_megatron.cluster.processes import ForwardedAnswer, Process
 from grpo_megatron.cluster.ray_connection import connect
+from grpo_megatron.cluster.worker_group import WorkerGroup
 from grpo_megatron.config.load import read_config
 from grpo_megatron.config.schema import Config
 from grpo_megatron.controller import Controller
@@ -69,7 +71,7 @@ from grpo_megatron.trainer.step import StepTrainer
 # Other processes import the classes of this file under this name, not as __main__.
 MODULE = "benchmarks.controller"
 GROUP, PROMPT, RANKS_OF_REPLICA = 8, 256, 32
-# Number of processes that answer for the ranks.
+# Number of processes that answer for the forwarders.
 PROCESSES = 2
 
 
@@ -115,12 +117,17 @@ class SamplerOf:
 
 @ray.remote
 class Answers:
-    """Answers the calls of many ranks at once."""
+    """Answers the calls of many forwarders at once."""
 
-    def call(self, reports: bool, method: str, arguments: tuple):
-        """Answer as a rank would. reports: True if the rank reports for its replica."""
-        if not reports:
-            return None
+    def call(self, method: str, arguments: dict[int, tuple], timeout: float) -> ForwardedAnswer:
+        """Answer as a forwarder does, which has the same parameters. One rank of each replica reports."""
+        results = {
+            rank: None if rank % RANKS_OF_REPLICA else self._answer(*own) for rank, own in arguments.items()
+        }
+        return ForwardedAnswer(results, others={})
+
+    def _answer(self, method: str, reference: ray.ObjectRef):
+        arguments = ray.get(reference)
         if method == "mini_batches.measure":
             return {
                 key: self._measured([sample for part in parts for sample in part])
@@ -146,30 +153,36 @@ class Traffic:
             self.bytes += len(pickle.dumps(value))
 
 
-class Group:
-    """Stands in for the WorkerGroup of all ranks, for which a few processes answer."""
+class Node(Forwarder):
+    """The forwarder of one node, for which another process answers."""
 
-    def __init__(self, replicas: int):
-        self._actors = [Answers.remote() for _ in range(PROCESSES)]
+    def __init__(self, ranks: range, actor: ray.actor.ActorHandle):
+        self._process, self._ranks = Process(f"forwarder of rank {ranks[0]}", ""), tuple(ranks)
+        self._actor = actor
+
+
+class Group(WorkerGroup):
+    """The group of all ranks, without the processes of ranks and forwarders."""
+
+    def __init__(self, replicas: int, ranks_of_node: int):
+        actors, numbers = [Answers.remote() for _ in range(PROCESSES)], range(replicas * RANKS_OF_REPLICA)
         self.ranks = [
             SimpleNamespace(dp_rank=rank // RANKS_OF_REPLICA, reports=rank % RANKS_OF_REPLICA == 0)
-            for rank in range(replicas * RANKS_OF_REPLICA)
+            for rank in numbers
         ]
-        self._processes = [Process(f"rank {rank}", "") for rank in range(len(self.ranks))]
-
-    def call_shared(self, method: str, arguments: list[ray.ObjectRef]) -> list:
-        calls = {
-            number: self._actors[number % PROCESSES].call.remote(rank.reports, method, own)
-            for number, (rank, own) in enumerate(zip(self.ranks, arguments, strict=True))
-        }
-        return list(gather(calls, self._processes, method).values())
+        self.processes = [Process(f"rank {rank}", "") for rank in numbers]
+        self._forwarders = [
+            Node(numbers[first : first + ranks_of_node], actors[index % PROCESSES])
+            for index, first in enumerate(numbers[::ranks_of_node])
+        ]
+        self._called_directly, self._timeout = [], 600.0
 
 
 class Ranks(RankGroup):
     """The ranks, with a count of what they are sent and return."""
 
-    def __init__(self, replicas: int, traffic: Traffic):
-        self._replicas, self._traffic, self.group = replicas, traffic, Group(replicas)
+    def __init__(self, replicas: int, ranks_of_node: int, traffic: Traffic):
+        self._replicas, self._traffic, self.group = replicas, traffic, Group(replicas, ranks_of_node)
         self._parks = self._takes_turns = self._asleep = False
 
     def call(self, method: str, args_of_replica: list[tuple]) -> list:
@@ -276,7 +289,8 @@ def steps(options: argparse.Namespace, tokens: int, folder: str) -> dict[str, fl
     with StatusFile(f"{folder}/{tokens}", "run", options.steps) as status:
         throughput = Throughput(CostModel(), options.replicas * RANKS_OF_REPLICA, engine_devices=1)
         monitor = Monitor(f"{folder}/{tokens}", config, status, throughput=throughput)
-        trainer = StepTrainer(Trainer(config, Ranks(options.replicas, traffic)), config, monitor.phases)
+        ranks = Ranks(options.replicas, options.ranks_of_node, traffic)
+        trainer = StepTrainer(Trainer(config, ranks), config, monitor.phases)
         algorithm = Algorithm(config)
         source = EngineRollouts(RolloutManager(engines, [worker]), config)
         loop, ledger = StepLoop(config, SimpleNamespace(), monitor), Ledger(f"{folder}/{tokens}")
@@ -308,6 +322,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8192, help="sequences of a step")
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of each sequence")
     parser.add_argument("--replicas", type=int, default=32, help="data-parallel replicas, of 32 ranks each")
+    parser.add_argument("--ranks-of-node", type=int, default=8, help="ranks on each node")
     parser.add_argument("--mini-batches", type=int, default=1, help="mini-batches of a step")
     parser.add_argument("--steps", type=int, default=3, help="timed steps")
     options = parser.parse_args()

@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import ray
@@ -17,6 +18,8 @@ from grpo_megatron.errors import ProcessLost, UserError
 logger = logging.getLogger(__name__)
 # How long to wait after a failure for the news that another process died, which is then the cause.
 _GRACE_SECONDS = 5.0
+# How long after its time limit a forwarder may take to tell which of its processes have not finished.
+_FORWARDER_SECONDS = 5.0
 
 
 class ProcessDied(ProcessLost):
@@ -68,10 +71,48 @@ def use_folder(folder: str) -> None:
         sys.path.insert(0, "")
 
 
+class ForwardedCall(NamedTuple):
+    """A call to several processes that a forwarder (cluster.forwarder) passes on to them.
+
+    answer: Ray's reference to the ForwardedAnswer
+    forwarder: name and log of the forwarder's process
+    """
+
+    answer: ray.ObjectRef
+    forwarder: Process
+
+
+class Calls(NamedTuple):
+    """The same call to several processes, in progress. `gather` waits for the results.
+
+    references: {process index: Ray's reference to the result} of processes that were called directly
+    forwarded: the calls to all other processes
+    """
+
+    references: dict[int, ray.ObjectRef]
+    forwarded: Sequence[ForwardedCall] = ()
+
+
+class ForwardedAnswer(NamedTuple):
+    """The answer of a forwarder to a call.
+
+    results: {process index: result} of processes that have finished the call
+    others: {process index: Ray's reference to the result} of all other processes. It is empty unless one of
+        them has failed, or the time limit has passed. Some of these calls may still be in progress.
+    """
+
+    results: dict[int, Any]
+    others: dict[int, ray.ObjectRef]
+
+
 def gather(
-    references: dict[int, ray.ObjectRef], processes: list[Process], call: str, timeout: float | None = None
-) -> dict:
-    """Wait for the same call to many processes, and return {process index: result}.
+    references: dict[int, ray.ObjectRef],
+    processes: list[Process],
+    call: str,
+    timeout: float | None = None,
+    forwarded: Sequence[ForwardedCall] = (),
+) -> dict[int, Any]:
+    """Wait for the same call to many processes, and return {process index: result}, sorted by index.
 
     An error is raised as soon as one process fails. ray.get(list) would first wait for all processes, which
     could take forever, because they may wait in a collective for a dead one.
@@ -80,53 +121,106 @@ def gather(
     processes: name and log of each process, by process index.
     call: name of the method that was called, for messages.
     timeout: seconds; None: no limit.
+    forwarded: the same call to further processes, through forwarders that have the same time limit.
 
     Raises:
 
     - ProcessLost if a process has not answered after `timeout`.
-    - ProcessDied if a process has died. If another process failed first, because it waited for the dead
-      process, the death is still the error that is raised.
+    - ProcessDied if a process or a forwarder has died. If another process failed first, because it waited for
+      the dead process, the death is still the error that is raised.
     - UserError if the remote code raised a UserError.
     - RuntimeError if the remote code raised another error.
     """
-    index_of = {reference: index for index, reference in references.items()}
-    pending, results = list(index_of), {}
+    calls = _Pending(references, forwarded, processes, call)
     deadline = None if timeout is None else time.monotonic() + timeout
-    while pending:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready, pending = ray.wait(pending, num_returns=1, timeout=left)
+    while calls.pending:
+        ready = calls.ready(None if deadline is None else deadline - time.monotonic() + calls.patience)
         if not ready:
-            names = ", ".join(processes[index_of[reference]].name for reference in pending)
+            names = ", ".join(calls.process(asked).name for asked in calls.pending.values())
             raise ProcessLost(f"{names} did not finish `{call}` within {timeout:.0f} s")
-        # Take all answers that are ready by now. With one answer at a time, ray.wait would look at up to
-        # 1,000 remaining references 1,000 times.
-        more, pending = ray.wait(pending, num_returns=len(pending), timeout=0) if pending else ([], [])
-        for reference in (*ready, *more):
-            index = index_of[reference]
+        for reference in ready:
             try:
-                results[index] = fetch(reference, processes[index], call)
+                calls.take(reference)
             except ProcessDied:
                 raise
             except Exception:
                 # A process whose partner died in a collective or in a weight sync often fails before the
                 # death is known.
-                others = [one for one in index_of if one != reference and index_of[one] not in results]
-                _raise_if_one_died(others, index_of, processes, call)
+                calls.raise_if_one_died()
                 raise
-    return {index: results[index] for index in references}
+    return dict(sorted(calls.results.items()))
 
 
-def _raise_if_one_died(pending: list, index_of: dict, processes: list[Process], call: str) -> None:
-    deadline = time.monotonic() + _GRACE_SECONDS
-    while pending and time.monotonic() < deadline:
-        ready, pending = ray.wait(pending, num_returns=1, timeout=deadline - time.monotonic())
-        for reference in ready:
-            try:
-                fetch(reference, processes[index_of[reference]], call)
-            except ProcessDied:
-                raise
-            except Exception:
-                logger.debug("also failed: %s", processes[index_of[reference]].name, exc_info=True)
+class _Pending:
+    """The calls of one `gather`.
+
+    pending: {Ray's reference to an answer: index of the process, or the ForwardedCall} of all answers that
+        have not been taken
+    results: {process index: result} of the answers that have been taken
+    """
+
+    def __init__(
+        self,
+        references: dict[int, ray.ObjectRef],
+        forwarded: Sequence[ForwardedCall],
+        processes: list[Process],
+        call: str,
+    ):
+        self.pending: dict[ray.ObjectRef, int | ForwardedCall] = {
+            **{reference: index for index, reference in references.items()},
+            **{one.answer: one for one in forwarded},
+        }
+        self.results: dict[int, Any] = {}
+        self._processes, self._call = processes, call
+
+    def process(self, asked: int | ForwardedCall) -> Process:
+        """Return the process that gives a pending answer. asked: a value of `pending`."""
+        return asked.forwarder if isinstance(asked, ForwardedCall) else self._processes[asked]
+
+    @property
+    def patience(self) -> float:
+        """Seconds after the time limit in which forwarders still tell which processes have not finished."""
+        awaits_forwarder = any(isinstance(asked, ForwardedCall) for asked in self.pending.values())
+        return _FORWARDER_SECONDS if awaits_forwarder else 0.0
+
+    def ready(self, seconds: float | None) -> list[ray.ObjectRef]:
+        """Wait up to `seconds` for an answer, and return the references of all answers that have arrived."""
+        timeout = None if seconds is None else max(0.0, seconds)
+        first, rest = ray.wait(list(self.pending), num_returns=1, timeout=timeout)
+        # Take all answers that are ready by now. With one answer at a time, ray.wait would look at up to
+        # 1,000 remaining references 1,000 times.
+        more = ray.wait(rest, num_returns=len(rest), timeout=0)[0] if first and rest else []
+        return [*first, *more]
+
+    def take(self, reference: ray.ObjectRef) -> None:
+        """Fetch an answer that has arrived. Raises the errors of `fetch`.
+
+        If a process of a forwarder has failed or not finished, the remaining calls of the forwarder become
+        pending, as if its processes had been called directly.
+        """
+        asked = self.pending.pop(reference)
+        answer = fetch(reference, self.process(asked), self._call)
+        if isinstance(asked, ForwardedCall):
+            self.results |= answer.results
+            self.pending |= {other: index for index, other in answer.others.items()}
+        else:
+            self.results[asked] = answer
+
+    def raise_if_one_died(self) -> None:
+        """Wait some seconds for the news that a process has died. Raises ProcessDied if one has.
+
+        Other errors are only logged.
+        """
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while self.pending and (left := deadline - time.monotonic()) > 0:
+            for reference in self.ready(left):
+                name = self.process(self.pending[reference]).name
+                try:
+                    self.take(reference)
+                except ProcessDied:
+                    raise
+                except Exception:
+                    logger.debug("also failed: %s", name, exc_info=True)
 
 
 def fetch(reference: ray.ObjectRef, process: Process, call: str) -> Any:

@@ -5,21 +5,26 @@ process builds one object, and calls go to the methods of this object or of its 
 """
 
 import gc
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
 import ray
 
+from grpo_megatron.cluster.forwarder import Forwarder
 from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.heartbeat import Heartbeat
 from grpo_megatron.cluster.memory import occupied
-from grpo_megatron.cluster.processes import Process, gather, redirect_output
+from grpo_megatron.cluster.processes import Calls, Process, gather, redirect_output
 from grpo_megatron.cluster.store import StoreAddress, StoreServer
 
 # Function that is called in each process with the rank, the store by which the ranks find each other, and the
 # Heartbeat. It returns the object that calls go to, and a value that the group keeps for this rank.
 Build = Callable[[int, StoreAddress, Heartbeat], tuple[Any, Any]]
+# Number of ranks from which a group has forwarders. In a smaller group the driver calls every rank itself,
+# which is quicker and needs fewer processes.
+FORWARDED_FROM = 64
 
 
 @ray.remote
@@ -76,6 +81,7 @@ class WorkerGroup:
         self,
         name: str,
         options: list[dict],
+        nodes: Sequence[str],
         log_dir: str,
         build: Build,
         timeout: float,
@@ -85,6 +91,7 @@ class WorkerGroup:
 
         name: name of one process in messages, such as `trainer rank`
         options: Ray's actor options of each rank's process, which bind it to a device
+        nodes: id of the Ray node of each rank's process
         log_dir: folder of the processes' logs
         build: called in every process. Returns the object that calls go to, and a value for `ranks`.
         timeout: time limit of each call in seconds
@@ -94,13 +101,11 @@ class WorkerGroup:
         self.processes = [
             Process(f"{name} {rank} of {size}", f"{log_dir}/rank{rank}.log") for rank in range(size)
         ]
-        self._options, self._build, self._timeout, self._hang_detector = (
-            options,
-            build,
-            timeout,
-            hang_detector,
-        )
+        self._options, self._nodes, self._log_dir = options, nodes, log_dir
+        self._name, self._build, self._timeout, self._hang_detector = name, build, timeout, hang_detector
         self._workers: list = []
+        self._forwarders: list[Forwarder] = []
+        self._called_directly: list[int] = []  # the ranks without forwarder
         self.ranks: list[Any] = []
         self.start()
 
@@ -112,30 +117,45 @@ class WorkerGroup:
             for options, process in zip(self._options, self.processes, strict=True):
                 self._workers.append(_Worker.options(**options).remote(process.log))
                 self._hang_detector.add(process, self._workers[-1])
-            store = self._gather({0: self._workers[0].serve_store.remote(self._timeout)}, "start")[0]
-            started = {
-                rank: worker.build.remote(self._build, rank, store)
-                for rank, worker in enumerate(self._workers)
-            }
-            self.ranks = list(self._gather(started, "start").values())
+            self._start_forwarders()
+            served = {0: self._workers[0].serve_store.remote(self._timeout)}
+            store = gather(served, self.processes, "start", self._timeout)[0]
+            build = ray.put(self._build)
+            self.ranks = self._on_all(
+                "build", [(build, rank, store) for rank in range(len(self._workers))], "start"
+            )
         except BaseException:
             self.close()  # the caller has no handle to end the processes
             raise
+
+    def _start_forwarders(self) -> None:
+        """Start a forwarder on each node that has several ranks, if the group is large."""
+        of_nodes = defaultdict(list)
+        for rank, node in enumerate(self._nodes):
+            of_nodes[node].append(rank)
+        is_large = len(self._nodes) >= FORWARDED_FROM
+        forwarded = {node: ranks for node, ranks in of_nodes.items() if is_large and len(ranks) > 1}
+        for number, (node, ranks) in enumerate(forwarded.items()):
+            process = Process(
+                f"forwarder of {self._name} {ranks[0]} and {len(ranks) - 1} more",
+                f"{self._log_dir}/forwarder{number}.log",
+            )
+            workers = {rank: self._workers[rank] for rank in ranks}
+            self._forwarders.append(Forwarder(process, node, workers))
+        self._called_directly = [rank for rank, node in enumerate(self._nodes) if node not in forwarded]
 
     def restart(self) -> None:
         """Kill the remaining processes and start all of them anew. The state of the objects is lost."""
         self.close()
         self.start()
 
-    def submit(self, method: str, *arguments) -> list[ray.ObjectRef]:
+    def submit(self, method: str, *arguments) -> Calls:
         """Call `method` on every rank with the same arguments, without waiting for the results.
 
         method: name of a method of the object that `build` made, such as `close`, or of an attribute of this
             object, such as `passes.scores`.
-
-        Returns Ray's references to the results, in rank order.
         """
-        return [worker.call.remote(method, *arguments) for worker in self._workers]
+        return self._submit("call", [(method, *arguments)] * len(self.processes), self._timeout)
 
     def call(
         self, method: str, arguments: list[tuple] | None = None, timeout: float | None = None
@@ -147,10 +167,8 @@ class WorkerGroup:
         arguments: a tuple of positional arguments for each rank. If None, the method gets no arguments.
         timeout: seconds to wait for all ranks. If None, the group's timeout holds.
         """
-        arguments = [()] * len(self._workers) if arguments is None else arguments
-        pairs = enumerate(zip(self._workers, arguments, strict=True))
-        calls = {rank: worker.call.remote(method, *own) for rank, (worker, own) in pairs}
-        return list(self._gather(calls, method, timeout).values())
+        arguments = [()] * len(self.processes) if arguments is None else arguments
+        return self._on_all("call", [(method, *own) for own in arguments], method, timeout)
 
     def call_shared(self, method: str, arguments: list[ray.ObjectRef]) -> list[Any]:
         """Call `method` on every rank as `call` does, with arguments that ranks share.
@@ -159,26 +177,43 @@ class WorkerGroup:
 
         arguments: for each rank, Ray's reference to a tuple of positional arguments.
         """
-        pairs = enumerate(zip(self._workers, arguments, strict=True))
-        calls = {rank: worker.call_shared.remote(method, own) for rank, (worker, own) in pairs}
-        return list(self._gather(calls, method).values())
+        return self._on_all("call_shared", [(method, own) for own in arguments], method)
 
     def occupied(self) -> list[int]:
         """Return how many bytes each rank has reserved on its GPU, or uses on a host without GPU."""
-        return list(
-            self._gather(
-                {rank: worker.occupied.remote() for rank, worker in enumerate(self._workers)}, "occupied"
-            ).values()
-        )
+        return self._on_all("occupied", [()] * len(self.processes), "occupied")
 
-    def _gather(
-        self, references: dict[int, ray.ObjectRef], call: str, timeout: float | None = None
-    ) -> dict[int, Any]:
-        return gather(references, self.processes, call, self._timeout if timeout is None else timeout)
+    def _on_all(
+        self, method: str, arguments: list[tuple], call: str, timeout: float | None = None
+    ) -> list[Any]:
+        """Call a method of the ranks' actors, wait, and return all results in rank order.
+
+        call: name of the call, for messages.
+        timeout: seconds to wait for all ranks. If None, the group's timeout holds.
+        """
+        timeout = self._timeout if timeout is None else timeout
+        calls = self._submit(method, arguments, timeout)
+        return list(gather(calls.references, self.processes, call, timeout, calls.forwarded).values())
+
+    def _submit(self, method: str, arguments: list[tuple], timeout: float) -> Calls:
+        """Call a method of the ranks' actors, through the forwarders of nodes that have one.
+
+        method: name of a method of _Worker.
+        arguments: a tuple of positional arguments for each rank.
+        timeout: seconds after which forwarders answer even if ranks have not finished.
+        """
+        direct = {
+            rank: getattr(self._workers[rank], method).remote(*arguments[rank])
+            for rank in self._called_directly
+        }
+        forwarded = [forwarder.call(method, arguments, timeout) for forwarder in self._forwarders]
+        return Calls(direct, forwarded)
 
     def close(self) -> None:
         """Kill all processes, without waiting."""
+        for forwarder in self._forwarders:
+            forwarder.close()
         for worker in self._workers:
             self._hang_detector.remove(worker)
             ray.kill(worker)
-        self._workers = []
+        self._forwarders, self._workers, self._called_directly = [], [], []

@@ -66,6 +66,7 @@ class RankGroup:
                 cluster.options(slot, _environment(slot, cluster.rank_threads.get(slot.node, 1)))
                 for slot in cluster.rank_slots
             ],
+            [slot.node for slot in cluster.rank_slots],
             log_dir,
             partial(start_actor, config, command),
             config.cluster.call_timeout,

@@ -1,8 +1,6 @@
 """TrainerWeights: checks, sends and exports the trained weights, which all ranks hold together."""
 
-import ray
-
-from grpo_megatron.cluster.processes import Process
+from grpo_megatron.cluster.processes import Calls, Process
 from grpo_megatron.errors import UserError
 from grpo_megatron.trainer.ranks import RankGroup
 from grpo_megatron.weights.sync.messages import SyncCommand
@@ -50,10 +48,10 @@ class TrainerWeights:
         """
         self._ranks.call_alike("weights.scale", factor, share)
 
-    def send_weights(self, command: SyncCommand) -> list[ray.ObjectRef]:
+    def send_weights(self, command: SyncCommand) -> Calls:
         """Start a weight sync: every rank sends its share of the weights to the engines.
 
-        Returns without waiting. The result has one ObjectRef per rank, which refers to the rank's SyncReport.
+        Returns the calls to the ranks without waiting. The result of each is the rank's SyncReport.
         """
         return self._ranks.awake().submit("weights.send", command)
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import ray
 import torch
 
-from grpo_megatron.cluster.processes import Process
+from grpo_megatron.cluster.processes import Calls, Process
 from grpo_megatron.config.weight_sync import WeightSyncConfig
 from grpo_megatron.model.entries import EngineLayout
 from grpo_megatron.model.families import read_architecture
@@ -41,8 +41,8 @@ class _OneRank:
         environment = {"env_vars": {"PYTHONPATH": os.getcwd()}}
         self._rank = _Rank.options(runtime_env=environment).remote(parameters)
 
-    def send_weights(self, command: SyncCommand) -> list[ray.ObjectRef]:
-        return [self._rank.send_weights.remote(command)]
+    def send_weights(self, command: SyncCommand) -> Calls:
+        return Calls({0: self._rank.send_weights.remote(command)})
 
     def close(self) -> None:
         ray.kill(self._rank)

@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 import psutil
 import pytest
+import ray
 
+from grpo_megatron.cluster import worker_group
 from grpo_megatron.cluster.hang_detector import HangDetector, ProcessHangs
 from grpo_megatron.cluster.heartbeat import BEAT_SECONDS, Heartbeat
-from grpo_megatron.cluster.processes import ProcessDied
+from grpo_megatron.cluster.processes import ProcessDied, gather
 from grpo_megatron.cluster.store import StoreAddress
 from grpo_megatron.cluster.worker_group import WorkerGroup
 from grpo_megatron.errors import UserError
@@ -70,8 +72,12 @@ class Member:
         if rank == self.rank:
             raise {"user": UserError, "defect": ZeroDivisionError}[kind]("planted")
 
-    def die(self, rank):
+    def die(self, rank, failing=None):
+        """Simulate the death of a rank, and the failure of another one that notices it first."""
+        if failing == self.rank:
+            raise ConnectionError("planted")
         if rank == self.rank:
+            time.sleep(0 if failing is None else 1)
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(20)
 
@@ -83,42 +89,71 @@ def build(rank: int, store: StoreAddress, heartbeat: Heartbeat):
     return Member(rank, heartbeat), Info(rank, os.getpid())
 
 
-@pytest.fixture
-def group(ray_here, tmp_path):
+@pytest.fixture(params=["direct"])
+def group(request, ray_here, tmp_path, monkeypatch):
+    """A group of three ranks. If the parameter is "forwarded", ranks 0 and 1 have a forwarder.
+
+    The third rank runs on the same node, but the group takes it for a rank that is alone on its node.
+    """
     options = [{"num_cpus": 0, "runtime_env": {"env_vars": {"PYTHONPATH": os.getcwd()}}} for _ in range(3)]
-    work = []
+    if request.param == "forwarded":
+        monkeypatch.setattr(worker_group, "FORWARDED_FROM", 3)
+    here, work = ray.get_runtime_context().get_node_id(), []
     group = WorkerGroup(
-        "member", options, str(tmp_path), build, 120, HangDetector(str(tmp_path), HANG_SECONDS, work.append)
+        "member",
+        options,
+        [here, here, "another node"],
+        str(tmp_path),
+        build,
+        120,
+        HangDetector(str(tmp_path), HANG_SECONDS, work.append),
     )
+    assert len(group._forwarders) == (request.param == "forwarded")
     group.work = work
     yield group
     group.close()
 
 
+both_ways = pytest.mark.parametrize("group", ["direct", "forwarded"], indirect=True)
+
+
+@both_ways
 def test_calls_answer_in_the_order_of_ranks(group):
     assert [info.rank for info in group.ranks] == [0, 1, 2]
     assert len({info.pid for info in group.ranks}) == 3
     assert group.call("echo") == [(0, 1, ()), (1, 1, ()), (2, 1, ())]
     assert group.call("echo", [("a",), ("b", 1), ()]) == [(0, 2, ("a",)), (1, 2, ("b", 1)), (2, 2, ())]
+    alike, own = ray.put(("a",)), ray.put(("b", 1))
+    shared = group.call_shared("echo", [alike, own, alike])
+    assert shared == [(0, 3, ("a",)), (1, 3, ("b", 1)), (2, 3, ("a",))]
+    calls = group.submit("echo", "c")
+    results = gather(calls.references, group.processes, "echo", 60, calls.forwarded)
+    assert results == {rank: (rank, 4, ("c",)) for rank in range(3)}
+    assert min(group.occupied()) > 0
 
 
+@both_ways
 def test_what_fails_names_the_rank_and_the_call(group):
     with pytest.raises(UserError, match=r"^planted$"):
         group.call("fail_on", [(1, "user")] * 3)
-    with pytest.raises(
-        RuntimeError,
-        match=r"(?s)member 2 of 3 failed in `fail_on`: ZeroDivisionError: planted; its log is .*rank2\.log",
-    ):
-        group.call("fail_on", [(2, "defect")] * 3)
+    for rank in (1, 2):
+        with pytest.raises(
+            RuntimeError,
+            match=rf"(?s)member {rank} of 3 failed in `fail_on`: ZeroDivisionError: planted; "
+            rf"its log is .*rank{rank}\.log",
+        ):
+            group.call("fail_on", [(rank, "defect")] * 3)
     assert [rank for rank, *_ in group.call("echo")] == [0, 1, 2]
 
 
+@both_ways
 def test_a_call_that_takes_too_long_names_who_is_not_done(group):
     group._timeout = 2
     with pytest.raises(UserError, match=r"^member 1 of 3 did not finish `sleep` within 2 s$"):
         group.call("sleep", [(0,), (30,), (0,)])
 
 
+@both_ways
 def test_a_death_is_noticed_and_the_group_starts_anew(group):
     start = time.monotonic()
     with pytest.raises(ProcessDied, match=r"member 1 of 3 died in `die`.*; its log is .*rank1\.log"):
@@ -130,6 +165,27 @@ def test_a_death_is_noticed_and_the_group_starts_anew(group):
     group.restart()
     assert not before & {info.pid for info in group.ranks}
     assert group.call("echo") == [(0, 1, ()), (1, 1, ()), (2, 1, ())]
+
+
+@pytest.mark.parametrize(("failing", "dying"), [(0, 1), (2, 1), (0, 2)])
+@pytest.mark.parametrize("group", ["forwarded"], indirect=True)
+def test_a_death_is_the_error_even_if_another_rank_fails_before(group, failing, dying):
+    with pytest.raises(ProcessDied, match=rf"member {dying} of 3 died in `die`"):
+        group.call("die", [(dying, failing)] * 3)
+
+
+@pytest.mark.parametrize("group", ["forwarded"], indirect=True)
+def test_the_death_of_a_forwarder_is_noticed_and_the_group_starts_anew(group):
+    actor = group._forwarders[0]._actor
+    pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+    threading.Timer(1, os.kill, (pid, signal.SIGKILL)).start()
+    with pytest.raises(
+        ProcessDied,
+        match=r"^forwarder of member 0 and 1 more died in `sleep`.*; its log is .*forwarder0\.log",
+    ):
+        group.call("sleep", [(20,)] * 3)
+    group.restart()
+    assert [rank for rank, *_ in group.call("echo")] == [0, 1, 2]
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from grpo_megatron.cluster.processes import Calls
 from grpo_megatron.config.weight_sync import WeightSyncConfig
 from grpo_megatron.errors import UserError
 from grpo_megatron.weights.sync import resharding
@@ -27,7 +28,7 @@ from tests.unit.test_reshard import changed
 CPU = torch.device("cpu")
 
 
-def gather_futures(references, processes, call, timeout):
+def gather_futures(references, processes, call, timeout, forwarded):
     """Stand in for `cluster.processes.gather`, with futures of threads instead of Ray's references."""
     wait(references.values())
     return {number: future.result() for number, future in references.items()}
@@ -65,12 +66,14 @@ class Source(Processes):
     def send_weights(self, command):
         self.commands.append(command)
         have = trainer_parameters(self.plan, self.tensors)
-        return [
-            self._threads.submit(
-                lambda rank=rank: self._side(WeightSender, command.setup, rank).send(command, have[rank])
-            )
-            for rank in self.processes
-        ]
+        return Calls(
+            {
+                rank: self._threads.submit(
+                    lambda rank=rank: self._side(WeightSender, command.setup, rank).send(command, have[rank])
+                )
+                for rank in self.processes
+            }
+        )
 
 
 class Target(Processes):

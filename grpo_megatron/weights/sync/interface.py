@@ -4,7 +4,7 @@ from typing import Protocol
 
 import ray
 
-from grpo_megatron.cluster.processes import Process
+from grpo_megatron.cluster.processes import Calls, Process
 from grpo_megatron.weights.sync.messages import SyncCommand
 
 
@@ -16,10 +16,10 @@ class WeightSource(Protocol):
 
     processes: list[Process]
 
-    def send_weights(self, command: SyncCommand) -> list[ray.ObjectRef]:
+    def send_weights(self, command: SyncCommand) -> Calls:
         """Make every trainer rank carry out its side of a weight-sync command.
 
-        Return one Ray reference per rank, to the rank's SyncReport.
+        Return the calls to the ranks. The result of each is the rank's SyncReport.
         """
 
 

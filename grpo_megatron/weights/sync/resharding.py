@@ -11,7 +11,7 @@ from pathlib import Path
 import ray
 import torch
 
-from grpo_megatron.cluster.processes import Process, gather
+from grpo_megatron.cluster.processes import Calls, Process, gather
 from grpo_megatron.cluster.store import StoreServer
 from grpo_megatron.config.weight_sync import Transport, WeightSyncConfig
 from grpo_megatron.errors import UserError
@@ -87,7 +87,8 @@ class Resharding:
         command = self._command(kind, version)
         self._delivered = None  # if the transfer fails, it is unknown which engine has which weights
         reports = self._reports(
-            [*source.send_weights(command), *target.receive_weights(command)],
+            source.send_weights(command),
+            target.receive_weights(command),
             [*source.processes, *target.processes],
         )
         sent, received = reports[: len(source.processes)], _by_rank(reports[len(source.processes) :])
@@ -100,14 +101,17 @@ class Resharding:
         self._sync_id += 1
         return SyncCommand(kind, self._sync_id, self._setup, full=self._delivered != version - 1)
 
-    def _reports(self, references: list[ray.ObjectRef], processes: list[Process]) -> list:
-        """Wait for remote calls, one per process, and return their results in the order of the processes.
+    def _reports(self, sent: Calls, received: list[ray.ObjectRef], processes: list[Process]) -> list:
+        """Wait for calls to all processes, and return their results in the order of the processes.
+
+        sent: the calls to the trainer ranks, which are the first processes.
+        received: Ray's references to the results of the other processes.
 
         Raises the error of a process whose call failed.
         """
-        return list(
-            gather(dict(enumerate(references)), processes, "weight sync", self._call_timeout).values()
-        )
+        first = len(processes) - len(received)
+        references = sent.references | dict(enumerate(received, first))
+        return list(gather(references, processes, "weight sync", self._call_timeout, sent.forwarded).values())
 
     def _check_parameters(self, target: WeightTarget) -> None:
         """Check that the engines have the parameters of the plan, and store their dtypes for later commands.
@@ -115,7 +119,8 @@ class Resharding:
         Raises a UserError that names the parameters which differ from the plan.
         """
         command = self._command(SyncKind.describe, version=0)
-        reports = _by_rank(self._reports(target.receive_weights(command), target.processes))
+        received = target.receive_weights(command)
+        reports = _by_rank(self._reports(Calls({}), received, target.processes))
         described = {me: report.parameters for me, report in reports.items()}
         different = parameter_differences(self._plan, described)
         if different:
