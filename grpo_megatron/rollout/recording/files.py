@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text, read_object, replace_text
+from grpo_megatron.paths import is_absent
 
 _HEADER = "recording.json"
 _FORMAT = {"format": "grpo_megatron.rollout", "version": 2}
@@ -40,11 +40,11 @@ def remove_steps_after(folder: Path, last: int) -> None:
 
 
 def has_header(folder: Path) -> bool:
-    """Return True if the folder is a recording that this version can read."""
-    try:
-        return read_object(folder / _HEADER) == _FORMAT
-    except UserError:
-        return False
+    """Return True if the folder is a recording that this version can read.
+
+    Raises UserError if the header cannot be read.
+    """
+    return not is_absent(folder / _HEADER) and read_object(folder / _HEADER) == _FORMAT
 
 
 def write_header(folder: Path) -> None:
