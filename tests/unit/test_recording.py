@@ -154,6 +154,12 @@ def test_recordings_that_cannot_be_used(path, tmp_path):
             Replay(str(path)).read(1)
 
 
+def test_a_recording_that_was_copied_in_part_is_noticed_at_the_start(path):
+    (path / FILES[4]).unlink()
+    with pytest.raises(UserError, match="lacks the tokens of step 2; copy the recording again"):
+        Replay(str(path))
+
+
 def test_arrays_that_cannot_be_used(path):
     sample = samples_of(Replay(str(path)).read(1))[1]
     whole, file = (path / FILES[2]).read_bytes(), path / FILES[2]

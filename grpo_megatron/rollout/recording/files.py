@@ -9,6 +9,7 @@ from grpo_megatron.paths import is_absent
 _HEADER = "recording.json"
 _FORMAT = {"format": "grpo_megatron.rollout", "version": 2}
 _ROWS = re.compile(r"step_(\d{1,18})\.json")
+_ARRAYS = re.compile(r"step_(\d{1,18})_worker\d+\.safetensors")
 _PART = re.compile(r"step_(\d{1,18})(_worker\d+\.safetensors|\.json)(\.tmp)?")
 
 
@@ -25,6 +26,12 @@ def arrays_file(folder: Path, step: int, worker: int) -> Path:
 def recorded_steps(folder: Path) -> list[int]:
     """Return the steps that a recording contains, in order."""
     return sorted(int(found[1]) for file in folder.iterdir() if (found := _ROWS.fullmatch(file.name)))
+
+
+def steps_without_arrays(folder: Path) -> list[int]:
+    """Return the recorded steps without any file of arrays, such as those that were copied in part."""
+    found = (_ARRAYS.fullmatch(file.name) for file in folder.iterdir())
+    return sorted(set(recorded_steps(folder)) - {int(name[1]) for name in found if name})
 
 
 def remove_steps_after(folder: Path, last: int) -> None:
