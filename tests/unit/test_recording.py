@@ -14,6 +14,7 @@ from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample
 from grpo_megatron.cli import main
 from grpo_megatron.errors import UserError
+from grpo_megatron.preflight.check import check
 from grpo_megatron.rollout.groups import GroupSampler
 from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.recording import arrays
@@ -153,6 +154,26 @@ def test_recordings_that_cannot_be_used(path, tmp_path):
         (path / FILES[1]).write_text(text)
         with pytest.raises(UserError, match=complaint):
             Replay(str(path)).read(1)
+
+
+def test_a_recording_that_was_copied_in_part_is_noticed_at_the_start(path):
+    (path / FILES[4]).unlink()
+    with pytest.raises(UserError, match="lacks the tokens of step 2; copy the recording again"):
+        Replay(str(path))
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_check_of_the_configuration_opens_the_recording(path, is_old):
+    place = OLD if is_old else path
+
+    def report():
+        return check(None, ["model.path=m", f"rollout.replay={place}"])
+
+    assert f"rollout.replay {place}" in report().checked
+    (path / FILES[4]).unlink()
+    assert report().violations == (
+        [] if is_old else [f"rollout.replay: {path} lacks the tokens of step 2; copy the recording again"]
+    )
 
 
 def test_arrays_that_cannot_be_used(path):

@@ -3,12 +3,13 @@
 import re
 from pathlib import Path
 
-from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text, read_object, replace_text
+from grpo_megatron.paths import is_absent
 
 _HEADER = "recording.json"
 _FORMAT = {"format": "grpo_megatron.rollout", "version": 2}
 _ROWS = re.compile(r"step_(\d{1,18})\.json")
+_ARRAYS = re.compile(r"step_(\d{1,18})_worker\d+\.safetensors")
 _PART = re.compile(r"step_(\d{1,18})(_worker\d+\.safetensors|\.json)(\.tmp)?")
 
 
@@ -27,6 +28,12 @@ def recorded_steps(folder: Path) -> list[int]:
     return sorted(int(found[1]) for file in folder.iterdir() if (found := _ROWS.fullmatch(file.name)))
 
 
+def steps_without_arrays(folder: Path) -> list[int]:
+    """Return the recorded steps without any file of arrays, such as those that were copied in part."""
+    found = (_ARRAYS.fullmatch(file.name) for file in folder.iterdir())
+    return sorted(set(recorded_steps(folder)) - {int(name[1]) for name in found if name})
+
+
 def remove_steps_after(folder: Path, last: int) -> None:
     """Remove the steps after step `last`, and files of steps whose recording was interrupted."""
     for step in recorded_steps(folder):
@@ -40,11 +47,11 @@ def remove_steps_after(folder: Path, last: int) -> None:
 
 
 def has_header(folder: Path) -> bool:
-    """Return True if the folder is a recording that this version can read."""
-    try:
-        return read_object(folder / _HEADER) == _FORMAT
-    except UserError:
-        return False
+    """Return True if the folder is a recording that this version can read.
+
+    Raises UserError if the header cannot be read.
+    """
+    return not is_absent(folder / _HEADER) and read_object(folder / _HEADER) == _FORMAT
 
 
 def write_header(folder: Path) -> None:

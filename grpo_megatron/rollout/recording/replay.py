@@ -12,7 +12,12 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.files import read_object
 from grpo_megatron.paths import file_problem, folder_problem
 from grpo_megatron.rollout.recording.arrays import RecordedArrays, RecordedTexts
-from grpo_megatron.rollout.recording.files import has_header, recorded_steps, rows_file
+from grpo_megatron.rollout.recording.files import (
+    has_header,
+    recorded_steps,
+    rows_file,
+    steps_without_arrays,
+)
 from grpo_megatron.rollout.recording.lines import LineRecording, is_of_lines
 from grpo_megatron.rollout.recording.rows import group_of
 
@@ -63,6 +68,8 @@ class _FolderRecording:
     def __init__(self, path: str):
         self._folder = Path(path).absolute()  # other processes may have another working directory
         self.steps = recorded_steps(self._folder)
+        if missing := steps_without_arrays(self._folder):
+            raise UserError(f"{path} lacks the tokens of step {missing[0]}; copy the recording again")
 
     def read(self, step: int) -> list[Group]:
         rows = read_object(rows_file(self._folder, step))
