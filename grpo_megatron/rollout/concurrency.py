@@ -1,0 +1,30 @@
+"""Coroutines that run concurrently and end together."""
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines concurrently, and return their results in order.
+
+    If one fails, the others are cancelled, and its error is raised when they have ended. asyncio.gather would
+    let them run on, and nobody would know of them any more.
+    """
+    tasks = [asyncio.ensure_future(one) for one in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+async def all_ended(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> None:
+    """Run coroutines concurrently until all have ended. If some have failed, raise the first error then."""
+    for error in await asyncio.gather(*coroutines, return_exceptions=True):
+        if error is not None:
+            raise error
