@@ -204,7 +204,7 @@ def main() -> None:
         if "self.last_receive_tstamp = " in source
         else ["nobody notes when the scheduler was last heard of"]
     )
-    problems += [] if "dispatched" in fields(tokenizer_manager.ReqState) else ["no ReqState.dispatched"]
+    problems += [] if "dispatched" in vars(tokenizer_manager.ReqState) else ["no ReqState.dispatched"]
     problems += (
         []
         if "self.hf_eos_token_id = " in inspect.getsource(model_config)
