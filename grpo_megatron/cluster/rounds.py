@@ -93,14 +93,15 @@ class RoundTasks:
             return
         opened.has_ended, opened.answers = True, asyncio.Queue()
         for task in opened.tasks:
-            task.cancel()
+            if not task.cancelling():  # a second time would interrupt what the task does to end
+                task.cancel()
         if opened.tasks:
             await asyncio.wait(opened.tasks)
 
     async def end_all(self) -> None:
         """End the rounds of all callers."""
-        for caller, newest in list(self._newest.items()):
-            await self.end(RoundId(caller, newest.number))
+        newest = [RoundId(caller, round.number) for caller, round in self._newest.items()]
+        await asyncio.gather(*map(self.end, newest))
 
     def _opened(self, round: RoundId) -> _Round | None:
         """Return the state of a round, which may begin with this call. The result is None if it is over."""

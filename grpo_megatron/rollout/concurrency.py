@@ -1,21 +1,26 @@
 """Coroutines that run concurrently and end together."""
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Awaitable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines concurrently, and return their results in order.
+async def together(coroutines: Iterable[Awaitable[T]]) -> list[T]:
+    """Run coroutines or tasks concurrently, and return their results in order.
 
     If one fails, the others are cancelled, and its error is raised when they have ended. asyncio.gather would
-    let them run on, and nobody would know of them any more.
+    let them run on, and nobody would know of them any more. It would also pass on a KeyboardInterrupt from
+    task to task, and each of them would end the event loop's work before all tasks have ended.
     """
     tasks = [asyncio.ensure_future(one) for one in coroutines]
     try:
-        return await asyncio.gather(*tasks)
+        if tasks:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        return [task.result() for task in tasks]
     except BaseException:
         for task in tasks:
             task.cancel()

@@ -12,6 +12,7 @@ from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group
 from grpo_megatron.cluster.rounds import RoundId
 from grpo_megatron.config.rollout import RolloutConfig
+from grpo_megatron.rollout.concurrency import together
 from grpo_megatron.rollout.groups import Caller, GroupRequest, Round
 from grpo_megatron.rollout.open_round import OpenRound, Sampler
 from grpo_megatron.sglang.admission import Admission
@@ -87,11 +88,9 @@ class RolloutManager:
     async def _generate(self, prompts: list[Prompt], rollout: RolloutConfig, caller: Caller) -> list[Group]:
         async with self._round(caller, rollout) as this:
             first = self._take_ids(len(prompts))
-            return await asyncio.gather(
-                *(
-                    this.start(self._group(this.id, prompt, index, first + index, rollout.n))
-                    for index, prompt in enumerate(prompts)
-                )
+            return await together(
+                this.start(self._group(this.id, prompt, index, first + index, rollout.n))
+                for index, prompt in enumerate(prompts)
             )
 
     @asynccontextmanager

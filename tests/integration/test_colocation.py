@@ -218,7 +218,7 @@ def test_a_wrong_order_is_refused_by_each_side(run):
         parts.sharing.resume_kv_cache()
     parts.sharing.resume_weights()
     parts.sharing.sync(controller.rollouts.handover.weight_sync.run)
-    with pytest.raises(UserError, match="^the engines cannot generate: they have released memory"):
+    with pytest.raises(UserError, match=r"^the engines cannot generate: they have released memory"):
         parts.engines.score(sequences)
     parts.sharing.sleep()
     parts.sharing.resume_kv_cache()
@@ -233,5 +233,5 @@ def test_a_wrong_order_is_refused_by_each_side(run):
     assert parts.sharing.state == DeviceUse.serving
     assert len(parts.engines.score(sequences)[0]) == 2
     parts.to_ranks()
-    with pytest.raises(UserError, match="^the engines cannot generate: they have released memory"):
+    with pytest.raises(UserError, match=r"^the engines cannot generate: they have released memory"):
         controller.rollouts.source.sample(4, controller.rollouts.prompts)
