@@ -19,6 +19,7 @@ from grpo_megatron.rollout import open_round
 from grpo_megatron.rollout.concurrency import all_ended, together
 from grpo_megatron.rollout.episodes import SingleTurn
 from grpo_megatron.rollout.groups import Caller
+from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.sglang.admission import Admission, Closed
 from grpo_megatron.sglang.request import Completion
 from tests.rollouts import FakeEngines, manager_of
@@ -293,6 +294,25 @@ def test_a_round_that_fails_ends_soon_and_with_its_own_error(monkeypatch, caplog
     assert "cannot end" in caplog.text
     with pytest.raises(RuntimeError, match="cannot end"):
         manager.generate(prompts(0), ROLLOUT)
+
+
+def test_a_round_that_cannot_begin_everywhere_ends_everywhere():
+    class Unable:
+        ended = 0
+
+        async def begin(self, round):
+            raise UserError("planted")
+
+        async def end(self, round):
+            self.ended += 1
+
+    engines, unable = Engines(), Unable()
+    able = manager_of(engines, SingleTurn(Rewards()))
+    manager = RolloutManager(engines, [*able._samplers, unable])
+    with pytest.raises(UserError, match="planted"):
+        manager.generate(prompts(0), ROLLOUT)
+    assert (engines.ended, unable.ended) == ([(Caller.train, 1)] * 2, 1)
+    check_usable(able, engines)
 
 
 def test_training_and_evaluation_number_their_groups_apart():
