@@ -272,8 +272,8 @@ def steps(options: argparse.Namespace, tokens: int, folder: str) -> dict[str, fl
         return samples
 
     worker.sample = counted
-    engines = SimpleNamespace(weight_version=0, end_ids=frozenset(), rounds=Admission())
-    engines.rounds.open(Closed.unsynced)
+    engines = SimpleNamespace(weight_version=0, end_ids=frozenset(), admission=Admission())
+    engines.admission.open(Closed.unsynced)
     Path(folder, str(tokens)).mkdir()
     with StatusFile(f"{folder}/{tokens}", "run", options.steps) as status:
         throughput = Throughput(CostModel(), options.replicas * RANKS_OF_REPLICA, engine_devices=1)

@@ -174,7 +174,7 @@ class Operations:
 
     def end_twice(self) -> None:
         for caller in Caller:
-            with self._engines.rounds.round(caller.value) as round:
+            with self._engines.admission.round(caller.value) as round:
                 assert self._late(round) == []
 
 

@@ -20,8 +20,8 @@ class FakeEngines:
     weight_version, end_ids, size = 0, frozenset(), 1
 
     def __init__(self):
-        self.rounds, self.ended = Admission(), []
-        self.rounds.open(Closed.unsynced)
+        self.admission, self.ended = Admission(), []
+        self.admission.open(Closed.unsynced)
 
     def connections(self):
         return [self] * self.size

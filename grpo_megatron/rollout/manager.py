@@ -47,7 +47,7 @@ class Filled:
 class Engines(Protocol):
     """The part of EnginePool that RolloutManager uses."""
 
-    rounds: Admission
+    admission: Admission
     weight_version: int
     end_ids: frozenset[int]
 
@@ -96,7 +96,7 @@ class RolloutManager:
     @asynccontextmanager
     async def _round(self, caller: Caller, rollout: RolloutConfig) -> AsyncIterator[OpenRound]:
         engines = self._engines
-        with engines.rounds.round(caller.value) as id:
+        with engines.admission.round(caller.value) as id:
             round = Round(id, rollout, engines.weight_version, engines.end_ids)
             async with OpenRound(round, set(self._samplers)) as opened:
                 yield opened

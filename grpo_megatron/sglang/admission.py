@@ -1,7 +1,7 @@
 """Admission: keeps rounds of requests, weight updates and released memory of the engines apart."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 
@@ -38,7 +38,7 @@ class Admission:
         Raises UserError if the engines are closed, or if the caller has a round in progress.
         """
         with self._lock:
-            self._must_be_open()
+            self._must_not_be(Closed, "generate")
             if caller in self._rounds:
                 raise UserError(
                     f"a round of `{caller}` is in progress, and one caller cannot have two at a time; wait "
@@ -55,12 +55,20 @@ class Admission:
     def must_be_open(self) -> None:
         """Raise UserError if the engines are closed."""
         with self._lock:
-            self._must_be_open()
+            self._must_not_be(Closed, "generate")
 
-    def _must_be_open(self) -> None:
-        for reason in Closed:
+    def must_not_be_stopped(self, action: str) -> None:
+        """Raise UserError if the engines have been stopped.
+
+        action: what the caller wants to do, such as `resume memory`, for the message.
+        """
+        with self._lock:
+            self._must_not_be([Closed.stopped], action)
+
+    def _must_not_be(self, reasons: Iterable[Closed], action: str) -> None:
+        for reason in reasons:
             if reason in self._closed:
-                raise UserError(f"the engines cannot generate: {reason.value}")
+                raise UserError(f"the engines cannot {action}: {reason.value}")
 
     def close(self, reason: Closed, action: str) -> None:
         """Close the engines before an action that no round may see.
@@ -75,13 +83,11 @@ class Admission:
                 raise UserError(
                     f"the engines cannot {action} during a round of {callers}; wait until it has ended"
                 )
-            for other in (Closed.stopped, Closed.updating):
-                if other in self._closed:
-                    raise UserError(f"the engines cannot {action}: {other.value}")
+            self._must_not_be([Closed.stopped, Closed.updating], action)
             self._closed |= {reason, Closed.unsynced}
 
     def open(self, *reasons: Closed) -> None:
-        """Tell that the engines are no longer closed for these reasons."""
+        """Remove reasons. The engines take requests if no reason is left."""
         with self._lock:
             self._closed -= set(reasons)
 

@@ -41,7 +41,7 @@ def _free_address() -> str:
 class EnginePool:
     """The engines of a run, which all serve the same weights.
 
-    rounds: admits rounds of requests, unless weights are updated or memory is released.
+    admission: admits rounds of requests, unless weights are updated or memory is released.
     weight_version: version of the weights that the last sync sent; 0 before the first sync.
     end_ids: ids of the tokens that end a response. Empty before `wait_until_ready`.
     """
@@ -69,7 +69,7 @@ class EnginePool:
             their memory while the trainer computes (rollout.sharing).
         """
         self._config, self._pause = config, pause
-        self.rounds, self.weight_version = Admission(), 0
+        self.admission, self.weight_version = Admission(), 0
         self._released: set[MemoryPart] = set()
         self.end_ids: frozenset[int] = frozenset()
         self._log_dir, self._hang_detector = log_dir, hang_detector
@@ -177,7 +177,7 @@ class EnginePool:
             self._settings[index][0]["random_seed"] += _NEXT_SEED
         self._start(lost)
         self._released = set()
-        self.rounds.restart()
+        self.admission.restart()
 
     def wait_until_ready(self) -> None:
         """Wait until all processes of all engines have started.
@@ -204,7 +204,7 @@ class EnginePool:
 
         The result for a sequence of n tokens is float32 [n - 1], because its first token has no log-prob.
         """
-        self.rounds.must_be_open()
+        self.admission.must_be_open()
         return fetch(self._engines[0].score.remote(sequences), self.processes[0], "score")
 
     def score_on_all(self, sequences: list[list[int]]) -> list[list[np.ndarray]]:
@@ -213,7 +213,7 @@ class EnginePool:
         result[i][j] belongs to engine i and sequence j. It is float32 [n - 1] for n tokens, at temperature 1,
         because the first token has no log-prob.
         """
-        self.rounds.must_be_open()
+        self.admission.must_be_open()
         return list(self._on_all("score", sequences).values())
 
     def admit(self) -> None:
@@ -222,7 +222,7 @@ class EnginePool:
         A weight sync admits the engines itself, so it does not need this call.
         """
         self._on_all("admit")
-        self.rounds.open(Closed.unsynced)
+        self.admission.open(Closed.unsynced)
 
     def begin_update(self) -> None:
         """Pause every engine and prepare it for new weights. No engine serves requests until `end_update`.
@@ -233,7 +233,7 @@ class EnginePool:
             raise UserError(
                 "the engines have released the memory of their weights; call resume_weights first"
             )
-        self.rounds.close(Closed.updating, "begin a weight update")
+        self.admission.close(Closed.updating, "begin a weight update")
         self._on_all("begin_update", self._pause)
 
     def receive_weights(self, command: SyncCommand) -> list[ray.ObjectRef]:
@@ -250,7 +250,7 @@ class EnginePool:
         """End the weight update and resume serving. Completions then report weight version `version`."""
         self._on_all("end_update", version, self._pause == PauseMode.in_place)
         self.weight_version = version
-        self.rounds.open(Closed.updating, Closed.unsynced)
+        self.admission.open(Closed.updating, Closed.unsynced)
 
     def release_memory(self) -> None:
         """Release the memory of the engines' weights and KV caches, so that the trainer can use it.
@@ -258,7 +258,7 @@ class EnginePool:
         Before the engines serve again, `resume_weights`, a weight sync and `resume_kv_cache` are necessary.
         Memory that is released already stays so. Raises UserError during a round or a weight update.
         """
-        self.rounds.close(Closed.asleep, "release memory")
+        self.admission.close(Closed.asleep, "release memory")
         self._released = set(MemoryPart)
         self._on_all("release_memory")
 
@@ -274,10 +274,11 @@ class EnginePool:
         self._resume(MemoryPart.kv_cache)
 
     def _resume(self, part: MemoryPart) -> None:
+        self.admission.must_not_be_stopped("resume memory")
         self._on_all("resume_memory", part)
         self._released.discard(part)
         if not self._released:
-            self.rounds.open(Closed.asleep)
+            self.admission.open(Closed.asleep)
 
     def occupied(self) -> int:
         """Return the bytes of memory in use by the engine that uses the most.
@@ -294,7 +295,7 @@ class EnginePool:
 
     def close(self) -> None:
         """End all engines. Rounds that are in progress fail, and no further ones are admitted."""
-        self.rounds.stop()
+        self.admission.stop()
         self._close(range(len(self._engines)))
 
     def _close(self, indices: Iterable[int]) -> None:

@@ -11,8 +11,10 @@ from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.placement import allocate
 from grpo_megatron.config.load import read_config
+from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.data import PromptTokenizer
-from grpo_megatron.rollout.groups import GroupRequest
+from grpo_megatron.errors import UserError
+from grpo_megatron.rollout.groups import Caller, GroupRequest
 from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.worker import RolloutWorkers
 from grpo_megatron.sglang.pool import EnginePool
@@ -82,14 +84,30 @@ def operations(ray_here, arithmetic, tmp_path_factory):
                 return ray.get(engines._engines[0].__ray_call__.remote(requests_left))
 
             late = Late(engines, workers, prompts[0])
-            yield Operations(
-                RolloutManager(engines, workers.samplers), engines, prompts, sync.run, late, left
-            )
+            manager = RolloutManager(engines, workers.samplers)
+            yield Operations(manager, engines, prompts, sync.run, late, left)
+            for _ in range(2):
+                workers.close()
+                engines.close()
+            check_stopped(manager, engines, prompts)
     finally:
-        for _ in range(2):  # stopping twice does no harm either
-            workers.close()
-            engines.close()
+        workers.close()
+        engines.close()
         cluster.close()
+
+
+def check_stopped(manager, engines, prompts):
+    """Check that all calls after the stop end with the same message."""
+    for call in (
+        lambda: manager.generate(prompts, RolloutConfig(n=1)),
+        lambda: manager.generate(prompts, RolloutConfig(n=1), Caller.evaluate),
+        lambda: engines.score([[1, 2, 3]]),
+        engines.begin_update,
+        engines.release_memory,
+        engines.resume_kv_cache,
+    ):
+        with pytest.raises(UserError, match="they have been stopped; start a new run"):
+            call()
 
 
 def test_no_order_of_two_calls_does_harm(operations):

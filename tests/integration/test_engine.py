@@ -216,7 +216,7 @@ def test_an_engine_ends_the_requests_of_one_round_only(engines):
 
 
 def test_requests_that_sglang_has_not_begun_end_too(engines):
-    """While SGLang is paused, an abort would not reach them."""
+    """An abort would not reach them while SGLang is paused."""
 
     def paused(actor, is_paused):  # in a thread of its own
         call = actor._control.pause(PauseMode.in_place) if is_paused else actor._control.resume()

@@ -93,8 +93,8 @@ class Pool(EnginePool):
         self._engines = [Remote(engine) for engine in self.engines]
         self.processes = [Process(f"engine {index}", "") for index in range(size)]
         self._config, self._pause = RolloutConfig(max_concurrency=CONCURRENCY), PauseMode.retract
-        self.rounds, self._released, self.weight_version, self.end_ids = Admission(), set(), 0, frozenset()
-        self.rounds.open(Closed.unsynced)
+        self.admission, self._released, self.weight_version, self.end_ids = Admission(), set(), 0, frozenset()
+        self.admission.open(Closed.unsynced)
 
     def _on_all(self, method, *arguments):
         return {i: getattr(engine, method)(*arguments) for i, engine in enumerate(self.engines)}
