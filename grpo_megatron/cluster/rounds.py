@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from grpo_megatron.cluster.concurrency import cancel
+
 
 class RoundId(NamedTuple):
     """Identifier of a round. A caller has one round at a time, and its next round has a higher number.
@@ -92,9 +94,7 @@ class RoundTasks:
         if opened is None:
             return
         opened.has_ended, opened.answers = True, asyncio.Queue()
-        for task in opened.tasks:
-            if not task.cancelling():  # a second time would interrupt what the task does to end
-                task.cancel()
+        cancel(opened.tasks)
         if opened.tasks:
             await asyncio.wait(opened.tasks)
 
@@ -108,8 +108,7 @@ class RoundTasks:
         newest = self._newest.get(round.caller)
         if newest is None or newest.number < round.number:
             running = newest.tasks if newest else set()
-            for task in running:
-                task.cancel()
+            cancel(running)
             # Cancelled tasks may still need time to end, so they stay in the set.
             newest = self._newest[round.caller] = _Round(round.number, running)
         return None if newest.has_ended or newest.number > round.number else newest

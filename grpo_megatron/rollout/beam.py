@@ -13,8 +13,8 @@ from itertools import groupby
 import numpy as np
 
 from grpo_megatron.batch.sample import WeightSpan
+from grpo_megatron.cluster.concurrency import together
 from grpo_megatron.config.rollout import BeamConfig, EarlyStopping
-from grpo_megatron.rollout.concurrency import together
 from grpo_megatron.sglang.request import Completion
 
 # Function that asks the engine for one more token of a beam. Its arguments: index of the beam among the

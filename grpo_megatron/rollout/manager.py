@@ -10,9 +10,9 @@ from typing import Any, Protocol, TypeVar
 
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group
+from grpo_megatron.cluster.concurrency import together
 from grpo_megatron.cluster.rounds import RoundId
 from grpo_megatron.config.rollout import RolloutConfig
-from grpo_megatron.rollout.concurrency import together
 from grpo_megatron.rollout.groups import Caller, GroupRequest, Round
 from grpo_megatron.rollout.open_round import OpenRound, Sampler
 from grpo_megatron.sglang.admission import Admission

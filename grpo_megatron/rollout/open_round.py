@@ -6,8 +6,8 @@ from collections.abc import Coroutine, Iterable
 from typing import Any, Protocol, TypeVar
 
 from grpo_megatron.batch.sample import Sample
+from grpo_megatron.cluster.concurrency import all_ended, cancel, together
 from grpo_megatron.cluster.rounds import RoundId
-from grpo_megatron.rollout.concurrency import all_ended, together
 from grpo_megatron.rollout.groups import GroupRequest, Round
 
 logger = logging.getLogger(__name__)
@@ -61,8 +61,7 @@ class OpenRound:
         return task
 
     async def _end(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        cancel(self._tasks)
         # The errors of all tasks are retrieved, so that asyncio does not log them.
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await all_ended(sampler.end(self.id) for sampler in self._samplers)

@@ -50,7 +50,8 @@ class Admission:
             yield admitted
         finally:
             with self._lock:
-                self._rounds.pop(caller, None)
+                if self._rounds.get(caller) is admitted:  # not after `restart`
+                    del self._rounds[caller]
 
     def must_be_open(self) -> None:
         """Raise UserError if the engines are closed."""

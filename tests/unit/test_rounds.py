@@ -10,13 +10,13 @@ import pytest
 
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import WeightSpan
+from grpo_megatron.cluster.concurrency import all_ended, together
 from grpo_megatron.cluster.polled_calls import PolledCalls
 from grpo_megatron.cluster.processes import Process
 from grpo_megatron.cluster.rounds import RoundId, RoundTasks
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.errors import UserError
 from grpo_megatron.rollout import open_round
-from grpo_megatron.rollout.concurrency import all_ended, together
 from grpo_megatron.rollout.episodes import SingleTurn
 from grpo_megatron.rollout.groups import Caller
 from grpo_megatron.rollout.manager import RolloutManager

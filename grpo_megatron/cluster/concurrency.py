@@ -1,20 +1,30 @@
-"""Coroutines that run concurrently and end together."""
+"""Tasks that run concurrently and end together."""
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Iterable
+from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-async def together(coroutines: Iterable[Awaitable[T]]) -> list[T]:
+def cancel(tasks: Iterable[asyncio.Task]) -> None:
+    """Cancel tasks, unless they are being cancelled already.
+
+    A second time would interrupt what a task does to end, such as closing an environment.
+    """
+    for task in tasks:
+        if not task.cancelling():
+            task.cancel()
+
+
+async def together(coroutines: Iterable[Coroutine[Any, Any, T] | asyncio.Task[T]]) -> list[T]:
     """Run coroutines or tasks concurrently, and return their results in order.
 
     If one fails, the others are cancelled, and its error is raised when they have ended. asyncio.gather would
     let them run on, and nobody would know of them any more. It would also pass on a KeyboardInterrupt from
     task to task, and each of them would end the event loop's work before all tasks have ended.
     """
-    tasks = [asyncio.ensure_future(one) for one in coroutines]
+    tasks = [one if isinstance(one, asyncio.Task) else asyncio.create_task(one) for one in coroutines]
     try:
         if tasks:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -22,8 +32,7 @@ async def together(coroutines: Iterable[Awaitable[T]]) -> list[T]:
                 task.result()
         return [task.result() for task in tasks]
     except BaseException:
-        for task in tasks:
-            task.cancel()
+        cancel(tasks)
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
 
