@@ -89,14 +89,18 @@ class RoundTasks:
         return found
 
     async def end(self, round: RoundId) -> None:
-        """End a round: cancel its tasks, wait until they have ended, and drop the answers."""
-        opened = self._opened(round)
-        if opened is None:
+        """End a round: cancel its tasks, wait until they have ended, and drop the answers.
+
+        A second call waits too. The call does nothing if the caller has a newer round.
+        """
+        self._opened(round)  # from now on, the round is known
+        newest = self._newest[round.caller]
+        if newest.number != round.number:
             return
-        opened.has_ended, opened.answers = True, asyncio.Queue()
-        cancel(opened.tasks)
-        if opened.tasks:
-            await asyncio.wait(opened.tasks)
+        newest.has_ended, newest.answers = True, asyncio.Queue()
+        cancel(newest.tasks)
+        if newest.tasks:
+            await asyncio.wait(newest.tasks)
 
     async def end_all(self) -> None:
         """End the rounds of all callers."""

@@ -49,10 +49,14 @@ class OpenRound:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_) -> None:
-        if kind is None:
-            await self._end()
-        else:
+        if kind is not None:
             await self._end_after_failure()
+            return
+        try:
+            await self._end()
+        except asyncio.CancelledError:  # Ctrl-C while the round ended
+            await self._end_after_failure()
+            raise
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start a task that ends with the round."""

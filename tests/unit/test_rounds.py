@@ -70,8 +70,11 @@ def test_the_end_of_a_round_waits_for_its_tasks_and_leaves_others_alone():
         tasks.start(ONE, slow, [1, 2])
         tasks.start(OTHER, Work(), [3])
         await asyncio.sleep(0.001)
+        first = asyncio.create_task(tasks.end(ONE))
+        await asyncio.sleep(0)
         await tasks.end(ONE)
         assert sorted(slow.cancelled) == [1, 2]
+        await first
         assert await tasks.poll(OTHER, 1.0) == [3]
         await tasks.end(ONE)
 
@@ -264,6 +267,35 @@ def test_ctrl_c_ends_a_round():
     with pytest.raises(KeyboardInterrupt):
         manager.generate(prompts(0, 1), ROLLOUT)
     assert engines.ended == [(Caller.train, 1)] * 2
+    check_usable(manager, engines)
+
+
+def test_ctrl_c_at_the_end_of_a_round_does_not_skip_the_end():
+    class Interrupted(Engines):
+        size = 1
+
+        def client(self, round):
+            client = super().client(round)
+            end = client.end
+
+            async def interrupted():
+                await end()
+                if self.ended == [(Caller.train, 1)]:
+                    signal.raise_signal(signal.SIGINT)
+                    await asyncio.sleep(60)
+
+            client.end = interrupted
+            return client
+
+    engines = Interrupted()
+    manager = manager_of(engines, SingleTurn(Rewards()))
+    ends = []
+    (sampler,) = manager._samplers
+    original = sampler.end
+    sampler.end = lambda round: ends.append(round) or original(round)
+    with pytest.raises(KeyboardInterrupt):
+        manager.generate(prompts(0), ROLLOUT)
+    assert ends == [(Caller.train, 1)] * 2
     check_usable(manager, engines)
 
 
