@@ -47,6 +47,7 @@ from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.pool_worker import Place
 from grpo_megatron.cluster.processes import ForwardedAnswer, Process
 from grpo_megatron.cluster.ray_connection import connect
+from grpo_megatron.cluster.rounds import RoundId
 from grpo_megatron.cluster.worker_group import WorkerGroup
 from grpo_megatron.config.load import read_config
 from grpo_megatron.config.schema import Config
@@ -63,6 +64,7 @@ from grpo_megatron.rollout.source import EngineRollouts
 from grpo_megatron.rollout.worker import RolloutWorker
 from grpo_megatron.run.loop import StepLoop
 from grpo_megatron.samples.ledger import Ledger
+from grpo_megatron.sglang.admission import Admission, Closed
 from grpo_megatron.trainer.dropped_steps import DroppedSteps
 from grpo_megatron.trainer.policy import PolicyTrainer
 from grpo_megatron.trainer.ranks import RankGroup
@@ -83,11 +85,11 @@ class InstantSampler:
 
     async def begin(self, round: Round) -> None: ...
 
-    async def end(self) -> None: ...
+    async def end(self, round: RoundId) -> None: ...
 
     def close(self) -> None: ...
 
-    async def sample(self, request: GroupRequest) -> tuple[Sample, ...]:
+    async def sample(self, round: RoundId, request: GroupRequest) -> tuple[Sample, ...]:
         length = self._tokens - len(request.prompt.ids)
         rewards = np.random.default_rng(request.group_id).integers(0, 2, GROUP)
         return tuple(
@@ -277,14 +279,14 @@ def steps(options: argparse.Namespace, tokens: int, folder: str) -> dict[str, fl
     ray.get(worker.started)
     received = worker.sample
 
-    async def counted(request: GroupRequest):
-        samples = await received(request)
+    async def counted(round: RoundId, request: GroupRequest):
+        samples = await received(round, request)
         traffic.count((request, samples))
         return samples
 
     worker.sample = counted
-    ids = iter(range(1_000_000))
-    engines = SimpleNamespace(weight_version=0, end_ids=frozenset(), new_client_id=lambda: next(ids))
+    engines = SimpleNamespace(weight_version=0, end_ids=frozenset(), admission=Admission())
+    engines.admission.open(Closed.unsynced)
     Path(folder, str(tokens)).mkdir()
     with StatusFile(f"{folder}/{tokens}", "run", options.steps) as status:
         throughput = Throughput(CostModel(), options.replicas * RANKS_OF_REPLICA, engine_devices=1)

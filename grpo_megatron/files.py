@@ -192,7 +192,8 @@ class RowFile:
         """Close the file. `append` then raises OSError."""
         # Forget the descriptor: its number will soon belong to another file, into which a late row would go.
         descriptor, self._descriptor = self._descriptor, -1
-        os.close(descriptor)
+        if descriptor >= 0:  # the file may have been closed before
+            os.close(descriptor)
 
 
 def numbered(path: Path) -> Path:

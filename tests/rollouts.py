@@ -1,21 +1,54 @@
-"""A RolloutManager and a Recorder whose groups are sampled in the test's own process."""
+"""A RolloutManager and a Recorder whose groups are sampled in the test's own process, and the base of its
+fake engines.
+"""
 
 from collections.abc import Iterable
 
+from grpo_megatron.cluster.rounds import RoundId
 from grpo_megatron.rollout.episodes import MultiTurn, SingleTurn
 from grpo_megatron.rollout.groups import GroupSampler
 from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.recording.record import Recorder
+from grpo_megatron.sglang.admission import Admission, Closed
 from grpo_megatron.sglang.pool import EnginePool
 
 
+class FakeEngines:
+    """Fake engines, without their answers. A subclass defines `generate`, of all clients.
+
+    size: number of engines
+    ended: the round of each client that has ended
+    """
+
+    weight_version, end_ids, size = 0, frozenset(), 1
+
+    def __init__(self):
+        self.admission, self.ended = Admission(), []
+        self.admission.open(Closed.unsynced)
+
+    def connections(self):
+        return [self] * self.size
+
+    def client(self, round: RoundId):
+        return _FakeClient(self, round)
+
+
+class _FakeClient:
+    def __init__(self, engines: FakeEngines, round: RoundId):
+        self._engines, self._round = engines, round
+        self.generate = engines.generate
+
+    async def end(self) -> None:
+        self._engines.ended.append(self._round)
+
+
 def manager_of(
-    engines: EnginePool, episodes: SingleTurn | MultiTurn, turn_ends: Iterable[int] = ()
+    engines: EnginePool | FakeEngines, episodes: SingleTurn | MultiTurn, turn_ends: Iterable[int] = ()
 ) -> RolloutManager:
     """Return a manager of a run's engines, without rollout workers."""
 
-    def connect(client_id: int):
-        return {index: one.client(client_id) for index, one in enumerate(engines.connections())}
+    def connect(round: RoundId):
+        return {index: one.client(round) for index, one in enumerate(engines.connections())}
 
     sampler = GroupSampler(connect, episodes, frozenset(turn_ends))
     return RolloutManager(engines, [sampler] * len(engines.connections()))

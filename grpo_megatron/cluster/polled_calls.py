@@ -1,4 +1,4 @@
-"""PolledCalls: many calls to one Ray actor in few messages. `answers` is for the actor's side."""
+"""PolledCalls: many calls to one Ray actor in few messages. rounds.RoundTasks is the actor's side."""
 
 import asyncio
 from collections.abc import Callable
@@ -34,6 +34,7 @@ class PolledCalls:
         submit: Callable[[list], Any],
         poll: Callable[[float], ray.ObjectRef],
         timeout: float | None = None,
+        timed_out: Callable[[int], str] | None = None,
     ):
         """Set the actor's methods. An object must be used within one event loop.
 
@@ -43,19 +44,25 @@ class PolledCalls:
         poll: asks the actor for the answers since the last poll. The actor waits up to the given seconds for
             the first one, and raises the error of a call that failed.
         timeout: seconds without any answer after which all calls fail. None: no limit.
+        timed_out: returns the message of the error after `timeout`. Its argument is the number of calls that
+            wait for an answer. It must be given together with `timeout`.
         """
-        self._process, self._call, self._timeout = process, call, timeout
+        self._process, self._call, self._timeout, self._timed_out = process, call, timeout, timed_out
         self._submit, self._poll_once = submit, poll
         self._answers: dict[Any, asyncio.Future] = {}
         self._unsent: list = []
         self._poller: asyncio.Task | None = None
+        self._closed = False
 
     async def call(self, key: Any, item: Any) -> Answer:
         """Send an item to the actor, and return the answer with this key.
 
         No two calls that wait for their answers may have the same key. Raises ProcessDied if the actor dies,
-        the error of any call that failed, and UserError after `timeout` seconds without an answer.
+        the error of any call that failed, UserError after `timeout` seconds without an answer, and
+        RuntimeError after `close`.
         """
+        if self._closed:
+            raise RuntimeError(f"`{self._call}` was called after the end of its round")
         loop = asyncio.get_running_loop()
         answer = self._answers[key] = loop.create_future()
         self._unsent.append(item)
@@ -63,16 +70,18 @@ class PolledCalls:
             loop.call_soon(self._send)  # it also sends the items that arrive until then
         return await answer
 
-    def forget(self) -> None:
-        """Drop all calls. Their callers must have been cancelled before."""
+    async def close(self) -> None:
+        """Drop all calls, and make no further ones. Their callers must have been cancelled before."""
+        self._closed = True
         self._answers.clear()
         self._unsent = []
         if self._poller:
             self._poller.cancel()
+            await asyncio.wait({self._poller})
 
     def _send(self) -> None:
         if not self._unsent:
-            return  # forgotten meanwhile
+            return  # closed meanwhile
         self._submit(self._unsent)
         self._unsent = []
         if self._poller is None or self._poller.done():
@@ -98,21 +107,4 @@ class PolledCalls:
             if answers:
                 last_progress = clock()
             elif self._timeout is not None and clock() - last_progress > self._timeout:
-                raise UserError(
-                    f"{self._process.name} finished none of its {len(self._answers)} samples in progress for "
-                    f"rollout.engine.request_timeout={self._timeout:.0f} s; its log is {self._process.log}"
-                )
-
-
-def answers(first: Any, others: asyncio.Queue) -> list:
-    """Return the answers that an actor's poll found: the first one, and all that are in a queue.
-
-    An answer may be an Exception, of a call that failed. It is raised.
-    """
-    found = [first]
-    while not others.empty():
-        found.append(others.get_nowait())
-    for answer in found:
-        if isinstance(answer, Exception):
-            raise answer
-    return found
+                raise UserError(self._timed_out(len(self._answers)))

@@ -6,7 +6,6 @@ cache avoids repeated computation. SGLang 0.5.23 has its own beam search, but it
 returns no log-probs of tokens. SGLang 0.5.17 has none.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from itertools import groupby
@@ -14,6 +13,7 @@ from itertools import groupby
 import numpy as np
 
 from grpo_megatron.batch.sample import WeightSpan
+from grpo_megatron.cluster.concurrency import together
 from grpo_megatron.config.rollout import BeamConfig, EarlyStopping
 from grpo_megatron.sglang.request import Completion
 
@@ -139,7 +139,7 @@ async def run_search(search: BeamSearch, ask: Ask) -> None:
     """
     while not search.done:
         search.advance(
-            await asyncio.gather(
-                *(ask(index, list(beam.ids), search.candidates) for index, beam in enumerate(search.live))
+            await together(
+                ask(index, list(beam.ids), search.candidates) for index, beam in enumerate(search.live)
             )
         )

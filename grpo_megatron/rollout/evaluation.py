@@ -18,6 +18,7 @@ from grpo_megatron.files import json_text, not_written, replace_text
 from grpo_megatron.logs import Rarely
 from grpo_megatron.monitoring.samples import chosen, group_text
 from grpo_megatron.rewards.answers import answer_finder
+from grpo_megatron.rollout.groups import Caller
 from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.statistics import majority_reward, pass_rates
 
@@ -151,7 +152,7 @@ class Evaluation:
         """
 
         def generated(rollout: RolloutConfig) -> list[Group]:
-            return self._manager.generate(prompts, rollout, same_states=True)
+            return self._manager.generate(prompts, rollout, Caller.evaluate)
 
         every = generated(self._sampled)
         greedy = generated(self._greedy) if self._config.greedy else []

@@ -3,12 +3,15 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Sample
+from grpo_megatron.cluster.concurrency import all_ended, together
+from grpo_megatron.cluster.rounds import RoundId
 from grpo_megatron.config.rollout import RolloutConfig, Strategy
 from grpo_megatron.errors import UserError
 from grpo_megatron.rollout.beam import BeamSearch, run_search
@@ -23,20 +26,33 @@ class StaleWeights(UserError):
     """An engine generated tokens with weights that are not the trainer's newest weights."""
 
 
+class Caller(str, Enum):
+    """Callers of rounds. Each has one round at a time."""
+
+    train = "train"
+    evaluate = "evaluate"
+
+
 @dataclass(frozen=True)
 class Round:
     """The common settings of all groups of one call of `RolloutManager.generate` or `fill`."""
 
-    client_id: int
-    """Id of the round's clients of the engines. It is higher than in all earlier rounds."""
+    id: RoundId
+    """Caller and number of the round. Workers and engines keep rounds with different ids apart."""
     rollout: RolloutConfig
     """Settings of the sampling, such as rollout.n."""
-    same_states: bool
-    """True if an environment's initial state depends only on the prompt."""
     weight_version: int
     """Version of the weights that the engines must generate with."""
     end_ids: frozenset[int]
     """Ids of the tokens that end a response, from the model's files."""
+
+    @property
+    def same_states(self) -> bool:
+        """True if an environment's initial state depends only on the prompt.
+
+        Evaluations at different steps are then comparable.
+        """
+        return self.id.caller == Caller.evaluate
 
 
 @dataclass(frozen=True)
@@ -53,8 +69,8 @@ class GroupRequest:
     """The group's prompt."""
 
 
-# Function from Round.client_id to {index of an engine: a new client of it}.
-Connect = Callable[[int], Mapping[int, EngineClient]]
+# Function from Round.id to {index of an engine: a new client of it}.
+Connect = Callable[[RoundId], Mapping[int, EngineClient]]
 
 
 def sampling_parameters(rollout: RolloutConfig) -> dict:
@@ -71,7 +87,7 @@ def sampling_parameters(rollout: RolloutConfig) -> dict:
 class GroupSampler:
     """Samples groups: plays the episodes of each group's samples concurrently, and has them scored.
 
-    One round is in progress at a time. All calls between `begin` and `end` are in one event loop.
+    Rounds of several callers may be in progress at a time. All calls of a round are in one event loop.
     """
 
     def __init__(self, connect: Connect, episodes: SingleTurn | MultiTurn, turn_ends: frozenset[int]):
@@ -82,26 +98,30 @@ class GroupSampler:
         turn_ends: ids of tokens that end a turn of the model, in addition to Round.end_ids.
         """
         self._connect, self._episodes, self._turn_ends = connect, episodes, turn_ends
-        self._round: Round | None = None
-        self._clients: Mapping[int, EngineClient] = {}
+        self._rounds: dict[RoundId, tuple[Round, Mapping[int, EngineClient]]] = {}
 
     async def begin(self, round: Round) -> None:
-        """Begin a round. The requests of the round before must have ended."""
-        self._round, self._clients = round, self._connect(round.client_id)
+        """Begin a round. An older round of the same caller ends, in case that the caller did not end it."""
+        older = [other for other in self._rounds if other.caller == round.id.caller]
+        self._rounds[round.id] = round, self._connect(round.id)
+        for other in older:
+            await self.end(other)
 
-    async def end(self) -> None:
-        """End the requests of the round on the engines. The callers of `sample` must have been cancelled."""
-        for client in self._clients.values():
-            await client.abort()
+    async def end(self, round: RoundId) -> None:
+        """End the requests of a round on the engines. The callers of `sample` must have been cancelled."""
+        if found := self._rounds.pop(round, None):
+            await all_ended(client.end() for client in found[1].values())
 
-    async def sample(self, request: GroupRequest) -> tuple[Sample, ...]:
+    async def sample(self, round: RoundId, request: GroupRequest) -> tuple[Sample, ...]:
         """Return the scored samples of a prompt. With reward.on_failure=leave_out, failed ones are left out.
+
+        round: id of the round that the request belongs to.
 
         Raises UserError if an engine dies, or finishes no request for rollout.engine.request_timeout seconds.
         Raises the errors of rewards and environments.
         """
-        this, prompt, client = self._round, request.prompt, self._clients[request.engine]
-        rollout = this.rollout
+        this, clients = self._rounds[round]
+        prompt, client, rollout = request.prompt, clients[request.engine], this.rollout
         stops = self._turn_ends.union(rollout.stop_token_ids)
         parameters = sampling_parameters(rollout) | {"stop_token_ids": sorted(stops)}
 
@@ -126,7 +146,7 @@ class GroupSampler:
             Episode(prompt, request.group_id, first + member, rollout.max_response_length, state)
             for member in range(len(responds))
         )
-        played = await asyncio.gather(*map(self._episodes.play, episodes, responds))
+        played = await together(map(self._episodes.play, episodes, responds))
         return await self._episodes.complete(prompt, tuple(chain(*played)))
 
     async def write_samples(self, path: Path, handles: Sequence[RecordedHandles]) -> OSError | None:

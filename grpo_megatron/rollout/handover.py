@@ -52,13 +52,15 @@ class Handover:
     def publish(self, changed: bool = True) -> None:
         """Copy the trainer's weights into the engines.
 
-        If engines and ranks share devices, this also gives the memory of the devices to the engines.
+        If engines and ranks share devices, the ranks get the memory of the devices if they do not have it,
+        and then the engines get it.
 
         changed: True if the weights differ from those published last. The version of the weights, with which
             engines tag every sample, then increases by one.
         """
         sync = partial(self.weight_sync.run, changed)
         if self._sharing:
+            self._sharing.to_ranks()
             self._sharing.to_engines(sync)
         else:
             with self._monitor.phases("sync"):

@@ -2,16 +2,24 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from grpo_megatron.batch.prompt import Prompt
-from grpo_megatron.batch.sample import Group, Sample
+from grpo_megatron.batch.sample import Group
+from grpo_megatron.cluster.concurrency import together
+from grpo_megatron.cluster.rounds import RoundId
 from grpo_megatron.config.rollout import RolloutConfig
-from grpo_megatron.rollout.groups import GroupRequest, Round
+from grpo_megatron.rollout.groups import Caller, GroupRequest, Round
+from grpo_megatron.rollout.open_round import OpenRound, Sampler
 from grpo_megatron.rollout.recording.arrays import RecordedArrays, RecordedHandles
+from grpo_megatron.sglang.admission import Admission
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -38,29 +46,20 @@ class Filled:
     """Groups that were not needed, because the batch was full before they were done. Most lack samples."""
 
 
-class Sampler(Protocol):
-    """Interface to a GroupSampler, which may be in another process (rollout.worker.RolloutWorker)."""
-
-    async def begin(self, round: Round) -> None: ...
-
-    async def sample(self, request: GroupRequest) -> tuple[Sample, ...]: ...
-
-    async def end(self) -> None: ...
-
-    async def write_samples(self, path: Path, handles: Sequence[RecordedHandles]) -> OSError | None: ...
-
-
 class Engines(Protocol):
     """The part of EnginePool that RolloutManager uses."""
 
+    admission: Admission
     weight_version: int
     end_ids: frozenset[int]
 
-    def new_client_id(self) -> int: ...
-
 
 class RolloutManager:
-    """Generates samples on all engines concurrently, scores them, and groups them by prompt."""
+    """Generates samples on all engines concurrently, scores them, and groups them by prompt.
+
+    Each call of `generate` or `fill` is a round, which has ended in every respect when the call ends. Several
+    threads may call a manager at a time, each for another caller (rollout.groups.Caller).
+    """
 
     def __init__(self, engines: Engines, samplers: Sequence[Sampler]):
         """Create a manager, which numbers its groups from 0.
@@ -69,38 +68,40 @@ class RolloutManager:
         samplers: for each engine, the sampler that sends requests to it. Engines of one node share a sampler.
         """
         self._engines, self._samplers = engines, samplers
-        self._next_group = 0
+        self._next_group, self._lock = 0, threading.Lock()
 
     def generate(
-        self, prompts: list[Prompt], rollout: RolloutConfig, same_states: bool = False
+        self, prompts: list[Prompt], rollout: RolloutConfig, caller: Caller = Caller.train
     ) -> list[Group]:
         """Generate and score `rollout.n` samples for each prompt. Return groups in the order of the prompts.
 
         rollout: settings such as the number of samples and the temperature.
-        same_states: if True, an environment's initial state depends only on the prompt, so that evaluations
-            at different steps are comparable.
+        caller: what the samples are for. In evaluations, an environment's initial state depends only on the
+            prompt, so that evaluations at different steps are comparable.
 
         With reward.on_failure=leave_out, failed samples are left out of their group, which may become empty.
 
         Raises UserError if an engine dies, or finishes no request for rollout.engine.request_timeout seconds.
-        Raises the errors of rewards and environments.
+        Raises UserError also if the engines cannot generate now, because their weights are being updated, for
+        example, or if the caller has a round in progress. Raises the errors of rewards and environments.
         """
-        groups = asyncio.run(self._generate(prompts, rollout, same_states))
-        self._next_group += len(prompts)
-        return groups
+        return _run(self._generate(prompts, rollout, caller))
 
-    async def _generate(
-        self, prompts: list[Prompt], rollout: RolloutConfig, same_states: bool
-    ) -> list[Group]:
-        await self._begin(rollout, same_states)
-        return await asyncio.gather(*(self._group(prompt, i, rollout.n) for i, prompt in enumerate(prompts)))
+    async def _generate(self, prompts: list[Prompt], rollout: RolloutConfig, caller: Caller) -> list[Group]:
+        async with self._round(caller, rollout) as this:
+            first = self._take_ids(len(prompts))
+            return await together(
+                this.start(self._group(this.id, prompt, index, first + index, rollout.n))
+                for index, prompt in enumerate(prompts)
+            )
 
-    async def _begin(self, rollout: RolloutConfig, same_states: bool = False) -> None:
-        """Begin a round in all samplers."""
+    @asynccontextmanager
+    async def _round(self, caller: Caller, rollout: RolloutConfig) -> AsyncIterator[OpenRound]:
         engines = self._engines
-        client_id, version, end_ids = engines.new_client_id(), engines.weight_version, engines.end_ids
-        round = Round(client_id, rollout, same_states, version, end_ids)
-        await asyncio.gather(*(sampler.begin(round) for sampler in set(self._samplers)))
+        with engines.admission.round(caller.value) as id:
+            round = Round(id, rollout, engines.weight_version, engines.end_ids)
+            async with OpenRound(round, set(self._samplers)) as opened:
+                yield opened
 
     def fill(
         self,
@@ -119,20 +120,20 @@ class RolloutManager:
         rollout: settings such as the number of samples and the temperature.
         goal: size of the batch and limits.
 
-        Raises UserError if an engine dies, or finishes no request for rollout.engine.request_timeout seconds.
+        Raises the same errors as `generate`.
         """
-        return asyncio.run(self._fill(draw, keep, rollout, goal))
+        return _run(self._fill(draw, keep, rollout, goal))
 
     async def _fill(self, draw, keep, rollout: RolloutConfig, goal: Goal) -> Filled:
         filled, asked = Filled(), 0
-        await self._begin(rollout)
         running: dict[asyncio.Task[Group], Group] = {}  # to a group that has no samples yet
-        try:
+        async with self._round(Caller.train, rollout) as this:
             while len(filled.groups) < goal.groups:
                 wanted = math.ceil((goal.groups - len(filled.groups)) * goal.in_flight) - len(running)
                 for prompt in draw(min(max(wanted, 0), goal.most - asked)):
-                    task = asyncio.create_task(self._group(prompt, asked, rollout.n))
-                    running[task] = Group(self._next_group + asked, prompt, ())
+                    group_id = self._take_ids(1)
+                    task = this.start(self._group(this.id, prompt, asked, group_id, rollout.n))
+                    running[task] = Group(group_id, prompt, ())
                     asked += 1
                 if not running:
                     break
@@ -147,26 +148,18 @@ class RolloutManager:
                         filled.dropped.append(group.prompt)
                 for task in done:
                     del running[task]
-        finally:
-            # Do this even if one task failed, so that the errors of the others are retrieved too.
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-        if running:
-            await asyncio.gather(*(sampler.end() for sampler in set(self._samplers)))
         filled.aborted += running.values()
         filled.groups.sort(key=lambda group: group.group_id)
-        self._next_group += asked
         return filled
 
-    async def _group(self, prompt: Prompt, index: int, size: int) -> Group:
+    async def _group(self, round: RoundId, prompt: Prompt, index: int, group_id: int, size: int) -> Group:
         """Return a sampled group.
 
         index: index of the group within the round. It also selects the engine.
         size: number of samples that are drawn. Those whose reward failed may be missing in the group.
         """
-        engine, group_id = index % len(self._samplers), self._next_group + index
-        samples = await self._samplers[engine].sample(GroupRequest(index, group_id, engine, prompt))
+        engine = index % len(self._samplers)
+        samples = await self._samplers[engine].sample(round, GroupRequest(index, group_id, engine, prompt))
         group = Group(group_id, prompt, samples, engine=engine)
         return replace(group, failed=size - len(group.trajectories))
 
@@ -196,10 +189,17 @@ class RolloutManager:
                 *(sampler.write_samples(paths[sampler], own) for sampler, own in handles.items() if own)
             )
 
-        for error in asyncio.run(write()):
+        for error in _run(write()):
             if error is not None:
                 raise error
         return recorded
+
+    def _take_ids(self, count: int) -> int:
+        """Reserve ids for the next groups, and return the first. Rounds at the same time get other ids."""
+        with self._lock:
+            first = self._next_group
+            self._next_group += count
+        return first
 
     def state_dict(self) -> dict:
         """Return {"next_group": id of the next group}, for checkpoints."""
@@ -207,3 +207,18 @@ class RolloutManager:
 
     def load_state_dict(self, state: dict) -> None:
         self._next_group = state["next_group"]
+
+
+def _run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in a new event loop, and return its result.
+
+    asyncio.run would format the coroutine's result as text when it compares signal handlers at its end. This
+    takes milliseconds for some hundred samples. So the task that it sees returns nothing.
+    """
+    results = []
+
+    async def main() -> None:
+        results.append(await coroutine)
+
+    asyncio.run(main())
+    return results[0]

@@ -8,8 +8,9 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from grpo_megatron.batch.sample import Sample
 from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.heartbeat import Heartbeat
 from grpo_megatron.cluster.placement import Cluster
-from grpo_megatron.cluster.polled_calls import PolledCalls, answers
+from grpo_megatron.cluster.polled_calls import PolledCalls
 from grpo_megatron.cluster.pool_worker import Place
 from grpo_megatron.cluster.processes import Process, fetched, gather, redirect_output, use_folder
+from grpo_megatron.cluster.rounds import RoundId, RoundTasks
 from grpo_megatron.cluster.worker_pool import worker_places
 from grpo_megatron.config.schema import Config
 from grpo_megatron.data import PromptTokenizer
@@ -118,8 +120,8 @@ class SamplerSpec:
         episodes = make_episodes(config, tokenizer, self.places.__getitem__)
         return GroupSampler(self._clients, episodes, frozenset(tokenizer.turn_ends))
 
-    def _clients(self, client_id: int) -> dict[int, EngineClient]:
-        return {index: connection.client(client_id) for index, connection in self.connections.items()}
+    def _clients(self, round: RoundId) -> dict[int, EngineClient]:
+        return {index: connection.client(round) for index, connection in self.connections.items()}
 
 
 class _Collected(logging.Handler):
@@ -148,9 +150,7 @@ class WorkerProcess:
         self._heartbeat.start()
         self._warnings = _Collected()
         logging.getLogger("grpo_megatron").addHandler(self._warnings)
-        self._tasks: set[asyncio.Task] = set()
-        self._done: asyncio.Queue = asyncio.Queue()
-        self._round = -1  # client id of the round in progress
+        self._rounds = RoundTasks()
 
     async def start(self, build: Callable[[], GroupSampler], folder: str) -> None:
         """Build the sampler. The driver calls this once.
@@ -161,46 +161,33 @@ class WorkerProcess:
         self._sampler = build()
 
     async def begin(self, round: Round) -> None:
-        self._round, self._done = round.client_id, asyncio.Queue()
-        await self._sampler.begin(round)
+        if self._rounds.is_open(round.id):  # an interrupted round may have ended before this call arrives
+            await self._sampler.begin(round)
 
-    async def submit(self, client_id: int, requests: list[GroupRequest]) -> None:
-        """Start to sample groups. `poll` returns them. client_id: Round.client_id of their round."""
-        # Ray may run the calls of an async actor in another order than they were made, so that requests
-        # arrive after the end of their round.
-        for request in requests if client_id == self._round else ():
-            task = asyncio.create_task(self._sample(request))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+    async def submit(self, round: RoundId, requests: list[GroupRequest]) -> None:
+        """Start to sample groups. `poll` returns them. A round that has ended is ignored."""
+        self._rounds.start(round, partial(self._sample, round), requests)
 
-    async def _sample(self, request: GroupRequest) -> None:
-        try:
-            samples = await self._sampler.sample(request)
-            self._done.put_nowait(SampledGroup(request.key, _stored(samples), self._warnings.take()))
-        except Exception as error:  # poll raises it in the driver
-            self._done.put_nowait(error)
+    async def _sample(self, round: RoundId, request: GroupRequest) -> SampledGroup:
+        samples = await self._sampler.sample(round, request)
+        return SampledGroup(request.key, _stored(samples), self._warnings.take())
 
-    async def poll(self, client_id: int, seconds: float) -> list[SampledGroup]:
-        """Return the groups that are done since the last call. Wait up to `seconds` for the first one.
+    async def poll(self, round: RoundId, seconds: float) -> list[SampledGroup]:
+        """Return the groups of a round that are done since the last call. Wait up to `seconds` for the first.
 
         The list is empty if no group is done in time, or if the round has ended. If a group failed, its error
         is raised.
         """
-        if client_id != self._round:
-            return []
-        try:
-            first = await asyncio.wait_for(self._done.get(), seconds)
-        except asyncio.TimeoutError:
-            return []
-        return answers(first, self._done)
+        return await self._rounds.poll(round, seconds)
 
-    async def end(self) -> None:
-        """End the round: cancel its groups, and end their requests on the engines."""
-        self._round = -1
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._sampler.end()
+    async def end(self, round: RoundId) -> None:
+        """End a round: cancel its groups, and end their requests on the engines. Other rounds go on."""
+        await self._rounds.end(round)
+        await self._sampler.end(round)
+
+    async def warnings(self) -> tuple[str, ...]:
+        """Return the warnings that no group has brought along, because the groups after them failed."""
+        return self._warnings.take()
 
     async def write_samples(self, path: Path, handles: Sequence[RecordedHandles]) -> OSError | None:
         # In a thread, because groups may be sampled meanwhile.
@@ -217,7 +204,7 @@ class WorkerProcess:
 class RolloutWorker:
     """The driver's handle of a rollout worker: it starts the process, and sends it requests for groups.
 
-    It has the interface `Sampler` of RolloutManager.
+    It has the interface open_round.Sampler.
     """
 
     def __init__(self, place: Place, spec: SamplerSpec, hang_detector: HangDetector):
@@ -227,7 +214,8 @@ class RolloutWorker:
         spec: builds the sampler in the process.
         hang_detector: notices if the process sends no heartbeats.
         """
-        self.process, self._calls = place.process, None
+        self.process = place.process
+        self._calls: dict[RoundId, PolledCalls] = {}
         where = NodeAffinitySchedulingStrategy(place.node, soft=False)
         self._actor = WorkerProcess.options(num_cpus=0, scheduling_strategy=where).remote(place.process)
         self._hang_detector = hang_detector
@@ -235,24 +223,27 @@ class RolloutWorker:
         self.started = self._actor.start.remote(spec, os.getcwd())
 
     async def begin(self, round: Round) -> None:
-        client_id, actor = round.client_id, self._actor
-        await fetched(actor.begin.remote(round), self.process, "begin")
-        self._calls = PolledCalls(
+        id, actor = round.id, self._actor
+        self._calls[id] = PolledCalls(
             self.process,
             "sample",
-            lambda requests: actor.submit.remote(client_id, requests),
-            lambda seconds: actor.poll.remote(client_id, seconds),
+            lambda requests: actor.submit.remote(id, requests),
+            lambda seconds: actor.poll.remote(id, seconds),
         )
+        await fetched(actor.begin.remote(round), self.process, "begin")
 
-    async def sample(self, request: GroupRequest) -> tuple[Sample, ...]:
-        answer = await self._calls.call(request.key, request)
-        for message in answer.messages:
-            logger.warning(message)
+    async def sample(self, round: RoundId, request: GroupRequest) -> tuple[Sample, ...]:
+        answer = await self._calls[round].call(request.key, request)
+        _show(answer.messages)
         return answer.samples
 
-    async def end(self) -> None:
-        self._calls.forget()
-        await fetched(self._actor.end.remote(), self.process, "end")
+    async def end(self, round: RoundId) -> None:
+        if calls := self._calls.pop(round, None):
+            await calls.close()
+        try:
+            await fetched(self._actor.end.remote(round), self.process, "end")
+        finally:
+            _show(await fetched(self._actor.warnings.remote(), self.process, "warnings"))
 
     async def write_samples(self, path: Path, handles: Sequence[RecordedHandles]) -> OSError | None:
         return await fetched(self._actor.write_samples.remote(path, handles), self.process, "write_samples")
@@ -263,6 +254,11 @@ class RolloutWorker:
         with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
             ray.get(self._actor.close.remote(), timeout=_CLOSE_SECONDS)
         ray.kill(self._actor)
+
+
+def _show(warnings: Iterable[str]) -> None:
+    for text in warnings:
+        logger.warning(text)
 
 
 class RolloutWorkers:

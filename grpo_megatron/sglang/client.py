@@ -7,6 +7,7 @@ import ray
 
 from grpo_megatron.cluster.polled_calls import PolledCalls
 from grpo_megatron.cluster.processes import Process, fetched
+from grpo_megatron.cluster.rounds import RoundId
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.sglang.request import Completion, Request
 
@@ -22,27 +23,31 @@ class EngineConnection:
     config: RolloutConfig
     """Limits of requests: rollout.max_concurrency and rollout.engine.request_timeout."""
 
-    def client(self, client_id: int) -> "EngineClient":
-        """Return a client, which must be used within one event loop.
-
-        client_id: id of the client. It must be higher than the id of every earlier client of the engine,
-            because `abort` ends the requests of all clients up to this one.
-        """
-        return EngineClient(self, client_id)
+    def client(self, round: RoundId) -> "EngineClient":
+        """Return a client for the requests of one round. It must be used within one event loop."""
+        return EngineClient(self, round)
 
 
 class EngineClient:
-    """A client that sends requests to one engine, with at most rollout.max_concurrency requests in flight."""
+    """Sends a round's requests to one engine, with at most rollout.max_concurrency of them in flight."""
 
-    def __init__(self, connection: EngineConnection, client_id: int):
-        self._engine, self._process, self._client_id = connection.engine, connection.process, client_id
+    def __init__(self, connection: EngineConnection, round: RoundId):
+        self._connection, self._round = connection, round
         self._slots = asyncio.Semaphore(connection.config.max_concurrency)
         self._calls = PolledCalls(
             connection.process,
             "generate",
-            lambda requests: self._engine.submit.remote(client_id, requests),
-            lambda seconds: self._engine.poll.remote(client_id, seconds),
+            lambda requests: connection.engine.submit.remote(round, requests),
+            lambda seconds: connection.engine.poll.remote(round, seconds),
             connection.config.engine.request_timeout,
+            self._timed_out,
+        )
+
+    def _timed_out(self, waiting: int) -> str:
+        process, limit = self._connection.process, self._connection.config.engine.request_timeout
+        return (
+            f"{process.name} finished none of its {waiting} samples in progress for "
+            f"rollout.engine.request_timeout={limit:.0f} s; its log is {process.log}"
         )
 
     async def generate(self, request: Request) -> Completion:
@@ -56,11 +61,10 @@ class EngineClient:
         async with self._slots:
             return await self._calls.call(request.key, request)
 
-    async def abort(self) -> None:
-        """End all requests in flight on the engine. Callers of `generate` must have been cancelled before.
+    async def end(self) -> None:
+        """End the requests of the round on the engine. Callers of `generate` must have been cancelled before.
 
-        Only one client of an engine has requests in flight at a time, so no other client is affected.
         Raises UserError if the engine dies.
         """
-        self._calls.forget()
-        await fetched(self._engine.abort.remote(self._client_id), self._process, "abort")
+        await self._calls.close()
+        await fetched(self._connection.engine.end.remote(self._round), self._connection.process, "end")

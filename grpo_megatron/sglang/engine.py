@@ -1,10 +1,12 @@
 """SGLangEngine runs one SGLang engine as a Ray actor: token ids in, token ids and log-probs out.
 
-`submit` takes requests and `poll` returns the finished ones, so that one Ray call carries many samples. All
-calls to SGLang go through release.py, which hides the differences between SGLang's releases.
+`submit` takes requests and `poll` returns the finished ones, so that one Ray call carries many samples. `end`
+ends the requests of one round. All calls to SGLang go through release.py, which hides the differences between
+SGLang's releases.
 """
 
 import asyncio
+import itertools
 import os
 import pickle
 from collections.abc import Awaitable, Callable
@@ -15,8 +17,8 @@ import numpy as np
 import ray
 
 from grpo_megatron.cluster.heartbeat import Heartbeat
-from grpo_megatron.cluster.polled_calls import answers
 from grpo_megatron.cluster.processes import Process, redirect_output
+from grpo_megatron.cluster.rounds import RoundId, RoundTasks
 from grpo_megatron.config.weight_sync import PauseMode
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.architecture import MoE
@@ -104,9 +106,7 @@ class SGLangEngine:
         self._memory = EngineMemory(process.name, self._control, self._while_alive)
         self._tp_size = arguments["tp_size"]
         self._admitted, self._updating, self._paused = False, False, False
-        self._aborted = -1  # id of the last client whose requests were aborted
-        self._finished: asyncio.Queue = asyncio.Queue()
-        self._tasks: set[asyncio.Task] = set()
+        self._rounds, self._request_numbers = RoundTasks(), itertools.count()
         self._heartbeat = Heartbeat(_SchedulerProgress(self._control, self._children))
         self._heartbeat.start()
 
@@ -130,30 +130,20 @@ class SGLangEngine:
             return self._process
         return next((process for process, end in self._ends.items() if end.done()), None)
 
-    async def _while_alive(self, call: str, awaitable: Awaitable, timeout: float | None = None) -> Any:
-        """Wait for a call to SGLang and return its result, or raise an error if SGLang dies meanwhile.
+    async def _while_alive(self, call: str, awaitable: Awaitable) -> Any:
+        """Wait for a call to SGLang and return its result. Raise ProcessDied if SGLang dies on any node.
 
         Without this check, calls to SGLang wait forever after its scheduler process has been killed.
 
         call: name of the call, for error messages.
         awaitable: the call.
-
-        Raises ProcessDied if a child process of SGLang dies on any node. Raises asyncio.TimeoutError after
-        `timeout` seconds.
         """
         task = asyncio.ensure_future(awaitable)
-        waited = 0.0
         while not task.done():
-            step = 1.0 if timeout is None else min(1.0, timeout - waited)
-            await asyncio.wait({task}, timeout=step)
-            waited += step
-            if not task.done():
-                if dead := self._dead_process():
-                    task.cancel()
-                    raise dead.died(call)
-                if timeout is not None and waited >= timeout:
-                    task.cancel()
-                    raise asyncio.TimeoutError
+            await asyncio.wait({task}, timeout=1.0)
+            if not task.done() and (dead := self._dead_process()):
+                task.cancel()
+                raise dead.died(call)
         return task.result()
 
     def admit(self) -> None:
@@ -170,45 +160,27 @@ class SGLangEngine:
             )
         self._memory.must_have(*MemoryPart)
 
-    async def submit(self, client_id: int, requests: list[Request]) -> None:
-        """Start to answer requests. `poll` returns the completions.
+    async def submit(self, round: RoundId, requests: list[Request]) -> None:
+        """Start to answer requests. `poll` returns the completions. A round that has ended is ignored."""
+        self._rounds.start(round, self._generate, requests)
 
-        client_id: id of the EngineClient that sends the requests.
+    async def _generate(self, request: Request) -> Completion:
+        self._must_be_admitted()
+        routed = request.routed if self._experts else None
+        with self._heartbeat.phase("generate", alone=True):
+            answer = await self._control.sample(
+                next(self._request_numbers), request.prompt_ids, request.sampling, routed, request.top
+            )
+        return completion_of(request, answer, self._experts)
+
+    async def poll(self, round: RoundId, seconds: float) -> list[Completion]:
+        """Return the completions of a round since the last call. Wait up to `seconds` for the first one.
+
+        The list is empty if no request finishes in time, or if the round has ended. If a request failed, its
+        error is raised.
         """
-        # Ray may run the calls of an async actor in another order than they were made. So requests may arrive
-        # after they were aborted. They are dropped, because their completions would appear in the next step.
-        for request in requests if client_id > self._aborted else ():
-            task = asyncio.create_task(self._generate(request))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _generate(self, request: Request) -> None:
-        try:
-            self._must_be_admitted()
-            with self._heartbeat.phase("generate", alone=True):
-                routed = request.routed if self._experts else None
-                answer = await self._control.sample(request.prompt_ids, request.sampling, routed, request.top)
-            self._finished.put_nowait(completion_of(request, answer, self._experts))
-        except Exception as error:  # poll raises it in the caller
-            self._finished.put_nowait(error)
-
-    async def poll(self, client_id: int, timeout: float) -> list[Completion]:
-        """Return the completions since the last call. Wait up to `timeout` seconds for the first one.
-
-        The list is empty if no request finishes in time, or if the client's requests have been aborted. If a
-        request failed, its error is raised.
-
-        client_id: id of the EngineClient that polls.
-        """
-        if client_id <= self._aborted:
-            return []
-        try:
-            first = await self._while_alive("generate", self._finished.get(), timeout)
-        except asyncio.TimeoutError:
-            return []
         # Requests that end in the same decoding step arrive together: wait for the others before answering.
-        await asyncio.sleep(0.002)
-        return answers(first, self._finished)
+        return await self._while_alive("generate", self._rounds.poll(round, seconds, linger=0.002))
 
     @_phase
     async def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
@@ -238,7 +210,7 @@ class SGLangEngine:
         """
         self._memory.must_have(MemoryPart.weights)
         self._admitted, self._updating = False, True
-        if self._tasks:
+        if self._rounds.running:
             if pause != PauseMode.abort and not self._control.knows_spans:
                 raise UserError(
                     f"{self._process.name} has requests in flight, and this SGLang release does not report "
@@ -284,32 +256,23 @@ class SGLangEngine:
         self._updating = False
         self.admit()
 
-    async def reset(self, client_id: int) -> bool:
-        """Drop all requests after a failure elsewhere in the run. Return whether this engine can be kept.
+    async def reset(self) -> bool:
+        """End all rounds after a failure elsewhere in the run. Return whether this engine can be kept.
 
         The engine cannot be kept if SGLang has died. It cannot be kept either if a weight update has begun
         but not ended, because some of its weights may be new and others old.
-
-        client_id: highest id of an EngineClient so far. The requests of all clients up to this id are
-            dropped.
         """
         if self._updating or self._dead_process():
             return False
         self._admitted = False
-        await self.abort(client_id)
+        await self._while_alive("reset", self._rounds.end_all())
         return True
 
-    async def abort(self, client_id: int) -> None:
-        """End all requests of clients with ids up to `client_id`, and discard their completions.
-
-        No client with a higher id may have sent requests yet.
-        """
-        self._aborted = client_id
-        self._control.abort()
-        if self._tasks:
-            await self._while_alive("abort", asyncio.wait(self._tasks))
-        # An outdated poll may still be waiting at the old queue.
-        self._finished = asyncio.Queue()
+    async def end(self, round: RoundId) -> None:
+        """End a round: end its requests in SGLang, and discard its completions. Other rounds go on."""
+        if dead := self._dead_process():
+            raise dead.died("end")
+        await self._while_alive("end", self._rounds.end(round))
 
     @_phase
     async def release_memory(self) -> None:
@@ -318,7 +281,7 @@ class SGLangEngine:
         Before the next request, `resume_memory` must allocate the memory again, and a weight sync must fill
         in the weights. Raises RuntimeError while requests run.
         """
-        if self._tasks:
+        if self._rounds.running:
             raise RuntimeError(f"{self._process.name} is still generating, so its memory cannot be released")
         self._admitted = False
         await self._memory.release()

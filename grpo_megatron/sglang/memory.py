@@ -51,15 +51,15 @@ class EngineMemory:
             )
 
     async def release(self) -> None:
-        """Release all parts of the engine's memory.
+        """Release all parts of the engine's memory that are not released yet.
 
-        Raises RuntimeError if a part is released already, or if requests run.
+        Raises RuntimeError if requests run.
         """
-        self.must_have(*MemoryPart)
+        held = [part.value for part in MemoryPart if part not in self._released]
+        if not held:
+            return
         await self._until_idle()
-        await self._await_call(
-            "release_memory_occupation", self._control.release_memory([part.value for part in MemoryPart])
-        )
+        await self._await_call("release_memory_occupation", self._control.release_memory(held))
         self._released = set(MemoryPart)
 
     async def _until_idle(self) -> None:
@@ -74,12 +74,9 @@ class EngineMemory:
         raise RuntimeError(f"{self._name} is still generating, so its memory cannot be released")
 
     async def resume(self, part: MemoryPart) -> None:
-        """Allocate the memory of a released part again. The contents of the memory are undefined.
-
-        Raises RuntimeError if the part is not released.
-        """
+        """Allocate the memory of a part again, if it is released. The contents are undefined afterwards."""
         if part not in self._released:
-            raise RuntimeError(f"{self._name} has not released the memory of its {part.value}")
+            return
         await self._await_call("resume_memory_occupation", self._control.resume_memory([part.value]))
         self._released.remove(part)
 

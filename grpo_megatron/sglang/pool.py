@@ -13,8 +13,9 @@ from grpo_megatron.cluster.processes import Process, fetch, gather, process_erro
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.config.schema import ModelConfig
 from grpo_megatron.config.weight_sync import PauseMode
-from grpo_megatron.errors import ProcessLost
+from grpo_megatron.errors import ProcessLost, UserError
 from grpo_megatron.model.families import read_architecture
+from grpo_megatron.sglang.admission import Admission, Closed
 from grpo_megatron.sglang.arguments import engine_arguments, engine_environment, node_arguments
 from grpo_megatron.sglang.client import EngineConnection
 from grpo_megatron.sglang.engine import SGLangEngine
@@ -40,6 +41,7 @@ def _free_address() -> str:
 class EnginePool:
     """The engines of a run, which all serve the same weights.
 
+    admission: admits rounds of requests, unless weights are updated or memory is released.
     weight_version: version of the weights that the last sync sent; 0 before the first sync.
     end_ids: ids of the tokens that end a response. Empty before `wait_until_ready`.
     """
@@ -67,8 +69,8 @@ class EnginePool:
             their memory while the trainer computes (rollout.sharing).
         """
         self._config, self._pause = config, pause
-        self.weight_version = 0
-        self._client_id = 0  # of the last clients
+        self.admission, self.weight_version = Admission(), 0
+        self._released: set[MemoryPart] = set()
         self.end_ids: frozenset[int] = frozenset()
         self._log_dir, self._hang_detector = log_dir, hang_detector
         self.nodes = tuple(slot.node for slots in cluster.engine_slots for slot in slots)
@@ -166,7 +168,7 @@ class EnginePool:
         anew: True to restart all engines. This is necessary if they share devices with the trainer, because
             it is unknown which memory they have released.
         """
-        resets = [engine.reset.remote(self._client_id) for engine in self._engines]
+        resets = [engine.reset.remote() for engine in self._engines]
         ray.wait(resets, num_returns=len(resets), timeout=_RESET_SECONDS)
         lost = [index for index, reset in enumerate(resets) if anew or not _answered_yes(reset)]
         self._close(lost)
@@ -174,6 +176,8 @@ class EnginePool:
             # With the old seed, a restarted engine would repeat the random numbers of its first steps.
             self._settings[index][0]["random_seed"] += _NEXT_SEED
         self._start(lost)
+        self._released = set()
+        self.admission.restart()
 
     def wait_until_ready(self) -> None:
         """Wait until all processes of all engines have started.
@@ -188,11 +192,6 @@ class EnginePool:
         started = gather(calls, processes, "ready", self._config.engine.start_timeout)
         self.end_ids = started[len(nodes) - 1].end_ids  # all engines, which come last, have the same model
 
-    def new_client_id(self) -> int:
-        """Return the id of the next clients. All requests of earlier clients must have ended."""
-        self._client_id += 1
-        return self._client_id
-
     def connections(self) -> list[EngineConnection]:
         """Return what another process needs to send requests to each engine, until the next `recover`."""
         return [
@@ -205,6 +204,7 @@ class EnginePool:
 
         The result for a sequence of n tokens is float32 [n - 1], because its first token has no log-prob.
         """
+        self.admission.must_be_open()
         return fetch(self._engines[0].score.remote(sequences), self.processes[0], "score")
 
     def score_on_all(self, sequences: list[list[int]]) -> list[list[np.ndarray]]:
@@ -213,6 +213,7 @@ class EnginePool:
         result[i][j] belongs to engine i and sequence j. It is float32 [n - 1] for n tokens, at temperature 1,
         because the first token has no log-prob.
         """
+        self.admission.must_be_open()
         return list(self._on_all("score", sequences).values())
 
     def admit(self) -> None:
@@ -221,9 +222,18 @@ class EnginePool:
         A weight sync admits the engines itself, so it does not need this call.
         """
         self._on_all("admit")
+        self.admission.open(Closed.unsynced)
 
     def begin_update(self) -> None:
-        """Pause every engine and prepare it for new weights. No engine serves requests until `end_update`."""
+        """Pause every engine and prepare it for new weights. No engine serves requests until `end_update`.
+
+        Raises UserError during a round, during another update, and while the memory of weights is released.
+        """
+        if MemoryPart.weights in self._released:
+            raise UserError(
+                "the engines have released the memory of their weights; call resume_weights first"
+            )
+        self.admission.close(Closed.updating, "begin a weight update")
         self._on_all("begin_update", self._pause)
 
     def receive_weights(self, command: SyncCommand) -> list[ray.ObjectRef]:
@@ -240,22 +250,35 @@ class EnginePool:
         """End the weight update and resume serving. Completions then report weight version `version`."""
         self._on_all("end_update", version, self._pause == PauseMode.in_place)
         self.weight_version = version
+        self.admission.open(Closed.updating, Closed.unsynced)
 
     def release_memory(self) -> None:
         """Release the memory of the engines' weights and KV caches, so that the trainer can use it.
 
-        No request may be running. Before the engines serve again, `resume_weights`, a weight sync and
-        `resume_kv_cache` are necessary.
+        Before the engines serve again, `resume_weights`, a weight sync and `resume_kv_cache` are necessary.
+        Memory that is released already stays so. Raises UserError during a round or a weight update.
         """
+        self.admission.close(Closed.asleep, "release memory")
+        self._released = set(MemoryPart)
         self._on_all("release_memory")
 
     def resume_weights(self) -> None:
-        """Allocate the memory of the engines' weights again. A weight sync must then fill in the weights."""
-        self._on_all("resume_memory", MemoryPart.weights)
+        """Allocate the memory of the engines' weights again, if it is released.
+
+        A weight sync must then fill in the weights.
+        """
+        self._resume(MemoryPart.weights)
 
     def resume_kv_cache(self) -> None:
-        """Allocate the memory of the engines' KV caches again. The caches are empty afterwards."""
-        self._on_all("resume_memory", MemoryPart.kv_cache)
+        """Allocate the memory of the engines' KV caches again, if it is released. They are then empty."""
+        self._resume(MemoryPart.kv_cache)
+
+    def _resume(self, part: MemoryPart) -> None:
+        self.admission.must_not_be_stopped("resume memory")
+        self._on_all("resume_memory", part)
+        self._released.discard(part)
+        if not self._released:
+            self.admission.open(Closed.asleep)
 
     def occupied(self) -> int:
         """Return the bytes of memory in use by the engine that uses the most.
@@ -271,6 +294,8 @@ class EnginePool:
         return gather(calls, self.processes, method)
 
     def close(self) -> None:
+        """End all engines. Rounds that are in progress fail, and no further ones are admitted."""
+        self.admission.stop()
         self._close(range(len(self._engines)))
 
     def _close(self, indices: Iterable[int]) -> None:

@@ -4,6 +4,7 @@ It supports 0.5.23 (the CPU stack) and 0.5.17 (the GPU stack). No other module c
 installed. tests/integration/test_sglang_releases.py makes all these calls in the Python environments of both.
 """
 
+import asyncio
 from typing import Any
 
 from grpo_megatron.batch.sample import WeightSpan
@@ -39,10 +40,19 @@ class EngineControl:
         self._engine, self._manager, self._requests = engine, engine.tokenizer_manager, io_struct
 
     async def sample(
-        self, prompt_ids: list[int], sampling: dict[str, Any], routed: int | None, top: int
+        self,
+        request_number: int,
+        prompt_ids: list[int],
+        sampling: dict[str, Any],
+        routed: int | None,
+        top: int,
     ) -> dict[str, Any]:
         """Sample one response and return SGLang's answer.
 
+        If the task that waits for this call is cancelled, the request is ended. The task goes on when SGLang
+        has ended it.
+
+        request_number: a number that no other request to this engine has.
         prompt_ids: token ids of the prompt.
         sampling: SGLang's sampling parameters.
         routed: index of the first token whose experts (MoE) are returned; None: no experts are returned.
@@ -54,9 +64,34 @@ class EngineControl:
         wanted = {} if routed is None else {"return_routed_experts": True, "routed_experts_start_len": routed}
         if top:
             wanted["top_logprobs_num"] = top
-        return await self._engine.async_generate(
-            input_ids=prompt_ids, sampling_params=sampling, return_logprob=True, **wanted
+        call = asyncio.ensure_future(
+            self._engine.async_generate(
+                input_ids=prompt_ids,
+                sampling_params=sampling,
+                return_logprob=True,
+                rid=_request_id(request_number),
+                **wanted,
+            )
         )
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            if not self.abort(request_number):
+                call.cancel()
+            await asyncio.wait({call})
+            raise
+
+    def abort(self, request_number: int) -> bool:
+        """End a request that waits or runs in SGLang's scheduler. Its call of `sample` then returns.
+
+        The result is False if the scheduler does not have the request, because SGLang is paused, for example.
+        An abort would have no effect then, now or later. The call must be cancelled instead.
+        """
+        state = self._manager.rid_to_state.get(_request_id(request_number))
+        if state is None or not state.dispatched:
+            return False
+        self._manager.abort_request(_request_id(request_number))
+        return True
 
     async def score(self, sequences: list[list[int]]) -> list[list[tuple[float | None, int, str | None]]]:
         """Return (log-prob, id, text) of every token of each sequence, at temperature 1.
@@ -73,10 +108,6 @@ class EngineControl:
 
     def shutdown(self) -> None:
         self._engine.shutdown()
-
-    def abort(self) -> None:
-        """End all waiting and running requests. Calls of `sample` return what has been generated so far."""
-        self._manager.abort_request(abort_all=True)
 
     @property
     def last_heard(self) -> float:
@@ -169,6 +200,14 @@ class EngineControl:
             # Before 0.5.21 only the tokenizer manager has the version. After a weight update it makes this
             # call itself.
             self._manager._update_weight_version_if_provided(str(version))
+
+
+def _request_id(number: int) -> str:
+    """Return SGLang's id of a request. All ids have one width, because SGLang aborts all ids with a prefix.
+
+    32 characters are also the width of the ids that SGLang chooses itself, for `score`.
+    """
+    return f"{number:032d}"
 
 
 def weight_spans(meta: dict[str, Any], length: int) -> tuple[WeightSpan, ...]:

@@ -164,8 +164,13 @@ async def made_calls() -> tuple[list[str], bool]:
     )
     manager.flush_cache.return_value = io_struct.FlushCacheReqOutput(success=True, message="")
     control = EngineControl(engine)
+    # A request that has reached the scheduler, and whose state has what `abort` reads.
+    state = tokenizer_manager.ReqState.__new__(tokenizer_manager.ReqState)
+    state.dispatched = True
+    manager.rid_to_state = {f"{8:032d}": state}
     arguments = {
-        "sample": ([1, 2], {"temperature": 1.0}, 1, 4),
+        "sample": (7, [1, 2], {"temperature": 1.0}, 1, 4),
+        "abort": (8,),
         "score": ([[1, 2], [3]],),
         "pause": (PauseMode.in_place,),
         "call_loader": (as_named_tensors({}), 2, RECEIVE_WEIGHTS),
@@ -199,6 +204,7 @@ def main() -> None:
         if "self.last_receive_tstamp = " in source
         else ["nobody notes when the scheduler was last heard of"]
     )
+    problems += [] if "dispatched" in vars(tokenizer_manager.ReqState) else ["no ReqState.dispatched"]
     problems += (
         []
         if "self.hf_eos_token_id = " in inspect.getsource(model_config)

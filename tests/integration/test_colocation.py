@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import ray
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -15,6 +16,8 @@ from grpo_megatron.cluster.placement import allocate
 from grpo_megatron.commands.train import assembled_loop
 from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.config.schema import Config, ModelConfig
+from grpo_megatron.config.weight_sync import PauseMode
+from grpo_megatron.errors import UserError
 from grpo_megatron.preflight.check import load_config
 from grpo_megatron.rollout.recording.replay import Replay
 from grpo_megatron.rollout.sharing import DeviceUse
@@ -79,28 +82,28 @@ def test_an_engine_gives_back_its_memory_and_then_answers_as_before(engines, wid
     )
     assert full - released > 0.95 * (weights + kv_cache)
     # Nothing may use what is not there; SGLang's own scheduler would die of it.
-    with pytest.raises(
-        RuntimeError,
-        match=r"engine 0 cannot serve, because its weights have not been compared with the trainer's",
-    ):
+    asleep = r"^the engines cannot generate: they have released memory; resume it and sync the weights first$"
+    with pytest.raises(UserError, match=asleep):
         engines.score(sequences)
-    with pytest.raises(
-        RuntimeError, match=r"has released the memory of its weights; call resume_memory first"
-    ):
+    with pytest.raises(UserError, match="the engines have released the memory of their weights; call"):
         engines.begin_update()
-    with pytest.raises(RuntimeError, match=r"has released the memory of its weights and kv_cache"):
-        engines.release_memory()
+    engine = engines._engines[0]
+    with pytest.raises(RuntimeError, match=r"has released the memory of its weights; call resume_memory"):
+        ray.get(engine.begin_update.remote(PauseMode.retract))
+    engines.release_memory()
+    assert engines.occupied() < 1.05 * released
     engines.resume_weights()
-    with pytest.raises(RuntimeError, match=r"engine 0 has not released the memory of its weights"):
-        engines.resume_weights()
+    engines.resume_weights()
     with sync_from(wide, model.state_dict(), engines, bucket_bytes=4 * MIB) as sync:
         sync.run()
     without_cache = engines.occupied()
     assert weights * 0.95 < without_cache - released < weights + kv_cache
+    with pytest.raises(UserError, match=asleep):
+        engines.score(sequences)
     with pytest.raises(
         RuntimeError, match=r"engine 0 has released the memory of its kv_cache; call resume_memory first"
     ):
-        engines.score(sequences)
+        ray.get(engine.score.remote(sequences))
     engines.resume_kv_cache()
     for found, expected in zip(engines.score(sequences), before, strict=True):
         np.testing.assert_array_equal(found, expected)
@@ -216,7 +219,7 @@ def test_a_wrong_order_is_refused_by_each_side(run):
         parts.sharing.resume_kv_cache()
     parts.sharing.resume_weights()
     parts.sharing.sync(controller.rollouts.handover.weight_sync.run)
-    with pytest.raises(RuntimeError, match=r"engine 0 has released the memory of its kv_cache"):
+    with pytest.raises(UserError, match=r"^the engines cannot generate: they have released memory"):
         parts.engines.score(sequences)
     parts.sharing.sleep()
     parts.sharing.resume_kv_cache()
@@ -226,11 +229,10 @@ def test_a_wrong_order_is_refused_by_each_side(run):
     ):
         parts.trainer.reset_reference()
     with pytest.raises(RuntimeError, match=r"`resume_weights` is out of order: engines serve"):
-        controller.rollouts.weights_changed()
+        parts.sharing.resume_weights()
+    controller.rollouts.weights_changed()  # takes turns by itself
+    assert parts.sharing.state == DeviceUse.serving
     assert len(parts.engines.score(sequences)[0]) == 2
     parts.to_ranks()
-    with pytest.raises(
-        RuntimeError,
-        match=r"engine 0 cannot serve, because its weights have not been compared with the trainer's",
-    ):
+    with pytest.raises(UserError, match=r"^the engines cannot generate: they have released memory"):
         controller.rollouts.source.sample(4, controller.rollouts.prompts)

@@ -1,5 +1,6 @@
 """A real SGLang engine behind Ray, against transformers."""
 
+import asyncio
 import os
 import signal
 import threading
@@ -20,6 +21,7 @@ from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.placement import allocate
 from grpo_megatron.cluster.processes import ProcessDied
+from grpo_megatron.cluster.rounds import RoundId
 from grpo_megatron.cluster.worker_pool import worker_places
 from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.config.reward import RewardConfig
@@ -183,19 +185,59 @@ def test_a_batch_that_is_full_aborts_what_runs_and_what_waits(manager, tokenizer
     assert largest_difference(again, model, 1.0) <= 1e-5
 
 
-def test_requests_that_arrive_after_their_client_was_aborted_are_not_answered(
-    manager, engines, tokenizer, model
-):
-    """Ray may run an actor's calls in another order than they were made in."""
-    engine, client_id, asked = engines._engines[0], new_client_id(engines), prompts(tokenizer)
-    ray.get(engine.abort.remote(client_id))
-    # With keys of the groups that come next.
-    ray.get(
-        engine.submit.remote(client_id, [Request((0, s), [1, 2, 3], {"max_new_tokens": 2}) for s in range(2)])
-    )
-    assert ray.get(engine.poll.remote(client_id, 60.0), timeout=30) == []
-    groups = manager.generate(asked, RolloutConfig(n=2, max_response_length=12))
-    assert largest_difference(groups, model, 1.0) <= 1e-5
+def requests_of(length):
+    """Return requests whose SGLang ids have different digits only in their last two places."""
+    sampling = {"temperature": 1.0, "max_new_tokens": length, "ignore_eos": True}
+    return [Request((0, sample), [1, 2, 3], sampling) for sample in range(12)]
+
+
+def answered(engine, round, count):
+    """Return this many completions of a round."""
+    done = []
+    while len(done) < count:
+        done += ray.get(engine.poll.remote(round, 5.0))
+    return done
+
+
+def number_of_requests(engine):
+    return ray.get(engine.__ray_call__.remote(lambda actor: len(actor._control._manager.rid_to_state)))
+
+
+def test_an_engine_ends_the_requests_of_one_round_only(engines):
+    """The other round has requests with the same keys."""
+    engine, ended, kept = engines._engines[0], RoundId("one", 1), RoundId("two", 1)
+    ray.get([engine.submit.remote(round, requests_of(150)) for round in (ended, kept)])
+    ray.get(engine.end.remote(ended), timeout=30)
+    assert number_of_requests(engine) == 12
+    done = answered(engine, kept, 12)
+    assert sorted(completion.key for completion in done) == [(0, sample) for sample in range(12)]
+    assert {completion.finish_reason for completion in done} == {"length"}
+    assert ray.get(engine.poll.remote(ended, 60.0), timeout=30) == []
+
+
+def test_requests_that_sglang_has_not_begun_end_too(engines):
+    """An abort would not reach them while SGLang is paused."""
+
+    def paused(actor, is_paused):  # in a thread of its own
+        call = actor._control.pause(PauseMode.in_place) if is_paused else actor._control.resume()
+        asyncio.run_coroutine_threadsafe(call, actor._control._manager.event_loop).result(timeout=60)
+
+    engine, round = engines._engines[0], RoundId("paused", 1)
+    ray.get(engine.__ray_call__.remote(paused, True))
+    ray.get(engine.submit.remote(round, requests_of(150)))
+    ray.get(engine.end.remote(round), timeout=30)
+    assert number_of_requests(engine) == 0
+    ray.get(engine.__ray_call__.remote(paused, False))
+
+
+def test_a_round_that_was_not_ended_ends_with_the_next_of_its_caller(engines):
+    engine, lost, following = engines._engines[0], RoundId("lost", 1), RoundId("lost", 2)
+    ray.get(engine.submit.remote(lost, requests_of(300)))
+    ray.get(engine.submit.remote(following, requests_of(2)))
+    assert {len(done.response_ids) for done in answered(engine, following, 12)} == {2}
+    assert ray.get(engine.poll.remote(lost, 60.0), timeout=30) == []
+    ray.get(engine.end.remote(following), timeout=30)
+    assert number_of_requests(engine) == 0
 
 
 def test_how_responses_end(manager, engines, tokenizer, model):
@@ -221,11 +263,6 @@ def test_how_responses_end(manager, engines, tokenizer, model):
             assert not stops & set(sample.arrays.response_ids[:-1].tolist())
             ends.add(int(last))
     assert ends == {end, seven}
-
-
-def new_client_id(engines):
-    """Return the id of a new client, for calls that an EngineClient would otherwise make."""
-    return engines.new_client_id()
 
 
 def check_update(manager, engines, tokenizer, model, model_path):
@@ -292,17 +329,14 @@ def sampled_over_an_update(engines, mode, prompt_ids):
     """Sample long responses, with an empty update in the middle."""
     engine = engines._engines[0]
     sampling = {"temperature": 1.0, "max_new_tokens": 400, "ignore_eos": True}
-    client_id = new_client_id(engines)
-    ray.get(engine.submit.remote(client_id, [Request((0, i), prompt_ids, sampling) for i in range(4)]))
+    round = RoundId(f"over an update with {mode.value}", 1)
+    ray.get(engine.submit.remote(round, [Request((0, i), prompt_ids, sampling) for i in range(4)]))
     time.sleep(0.3)
     engines._pause = mode
     engines.begin_update()
     time.sleep(0.2)
     engines.end_update(engines.weight_version + 1)
-    done = []
-    while len(done) < 4:
-        done += ray.get(engine.poll.remote(client_id, 5.0))
-    return done
+    return answered(engine, round, 4)
 
 
 @pytest.mark.parametrize("mode", list(PauseMode))
@@ -323,10 +357,10 @@ def test_requests_that_run_over_an_update_go_on_or_end_as_configured(engines, to
 def test_an_engine_that_nobody_admitted_says_so_at_once(engines, tokenizer):
     engine = engines._engines[0]
     engines.begin_update()
-    client_id = new_client_id(engines)
-    ray.get(engine.submit.remote(client_id, [Request((0, 0), [1, 2], {"max_new_tokens": 2})]))
+    round = RoundId("not admitted", 1)
+    ray.get(engine.submit.remote(round, [Request((0, 0), [1, 2], {"max_new_tokens": 2})]))
     with pytest.raises(RuntimeError, match="engine 0 cannot serve"):
-        ray.get(engine.poll.remote(client_id, 5.0))
+        ray.get(engine.poll.remote(round, 5.0))
     engines.end_update(engines.weight_version + 1)
     assert len(engines.score([[1, 2, 3]])[0]) == 2
 

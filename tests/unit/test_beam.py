@@ -17,7 +17,7 @@ from grpo_megatron.rollout.groups import StaleWeights
 from grpo_megatron.rollout.manager import Goal
 from grpo_megatron.sglang.request import Completion
 from tests.models import tiny_model, transformers_beams
-from tests.rollouts import manager_of
+from tests.rollouts import FakeEngines, manager_of
 
 PROMPT = [1, 17, 33, 4]
 LIMIT = 8
@@ -87,37 +87,22 @@ def test_the_cases_differ(model):
     assert {len(ids) == LIMIT for group in found for ids in group} == {True, False}
 
 
-class Engine:
+class Engine(FakeEngines):
     """An engine that answers with a model. The weight version changes after `old` answers.
 
     most: largest number of requests at one time.
     """
 
     weight_version = 3
-    aborts = 0
 
     def __init__(self, model, old=0, slow=None):
         """Create the engine.
 
         slow: uid of a prompt that gets no answer for a minute.
         """
+        super().__init__()
         self.model, self.old, self.slow, self.waiting, self.most = model, old, slow, 0, 0
         self.end_ids = frozenset({43})
-
-    end_ids, client_id = frozenset(), 0
-
-    def new_client_id(self):
-        self.client_id += 1
-        return self.client_id
-
-    def connections(self):
-        return [self]
-
-    def client(self, client_id):
-        return self
-
-    async def abort(self):
-        self.aborts += 1
 
     async def generate(self, request):
         assert request.sampling["max_new_tokens"] == 1
@@ -187,7 +172,7 @@ def test_a_batch_is_filled_with_groups_of_beams(model):
     assert [len(group.samples) for group in filled.groups] == [3, 3]
     assert {prompt.uid for prompt in filled.dropped} <= {0}
     assert 1 in {group.prompt.uid for group in filled.aborted}
-    assert (engine.waiting, engine.aborts) == (0, 1)
+    assert (engine.waiting, engine.ended) == (0, [("train", 1)])
 
 
 def test_beams_of_old_weights_are_noticed(model):

@@ -16,7 +16,7 @@ from grpo_megatron.rewards.scoring import RewardTask, ScorerSpec
 from grpo_megatron.rollout.episodes import SingleTurn
 from grpo_megatron.rollout.tool_environment import ToolEnvironment
 from grpo_megatron.sglang.request import Completion
-from tests.rollouts import manager_of
+from tests.rollouts import FakeEngines, manager_of
 from tests.unit.chat_templates import PAD, TEMPLATES, save_tokenizer
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>", "\\boxed{", "####"]
@@ -125,25 +125,12 @@ def test_every_other_token_is_in_the_text(folders):
             ), token
 
 
-class Engine:
+class Engine(FakeEngines):
     """An engine that records the parameters of its requests. Each response is one end token."""
 
-    weight_version = 0
-
     def __init__(self):
+        super().__init__()
         self.parameters = []
-
-    end_ids, client_id = frozenset(), 0
-
-    def new_client_id(self):
-        self.client_id += 1
-        return self.client_id
-
-    def connections(self):
-        return [self]
-
-    def client(self, client_id):
-        return self
 
     async def generate(self, request):
         self.parameters.append(request.sampling)

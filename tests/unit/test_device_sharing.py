@@ -10,6 +10,7 @@ from grpo_megatron.monitoring.monitor import Monitor
 from grpo_megatron.monitoring.status import StatusFile
 from grpo_megatron.rollout.handover import Handover
 from grpo_megatron.rollout.sharing import RING, DeviceSharing, DeviceUse
+from grpo_megatron.rollout.synchronous import SynchronousRollouts
 
 ORDER = ["release", "wake", "resume_weights", "sync", "sleep", "resume_kv_cache"]
 # Transitions with more calls than their name says: what training left is released before the engines' weights
@@ -212,3 +213,43 @@ def test_ranks_with_devices_of_their_own_sleep_if_asked(monitor, sleeps, monkeyp
     handover.to_engines()
     assert ("memory/rank_asleep_gib" in handover.metrics) == sleeps
     assert weight_sync.changed == [True]
+
+
+class Source:
+    """Checks that groups are sampled while the engines serve, and tells what happened."""
+
+    def __init__(self, sharing, calls):
+        self._sharing, self._calls = sharing, calls
+
+    def sample(self, step, prompts):
+        return self._sampled("take")
+
+    def run(self, step):
+        return self._sampled("evaluate")
+
+    def _sampled(self, call):
+        assert self._sharing.state == DeviceUse.serving
+        self._calls.append(call)
+        return {}
+
+    def close(self):
+        self._calls.append("close")
+
+
+PUBLIC = ("start", "take", "weights_changed", "evaluate", "close")
+
+
+@pytest.mark.parametrize("names", list(itertools.product(PUBLIC, repeat=3)))
+def test_no_order_of_the_loops_calls_is_refused(sharing, monitor, names):
+    """Each call finds the memory where it needs it. The ranks have it after a rollout."""
+    weight_sync, calls = WeightSync(), []
+    weight_sync.close = lambda: None
+    source, handover = Source(sharing, calls), Handover(weight_sync, Ranks([]), monitor, sharing)
+    rollouts = SynchronousRollouts(source, None, handover, monitor, evaluation=source)
+    rollouts.start()
+    for name in names:
+        getattr(rollouts, name)(*([1] if name in ("take", "evaluate") else []))
+        if name != "close":
+            assert sharing.state == (DeviceUse.training if name == "take" else DeviceUse.serving)
+    assert calls == [name for name in names if name in ("take", "evaluate", "close")]
+    assert weight_sync.changed.count(True) == 1 + sum(name in ("start", "weights_changed") for name in names)

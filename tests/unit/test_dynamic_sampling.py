@@ -19,46 +19,35 @@ from grpo_megatron.rollout.episodes import SingleTurn
 from grpo_megatron.rollout.source import ABORTED, EngineRollouts
 from grpo_megatron.samples.entries import SampleState
 from grpo_megatron.sglang.request import Completion
-from tests.rollouts import manager_of
+from tests.rollouts import FakeEngines, manager_of
 
 SIZE = 40
 
 
-class Engine:
+class Engine(FakeEngines):
     """An engine that answers prompt u after its time with one token, the number of the sample in its
     group.
     """
 
-    weight_version = 3
+    weight_version, size = 3, 2
 
     def __init__(self, seconds=lambda uid: 0.001, together=False):
         """Create the engine.
 
         together: True for all requests to end at once.
         """
-        self.together, self.end = together, None
-        self.seconds, self.running, self.most, self.asked, self.aborts = seconds, 0, 0, [], 0
-
-    end_ids, client_id = frozenset(), 0
-
-    def new_client_id(self):
-        self.client_id += 1
-        return self.client_id
-
-    def connections(self):
-        return [self, self]
-
-    def client(self, client_id):
-        return self
+        super().__init__()
+        self.together, self.end_of_all = together, None
+        self.seconds, self.running, self.most, self.asked = seconds, 0, 0, []
 
     async def _end_of_all(self):
         """Wait for a moment that is the same for all requests, so that they end in one round of the event
         loop.
         """
-        if self.end is None:
-            self.end = asyncio.get_running_loop().create_future()
-            asyncio.get_running_loop().call_later(0.05, self.end.set_result, None)
-        await self.end
+        if self.end_of_all is None:
+            self.end_of_all = asyncio.get_running_loop().create_future()
+            asyncio.get_running_loop().call_later(0.05, self.end_of_all.set_result, None)
+        await self.end_of_all
 
     async def generate(self, request):
         uid = request.prompt_ids[0]
@@ -73,10 +62,6 @@ class Engine:
         return Completion(
             request.key, np.array([request.key[1]], np.int32), np.zeros(1, np.float32), "stop", spans
         )
-
-    async def abort(self):
-        assert self.running == 0  # nobody waits any more
-        self.aborts += 1
 
 
 class Rewards:
@@ -131,7 +116,6 @@ def test_the_batch_is_full_of_groups_with_a_signal():
     assert (first.dropped, first.aborted) == (6, 0)
     assert sorted(used(first)) == list(range(10))
     assert uids(second) == [12, 15, 18, 21]
-    assert engine.aborts == 0
     assert engine.most <= 4 * 2  # never more groups than are missing
     ids = [group.group_id for group in (*first.groups, *second.groups)]
     assert len(set(ids)) == 8
@@ -175,7 +159,6 @@ def test_groups_that_end_together_with_the_last_of_the_batch_come_again(over_sam
     first = sampled.sample(1, prompts)
     assert uids(first) == used(first) == [0, 1, 2, 3]
     assert (first.dropped, first.aborted) == (0, surplus)
-    assert engine.aborts == 0  # nothing was running any more
     again = [prompt.uid for prompt in prompts.next(surplus + 1)]
     assert sorted(again[:-1]) == list(range(4, 4 + surplus))
     assert again[-1] == 4 + surplus
@@ -242,7 +225,8 @@ def test_what_is_in_flight_when_the_batch_is_full_is_aborted_and_comes_again():
     assert uids(first) == [0, 3, 5, 6]
     assert (first.dropped, first.aborted) == (1, 2)
     assert sorted(used(first)) == [0, 2, 3, 5, 6]
-    assert engine.aborts == 2  # each client
+    assert engine.running == 0
+    assert engine.ended == [("train", 1)] * 2  # each client
     state = prompts.state_dict()
     # The ledger gets every sample, those of the aborted groups without tokens.
     (lost,) = [left for left in first.left_out if left.state == SampleState.lost]
@@ -305,6 +289,7 @@ def test_a_reward_that_fails_ends_it():
     with pytest.raises(KeyError):
         sampled.sample(1, source())
     assert engine.running == 0
+    assert engine.ended == [("train", 1)] * 2
 
 
 def test_a_dropped_group_is_of_the_filter_that_left_nothing_of_it(monkeypatch):

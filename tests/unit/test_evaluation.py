@@ -26,6 +26,7 @@ from grpo_megatron.preflight.model import architecture_violations
 from grpo_megatron.preflight.rules import violations
 from grpo_megatron.rewards.answers import answer_finder
 from grpo_megatron.rollout.evaluation import Evaluation, scalars
+from grpo_megatron.rollout.groups import Caller
 from grpo_megatron.rollout.statistics import majority_reward, pass_at_k
 from tests.models import random_samples, tiny_model
 from tests.tools import no_file_beyond
@@ -132,9 +133,9 @@ class Engines:
     A response is right if it equals the answer; the first response is the greedy one.
     """
 
-    def generate(self, prompts, rollout, same_states):
+    def generate(self, prompts, rollout, caller):
         assert rollout.strategy == Strategy.sampling
-        assert same_states
+        assert caller == Caller.evaluate
         groups = []
         for prompt in prompts:
             texts = prompt.text.split()[: rollout.n]
@@ -185,8 +186,8 @@ def test_the_vote_is_over_what_was_scored(tmp_path):
     """A tool returned 1 in every episode, but two of the last turns say 2."""
 
     class Episodes(Engines):
-        def generate(self, prompts, rollout, same_states):
-            (group,) = super().generate(prompts, rollout, same_states)
+        def generate(self, prompts, rollout, caller):
+            (group,) = super().generate(prompts, rollout, caller)
             samples = (s.with_texts(f"{s.response_text} 1", s.response_text) for s in group.samples)
             return [Group(0, group.prompt, tuple(samples))]
 
@@ -276,7 +277,7 @@ def test_samples_that_have_no_room_are_left_out(tmp_path, capsys):
     group = Group(
         0, Prompt(3, np.array([1]), "1+1", "2"), tuple(s.scored(1.0, {}) for s in random_samples(count=2))
     )
-    engines = SimpleNamespace(generate=lambda prompts, rollout, same_states: [group])
+    engines = SimpleNamespace(generate=lambda prompts, rollout, caller: [group])
     evaluation = evaluation_of(engines, {"held_out": [group.prompt]}, tmp_path, n=2)
     with no_file_beyond(50):
         assert evaluation.run(1)["eval/mean@2"] == evaluation.run(2)["eval/mean@2"] == 1.0

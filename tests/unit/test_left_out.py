@@ -25,7 +25,7 @@ from grpo_megatron.rollout.statistics import group_statistics, pass_rates, step_
 from grpo_megatron.samples.blocks import LEDGER
 from grpo_megatron.samples.ledger import Ledger, read_books
 from grpo_megatron.sglang.request import Completion
-from tests.rollouts import manager_of
+from tests.rollouts import FakeEngines, manager_of
 from tests.unit.credits import Tokens
 from tests.unit.test_reward_terms import InThisProcess
 from tests.unit.toy_environments import encode
@@ -46,34 +46,18 @@ def score_group(prompt, responses, answer, record):
     return [float(response) for response in responses]
 
 
-class Engine:
+class Engine(FakeEngines):
     """Answers each prompt with its words, one for each member of the group."""
 
     def __init__(self, prompts):
+        super().__init__()
         self._words = [prompt.text.split() for prompt in prompts]
-
-    end_ids, client_id = frozenset(), 0
-
-    def new_client_id(self):
-        self.client_id += 1
-        return self.client_id
-
-    def connections(self):
-        return [self]
-
-    def client(self, client_id):
-        return self
-
-    weight_version = 0
 
     async def generate(self, request):
         number, member = request.key
         ids = encode(self._words[number][member])
         spans = (WeightSpan(0, 0, len(ids)),)
         return Completion(request.key, ids, np.zeros(len(ids), np.float32), "stop", spans)
-
-    async def abort(self):
-        pass
 
 
 def prompts(*texts):

@@ -1,0 +1,125 @@
+"""Rounds of calls to an actor, such as those that sample the groups of one training step.
+
+An actor serves the rounds of several callers at a time, and keeps their tasks and answers apart.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from grpo_megatron.cluster.concurrency import cancel
+
+
+class RoundId(NamedTuple):
+    """Identifier of a round. A caller has one round at a time, and its next round has a higher number.
+
+    caller: name of the caller, such as `train`
+    number: number of the round
+    """
+
+    caller: str
+    number: int
+
+
+@dataclass
+class _Round:
+    """The newest round of a caller: its number, its tasks that run, and the answers for `poll`."""
+
+    number: int
+    tasks: set[asyncio.Task]
+    answers: asyncio.Queue = field(default_factory=asyncio.Queue)
+    has_ended: bool = False
+
+
+class RoundTasks:
+    """The tasks that an actor runs for the newest round of each caller, and their answers.
+
+    Ray may run the calls of an async actor in another order than they were made. So a call may arrive after
+    the end of its round, or when the caller has a newer round already. Such calls are ignored, because their
+    answers would appear in another round. A newer round also ends an older one that its caller did not end.
+    """
+
+    def __init__(self) -> None:
+        self._newest: dict[str, _Round] = {}  # by caller
+
+    @property
+    def running(self) -> bool:
+        """True if a task of any round runs."""
+        return any(round.tasks for round in self._newest.values())
+
+    def is_open(self, round: RoundId) -> bool:
+        """Return False if the round has ended, or if its caller has a newer round."""
+        return self._opened(round) is not None
+
+    def start(self, round: RoundId, work: Callable[[Any], Awaitable[Any]], items: Iterable[Any]) -> None:
+        """Start a task `work(item)` for each item. `poll` returns the results.
+
+        Nothing is started if the round is not open any more.
+        """
+        opened = self._opened(round)
+        for item in items if opened else ():
+            task = asyncio.create_task(_answer(work, item, opened.answers))
+            opened.tasks.add(task)
+            task.add_done_callback(opened.tasks.discard)
+
+    async def poll(self, round: RoundId, seconds: float, linger: float = 0.0) -> list[Any]:
+        """Return the results of tasks of the round that no poll has returned yet.
+
+        The list is empty if there is no result in time, or if the round is not open any more. If a task
+        failed, its error is raised.
+
+        seconds: maximum time to wait for the first result.
+        linger: seconds to wait for further results after the first one.
+        """
+        opened = self._opened(round)
+        if opened is None:
+            return []
+        try:
+            found = [await asyncio.wait_for(opened.answers.get(), seconds)]
+        except asyncio.TimeoutError:
+            return []
+        if linger:
+            await asyncio.sleep(linger)
+        while not opened.answers.empty():
+            found.append(opened.answers.get_nowait())
+        for answer in found:
+            if isinstance(answer, Exception):
+                raise answer
+        return found
+
+    async def end(self, round: RoundId) -> None:
+        """End a round: cancel its tasks, wait until they have ended, and drop the answers.
+
+        A second call waits too. The call does nothing if the caller has a newer round.
+        """
+        self._opened(round)  # from now on, the round is known
+        newest = self._newest[round.caller]
+        if newest.number != round.number:
+            return
+        newest.has_ended, newest.answers = True, asyncio.Queue()
+        cancel(newest.tasks)
+        if newest.tasks:
+            await asyncio.wait(newest.tasks)
+
+    async def end_all(self) -> None:
+        """End the rounds of all callers."""
+        newest = [RoundId(caller, round.number) for caller, round in self._newest.items()]
+        await asyncio.gather(*map(self.end, newest))
+
+    def _opened(self, round: RoundId) -> _Round | None:
+        """Return the state of a round, which may begin with this call. The result is None if it is over."""
+        newest = self._newest.get(round.caller)
+        if newest is None or newest.number < round.number:
+            running = newest.tasks if newest else set()
+            cancel(running)
+            # Cancelled tasks may still need time to end, so they stay in the set.
+            newest = self._newest[round.caller] = _Round(round.number, running)
+        return None if newest.has_ended or newest.number > round.number else newest
+
+
+async def _answer(work: Callable[[Any], Awaitable[Any]], item: Any, answers: asyncio.Queue) -> None:
+    try:
+        answers.put_nowait(await work(item))
+    except Exception as error:  # poll raises it in the caller's process
+        answers.put_nowait(error)

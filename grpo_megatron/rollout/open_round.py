@@ -1,0 +1,82 @@
+"""A round in progress: groups that are sampled concurrently, and that all have ended when the round ends."""
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from grpo_megatron.batch.sample import Sample
+from grpo_megatron.cluster.concurrency import all_ended, cancel, together
+from grpo_megatron.cluster.rounds import RoundId
+from grpo_megatron.rollout.groups import GroupRequest, Round
+from grpo_megatron.rollout.recording.arrays import RecordedHandles
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# Maximum seconds that a round which has failed may take to end. Its engines or workers may be the cause.
+_END_SECONDS = 60.0
+
+
+class Sampler(Protocol):
+    """Interface to a GroupSampler, which may be in another process (rollout.worker.RolloutWorker)."""
+
+    async def begin(self, round: Round) -> None: ...
+
+    async def sample(self, round: RoundId, request: GroupRequest) -> tuple[Sample, ...]: ...
+
+    async def end(self, round: RoundId) -> None: ...
+
+    async def write_samples(self, path: Path, handles: Sequence[RecordedHandles]) -> OSError | None: ...
+
+
+class OpenRound:
+    """A round in progress, for `async with`.
+
+    When the context ends, also by an error or Ctrl-C, no task of the round runs any more, the engines have
+    ended the round's requests, and answers that come later are dropped.
+
+    id: caller and number of the round
+    """
+
+    def __init__(self, round: Round, samplers: Iterable[Sampler]):
+        self.id, self._round, self._samplers = round.id, round, list(samplers)
+        self._tasks: set[asyncio.Task] = set()
+
+    async def __aenter__(self) -> "OpenRound":
+        try:
+            await together(sampler.begin(self._round) for sampler in self._samplers)
+        except BaseException:
+            await self._end_after_failure()
+            raise
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_) -> None:
+        if kind is not None:
+            await self._end_after_failure()
+            return
+        try:
+            await self._end()
+        except asyncio.CancelledError:  # Ctrl-C while the round ended
+            await self._end_after_failure()
+            raise
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start a task that ends with the round."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        return task
+
+    async def _end(self) -> None:
+        cancel(self._tasks)
+        # The errors of all tasks are retrieved, so that asyncio does not log them.
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await all_ended(sampler.end(self.id) for sampler in self._samplers)
+
+    async def _end_after_failure(self) -> None:
+        """End the round without hiding the error that was raised before."""
+        try:
+            await asyncio.wait_for(self._end(), _END_SECONDS)
+        except Exception as error:
+            logger.debug(f"{self.id} did not end properly: {error}", exc_info=True)
