@@ -232,9 +232,6 @@ class Source:
         self._calls.append(call)
         return {}
 
-    def close(self):
-        self._calls.append("close")
-
 
 PUBLIC = ("start", "take", "weights_changed", "evaluate", "close")
 
@@ -251,5 +248,5 @@ def test_no_order_of_the_loops_calls_is_refused(sharing, monitor, names):
         getattr(rollouts, name)(*([1] if name in ("take", "evaluate") else []))
         if name != "close":
             assert sharing.state == (DeviceUse.training if name == "take" else DeviceUse.serving)
-    assert calls == [name for name in names if name in ("take", "evaluate", "close")]
+    assert calls == [name for name in names if name in ("take", "evaluate")]
     assert weight_sync.changed.count(True) == 1 + sum(name in ("start", "weights_changed") for name in names)

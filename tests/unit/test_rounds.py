@@ -20,7 +20,6 @@ from grpo_megatron.rollout import open_round
 from grpo_megatron.rollout.episodes import SingleTurn
 from grpo_megatron.rollout.groups import Caller
 from grpo_megatron.rollout.manager import RolloutManager
-from grpo_megatron.sglang.admission import Admission, Closed
 from grpo_megatron.sglang.request import Completion
 from tests.rollouts import FakeEngines, manager_of
 
@@ -360,47 +359,3 @@ def test_training_and_evaluation_number_their_groups_apart():
     assert sorted(group.group_id for group in (*trained, *evaluated)) == list(range(6))
     assert manager.state_dict() == {"next_group": 6}
     assert [group.prompt.uid for group in evaluated] == [5, 6, 7]
-
-
-# -- admission
-
-
-def test_the_most_important_reason_is_named_why_engines_are_closed():
-    admission = Admission()
-    with pytest.raises(UserError, match="the engines cannot generate: their weights have not been compared"):
-        admission.must_be_open()
-    admission.close(Closed.asleep, "release memory")
-    admission.close(Closed.asleep, "release memory")
-    for reason in (Closed.asleep, Closed.unsynced):
-        with pytest.raises(UserError, match=reason.value.split(";")[0]):
-            admission.must_be_open()
-        admission.open(reason)
-    admission.must_be_open()
-    admission.stop()
-    for call in (admission.must_be_open, lambda: admission.close(Closed.updating, "begin a weight update")):
-        with pytest.raises(UserError, match="they have been stopped; start a new run"):
-            call()
-
-
-def test_rounds_and_updates_exclude_one_another():
-    admission = Admission()
-    admission.open(Closed.unsynced)
-    with admission.round("train") as first, admission.round("evaluate") as second:
-        assert first.number < second.number
-        with pytest.raises(UserError, match="a round of `train` is in progress, and one caller cannot have"):
-            admission.round("train").__enter__()
-        with pytest.raises(
-            UserError, match="cannot begin a weight update during a round of `train` and `evaluate`; wait"
-        ):
-            admission.close(Closed.updating, "begin a weight update")
-    admission.close(Closed.updating, "begin a weight update")
-    for again in (Closed.updating, Closed.asleep):
-        with pytest.raises(UserError, match="a weight update has begun and has not ended"):
-            admission.close(again, "do more")
-    admission.restart()
-    admission.open(Closed.unsynced)
-    with admission.round("train") as third:
-        assert third.number > second.number
-        admission.restart()
-    with pytest.raises(UserError, match="have not been compared"):
-        admission.must_be_open()
