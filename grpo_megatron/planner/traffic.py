@@ -36,10 +36,11 @@ from grpo_megatron.rollout.groups import GroupRequest
 from grpo_megatron.rollout.worker import SampledGroup, StoredValue
 
 # The driver's CPU seconds, as `python benchmarks/controller.py` measured them on 2026-11-27 in a step of
-# 8,192 sequences on 1,024 ranks (docs/performance.md). The step took 2.62 s, the trainer's part of it 2.25 s.
-# That part is attributed to its 2,048 calls, and the rest to the sequences, which had no texts.
-SECONDS_PER_ROW = (2.62 - 2.25) / 8192
-SECONDS_PER_CALL = 2.25 / 2048
+# 8,192 sequences (docs/performance.md). With one call for each of 128 nodes, the trainer's part took 0.469 s
+# and the whole step 1.154 s. With one for each of 1,024 ranks (--ranks-of-node 1), that part took 1.093 s.
+# A step makes two calls to each. The sequences had no texts.
+SECONDS_PER_CALL = (1.093 - 0.469) / (2 * (1024 - 128))
+SECONDS_PER_ROW = (1.154 - 2 * 128 * SECONDS_PER_CALL) / 8192
 # Bytes of text of a token. The questions of GSM8K have 3.9 for each token of SmolLM2's tokenizer.
 TEXT_BYTES = 4
 # Bytes that Ray pickles with each reference: id of the object, address of its owner, status of the object.
