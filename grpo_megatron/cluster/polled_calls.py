@@ -42,7 +42,8 @@ class PolledCalls:
         call: name of the calls, for error messages.
         submit: sends a list of items to the actor. Its result is not awaited: the poll reports errors.
         poll: asks the actor for the answers since the last poll. The actor waits up to the given seconds for
-            the first one, and raises the error of a call that failed.
+            the first one, and raises the error of a call that failed. It answers None if it has ended the
+            round of the calls.
         timeout: seconds without any answer after which all calls fail. None: no limit.
         timed_out: returns the message of the error after `timeout`. Its argument is the number of calls that
             wait for an answer. It must be given together with `timeout`.
@@ -59,7 +60,7 @@ class PolledCalls:
 
         No two calls that wait for their answers may have the same key. Raises ProcessDied if the actor dies,
         the error of any call that failed, UserError after `timeout` seconds without an answer, and
-        RuntimeError after `close`.
+        RuntimeError after `close`, or if the actor has ended the round.
         """
         if self._closed:
             raise RuntimeError(f"`{self._call}` was called after the end of its round")
@@ -100,6 +101,11 @@ class PolledCalls:
         last_progress = clock()
         while self._answers:
             answers = await fetched(self._poll_once(POLL_SECONDS), self._process, self._call)
+            if answers is None:
+                raise RuntimeError(
+                    f"{self._process.name} has ended the round of {len(self._answers)} calls of "
+                    f"`{self._call}` that still wait for their answers"
+                )
             for answer in answers:
                 waiting = self._answers.pop(answer.key)
                 if not waiting.done():  # its caller may have been cancelled

@@ -63,18 +63,18 @@ class RoundTasks:
             opened.tasks.add(task)
             task.add_done_callback(opened.tasks.discard)
 
-    async def poll(self, round: RoundId, seconds: float, linger: float = 0.0) -> list[Any]:
+    async def poll(self, round: RoundId, seconds: float, linger: float = 0.0) -> list[Any] | None:
         """Return the results of tasks of the round that no poll has returned yet.
 
-        The list is empty if there is no result in time, or if the round is not open any more. If a task
-        failed, its error is raised.
+        The list is empty if there is no result in time. The result is None if the round is not open any more.
+        If a task failed, its error is raised.
 
         seconds: maximum time to wait for the first result.
         linger: seconds to wait for further results after the first one.
         """
         opened = self._opened(round)
         if opened is None:
-            return []
+            return None
         try:
             found = [await asyncio.wait_for(opened.answers.get(), seconds)]
         except asyncio.TimeoutError:

@@ -172,11 +172,11 @@ class WorkerProcess:
         samples = await self._sampler.sample(round, request)
         return SampledGroup(request.key, _stored(samples), self._warnings.take())
 
-    async def poll(self, round: RoundId, seconds: float) -> list[SampledGroup]:
+    async def poll(self, round: RoundId, seconds: float) -> list[SampledGroup] | None:
         """Return the groups of a round that are done since the last call. Wait up to `seconds` for the first.
 
-        The list is empty if no group is done in time, or if the round has ended. If a group failed, its error
-        is raised.
+        The list is empty if no group is done in time. The result is None if the round has ended. If a group
+        failed, its error is raised.
         """
         return await self._rounds.poll(round, seconds)
 

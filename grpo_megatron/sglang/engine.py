@@ -173,11 +173,11 @@ class SGLangEngine:
             )
         return completion_of(request, answer, self._experts)
 
-    async def poll(self, round: RoundId, seconds: float) -> list[Completion]:
+    async def poll(self, round: RoundId, seconds: float) -> list[Completion] | None:
         """Return the completions of a round since the last call. Wait up to `seconds` for the first one.
 
-        The list is empty if no request finishes in time, or if the round has ended. If a request failed, its
-        error is raised.
+        The list is empty if no request finishes in time. The result is None if the round has ended. If a
+        request failed, its error is raised.
         """
         # Requests that end in the same decoding step arrive together: wait for the others before answering.
         return await self._while_alive("generate", self._rounds.poll(round, seconds, linger=0.002))

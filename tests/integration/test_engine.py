@@ -212,7 +212,7 @@ def test_an_engine_ends_the_requests_of_one_round_only(engines):
     done = answered(engine, kept, 12)
     assert sorted(completion.key for completion in done) == [(0, sample) for sample in range(12)]
     assert {completion.finish_reason for completion in done} == {"length"}
-    assert ray.get(engine.poll.remote(ended, 60.0), timeout=30) == []
+    assert ray.get(engine.poll.remote(ended, 60.0), timeout=30) is None
 
 
 def test_requests_that_sglang_has_not_begun_end_too(engines):
@@ -235,7 +235,7 @@ def test_a_round_that_was_not_ended_ends_with_the_next_of_its_caller(engines):
     ray.get(engine.submit.remote(lost, requests_of(300)))
     ray.get(engine.submit.remote(following, requests_of(2)))
     assert {len(done.response_ids) for done in answered(engine, following, 12)} == {2}
-    assert ray.get(engine.poll.remote(lost, 60.0), timeout=30) == []
+    assert ray.get(engine.poll.remote(lost, 60.0), timeout=30) is None
     ray.get(engine.end.remote(following), timeout=30)
     assert number_of_requests(engine) == 0
 

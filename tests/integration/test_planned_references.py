@@ -21,7 +21,8 @@ def test_ray_sends_a_row_with_the_planned_bytes(ray_here):
     config = replace(config, rollout=replace(config.rollout, n=1))
     planned = StepData(config, read_architecture(config.model.path), Lengths.given(config)).answer(0)
     (row,) = planned.samples
-    handle = StoredValue(ray.put([ray.put(np.zeros(1_000_000, np.int8))]), 0)
-    real = replace(planned, samples=(replace(row, handle=handle),))
+    group = ray.put([ray.put(np.zeros(1_000_000, np.int8)), ray.put("text")])
+    stored = replace(row, handle=StoredValue(group, 0), texts=StoredValue(group, 1))
+    real = replace(planned, samples=(stored,))
     context = ray._private.worker.global_worker.get_serialization_context()
     assert context.serialize([real]).total_bytes == pytest.approx(pickled([planned]), rel=0.05)

@@ -2,15 +2,14 @@
 
 import resource
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import ray
 
-from grpo_megatron.batch.arrays import read, reading_forbidden
+from grpo_megatron.batch.arrays import reading_forbidden, values_of
 from grpo_megatron.batch.prompt import Prompt
-from grpo_megatron.batch.sample import Conversation, Sample
+from grpo_megatron.batch.sample import Conversation, Sample, with_texts_here
 from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.pool_worker import Place
 from grpo_megatron.cluster.processes import Process
@@ -19,6 +18,7 @@ from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.recording.record import Recorder
 from grpo_megatron.rollout.recording.replay import Replay
 from grpo_megatron.rollout.worker import RolloutWorker, StoredValue
+from tests.rollouts import FakeEngines
 
 MOST_BYTES = 2**20  # that the worker can write to a file
 
@@ -28,11 +28,11 @@ class WithoutEngines:
 
     async def begin(self, round): ...
 
-    async def end(self): ...
+    async def end(self, round): ...
 
     def close(self): ...
 
-    async def sample(self, request):
+    async def sample(self, round, request):
         return tuple(
             replace(made(request.prompt, member), conversation=Conversation.of(request.prompt.ids + member))
             for member in range(2)
@@ -51,6 +51,7 @@ def made(prompt: Prompt, member: int) -> Sample:
         finish_reason="stop",
         routing=draw.integers(0, 64, (len(prompt.ids) + count, 2, 4)).astype(np.int16),
         reward=float(member),
+        response_text=f"response {member}",
     )
 
 
@@ -64,9 +65,7 @@ def manager(ray_here, tmp_path):
     place = Place(Process("worker", f"{tmp_path}/worker.log"), ray.get_runtime_context().get_node_id())
     worker = RolloutWorker(place, build, HangDetector(str(tmp_path), 600))
     ray.get(worker.started)
-    ids = iter(range(100))
-    engines = SimpleNamespace(weight_version=0, end_ids=frozenset(), new_client_id=lambda: next(ids))
-    yield RolloutManager(engines, [worker, worker])
+    yield RolloutManager(FakeEngines(), [worker, worker])
     worker.close()
 
 
@@ -88,22 +87,25 @@ def test_a_worker_writes_its_samples_and_the_driver_reads_none(manager, tmp_path
     for group, prompt in zip(replay.read(1), prompts(50), strict=True):
         for member, sample in enumerate(group.samples):
             expected = made(prompt, member)
-            assert replace(sample, handle=None) == replace(expected, handle=None)
+            assert replace(sample, handle=None, texts=None) == replace(expected, handle=None, texts=None)
+            assert sample.response_text == f"response {member}"
             for name, array in vars(expected.arrays).items():
                 assert np.array_equal(getattr(sample.arrays, name), array), name
 
 
-def test_what_a_reward_model_reads_is_an_object_of_its_own(manager):
-    """So the ranks that score a sample fetch no more than that."""
+def test_arrays_texts_and_conversations_are_objects_of_their_own(manager):
+    """So a rank, and the driver, fetch no more than they need. The driver has one reference for a group."""
     with reading_forbidden():
         groups = manager.generate(prompts(50), RolloutConfig(n=2))
+        texts = [sample.response_text for group in with_texts_here(groups) for sample in group.samples]
+    assert texts == ["response 0", "response 1"] * 3
     samples = [sample for group in groups for sample in group.samples]
-    handles = [sample.conversation.handle for sample in samples]
+    handles = [one for s in samples for one in (s.handle, s.texts, s.conversation.handle)]
     assert {type(handle) for handle in handles} == {StoredValue}
-    assert len({handle.group for handle in handles} | {sample.handle.group for sample in samples}) == 6
-    found = read([sample.conversation.as_sample().handle for sample in samples])
-    for sample, arrays in zip(samples, found, strict=True):
-        ids = np.concatenate([arrays.prompt_ids, arrays.response_ids])
+    assert len({handle.group for handle in handles}) == 3
+    assert len({ray.get(handle.group)[handle.index] for handle in handles}) == 3 * len(samples)
+    found = values_of([sample.conversation.handle for sample in samples])
+    for sample, ids in zip(samples, found, strict=True):
         expected = np.arange(3 + sample.group_id) + sample.trajectory_id % 2
         assert np.array_equal(ids, expected)
         assert sample.conversation.num_tokens == len(expected)

@@ -72,7 +72,7 @@ def worker(ray_here, tmp_path_factory):
     worker.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")  # as in a run, whose rounds have numbers of their own
 def manager(worker):
     return RolloutManager(FakeEngines(), [worker])
 
@@ -112,5 +112,5 @@ def test_a_round_that_begins_after_its_end_does_not_begin(worker, manager):
     round = RoundId("interrupted", 1)
     ray.get(worker._actor.end.remote(round))
     ray.get(worker._actor.begin.remote(Round(round, RolloutConfig(), 0, frozenset())))
-    assert ray.get(worker._actor.poll.remote(round, 60.0), timeout=30) == []
+    assert ray.get(worker._actor.poll.remote(round, 60.0), timeout=30) is None
     assert generated(manager, prompts("")) == [[0, 1]]

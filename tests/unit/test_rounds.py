@@ -86,7 +86,7 @@ def test_calls_that_come_after_the_end_of_their_round_are_ignored():
         await tasks.end(ONE)  # before any other call of the round
         assert not tasks.is_open(ONE)
         tasks.start(ONE, work, [1])
-        assert await tasks.poll(ONE, 60.0) == []
+        assert await tasks.poll(ONE, 60.0) is None
         tasks.start(TWO, work, [2])
         tasks.start(ONE, work, [1])
         await tasks.end(ONE)
@@ -102,7 +102,7 @@ def test_answers_that_nobody_has_polled_are_dropped():
         tasks.start(ONE, work, [1])
         await asyncio.sleep(0.02)
         await tasks.end(ONE)
-        assert await tasks.poll(ONE, 60.0) == []
+        assert await tasks.poll(ONE, 60.0) is None
         tasks.start(TWO, work, [2])
         assert await tasks.poll(TWO, 1.0) == [2]
 
@@ -142,6 +142,20 @@ def test_an_error_is_raised_in_its_round():
 
 
 # -- in the driver
+
+
+def test_calls_of_a_round_that_the_actor_has_ended_fail():
+    """They would wait for ever otherwise."""
+
+    async def over(seconds):
+        return None
+
+    async def main():
+        calls = PolledCalls(Process("worker", "log"), "sample", lambda items: None, over)
+        with pytest.raises(RuntimeError, match="worker has ended the round of 1 calls of `sample`"):
+            await calls.call(1, "item")
+
+    asyncio.run(main())
 
 
 def test_calls_without_an_answer_fail_with_the_callers_message():
