@@ -18,6 +18,12 @@ def digits(prompt, response, answer, record):
     return sum(c.isdigit() for c in response) / max(1, len(response))
 
 
+def digits_unless_it_fails(prompt, response, answer, record):
+    if answer == "fails":
+        raise ValueError("planted")
+    return digits(prompt, response, answer, record)
+
+
 def runs_a_program(prompt, response, answer, record):
     """Return the reward `code`, for a program that takes a fifth of a second of CPU time."""
     program = "import time\nend = time.process_time() + 0.2\nwhile time.process_time() < end: pass\nprint(4)"

@@ -25,12 +25,6 @@ from tests.integration.one_rank import sync_from
 PROMPTS = ["12+34", "77-19", "5", "10+10", "3+4"]
 
 
-def digits_or_failure(prompt, response, answer, record):
-    if answer == FAILS:
-        raise ValueError("planted")
-    return float(sum(c.isdigit() for c in response))
-
-
 def requests_left(engine) -> int:
     """Return how many requests an engine's actor has, or SGLang's part of it."""
     return len(engine._control._manager.rid_to_state) + engine._rounds.running
@@ -61,7 +55,7 @@ def operations(ray_here, arithmetic, tmp_path_factory):
         "rollout.engine.dtype=float32",
         "rollout.engine.max_total_tokens=4096",
         f"rollout.max_concurrency={CONCURRENCY}",
-        f"reward.function={__name__}:{digits_or_failure.__name__}",
+        "reward.function=tests.integration.helpers:digits_unless_it_fails",
         "reward.workers=1",
     )
     config = read_config(None, [f"model.path={path}", f"data.train={arithmetic}/data/train.jsonl", *changes])
