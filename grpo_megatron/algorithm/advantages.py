@@ -31,6 +31,11 @@ GROUP_RELATIVE = ("grpo", "rloo", "reinforce_plus_plus_baseline", "gpg")
 _ROUNDING = 1e-12
 
 
+def columns_of(options: AlgorithmConfig) -> tuple[str, ...]:
+    """Return the columns that the configured advantage estimator needs."""
+    return getattr(advantage_estimator.get(options.adv_estimator), "columns", ())
+
+
 def smallest_group(estimator: str) -> int:
     """Return the smallest number of trajectories in a group that the advantage estimator can use.
 
@@ -69,6 +74,23 @@ class AdvantageInputs:
     """Sums over the trained tokens of each sequence."""
     kl_coef: float = 0.0
     """Coefficient of the KL that is subtracted from the rewards. 0: the rewards contain no KL."""
+    columns: tuple[str, ...] = ()
+    """Names of the columns whose sums are in `sums.columns`, in order."""
+
+    def column(self, name: str) -> np.ndarray:
+        """Return the sum of a column over the trained tokens of each trajectory, float64 [N].
+
+        name: a name that the estimator has given to `needs_columns` (algorithm/columns.py). Raises ValueError
+            for another name.
+        """
+        if name not in self.columns:
+            raise ValueError(
+                f"the sums of {name} were not computed; decorate the advantage estimator with "
+                f'@needs_columns("{name}")'
+            )
+        found, rows = self.trajectories, np.flatnonzero(self.sums.trained)
+        values = self.sums.columns[rows, self.columns.index(name)]
+        return np.bincount(found.of_sequence[rows], values, len(found.reward))
 
     @cached_property
     def trajectories(self) -> Trajectories:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from grpo_megatron.algorithm.advantages import AdvantageInputs, Credit, advantages
+from grpo_megatron.algorithm.advantages import AdvantageInputs, Credit, advantages, columns_of
 from grpo_megatron.algorithm.correction import Correction
 from grpo_megatron.algorithm.kl import KLController, kl_penalty
 from grpo_megatron.batch.sequence_weights import sequence_weights
@@ -99,7 +99,8 @@ def measure(batch: TrainBatch, options: AlgorithmConfig, correction: Correction 
             "mismatch/masked": Mean(float((mask & ~kept).sum()), float(mask.sum())),
             "mismatch/factor": Mean(float(factor[trained].sum()), float(trained.sum())),
         }
-    sums = SequenceSums.of(batch.cu_seqlens, mask, kept, kl, suffix)
+    columns = [getattr(batch, name) for name in columns_of(options)]
+    sums = SequenceSums.of(batch.cu_seqlens, mask, kept, kl, suffix, columns)
     return Measured(sums, suffix, factor, kept, metrics)
 
 
@@ -140,7 +141,7 @@ def step_credit(
     """
     metrics: Metrics = {}
     coef = kl_controller.coef if options.use_kl_in_reward else 0.0
-    inputs = AdvantageInputs(table, sums, coef)
+    inputs = AdvantageInputs(table, sums, coef, columns_of(options))
     credit = advantages(inputs, options)
     if options.use_kl_in_reward:
         metrics["actor/kl_coef"] = Mean(coef, 1)

@@ -4,6 +4,7 @@ Advantages and weights are computed from these sums and from the columns of `Sam
 single tokens.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SequenceSums:
-    """Five sums over the trained tokens t of each of S sequences, each float64 [S].
+    """Five sums over the trained tokens t of each of S sequences, each float64 [S], and sums of columns.
 
     KL_t is the estimate at token t of the KL to the reference policy, in nats. KL_t is 0 if the KL is not
     subtracted from the reward. s_t is the sum of KL_u over the trained tokens u >= t of the sequence.
@@ -27,6 +28,12 @@ class SequenceSums:
     """Sum of s_t."""
     suffix_squared: np.ndarray
     """Sum of s_t²."""
+    columns: np.ndarray | None = None
+    """float64 [S, C]. Sums of the C columns that the advantage estimator asks for. None becomes C = 0."""
+
+    def __post_init__(self):
+        if self.columns is None:
+            object.__setattr__(self, "columns", np.zeros((len(self.trained), 0)))
 
     @classmethod
     def of(
@@ -36,6 +43,7 @@ class SequenceSums:
         kept: np.ndarray,
         kl: np.ndarray | None = None,
         suffix: np.ndarray | None = None,
+        columns: Sequence[np.ndarray] = (),
     ) -> "SequenceSums":
         """Return the sums over each sequence, computed from arrays with one value per token.
 
@@ -44,6 +52,7 @@ class SequenceSums:
         kept: bool [T], False for tokens that the mismatch correction rejects.
         kl: float [T], KL_t of each token. None: all are 0.
         suffix: float64 [T], s_t of each token. None: it is computed from `kl`.
+        columns: float [T] each, further values to sum.
         """
 
         def summed(values: np.ndarray) -> np.ndarray:
@@ -51,11 +60,12 @@ class SequenceSums:
 
         ones = np.ones(len(mask))
         zeros = np.zeros(len(cu_seqlens) - 1)
+        further = np.stack([summed(values) for values in columns], axis=1) if columns else None
         if kl is None:
-            return cls(summed(ones), summed(kept), zeros, zeros, zeros)
+            return cls(summed(ones), summed(kept), zeros, zeros, zeros, further)
         if suffix is None:
             suffix = suffix_sums(cu_seqlens, np.where(mask, kl, 0.0))
-        return cls(summed(ones), summed(kept), summed(kl), summed(suffix), summed(suffix**2))
+        return cls(summed(ones), summed(kept), summed(kl), summed(suffix), summed(suffix**2), further)
 
 
 def suffix_sums(cu_seqlens: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from grpo_megatron.algorithm.advantages import GROUP_RELATIVE, advantage_estimator
+from grpo_megatron.algorithm.advantages import GROUP_RELATIVE, advantage_estimator, columns_of
 from grpo_megatron.algorithm.filters import group_filter
 from grpo_megatron.algorithm.kl import UNBIASED_TYPES
 from grpo_megatron.algorithm.surrogates import surrogate
-from grpo_megatron.config.schema import Config
+from grpo_megatron.config.schema import Config, OldLogprobs
 from grpo_megatron.preflight.rule import RuleBook, at_most, excludes, needs
 
 # All rules are for `train`, because other commands have no choice of algorithm.
@@ -87,6 +87,25 @@ ALGORITHM = RuleBook(
 )
 def estimator_is_known(config: Config) -> Iterator[str]:
     yield from advantage_estimator.problems(config.algorithm.adv_estimator)
+
+
+@ALGORITHM.rule(
+    "The log-probs that algorithm.adv_estimator asks for (needs_columns) must be computed before training.",
+    "algorithm.adv_estimator",
+    "train.old_logprobs",
+    "algorithm.use_kl_loss",
+    "algorithm.use_kl_in_reward",
+    commands=_TRAIN,
+)
+def columns_are_computed(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    if advantage_estimator.problems(algorithm.adv_estimator):
+        return
+    names = columns_of(algorithm)
+    if "old_logp" in names and config.train.old_logprobs == OldLogprobs.current:
+        yield "old_logp is not; set train.old_logprobs=recompute"
+    if "ref_logp" in names and not algorithm.needs_reference:
+        yield "ref_logp is not; set algorithm.use_kl_loss=true or algorithm.use_kl_in_reward=true"
 
 
 @ALGORITHM.rule(

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from grpo_megatron.algorithm.filters import apply_filters
+from grpo_megatron.algorithm.kl import KLController
 from grpo_megatron.algorithm.losses import PolicyLoss
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group, Sample
+from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.errors import UserError
 from grpo_megatron.plugins import Registry
 from grpo_megatron.preflight.check import load_config
@@ -22,6 +24,7 @@ from grpo_megatron.rollout.environments import Environments
 from grpo_megatron.rollout.episodes import MultiTurn
 from grpo_megatron.rollout.trajectory import Episode
 from grpo_megatron.sglang.request import Completion
+from tests.coefficients import set_coefficients
 from tests.unit.credits import Tokens
 from tests.unit.test_losses import inputs as loss_inputs
 from tests.unit.toy_environments import decode, encode
@@ -56,7 +59,7 @@ def groups(*rewards):
 
 
 def test_each_is_short():
-    assert len(EXAMPLES) == 7
+    assert len(EXAMPLES) == 8
     assert all(len([line for line in text.splitlines() if line]) <= 15 for text in EXAMPLES)
 
 
@@ -64,6 +67,14 @@ def test_each_is_short():
 def test_advantage(my_plugins, attribute):
     options = configured(f"algorithm.adv_estimator=my_plugins:{attribute}").algorithm
     assert Tokens([1.0, 3.0, 2.0], [5, 5, 6], [1, 1, 1]).advantages(options).tolist() == [-1, 1, 1]
+
+
+def test_an_estimator_that_asks_for_a_column(my_plugins):
+    config = configured("algorithm.adv_estimator=my_plugins:surprised")
+    batch = TrainBatch.from_samples([sample for group in groups([1, 2]) for sample in group.samples])
+    batch.rollout_logp = np.where(batch.loss_mask, -0.5, 3.0).astype(np.float32)
+    set_coefficients([batch], config, None, KLController(0.0))
+    assert batch.advantage[batch.loss_mask].tolist() == [0.5, 0.5, 1.0, 1.0]
 
 
 def test_surrogate(my_plugins):

@@ -2,6 +2,8 @@
 
 import pytest
 
+from grpo_megatron.algorithm.advantages import advantage_estimator
+from grpo_megatron.algorithm.columns import needs_columns
 from grpo_megatron.config.load import PRESETS
 from grpo_megatron.errors import UserError
 from grpo_megatron.preflight.check import load_config
@@ -136,3 +138,15 @@ def test_rules(overrides, says):
 )
 def test_what_is_legal(overrides):
     load_config(None, [*NEEDED, *overrides])
+
+
+def test_an_estimators_columns_must_be_computed_before_training(monkeypatch):
+    @needs_columns("old_logp", "ref_logp")
+    def curious(inputs, options): ...
+
+    monkeypatch.setitem(advantage_estimator._known, "curious", curious)
+    said = error_of("algorithm.adv_estimator=curious", "train.old_logprobs=current")
+    assert "old_logp is not; set train.old_logprobs=recompute" in said
+    assert "ref_logp is not; set algorithm.use_kl_loss=true" in said
+    fine = ["algorithm.adv_estimator=curious", "train.old_logprobs=rollout", "algorithm.use_kl_loss=true"]
+    load_config(None, [*NEEDED, *fine])

@@ -3,6 +3,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from grpo_megatron.algorithm.advantages import advantage_estimator
+from grpo_megatron.algorithm.columns import needs_columns
 from grpo_megatron.algorithm.kl import KLController
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.train_batch import TrainBatch
@@ -82,3 +84,33 @@ def test_the_kl_in_the_reward_by_hand(batches):
     assert metrics["actor/kl_in_reward"].result() == pytest.approx(0.5)
     assert metrics["actor/kl_coef"].result() == 0.2
     assert controller.coef == pytest.approx(0.2 * (1 + 0.1 * 4 / 40))
+
+
+def test_an_estimator_gets_the_sums_of_the_columns_that_it_asks_for(batches, monkeypatch):
+    """The second trajectory of a step has two sequences, one of which is not trained on."""
+    seen = {}
+
+    @needs_columns("old_logp", "rollout_logp")
+    def curious(inputs, options):
+        seen.update({name: inputs.column(name) for name in ("rollout_logp", "old_logp")})
+        with pytest.raises(ValueError, match='decorate .* with @needs_columns."ref_logp"'):
+            inputs.column("ref_logp")
+        return inputs.trajectories.score
+
+    monkeypatch.setitem(advantage_estimator._known, "curious", curious)
+    for number, batch in enumerate(batches, 1):
+        batch.old_logp = np.where(batch.loss_mask, -number, 7.0).astype(np.float32)
+        batch.rollout_logp = np.arange(batch.num_tokens, dtype=np.float32)
+    batches[1].trajectory_id[:] = batches[0].trajectory_id[1]
+    batches[1].reward[:] = batches[0].reward[1]
+    batches[1].loss_mask[:2] = False
+    found, _ = advantages(batches, adv_estimator="curious")
+    assert found == [[1.0, 0.0, 0.0], [0.0]]
+    assert seen["old_logp"].tolist() == [-1.0, -4.0]
+    positions = [np.flatnonzero(batch.loss_mask) for batch in batches]
+    assert seen["rollout_logp"].tolist() == [positions[0][0], positions[0][1:].sum() + positions[1].sum()]
+
+
+def test_unknown_columns_are_refused():
+    with pytest.raises(ValueError, match="unknown columns entropy; known: rollout_logp, old_logp, ref_logp"):
+        needs_columns("old_logp", "entropy")

@@ -1,7 +1,4 @@
-"""How a request to SGLang ends when its caller is cancelled, with a fake of SGLang's two ways.
-
-tests/integration/test_engine.py has a real engine.
-"""
+"""Requests to SGLang of callers that are cancelled: what the engine is told, and when."""
 
 import asyncio
 from types import SimpleNamespace

@@ -120,7 +120,7 @@ def test_the_sums_by_hand():
     sums = SequenceSums.of(cu_seqlens, mask, kept, kl)
     # s is 6 and 5 and 3
     columns = [column.tolist() for column in vars(sums).values()]
-    assert columns == [[3, 0], [2, 0], [6, 0], [14, 0], [36 + 25 + 9, 0]]
+    assert columns == [[3, 0], [2, 0], [6, 0], [14, 0], [36 + 25 + 9, 0], [[], []]]
     assert [column.tolist() for column in vars(SequenceSums.of(cu_seqlens, mask, kept)).values()] == [
         [3, 0],
         [2, 0],

@@ -1,0 +1,23 @@
+"""Columns of tokens that an advantage estimator may ask for. The trainer's ranks sum them up."""
+
+from collections.abc import Callable
+
+# Columns of batch.train_batch.TrainBatch.
+COLUMNS = ("rollout_logp", "old_logp", "ref_logp")
+
+
+def needs_columns(*names: str) -> Callable[[Callable], Callable]:
+    """Return a decorator for advantage estimators that use sums of columns (`AdvantageInputs.column`).
+
+    The trainer's ranks sum the columns up over the trained tokens. names: some of COLUMNS.
+
+    Raises ValueError for another name.
+    """
+    if unknown := set(names) - set(COLUMNS):
+        raise ValueError(f"unknown columns {', '.join(sorted(unknown))}; known: {', '.join(COLUMNS)}")
+
+    def mark(estimator: Callable) -> Callable:
+        estimator.columns = names
+        return estimator
+
+    return mark
