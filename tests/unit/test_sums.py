@@ -127,6 +127,7 @@ def test_the_sums_by_hand():
         [0, 0],
         [0, 0],
         [0, 0],
+        [[], []],
     ]
     assert suffix_sums(cu_seqlens, kl).tolist() == [105, 104, 5, 3, 198, 99]
 
