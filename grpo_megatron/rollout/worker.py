@@ -72,7 +72,6 @@ class StoredValue:
 
 def _stored(samples: Sequence[Sample]) -> tuple[Sample, ...]:
     """Put the arrays, texts and conversations of a group into the store. Return its samples without them."""
-    samples = list(samples)
     values = values_of([handle for sample in samples for handle in (sample.handle, sample.texts)])
     given = [sample.conversation for sample in samples if sample.conversation]
     values += values_of([conversation.handle for conversation in given])

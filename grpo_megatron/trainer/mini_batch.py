@@ -39,6 +39,10 @@ class MiniBatch:
     plan: Schedule
     key: tuple[int, int]
 
+    def for_ranks(self, part: Sequence[int]) -> list[Sample]:
+        """Return the samples of a micro-batch, without what ranks do not need. part: their indices."""
+        return [self.samples[i].for_ranks() for i in part]
+
     def stream(self, part: Sequence[int]) -> TrainBatch:
         """Return the token stream of a micro-batch, for diagnosis. part: indices of its samples."""
         return TrainBatch.from_samples([self.samples[i] for i in part])

@@ -93,10 +93,7 @@ class PolicyTrainer:
         the mismatch between engine and trainer. There are no metrics if the mismatch is known only in the
         training pass.
         """
-        divided = {
-            mini.key: mini.plan.divided(lambda part, mini=mini: [mini.samples[i].for_ranks() for i in part])
-            for mini in mini_batches
-        }
+        divided = {mini.key: mini.plan.divided(mini.for_ranks) for mini in mini_batches}
         results = self.ranks.call(
             "mini_batches.measure",
             [({key: of[dp] for key, of in divided.items()},) for dp in range(self.sizes.dp)],
@@ -122,7 +119,6 @@ class PolicyTrainer:
 
     def scores(self, plan: Schedule, make: MakeStream) -> np.ndarray:
         """Return the score of every sequence by the reward model that the ranks train, float32 [S].
-
 
         The scores are in the order of the batch.
 
