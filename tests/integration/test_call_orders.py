@@ -44,7 +44,7 @@ class Late:
         for actor, items in ((self._worker, groups), (self._engine, requests)):
             ray.get([actor.end.remote(round), actor.end.remote(round)])
             ray.get(actor.submit.remote(round, items))
-            found += ray.get(actor.poll.remote(round, 0.01))
+            found.append(ray.get(actor.poll.remote(round, 0.01)))
         return found
 
 

@@ -124,7 +124,7 @@ def operations():
         await engine.end(round)
         await engine.end(round)
         await engine.submit(round, [Request((0, 0), [0], {"max_new_tokens": 1})])
-        return await engine.poll(round, 0.01)
+        return [await engine.poll(round, 0.01)]
 
     prompts = [Prompt(uid, np.array([100 * uid], np.int32), "", "") for uid in range(4)]
     prompts.append(Prompt(4, np.array([400], np.int32), "", FAILS))
