@@ -66,18 +66,21 @@ class Operations:
     ):
         """Find what the engines answer to each prompt by itself.
 
-        prompts: five prompts with different answers. The reward of the last one fails.
+        prompts: five or more prompts. The reward of the last one fails. Of the others, four are used whose
+            answers differ from the beginning.
         sync: fills the engines with the weights again, after they slept.
         late: ends a round twice, sends it a request nevertheless, and returns the results of its polls.
         left: returns the number of requests that the engines still have.
         """
         self._manager, self._engines, self._sync, self._late, self._left = manager, engines, sync, late, left
-        *self._prompts, self._failing = prompts
+        *candidates, self._failing = prompts
         self._alone = {}
-        for prompt in self._prompts:
-            (group,) = manager.generate([prompt], self._config(LONG))
-            self._alone[prompt.uid] = group.samples[0].arrays.response_ids.tolist()
-        assert len({tuple(ids[:SHORT]) for ids in self._alone.values()}) == len(self._alone)
+        for prompt, group in zip(candidates, manager.generate(candidates, self._config(SHORT)), strict=True):
+            ids = group.samples[0].arrays.response_ids.tolist()
+            if ids not in self._alone.values():
+                self._alone[prompt.uid] = ids
+        self._prompts = [prompt for prompt in candidates if prompt.uid in self._alone][:4]
+        assert len(self._prompts) == 4, self._alone
 
     def run(self, names: Iterable[str]) -> None:
         """Run operations one after the other, and then one that shows that nothing is left of them."""
@@ -97,7 +100,7 @@ class Operations:
             assert len(group.samples) == N
             for sample in group.samples:
                 assert sample.arrays.prompt_ids.tolist() == prompt.ids.tolist()
-                assert sample.arrays.response_ids.tolist() == self._alone[prompt.uid][:SHORT]
+                assert sample.arrays.response_ids.tolist() == self._alone[prompt.uid]
                 assert {span.version for span in sample.weight_spans} == {self._engines.weight_version}
 
     def generate(self) -> None:

@@ -17,9 +17,9 @@ def test_beams_are_trained_on_recorded_and_replayed(ray_here, arithmetic, tmp_pa
         "rollout.strategy=beam",
         "rollout.beam.length_penalty=0.5",
     ]
-    recorded = [*common, f"rollout.record={tmp_path}/beams"]
+    recorded = [*common, f"rollout.record={tmp_path}/recording"]
     assert main(["train", *arguments(arithmetic, tmp_path, *recorded)]) == 0
-    rows, replay = metrics(tmp_path, "beams"), Replay(f"{tmp_path}/beams")
+    rows, replay = metrics(tmp_path, "beams"), Replay(f"{tmp_path}/recording")
     assert len(rows) == STEPS
     for step, row in enumerate(rows, 1):
         # Also of weights that a sync has brought: log-probs are those of the policy that is trained.
@@ -33,7 +33,7 @@ def test_beams_are_trained_on_recorded_and_replayed(ray_here, arithmetic, tmp_pa
                 for sample in group.samples
             ]
             assert scores == sorted(scores, reverse=True)
-    again = [*common, "run.name=again", f"rollout.replay={tmp_path}/beams"]
+    again = [*common, "run.name=again", f"rollout.replay={tmp_path}/recording"]
     assert main(["train", *arguments(arithmetic, tmp_path, *again)]) == 0
     for row, replayed in zip(rows, metrics(tmp_path, "again"), strict=True):
         assert replayed["actor/loss"] == pytest.approx(row["actor/loss"], abs=1e-6)

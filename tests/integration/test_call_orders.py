@@ -22,7 +22,7 @@ from grpo_megatron.sglang.request import Request
 from tests.call_orders import CONCURRENCY, FAILS, Operations
 from tests.integration.one_rank import sync_from
 
-PROMPTS = ["12+34", "77-19", "5", "10+10", "3+4"]
+PROMPTS = ["12+34", "77-19", "5", "10+10", "99", "1-1", "6+0+6", "80", "2", "31+7", "44-4", "3+4"]
 
 
 def requests_left(engine) -> int:
@@ -61,7 +61,7 @@ def operations(ray_here, arithmetic, tmp_path_factory):
     config = read_config(None, [f"model.path={path}", f"data.train={arithmetic}/data/train.jsonl", *changes])
     tokenizer, detector = PromptTokenizer(path), HangDetector(logs, 600)
     prompts = [
-        Prompt(uid, tokenizer.encode(tokenizer.text(text)), text, FAILS if uid == 4 else "0")
+        Prompt(uid, tokenizer.encode(tokenizer.text(text)), text, FAILS if text == PROMPTS[-1] else "0")
         for uid, text in enumerate(PROMPTS)
     ]
     cluster = allocate(config, num_ranks=0, num_engines=1)

@@ -93,7 +93,7 @@ def test_an_estimator_gets_the_sums_of_the_columns_that_it_asks_for(batches, mon
     @needs_columns("old_logp", "rollout_logp")
     def curious(inputs, options):
         seen.update({name: inputs.column(name) for name in ("rollout_logp", "old_logp")})
-        with pytest.raises(ValueError, match='decorate .* with @needs_columns."ref_logp"'):
+        with pytest.raises(ValueError, match=r'decorate .* with @needs_columns."ref_logp"'):
             inputs.column("ref_logp")
         return inputs.trajectories.score
 
