@@ -75,7 +75,9 @@ class Operations:
         self._manager, self._engines, self._sync, self._late, self._left = manager, engines, sync, late, left
         *candidates, self._failing = prompts
         self._alone = {}
-        for prompt, group in zip(candidates, manager.generate(candidates, self._config(SHORT)), strict=True):
+        for prompt in candidates:
+            # Each in a round of its own, in which its answer cannot be another one's.
+            (group,) = manager.generate([prompt], self._config(SHORT))
             ids = group.samples[0].arrays.response_ids.tolist()
             if ids not in self._alone.values():
                 self._alone[prompt.uid] = ids
