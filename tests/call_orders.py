@@ -69,13 +69,15 @@ class Operations:
         prompts: five or more prompts. The reward of the last one fails. Of the others, four are used whose
             answers differ from the beginning.
         sync: fills the engines with the weights again, after they slept.
-        late: ends a round twice, sends it a request nevertheless, and returns what its polls return.
+        late: ends a round twice, sends it a request nevertheless, and returns the results of its polls.
         left: returns the number of requests that the engines still have.
         """
         self._manager, self._engines, self._sync, self._late, self._left = manager, engines, sync, late, left
         *candidates, self._failing = prompts
         self._alone = {}
-        for prompt, group in zip(candidates, manager.generate(candidates, self._config(SHORT)), strict=True):
+        for prompt in candidates:
+            # Each in a round of its own, in which its answer cannot be another one's.
+            (group,) = manager.generate([prompt], self._config(SHORT))
             ids = group.samples[0].arrays.response_ids.tolist()
             if ids not in self._alone.values():
                 self._alone[prompt.uid] = ids
