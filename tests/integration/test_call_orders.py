@@ -22,6 +22,9 @@ from grpo_megatron.sglang.request import Request
 from tests.call_orders import CONCURRENCY, FAILS, Operations
 from tests.integration.one_rank import sync_from
 
+# In `make test`, tests/unit/test_call_orders.py tries all pairs without SGLang.
+pytestmark = pytest.mark.slow
+
 PROMPTS = ["12+34", "77-19", "5", "10+10", "99", "1-1", "6+0+6", "80", "2", "31+7", "44-4", "3+4"]
 
 
@@ -109,7 +112,6 @@ def test_no_order_of_two_calls_does_harm(operations):
         operations.run(names)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("first", Operations.NAMES)
 def test_no_order_of_three_calls_does_harm(operations, first):
     for names in itertools.product(Operations.NAMES, repeat=2):
