@@ -1,6 +1,7 @@
 """Rules about data, generation and environments."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config.schema import Config
@@ -115,6 +116,19 @@ def weights_match_the_sources(config: Config) -> Iterator[str]:
 def there_are_prompts(config: Config) -> Iterator[str]:
     if not config.rollout.replay and not config.data.train:
         yield shown(config, "data.train")
+
+
+@ROLLOUT.rule(
+    "rollout.record must not be the run's own folder, which is named run.name in run.root.",
+    "rollout.record",
+    "run.root",
+    "run.name",
+    commands=_TRAIN,
+)
+def recording_has_its_own_folder(config: Config) -> Iterator[str]:
+    run, record = config.run, config.rollout.record
+    if record and Path(record).absolute() == Path(run.root, run.name).absolute():
+        yield shown(config, "rollout.record")
 
 
 # Below 1e-6, SGLang would also decode greedily.

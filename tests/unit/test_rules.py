@@ -45,6 +45,7 @@ BROKEN = [
         "reward.model.path=r",
         "rollout.record=s.jsonl",
     ],
+    ["run.root=runs", "run.name=mine", "rollout.record=runs/./mine"],
     ["train.max_tokens_per_micro_batch=2047"],
     ["megatron.lora.rank=4"],
     ["train.max_tokens_per_micro_batch=1023"],
