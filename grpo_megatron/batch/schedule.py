@@ -70,6 +70,11 @@ class Schedule:
         """Return the indices of all sequences that a rank computes, in the order of its micro-batches."""
         return [i for micro_batch in self.micro_batches[dp_rank] for i in micro_batch]
 
+    @property
+    def order(self) -> np.ndarray:
+        """Index int64 [S] that sorts the concatenated rows of all ranks into the order of the sequences."""
+        return np.argsort(np.concatenate([self.sequences(dp) for dp in range(len(self.micro_batches))]))
+
     def divided(self, make: Callable[[Sequence[int]], Stream]) -> list[list[Stream]]:
         """Return what `make` returns for each micro-batch of each rank.
 

@@ -36,9 +36,7 @@ MakeStream = Callable[[Sequence[int]], TokenStream]
 
 def _sums(mini: MiniBatch, parts: list[Measurement]) -> SequenceSums:
     """Return the sums of a mini-batch's sequences, in its order, from the measurements of the replicas."""
-    placed = np.concatenate([mini.plan.sequences(dp) for dp in range(len(parts))])
-    found = concatenated([part.sums for part in parts])
-    return chosen_rows(found, np.argsort(placed))
+    return chosen_rows(concatenated([part.sums for part in parts]), mini.plan.order)
 
 
 class PolicyTrainer:
@@ -124,7 +122,8 @@ class PolicyTrainer:
 
         plan: division of the sequences among data-parallel replicas and micro-batches.
         """
-        return self._in_order(plan, self.ranks.call("passes.scores", [(own,) for own in plan.divided(make)]))
+        parts = self.ranks.call("passes.scores", [(own,) for own in plan.divided(make)])
+        return self._checked(np.concatenate(parts)[plan.order])
 
     def score_stored(self, plan: Schedule, handles: Sequence[Handle]) -> np.ndarray:
         """Return the score of every sequence by the frozen reward model beside the policy, float32 [S].
@@ -135,12 +134,8 @@ class PolicyTrainer:
         handles: handles of the token ids of each sequence, which the ranks fetch.
         """
         divided = plan.divided(lambda part: [handles[i] for i in part])
-        return self._in_order(plan, self.ranks.call("passes.score_stored", [(own,) for own in divided]))
-
-    def _in_order(self, plan: Schedule, parts: list[np.ndarray]) -> np.ndarray:
-        """Return the scores of the replicas' sequences in the order of the sequences."""
-        placed = np.concatenate([plan.sequences(dp) for dp in range(self.sizes.dp)])
-        return self._checked(np.concatenate(parts)[np.argsort(placed)])
+        parts = self.ranks.call("passes.score_stored", [(own,) for own in divided])
+        return self._checked(np.concatenate(parts)[plan.order])
 
     def probe(
         self, plan: Schedule, make: MakeStream, temperature: float, rounding: torch.dtype | None = None
@@ -156,9 +151,7 @@ class PolicyTrainer:
         """
         streams = plan.divided(make)
         parts = self.ranks.call("passes.probe", [(own, temperature, rounding) for own in streams])
-        lengths = np.empty(sum(len(own) for own in map(plan.sequences, range(self.sizes.dp))), dtype=np.int64)
-        for dp, own in enumerate(streams):
-            lengths[plan.sequences(dp)] = np.concatenate([stream.lengths for stream in own])
+        lengths = np.concatenate([stream.lengths for own in streams for stream in own])[plan.order]
         return plan.by_sequence([self._checked(part.T) for part in parts], lengths)
 
     def _checked(self, values: np.ndarray) -> np.ndarray:
