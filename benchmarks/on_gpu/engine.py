@@ -79,7 +79,9 @@ async def difference(control: EngineControl, model: str, gpu: bool) -> float:
 
     asked = prompts(read_architecture(model).vocab_size)
     sampling = {"temperature": 0.0, "max_new_tokens": _NEW_TOKENS, "ignore_eos": True}
-    answers = await asyncio.gather(*(control.sample(prompt, sampling, None, 0) for prompt in asked))
+    answers = await asyncio.gather(
+        *(control.sample(number, prompt, sampling, None, 0) for number, prompt in enumerate(asked))
+    )
     device = torch.device("cuda" if gpu else "cpu")
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device).eval()
     found = []
