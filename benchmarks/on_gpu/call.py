@@ -76,7 +76,8 @@ _EXTENSION = (
     "NVTE_PYTORCH_FORCE_BUILD=TRUE {python} -m pip wheel -q --no-index --no-deps --no-build-isolation "
     "-w {wheels}/built "
     "{wheels}/training/transformer_engine_torch-*.tar.gz && cp {wheels}/built/*.whl {results}/ && "
-    "{python} -m pip install -q --no-index --no-deps --upgrade --target {site} {wheels}/built/*.whl"
+    # Not with pip, which would replace the whole folder transformer_engine by the few files of this wheel.
+    "{python} -m zipfile -e {wheels}/built/transformer_engine_torch-*.whl {site}"
 )
 _PRODUCTS = (
     "for precision in PRECISIONS; do {python} -c "

@@ -9,6 +9,7 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.megatron.head.score import load_reward_model
 from grpo_megatron.megatron.layers import lora
 from grpo_megatron.megatron.layers.build import build_model, uses_transformer_engine
+from grpo_megatron.megatron.memory.parking import return_to_system
 from grpo_megatron.megatron.memory.training import TrainingMemory
 from grpo_megatron.megatron.optimizer import wrap_for_training
 from grpo_megatron.megatron.process_groups import local_device, rank_info
@@ -75,6 +76,9 @@ class TrainedModel:
         self.memory = TrainingMemory(
             self.ddp, self.optimizer, config.optimizer.offload, megatron.offload_folder
         )
+        # The weights have moved into DDP's buffers. If torch kept their old memory, small workspaces would be
+        # placed in it, and it could never be returned: 2.5 GB of a sleeping rank were memory of this kind.
+        return_to_system()
 
     @contextmanager
     def settled_weights(self):

@@ -15,9 +15,9 @@ from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.planner.states import itemsize
 
-# Size of a tile of float32 logits in megatron.head.fused on a GPU: its bytes, and the number of vocabulary
-# entries in a tile with the largest number of tokens.
-_TILE_BYTES, _TILE_WORDS = 128 << 20, 8192
+# Size of a tile of logits in megatron.head.tiles on a GPU: its elements, and the number of vocabulary entries
+# in a tile with the largest number of tokens.
+_TILE_ELEMENTS, _TILE_WORDS = 32 << 20, 8192
 
 
 def layer_activations(
@@ -183,10 +183,9 @@ def head_bytes(arch: Architecture, config: Config) -> int:
     tensor. With the exact KL and ref.offload, the reference's output weight is copied to the device too.
     """
     size, tokens = itemsize(config.megatron), config.train.max_tokens_per_micro_batch
-    # Each projection has a tile of logits in float32, and another tile in the parameters' dtype if that is
-    # not float32. The gradient needs one more float32 tile as scratch memory.
-    projection = _TILE_BYTES + (_TILE_BYTES // 2 if size == 2 else 0)
-    tiles = projection * (2 if has_exact_kl(config) else 1) + _TILE_BYTES
+    # Each projection has a tile of products. The gradient has another one, in the parameters' dtype.
+    product = 4 if config.model.fp32_head else size
+    tiles = _TILE_ELEMENTS * (product * (2 if has_exact_kl(config) else 1) + size)
     block = 4 * _TILE_WORDS * arch.hidden_size  # a tile times the input, for the weight's gradient
     tp = config.megatron.tensor_parallel
     weight = (

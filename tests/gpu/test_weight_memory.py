@@ -51,10 +51,10 @@ def receive(setup, device, reports):
 
 
 @pytest.mark.parametrize(
-    "device", [pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.slow)]
+    "device", [pytest.param("cuda:0", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.slow)]
 )
 def test_a_process_takes_weights_out_of_anothers_memory(device):
-    if device == "cuda" and not torch.cuda.is_available():
+    if device != "cpu" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     server = StoreServer("127.0.0.1", timeout=60)
     layouts = Layouts(DENSE, ParallelSizes(), EngineLayout(), 1, multicast=True, within_nodes=True)

@@ -57,6 +57,8 @@ def train_sleep_and_refer(config: Config, batch: TrainBatch, loss) -> list[dict]
 
     Returns the memory before both and after each.
     """
+    from transformer_engine.pytorch.module import base
+
     actor = Actor(config)
     _, parts = micro_batches(batch, config, actor.rank.dp_rank, packing=True, max_tokens=256)
 
@@ -77,7 +79,9 @@ def train_sleep_and_refer(config: Config, batch: TrainBatch, loss) -> list[dict]
         assert np.array_equal(logprobs(), policy), "the exchange changed the policy"
         assert not np.array_equal(policy, start), "nothing was trained"
         report = {"full": actor.model.memory.resident()}
+        assert base._dummy_wgrads
         actor.memory.make_room()
+        assert not base._dummy_wgrads, "what the backward pass left stays on the device in rollouts"
         report["roomy"] = actor.model.memory.resident()
         assert np.array_equal(logprobs(), policy), "making room changed the policy"
         reports.append(report | actor.memory.sleep())

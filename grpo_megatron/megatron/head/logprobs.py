@@ -10,7 +10,8 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
-from grpo_megatron.megatron.head.fused import FusedHead, HeadTask, Tiling
+from grpo_megatron.megatron.head.fused import FusedHead, HeadTask
+from grpo_megatron.megatron.head.tiles import Tiling
 
 
 class HiddenStatesOutput(ColumnParallelLinear):

@@ -4,6 +4,7 @@ With CUDA this memory is page-locked (pinned), so that copies to and from the de
 """
 
 import mmap
+import sys
 from dataclasses import dataclass, field
 
 import torch
@@ -22,8 +23,9 @@ class _Pages(mmap.mmap):
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, size, 0)))
             self._locked_at = address
 
-    def __del__(self):
-        if self._locked_at is not None:
+    def __del__(self, ending=sys.is_finalizing):  # a default, because globals may be gone at the end
+        # The end of the process unlocks the pages. Parts of torch are gone by then.
+        if self._locked_at is not None and not ending():
             torch.cuda.cudart().cudaHostUnregister(self._locked_at)
 
 

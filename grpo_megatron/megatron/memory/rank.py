@@ -14,9 +14,9 @@ class RankMemory:
         self._model, self._prepared = model, prepared
 
     def make_room(self) -> None:
-        """Free memory that can be filled again: prepared micro-batches, FP8 copies of weights, caches."""
+        """Free memory that can be filled again: prepared micro-batches, and caches of the libraries."""
         self._prepared.clear()
-        self._model.memory.drop_fp8_casts()
+        self._model.memory.drop_caches()
         return_to_system()
 
     def sleep(self) -> dict[str, Bytes]:

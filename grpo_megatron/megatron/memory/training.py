@@ -1,5 +1,6 @@
 """TrainingMemory measures the device memory of model and optimizer on a rank, and frees it for a while."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -83,10 +84,18 @@ class TrainingMemory:
             part for cast in quantized for part in vars(cast).values() if torch.is_tensor(part)
         )
 
-    def drop_fp8_casts(self) -> None:
-        """Free the FP8 copies of the weights. The next micro-batch creates new copies."""
+    def drop_caches(self) -> None:
+        """Free what the libraries keep for the next micro-batch, which creates it again if it is missing.
+
+        These are the FP8 copies of the weights, TransformerEngine's placeholders of weight gradients (one for
+        each shape of a weight), and the workspaces of torch's matrix products.
+        """
         for casts in self._casts():
             casts.clear()
+        if layers := sys.modules.get("transformer_engine.pytorch.module.base"):
+            layers._dummy_wgrads.clear()
+        if torch.cuda.is_initialized():
+            torch._C._cuda_clearCublasWorkspaces()
 
     def resident(self) -> Bytes:
         """Return the number of bytes of each kind in device memory now, {kind: bytes}.
