@@ -150,6 +150,7 @@ BROKEN = [
     ["megatron.expert_tensor_parallel=3", "megatron.data_parallel=3"],
     ["megatron.tensor_parallel=2"],
     ["algorithm.adv_estimator=gae"],
+    ["algorithm.adv_estimator=tests.unit.broken_rules:beside_the_reference"],
     ["algorithm.surrogate=ppo"],
     ["algorithm.filters=[hard]"],
     ["rollout.n=1"],
