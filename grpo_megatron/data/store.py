@@ -12,7 +12,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text
 from grpo_megatron.progress import moved
 
-_DIGESTED_BYTES = 4 * 2**20  # bytes read at a time for a digest
+_DIGESTED_BYTES = 2**18  # bytes read at a time for a digest
 
 
 class Records(Sequence[dict[str, Any]]):

@@ -74,7 +74,7 @@ def test_what_is_no_array_is_refused(spec):
         ),
         (
             ["--config", "configs/llama3_70b_16node.yaml", "--cpus-per-node", 7, ABSENT],
-            "this run needs 8 on a node",
+            "this run needs at least 8",
         ),
         (
             ["--config", "configs/llama3_70b_16node.yaml", ABSENT, "--architecture", "/no/such"],
