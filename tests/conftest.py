@@ -1,5 +1,6 @@
 import inspect
 import os
+import signal
 import subprocess
 import sys
 
@@ -28,6 +29,12 @@ KERNEL_HAS = {
     ),
     "landlock": "libc.system_call('landlock_create_ruleset', 444, None, 0, 1)",
 }
+
+
+def pytest_configure() -> None:
+    # A shell starts a process in the background with Ctrl-C ignored, and its children inherit that. Tests
+    # that send Ctrl-C would fail there.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module", params=KERNEL_HAS)
