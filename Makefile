@@ -23,7 +23,7 @@ CUDA_HOME ?= /usr/local/cuda
 # Where it is set, every one of the many processes would compile this package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install install-gpu quickstart quickstart-fp8 quickstart-real test test-all test-gpu lint mutants bench bench-gpu clean
+.PHONY: install install-gpu quickstart quickstart-fp8 quickstart-async quickstart-real test test-all test-gpu lint mutants bench bench-gpu clean
 
 # The stack for CPUs, unless the environment has the one for GPUs.
 install: $(if $(wildcard $(GPU_STAMP)),$(GPU_STAMP),$(CPU_STAMP))
@@ -72,6 +72,10 @@ quickstart: install
 # The same task in FP8 on TransformerEngine's layers, their kernels emulated: docs/precision.md.
 quickstart-fp8: install
 	$(BIN)/python tools/quickstart.py --config quickstart_fp8
+
+# The same task with sampling beside training: docs/asynchronous.md.
+quickstart-async: install
+	$(BIN)/python tools/quickstart.py --config quickstart_async
 
 # A real pretrained model, SmolLM2-135M-Instruct from a package (93 MB), and word problems: up to 25 minutes on two cores.
 quickstart-real: install

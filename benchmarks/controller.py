@@ -208,7 +208,7 @@ class Trainer(PolicyTrainer):
 
 
 class Rollouts:
-    """Stands in for SynchronousRollouts, without engines."""
+    """Stands in for RolloutPipeline, without engines."""
 
     version, metrics = 0, {}
 

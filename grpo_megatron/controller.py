@@ -6,6 +6,7 @@ import numpy as np
 
 from grpo_megatron.algorithm.algorithm import Algorithm
 from grpo_megatron.algorithm.filters import apply_filters
+from grpo_megatron.algorithm.mismatch import as_policy_change
 from grpo_megatron.batch.arrays import reading_forbidden
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
@@ -14,9 +15,9 @@ from grpo_megatron.metrics import Metrics, merge, nan_max, to_floats
 from grpo_megatron.monitoring.monitor import Monitor
 from grpo_megatron.monitoring.samples import TrainedOn
 from grpo_megatron.rewards.shaping import shape_rewards
+from grpo_megatron.rollout.pipeline import RolloutPipeline
 from grpo_megatron.rollout.source import ReplayedRollouts
 from grpo_megatron.rollout.statistics import step_statistics
-from grpo_megatron.rollout.synchronous import SynchronousRollouts
 from grpo_megatron.run.loop import StepLoop
 from grpo_megatron.samples.ledger import Ledger
 from grpo_megatron.trainer.mini_batch import MiniBatch, make_mini_batches
@@ -39,7 +40,7 @@ class Controller:
     def __init__(
         self,
         config: Config,
-        rollouts: SynchronousRollouts | ReplayedRollouts,
+        rollouts: RolloutPipeline | ReplayedRollouts,
         trainer: StepTrainer,
         algorithm: Algorithm,
         monitor: Monitor,
@@ -60,7 +61,8 @@ class Controller:
         "before", "after": scores {name: value} of the evaluations before and after training.
         "tokens": number of tokens of all batches.
         "seconds": duration of all steps.
-        "mismatch_max": largest mismatch between the log-probs of engine and trainer.
+        "mismatch_max": largest mismatch between the log-probs of engine and trainer, of steps whose samples
+            are of the newest weights.
         """
         self.rollouts.start()
         with reading_forbidden():
@@ -85,15 +87,16 @@ class Controller:
             sampled = step_statistics(groups, rollout, config.eval.pass_reward, self.rollouts.version)
             mini_batches = make_mini_batches(groups, config, self.trainer.cost_model, step)
             tables = [mini.table for mini in mini_batches]
+        stale = sampled.get("staleness/max", 0.0) > 0
         sums, mismatch = self.trainer.measure(mini_batches)
         with phases("prepare"):
-            self.act_on_mismatch(step, mismatch)
+            mismatch = self.checked_mismatch(step, mismatch, stale)
             coefficients, measured = self.algorithm.coefficients(tables, sums)
         trained = self.trainer.train(step, mini_batches, coefficients, self.algorithm.loss)
         if not mismatch:
             # Only the first optimizer step sees the weights the engine sampled with.
             mismatch = {name: value for name, value in trained[0].items() if name.startswith("mismatch/")}
-            self.act_on_mismatch(step, mismatch)
+            mismatch = self.checked_mismatch(step, mismatch, stale)
         metrics = merge(trained)
         self.algorithm.note_trained(metrics)
         dropped = [own["actor/dropped_steps"].result() > 0 for own in trained]
@@ -110,22 +113,29 @@ class Controller:
         self.report(step, trained_on, {**metrics, **mismatch, **measured}, sampled)
         return mini_batches
 
-    def act_on_mismatch(self, step: int, mismatch: Metrics) -> None:
+    def checked_mismatch(self, step: int, mismatch: Metrics, stale: bool) -> Metrics:
         """Check the mismatch (difference between the log-probs of engine and trainer) against its limit.
 
         Depending on mismatch.action, a mismatch beyond the limit shows a warning or raises UserError. The
         tokens with the largest mismatch are logged. Does nothing if `mismatch` is empty.
 
         mismatch: metrics of the mismatch.
+        stale: True if samples are of older weights than the trainer's. The difference then comes from
+            training, so it is not checked.
+
+        Returns the metrics to log.
         """
+        if stale:
+            return as_policy_change(mismatch)
         if not mismatch:
-            return
+            return mismatch
         report = self.algorithm.mismatch_report(mismatch)
         self.monitor.text(step, "mismatch/worst", report.worst)
         if report.stop:
             raise UserError(f"step {step}: {report.text}")
         if report.text:
             logger.warning(f"step {step}: {report.text}")
+        return mismatch
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Sample the held-out prompts, and return {name: score}; empty if the run has no held-out prompts.
@@ -145,7 +155,8 @@ class Controller:
         scalars = self.monitor.finish_step(step, scalars, trained_on)
         self.monitor.line(step, scalars)
         self.totals["seconds"] += scalars["time/step"]
-        self.totals["mismatch_max"] = nan_max(self.totals["mismatch_max"], scalars["mismatch/max"])
+        if "mismatch/max" in scalars:
+            self.totals["mismatch_max"] = nan_max(self.totals["mismatch_max"], scalars["mismatch/max"])
 
     def state_dict(self) -> dict:
         return {

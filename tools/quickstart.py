@@ -2,8 +2,8 @@
 
     python tools/quickstart.py [--config NAME] [--seed S] [--root DIR] [key=value ...]
 
-The GRPO run is configs/NAME.yaml, where NAME is quickstart or quickstart_fp8. Extra key=value arguments are
-passed on to it.
+The GRPO run is configs/NAME.yaml, where NAME is quickstart, quickstart_fp8 or quickstart_async. Extra
+key=value arguments are passed on to it.
 
 Prints a table and, as its last line, one JSON object:
 
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument(
         "--config",
         default="quickstart",
-        choices=("quickstart", "quickstart_fp8"),
+        choices=("quickstart", "quickstart_fp8", "quickstart_async"),
         help="configuration of the GRPO run",
     )
     parser.add_argument("--seed", type=int, default=1234, help="seed of task, model, warm start and training")

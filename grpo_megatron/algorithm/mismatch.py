@@ -60,6 +60,18 @@ def mismatch_metrics(
     return metrics
 
 
+def as_policy_change(metrics: Metrics) -> Metrics:
+    """Return the metrics of samples that older weights made, under names that do not call them a mismatch.
+
+    The log-probs of engine and trainer then differ because the policy has changed. For example,
+    `mismatch/max` becomes `staleness/logprob_max`. mismatch/worst is left out.
+
+    metrics: result of `mismatch_metrics`, and others, which are returned as they are.
+    """
+    measured = {f"mismatch/{name}": f"staleness/logprob_{name}" for name in ("max", "mean", "k3", "ratio")}
+    return {measured.get(name, name): metric for name, metric in metrics.items() if name != "mismatch/worst"}
+
+
 def measure_mismatch(batches: list[TrainBatch]) -> Metrics:
     """Return the metrics of the mismatch between engine and trainer for some micro-batches.
 

@@ -24,10 +24,10 @@ from grpo_megatron.rollout.episodes import record_check
 from grpo_megatron.rollout.evaluation import Evaluation
 from grpo_megatron.rollout.handover import Handover
 from grpo_megatron.rollout.manager import RolloutManager
+from grpo_megatron.rollout.pipeline import RolloutPipeline
 from grpo_megatron.rollout.recording.record import must_be_free
 from grpo_megatron.rollout.reward_model_input import RewardModelInput
 from grpo_megatron.rollout.source import EngineRollouts, ReplayedRollouts
-from grpo_megatron.rollout.synchronous import SynchronousRollouts
 from grpo_megatron.rollout.worker import RolloutWorkers
 from grpo_megatron.run.folder import open_ledger
 from grpo_megatron.run.guard import Guard
@@ -114,7 +114,7 @@ class _Data:
         return self._prompts
 
 
-def _rollouts(run: Run, data: _Data, workers: RolloutWorkers, prompts: PromptSource) -> SynchronousRollouts:
+def _rollouts(run: Run, data: _Data, workers: RolloutWorkers, prompts: PromptSource) -> RolloutPipeline:
     """Create the object that samples the groups of each step: several responses of an engine to each prompt.
 
     workers: sample the groups and score them.
@@ -136,7 +136,17 @@ def _rollouts(run: Run, data: _Data, workers: RolloutWorkers, prompts: PromptSou
     # A checkpoint that is complete when generation ends gets its final name now. Otherwise it would have none
     # if the run is stopped within the step, without time to finish it.
     sampled = run.saver.complete_written
-    return SynchronousRollouts(source, prompts, handover, run.monitor, evaluation, score, sampled)
+    return RolloutPipeline(
+        source,
+        prompts,
+        handover,
+        run.monitor,
+        evaluation,
+        score,
+        sampled,
+        staleness=config.rollout.staleness,
+        last_step=config.run.total_steps,
+    )
 
 
 @contextmanager

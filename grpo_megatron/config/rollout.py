@@ -173,6 +173,14 @@ class RolloutConfig:
         "the chat template. They stay in the text that rewards see.",
     )
     max_concurrency: int = option(256, "Number of samples in flight per engine at a time.", gt=0)
+    staleness: int = option(
+        0,
+        "Largest age of samples when they are trained, and number of batches that are sampled ahead while "
+        "the trainer works. 0: sampling and training alternate. docs/asynchronous.md says what to choose.",
+        "weight versions",
+        ge=0,
+        le=100,
+    )
     record: PathText | None = option(
         None,
         "Folder to which the samples of every step are written, for rollout.replay. With engines on several "

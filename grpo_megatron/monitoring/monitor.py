@@ -97,7 +97,9 @@ class Monitor:
             scalars["time/other"] = seconds - sum(phases.values())
             scalars["time/monitor"] = self._clock.take() + self.status.take_seconds()
             if self._throughput:
-                scalars |= self._throughput.scalars(trained_on, seconds, phases)
+                # Engines that sample ahead work beside the driver's phases.
+                sampling = scalars.get("rollout/sampling_seconds", phases.get("generate", 0.0))
+                scalars |= self._throughput.scalars(trained_on, seconds, phases | {"generate": sampling})
             scalars["memory/driver_gib"] = self._process.memory_info().rss / _GIB
             scalars["memory/host_available_gib"] = psutil.virtual_memory().available / _GIB
             self.timeline.add_step(wall, seconds)

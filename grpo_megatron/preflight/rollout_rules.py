@@ -39,6 +39,40 @@ ROLLOUT = RuleBook(
     excludes(
         "rollout.replay", "rollout.record", "there is nothing new to record; set rollout.record=null", _TRAIN
     ),
+    excludes(
+        "rollout.staleness",
+        "cluster.placement=colocated or megatron.sleep=true",
+        "engines sample while the trainer works, so that both need their memory at the same time; set "
+        "cluster.placement=separate and megatron.sleep=false",
+        _TRAIN,
+    ),
+    excludes(
+        "rollout.staleness",
+        "train.old_logprobs=current or train.old_logprobs=recompute and mismatch.correction=none",
+        "the policy ratio would be that of the newest weights with themselves, although the samples are of "
+        "older weights; set train.old_logprobs=rollout, or a mismatch.correction with "
+        "train.old_logprobs=recompute",
+        _TRAIN,
+    ),
+    excludes(
+        "rollout.staleness",
+        "mismatch.action=mask|stop",
+        "the log-probs of older weights differ from the trainer's without a fault; set mismatch.action=warn",
+        _TRAIN,
+    ),
+    excludes(
+        "rollout.staleness!=0|1",
+        "algorithm.surrogate=reinforce and mismatch.correction=none",
+        "an objective without a bound on the policy ratio diverges on samples several versions old; set a "
+        "mismatch.correction or algorithm.surrogate=clip",
+        _TRAIN,
+    ),
+    excludes(
+        "rollout.staleness",
+        "rollout.replay",
+        "the samples of a recording are those of the steps that recorded them; set rollout.staleness=0",
+        _TRAIN,
+    ),
     only_with("rollout.max_turns", "rollout.environment", commands=ENGINE_COMMANDS),
     only_with("rollout.tools", "rollout.environment=tools", commands=ENGINE_COMMANDS),
     only_with("rollout.gymnasium", "rollout.environment=gymnasium", commands=ENGINE_COMMANDS),

@@ -69,6 +69,8 @@ class RolloutManager:
         """
         self._engines, self._samplers = engines, samplers
         self._next_group, self._lock = 0, threading.Lock()
+        self._running: dict[asyncio.Task, asyncio.AbstractEventLoop] = {}
+        self._is_cancelled = False
 
     def generate(
         self, prompts: list[Prompt], rollout: RolloutConfig, caller: Caller = Caller.train
@@ -85,7 +87,7 @@ class RolloutManager:
         Raises UserError also if the engines cannot generate now, because their weights are being updated, for
         example, or if the caller has a round in progress. Raises the errors of rewards and environments.
         """
-        return _run(self._generate(prompts, rollout, caller))
+        return self._run(self._generate(prompts, rollout, caller))
 
     async def _generate(self, prompts: list[Prompt], rollout: RolloutConfig, caller: Caller) -> list[Group]:
         async with self._round(caller, rollout) as this:
@@ -122,7 +124,7 @@ class RolloutManager:
 
         Raises the same errors as `generate`.
         """
-        return _run(self._fill(draw, keep, rollout, goal))
+        return self._run(self._fill(draw, keep, rollout, goal))
 
     async def _fill(self, draw, keep, rollout: RolloutConfig, goal: Goal) -> Filled:
         filled, asked = Filled(), 0
@@ -189,7 +191,7 @@ class RolloutManager:
                 *(sampler.write_samples(paths[sampler], own) for sampler, own in handles.items() if own)
             )
 
-        for error in _run(write()):
+        for error in self._run(write()):
             if error is not None:
                 raise error
         return recorded
@@ -201,24 +203,42 @@ class RolloutManager:
             self._next_group += count
         return first
 
+    def cancel(self) -> None:
+        """End all calls of the other methods, in other threads, by an asyncio.CancelledError.
+
+        Later calls end in this way, too. The rounds of the calls end as after other errors.
+        """
+        with self._lock:
+            self._is_cancelled = True
+            for task, loop in self._running.items():
+                loop.call_soon_threadsafe(task.cancel)
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in a new event loop, and return its result.
+
+        asyncio.run would format the coroutine's result as text when it compares signal handlers at its end.
+        This takes milliseconds for some hundred samples. So the task that it sees returns nothing.
+        """
+        results = []
+
+        async def main() -> None:
+            task = asyncio.current_task()
+            with self._lock:
+                self._running[task] = asyncio.get_running_loop()
+                if self._is_cancelled:
+                    task.cancel()
+            try:
+                results.append(await coroutine)
+            finally:
+                with self._lock:
+                    del self._running[task]
+
+        asyncio.run(main())
+        return results[0]
+
     def state_dict(self) -> dict:
         """Return {"next_group": id of the next group}, for checkpoints."""
         return {"next_group": self._next_group}
 
     def load_state_dict(self, state: dict) -> None:
         self._next_group = state["next_group"]
-
-
-def _run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in a new event loop, and return its result.
-
-    asyncio.run would format the coroutine's result as text when it compares signal handlers at its end. This
-    takes milliseconds for some hundred samples. So the task that it sees returns nothing.
-    """
-    results = []
-
-    async def main() -> None:
-        results.append(await coroutine)
-
-    asyncio.run(main())
-    return results[0]

@@ -143,6 +143,10 @@ class EngineRollouts:
             None if found.groups else next(name for name, samples in reversed(found.removed) if len(samples))
         )
 
+    def cancel(self) -> None:
+        """End a call of `sample` in another thread soon, by an asyncio.CancelledError."""
+        self._manager.cancel()
+
     def state_dict(self) -> dict:
         return self._manager.state_dict()
 
@@ -154,7 +158,7 @@ class EngineRollouts:
 class ReplayedRollouts:
     """Reads each training step's groups from a recording (rollout.replay), for a run without engines.
 
-    The class has the same interface as rollout.synchronous.SynchronousRollouts, which samples from engines.
+    The class has the same interface as rollout.pipeline.RolloutPipeline, which samples from engines.
     """
 
     def __init__(self, path: str, phases: Phases):

@@ -112,6 +112,27 @@ def test_fp8_learns_it_too(roots):
     assert 1e-3 < result["mismatch_max"] < 10
 
 
+def test_sampling_beside_training_learns_it_too(roots):
+    """Every batch after the first is one weight version old, and none is sampled twice or discarded."""
+    root = roots[1]
+    paths = [
+        f"model.path={root}/quickstart_sft/hf",
+        *(f"data.{name}={root}/quickstart_data/{name}.jsonl" for name in ("train", "eval")),
+    ]
+    config = "configs/quickstart_async.yaml"
+    run("-m", "grpo_megatron.cli", "train", "--config", config, f"run.root={root}", *paths)
+    folder = root / "quickstart_async"
+    result = json.loads((folder / "result.json").read_text())
+    print(result["before"], result["after"], result["seconds"])
+    assert result["before"]["eval/mean@4"] <= 0.45
+    assert result["after"]["eval/mean@4"] >= 0.80
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    ages = [row["staleness/max"] for row in rows if "staleness/max" in row]
+    assert ages == [0, *[1] * (len(ages) - 1)]
+    books = run("-m", "grpo_megatron.cli", "ledger", folder)
+    assert books[-1].split()[1:] == ["15360", "15360", *["0"] * 4], books[-1]
+
+
 def test_a_reward_model_of_preferences_takes_the_place_of_the_answers(tmp_path):
     """Only the table uses the answers. Neither of the two trainings sees them."""
     result = json.loads(run("tools/preference_pipeline.py", "--root", tmp_path)[-1])

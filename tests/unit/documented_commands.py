@@ -198,6 +198,10 @@ COMMANDS = {
     "make quickstart-fp8": ByTest(
         "tests/integration/test_quickstart.py::test_fp8_learns_it_too", "quickstart_fp8"
     ),
+    "make quickstart-async": ByTest(
+        "tests/integration/test_quickstart.py::test_sampling_beside_training_learns_it_too",
+        "quickstart_async",
+    ),
     # Too long for a test: the tool's parts are tested, and a step of its configuration.
     "make quickstart-real": ByTest(
         "tests/unit/test_quickstart_arguments.py::test_the_real_model_is_trained", "tools/quickstart_real.py"

@@ -9,8 +9,8 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.monitoring.monitor import Monitor
 from grpo_megatron.monitoring.status import StatusFile
 from grpo_megatron.rollout.handover import Handover
+from grpo_megatron.rollout.pipeline import RolloutPipeline
 from grpo_megatron.rollout.sharing import RING, DeviceSharing, DeviceUse
-from grpo_megatron.rollout.synchronous import SynchronousRollouts
 
 ORDER = ["release", "wake", "resume_weights", "sync", "sleep", "resume_kv_cache"]
 # Transitions with more calls than their name says: what training left is released before the engines' weights
@@ -242,7 +242,7 @@ def test_no_order_of_the_loops_calls_is_refused(sharing, monitor, names):
     weight_sync, calls = WeightSync(), []
     weight_sync.close = lambda: None
     source, handover = Source(sharing, calls), Handover(weight_sync, Ranks([]), monitor, sharing)
-    rollouts = SynchronousRollouts(source, None, handover, monitor, evaluation=source)
+    rollouts = RolloutPipeline(source, None, handover, monitor, evaluation=source)
     rollouts.start()
     for name in names:
         getattr(rollouts, name)(*([1] if name in ("take", "evaluate") else []))

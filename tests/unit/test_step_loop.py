@@ -13,8 +13,8 @@ from grpo_megatron.errors import Stopped
 from grpo_megatron.files import json_text
 from grpo_megatron.metrics import nan_max
 from grpo_megatron.monitoring.phases import Phases
+from grpo_megatron.rollout.pipeline import RolloutPipeline
 from grpo_megatron.rollout.source import Rollout
-from grpo_megatron.rollout.synchronous import SynchronousRollouts
 from grpo_megatron.run.loop import StepLoop
 from grpo_megatron.run.stop import StopRequest
 
@@ -120,7 +120,7 @@ def test_a_checkpoint_is_completed_after_generation_not_after_the_step_alone():
         to_engines=lambda: done.append("engines"), to_ranks=lambda: done.append("ranks")
     )
     monitor = SimpleNamespace(phases=Phases())
-    rollouts = SynchronousRollouts(
+    rollouts = RolloutPipeline(
         source,
         None,
         handover,

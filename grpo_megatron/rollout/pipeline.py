@@ -1,18 +1,33 @@
-"""Rollouts that alternate with training: each step's groups are sampled with the newest weights."""
+"""Rollouts for the training loop: sampled in turn with training, or ahead of it while it goes on."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass, replace
 
 from grpo_megatron.batch.sample import Group
 from grpo_megatron.data import PromptSource
 from grpo_megatron.monitoring.monitor import Monitor
+from grpo_megatron.rollout.ahead import SampledAhead
 from grpo_megatron.rollout.evaluation import Evaluation
 from grpo_megatron.rollout.handover import Handover
 from grpo_megatron.rollout.source import EngineRollouts, Rollout
 
 
-class SynchronousRollouts:
+@dataclass(frozen=True)
+class _Sampled:
+    """The rollout of a step, and the state of the source after it, for checkpoints."""
+
+    rollout: Rollout
+    state: dict
+
+
+class RolloutPipeline:
     """The training loop's interface to the engines: samples rollouts, syncs weights and runs evaluations.
+
+    With rollout.staleness=0, sampling and training alternate. With a larger value, up to that many batches
+    are sampled while the trainer works on the batches before them. A weight sync waits until the batch that
+    is being sampled is complete, so that all tokens of a batch are of one version.
 
     If engines and trainer share devices, this object also passes the devices' memory between the two.
     ReplayedRollouts has the same interface, for runs without engines.
@@ -27,6 +42,8 @@ class SynchronousRollouts:
         evaluation: Evaluation | None = None,
         score: Callable[[list[Group]], list[Group]] | None = None,
         sampled: Callable[[], None] = lambda: None,
+        staleness: int = 0,
+        last_step: int = 0,
     ):
         """Store the parts that do the work.
 
@@ -38,10 +55,17 @@ class SynchronousRollouts:
             None if there is no reward model.
         sampled: function that is called after each generation, when the ranks have the memory of shared
             devices again.
+        staleness: rollout.staleness.
+        last_step: last training step of the run, beyond which nothing is sampled.
         """
         self.source, self.prompts, self.handover = source, prompts, handover
         self._phases, self._evaluation, self._score = monitor.phases, evaluation, score
         self._sampled = sampled
+        self._ahead: SampledAhead[_Sampled] | None = None
+        self._metrics: dict[str, float] = {}
+        self._state: dict | None = None  # of the source after the step that was taken last
+        if staleness:
+            self._ahead = SampledAhead(self._sample, staleness, last_step, source.cancel)
 
     @property
     def version(self) -> int | None:
@@ -50,8 +74,10 @@ class SynchronousRollouts:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics {name: value} of the last weight sync, and of the memory in use by engines and ranks."""
-        return self.handover.metrics
+        """Metrics {name: value} of the last weight sync, of the memory in use by engines and ranks, and of
+        sampling ahead.
+        """
+        return self.handover.metrics | self._metrics
 
     def start(self) -> None:
         """Copy the trainer's weights into the engines for the first time."""
@@ -64,7 +90,7 @@ class SynchronousRollouts:
         """
         self.handover.to_engines()
         with self._phases("generate"):
-            rollout = self.source.sample(step, self.prompts)
+            rollout = self._take(step)
         self.handover.to_ranks()
         self._sampled()
         if self._score is None:
@@ -72,9 +98,24 @@ class SynchronousRollouts:
         with self._phases("score"):
             return replace(rollout, groups=self._score(rollout.groups))
 
+    def _take(self, step: int) -> Rollout:
+        if self._ahead is None:
+            return self.source.sample(step, self.prompts)
+        sampled = self._ahead.take(step)
+        self._state, self._metrics = sampled.state, {"rollout/sampling_seconds": self._ahead.take_busy()}
+        return sampled.rollout
+
+    def _sample(self, step: int) -> _Sampled:
+        rollout = self.source.sample(step, self.prompts)
+        return _Sampled(rollout, self._source_state())
+
     def weights_changed(self) -> None:
         """Copy the trainer's weights into the engines, after a training step has changed them."""
-        self.handover.publish()
+        with ExitStack() as paused:
+            if self._ahead:
+                with self._phases("generate"):  # the driver waits for the batch that is being sampled
+                    paused.enter_context(self._ahead.paused())
+            self.handover.publish()
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate the engines' weights on the held-out prompts. Return {metric: score}; {} without prompts.
@@ -88,11 +129,12 @@ class SynchronousRollouts:
             return self._evaluation.run(step)
 
     def state_dict(self) -> dict:
-        return {
-            "rollouts": self.source.state_dict(),
-            "prompts": self.prompts.state_dict(),
-            "weight_sync": self.handover.weight_sync.state_dict(),
-        }
+        """Return the state for a checkpoint. A resumed run samples anew what was sampled ahead."""
+        state = self._state or self._source_state()
+        return state | {"weight_sync": self.handover.weight_sync.state_dict()}
+
+    def _source_state(self) -> dict:
+        return {"rollouts": self.source.state_dict(), "prompts": deepcopy(self.prompts.state_dict())}
 
     def load_state_dict(self, state: dict) -> None:
         """Restore the state of prompts, groups and weight syncs from a checkpoint.
@@ -107,4 +149,6 @@ class SynchronousRollouts:
             self.handover.weight_sync.load_state_dict(state["weight_sync"])
 
     def close(self) -> None:
+        if self._ahead:
+            self._ahead.close()
         self.handover.weight_sync.close()
