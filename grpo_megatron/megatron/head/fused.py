@@ -171,7 +171,7 @@ class FusedHead(torch.autograd.Function):
                 )
                 grad.scatter_(1, column, torch.where(inside[:, None], at_target, grad.gather(1, column)))
                 if grad_hidden is not None:
-                    _add_product(grad_hidden[tokens], grad, weight[words])
+                    multiply_into(grad_hidden[tokens], grad, weight[words], beta=1.0)
                 if grad_weight is not None:
                     grad_weight.add(
                         words,
@@ -244,7 +244,7 @@ class _WeightGradient:
         out = self.out[words]
         sums = out if self.block is None else self.block[: len(out)]
         overwrite = first and (self.parameter is None or self.block is not None)
-        _add_product(sums, grad_logits.t(), hidden, overwrite)
+        multiply_into(sums, grad_logits.t(), hidden, beta=0.0 if overwrite else 1.0)
         if last and self.block is not None:
             out.copy_(sums) if self.parameter is None else out.add_(sums)
 
@@ -262,12 +262,3 @@ class _WeightGradient:
         self.parameter.grad_added_to_main_grad = True
         read = getattr(self.parameter, "zero_out_wgrad", False)
         return torch.zeros_like(self.parameter) if read else torch.empty_like(self.parameter)
-
-
-def _add_product(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, overwrite: bool = False) -> None:
-    """Add left @ right to `out` in place, or overwrite `out` with it. out: float32 [rows, columns]."""
-    beta = 0.0 if overwrite else 1.0
-    if out.dtype == left.dtype:
-        out.addmm_(left, right, beta=beta)
-    else:
-        multiply_into(out, left, right, beta)

@@ -109,10 +109,12 @@ class Projection:
     def __init__(
         self, hidden: torch.Tensor, weight: torch.Tensor, temperature: float, tiling: Tiling, exact: bool
     ):
-        self.hidden, self.weight, self._temperature = hidden, weight, temperature
+        self.hidden, self.weight = hidden, weight
         rounded = not exact and weight.dtype != torch.float32
         self._product = tiling.memory(hidden, weight.dtype if rounded else torch.float32)
         self._scale = self._memory = None
+        # A product that is not rounded is divided by the temperature at once.
+        self._alpha = 1.0 if rounded else 1.0 / temperature
         if rounded:
             self._scale = torch.full((1,), 1.0 / temperature, dtype=torch.float32, device=hidden.device)
         if not hidden.is_cuda:
@@ -122,17 +124,18 @@ class Projection:
         hidden, weight = self.hidden[tokens], self.weight[words].t()
         shape = len(hidden), weight.shape[1]
         product = self._product(*shape)
-        if self._scale is not None or hidden.dtype == torch.float32:
-            alpha = 1.0 if self._scale is not None else 1.0 / self._temperature
-            torch.addmm(product, hidden, weight, beta=0, alpha=alpha, out=product)
-        else:
-            multiply_into(product, hidden, weight, beta=0, alpha=1.0 / self._temperature)
+        multiply_into(product, hidden, weight, beta=0.0, alpha=self._alpha)
         return Tile(product, self._scale, self._memory and self._memory(*shape))
 
 
 def multiply_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, beta: float, alpha=1.0) -> None:
-    """Set `out` to beta * out + alpha * left @ right, all in float32. left, right: of a lower precision."""
-    if out.is_cuda:
+    """Set `out` to beta * out + alpha * left @ right.
+
+    If `out` is float32 and the factors are of a lower precision, the product is not rounded to theirs.
+    """
+    if out.dtype == left.dtype:
+        torch.addmm(out, left, right, beta=beta, alpha=alpha, out=out)
+    elif out.is_cuda:
         torch.addmm(out, left, right, out_dtype=torch.float32, beta=beta, alpha=alpha, out=out)
     else:  # a CPU's product has no out_dtype; products of bf16 numbers are exact in float32
         torch.addmm(out, left.float(), right.float(), beta=beta, alpha=alpha, out=out)
@@ -253,7 +256,7 @@ def tile_gradient(
 
 
 def for_device(function: Callable, device: torch.device) -> Callable:
-    """Return a function of this module as it runs on a device: compiled on a GPU."""
+    """Return a function of this module for use on a device. On a GPU it is compiled, on a CPU it is not."""
     return function if device.type == "cpu" else _compiled(function)
 
 
