@@ -19,6 +19,18 @@ class Strategy(str, Enum):
     beam = "beam"
 
 
+class Order(str, Enum):
+    fifo = "fifo"
+    window = "window"
+    ready = "ready"
+
+
+class OnUpdate(str, Enum):
+    wait = "wait"
+    go_on = "continue"
+    keep = "keep"
+
+
 class EarlyStopping(str, Enum):
     unlikely = "unlikely"
     complete = "complete"
@@ -180,6 +192,18 @@ class RolloutConfig:
         "weight versions",
         ge=0,
         le=100,
+    )
+    order: Order = option(
+        Order.fifo,
+        "Which finished groups a step trains on. fifo: those that were started first. window: the first that "
+        "are done, of the next two batches in the order of their start. ready: those that finish first, which "
+        "prefers short responses. No order makes a sample older than rollout.staleness.",
+    )
+    on_update: OnUpdate = option(
+        OnUpdate.wait,
+        "What a weight sync does while groups are sampled. wait: it waits until they are done. continue: their "
+        "responses go on with the new weights, and the keys and values of their tokens are computed anew. "
+        "keep: they go on with the old keys and values.",
     )
     record: PathText | None = option(
         None,
