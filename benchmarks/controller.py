@@ -216,7 +216,7 @@ class Rollouts:
         self._source = source
 
     def take(self, step: int):
-        return self._source.sample(step, Prompts())
+        return self._source.take(step)
 
     def weights_changed(self) -> None: ...
 
@@ -227,7 +227,9 @@ class Prompts:
     def next(self, count: int) -> list[Prompt]:
         return [Prompt(uid, np.arange(PROMPT, dtype=np.int32), "", "") for uid in range(count)]
 
-    def settle(self, unused) -> None: ...
+    def settle(self, prompts) -> None: ...
+
+    def take_back(self, prompts) -> None: ...
 
 
 class Clock:
@@ -295,7 +297,7 @@ def steps(options: argparse.Namespace, tokens: int, folder: str) -> dict[str, fl
         ranks = Ranks(options.replicas, options.ranks_of_node, traffic)
         trainer = StepTrainer(Trainer(config, ranks), config, monitor.phases)
         algorithm = Algorithm(config)
-        source = EngineRollouts(RolloutManager(engines, [worker]), config)
+        source = EngineRollouts(RolloutManager(engines, [worker]), config, Prompts())
         loop, ledger = StepLoop(config, SimpleNamespace(), monitor), Ledger(f"{folder}/{tokens}")
         controller = Controller(config, Rollouts(source), trainer, algorithm, monitor, loop, ledger)
         clock, process = Clock(trainer, algorithm), psutil.Process()

@@ -1,7 +1,6 @@
 """Operations on a RolloutManager and its engines, which tests try in many orders."""
 
 import asyncio
-import itertools
 import signal
 import threading
 from collections.abc import Callable, Iterable
@@ -16,7 +15,7 @@ from grpo_megatron.cluster.rounds import RoundId
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.errors import UserError
 from grpo_megatron.rollout.groups import Caller
-from grpo_megatron.rollout.manager import Goal, RolloutManager
+from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.sglang.pool import EnginePool
 
 # The answer of a prompt whose reward fails.
@@ -46,11 +45,12 @@ class Operations:
 
     NAMES = (
         "generate",
-        "fill",
+        "abort",
         "fail",
         "interrupt",
         "evaluate_beside",
         "update",
+        "update_within_a_round",
         "sleep_and_wake",
         "end_twice",
     )
@@ -96,35 +96,55 @@ class Operations:
     def _config(self, length: int) -> RolloutConfig:
         return RolloutConfig(n=N, temperature=0.0, max_response_length=length)
 
-    def _check(self, groups: list[Group], prompts: list[Prompt]) -> None:
+    def _check(self, groups: list[Group], prompts: list[Prompt], versions: Iterable[int] = ()) -> None:
+        """Check that groups are the answers to prompts. versions: those that are possible; (): the newest."""
+        versions = set(versions) or {self._engines.weight_version}
         assert [group.prompt.uid for group in groups] == [prompt.uid for prompt in prompts]
         for prompt, group in zip(prompts, groups, strict=True):
             assert len(group.samples) == N
             for sample in group.samples:
                 assert sample.arrays.prompt_ids.tolist() == prompt.ids.tolist()
                 assert sample.arrays.response_ids.tolist() == self._alone[prompt.uid]
-                assert {span.version for span in sample.weight_spans} == {self._engines.weight_version}
+                assert {span.version for span in sample.weight_spans} <= versions
 
     def generate(self) -> None:
         self._check(self._manager.generate(self._prompts[:3], self._config(SHORT)), self._prompts[:3])
 
-    def fill(self) -> None:
-        """Fill a batch with one group of three, so that the last one is aborted while it runs."""
-        prompts = iter(self._prompts[:3])
+    def abort(self) -> None:
+        """End a round while two of its three groups are sampled."""
 
-        def keep(group: Group) -> bool:
-            for refused in (self._engines.begin_update, self._engines.release_memory):
-                with pytest.raises(UserError, match=r"the engines cannot .* during a round of `train`"):
-                    refused()
-            with ThreadPoolExecutor(1) as pool, pytest.raises(UserError, match="a round of `train` is in"):
-                pool.submit(self.generate).result()
-            return True
+        async def first() -> list[Group]:
+            async with self._manager.round(Caller.train, self._config(SHORT)) as round:
+                tasks = list(map(round.start, self._prompts[:3], self._manager.take_ids(3)))
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for refused in (self._engines.begin_update, self._engines.release_memory):
+                    with pytest.raises(UserError, match=r"the engines cannot .* during a round of `train`"):
+                        refused()
+                with pytest.raises(UserError, match="a round of `train` is in"):
+                    await asyncio.to_thread(self.generate)
+                return [task.result() for task in done]
 
-        filled = self._manager.fill(
-            lambda count: list(itertools.islice(prompts, count)), keep, self._config(SHORT), Goal(1, 3, 3)
-        )
-        self._check(filled.groups, [group.prompt for group in filled.groups])
-        assert (len(filled.groups), len(filled.dropped), len(filled.aborted)) == (1, 0, 2)
+        groups = asyncio.run(first())
+        self._check(groups, [group.prompt for group in groups])
+
+    def update_within_a_round(self) -> None:
+        """Begin an update while requests run, send further ones, and end it. The weights stay the same."""
+        before = self._engines.weight_version
+
+        async def sampled() -> list[Group]:
+            async with self._manager.round(Caller.train, self._config(SHORT), over_updates=True) as round:
+                started = [round.start(self._prompts[0], *self._manager.take_ids(1))]
+                await asyncio.sleep(0.002)
+                with pytest.raises(UserError, match="the engines cannot release memory during a round"):
+                    self._engines.release_memory()
+                await asyncio.to_thread(self._engines.begin_update)
+                started += map(round.start, self._prompts[1:3], self._manager.take_ids(2))
+                await asyncio.sleep(0.02)
+                await asyncio.to_thread(self._engines.end_update, before + 1)
+                return await asyncio.gather(*started)
+
+        groups = asyncio.run(sampled())
+        self._check(groups, self._prompts[:3], {before, before + 1})
 
     def fail(self) -> None:
         with pytest.raises(UserError, match="planted"):

@@ -274,7 +274,6 @@ def _start_engines(
         log_dir=log_dir,
         hang_detector=hang_detector,
         routing=config.moe.routing_replay == RoutingReplay.engine,
-        pause=config.weight_sync.pause,
         shared=config.cluster.placement == Placement.colocated,
     )
 

@@ -122,7 +122,7 @@ def _rollouts(run: Run, data: _Data, workers: RolloutWorkers, prompts: PromptSou
     """
     config, trainer, engines = run.config, run.trainer, run.engines
     manager = RolloutManager(engines, workers.samplers)
-    source = EngineRollouts(manager, config, run.resumed)
+    source = EngineRollouts(manager, config, prompts, run.resumed)
     probe = _probe(run, prompts)
     weight_sync = WeightSync(
         trainer.weights, engines, _resharding(run), probe, config.weight_sync.probe_every
@@ -136,17 +136,7 @@ def _rollouts(run: Run, data: _Data, workers: RolloutWorkers, prompts: PromptSou
     # A checkpoint that is complete when generation ends gets its final name now. Otherwise it would have none
     # if the run is stopped within the step, without time to finish it.
     sampled = run.saver.complete_written
-    return RolloutPipeline(
-        source,
-        prompts,
-        handover,
-        run.monitor,
-        evaluation,
-        score,
-        sampled,
-        staleness=config.rollout.staleness,
-        last_step=config.run.total_steps,
-    )
+    return RolloutPipeline(source, handover, run.monitor, evaluation, score, sampled)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ RENAMED_KEYS = {
 # {key without a successor: what to do}
 REMOVED_KEYS = {
     "ref.ahead": "delete it; the reference's log-probs are computed after generation",
+    "weight_sync.pause": "use rollout.on_update: continue for retract, keep for in_place, wait for abort",
 }
 # {(key, value): what to use instead}. A value may also be an item of a list.
 REMOVED_VALUES = {

@@ -195,15 +195,15 @@ class RolloutConfig:
     )
     order: Order = option(
         Order.fifo,
-        "Which finished groups a step trains on. fifo: those that were started first. window: the first that "
-        "are done, of the next two batches in the order of their start. ready: those that finish first, which "
-        "prefers short responses. No order makes a sample older than rollout.staleness.",
+        "Which finished groups a step trains on. fifo: those that were started first. window: the first "
+        "that are done, of the next two batches in the order of their start. ready: those that finish "
+        "first, which prefers short responses. No order makes a sample older than rollout.staleness.",
     )
     on_update: OnUpdate = option(
         OnUpdate.wait,
-        "What a weight sync does while groups are sampled. wait: it waits until they are done. continue: their "
-        "responses go on with the new weights, and the keys and values of their tokens are computed anew. "
-        "keep: they go on with the old keys and values.",
+        "What a weight sync does while groups are sampled. wait: it waits until they are done. continue: "
+        "their responses go on with the new weights, and the keys and values of their tokens are computed "
+        "anew. keep: they go on with the old keys and values.",
     )
     record: PathText | None = option(
         None,

@@ -14,12 +14,6 @@ class Transport(str, Enum):
     disk = "disk"
 
 
-class PauseMode(str, Enum):
-    retract = "retract"
-    in_place = "in_place"
-    abort = "abort"
-
-
 @dataclass
 class WeightSyncConfig:
     transport: Transport = option(
@@ -35,11 +29,6 @@ class WeightSyncConfig:
     )
     folder: PathText | None = option(
         None, "Folder that all nodes see, such as one on NFS, for transport=disk."
-    )
-    pause: PauseMode = option(
-        PauseMode.retract,
-        "What happens to running requests during a sync. retract: they continue, with keys and values "
-        "computed anew. in_place: they continue with the old keys and values. abort: they end.",
     )
     timeout: float = option(
         1800.0,

@@ -1,5 +1,6 @@
 """The order in which training prompts are handed out."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -121,27 +122,39 @@ class PromptSource:
         self._taken = [0] * len(self._sources)
         # (source, index) of each prompt that is to be handed out again.
         self._returned: list[tuple[int, int]] = []
-        # (source, index, uid) of each prompt that was handed out since the last `settle`.
+        # (source, index, uid) of each prompt that was handed out, and not settled or taken back.
         self._lent: list[tuple[int, int, int]] = []
 
     def next(self, count: int) -> list[Prompt]:
-        """Hand out the next `count` prompts. Prompts that `settle` took back come first."""
+        """Hand out the next `count` prompts. Prompts that were taken back come first.
+
+        The caller must tell what becomes of them, with `settle` or `take_back`. Until then, a checkpoint has
+        them as prompts that are to be handed out again.
+        """
         return [
             self._prompt(*(self._returned.pop(0) if self._returned else self._next_place()))
             for _ in range(count)
         ]
 
-    def settle(self, unused: list[Prompt]) -> None:
-        """End a step. Take back the prompts that were handed out for this step but not used.
+    def settle(self, prompts: Sequence[Prompt]) -> None:
+        """Note that prompts which were handed out are used up."""
+        self._remove(prompts)
 
-        `next` hands out the returned prompts again, before new ones. All other prompts of the step are used
-        up.
+    def take_back(self, prompts: Sequence[Prompt]) -> None:
+        """Take back prompts that were handed out but not used. `next` hands them out before new ones."""
+        self._returned = self._remove(prompts) + self._returned
 
-        unused: the prompts to take back.
-        """
-        places = {uid: (source, index) for source, index, uid in self._lent}
-        self._returned = [places[prompt.uid] for prompt in unused] + self._returned
-        self._lent = []
+    def _remove(self, prompts: Sequence[Prompt]) -> list[tuple[int, int]]:
+        """Remove prompts from those that are handed out. Return their (source, index) in the same order."""
+        ended, removed, left = Counter(prompt.uid for prompt in prompts), [], []
+        for source, index, uid in self._lent:
+            if ended[uid]:
+                ended[uid] -= 1
+                removed.append((source, index))
+            else:
+                left.append((source, index, uid))
+        self._lent = left
+        return removed
 
     def _prompt(self, source: int, index: int) -> Prompt:
         prompt = self._sources[source][index]
@@ -168,9 +181,13 @@ class PromptSource:
         return max(order.epoch for order in self._orders)
 
     def state_dict(self) -> dict:
-        returned = [list(place) for place in self._returned]
+        """Return the position in the data, for checkpoints.
+
+        The prompts that are handed out and not settled belong to the prompts that are to be handed out again.
+        """
+        returned = [[source, index] for source, index, *_ in (*self._lent, *self._returned)]
         orders = [order.state_dict() for order in self._orders]
-        return {"orders": orders, "taken": self._taken, "shares": self._shares, "returned": returned}
+        return {"orders": orders, "taken": list(self._taken), "shares": self._shares, "returned": returned}
 
     def must_fit(self, state: dict) -> str:
         """Check that the sources can be continued from a saved state, which must belong to the same data.

@@ -12,7 +12,7 @@ from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.cluster.concurrency import all_ended, together
 from grpo_megatron.cluster.rounds import RoundId
-from grpo_megatron.config.rollout import RolloutConfig, Strategy
+from grpo_megatron.config.rollout import OnUpdate, RolloutConfig, Strategy
 from grpo_megatron.errors import UserError
 from grpo_megatron.rollout.beam import BeamSearch, run_search
 from grpo_megatron.rollout.episodes import MultiTurn, SingleTurn
@@ -35,16 +35,16 @@ class Caller(str, Enum):
 
 @dataclass(frozen=True)
 class Round:
-    """The common settings of all groups of one call of `RolloutManager.generate` or `fill`."""
+    """The common settings of all groups of a round."""
 
     id: RoundId
     """Caller and number of the round. Workers and engines keep rounds with different ids apart."""
     rollout: RolloutConfig
     """Settings of the sampling, such as rollout.n."""
-    weight_version: int
-    """Version of the weights that the engines must generate with."""
     end_ids: frozenset[int]
     """Ids of the tokens that end a response, from the model's files."""
+    over_updates: bool = False
+    """True if the engines may get new weights during the round."""
 
     @property
     def same_states(self) -> bool:
@@ -67,6 +67,8 @@ class GroupRequest:
     """Index of the engine that generates the group. Its prefix cache then holds the prompt."""
     prompt: Prompt
     """The group's prompt."""
+    weight_version: int = 0
+    """Version of the weights when the group was started."""
 
 
 # Function from Round.id to {index of an engine: a new client of it}.
@@ -125,12 +127,17 @@ class GroupSampler:
         stops = self._turn_ends.union(rollout.stop_token_ids)
         parameters = sampling_parameters(rollout) | {"stop_token_ids": sorted(stops)}
 
+        # Keys and values of old weights stay in the prefix cache. A group must not find those of weights that
+        # are older than its first token's.
+        keeps = rollout.on_update == OnUpdate.keep
+        cache = f"version {request.weight_version}" if keeps else ""
+
         async def ask(member: int, ids: list[int], limit: int, routed: int = 0, top: int = 0) -> Completion:
             sampling = parameters | {"max_new_tokens": limit}
             completion = await client.generate(
-                Request((request.key, member), ids, sampling, routed=routed, top=top)
+                Request((request.key, member), ids, sampling, routed=routed, top=top, cache=cache)
             )
-            _check(completion, prompt, this.weight_version)
+            _check(completion, request, this.over_updates)
             return completion
 
         if rollout.strategy == Strategy.beam:
@@ -160,21 +167,23 @@ class GroupSampler:
         self._episodes.close()
 
 
-def _check(completion: Completion, prompt: Prompt, weight_version: int) -> None:
+def _check(completion: Completion, request: GroupRequest, over_updates: bool) -> None:
     """Check that an engine finished a request, and that it used the trainer's newest weights.
 
-    prompt: the prompt of the request, for messages.
-    weight_version: version of the trainer's newest weights.
+    over_updates: Round.over_updates. The tokens may then also be of newer weights than those of the start.
 
     Raises UserError if the engine aborted the request, or StaleWeights if it used other weights.
     """
     if completion.finish_reason == "abort":
-        raise UserError(f"the engine aborted a request (prompt record {prompt.uid}); see the engine's log")
-    stale = {span.version for span in completion.weight_spans} - {weight_version}
+        raise UserError(
+            f"the engine aborted a request (prompt record {request.prompt.uid}); see the engine's log"
+        )
+    used, version = {span.version for span in completion.weight_spans}, request.weight_version
+    stale = {one for one in used if one < version or (one > version and not over_updates)}
     if stale:
         raise StaleWeights(
             f"the engine answered with weight version {sorted(stale)}, but the trainer has version "
-            f"{weight_version}: a weight update did not reach the engine; see the engine's log"
+            f"{version}: a weight update did not reach the engine; see the engine's log"
         )
 
 

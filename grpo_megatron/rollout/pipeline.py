@@ -2,32 +2,20 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from grpo_megatron.batch.sample import Group
-from grpo_megatron.data import PromptSource
 from grpo_megatron.monitoring.monitor import Monitor
-from grpo_megatron.rollout.ahead import SampledAhead
 from grpo_megatron.rollout.evaluation import Evaluation
 from grpo_megatron.rollout.handover import Handover
 from grpo_megatron.rollout.source import EngineRollouts, Rollout
-
-
-@dataclass(frozen=True)
-class _Sampled:
-    """The rollout of a step, and the state of the source after it, for checkpoints."""
-
-    rollout: Rollout
-    state: dict
 
 
 class RolloutPipeline:
     """The training loop's interface to the engines: samples rollouts, syncs weights and runs evaluations.
 
     With rollout.staleness=0, sampling and training alternate. With a larger value, up to that many batches
-    are sampled while the trainer works on the batches before them. A weight sync waits until the batch that
-    is being sampled is complete, so that all tokens of a batch are of one version.
+    are sampled while the trainer works on the batches before them.
 
     If engines and trainer share devices, this object also passes the devices' memory between the two.
     ReplayedRollouts has the same interface, for runs without engines.
@@ -36,36 +24,25 @@ class RolloutPipeline:
     def __init__(
         self,
         source: EngineRollouts,
-        prompts: PromptSource,
         handover: Handover,
         monitor: Monitor,
         evaluation: Evaluation | None = None,
         score: Callable[[list[Group]], list[Group]] | None = None,
         sampled: Callable[[], None] = lambda: None,
-        staleness: int = 0,
-        last_step: int = 0,
     ):
         """Store the parts that do the work.
 
         source: samples the groups of a step.
-        prompts: hands out the training prompts.
         handover: prepares the engines for generation, and the ranks for training.
         evaluation: scores held-out prompts. None if there are none.
         score: function that adds the rewards of a reward model, which runs on the trainer's ranks, to groups.
             None if there is no reward model.
         sampled: function that is called after each generation, when the ranks have the memory of shared
             devices again.
-        staleness: rollout.staleness.
-        last_step: last training step of the run, beyond which nothing is sampled.
         """
-        self.source, self.prompts, self.handover = source, prompts, handover
+        self.source, self.handover = source, handover
         self._phases, self._evaluation, self._score = monitor.phases, evaluation, score
         self._sampled = sampled
-        self._ahead: SampledAhead[_Sampled] | None = None
-        self._metrics: dict[str, float] = {}
-        self._state: dict | None = None  # of the source after the step that was taken last
-        if staleness:
-            self._ahead = SampledAhead(self._sample, staleness, last_step, source.cancel)
 
     @property
     def version(self) -> int | None:
@@ -77,7 +54,7 @@ class RolloutPipeline:
         """Metrics {name: value} of the last weight sync, of the memory in use by engines and ranks, and of
         sampling ahead.
         """
-        return self.handover.metrics | self._metrics
+        return self.handover.metrics | self.source.metrics
 
     def start(self) -> None:
         """Copy the trainer's weights into the engines for the first time."""
@@ -90,7 +67,7 @@ class RolloutPipeline:
         """
         self.handover.to_engines()
         with self._phases("generate"):
-            rollout = self._take(step)
+            rollout = self.source.take(step)
         self.handover.to_ranks()
         self._sampled()
         if self._score is None:
@@ -98,23 +75,11 @@ class RolloutPipeline:
         with self._phases("score"):
             return replace(rollout, groups=self._score(rollout.groups))
 
-    def _take(self, step: int) -> Rollout:
-        if self._ahead is None:
-            return self.source.sample(step, self.prompts)
-        sampled = self._ahead.take(step)
-        self._state, self._metrics = sampled.state, {"rollout/sampling_seconds": self._ahead.take_busy()}
-        return sampled.rollout
-
-    def _sample(self, step: int) -> _Sampled:
-        rollout = self.source.sample(step, self.prompts)
-        return _Sampled(rollout, self._source_state())
-
     def weights_changed(self) -> None:
         """Copy the trainer's weights into the engines, after a training step has changed them."""
-        with ExitStack() as paused:
-            if self._ahead:
-                with self._phases("generate"):  # the driver waits for the batch that is being sampled
-                    paused.enter_context(self._ahead.paused())
+        with ExitStack() as updating:
+            with self._phases("generate"):  # the driver may have to wait for groups that are being sampled
+                updating.enter_context(self.source.updating())
             self.handover.publish()
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -129,12 +94,7 @@ class RolloutPipeline:
             return self._evaluation.run(step)
 
     def state_dict(self) -> dict:
-        """Return the state for a checkpoint. A resumed run samples anew what was sampled ahead."""
-        state = self._state or self._source_state()
-        return state | {"weight_sync": self.handover.weight_sync.state_dict()}
-
-    def _source_state(self) -> dict:
-        return {"rollouts": self.source.state_dict(), "prompts": deepcopy(self.prompts.state_dict())}
+        return self.source.state_dict() | {"weight_sync": self.handover.weight_sync.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
         """Restore the state of prompts, groups and weight syncs from a checkpoint.
@@ -142,13 +102,10 @@ class RolloutPipeline:
         state: the state as `state_dict` returned it. If the checkpoint is of a run that replayed a recording,
             its entries are empty, and nothing is restored.
         """
-        self.source.load_state_dict(state["rollouts"])
-        if state["prompts"]:
-            self.prompts.load_state_dict(state["prompts"])
+        self.source.load_state_dict(state)
         if state["weight_sync"]:
             self.handover.weight_sync.load_state_dict(state["weight_sync"])
 
     def close(self) -> None:
-        if self._ahead:
-            self._ahead.close()
+        self.source.close()
         self.handover.weight_sync.close()

@@ -1,6 +1,8 @@
 """Sources of a step's groups: the engines, or a recording."""
 
-from dataclasses import dataclass, field
+import math
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 
 from grpo_megatron.algorithm.advantages import smallest_group
 from grpo_megatron.algorithm.filters import filtered
@@ -11,9 +13,11 @@ from grpo_megatron.data import PromptSource
 from grpo_megatron.errors import UserError
 from grpo_megatron.monitoring.phases import Phases
 from grpo_megatron.rewards.shaping import shape_overlong
-from grpo_megatron.rollout.manager import Filled, Goal, RolloutManager
+from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.recording.record import Recorder
 from grpo_megatron.rollout.recording.replay import Replay
+from grpo_megatron.rollout.slots import Slots
+from grpo_megatron.rollout.stream import GroupStream, Sampled
 from grpo_megatron.samples.entries import LeftOut, SampleState, rows_of
 
 ABORTED = "its group was aborted when the batch was full; the prompt is used later"
@@ -37,54 +41,83 @@ class Rollout:
 
 
 class EngineRollouts:
-    """Samples each training step's groups from the engines, and records them if rollout.record is set."""
+    """Samples each training step's groups from the engines, and records them if rollout.record is set.
 
-    def __init__(self, manager: RolloutManager, config: Config, resumed: int = 0):
+    metrics: {name: value} of the sampling ahead, from the last call of `take`; {} without rollout.staleness
+    """
+
+    def __init__(self, manager: RolloutManager, config: Config, prompts: PromptSource, resumed: int = 0):
         """Prepare sampling, and open the recording if rollout.record is set.
 
+        prompts: hands out the training prompts.
         resumed: step of the checkpoint that a resumed run continues from. 0 for a new run.
         """
-        self._manager, self._config = manager, config
-        self._batch_size = config.data.train_batch_size
+        self._manager, self._config, self._prompts = manager, config, prompts
+        rollout, batch_size = config.rollout, config.data.train_batch_size
+        self._options = rollout.dynamic_sampling
+        self._most = int(self._options.max_batches * batch_size) if self._options.enabled else math.inf
+        slots = Slots(
+            batch_size,
+            rollout.staleness,
+            rollout.order,
+            self._options.over_sampling if self._options.enabled else 1.0,
+            self._most,
+            config.run.total_steps - resumed,
+        )
+        self._stream = GroupStream(manager, self._next_groups, self._judge, rollout, slots)
+        self._slots, self.metrics = slots, {}
+        self._unsettled_ids: list[int] = []  # of groups that an earlier run started, and that come first
         self._recorder = None
         if config.rollout.record:
             self._recorder = Recorder(config.rollout.record, manager, resumed)
 
-    def sample(self, step: int, prompts: PromptSource) -> Rollout:
-        """Sample the groups of a training step from the next data.train_batch_size prompts.
+    def take(self, step: int) -> Rollout:
+        """Return the groups of a training step, which are sampled now or ahead of the step.
 
-        Dynamic sampling, if enabled, uses further prompts until algorithm.filters have accepted
-        data.train_batch_size groups, or until rollout.dynamic_sampling.max_batches is reached.
+        They are of data.train_batch_size prompts. Dynamic sampling, if enabled, uses further prompts until
+        algorithm.filters have accepted data.train_batch_size groups, or until
+        rollout.dynamic_sampling.max_batches is reached.
 
         step: index of the step, from 1, for the recording and for messages.
-        prompts: hands out the prompts, and takes back those that dynamic sampling did not need.
 
         Raises UserError if no group is left. Raises UserError if dynamic sampling does not fill the batch and
-        rollout.dynamic_sampling.shortage=error.
+        rollout.dynamic_sampling.shortage=error. Raises the errors of RolloutManager.generate.
         """
-        failed: list[Group] = []
-        left_out: list[LeftOut] = []
-        n = self._config.rollout.n
-        if self._config.rollout.dynamic_sampling.enabled:
-            filled = self._fill(step, prompts, failed, left_out)
-        else:
-            filled = Filled(self._manager.generate(prompts.next(self._batch_size), self._config.rollout))
-            failed += [group for group in filled.groups if self._is_too_small(group)]
-            filled.dropped += [group.prompt for group in failed]
-            filled.groups = [group for group in filled.groups if not self._is_too_small(group)]
-            if not filled.groups:
-                raise UserError(
-                    f"step {step}: none of the {len(failed)} groups is left, because rewards or "
-                    "environments failed for nearly all samples and reward.on_failure=leave_out removes "
-                    "them; see the messages above and the workers' logs for the cause"
-                )
-        prompts.settle([group.prompt for group in filled.aborted])
-        left_out.append(LeftOut(rows_of(filled.aborted, n), SampleState.lost, ABORTED))
-        left_out.append(LeftOut(rows_of(failed, n), SampleState.failed, TOO_FEW))
+        taken = self._stream.take()
+        groups = [one.group for one in taken.batch if one.left_out is None]
+        left = [one for one in (*taken.batch, *taken.refused) if one.left_out is not None]
+        failed = [one.group for one in left if one.left_out.state == SampleState.failed]
+        aborted = [one.group for one in taken.surplus]
+        self._must_suffice(step, groups, failed)
+        with self._stream.lock:
+            self._prompts.settle([one.group.prompt for one in (*taken.batch, *taken.refused)])
+            self._prompts.take_back([group.prompt for group in aborted])
+        self.metrics = self._measured()
+        left_out = [one.left_out for one in left]
+        left_out.append(LeftOut(rows_of(aborted, self._config.rollout.n), SampleState.lost, ABORTED))
         if self._recorder:
-            self._recorder.write(step, filled.groups)
-        dropped = len(filled.dropped) - len(failed)
-        return Rollout(filled.groups, dropped, len(filled.aborted), failed, left_out)
+            self._recorder.write(step, groups)
+        return Rollout(groups, len(left) - len(failed), len(aborted), failed, left_out)
+
+    def _next_groups(self, count: int) -> list[Group]:
+        """Return the groups of the next prompts, without samples."""
+        again, self._unsettled_ids = self._unsettled_ids[:count], self._unsettled_ids[count:]
+        ids = [*again, *self._manager.take_ids(count - len(again))]
+        return [Group(id, prompt, ()) for id, prompt in zip(ids, self._prompts.next(count), strict=True)]
+
+    def _judge(self, one: Sampled) -> bool:
+        """Decide whether a finished group is trained on. Return False if another one takes its place.
+
+        In place of groups that are not trained on, only dynamic sampling samples others.
+        """
+        n = self._config.rollout.n
+        if self._is_too_small(one.group):
+            one.left_out = LeftOut(rows_of([one.group], n), SampleState.failed, TOO_FEW)
+        elif self._options.enabled and (refused := self._refused_by(one.group)):
+            one.left_out = LeftOut(rows_of([one.group], n), SampleState.filtered, refused)
+            # Keep only numbers: many groups may be refused, and their tokens take memory.
+            one.group = replace(one.group, samples=())
+        return one.left_out is None or not self._options.enabled
 
     def _is_too_small(self, group: Group) -> bool:
         """Return True if samples of the group failed, and too few are left for the advantage estimator."""
@@ -92,44 +125,29 @@ class EngineRollouts:
             self._config.algorithm.adv_estimator
         )
 
-    def _fill(self, step: int, prompts: PromptSource, failed: list[Group], left_out: list[LeftOut]) -> Filled:
-        """Sample until algorithm.filters have accepted enough groups (dynamic sampling).
+    def _must_suffice(self, step: int, groups: list[Group], failed: list[Group]) -> None:
+        """Raise UserError if a step has too few groups to train on.
 
         step: index of the step, for messages.
-        prompts: hands out the prompts.
-        failed: a list, to which this method appends groups with too few samples (`_is_too_small`).
-        left_out: a list, to which this method appends the samples of groups that a filter refuses.
-
-        Returns the accepted groups, and the prompts that were left out.
+        failed: the groups with too few samples (`_is_too_small`).
         """
-        rollout = self._config.rollout
-        options = rollout.dynamic_sampling
-        most = int(options.max_batches * self._batch_size)
-
-        def keep(group: Group) -> bool:
-            if self._is_too_small(group):
-                failed.append(group)
-                return False
-            refused = self._refused_by(group)
-            if refused:
-                # Keep only numbers: many groups may be dropped, and their tokens take memory.
-                left_out.append(LeftOut(rows_of([group], rollout.n), SampleState.filtered, refused))
-            return refused is None
-
-        filled = self._manager.fill(
-            prompts.next, keep, rollout, Goal(self._batch_size, options.over_sampling, most)
-        )
-        short = self._batch_size - len(filled.groups)
-        if short and (options.shortage == Shortage.error or not filled.groups):
+        batch_size, options = self._config.data.train_batch_size, self._options
+        if not options.enabled and not groups:
+            raise UserError(
+                f"step {step}: none of the {len(failed)} groups is left, because rewards or environments "
+                "failed for nearly all samples and reward.on_failure=leave_out removes them; see the "
+                "messages above and the workers' logs for the cause"
+            )
+        is_short = options.enabled and len(groups) < batch_size
+        if is_short and (options.shortage == Shortage.error or not groups):
             because = f", and failed rewards left too few samples of {len(failed)} groups" if failed else ""
             raise UserError(
-                f"step {step}: algorithm.filters left only {len(filled.groups)} of the {self._batch_size} "
-                f"groups that data.train_batch_size needs, after sampling the {most} prompts that "
+                f"step {step}: algorithm.filters left only {len(groups)} of the {batch_size} groups that "
+                f"data.train_batch_size needs, after sampling the {self._most} prompts that "
                 f"rollout.dynamic_sampling.max_batches allows{because}; use easier or harder prompts, raise "
                 "rollout.dynamic_sampling.max_batches or rollout.n, or set "
                 "rollout.dynamic_sampling.shortage=smaller"
             )
-        return filled
 
     def _refused_by(self, group: Group) -> str | None:
         """Return the name of the filter in algorithm.filters that refuses the group; None if all accept it.
@@ -143,16 +161,40 @@ class EngineRollouts:
             None if found.groups else next(name for name, samples in reversed(found.removed) if len(samples))
         )
 
-    def cancel(self) -> None:
-        """End a call of `sample` in another thread soon, by an asyncio.CancelledError."""
-        self._manager.cancel()
+    def updating(self) -> AbstractContextManager[None]:
+        """Return a context in which the engines may get new weights."""
+        return self._stream.updating()
+
+    def _measured(self) -> dict[str, float]:
+        if not self._config.rollout.staleness:
+            return {}
+        return {
+            "rollout/sampling_seconds": self._stream.take_busy(),
+            "rollout/groups_in_progress": float(self._slots.in_progress),
+            "rollout/groups_waiting": float(self._slots.waiting),
+        }
 
     def state_dict(self) -> dict:
-        return self._manager.state_dict()
+        """Return the state for a checkpoint.
+
+        What is sampled, or waits for a step, is sampled anew by the run that continues from the checkpoint,
+        before anything else and with the same ids.
+        """
+        with self._stream.lock:
+            unsettled = [one.group.group_id for one in self._slots.items] + self._unsettled_ids
+            prompts = self._prompts.state_dict()
+            return {"rollouts": self._manager.state_dict() | {"unsettled": unsettled}, "prompts": prompts}
 
     def load_state_dict(self, state: dict) -> None:
-        if state:  # empty if the checkpoint belongs to a replayed run
-            self._manager.load_state_dict(state)
+        """Continue from a checkpoint. Its entries are empty if it is of a run that replayed a recording."""
+        if state["rollouts"]:
+            self._manager.load_state_dict(state["rollouts"])
+            self._unsettled_ids = state["rollouts"].get("unsettled", [])
+        if state["prompts"]:
+            self._prompts.load_state_dict(state["prompts"])
+
+    def close(self) -> None:
+        self._stream.close()
 
 
 class ReplayedRollouts:

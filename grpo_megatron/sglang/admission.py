@@ -21,19 +21,23 @@ class Closed(Enum):
 class Admission:
     """Admits rounds of requests to the engines, unless the engines are closed for one or several reasons.
 
-    The engines are not closed for an update or a release of memory while a round is in progress. This object
-    decides in one place and may be used by several threads, so that all engines are always in the same state.
+    The engines are not closed for an update or a release of memory while a round is in progress, except for
+    an update that the round allows. This object decides in one place and may be used by several threads, so
+    that all engines are always in the same state.
     """
 
     def __init__(self) -> None:
         """Begin with engines that have just started: they are closed until their weights are synced."""
         self._lock = threading.Lock()
         self._rounds: dict[str, RoundId] = {}  # in progress, by caller
+        self._over_updates: set[str] = set()  # callers whose rounds go on while weights are updated
         self._closed, self._number = {Closed.unsynced}, 0
 
     @contextmanager
-    def round(self, caller: str) -> Iterator[RoundId]:
+    def round(self, caller: str, over_updates: bool = False) -> Iterator[RoundId]:
         """Admit a round of a caller, which is in progress within the context. Return its id.
+
+        over_updates: True if weights may be updated during the round.
 
         Raises UserError if the engines are closed, or if the caller has a round in progress.
         """
@@ -46,12 +50,15 @@ class Admission:
                 )
             self._number += 1
             admitted = self._rounds[caller] = RoundId(caller, self._number)
+            if over_updates:
+                self._over_updates.add(caller)
         try:
             yield admitted
         finally:
             with self._lock:
                 if self._rounds.get(caller) is admitted:  # not after `restart`
                     del self._rounds[caller]
+                    self._over_updates.discard(caller)
 
     def must_be_open(self) -> None:
         """Raise UserError if the engines are closed."""
@@ -79,8 +86,9 @@ class Admission:
         Raises UserError if a round is in progress, or if the engines are stopped or closed by an update.
         """
         with self._lock:
-            if self._rounds:
-                callers = " and ".join(f"`{caller}`" for caller in self._rounds)
+            goes_on = self._over_updates if reason == Closed.updating else set()
+            if blocking := self._rounds.keys() - goes_on:
+                callers = " and ".join(f"`{caller}`" for caller in sorted(blocking))
                 raise UserError(
                     f"the engines cannot {action} during a round of {callers}; wait until it has ended"
                 )
@@ -100,4 +108,4 @@ class Admission:
     def restart(self) -> None:
         """Begin again after a failure, with engines that run no requests and whose weights are not synced."""
         with self._lock:
-            self._rounds, self._closed = {}, {Closed.unsynced}
+            self._rounds, self._over_updates, self._closed = {}, set(), {Closed.unsynced}

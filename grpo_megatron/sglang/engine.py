@@ -19,7 +19,6 @@ import ray
 from grpo_megatron.cluster.heartbeat import Heartbeat
 from grpo_megatron.cluster.processes import Process, redirect_output
 from grpo_megatron.cluster.rounds import RoundId, RoundTasks
-from grpo_megatron.config.weight_sync import PauseMode
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.architecture import MoE
 from grpo_megatron.sglang.memory import EngineMemory, MemoryPart, engine_bytes
@@ -106,6 +105,7 @@ class SGLangEngine:
         self._memory = EngineMemory(process.name, self._control, self._while_alive)
         self._tp_size = arguments["tp_size"]
         self._admitted, self._updating, self._paused = False, False, False
+        self._updated = asyncio.Condition()
         self._rounds, self._request_numbers = RoundTasks(), itertools.count()
         self._heartbeat = Heartbeat(_SchedulerProgress(self._control, self._children))
         self._heartbeat.start()
@@ -165,11 +165,19 @@ class SGLangEngine:
         self._rounds.start(round, self._generate, requests)
 
     async def _generate(self, request: Request) -> Completion:
+        # A turn of an episode may begin while the weights are updated.
+        async with self._updated:
+            await self._updated.wait_for(lambda: not self._updating)
         self._must_be_admitted()
         routed = request.routed if self._experts else None
         with self._heartbeat.phase("generate", alone=True):
             answer = await self._control.sample(
-                next(self._request_numbers), request.prompt_ids, request.sampling, routed, request.top
+                next(self._request_numbers),
+                request.prompt_ids,
+                request.sampling,
+                routed,
+                request.top,
+                request.cache,
             )
         return completion_of(request, answer, self._experts)
 
@@ -202,22 +210,24 @@ class SGLangEngine:
         return [np.array([logprob for logprob, _, _ in entries[1:]], dtype=np.float32) for entries in scored]
 
     @_phase
-    async def begin_update(self, pause: PauseMode) -> None:
+    async def begin_update(self, keep_cache: bool) -> None:
         """Stop serving requests, and prepare SGLang for new weights. `end_update` resumes serving.
 
-        pause: what happens to running requests: they are retracted (computed anew), kept in place, or
-            aborted.
+        Requests that run are paused.
+
+        keep_cache: True if paused requests continue with the keys and values that were computed with the old
+            weights. False: all are computed anew.
         """
         self._memory.must_have(MemoryPart.weights)
         self._admitted, self._updating = False, True
         if self._rounds.running:
-            if pause != PauseMode.abort and not self._control.knows_spans:
+            if not self._control.knows_spans:
                 raise UserError(
                     f"{self._process.name} has requests in flight, and this SGLang release does not report "
-                    "which tokens were generated with the old weights; set weight_sync.pause=abort, or "
+                    "which tokens were generated with the old weights; set rollout.on_update=wait, or "
                     "install SGLang 0.5.20 or later"
                 )
-            await self._while_alive("pause_generation", self._control.pause(pause))
+            await self._while_alive("pause_generation", self._control.pause(keep_cache))
             self._paused = True
         await self._accepted("begin_weight_update", self._control.begin_weight_update())
 
@@ -243,8 +253,7 @@ class SGLangEngine:
     async def end_update(self, version: int, keep_cache: bool) -> None:
         """Resume serving with the new weights, whose version is `version`, and drop the prefix cache.
 
-        keep_cache: True to keep the prefix cache if requests are paused. The paused requests then continue
-            with the keys and values that were computed with the old weights.
+        keep_cache: as in `begin_update`. The prefix cache is dropped nevertheless if no request is paused.
         """
         await self._accepted("end_weight_update", self._control.end_weight_update())
         if not (keep_cache and self._paused):
@@ -253,8 +262,10 @@ class SGLangEngine:
         if self._paused:
             await self._while_alive("continue_generation", self._control.resume())
             self._paused = False
-        self._updating = False
         self.admit()
+        async with self._updated:
+            self._updating = False
+            self._updated.notify_all()
 
     async def reset(self) -> bool:
         """End all rounds after a failure elsewhere in the run. Return whether this engine can be kept.

@@ -10,9 +10,8 @@ from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.placement import Cluster
 from grpo_megatron.cluster.ports import free_address
 from grpo_megatron.cluster.processes import Process, fetch, gather, process_error
-from grpo_megatron.config.rollout import RolloutConfig
+from grpo_megatron.config.rollout import OnUpdate, RolloutConfig
 from grpo_megatron.config.schema import ModelConfig
-from grpo_megatron.config.weight_sync import PauseMode
 from grpo_megatron.errors import ProcessLost, UserError
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.sglang.admission import Admission, Closed
@@ -55,7 +54,6 @@ class EnginePool:
         log_dir: str,
         hang_detector: HangDetector,
         routing: bool = False,
-        pause: PauseMode = PauseMode.retract,
         shared: bool = False,
     ):
         """Start all engines and return immediately. `wait_until_ready` waits for them.
@@ -64,11 +62,10 @@ class EnginePool:
         log_dir: folder of the engines' log files.
         hang_detector: monitors the heartbeats of all engines.
         routing: True to report, in completions, the experts (MoE) that each token was routed to.
-        pause: what a weight update does to running requests.
         shared: True if the engines share their devices with the trainer, so that they must be able to release
             their memory while the trainer computes (rollout.sharing).
         """
-        self._config, self._pause = config, pause
+        self._config = config
         self.admission, self.weight_version = Admission(), 0
         self._released: set[MemoryPart] = set()
         self.end_ids: frozenset[int] = frozenset()
@@ -224,17 +221,22 @@ class EnginePool:
         self._on_all("admit")
         self.admission.open(Closed.unsynced)
 
+    @property
+    def _keeps_cache(self) -> bool:
+        return self._config.on_update == OnUpdate.keep
+
     def begin_update(self) -> None:
         """Pause every engine and prepare it for new weights. No engine serves requests until `end_update`.
 
-        Raises UserError during a round, during another update, and while the memory of weights is released.
+        Raises UserError during another update, during a round that does not allow updates, and while the
+        memory of weights is released.
         """
         if MemoryPart.weights in self._released:
             raise UserError(
                 "the engines have released the memory of their weights; call resume_weights first"
             )
         self.admission.close(Closed.updating, "begin a weight update")
-        self._on_all("begin_update", self._pause)
+        self._on_all("begin_update", self._keeps_cache)
 
     def receive_weights(self, command: SyncCommand) -> list[ray.ObjectRef]:
         """Make every engine carry out a weight-sync command, between `begin_update` and `end_update`.
@@ -248,7 +250,7 @@ class EnginePool:
 
     def end_update(self, version: int) -> None:
         """End the weight update and resume serving. Completions then report weight version `version`."""
-        self._on_all("end_update", version, self._pause == PauseMode.in_place)
+        self._on_all("end_update", version, self._keeps_cache)
         self.weight_version = version
         self.admission.open(Closed.updating, Closed.unsynced)
 

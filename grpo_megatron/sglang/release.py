@@ -8,7 +8,6 @@ import asyncio
 from typing import Any
 
 from grpo_megatron.batch.sample import WeightSpan
-from grpo_megatron.config.weight_sync import PauseMode
 
 # Arguments of GPU engines that differ from SGLang's defaults.
 #
@@ -18,6 +17,9 @@ from grpo_megatron.config.weight_sync import PauseMode
 # 0.5.17 to 0.5.23 have this bug. tests/unit/test_engine_environment.py fails with the first release that
 # does not have it.
 GPU_ARGUMENTS = {"cuda_graph_backend_prefill": "disabled"}
+
+# SGLang's modes of pausing requests: without and with the keys and values of their tokens.
+PAUSES = ("retract", "in_place")
 
 # SGLang's answer to a call that it can refuse: (whether it was successful, message).
 Accepted = tuple[bool, str]
@@ -46,6 +48,7 @@ class EngineControl:
         sampling: dict[str, Any],
         routed: int | None,
         top: int,
+        cache: str = "",
     ) -> dict[str, Any]:
         """Sample one response and return SGLang's answer.
 
@@ -57,6 +60,7 @@ class EngineControl:
         sampling: SGLang's sampling parameters.
         routed: index of the first token whose experts (MoE) are returned; None: no experts are returned.
         top: number of most likely tokens to return for each response token; 0: none.
+        cache: name of the prefix cache that the request uses. Requests find only prefixes in their own.
 
         SGLang stores the experts of a token along with its keys and values. The experts are therefore known
         for tokens in SGLang's prefix cache too.
@@ -64,6 +68,8 @@ class EngineControl:
         wanted = {} if routed is None else {"return_routed_experts": True, "routed_experts_start_len": routed}
         if top:
             wanted["top_logprobs_num"] = top
+        if cache:
+            wanted["cache_salt"] = cache
         call = asyncio.ensure_future(
             self._engine.async_generate(
                 input_ids=prompt_ids,
@@ -131,8 +137,13 @@ class EngineControl:
         """Exclude all objects that exist now from garbage collection in the engine's processes, for speed."""
         await self._manager.freeze_gc()
 
-    async def pause(self, mode: PauseMode) -> None:
-        await self._manager.pause_generation(self._requests.PauseGenerationReqInput(mode=mode.value))
+    async def pause(self, keep_cache: bool) -> None:
+        """Pause all requests until `resume`.
+
+        keep_cache: True to keep the keys and values of their tokens. False: `resume` computes them anew.
+        """
+        mode = PAUSES[keep_cache]
+        await self._manager.pause_generation(self._requests.PauseGenerationReqInput(mode=mode))
 
     async def resume(self) -> None:
         await self._manager.continue_generation(self._requests.ContinueGenerationReqInput())

@@ -26,6 +26,8 @@ class Request:
     them."""
     top: int = 0
     """Number of most likely tokens to return for each token of the response; 0: none."""
+    cache: str = ""
+    """Name of the prefix cache that the request uses."""
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,7 @@ from sglang.srt.server_args import ServerArgs  # noqa: E402
 from sglang.srt.utils import MultiprocessingSerializer  # noqa: E402
 from sglang.srt.utils.common import dynamic_import, normalize_serialized_named_tensor_payload  # noqa: E402
 
-from grpo_megatron.config.weight_sync import PauseMode  # noqa: E402
-from grpo_megatron.sglang.release import EngineControl  # noqa: E402
+from grpo_megatron.sglang.release import PAUSES, EngineControl  # noqa: E402
 from grpo_megatron.sglang.weight_receiver import RECEIVE_WEIGHTS, as_named_tensors, receive_weights  # noqa: E402
 
 META = (
@@ -172,7 +171,7 @@ async def made_calls() -> tuple[list[str], bool]:
         "sample": (7, [1, 2], {"temperature": 1.0}, 1, 4),
         "abort": (8,),
         "score": ([[1, 2], [3]],),
-        "pause": (PauseMode.in_place,),
+        "pause": (True,),
         "call_loader": (as_named_tensors({}), 2, RECEIVE_WEIGHTS),
         "tag": (3,),
         "release_memory": (["weights", "kv_cache"],),
@@ -194,8 +193,8 @@ def main() -> None:
     problems += load_problems(given["arguments"][0])
     for arguments in given["arguments"]:
         problems += quantization_problems(arguments) if "json_model_override_args" in arguments else []
-    for mode in PauseMode:
-        msgspec.convert(mode.value, typing.get_type_hints(io_struct.PauseGenerationReqInput)["mode"])
+    for mode in PAUSES:
+        msgspec.convert(mode, typing.get_type_hints(io_struct.PauseGenerationReqInput)["mode"])
     SamplingParams(**given["sampling"])
     source = inspect.getsource(tokenizer_manager)
     problems += [f"no {key} in meta_info" for key in META if f'"{key}"' not in source]

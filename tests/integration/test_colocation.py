@@ -16,7 +16,6 @@ from grpo_megatron.cluster.placement import allocate
 from grpo_megatron.commands.train import assembled_loop
 from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.config.schema import Config, ModelConfig
-from grpo_megatron.config.weight_sync import PauseMode
 from grpo_megatron.errors import UserError
 from grpo_megatron.preflight.check import load_config
 from grpo_megatron.rollout.recording.replay import Replay
@@ -89,7 +88,7 @@ def test_an_engine_gives_back_its_memory_and_then_answers_as_before(engines, wid
         engines.begin_update()
     engine = engines._engines[0]
     with pytest.raises(RuntimeError, match=r"has released the memory of its weights; call resume_memory"):
-        ray.get(engine.begin_update.remote(PauseMode.retract))
+        ray.get(engine.begin_update.remote(False))
     engines.release_memory()
     assert engines.occupied() < 1.05 * released
     engines.resume_weights()
@@ -235,4 +234,4 @@ def test_a_wrong_order_is_refused_by_each_side(run):
     assert len(parts.engines.score(sequences)[0]) == 2
     parts.to_ranks()
     with pytest.raises(UserError, match=r"^the engines cannot generate: they have released memory"):
-        controller.rollouts.source.sample(4, controller.rollouts.prompts)
+        controller.rollouts.source.take(4)

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from grpo_megatron.batch.prompt import Prompt
+from grpo_megatron.batch.sample import Group
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.placement import allocate
@@ -25,9 +26,9 @@ from grpo_megatron.cluster.rounds import RoundId
 from grpo_megatron.cluster.worker_pool import worker_places
 from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.config.reward import RewardConfig
-from grpo_megatron.config.rollout import BeamConfig, RolloutConfig, Strategy
+from grpo_megatron.config.rollout import BeamConfig, OnUpdate, RolloutConfig, Strategy
 from grpo_megatron.config.schema import Config, ModelConfig
-from grpo_megatron.config.weight_sync import PauseMode, WeightSyncConfig
+from grpo_megatron.config.weight_sync import WeightSyncConfig
 from grpo_megatron.data import PromptTokenizer
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.entries import EngineLayout
@@ -35,7 +36,7 @@ from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.rewards import RewardWorkers
 from grpo_megatron.rollout.episodes import SingleTurn
-from grpo_megatron.rollout.manager import Goal
+from grpo_megatron.rollout.groups import Caller
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.sglang.request import Request
 from grpo_megatron.weights.sync.messages import SyncCommand, SyncKind
@@ -161,27 +162,22 @@ def test_beam_groups_are_those_of_transformers(manager, tokenizer, model):
     assert largest_difference(warm, model, 0.7) <= 1e-5
 
 
-def test_a_batch_that_is_full_aborts_what_runs_and_what_waits(manager, tokenizer, model):
+def test_a_round_that_ends_early_aborts_what_runs_and_what_waits(manager, tokenizer, model):
     """Afterwards the engine serves as before."""
-    asked = prompts(tokenizer) * 2
-    handed_out = iter(asked)
     sampling = RolloutConfig(n=4, max_response_length=120)
-    filled = manager.fill(
-        lambda count: [next(handed_out) for _ in range(count)],
-        lambda group: group.prompt.uid != 0,
-        sampling,
-        Goal(2, 3, 8),
-    )
-    assert len(filled.groups) == 2
-    assert all(len(group.samples) == 4 and group.prompt.uid for group in filled.groups)
-    assert filled.aborted
-    assert len(filled.groups) + len(filled.dropped) + len(filled.aborted) == len(asked) - len(
-        list(handed_out)
-    )
-    assert {prompt.uid for prompt in filled.dropped} <= {0}
-    assert largest_difference(filled.groups, model, 1.0) <= 1e-5
+
+    async def first() -> list[Group]:
+        async with manager.round(Caller.train, sampling) as round:
+            started = list(map(round.start, prompts(tokenizer) * 2, manager.take_ids(8)))
+            done, running = await asyncio.wait(started, return_when=asyncio.FIRST_COMPLETED)
+            assert running
+            return [task.result() for task in done]
+
+    groups = asyncio.run(first())
+    assert all(len(group.samples) == 4 for group in groups)
+    assert largest_difference(groups, model, 1.0) <= 1e-5
     again = manager.generate(prompts(tokenizer), replace(sampling, max_response_length=12))
-    assert min(group.group_id for group in again) > max(group.group_id for group in filled.groups)
+    assert min(group.group_id for group in again) > max(group.group_id for group in groups)
     assert largest_difference(again, model, 1.0) <= 1e-5
 
 
@@ -219,7 +215,7 @@ def test_requests_that_sglang_has_not_begun_end_too(engines):
     """An abort would not reach them while SGLang is paused."""
 
     def paused(actor, is_paused):  # in a thread of its own
-        call = actor._control.pause(PauseMode.in_place) if is_paused else actor._control.resume()
+        call = actor._control.pause(keep_cache=True) if is_paused else actor._control.resume()
         asyncio.run_coroutine_threadsafe(call, actor._control._manager.event_loop).result(timeout=60)
 
     engine, round = engines._engines[0], RoundId("paused", 1)
@@ -325,30 +321,32 @@ def test_two_engines_with_two_tensor_parallel_ranks_each(ray_here, arithmetic, t
         check_update(manager, engines, tokenizer, model, str(arithmetic / "model"))
 
 
-def sampled_over_an_update(engines, mode, prompt_ids):
-    """Sample long responses, with an empty update in the middle."""
+def sampled_over_an_update(engines, on_update, prompt_ids):
+    """Sample long responses, with an empty update in the middle. A request arrives during the update."""
     engine = engines._engines[0]
     sampling = {"temperature": 1.0, "max_new_tokens": 400, "ignore_eos": True}
-    round = RoundId(f"over an update with {mode.value}", 1)
+    round = RoundId(f"over an update with {on_update.value}", 1)
     ray.get(engine.submit.remote(round, [Request((0, i), prompt_ids, sampling) for i in range(4)]))
     time.sleep(0.3)
-    engines._pause = mode
+    engines._config = replace(engines._config, on_update=on_update)
     engines.begin_update()
+    late = sampling | {"max_new_tokens": 20}
+    ray.get(engine.submit.remote(round, [Request((1, 0), prompt_ids, late)]))
     time.sleep(0.2)
     engines.end_update(engines.weight_version + 1)
-    return answered(engine, round, 4)
+    return answered(engine, round, 5)
 
 
-@pytest.mark.parametrize("mode", list(PauseMode))
-def test_requests_that_run_over_an_update_go_on_or_end_as_configured(engines, tokenizer, mode):
-    done = sampled_over_an_update(engines, mode, prompts(tokenizer)[0].ids.tolist())
+@pytest.mark.parametrize("on_update", [OnUpdate.go_on, OnUpdate.keep])
+def test_requests_that_run_over_an_update_go_on(engines, tokenizer, on_update):
+    done = sampled_over_an_update(engines, on_update, prompts(tokenizer)[0].ids.tolist())
     for completion in done:
         assert len(completion.response_ids) == len(completion.logprobs)
-        if mode == PauseMode.abort:
-            assert completion.finish_reason == "abort"
-            assert 0 < len(completion.response_ids) < 400
+        assert completion.finish_reason == "length"
+        if completion.key == (1, 0):
+            (span,) = completion.weight_spans
+            assert (span.version, span.end) == (engines.weight_version, 20)
         else:
-            assert completion.finish_reason == "length"
             first, second = completion.weight_spans
             assert (second.version, second.end) == (engines.weight_version, 400)
             assert 0 < first.end == second.start < 400
@@ -356,11 +354,12 @@ def test_requests_that_run_over_an_update_go_on_or_end_as_configured(engines, to
 
 def test_an_engine_that_nobody_admitted_says_so_at_once(engines, tokenizer):
     engine = engines._engines[0]
-    engines.begin_update()
+    assert ray.get(engine.reset.remote())
     round = RoundId("not admitted", 1)
     ray.get(engine.submit.remote(round, [Request((0, 0), [1, 2], {"max_new_tokens": 2})]))
     with pytest.raises(RuntimeError, match="engine 0 cannot serve"):
         ray.get(engine.poll.remote(round, 5.0))
+    engines.begin_update()
     engines.end_update(engines.weight_version + 1)
     assert len(engines.score([[1, 2, 3]])[0]) == 2
 

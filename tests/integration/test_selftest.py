@@ -78,14 +78,14 @@ def test_a_sound_run(verdict):
     assert "engine and trainer agree" in found.text()
 
 
-def sampling(config, **changes):
-    """Return a configuration by which the engines sample otherwise than the trainer believes."""
-    return replace(config, rollout=replace(config.rollout, **changes))
+def sample_otherwise(controller, monkeypatch, **changes):
+    """Have the engines sample otherwise than the trainer believes."""
+    stream = controller.rollouts.source._stream
+    monkeypatch.setattr(stream, "_rollout", replace(stream._rollout, **changes))
 
 
 def test_another_temperature(controller, verdict, monkeypatch):
-    source = controller.rollouts.source
-    monkeypatch.setattr(source, "_config", sampling(source._config, temperature=0.8))
+    sample_otherwise(controller, monkeypatch, temperature=0.8)
     (found,) = verdict().explanations
     assert found.startswith("temperature:")
     assert "at 0.8;" in found
@@ -93,8 +93,7 @@ def test_another_temperature(controller, verdict, monkeypatch):
 
 def test_top_p(controller, verdict, monkeypatch):
     """SGLang's log-probs are those of the whole distribution. Only the samples themselves reveal top-p."""
-    source = controller.rollouts.source
-    monkeypatch.setattr(source, "_config", sampling(source._config, top_p=0.7))
+    sample_otherwise(controller, monkeypatch, top_p=0.7)
     found = verdict()
     assert max(found.mean) < found.limit
     assert [text.split(":")[0] for text in found.explanations] == ["top-p"]
@@ -102,16 +101,16 @@ def test_top_p(controller, verdict, monkeypatch):
 
 def change_samples(controller, monkeypatch, change):
     """Apply `change` to each sample after it was drawn."""
-    sampled = controller.rollouts.source.sample
+    taken = controller.rollouts.source.take
 
-    def sample(step, prompts):
-        rollout = sampled(step, prompts)
+    def take(step):
+        rollout = taken(step)
         return replace(
             rollout,
             groups=[replace(group, samples=tuple(map(change, group.samples))) for group in rollout.groups],
         )
 
-    monkeypatch.setattr(controller.rollouts.source, "sample", sample)
+    monkeypatch.setattr(controller.rollouts.source, "take", take)
 
 
 def test_log_probs_of_a_cut_distribution(controller, verdict, monkeypatch):

@@ -111,6 +111,6 @@ def test_a_round_that_begins_after_its_end_does_not_begin(worker, manager):
     """Ray may run the calls in this order after Ctrl-C."""
     round = RoundId("interrupted", 1)
     ray.get(worker._actor.end.remote(round))
-    ray.get(worker._actor.begin.remote(Round(round, RolloutConfig(), 0, frozenset())))
+    ray.get(worker._actor.begin.remote(Round(round, RolloutConfig(), frozenset())))
     assert ray.get(worker._actor.poll.remote(round, 60.0), timeout=30) is None
     assert generated(manager, prompts("")) == [[0, 1]]

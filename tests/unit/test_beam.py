@@ -13,8 +13,7 @@ from grpo_megatron.config.load import read_config
 from grpo_megatron.config.rollout import BeamConfig, EarlyStopping
 from grpo_megatron.rollout.beam import BeamSearch
 from grpo_megatron.rollout.episodes import SingleTurn
-from grpo_megatron.rollout.groups import StaleWeights
-from grpo_megatron.rollout.manager import Goal
+from grpo_megatron.rollout.groups import Caller, StaleWeights
 from grpo_megatron.sglang.request import Completion
 from tests.models import tiny_model, transformers_beams
 from tests.rollouts import FakeEngines, manager_of
@@ -159,19 +158,16 @@ def test_a_group_is_what_one_search_finds(model):
     assert len({sample.trajectory_id for group in groups for sample in group.samples}) == 12
 
 
-def test_a_batch_is_filled_with_groups_of_beams(model):
+def test_a_round_of_beams_can_be_aborted(model):
     engine = Engine(model, slow=1)
     manager, rollout = prepared(engine, "rollout.max_response_length=5")
-    prompts = iter(asked(8))
-    filled = manager.fill(
-        lambda count: [next(prompts) for _ in range(count)],
-        lambda group: group.prompt.uid != 0,
-        rollout,
-        Goal(2, 2, 8),
-    )
-    assert [len(group.samples) for group in filled.groups] == [3, 3]
-    assert {prompt.uid for prompt in filled.dropped} <= {0}
-    assert 1 in {group.prompt.uid for group in filled.aborted}
+
+    async def sampled():
+        async with manager.round(Caller.train, rollout) as round:
+            groups = list(map(round.start, asked(3), manager.take_ids(3)))
+            return [await groups[0], await groups[2]]
+
+    assert [len(group.samples) for group in asyncio.run(sampled())] == [3, 3]
     assert (engine.waiting, engine.ended) == (0, [("train", 1)])
 
 

@@ -16,7 +16,6 @@ from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.cluster.processes import Process
 from grpo_megatron.cluster.rounds import RoundTasks
 from grpo_megatron.config.rollout import RolloutConfig
-from grpo_megatron.config.weight_sync import PauseMode
 from grpo_megatron.errors import UserError
 from grpo_megatron.rollout.episodes import SingleTurn
 from grpo_megatron.sglang.admission import Admission, Closed
@@ -44,7 +43,8 @@ class Engine:
     """The rounds of a real engine. A response depends on its prompt only, and has a token in 1 ms."""
 
     def __init__(self):
-        self.rounds, self.version, self.requests, self.is_paused = RoundTasks(), 0, 0, False
+        self.rounds, self.version, self.requests = RoundTasks(), 0, 0
+        self.is_paused, self.is_updating = False, False
 
     async def submit(self, round, requests):
         self.rounds.start(round, self._generate, requests)
@@ -56,11 +56,16 @@ class Engine:
         await self.rounds.end(round)
 
     async def _generate(self, request):
+        while self.is_updating:
+            await asyncio.sleep(0.001)
         assert not self.is_paused
         self.requests += 1
         length = request.sampling["max_new_tokens"]
         try:
-            await asyncio.sleep(length * 1e-3)
+            for _ in range(length):
+                await asyncio.sleep(1e-3)
+                while self.is_updating:
+                    await asyncio.sleep(0.001)
         except asyncio.CancelledError:
             await asyncio.sleep(0.001)  # SGLang ends a request in its next step
             raise
@@ -70,12 +75,11 @@ class Engine:
         spans = (WeightSpan(self.version, 0, length),)
         return Completion(request.key, ids, np.zeros(length, np.float32), "length", spans)
 
-    def begin_update(self, pause):
-        assert not self.requests
-        self.is_paused = True
+    def begin_update(self, keep_cache):
+        self.is_updating = True
 
     def end_update(self, version, keep_cache):
-        self.is_paused, self.version = False, version
+        self.is_updating, self.version = False, version
 
     def release_memory(self):
         assert not self.requests
@@ -92,7 +96,7 @@ class Pool(EnginePool):
         self.engines = [Engine() for _ in range(size)]
         self._engines = [Remote(engine) for engine in self.engines]
         self.processes = [Process(f"engine {index}", "") for index in range(size)]
-        self._config, self._pause = RolloutConfig(max_concurrency=CONCURRENCY), PauseMode.retract
+        self._config = RolloutConfig(max_concurrency=CONCURRENCY)
         self.admission, self._released, self.weight_version, self.end_ids = Admission(), set(), 0, frozenset()
         self.admission.open(Closed.unsynced)
 

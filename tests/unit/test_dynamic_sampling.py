@@ -85,7 +85,7 @@ def source(shuffle=False) -> PromptSource:
     )
 
 
-def rollouts(engine, differs, *changes) -> EngineRollouts:
+def rollouts(engine, prompts, differs, *changes) -> EngineRollouts:
     given = [
         "model.path=m",
         "data.train=d",
@@ -95,7 +95,19 @@ def rollouts(engine, differs, *changes) -> EngineRollouts:
         *changes,
     ]
     episodes = SingleTurn(Rewards(differs))
-    return EngineRollouts(manager_of(engine, episodes), read_config(None, given))
+    found = EngineRollouts(manager_of(engine, episodes), read_config(None, given), prompts)
+    _opened.append(found)
+    return found
+
+
+_opened: list[EngineRollouts] = []
+
+
+@pytest.fixture(autouse=True)
+def _closed():
+    yield
+    while _opened:
+        _opened.pop().close()
 
 
 def uids(rollout) -> list[int]:
@@ -110,8 +122,8 @@ def used(rollout) -> list[int]:
 
 def test_the_batch_is_full_of_groups_with_a_signal():
     engine, prompts = Engine(), source()
-    sampled = rollouts(engine, lambda uid: uid % 3 == 0)
-    first, second = (sampled.sample(step, prompts) for step in (1, 2))
+    sampled = rollouts(engine, prompts, lambda uid: uid % 3 == 0)
+    first, second = (sampled.take(step) for step in (1, 2))
     assert uids(first) == [0, 3, 6, 9]
     assert (first.dropped, first.aborted) == (6, 0)
     assert sorted(used(first)) == list(range(10))
@@ -136,15 +148,14 @@ def test_the_batch_is_full_of_groups_with_a_signal():
 )
 def test_no_more_is_drawn_than_is_missing_minus_what_runs(over_sampling, seconds, asked):
     engine, prompts = Engine(seconds), source()
-    rollouts(engine, lambda uid: True, f"rollout.dynamic_sampling.over_sampling={over_sampling}").sample(
-        1, prompts
-    )
+    change = f"rollout.dynamic_sampling.over_sampling={over_sampling}"
+    rollouts(engine, prompts, lambda uid: True, change).take(1)
     assert sorted(set(engine.asked)) == list(range(asked))
 
 
 def test_a_dropped_group_is_replaced_by_one_other():
     engine, prompts = Engine(lambda uid: 0.02 * (uid + 1)), source()
-    found = rollouts(engine, lambda uid: uid not in (1, 2)).sample(1, prompts)
+    found = rollouts(engine, prompts, lambda uid: uid not in (1, 2)).take(1)
     assert uids(found) == [0, 3, 4, 5]
     assert sorted(set(engine.asked)) == list(range(6))
     assert engine.most <= 4 * 2
@@ -154,9 +165,10 @@ def test_a_dropped_group_is_replaced_by_one_other():
 def test_groups_that_end_together_with_the_last_of_the_batch_come_again(over_sampling):
     """They are neither lost nor used up, and the batch has the groups that were drawn first."""
     engine, prompts = Engine(together=True), source()
-    sampled = rollouts(engine, lambda uid: True, f"rollout.dynamic_sampling.over_sampling={over_sampling}")
+    change = f"rollout.dynamic_sampling.over_sampling={over_sampling}"
+    sampled = rollouts(engine, prompts, lambda uid: True, change)
     surplus = int(4 * over_sampling) - 4
-    first = sampled.sample(1, prompts)
+    first = sampled.take(1)
     assert uids(first) == used(first) == [0, 1, 2, 3]
     assert (first.dropped, first.aborted) == (0, surplus)
     again = [prompt.uid for prompt in prompts.next(surplus + 1)]
@@ -169,9 +181,9 @@ def test_groups_that_end_together_with_the_last_of_the_batch_come_again(over_sam
 )
 def test_groups_come_in_the_order_in_which_their_prompts_were_drawn(seconds):
     """The order does not depend on which group ends first. Otherwise a run could not be repeated."""
-    sampled, prompts = rollouts(Engine(seconds), lambda uid: True), source()
+    sampled = rollouts(Engine(seconds), source(), lambda uid: True)
     for step in (1, 2):
-        found = sampled.sample(step, prompts)
+        found = sampled.take(step)
         assert uids(found) == [4 * step - 4, 4 * step - 3, 4 * step - 2, 4 * step - 1]
         assert [group.group_id for group in found.groups] == uids(found)
 
@@ -192,7 +204,8 @@ def test_prompts_that_are_returned_keep_their_order(takes, unused, then):
     prompts = source()
     for count, back in zip(takes, unused, strict=True):
         taken = {prompt.uid: prompt for prompt in prompts.next(count)}
-        prompts.settle([taken[uid] for uid in back])
+        prompts.take_back([taken.pop(uid) for uid in back])
+        prompts.settle(list(taken.values()))
     state = prompts.state_dict()
     assert [prompt.uid for prompt in prompts.next(len(then))] == then
     again = source()
@@ -214,14 +227,14 @@ def test_dynamic_sampling_asks_with_the_reward_that_is_trained_on():
             return Completion(found.key, ids, logprobs, "stop", (WeightSpan(self.weight_version, 0, length),))
 
     changes = ["reward.overlong_buffer.length=1", "rollout.max_response_length=2"]
-    sampled = rollouts(Lengths(), lambda uid: False, *changes)
-    assert uids(sampled.sample(1, source())) == [1, 3, 5, 7]
+    sampled = rollouts(Lengths(), source(), lambda uid: False, *changes)
+    assert uids(sampled.take(1)) == [1, 3, 5, 7]
 
 
 def test_what_is_in_flight_when_the_batch_is_full_is_aborted_and_comes_again():
     engine, prompts = Engine(lambda uid: 5.0 if uid in (1, 4) else 0.001), source()
-    sampled = rollouts(engine, lambda uid: uid != 2, "rollout.dynamic_sampling.over_sampling=1.75")
-    first = sampled.sample(1, prompts)
+    sampled = rollouts(engine, prompts, lambda uid: uid != 2, "rollout.dynamic_sampling.over_sampling=1.75")
+    first = sampled.take(1)
     assert uids(first) == [0, 3, 5, 6]
     assert (first.dropped, first.aborted) == (1, 2)
     assert sorted(used(first)) == [0, 2, 3, 5, 6]
@@ -241,7 +254,7 @@ def test_what_is_in_flight_when_the_batch_is_full_is_aborted_and_comes_again():
     assert (dropped.reason, dropped.rows["sample"].tolist()) == ("nonzero_variance", [4, 5])
     assert dropped.rows["tokens"].tolist() == [2, 2]
     engine.seconds = lambda uid: 0.001
-    assert set(uids(sampled.sample(2, prompts))) >= {1, 4}
+    assert set(uids(sampled.take(2))) >= {1, 4}
     again = source()
     again.load_state_dict(state)
     assert [prompt.uid for prompt in again.next(4)] == [1, 4, 7, 8]
@@ -251,11 +264,11 @@ def test_over_many_steps_every_prompt_is_used_once_an_epoch():
     rng = np.random.default_rng(0)
     seconds = rng.uniform(0, 0.01, SIZE)
     engine, prompts = Engine(lambda uid: seconds[uid]), source(shuffle=True)
-    sampled = rollouts(engine, lambda uid: uid % 4 != 0, "rollout.dynamic_sampling.over_sampling=2")
+    sampled = rollouts(engine, prompts, lambda uid: uid % 4 != 0, "rollout.dynamic_sampling.over_sampling=2")
     uids_used, step = [], 0
     while prompts.epoch == 0:
         step += 1
-        uids_used += used(sampled.sample(step, prompts))
+        uids_used += used(sampled.take(step))
     # The last step may have begun the next epoch, and has given back what it did not use.
     first_epoch = source(shuffle=True).next(SIZE)
     counts = {prompt.uid: uids_used.count(prompt.uid) for prompt in first_epoch}
@@ -266,28 +279,28 @@ def test_over_many_steps_every_prompt_is_used_once_an_epoch():
 
 def test_it_is_bounded():
     engine, prompts = Engine(), source()
-    sampled = rollouts(engine, lambda uid: uid in (0, 1), "rollout.dynamic_sampling.max_batches=2.5")
+    sampled = rollouts(engine, prompts, lambda uid: uid in (0, 1), "rollout.dynamic_sampling.max_batches=2.5")
     with pytest.raises(UserError, match=r"step 1: .* left only 2 of the 4 groups .* the 10 prompts"):
-        sampled.sample(1, prompts)
+        sampled.take(1)
     assert len(engine.asked) == 10 * 2
     smaller = rollouts(
         Engine(),
+        source(),
         lambda uid: uid in (0, 1),
         "rollout.dynamic_sampling.max_batches=2.5",
         "rollout.dynamic_sampling.shortage=smaller",
     )
-    prompts = source()
-    found = smaller.sample(1, prompts)
+    found = smaller.take(1)
     assert (uids(found), found.dropped, found.aborted) == ([0, 1], 8, 0)
     with pytest.raises(UserError, match="left only 0 of the 4 groups"):  # nothing can be trained on
-        smaller.sample(2, prompts)
+        smaller.take(2)
 
 
 def test_a_reward_that_fails_ends_it():
     engine = Engine()
-    sampled = rollouts(engine, lambda uid: {}[uid])
+    sampled = rollouts(engine, source(), lambda uid: {}[uid])
     with pytest.raises(KeyError):
-        sampled.sample(1, source())
+        sampled.take(1)
     assert engine.running == 0
     assert engine.ended == [("train", 1)] * 2
 
@@ -299,11 +312,12 @@ def test_a_dropped_group_is_of_the_filter_that_left_nothing_of_it(monkeypatch):
     monkeypatch.setitem(group_filter._known, "without_the_first", without_the_first)
     sampled = rollouts(
         Engine(),
+        source(),
         lambda uid: True,
         "algorithm.filters=[without_the_first,nonzero_variance]",
         "rollout.dynamic_sampling.max_batches=1",
     )
     with pytest.raises(UserError, match="left only 0 of the 4 groups"):
-        sampled.sample(1, source())
+        sampled.take(1)
     (group,) = sampled._manager.generate(source().next(1), sampled._config.rollout)
     assert sampled._refused_by(group) == "nonzero_variance"

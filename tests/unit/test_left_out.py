@@ -1,5 +1,7 @@
 """reward.on_failure=leave_out removes a response or an episode that fails from its group."""
 
+from contextlib import closing
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -177,10 +179,27 @@ class Source:
     def settle(self, prompts):
         self.settled += prompts
 
+    def take_back(self, prompts):
+        assert not prompts
+
+
+class Numbers:
+    """Rewards in any thread: the number that a response consists of. Others fail."""
+
+    async def score(self, prompt, sample):
+        text = "".join(map(chr, sample.arrays.response_ids))
+        value = float(text) if text.isdigit() else None
+        return replace(sample.with_texts(text).scored(value, {}), reward_failed=value is None)
+
+    async def score_group(self, prompt, samples):
+        return tuple(samples)
+
 
 def sampled(config, *texts) -> Rollout:
     asked = prompts(*texts)
-    return EngineRollouts(manager_of(Engine(asked), single_turns()), config).sample(1, Source(asked))
+    manager = manager_of(Engine(asked), SingleTurn(Numbers()))
+    with closing(EngineRollouts(manager, config, Source(asked))) as source:
+        return source.take(1)
 
 
 @pytest.mark.parametrize("estimator", [*GROUP_RELATIVE, "reinforce_plus_plus"])

@@ -22,7 +22,6 @@ from grpo_megatron.rollout.groups import Caller
 from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.sglang.request import Completion
 from tests.rollouts import FakeEngines, manager_of
-from tests.tools import wait_until
 
 ONE, TWO = RoundId("train", 1), RoundId("train", 2)
 OTHER = RoundId("evaluate", 1)
@@ -359,30 +358,6 @@ def test_a_round_that_cannot_begin_everywhere_ends_everywhere():
         manager.generate(prompts(0), ROLLOUT)
     assert (engines.ended, unable.ended) == ([(Caller.train, 1)] * 2, 1)
     check_usable(able, engines)
-
-
-@pytest.mark.parametrize("begun", [True, False], ids=["running", "not begun"])
-def test_a_manager_that_is_cancelled_ends_its_rounds_in_other_threads(begun):
-    engines = Engines(dict.fromkeys(range(10), 60.0))
-    manager = manager_of(engines, SingleTurn(Rewards()))
-    raised = []
-
-    def generate() -> None:
-        with pytest.raises(asyncio.CancelledError) as error:
-            manager.generate(prompts(1, 2), ROLLOUT)
-        raised.append(error)
-
-    if not begun:
-        manager.cancel()
-    thread = threading.Thread(target=generate)
-    thread.start()
-    if begun:
-        wait_until(lambda: manager._running, "the round has not begun")
-        manager.cancel()
-    thread.join(timeout=10)
-    assert len(raised) == 1
-    assert not engines.admission._rounds
-    assert not manager._running
 
 
 def test_training_and_evaluation_number_their_groups_apart():

@@ -1,6 +1,7 @@
 """Slots: in simulated runs, no group is too old, none is lost, and the run goes on."""
 
 import heapq
+import itertools
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -13,8 +14,8 @@ from grpo_megatron.rollout.slots import Slots
 
 @dataclass
 class Simulated:
-    """A run with engines that sample each group for some time, and a trainer that takes the same time for each
-    step.
+    """A run with engines that sample each group for some time, and a trainer that takes the same time for
+    each step.
 
     batches: numbers of the groups of each step
     ages: for each group that was trained, how often the weights had changed since its start
@@ -71,6 +72,10 @@ class Simulated:
         self.most_left = max(self.most_left, len(self.slots.items))
 
 
+def flat(batches: list[list[int]]) -> list[int]:
+    return list(itertools.chain.from_iterable(batches))
+
+
 def heavy_tailed(seed: int, count: int = 997) -> list[float]:
     rng = random.Random(seed)
     return [rng.lognormvariate(0.0, 1.3) / 4 for _ in range(count)]
@@ -97,7 +102,7 @@ def test_no_group_is_too_old_and_none_is_lost(order, staleness, seed):
     assert run.most_left <= staleness * batch
     assert not run.surplus
     left = [number for number, _ in run.slots.items]
-    seen = Counter(sum(run.batches, []) + run.refused + left)
+    seen = Counter([*flat(run.batches), *run.refused, *left])
     assert set(seen) == set(range(len(seen))), "a group is missing"
     assert set(seen.values()) == {1}
     for one in run.batches:
@@ -107,7 +112,7 @@ def test_no_group_is_too_old_and_none_is_lost(order, staleness, seed):
 @pytest.mark.parametrize("staleness", [0, 1, 4])
 def test_fifo_takes_groups_in_the_order_of_their_start(staleness):
     run = Simulated(Slots(4, staleness), heavy_tailed(3)).run(30)
-    assert sum(run.batches, []) == list(range(4 * 30))
+    assert flat(run.batches) == list(range(4 * 30))
 
 
 def test_with_a_window_a_straggler_does_not_hold_up_the_step():
@@ -124,7 +129,7 @@ def test_with_a_window_a_straggler_does_not_hold_up_the_step():
 
 
 def test_short_responses_are_preferred_only_by_the_order_ready():
-    """Half of the groups are short. Where lengths are learned, the first steps must not be of short ones only."""
+    """Half of the groups are short. Steps must not prefer them, because lengths are learned, too."""
     seconds = [0.1, 1.0] * 500
     short = {}
     for order in Order:
@@ -157,7 +162,7 @@ def test_a_larger_staleness_and_a_window_fill_the_tail_of_a_batch_where_sampling
 def test_nothing_is_sampled_beyond_the_last_step():
     for staleness in (0, 1, 3):
         run = Simulated(Slots(4, staleness, last_step=10), heavy_tailed(2), train=3.0).run(10)
-        assert sum(run.batches, []) == list(range(40))
+        assert flat(run.batches) == list(range(40))
         assert not run.slots.items
 
 

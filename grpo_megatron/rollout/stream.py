@@ -1,0 +1,208 @@
+"""The stream of groups: they are sampled in a thread, and each training step takes its batch from it."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from grpo_megatron.batch.sample import Group
+from grpo_megatron.config.rollout import OnUpdate, RolloutConfig
+from grpo_megatron.rollout.groups import Caller
+from grpo_megatron.rollout.manager import GroupRound, RolloutManager
+from grpo_megatron.rollout.slots import Slot, Slots, Taken
+from grpo_megatron.samples.entries import LeftOut
+
+
+@dataclass(eq=False)
+class Sampled:
+    """A group of the stream. It has no samples until it is finished."""
+
+    group: Group
+    """The group."""
+    left_out: LeftOut | None = None
+    """Its samples and the reason, if the group is not trained on."""
+
+
+# Function that decides whether a finished group is trained on, and sets Sampled.left_out. It returns False
+# if another group takes the place of this one in the batch.
+Judge = Callable[[Sampled], bool]
+
+
+class GroupStream:
+    """Samples groups in a thread of its own, as far ahead of the training steps as the slots allow.
+
+    While the slots have room, a round of the manager is in progress. It ends when nothing is sampled any
+    more. An error of the thread is raised by the next call of `take`.
+    """
+
+    def __init__(
+        self,
+        manager: RolloutManager,
+        start: Callable[[int], list[Group]],
+        judge: Judge,
+        rollout: RolloutConfig,
+        slots: Slots[Sampled],
+    ):
+        """Create it without a thread. The first `take` starts the thread.
+
+        manager: samples the groups.
+        start: returns the next groups to sample, without samples. Its argument is their number.
+        judge: decides about finished groups.
+        rollout: settings of the sampling.
+        slots: decides how many groups are sampled, and which ones a step takes.
+        """
+        self._manager, self._start, self._judge = manager, start, judge
+        self._rollout, self._slots = rollout, slots
+        self.lock = threading.RLock()  # of the slots, and of everything below
+        self._changed = threading.Condition(self.lock)
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._main: asyncio.Task | None = None
+        self._chosen: Taken[Sampled] | None = None  # not handed over before the round has ended
+        self._taken: Taken[Sampled] | None = None
+        self._error: BaseException | None = None
+        self._pauses, self._is_closed = 0, False
+        self._since: float | None = None  # time at which the round began
+        self._busy = 0.0
+
+    def take(self) -> Taken[Sampled]:
+        """Wait for the batch of the next step, and return it. Raises the error that ended the sampling."""
+        with self._changed:
+            self._slots.ask(time.perf_counter())
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="sampling", daemon=True)
+                self._thread.start()
+            self._wake_up()
+            self._changed.wait_for(lambda: self._taken or self._error)
+            if self._taken is None:
+                raise self._error
+            taken, self._taken = self._taken, None
+            return taken
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Start no group within the context, in which the engines get new weights.
+
+        With rollout.on_update=wait, the groups that are being sampled are waited for first.
+        """
+        with self._changed:
+            self._pauses += 1
+            if self._rollout.on_update == OnUpdate.wait:
+                self._changed.wait_for(lambda: self._since is None or self._error)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._slots.updated()
+                self._pauses -= 1
+                self._wake_up()
+
+    def take_busy(self) -> float:
+        """Return the seconds since the last call in which groups were sampled."""
+        with self.lock:
+            now = time.perf_counter()
+            busy = self._busy + (now - self._since if self._since else 0.0)
+            self._busy, self._since = 0.0, now if self._since else None
+            return busy
+
+    def close(self) -> None:
+        """Abort what is being sampled, and end the thread."""
+        with self._changed:
+            self._is_closed = True
+            if self._main:
+                self._loop.call_soon_threadsafe(self._main.cancel)
+        if self._thread:
+            self._thread.join()
+
+    def _wake_up(self) -> None:
+        if self._loop:
+            self._loop.call_soon_threadsafe(self._woken.set)
+
+    def _run(self) -> None:
+        error = None
+        try:
+            asyncio.run(self._sample_until_closed())
+        except BaseException as raised:  # `take` raises it in the driver's thread
+            error = raised
+        with self._changed:
+            self._error, self._since, self._loop, self._main = error, None, None, None
+            self._changed.notify_all()
+
+    async def _sample_until_closed(self) -> None:
+        self._woken = asyncio.Event()
+        with self.lock:
+            self._loop, self._main = asyncio.get_running_loop(), asyncio.current_task()
+        over_updates = self._rollout.on_update != OnUpdate.wait
+        while not self._is_closed:
+            if self._begun():
+                async with self._manager.round(Caller.train, self._rollout, over_updates) as round:
+                    await self._sample_in(round)
+                self._ended()
+            else:
+                await self._next_change()
+
+    async def _next_change(self) -> None:
+        await self._woken.wait()
+        self._woken.clear()
+
+    def _begun(self) -> bool:
+        """Hand over a batch that is complete. Return whether a round is necessary."""
+        with self._changed:
+            self._choose()
+            self._hand_over()
+            is_necessary = self._room() > 0
+            if is_necessary:
+                self._since = time.perf_counter()
+            return is_necessary
+
+    def _ended(self) -> None:
+        with self._changed:
+            self._busy += time.perf_counter() - self._since
+            self._since = None
+            self._hand_over()
+            self._changed.notify_all()
+
+    async def _sample_in(self, round: GroupRound) -> None:
+        """Sample groups until there is no room for further ones and all are finished, or not needed."""
+        finished: list[tuple[Slot[Sampled], asyncio.Task[Group]]] = []
+
+        def note(slot: Slot[Sampled], task: asyncio.Task[Group]) -> None:
+            finished.append((slot, task))
+            self._woken.set()
+
+        while True:
+            done, finished[:] = finished[:], []
+            for slot, task in done:
+                slot.item.group = task.result()
+                counts = self._judge(slot.item)
+                with self.lock:
+                    self._slots.finish(slot, counts)
+            with self._changed:
+                self._choose()
+                slots = self._started()
+                if not self._slots.in_progress:
+                    return
+                self._hand_over()
+            for slot in slots:
+                task = round.start(slot.item.group.prompt, slot.item.group.group_id)
+                task.add_done_callback(lambda task, slot=slot: note(slot, task))
+            await self._next_change()
+
+    def _room(self) -> int:
+        return 0 if self._pauses or self._is_closed else self._slots.room()
+
+    def _started(self) -> list[Slot[Sampled]]:
+        room = self._room()
+        return [self._slots.start(Sampled(group)) for group in self._start(room)] if room else []
+
+    def _choose(self) -> None:
+        if self._chosen is None:
+            self._chosen = self._slots.take(time.perf_counter())
+
+    def _hand_over(self) -> None:
+        """Hand over the batch that is chosen, if there is one, to the step that waits for it."""
+        if self._chosen:
+            self._taken, self._chosen = self._chosen, None
+            self._changed.notify_all()
