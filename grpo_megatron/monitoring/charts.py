@@ -44,7 +44,9 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         Chart("Mismatch of engine and trainer: mean, nats", ("mismatch/(mean|k3)",)),
         Chart("Mismatch of engine and trainer: ratio", ("mismatch/ratio_.*", "mismatch/factor")),
         Chart("Tokens masked for their mismatch, share", ("mismatch/masked",)),
-        Chart("Staleness of tokens, weight versions", ("staleness/.*",)),
+        Chart("Staleness of tokens, and versions in a response", ("staleness/(mean|max|versions)",)),
+        Chart("Change of the policy since its tokens were sampled", ("staleness/logprob_.*",)),
+        Chart("Groups that are sampled, and that wait for a step", ("rollout/groups_.*",)),
         Chart("Gradient norm", ("actor/grad_norm",)),
         Chart(
             "Optimizer steps, taken and dropped",

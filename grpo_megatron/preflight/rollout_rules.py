@@ -73,6 +73,15 @@ ROLLOUT = RuleBook(
         "the samples of a recording are those of the steps that recorded them; set rollout.staleness=0",
         _TRAIN,
     ),
+    excludes(
+        "rollout.staleness",
+        "rollout.dynamic_sampling.over_sampling!=1",
+        "groups that are sampled ahead already take the place of those that filters drop; set "
+        "rollout.dynamic_sampling.over_sampling=1",
+        _TRAIN,
+    ),
+    only_with("rollout.order", "rollout.staleness", commands=_TRAIN),
+    only_with("rollout.on_update", "rollout.staleness", commands=_TRAIN),
     only_with("rollout.max_turns", "rollout.environment", commands=ENGINE_COMMANDS),
     only_with("rollout.tools", "rollout.environment=tools", commands=ENGINE_COMMANDS),
     only_with("rollout.gymnasium", "rollout.environment=gymnasium", commands=ENGINE_COMMANDS),

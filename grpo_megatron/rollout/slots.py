@@ -31,7 +31,7 @@ class Slot(Generic[T]):
 
 @dataclass(frozen=True)
 class Taken(Generic[T]):
-    """What a step takes. Each list is in the order in which the groups were started."""
+    """The groups that leave the slots with a step. Each list is in the order in which they were started."""
 
     batch: list[T]
     """Groups of the batch."""

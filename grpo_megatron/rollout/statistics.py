@@ -116,11 +116,19 @@ def staleness(groups: list[Group], version: int) -> dict[str, float]:
 
     version: version of the weights that are being trained.
 
-    Returns {"staleness/mean": mean over the tokens, "staleness/max": maximum}; {} if there are no tokens.
+    Returns {} if there are no tokens, otherwise a dict with these keys:
+    "staleness/mean", "staleness/max": mean and maximum over the tokens.
+    "staleness/versions": number of versions that sampled a sequence, as the mean over the sequences.
     """
-    spans = [span for group in groups for sample in group.samples for span in sample.weight_spans]
+    sequences = [sample.weight_spans for group in groups for sample in group.samples]
+    spans = [span for of_sequence in sequences for span in of_sequence]
     tokens = np.array([span.end - span.start for span in spans])
     if not tokens.sum():
         return {}
     behind = np.array([version - span.version for span in spans])
-    return {"staleness/mean": float(np.average(behind, weights=tokens)), "staleness/max": float(behind.max())}
+    versions = [len({span.version for span in of_sequence}) for of_sequence in sequences if of_sequence]
+    return {
+        "staleness/mean": float(np.average(behind, weights=tokens)),
+        "staleness/max": float(behind.max()),
+        "staleness/versions": float(np.mean(versions)),
+    }

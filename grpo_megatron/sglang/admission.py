@@ -86,9 +86,9 @@ class Admission:
         Raises UserError if a round is in progress, or if the engines are stopped or closed by an update.
         """
         with self._lock:
-            goes_on = self._over_updates if reason == Closed.updating else set()
-            if blocking := self._rounds.keys() - goes_on:
-                callers = " and ".join(f"`{caller}`" for caller in sorted(blocking))
+            go_on = self._over_updates if reason == Closed.updating else set()
+            if blocking := [caller for caller in self._rounds if caller not in go_on]:
+                callers = " and ".join(f"`{caller}`" for caller in blocking)
                 raise UserError(
                     f"the engines cannot {action} during a round of {callers}; wait until it has ended"
                 )

@@ -23,6 +23,28 @@ def test_the_most_important_reason_is_named_why_engines_are_closed():
             call()
 
 
+def test_a_round_that_allows_updates_allows_nothing_else():
+    admission = Admission()
+    admission.open(Closed.unsynced)
+    with admission.round("train", over_updates=True):
+        with pytest.raises(UserError, match="cannot release memory during a round of `train`; wait"):
+            admission.close(Closed.asleep, "release memory")
+        admission.close(Closed.updating, "begin a weight update")
+        with pytest.raises(UserError, match="a weight update has begun"):
+            admission.round("evaluate").__enter__()
+        admission.open(Closed.updating, Closed.unsynced)
+        with (
+            admission.round("evaluate"),
+            pytest.raises(UserError, match="cannot begin a weight update during a round of `evaluate`; wait"),
+        ):
+            admission.close(Closed.updating, "begin a weight update")
+    with (
+        admission.round("train"),
+        pytest.raises(UserError, match="cannot begin a weight update during a round of `train`"),
+    ):
+        admission.close(Closed.updating, "begin a weight update")
+
+
 def test_rounds_and_updates_exclude_one_another():
     admission = Admission()
     admission.open(Closed.unsynced)

@@ -93,6 +93,7 @@ OF_EARLIER_VERSIONS = [
     ("cluster.sync_bucket_bytes=1", "cluster.sync_bucket_bytes is now called weight_sync.bucket_bytes"),
     ("model.reference_path=m", "model.reference_path is now called ref.path"),
     ("ref.ahead=true", "ref.ahead no longer exists; delete it"),
+    ("weight_sync.pause=retract", "weight_sync.pause no longer exists; use rollout.on_update: continue for"),
     ("mismatch.correction=rejection", "rejection; use mismatch.rejection=seq_geometric_ratio"),
     ("rollout.tools=[python, calculator]", "calculator; replace it with examples.calculator:calculator"),
     (

@@ -221,8 +221,14 @@ class Source:
     def __init__(self, sharing, calls):
         self._sharing, self._calls = sharing, calls
 
-    def sample(self, step, prompts):
+    def take(self, step):
         return self._sampled("take")
+
+    def updating(self):
+        return contextlib.nullcontext()
+
+    def close(self):
+        pass
 
     def run(self, step):
         return self._sampled("evaluate")
@@ -242,7 +248,7 @@ def test_no_order_of_the_loops_calls_is_refused(sharing, monitor, names):
     weight_sync, calls = WeightSync(), []
     weight_sync.close = lambda: None
     source, handover = Source(sharing, calls), Handover(weight_sync, Ranks([]), monitor, sharing)
-    rollouts = RolloutPipeline(source, None, handover, monitor, evaluation=source)
+    rollouts = RolloutPipeline(source, handover, monitor, evaluation=source)
     rollouts.start()
     for name in names:
         getattr(rollouts, name)(*([1] if name in ("take", "evaluate") else []))

@@ -4,7 +4,6 @@ import heapq
 import itertools
 import random
 from collections import Counter
-from dataclasses import dataclass, field
 
 import pytest
 
@@ -12,7 +11,6 @@ from grpo_megatron.config.rollout import Order
 from grpo_megatron.rollout.slots import Slots
 
 
-@dataclass
 class Simulated:
     """A run with engines that sample each group for some time, and a trainer that takes the same time for
     each step.
@@ -20,19 +18,22 @@ class Simulated:
     batches: numbers of the groups of each step
     ages: for each group that was trained, how often the weights had changed since its start
     waits: seconds that each step waited for its batch
+    refused, surplus: numbers of the groups that no step trained on
+    most_left: largest number of groups that were left when a step had its batch
     """
 
-    slots: Slots
-    seconds: list[float]
-    train: float = 1.0
-    concurrency: int = 10**6
-    refuse: float = 0.0
-    batches: list[list[int]] = field(default_factory=list)
-    ages: list[int] = field(default_factory=list)
-    waits: list[float] = field(default_factory=list)
-    refused: list[int] = field(default_factory=list)
-    surplus: list[int] = field(default_factory=list)
-    most_left: int = 0
+    def __init__(self, slots, seconds, train=1.0, concurrency=10**6, refuse=0.0):
+        """Set up the run.
+
+        seconds: time of each group. Group i takes the i-th, and after the last comes the first again.
+        train: time of a step.
+        concurrency: number of groups that the engines sample at a time.
+        refuse: share of the groups that are refused.
+        """
+        self.slots, self.seconds, self.train = slots, seconds, train
+        self.concurrency, self.refuse = concurrency, refuse
+        self.batches, self.ages, self.waits = [], [], []
+        self.refused, self.surplus, self.most_left = [], [], 0
 
     def run(self, steps: int) -> "Simulated":
         slots, now, number, events, queue = self.slots, 0.0, 0, [], []
@@ -116,7 +117,7 @@ def test_fifo_takes_groups_in_the_order_of_their_start(staleness):
 
 
 def test_with_a_window_a_straggler_does_not_hold_up_the_step():
-    """With staleness 3, the straggler may be trained three steps after its start, and not later."""
+    """The straggler may be trained three steps after its start, the staleness, and not later."""
     seconds = [0.1] * 997
     seconds[17] = 3.5
     steps = {}

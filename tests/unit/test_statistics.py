@@ -83,7 +83,7 @@ def test_staleness_counts_tokens_and_not_spans():
         group(1, sample(1, 0.0, 2, weight_spans=(WeightSpan(6, 0, 2),))),
     ]
     assert staleness(groups, version=7) == pytest.approx(
-        {"staleness/mean": (6 * 3 + 2 * 0 + 2 * 1) / 10, "staleness/max": 3}
+        {"staleness/mean": (6 * 3 + 2 * 0 + 2 * 1) / 10, "staleness/max": 3, "staleness/versions": 1.5}
     )
     assert staleness([group(0, sample(0, 1.0, 1, weight_spans=()))], version=7) == {}
     assert staleness([group(0, sample(0, 1.0, 1, weight_spans=(WeightSpan(4, 0, 0),)))], version=7) == {}

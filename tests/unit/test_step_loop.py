@@ -115,14 +115,13 @@ def test_a_stop_in_the_evaluation_after_the_last_step_comes_too_late(tmp_path):
 def test_a_checkpoint_is_completed_after_generation_not_after_the_step_alone():
     """A step may take longer than a request to stop allows."""
     done = []
-    source = SimpleNamespace(sample=lambda *_: done.append("sampled") or Rollout([]))
+    source = SimpleNamespace(take=lambda *_: done.append("sampled") or Rollout([]))
     handover = SimpleNamespace(
         to_engines=lambda: done.append("engines"), to_ranks=lambda: done.append("ranks")
     )
     monitor = SimpleNamespace(phases=Phases())
     rollouts = RolloutPipeline(
         source,
-        None,
         handover,
         monitor,
         score=lambda groups: done.append("scored"),
