@@ -16,13 +16,13 @@ _WINDOW = 2
 
 
 @dataclass(eq=False)
-class Slot(Generic[T]):
+class GroupSlot(Generic[T]):
     """A group from its start until a step has taken it."""
 
     item: T
     """What the caller keeps about the group."""
     version: int
-    """`Slots.version` when the group was started. None of its tokens is of older weights."""
+    """`GroupSlots.version` when the group was started. None of its tokens is of older weights."""
     finished: int | None = None
     """Number of groups that had finished before this one; None while it is being sampled."""
     counts: bool = True
@@ -41,7 +41,7 @@ class Taken(Generic[T]):
     """Groups that are too old for the steps to come, finished or not. Only with staleness 0."""
 
 
-class Slots(Generic[T]):
+class GroupSlots(Generic[T]):
     """Decides when groups may be started, and puts finished groups together to batches.
 
     After a step has taken its batch, at most staleness * batch_size groups are left, and a further batch_size
@@ -74,7 +74,7 @@ class Slots(Generic[T]):
         self._order = order if in_flight == 1 else Order.ready
         self._steps_left = last_step
         self.version = 0
-        self._slots: list[Slot[T]] = []  # in the order of their start
+        self._slots: list[GroupSlot[T]] = []  # in the order of their start
         self._num_counting = self._num_finished = 0  # finished: those that count
         self._num_ended = 0
         self._ahead = min(staleness, 1) * batch_size  # groups that may be left when a step has its batch
@@ -114,14 +114,14 @@ class Slots(Generic[T]):
         limit = min(for_batch, self._most - num_refused) + ahead
         return max(0, int(limit) - self._num_counting)
 
-    def start(self, item: T) -> Slot[T]:
+    def start(self, item: T) -> GroupSlot[T]:
         """Start a group, for which there must be room."""
-        slot = Slot(item, self.version)
+        slot = GroupSlot(item, self.version)
         self._slots.append(slot)
         self._num_counting += 1
         return slot
 
-    def finish(self, slot: Slot[T], counts: bool = True) -> None:
+    def finish(self, slot: GroupSlot[T], counts: bool = True) -> None:
         """Note that a group has finished. counts: False if another one is to take its place."""
         slot.finished, slot.counts = self._num_ended, counts
         self._num_ended += 1
@@ -159,7 +159,7 @@ class Slots(Generic[T]):
         self._asked = None
         return taken
 
-    def _chosen(self) -> list[Slot[T]] | None:
+    def _chosen(self) -> list[GroupSlot[T]] | None:
         """Return the groups of the batch, or None if it is not complete.
 
         With another order than fifo, groups may overtake others, but not so many that the others would become

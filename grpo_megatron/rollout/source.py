@@ -16,7 +16,7 @@ from grpo_megatron.rewards.shaping import shape_overlong
 from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.recording.record import Recorder
 from grpo_megatron.rollout.recording.replay import Replay
-from grpo_megatron.rollout.slots import Slots
+from grpo_megatron.rollout.slots import GroupSlots
 from grpo_megatron.rollout.stream import GroupStream, Sampled
 from grpo_megatron.samples.entries import LeftOut, SampleState, rows_of
 
@@ -56,7 +56,7 @@ class EngineRollouts:
         rollout, batch_size = config.rollout, config.data.train_batch_size
         self._options = rollout.dynamic_sampling
         self._most = int(self._options.max_batches * batch_size) if self._options.enabled else math.inf
-        slots = Slots(
+        slots = GroupSlots(
             batch_size,
             rollout.staleness,
             rollout.order,

@@ -11,7 +11,7 @@ from grpo_megatron.batch.sample import Group
 from grpo_megatron.config.rollout import OnUpdate, RolloutConfig
 from grpo_megatron.rollout.groups import Caller
 from grpo_megatron.rollout.manager import GroupRound, RolloutManager
-from grpo_megatron.rollout.slots import Slot, Slots, Taken
+from grpo_megatron.rollout.slots import GroupSlot, GroupSlots, Taken
 from grpo_megatron.samples.entries import LeftOut
 
 
@@ -43,7 +43,7 @@ class GroupStream:
         start: Callable[[int], list[Group]],
         judge: Judge,
         rollout: RolloutConfig,
-        slots: Slots[Sampled],
+        slots: GroupSlots[Sampled],
     ):
         """Create it without a thread. The first `take` starts the thread.
 
@@ -166,9 +166,9 @@ class GroupStream:
 
     async def _sample_in(self, round: GroupRound) -> None:
         """Sample groups until there is no room for further ones and all are finished, or not needed."""
-        finished: list[tuple[Slot[Sampled], asyncio.Task[Group]]] = []
+        finished: list[tuple[GroupSlot[Sampled], asyncio.Task[Group]]] = []
 
-        def note(slot: Slot[Sampled], task: asyncio.Task[Group]) -> None:
+        def note(slot: GroupSlot[Sampled], task: asyncio.Task[Group]) -> None:
             finished.append((slot, task))
             self._woken.set()
 
@@ -193,7 +193,7 @@ class GroupStream:
     def _room(self) -> int:
         return 0 if self._pauses or self._is_closed else self._slots.room()
 
-    def _started(self) -> list[Slot[Sampled]]:
+    def _started(self) -> list[GroupSlot[Sampled]]:
         room = self._room()
         return [self._slots.start(Sampled(group)) for group in self._start(room)] if room else []
 

@@ -1,4 +1,4 @@
-"""Slots: in simulated runs, no group is too old, none is lost, and the run goes on."""
+"""Slots of groups: in simulated runs, no group is too old, none is lost, and the run goes on."""
 
 import heapq
 import itertools
@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from grpo_megatron.config.rollout import Order
-from grpo_megatron.rollout.slots import Slots
+from grpo_megatron.rollout.slots import GroupSlots
 
 
 class Simulated:
@@ -92,7 +92,7 @@ def test_no_group_is_too_old_and_none_is_lost(order, staleness, seed):
     rng = random.Random(seed)
     batch, refuse = rng.randint(1, 9), rng.choice([0.0, 0.0, 0.4])
     run = Simulated(
-        Slots(batch, staleness, order),
+        GroupSlots(batch, staleness, order),
         heavy_tailed(seed),
         train=rng.choice([0.01, 0.3, 1.0, 5.0]),
         concurrency=rng.choice([2, batch, 10**6]),
@@ -112,7 +112,7 @@ def test_no_group_is_too_old_and_none_is_lost(order, staleness, seed):
 
 @pytest.mark.parametrize("staleness", [0, 1, 4])
 def test_fifo_takes_groups_in_the_order_of_their_start(staleness):
-    run = Simulated(Slots(4, staleness), heavy_tailed(3)).run(30)
+    run = Simulated(GroupSlots(4, staleness), heavy_tailed(3)).run(30)
     assert flat(run.batches) == list(range(4 * 30))
 
 
@@ -122,7 +122,7 @@ def test_with_a_window_a_straggler_does_not_hold_up_the_step():
     seconds[17] = 3.5
     steps = {}
     for order in Order:
-        run = Simulated(Slots(4, 3, order), seconds, train=1.0).run(20)
+        run = Simulated(GroupSlots(4, 3, order), seconds, train=1.0).run(20)
         steps[order] = next(step for step, batch in enumerate(run.batches) if 17 in batch)
         assert max(run.ages) <= 3
         assert max(run.waits[1:]) < (3.0 if order == Order.fifo else 2.0), (order, run.waits)
@@ -134,7 +134,7 @@ def test_short_responses_are_preferred_only_by_the_order_ready():
     seconds = [0.1, 1.0] * 500
     short = {}
     for order in Order:
-        run = Simulated(Slots(8, 4, order), seconds, train=0.2, concurrency=16).run(12)
+        run = Simulated(GroupSlots(8, 4, order), seconds, train=0.2, concurrency=16).run(12)
         # Groups that are trained early, in relation to the order of their start.
         early = [number for step, batch in enumerate(run.batches) for number in batch if number // 8 > step]
         short[order] = sum(number % 2 == 0 for number in early)
@@ -146,14 +146,14 @@ def test_short_responses_are_preferred_only_by_the_order_ready():
 @pytest.mark.parametrize("order", list(Order))
 def test_samples_stay_young_where_the_trainer_is_the_bottleneck(staleness, order):
     """Trap: with a full quota all samples are as old as the bound, which gains nothing."""
-    run = Simulated(Slots(8, staleness, order), [0.05] * 100, train=1.0).run(60)
+    run = Simulated(GroupSlots(8, staleness, order), [0.05] * 100, train=1.0).run(60)
     assert sum(run.ages) / len(run.ages) <= 1.1
     assert max(run.waits[1:]) == 0
 
 
 def test_a_larger_staleness_and_a_window_fill_the_tail_of_a_batch_where_sampling_is_the_bottleneck():
     def waited(staleness: int, order: Order = Order.fifo) -> float:
-        return sum(Simulated(Slots(8, staleness, order), heavy_tailed(5), train=0.1).run(120).waits)
+        return sum(Simulated(GroupSlots(8, staleness, order), heavy_tailed(5), train=0.1).run(120).waits)
 
     assert waited(1) < 0.75 * waited(0)
     assert waited(4) < 0.8 * waited(1)
@@ -162,13 +162,13 @@ def test_a_larger_staleness_and_a_window_fill_the_tail_of_a_batch_where_sampling
 
 def test_nothing_is_sampled_beyond_the_last_step():
     for staleness in (0, 1, 3):
-        run = Simulated(Slots(4, staleness, last_step=10), heavy_tailed(2), train=3.0).run(10)
+        run = Simulated(GroupSlots(4, staleness, last_step=10), heavy_tailed(2), train=3.0).run(10)
         assert flat(run.batches) == list(range(40))
         assert not run.slots.items
 
 
 def test_groups_in_flight_beyond_a_batch_are_surplus_only_without_staleness():
-    run = Simulated(Slots(4, in_flight=2.0), heavy_tailed(1), refuse=0.3).run(20)
+    run = Simulated(GroupSlots(4, in_flight=2.0), heavy_tailed(1), refuse=0.3).run(20)
     assert [len(one) for one in run.batches] == [4] * 20
     assert run.surplus
     assert set(run.ages) == {0}
@@ -177,7 +177,7 @@ def test_groups_in_flight_beyond_a_batch_are_surplus_only_without_staleness():
 
 def test_a_batch_is_short_when_no_further_group_may_be_started():
     for staleness in (0, 2):
-        slots = Slots(4, staleness, most=10)
+        slots = GroupSlots(4, staleness, most=10)
         slots.ask(0.0)
         started = []
         while room := slots.room():
