@@ -1,6 +1,7 @@
 """Slots: how many groups may be sampled ahead of training, and which of them a step trains on."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -77,6 +78,10 @@ class GroupSlots(Generic[T]):
         self._slots: list[GroupSlot[T]] = []  # in the order of their start
         self._num_counting = self._num_finished = 0  # finished: those that count
         self._num_ended = 0
+        # The batch cannot be complete before this is True for `_num_lacking` further groups that finish.
+        # Without it, thousands of groups would be looked at whenever one finishes.
+        self._waits_for: Callable[[GroupSlot[T]], bool] | None = None
+        self._num_lacking = 0
         self._ahead = min(staleness, 1) * batch_size  # groups that may be left when a step has its batch
         self._asked: float | None = None  # time at which the step asked that waits for its batch
         self._last_taken = 0.0
@@ -129,6 +134,10 @@ class GroupSlots(Generic[T]):
             self._num_finished += 1
         else:
             self._num_counting -= 1
+        if self._waits_for:
+            self._num_lacking -= self._waits_for(slot)
+            if not counts or not self._num_lacking:
+                self._waits_for = None
 
     def take(self, now: float) -> Taken[T] | None:
         """Return what the step takes that asked for its batch; None if no step asked, or it has to wait.
@@ -166,27 +175,37 @@ class GroupSlots(Generic[T]):
         older than the staleness: of the groups that can wait for at most k further steps, at most k batches
         may be left.
         """
-        if self._num_finished < self._size:
+        if self._num_finished < self._size or self._waits_for:
             return None
         slots = [slot for slot in self._slots if slot.counts]
         if self._order == Order.fifo:
-            chosen = slots[: self._size]
-            return chosen if all(slot.finished is not None for slot in chosen) else None
+            first = next((slot for slot in slots[: self._size] if slot.finished is None), None)
+            if first:
+                self._waits_for, self._num_lacking = lambda slot: slot is first, 1
+                return None
+            return slots[: self._size]
         within = slots if self._order == Order.ready else slots[: _WINDOW * self._size]
         done = [slot for slot in within if slot.finished is not None]
         if self._order == Order.ready:
             done.sort(key=lambda slot: slot.finished)
-        chosen = []
+        chosen: list[GroupSlot[T]] = []
         for can_wait in range(self._staleness):
             oldest = self.version - self._staleness + can_wait
             num_old = sum(slot.version <= oldest for slot in slots)
             must = max(0, num_old - can_wait * self._size - len(chosen))
-            found = [slot for slot in done if slot.version <= oldest and slot not in chosen][:must]
+            already = set(chosen)
+            found = [slot for slot in done if slot.version <= oldest and slot not in already][:must]
             if len(found) < must:
+                self._waits_for = lambda slot, oldest=oldest: slot.version <= oldest
+                self._num_lacking = must - len(found)
                 return None
             chosen += found
-        chosen += [slot for slot in done if slot not in chosen][: self._size - len(chosen)]
-        return chosen if len(chosen) == self._size else None
+        already = set(chosen)
+        chosen += [slot for slot in done if slot not in already][: self._size - len(chosen)]
+        if len(chosen) < self._size:
+            self._waits_for, self._num_lacking = set(within).__contains__, self._size - len(chosen)
+            return None
+        return chosen
 
     def _pace(self, now: float) -> None:
         """Change the number of groups that may be left when a step has its batch.

@@ -25,6 +25,7 @@ BENCHMARKS = {
     "memory": (["--tokens", "256"], "activations_full"),
     "reshard": (["--engine-tp", "1", "--repeat", "1"], "bytes_over_bound"),
     "rewards": (["--repeats", "1", "--samples", "64"], "rewards_over_pool"),
+    "rollout": (["--steps", "1", "--only", "sync,1-fifo"], "async_speedup"),
     "schedule": (["--calls", "1"], "bins_over_bound"),
     "train_step": (["--steps", "1", "--sequences", "8"], "packed_speedup"),
 }
