@@ -165,7 +165,7 @@ class GroupSlots(Generic[T]):
         self._num_finished = sum(slot.finished is not None for slot in self._slots)
         self._pace(now)
         self._steps_left -= 1
-        self._asked = None
+        self._asked = self._waits_for = None
         return taken
 
     def _chosen(self) -> list[GroupSlot[T]] | None:
