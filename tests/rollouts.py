@@ -5,6 +5,7 @@ fake engines.
 from collections.abc import Iterable
 
 from grpo_megatron.cluster.rounds import RoundId
+from grpo_megatron.errors import ProcessLost
 from grpo_megatron.rollout.episodes import MultiTurn, SingleTurn
 from grpo_megatron.rollout.groups import GroupSampler
 from grpo_megatron.rollout.manager import RolloutManager
@@ -17,14 +18,21 @@ class FakeEngines:
     """Fake engines, without their answers. A subclass defines `generate`, of all clients.
 
     size: number of engines
+    serving: indices of those that are not lost
     ended: the round of each client that has ended
     """
 
     weight_version, end_ids, size = 0, frozenset(), 1
 
     def __init__(self):
-        self.admission, self.ended = Admission(), []
+        self.admission, self.ended, self.serving = Admission(), [], list(range(self.size))
         self.admission.open(Closed.unsynced)
+
+    def lost(self, index: int, error: ProcessLost) -> None:
+        if index in self.serving:
+            self.serving.remove(index)
+        if not self.serving:
+            raise error
 
     def connections(self):
         return [self] * self.size
@@ -47,14 +55,12 @@ def manager_of(
 ) -> RolloutManager:
     """Return a manager of a run's engines, without rollout workers."""
 
-    def connect(round: RoundId):
-        return {index: one.client(round) for index, one in enumerate(engines.connections())}
-
-    sampler = GroupSampler(connect, episodes, frozenset(turn_ends))
-    return RolloutManager(engines, [sampler] * len(engines.connections()))
+    connections = engines.connections()
+    sampler = GroupSampler(dict(enumerate(connections)), episodes, frozenset(turn_ends))
+    return RolloutManager(engines, [sampler] * len(connections))
 
 
 def recorder_of(path, resumed: int = 0) -> Recorder:
     """Return a Recorder of groups that the test made itself. resumed: see Recorder."""
-    sampler = GroupSampler(connect=dict, episodes=None, turn_ends=frozenset())
+    sampler = GroupSampler(connections={}, episodes=None, turn_ends=frozenset())
     return Recorder(str(path), RolloutManager(None, [sampler]), resumed)

@@ -1,7 +1,8 @@
 """GroupSampler: generates and scores the samples of one prompt, with requests to the engines."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -13,13 +14,17 @@ from grpo_megatron.batch.sample import Sample
 from grpo_megatron.cluster.concurrency import all_ended, together
 from grpo_megatron.cluster.rounds import RoundId
 from grpo_megatron.config.rollout import OnUpdate, RolloutConfig, Strategy
-from grpo_megatron.errors import UserError
+from grpo_megatron.errors import ProcessLost, UserError
 from grpo_megatron.rollout.beam import BeamSearch, run_search
 from grpo_megatron.rollout.episodes import MultiTurn, SingleTurn
 from grpo_megatron.rollout.recording.arrays import RecordedHandles, write_samples
 from grpo_megatron.rollout.trajectory import Episode
-from grpo_megatron.sglang.client import EngineClient
+from grpo_megatron.sglang.client import EngineClient, EngineConnection
 from grpo_megatron.sglang.request import Completion, Request
+
+
+class EngineLost(ProcessLost):
+    """An engine died while it generated a group. Another engine can generate the group."""
 
 
 class StaleWeights(UserError):
@@ -71,10 +76,6 @@ class GroupRequest:
     """Version of the weights when the group was started."""
 
 
-# Function from Round.id to {index of an engine: a new client of it}.
-Connect = Callable[[RoundId], Mapping[int, EngineClient]]
-
-
 def sampling_parameters(rollout: RolloutConfig) -> dict:
     """Return {name: value} of SGLang's sampling parameters, except max_new_tokens, which each turn sets."""
     return {
@@ -92,35 +93,47 @@ class GroupSampler:
     Rounds of several callers may be in progress at a time. All calls of a round are in one event loop.
     """
 
-    def __init__(self, connect: Connect, episodes: SingleTurn | MultiTurn, turn_ends: frozenset[int]):
+    def __init__(
+        self,
+        connections: Mapping[int, EngineConnection],
+        episodes: SingleTurn | MultiTurn,
+        turn_ends: frozenset[int],
+    ):
         """Create a sampler.
 
-        connect: makes the clients of the engines.
+        connections: {index of an engine: its connection}.
         episodes: plays the episodes and scores them.
         turn_ends: ids of tokens that end a turn of the model, in addition to Round.end_ids.
         """
-        self._connect, self._episodes, self._turn_ends = connect, episodes, turn_ends
-        self._rounds: dict[RoundId, tuple[Round, Mapping[int, EngineClient]]] = {}
+        self._connections, self._episodes, self._turn_ends = dict(connections), episodes, turn_ends
+        self._rounds: dict[RoundId, tuple[Round, dict[int, EngineClient]]] = {}
 
     async def begin(self, round: Round) -> None:
         """Begin a round. An older round of the same caller ends, in case that the caller did not end it."""
         older = [other for other in self._rounds if other.caller == round.id.caller]
-        self._rounds[round.id] = round, self._connect(round.id)
+        clients = {index: one.client(round.id) for index, one in self._connections.items()}
+        self._rounds[round.id] = round, clients
         for other in older:
             await self.end(other)
 
     async def end(self, round: RoundId) -> None:
         """End the requests of a round on the engines. The callers of `sample` must have been cancelled."""
         if found := self._rounds.pop(round, None):
-            await all_ended(client.end() for client in found[1].values())
+            await all_ended(_end(client) for client in found[1].values())
+
+    def connect(self, engine: int, connection: EngineConnection) -> None:
+        """Send later requests for an engine to the process that has taken its place, in all rounds."""
+        self._connections[engine] = connection
+        for round, clients in self._rounds.values():
+            clients[engine] = connection.client(round.id)
 
     async def sample(self, round: RoundId, request: GroupRequest) -> tuple[Sample, ...]:
         """Return the scored samples of a prompt. With reward.on_failure=leave_out, failed ones are left out.
 
         round: id of the round that the request belongs to.
 
-        Raises UserError if an engine dies, or finishes no request for rollout.engine.request_timeout seconds.
-        Raises the errors of rewards and environments.
+        Raises EngineLost if the engine dies. Raises UserError if it finishes no request for
+        rollout.engine.request_timeout seconds. Raises the errors of rewards and environments.
         """
         this, clients = self._rounds[round]
         prompt, client, rollout = request.prompt, clients[request.engine], this.rollout
@@ -134,9 +147,12 @@ class GroupSampler:
 
         async def ask(member: int, ids: list[int], limit: int, routed: int = 0, top: int = 0) -> Completion:
             sampling = parameters | {"max_new_tokens": limit}
-            completion = await client.generate(
-                Request((request.key, member), ids, sampling, routed=routed, top=top, cache=cache)
-            )
+            try:
+                completion = await client.generate(
+                    Request((request.key, member), ids, sampling, routed=routed, top=top, cache=cache)
+                )
+            except ProcessLost as error:
+                raise EngineLost(str(error)) from error
             _check(completion, request, this.over_updates)
             return completion
 
@@ -165,6 +181,12 @@ class GroupSampler:
 
     def close(self) -> None:
         self._episodes.close()
+
+
+async def _end(client: EngineClient) -> None:
+    """End the requests of a client. An engine that has died has none. Its next request notices that."""
+    with suppress(ProcessLost):
+        await client.end()
 
 
 def _check(completion: Completion, request: GroupRequest, over_updates: bool) -> None:

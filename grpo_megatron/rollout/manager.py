@@ -13,12 +13,16 @@ from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Group
 from grpo_megatron.cluster.concurrency import together
 from grpo_megatron.config.rollout import RolloutConfig
-from grpo_megatron.rollout.groups import Caller, GroupRequest, Round
+from grpo_megatron.errors import ProcessLost
+from grpo_megatron.rollout.groups import Caller, EngineLost, GroupRequest, Round
 from grpo_megatron.rollout.open_round import OpenRound, Sampler
 from grpo_megatron.rollout.recording.arrays import RecordedArrays, RecordedHandles
 from grpo_megatron.sglang.admission import Admission
 
 T = TypeVar("T")
+
+# Maximum number of engines that may die while they sample a group. The group may be the cause.
+_MOST_LOSSES = 3
 
 
 class Engines(Protocol):
@@ -27,6 +31,9 @@ class Engines(Protocol):
     admission: Admission
     weight_version: int
     end_ids: frozenset[int]
+    serving: Sequence[int]
+
+    def lost(self, index: int, error: ProcessLost) -> None: ...
 
 
 class GroupRound:
@@ -44,12 +51,24 @@ class GroupRound:
     def start(self, prompt: Prompt, group_id: int) -> asyncio.Task[Group]:
         """Start to sample a group, on the engine that has the fewest groups in progress.
 
-        Samples whose reward failed may be missing in the group.
+        If the engine dies, another one samples the group anew. Samples whose reward failed may be missing in
+        the group.
         """
         return self._opened.start(self._sample(prompt, group_id))
 
     async def _sample(self, prompt: Prompt, group_id: int) -> Group:
-        engine = self._in_flight.index(min(self._in_flight))
+        losses = 0
+        while True:
+            engine = min(self._engines.serving, key=self._in_flight.__getitem__)
+            try:
+                return await self._sample_on(engine, prompt, group_id)
+            except EngineLost as error:
+                losses += 1
+                if losses == _MOST_LOSSES:
+                    raise
+                self._engines.lost(engine, error)
+
+    async def _sample_on(self, engine: int, prompt: Prompt, group_id: int) -> Group:
         self._in_flight[engine] += 1
         request = GroupRequest(next(self._keys), group_id, engine, prompt, self._engines.weight_version)
         try:

@@ -24,7 +24,7 @@ from grpo_megatron.cluster.heartbeat import Heartbeat
 from grpo_megatron.cluster.placement import Cluster
 from grpo_megatron.cluster.polled_calls import PolledCalls
 from grpo_megatron.cluster.pool_worker import Place
-from grpo_megatron.cluster.processes import Process, fetched, gather, redirect_output, use_folder
+from grpo_megatron.cluster.processes import Process, fetch, fetched, gather, redirect_output, use_folder
 from grpo_megatron.cluster.rounds import RoundId, RoundTasks
 from grpo_megatron.cluster.worker_pool import worker_places
 from grpo_megatron.config.schema import Config
@@ -33,9 +33,9 @@ from grpo_megatron.errors import ProcessLost
 from grpo_megatron.rewards.base import read_secrets, resolve_rewards
 from grpo_megatron.rollout.environments import asks_reward_function, offered_tools
 from grpo_megatron.rollout.episodes import make_episodes
-from grpo_megatron.rollout.groups import GroupRequest, GroupSampler, Round
+from grpo_megatron.rollout.groups import EngineLost, GroupRequest, GroupSampler, Round
 from grpo_megatron.rollout.recording.arrays import RecordedHandles, write_samples
-from grpo_megatron.sglang.client import EngineClient, EngineConnection
+from grpo_megatron.sglang.client import EngineConnection
 from grpo_megatron.sglang.pool import EnginePool
 
 logger = logging.getLogger(__name__)
@@ -96,6 +96,8 @@ class SampledGroup:
     """The scored samples. Their arrays, texts and conversations are in the object store."""
     messages: tuple[str, ...]
     """Warnings that the worker has logged since its last answer."""
+    lost: str = ""
+    """Message of EngineLost, if the engine has died. The group then has no samples."""
 
 
 @dataclass(frozen=True)
@@ -117,10 +119,7 @@ class SamplerSpec:
         tools = offered_tools(config.rollout, config.reward)
         tokenizer = PromptTokenizer(config.model.path, config.data, tools)
         episodes = make_episodes(config, tokenizer, self.places.__getitem__)
-        return GroupSampler(self._clients, episodes, frozenset(tokenizer.turn_ends))
-
-    def _clients(self, round: RoundId) -> dict[int, EngineClient]:
-        return {index: connection.client(round) for index, connection in self.connections.items()}
+        return GroupSampler(self.connections, episodes, frozenset(tokenizer.turn_ends))
 
 
 class _Collected(logging.Handler):
@@ -168,7 +167,11 @@ class WorkerProcess:
         self._rounds.start(round, partial(self._sample, round), requests)
 
     async def _sample(self, round: RoundId, request: GroupRequest) -> SampledGroup:
-        samples = await self._sampler.sample(round, request)
+        try:
+            samples = await self._sampler.sample(round, request)
+        except EngineLost as error:
+            # An answer, because an error would end the round of all engines of this node.
+            return SampledGroup(request.key, (), self._warnings.take(), str(error))
         return SampledGroup(request.key, _stored(samples), self._warnings.take())
 
     async def poll(self, round: RoundId, seconds: float) -> list[SampledGroup] | None:
@@ -183,6 +186,9 @@ class WorkerProcess:
         """End a round: cancel its groups, and end their requests on the engines. Other rounds go on."""
         await self._rounds.end(round)
         await self._sampler.end(round)
+
+    async def connect(self, engine: int, connection: EngineConnection) -> None:
+        self._sampler.connect(engine, connection)
 
     async def warnings(self) -> tuple[str, ...]:
         """Return the warnings that no group has brought along, because the groups after them failed."""
@@ -234,6 +240,8 @@ class RolloutWorker:
     async def sample(self, round: RoundId, request: GroupRequest) -> tuple[Sample, ...]:
         answer = await self._calls[round].call(request.key, request)
         _show(answer.messages)
+        if answer.lost:
+            raise EngineLost(answer.lost)
         return answer.samples
 
     async def end(self, round: RoundId) -> None:
@@ -246,6 +254,10 @@ class RolloutWorker:
 
     async def write_samples(self, path: Path, handles: Sequence[RecordedHandles]) -> OSError | None:
         return await fetched(self._actor.write_samples.remote(path, handles), self.process, "write_samples")
+
+    def connect(self, engine: int, connection: EngineConnection) -> None:
+        """Send later requests for an engine to the process that has taken its place."""
+        fetch(self._actor.connect.remote(engine, connection), self.process, "connect")
 
     def close(self) -> None:
         """End the process, and the processes that it has started."""
@@ -301,6 +313,7 @@ class RolloutWorkers:
             process = Process(f"rollout worker {number}", f"{log_dir}/rollout_worker{number}.log")
             self._workers[node] = RolloutWorker(Place(process, node), spec, hang_detector)
         self.samplers = [self._workers[node] for node in node_of]
+        engines.joined = lambda index: self.samplers[index].connect(index, engines.connection(index))
 
     def wait_until_ready(self) -> None:
         """Wait until all workers have started. Raises UserError if one fails or takes too long."""

@@ -1,48 +1,38 @@
 """EnginePool starts, queries, updates and closes all SGLang engines of a run."""
 
-import contextlib
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import ray
 
 from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.placement import Cluster
-from grpo_megatron.cluster.ports import free_address
-from grpo_megatron.cluster.processes import Process, fetch, gather, process_error
+from grpo_megatron.cluster.processes import Process, fetch, gather
 from grpo_megatron.config.rollout import OnUpdate, RolloutConfig
 from grpo_megatron.config.schema import ModelConfig
 from grpo_megatron.errors import ProcessLost, UserError
-from grpo_megatron.model.families import read_architecture
+from grpo_megatron.sglang.actors import EngineActors
 from grpo_megatron.sglang.admission import Admission, Closed
-from grpo_megatron.sglang.arguments import engine_arguments, engine_environment, node_arguments
 from grpo_megatron.sglang.client import EngineConnection
-from grpo_megatron.sglang.engine import SGLangEngine
+from grpo_megatron.sglang.members import Membership
 from grpo_megatron.sglang.memory import MemoryPart
-from grpo_megatron.sglang.node import EngineNode
 from grpo_megatron.weights.sync.messages import SyncCommand
 
-_SHUTDOWN_SECONDS = 20.0
-# Difference between the random seeds of an engine and of its replacement. It is larger than the number of
-# engines.
-_NEXT_SEED = 1_000_003
 # Maximum seconds in which a healthy engine drops its requests.
 _RESET_SECONDS = 20.0
-# With data-parallel attention, SGLang also uses the seven ports after the one in its address.
-_PORTS = 8
-
-
-@ray.remote
-def _free_address() -> str:
-    return free_address(_PORTS)
 
 
 class EnginePool:
     """The engines of a run, which all serve the same weights.
 
+    An engine that is lost is started again, and takes part in the next weight update. The others go on.
+
     admission: admits rounds of requests, unless weights are updated or memory is released.
     weight_version: version of the weights that the last sync sent; 0 before the first sync.
     end_ids: ids of the tokens that end a response. Empty before `wait_until_ready`.
+    joined: called with the index of an engine that has been started again and has the newest weights, before
+        it gets requests.
     """
 
     def __init__(
@@ -68,93 +58,63 @@ class EnginePool:
         self._config = config
         self.admission, self.weight_version = Admission(), 0
         self._released: set[MemoryPart] = set()
+        self._shared, self._starting, self._is_closed = shared, threading.Lock(), False
+        self.joined: Callable[[int], None] = lambda index: None
         self.end_ids: frozenset[int] = frozenset()
-        self._log_dir, self._hang_detector = log_dir, hang_detector
-        self.nodes = tuple(slot.node for slots in cluster.engine_slots for slot in slots)
-        self.processes = [
-            Process(f"engine {index}", f"{log_dir}/engine{index}.log")
-            for index in range(len(cluster.engine_nodes))
-        ]
-        self._engines: list = []
-        # For each engine, the processes on its further nodes.
-        self._others: list[dict[Process, ray.actor.ActorHandle]] = []
-        # For each engine, its SGLang arguments, and the Ray options of the actor on each of its nodes.
-        self._settings: list[tuple[dict, list[dict]]] = []
-        moe = read_architecture(model.path).moe
-        self._experts = moe if routing else None
-        for index, nodes in enumerate(cluster.engine_nodes):
-            gpu = nodes[0][0].device is not None
-            arguments = engine_arguments(
-                config.engine, model, seed + index, bool(config.stop), gpu, bool(self._experts)
-            )
-            arguments["enable_memory_saver"] = shared
-            options = [
-                cluster.options(
-                    slots[0],
-                    engine_environment(config.engine, gpu, cluster.engine_threads.get(slots[0].node, 1)),
-                    [slot.device for slot in slots],
-                )
-                for slots in nodes
-            ]
-            self._settings.append((arguments, options))
-            self._engines.append(None)
-            self._others.append({})
-        self._start(range(len(self._settings)))
+        self._nodes = [tuple(slot.node for slot in slots) for slots in cluster.engine_slots]
+        self._actors = EngineActors(cluster, config, model, seed, log_dir, hang_detector, routing, shared)
+        self._engines, self._processes = self._actors.engines, self._actors.processes
+        self._members = self._all_serve()
+        self._updating: list[int] = []  # indices of the engines that take part in the update in progress
+        self._actors.start(range(len(self._engines)))
 
-    def _start(self, indices: Iterable[int]) -> None:
-        """Start the engines with these indices, with one Ray actor on each node of each engine.
+    def _all_serve(self) -> Membership:
+        return Membership([process.name for process in self._processes], self._start_again)
 
-        Raises ProcessLost if a node does not report a free port for an engine's rendezvous.
+    @property
+    def serving(self) -> Sequence[int]:
+        """Indices of the engines that get requests."""
+        return self._members.serving
+
+    @property
+    def members(self) -> tuple[tuple[int, int], ...]:
+        """(index, number of starts) of each engine that takes part in the update in progress.
+
+        Without an update, it is each engine that serves.
         """
-        addresses = self._addresses(indices)
-        for index in indices:
-            arguments, options = self._settings[index]
-            if index in addresses:
-                arguments = arguments | node_arguments(0, len(options), addresses[index])
-            others = {}
-            for node, of_node in enumerate(options[1:], 1):
-                process = Process(
-                    f"node {node} of engine {index}", f"{self._log_dir}/engine{index}-node{node}.log"
-                )
-                others[process] = EngineNode.options(**of_node).remote(
-                    process, arguments | {"node_rank": node}
-                )
-            # The actor runs many calls at a time: `poll` waits in the engine while requests and updates
-            # arrive.
-            start = SGLangEngine.options(**options[0], max_concurrency=1000).remote
-            self._engines[index] = start(self.processes[index], arguments, self._experts, others)
-            self._others[index] = others
-            self._hang_detector.add(self.processes[index], self._engines[index])
+        return tuple((index, self._members.starts(index)) for index in self._in_update())
 
-    def _addresses(self, indices: Iterable[int]) -> dict[int, str]:
-        """Return {engine index: host:port at which the engine's processes find each other (rendezvous)}.
+    def _in_update(self) -> list[int]:
+        return self._updating or self._members.serving
 
-        Only engines on several nodes, or with data-parallel attention, need an address. The first node of
-        each such engine is asked for a free port, all nodes at the same time.
+    @property
+    def processes(self) -> list[Process]:
+        """The first process of each member."""
+        return [self._processes[index] for index in self._in_update()]
 
-        indices: indices of the engines.
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The node of each rank of each member."""
+        return tuple(node for index in self._in_update() for node in self._nodes[index])
+
+    def lost(self, index: int, error: ProcessLost) -> None:
+        """Replace an engine that has died. Its requests must be sent to other engines.
+
+        error: the error by which the loss was noticed. It is raised if no engine is left, or if the engines
+            share their devices with the trainer. The caller then has to call `recover`.
         """
-        asked = {}
-        for index in indices:
-            arguments, options = self._settings[index]
-            if len(options) > 1 or arguments["enable_dp_attention"]:
-                asked[index] = _free_address.options(**options[0] | {"num_gpus": 0}).remote()
-        try:
-            return dict(
-                zip(
-                    asked,
-                    ray.get(list(asked.values()), timeout=self._config.engine.start_timeout),
-                    strict=True,
-                )
-            )
-        except ray.exceptions.GetTimeoutError as error:
-            limit = f"rollout.engine.start_timeout={self._config.engine.start_timeout:.0f} s"
-            raise ProcessLost(
-                f"the first nodes of the engines {sorted(asked)} did not report a free port within {limit}; "
-                "raise this limit if the nodes start slowly"
-            ) from error
-        except ray.exceptions.RayError as error:
-            raise process_error(error, self.processes[min(asked)], "free_address") from error
+        if self._shared or not set(self.serving) - {index}:
+            raise error
+        self._members.lose(index, error)
+
+    def _start_again(self, index: int) -> None:
+        """Start an engine again, and wait until it is ready. Raises UserError if it does not start."""
+        self._actors.close([index])
+        with self._starting:
+            if self._is_closed:
+                raise ProcessLost("the engines have been stopped")
+            self._actors.start([index])
+        self._actors.wait_until_ready([index])
 
     def recover(self, anew: bool) -> None:
         """Bring the engines into a usable state after a failure anywhere in the run.
@@ -165,15 +125,18 @@ class EnginePool:
         anew: True to restart all engines. This is necessary if they share devices with the trainer, because
             it is unknown which memory they have released.
         """
-        resets = [engine.reset.remote() for engine in self._engines]
-        ray.wait(resets, num_returns=len(resets), timeout=_RESET_SECONDS)
-        lost = [index for index, reset in enumerate(resets) if anew or not _answered_yes(reset)]
-        self._close(lost)
-        for index in lost:
-            # With the old seed, a restarted engine would repeat the random numbers of its first steps.
-            self._settings[index][0]["random_seed"] += _NEXT_SEED
-        self._start(lost)
-        self._released = set()
+        self._members.stop()
+        resets = {index: self._engines[index].reset.remote() for index in self.serving}
+        ray.wait(list(resets.values()), num_returns=len(resets), timeout=_RESET_SECONDS)
+        kept = {index for index, reset in resets.items() if not anew and _answered_yes(reset)}
+        lost = [index for index in range(len(self._engines)) if index not in kept]
+        with self._starting:
+            self._is_closed = True
+        self._actors.close(lost)
+        self._members.join()
+        self._actors.start(lost)
+        self._members, self._is_closed = self._all_serve(), False
+        self._updating, self._released = [], set()
         self.admission.restart()
 
     def wait_until_ready(self) -> None:
@@ -182,33 +145,29 @@ class EnginePool:
         Raises UserError if an engine dies. Raises UserError also if an engine does not start within
         rollout.engine.start_timeout seconds.
         """
-        nodes = [pair for others in self._others for pair in others.items()]
-        nodes += zip(self.processes, self._engines, strict=True)
-        calls = {index: node.ready.remote() for index, (_, node) in enumerate(nodes)}
-        processes = [process for process, _ in nodes]
-        started = gather(calls, processes, "ready", self._config.engine.start_timeout)
-        self.end_ids = started[len(nodes) - 1].end_ids  # all engines, which come last, have the same model
+        self.end_ids = self._actors.wait_until_ready(range(len(self._engines)))
+
+    def connection(self, index: int) -> EngineConnection:
+        """Return what another process needs to send requests to an engine, until it is started again."""
+        return EngineConnection(self._engines[index], self._processes[index], self._config)
 
     def connections(self) -> list[EngineConnection]:
-        """Return what another process needs to send requests to each engine, until the next `recover`."""
-        return [
-            EngineConnection(engine, process, self._config)
-            for engine, process in zip(self._engines, self.processes, strict=True)
-        ]
+        return [self.connection(index) for index in range(len(self._engines))]
 
     def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
-        """Return the first engine's log-probs of given token sequences at temperature 1.
+        """Return one engine's log-probs of given token sequences at temperature 1.
 
         The result for a sequence of n tokens is float32 [n - 1], because its first token has no log-prob.
         """
         self.admission.must_be_open()
-        return fetch(self._engines[0].score.remote(sequences), self.processes[0], "score")
+        first = self.serving[0]
+        return fetch(self._engines[first].score.remote(sequences), self._processes[first], "score")
 
     def score_on_all(self, sequences: list[list[int]]) -> list[list[np.ndarray]]:
         """Return every engine's log-probs of the same token sequences, to compare them with the trainer's.
 
-        result[i][j] belongs to engine i and sequence j. It is float32 [n - 1] for n tokens, at temperature 1,
-        because the first token has no log-prob.
+        result[i][j] belongs to the i-th engine that serves, and to sequence j. It is float32 [n - 1] for n
+        tokens, at temperature 1, because the first token has no log-prob.
         """
         self.admission.must_be_open()
         return list(self._on_all("score", sequences).values())
@@ -236,22 +195,37 @@ class EnginePool:
                 "the engines have released the memory of their weights; call resume_weights first"
             )
         self.admission.close(Closed.updating, "begin a weight update")
+        self._lose_the_dead()
+        self._updating = self._members.in_updates
         self._on_all("begin_update", self._keeps_cache)
 
-    def receive_weights(self, command: SyncCommand) -> list[ray.ObjectRef]:
-        """Make every engine carry out a weight-sync command, between `begin_update` and `end_update`.
+    def _lose_the_dead(self) -> None:
+        """Notice engines that have died while they had no requests."""
+        alive = {index: self._engines[index].alive.remote() for index in self.serving}
+        ray.wait(list(alive.values()), num_returns=len(alive), timeout=_RESET_SECONDS)
+        for index, answer in alive.items():
+            if _is_dead(answer):
+                self.lost(index, self._processes[index].died("begin_update"))
 
-        Return one Ray reference per engine, to the list of SyncReports of the engine's ranks.
+    def receive_weights(self, command: SyncCommand) -> list[ray.ObjectRef]:
+        """Make every member carry out a weight-sync command, between `begin_update` and `end_update`.
+
+        The plan of the sync numbers the members from 0. Return one Ray reference per member, to the list of
+        SyncReports of the engine's ranks.
         """
         return [
-            engine.receive_weights.remote(command.to_engine(index))
-            for index, engine in enumerate(self._engines)
+            self._engines[index].receive_weights.remote(command.to_engine(number))
+            for number, index in enumerate(self._in_update())
         ]
 
     def end_update(self, version: int) -> None:
         """End the weight update and resume serving. Completions then report weight version `version`."""
         self._on_all("end_update", version, self._keeps_cache)
         self.weight_version = version
+        for index in sorted(set(self._updating).difference(self.serving)):
+            self.joined(index)
+        self._members.updated(self._updating)
+        self._updating = []
         self.admission.open(Closed.updating, Closed.unsynced)
 
     def release_memory(self) -> None:
@@ -290,33 +264,31 @@ class EnginePool:
         return max(self._on_all("occupied").values())
 
     def _on_all(self, method: str, *arguments) -> dict:
+        members = self._in_update()
         calls = {
-            index: getattr(engine, method).remote(*arguments) for index, engine in enumerate(self._engines)
+            number: getattr(self._engines[index], method).remote(*arguments)
+            for number, index in enumerate(members)
         }
-        return gather(calls, self.processes, method)
+        return gather(calls, [self._processes[index] for index in members], method)
 
     def close(self) -> None:
         """End all engines. Rounds that are in progress fail, and no further ones are admitted."""
         self.admission.stop()
-        self._close(range(len(self._engines)))
+        self._members.stop()
+        with self._starting:
+            self._is_closed = True
+        self._actors.close(range(len(self._engines)))
+        self._members.join()
 
-    def _close(self, indices: Iterable[int]) -> None:
-        actors = [
-            actor for index in indices for actor in (self._engines[index], *self._others[index].values())
-        ]
-        for index in indices:
-            self._hang_detector.remove(self._engines[index])
-        if not actors:
-            return
-        # Ask first, so that SGLang ends its child processes. A dead actor has no children left.
-        with contextlib.suppress(ray.exceptions.RayError):
-            ray.wait(
-                [actor.shutdown.remote() for actor in actors],
-                num_returns=len(actors),
-                timeout=_SHUTDOWN_SECONDS,
-            )
-        for actor in actors:
-            ray.kill(actor)
+
+def _is_dead(answer: ray.ObjectRef) -> bool:
+    """Return True if an engine answered that it is dead, or cannot answer any more. Silence is no answer."""
+    try:
+        return not ray.get(answer, timeout=0)
+    except ray.exceptions.GetTimeoutError:
+        return False
+    except ray.exceptions.RayError:
+        return True
 
 
 def _answered_yes(reference: ray.ObjectRef) -> bool:

@@ -65,7 +65,9 @@ def manager(ray_here, tmp_path):
     place = Place(Process("worker", f"{tmp_path}/worker.log"), ray.get_runtime_context().get_node_id())
     worker = RolloutWorker(place, build, HangDetector(str(tmp_path), 600))
     ray.get(worker.started)
-    yield RolloutManager(FakeEngines(), [worker, worker])
+    engines = FakeEngines()
+    engines.serving = [0, 1]
+    yield RolloutManager(engines, [worker, worker])
     worker.close()
 
 

@@ -95,10 +95,14 @@ class Pool(EnginePool):
     def __init__(self, size):
         self.engines = [Engine() for _ in range(size)]
         self._engines = [Remote(engine) for engine in self.engines]
-        self.processes = [Process(f"engine {index}", "") for index in range(size)]
+        self._processes = [Process(f"engine {index}", "") for index in range(size)]
+        self._members, self._updating = self._all_serve(), []
         self._config = RolloutConfig(max_concurrency=CONCURRENCY)
         self.admission, self._released, self.weight_version, self.end_ids = Admission(), set(), 0, frozenset()
         self.admission.open(Closed.unsynced)
+
+    def _lose_the_dead(self):
+        pass
 
     def _on_all(self, method, *arguments):
         return {i: getattr(engine, method)(*arguments) for i, engine in enumerate(self.engines)}

@@ -126,7 +126,7 @@ def test_experts_take_the_smallest_integers(tmp_path, experts, dtype):
 
 def test_each_sampler_writes_the_samples_that_it_made(tmp_path):
     """The engines 0 and 2 are on one node."""
-    one, other = (GroupSampler(dict, None, frozenset()) for _ in range(2))
+    one, other = (GroupSampler({}, None, frozenset()) for _ in range(2))
     groups = [replace(group, engine=engine) for engine, group in zip((2, 1, 0), groups_of(1) * 2)]
     Recorder(str(tmp_path / "r"), RolloutManager(None, [one, other, one])).write(1, groups)
     replayed = Replay(str(tmp_path / "r")).read(1)
@@ -287,7 +287,7 @@ def test_a_disk_that_nodes_do_not_share_is_noticed(tmp_path):
         async def write_samples(self, path, handles):
             return None
 
-    recorder = Recorder(str(tmp_path / "r"), RolloutManager(None, [Elsewhere(dict, None, frozenset())]))
+    recorder = Recorder(str(tmp_path / "r"), RolloutManager(None, [Elsewhere({}, None, frozenset())]))
     with pytest.raises(UserError, match=r"worker0\.safetensors, which does not exist on this node; choose a"):
         recorder.write(1, groups_of(1))
     assert Replay(str(tmp_path / "r")).steps == []

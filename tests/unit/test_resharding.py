@@ -78,6 +78,7 @@ class Source(Processes):
 
 class Target(Processes):
     processes = property(lambda self: list(range(self.plan.layouts.num_engines)))
+    members, nodes = ((0, 0), (1, 0)), ()
 
     def receive_weights(self, command):
         return [self._threads.submit(self._engine, command, engine) for engine in self.processes]

@@ -30,9 +30,13 @@ class WeightTarget(Protocol):
     engines' weights are undefined, and the engines must not serve again.
 
     processes: one process per engine.
+    members: for each engine, an identifier that is another one after the engine was started again
+    nodes: the node of each rank of each engine
     """
 
     processes: list[Process]
+    members: tuple[tuple[int, int], ...]
+    nodes: tuple[str, ...]
 
     def begin_update(self) -> None: ...
 

@@ -41,20 +41,36 @@ class Resharding:
         call_timeout: maximum seconds of a whole sync.
         Raises UserError if the configured transport cannot reach the engines.
         """
-        transport, layouts = choose_transport(config, layouts)
-        self._plan, self._call_timeout = ReshardPlan(layouts), call_timeout
+        self._config, self._folder, self._call_timeout = config, folder, call_timeout
+        self._sync_id, self._delivered = 0, None
+        self._layouts, self._members = layouts, None  # the engines of the last sync, see WeightTarget
+        self._plan_for(layouts)
+        self._clear_folder()  # a killed run of the same name may have left files
+
+    def _plan_for(self, layouts: Layouts) -> None:
+        """Compute the reshard plan, and settings with a new store. All ranks then connect anew."""
+        transport, layouts = choose_transport(self._config, layouts)
+        self._plan = ReshardPlan(layouts)
         self._store = StoreServer(ray.util.get_node_ip_address(), timeout=60)
         self._setup = SyncSetup(
             layouts,
             transport,
             self._store.address,
-            config.bucket_bytes,
-            config.timeout,
-            folder=folder,
-            delta=config.delta,
+            self._config.bucket_bytes,
+            self._config.timeout,
+            folder=self._folder,
+            delta=self._config.delta,
         )
-        self._sync_id, self._delivered = 0, None
-        self._clear_folder()  # a killed run of the same name may have left files
+        self.__dict__.pop("_links_to", None)
+
+    def _follow(self, target: WeightTarget) -> None:
+        """Make a new plan if engines have gone or come since the last sync."""
+        if self._members not in (None, target.members):
+            nodes = target.nodes if self._layouts.engine_nodes else ()
+            self._plan_for(
+                replace(self._layouts, num_engines=len(target.members), engine_nodes=nodes),
+            )
+        self._members = target.members
 
     def transfer(self, source: WeightSource, target: WeightTarget, version: int) -> dict[str, float]:
         """Transfer all weights from the trainer (`source`) to the engines (`target`), and verify them.
@@ -82,6 +98,7 @@ class Resharding:
     def _run(
         self, kind: SyncKind, source: WeightSource, target: WeightTarget, version: int
     ) -> dict[str, float]:
+        self._follow(target)
         if not self._setup.dtypes:
             self._check_parameters(target)
         command = self._command(kind, version)

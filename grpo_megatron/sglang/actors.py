@@ -1,0 +1,172 @@
+"""The Ray actors of engines: one for each node of each engine."""
+
+import contextlib
+from collections.abc import Iterable, Sequence
+
+import ray
+
+from grpo_megatron.cluster.hang_detector import HangDetector
+from grpo_megatron.cluster.placement import Cluster
+from grpo_megatron.cluster.ports import free_address
+from grpo_megatron.cluster.processes import Process, gather, process_error
+from grpo_megatron.config.rollout import RolloutConfig
+from grpo_megatron.config.schema import ModelConfig
+from grpo_megatron.errors import ProcessLost
+from grpo_megatron.model.families import read_architecture
+from grpo_megatron.sglang.arguments import engine_arguments, engine_environment, node_arguments
+from grpo_megatron.sglang.engine import SGLangEngine
+from grpo_megatron.sglang.node import EngineNode
+
+_SHUTDOWN_SECONDS = 20.0
+# Difference between the random seeds of an engine and of its replacement. It is larger than the number of
+# engines.
+_NEXT_SEED = 1_000_003
+# With data-parallel attention, SGLang also uses the seven ports after the one in its address.
+_PORTS = 8
+
+
+@ray.remote
+def _free_address() -> str:
+    return free_address(_PORTS)
+
+
+class EngineActors:
+    """Starts and ends the processes of a run's engines.
+
+    engines: the actor of each engine; None before its first start
+    processes: name and log of each engine
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        config: RolloutConfig,
+        model: ModelConfig,
+        seed: int,
+        log_dir: str,
+        hang_detector: HangDetector,
+        routing: bool,
+        shared: bool,
+    ):
+        """Prepare the engines' settings, without starting them. The arguments are those of EnginePool."""
+        self._config = config
+        self._log_dir, self._hang_detector = log_dir, hang_detector
+        self.processes = [
+            Process(f"engine {index}", f"{log_dir}/engine{index}.log")
+            for index in range(len(cluster.engine_nodes))
+        ]
+        self.engines: list = []
+        # For each engine, the processes on its further nodes.
+        self._others: list[dict[Process, ray.actor.ActorHandle]] = []
+        # For each engine, its SGLang arguments, and the Ray options of the actor on each of its nodes.
+        self._settings: list[tuple[dict, list[dict]]] = []
+        self._seeds: list[int] = []  # of the next start of each engine
+        moe = read_architecture(model.path).moe
+        self._experts = moe if routing else None
+        for index, nodes in enumerate(cluster.engine_nodes):
+            gpu = nodes[0][0].device is not None
+            arguments = engine_arguments(
+                config.engine, model, seed + index, bool(config.stop), gpu, bool(self._experts)
+            )
+            arguments["enable_memory_saver"] = shared
+            options = [
+                cluster.options(
+                    slots[0],
+                    engine_environment(config.engine, gpu, cluster.engine_threads.get(slots[0].node, 1)),
+                    [slot.device for slot in slots],
+                )
+                for slots in nodes
+            ]
+            self._settings.append((arguments, options))
+            self._seeds.append(seed + index)
+            self.engines.append(None)
+            self._others.append({})
+
+    def start(self, indices: Iterable[int]) -> None:
+        """Start the engines with these indices, with one Ray actor on each node of each engine.
+
+        Raises ProcessLost if a node does not report a free port for an engine's rendezvous.
+        """
+        addresses = self._addresses(indices)
+        for index in indices:
+            arguments, options = self._settings[index]
+            # With the same seed, a replacement would repeat the random numbers of the engine's first steps.
+            arguments = arguments | {"random_seed": self._seeds[index]}
+            self._seeds[index] += _NEXT_SEED
+            if index in addresses:
+                arguments |= node_arguments(0, len(options), addresses[index])
+            others = {}
+            for node, of_node in enumerate(options[1:], 1):
+                process = Process(
+                    f"node {node} of engine {index}", f"{self._log_dir}/engine{index}-node{node}.log"
+                )
+                others[process] = EngineNode.options(**of_node).remote(
+                    process, arguments | {"node_rank": node}
+                )
+            # The actor runs many calls at a time: `poll` waits in the engine while requests and updates
+            # arrive.
+            start = SGLangEngine.options(**options[0], max_concurrency=1000).remote
+            self.engines[index] = start(self.processes[index], arguments, self._experts, others)
+            self._others[index] = others
+            self._hang_detector.add(self.processes[index], self.engines[index])
+
+    def _addresses(self, indices: Iterable[int]) -> dict[int, str]:
+        """Return {engine index: host:port at which the engine's processes find each other (rendezvous)}.
+
+        Only engines on several nodes, or with data-parallel attention, need an address. The first node of
+        each such engine is asked for a free port, all nodes at the same time.
+
+        indices: indices of the engines.
+        """
+        asked = {}
+        for index in indices:
+            arguments, options = self._settings[index]
+            if len(options) > 1 or arguments["enable_dp_attention"]:
+                asked[index] = _free_address.options(**options[0] | {"num_gpus": 0}).remote()
+        try:
+            return dict(
+                zip(
+                    asked,
+                    ray.get(list(asked.values()), timeout=self._config.engine.start_timeout),
+                    strict=True,
+                )
+            )
+        except ray.exceptions.GetTimeoutError as error:
+            limit = f"rollout.engine.start_timeout={self._config.engine.start_timeout:.0f} s"
+            raise ProcessLost(
+                f"the first nodes of the engines {sorted(asked)} did not report a free port within {limit}; "
+                "raise this limit if the nodes start slowly"
+            ) from error
+        except ray.exceptions.RayError as error:
+            raise process_error(error, self.processes[min(asked)], "free_address") from error
+
+    def wait_until_ready(self, indices: Sequence[int]) -> frozenset[int]:
+        """Wait until all processes of engines have started. Return the ids of the tokens that end a response.
+
+        Raises UserError if an engine dies. Raises UserError also if an engine does not start within
+        rollout.engine.start_timeout seconds.
+        """
+        nodes = [pair for index in indices for pair in self._others[index].items()]
+        nodes += [(self.processes[index], self.engines[index]) for index in indices]
+        calls = {index: node.ready.remote() for index, (_, node) in enumerate(nodes)}
+        processes = [process for process, _ in nodes]
+        started = gather(calls, processes, "ready", self._config.engine.start_timeout)
+        return started[len(nodes) - 1].end_ids  # all engines, which come last, have the same model
+
+    def close(self, indices: Iterable[int]) -> None:
+        actors = [
+            actor for index in indices for actor in (self.engines[index], *self._others[index].values())
+        ]
+        for index in indices:
+            self._hang_detector.remove(self.engines[index])
+        if not actors:
+            return
+        # Ask first, so that SGLang ends its child processes. A dead actor has no children left.
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.wait(
+                [actor.shutdown.remote() for actor in actors],
+                num_returns=len(actors),
+                timeout=_SHUTDOWN_SECONDS,
+            )
+        for actor in actors:
+            ray.kill(actor)
