@@ -313,7 +313,7 @@ class RolloutWorkers:
             process = Process(f"rollout worker {number}", f"{log_dir}/rollout_worker{number}.log")
             self._workers[node] = RolloutWorker(Place(process, node), spec, hang_detector)
         self.samplers = [self._workers[node] for node in node_of]
-        engines.joined = lambda index: self.samplers[index].connect(index, engines.connection(index))
+        engines.joined = lambda index: self.samplers[index].connect(index, engines.connections()[index])
 
     def wait_until_ready(self) -> None:
         """Wait until all workers have started. Raises UserError if one fails or takes too long."""

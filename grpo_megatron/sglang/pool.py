@@ -147,12 +147,12 @@ class EnginePool:
         """
         self.end_ids = self._actors.wait_until_ready(range(len(self._engines)))
 
-    def connection(self, index: int) -> EngineConnection:
-        """Return what another process needs to send requests to an engine, until it is started again."""
-        return EngineConnection(self._engines[index], self._processes[index], self._config)
-
     def connections(self) -> list[EngineConnection]:
-        return [self.connection(index) for index in range(len(self._engines))]
+        """Return what another process needs to send requests to each engine, until it is started again."""
+        return [
+            EngineConnection(engine, process, self._config)
+            for engine, process in zip(self._engines, self._processes, strict=True)
+        ]
 
     def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
         """Return one engine's log-probs of given token sequences at temperature 1.

@@ -50,7 +50,10 @@ class Processes:
         self._threads = ThreadPoolExecutor(16)
 
     def _side(self, kind, setup, me):
-        if (kind, me) not in self._sides:
+        last = self._sides.get((kind, me))
+        if last is None or last.setup != setup:
+            if last:
+                last.close()
             self._sides[kind, me] = kind(setup, me, CPU)
         return self._sides[kind, me]
 
@@ -153,6 +156,26 @@ def test_deltas_are_right_when_weights_return_to_what_they_were(driver):
     assert driver.was_full() == [True, *[False] * 5]
     assert max(sizes[1:]) < 0.6 * sizes[0]
     assert sizes[3] < sizes[2]
+
+
+def test_engines_may_go_and_come_between_syncs(driver):
+    """The plan is for the engines that take part. All ranks connect anew, and get whole weights."""
+    tensors = hf_tensors(DENSE, 1)
+    driver.sync(tensors)
+    both, alone = driver.target, Target(replace_engines(driver.target.plan, 1))
+    alone.members = ((1, 0),)
+    for target, members in ((alone, alone.members), (alone, alone.members), (both, ((0, 1), (1, 0)))):
+        tensors = changed(tensors, 0.05, seed=len(driver.source.commands))
+        target.members = members
+        driver.source.plan, driver.target = target.plan, target
+        driver.sync(tensors)
+        driver.check(tensors)
+    assert driver.was_full() == [True, True, False, True]
+    alone.close()
+
+
+def replace_engines(plan, count):
+    return ReshardPlan(replace(plan.layouts, num_engines=count))
 
 
 def test_the_sync_after_a_failed_one_is_full(driver):

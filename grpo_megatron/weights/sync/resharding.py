@@ -42,8 +42,9 @@ class Resharding:
         Raises UserError if the configured transport cannot reach the engines.
         """
         self._config, self._folder, self._call_timeout = config, folder, call_timeout
-        self._sync_id, self._delivered = 0, None
-        self._layouts, self._members = layouts, None  # the engines of the last sync, see WeightTarget
+        self._sync_id, self._layouts = 0, layouts
+        # Engines of the plan, as in WeightTarget.members.
+        self._members = tuple((index, 0) for index in range(layouts.num_engines))
         self._plan_for(layouts)
         self._clear_folder()  # a killed run of the same name may have left files
 
@@ -61,16 +62,15 @@ class Resharding:
             folder=self._folder,
             delta=self._config.delta,
         )
+        self._delivered = None
         self.__dict__.pop("_links_to", None)
 
     def _follow(self, target: WeightTarget) -> None:
-        """Make a new plan if engines have gone or come since the last sync."""
-        if self._members not in (None, target.members):
+        """Make a new plan if engines have gone or come since the last one."""
+        if self._members != target.members:
             nodes = target.nodes if self._layouts.engine_nodes else ()
-            self._plan_for(
-                replace(self._layouts, num_engines=len(target.members), engine_nodes=nodes),
-            )
-        self._members = target.members
+            self._plan_for(replace(self._layouts, num_engines=len(target.members), engine_nodes=nodes))
+            self._members = target.members
 
     def transfer(self, source: WeightSource, target: WeightTarget, version: int) -> dict[str, float]:
         """Transfer all weights from the trainer (`source`) to the engines (`target`), and verify them.
