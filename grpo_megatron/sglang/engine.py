@@ -121,10 +121,6 @@ class SGLangEngine:
         """Send a heartbeat to the driver's hang detector now, ahead of the regular interval."""
         self._heartbeat.beat()
 
-    async def alive(self) -> bool:
-        """Return whether SGLang's processes are alive on all nodes of the engine."""
-        return self._dead_process() is None
-
     def _dead_process(self) -> Process | None:
         """Return a process of this engine whose SGLang child processes have died, or None if all are alive.
 

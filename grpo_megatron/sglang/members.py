@@ -64,7 +64,7 @@ class Membership:
         error: the error by which the loss was noticed, for the message.
         """
         with self._lock:
-            if self._states[index] != _State.serving or self._closed.is_set():
+            if self._states[index] not in (_State.serving, _State.ready) or self._closed.is_set():
                 return
             self._states[index] = _State.starting
             left = self._states.count(_State.serving)

@@ -195,17 +195,21 @@ class EnginePool:
                 "the engines have released the memory of their weights; call resume_weights first"
             )
         self.admission.close(Closed.updating, "begin a weight update")
-        self._lose_the_dead()
         self._updating = self._members.in_updates
-        self._on_all("begin_update", self._keeps_cache)
+        for index, error in self._begin_on(self._updating).items():
+            self.lost(index, error)
+            self._updating.remove(index)
 
-    def _lose_the_dead(self) -> None:
-        """Notice engines that have died while they had no requests."""
-        alive = {index: self._engines[index].alive.remote() for index in self.serving}
-        ray.wait(list(alive.values()), num_returns=len(alive), timeout=_RESET_SECONDS)
-        for index, answer in alive.items():
-            if _is_dead(answer):
-                self.lost(index, self._processes[index].died("begin_update"))
+    def _begin_on(self, indices: Sequence[int]) -> dict[int, ProcessLost]:
+        """Begin an update of engines. Return the errors of those that have died since their last request."""
+        begun = {index: self._engines[index].begin_update.remote(self._keeps_cache) for index in indices}
+        died = {}
+        for index, reference in begun.items():
+            try:
+                fetch(reference, self._processes[index], "begin_update")
+            except ProcessLost as error:
+                died[index] = error
+        return died
 
     def receive_weights(self, command: SyncCommand) -> list[ray.ObjectRef]:
         """Make every member carry out a weight-sync command, between `begin_update` and `end_update`.
@@ -279,16 +283,6 @@ class EnginePool:
             self._is_closed = True
         self._actors.close(range(len(self._engines)))
         self._members.join()
-
-
-def _is_dead(answer: ray.ObjectRef) -> bool:
-    """Return True if an engine answered that it is dead, or cannot answer any more. Silence is no answer."""
-    try:
-        return not ray.get(answer, timeout=0)
-    except ray.exceptions.GetTimeoutError:
-        return False
-    except ray.exceptions.RayError:
-        return True
 
 
 def _answered_yes(reference: ray.ObjectRef) -> bool:
