@@ -47,6 +47,7 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         Chart("Staleness of tokens, and versions in a response", ("staleness/(mean|max|versions)",)),
         Chart("Change of the policy since its tokens were sampled", ("staleness/logprob_.*",)),
         Chart("Groups that are sampled, and that wait for a step", ("rollout/groups_.*",)),
+        Chart("Engines that serve", ("rollout/engines",)),
         Chart("Gradient norm", ("actor/grad_norm",)),
         Chart(
             "Optimizer steps, taken and dropped",

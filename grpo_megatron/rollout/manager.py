@@ -95,6 +95,11 @@ class RolloutManager:
         self._engines, self._samplers = engines, samplers
         self._next_group, self._lock = 0, threading.Lock()
 
+    @property
+    def num_serving(self) -> int:
+        """Number of engines that get requests."""
+        return len(self._engines.serving)
+
     def generate(
         self, prompts: list[Prompt], rollout: RolloutConfig, caller: Caller = Caller.train
     ) -> list[Group]:

@@ -43,7 +43,7 @@ class Rollout:
 class EngineRollouts:
     """Samples each training step's groups from the engines, and records them if rollout.record is set.
 
-    metrics: {name: value} of the sampling ahead, from the last call of `take`; {} without rollout.staleness
+    metrics: {name: value} of engines and of sampling ahead, from the last call of `take`
     """
 
     def __init__(self, manager: RolloutManager, config: Config, prompts: PromptSource, resumed: int = 0):
@@ -166,9 +166,12 @@ class EngineRollouts:
         return self._stream.updating()
 
     def _measured(self) -> dict[str, float]:
+        measured = {}
+        if self._config.rollout.engine.num_engines > 1:
+            measured["rollout/engines"] = float(self._manager.num_serving)
         if not self._config.rollout.staleness:
-            return {}
-        return {
+            return measured
+        return measured | {
             "rollout/sampling_seconds": self._stream.take_busy(),
             "rollout/groups_in_progress": float(self._slots.in_progress),
             "rollout/groups_waiting": float(self._slots.waiting),

@@ -1,0 +1,96 @@
+"""One of two engines dies: the other samples its groups, it comes back, and no rank restarts."""
+
+import contextlib
+import itertools
+import random
+import re
+import threading
+import time
+
+import psutil
+import pytest
+
+from grpo_megatron.cli import main
+from tests.integration.test_recovery import ENGINE, RANK, SCHEDULER, find
+from tests.integration.train_runs import arguments, metrics
+
+pytestmark = pytest.mark.slow
+
+STEPS = 120
+
+
+def serving(folder) -> list[float]:
+    """Return how many engines served in each step so far."""
+    with contextlib.suppress(OSError, ValueError):
+        return [row["rollout/engines"] for row in metrics(folder, "run") if "rollout/engines" in row]
+    return []
+
+
+class Killer(threading.Thread):
+    """Kills a process of an engine at a random moment, several times: when all engines serve again.
+
+    ranks: ids of the rank processes that it has seen
+    """
+
+    def __init__(self, title, folder, times, seed):
+        super().__init__(daemon=True)
+        self._title, self._folder, self._times = title, folder, times
+        self._random, self._ended = random.Random(seed), threading.Event()
+        self.kills, self.ranks = 0, set()
+
+    def run(self):
+        while not self._ended.wait(0.1):
+            self.ranks |= set(find(RANK))
+            served = serving(self._folder)
+            returns = sum(before < now for before, now in itertools.pairwise(served))
+            if served and returns == self.kills < self._times:
+                time.sleep(self._random.uniform(0.0, 1.0))
+                psutil.Process(self._random.choice(sorted(find(self._title)))).kill()
+                self.kills += 1
+
+    def stop(self):
+        self._ended.set()
+        self.join()
+
+
+@pytest.mark.parametrize(
+    ("title", "times", "changes"),
+    [
+        (SCHEDULER, 2, ()),
+        (ENGINE, 1, ()),
+        (
+            SCHEDULER,
+            2,
+            (
+                "rollout.staleness=2",
+                "rollout.on_update=continue",
+                "train.old_logprobs=rollout",
+                "cluster.placement=separate",
+            ),
+        ),
+    ],
+    ids=["scheduler", "actor", "scheduler beside training"],
+)
+def test_the_other_engine_goes_on_and_the_lost_one_comes_back(
+    ray_here, arithmetic, tmp_path, capsys, title, times, changes
+):
+    killer = Killer(title, tmp_path, times, seed=len(changes))
+    killer.start()
+    steps = ["rollout.engine.num_engines=2", f"run.total_steps={STEPS}", "rollout.max_response_length=24"]
+    status = main(["train", *arguments(arithmetic, tmp_path, *steps, *changes)])
+    killer.stop()
+    said = capsys.readouterr().out
+    assert status == 0, said
+    assert killer.kills == times, said
+    assert len(re.findall(r"engine \d is started again; 1 of 2 engines serve meanwhile", said)) == times
+    assert len(re.findall(r"engine \d has started again", said)) == times, "the run was too short"
+    assert "restart" not in said.replace("started again", "")
+    assert len(killer.ranks) == 1, "a rank was started again"
+    served = serving(tmp_path)
+    assert len(served) == STEPS
+    assert {1, 2} == set(served)
+    assert served[-1] == 2
+    assert main(["ledger", f"{tmp_path}/run"]) == 0
+    books = capsys.readouterr().out.splitlines()[-1].split()
+    assert books[1] == books[2], books  # admitted, trained
+    assert set(books[3:]) == {"0"}, books
