@@ -58,7 +58,7 @@ class Membership:
         """Return how often an engine was started again."""
         return self._starts[index]
 
-    def lose(self, index: int, error: UserError) -> None:
+    def lose(self, index: int, error: Exception) -> None:
         """Remove an engine, and start it again. Do nothing if it is removed already.
 
         error: the error by which the loss was noticed, for the message.

@@ -97,8 +97,8 @@ class EnginePool:
         """The node of each rank of each member."""
         return tuple(node for index in self._in_update() for node in self._nodes[index])
 
-    def lost(self, index: int, error: ProcessLost) -> None:
-        """Replace an engine that has died. Its requests must be sent to other engines.
+    def lost(self, index: int, error: Exception) -> None:
+        """Replace an engine that has died or has wrong weights. Its requests must be sent to other engines.
 
         error: the error by which the loss was noticed. It is raised if no engine is left, or if the engines
             share their devices with the trainer. The caller then has to call `recover`.
@@ -224,6 +224,7 @@ class EnginePool:
 
     def end_update(self, version: int) -> None:
         """End the weight update and resume serving. Completions then report weight version `version`."""
+        self._updating = [index for index in self._updating if index in self._members.in_updates]
         self._on_all("end_update", version, self._keeps_cache)
         self.weight_version = version
         for index in sorted(set(self._updating).difference(self.serving)):

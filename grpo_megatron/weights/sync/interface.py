@@ -46,6 +46,12 @@ class WeightTarget(Protocol):
         Return one Ray reference per engine, to the list of SyncReports of the engine's ranks.
         """
 
+    def lost(self, index: int, error: Exception) -> None:
+        """Remove an engine, which has wrong weights. Raises the error if the engines cannot go on without it.
+
+        index: the first number of its entry in `members`.
+        """
+
     def end_update(self, version: int) -> None:
         """Let the engines serve again. From now on, their samples report `version` as the weight version."""
 

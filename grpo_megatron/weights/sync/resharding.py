@@ -81,15 +81,15 @@ class Resharding:
 
         version: version number of the trainer's weights, see WeightSync.version.
         Raises UserError if the engines' parameters differ from the plan in name, shape or dtype. Raises
-        RuntimeError if an engine's weights differ from the trainer's after the transfer. The messages name
-        the parameters or tensors.
+        RuntimeError if the weights of all engines differ from the trainer's after the transfer. The messages
+        name the parameters or tensors. Single engines with wrong weights are reported to `target.lost`.
         """
         return self._run(SyncKind.transfer, source, target, version)
 
     def verify(self, source: WeightSource, target: WeightTarget, version: int) -> dict[str, float]:
         """Check that the engines have the trainer's weights, by sending only digests (checksums).
 
-        Return the same metrics as `transfer`. Raises RuntimeError if the weights differ.
+        Return the same metrics as `transfer`. Wrong weights have the same consequences.
 
         version: version number of the trainer's weights, see WeightSync.version.
         """
@@ -109,10 +109,31 @@ class Resharding:
             [*source.processes, *target.processes],
         )
         sent, received = reports[: len(source.processes)], _by_rank(reports[len(source.processes) :])
-        _compare_digests(received)
-        self._compare_links(sent, received)
+        self._check(sent, received, target)
         self._delivered = version
         return _metrics(sent, list(received.values()))
+
+    def _check(
+        self, sent: list[SyncReport], received: dict[EngineRank, SyncReport], target: WeightTarget
+    ) -> None:
+        """Compare the digests of all engines with the trainer's. Report wrong engines as lost.
+
+        Raises RuntimeError if all engines are wrong, because the trainer or the transport is then the cause.
+        """
+        faults = {}
+        for number, (index, _) in enumerate(target.members):
+            try:
+                self._compare(sent, {me: one for me, one in received.items() if me.engine == number})
+            except RuntimeError as error:
+                faults[index] = error
+        if len(faults) == len(target.members):
+            self._compare(sent, received)
+        for index, error in faults.items():
+            target.lost(index, error)
+
+    def _compare(self, sent: list[SyncReport], received: dict[EngineRank, SyncReport]) -> None:
+        _compare_digests(received)
+        self._compare_links(sent, received)
 
     def _command(self, kind: SyncKind, version: int) -> SyncCommand:
         self._sync_id += 1
