@@ -15,7 +15,7 @@ from grpo_megatron.errors import UserError
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.paths import folder_problem, is_absent
 from grpo_megatron.planner.advice import checked_plan
-from grpo_megatron.planner.time import Lengths
+from grpo_megatron.planner.lengths import Lengths
 from grpo_megatron.preflight.check import check
 from grpo_megatron.preflight.cluster_rules import num_processes
 

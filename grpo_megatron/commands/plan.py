@@ -50,8 +50,8 @@ def run(options: argparse.Namespace) -> int:
     """
     from grpo_megatron.config.load import read_config
     from grpo_megatron.planner.advice import checked_plan, planned_architecture, searched_plans
+    from grpo_megatron.planner.lengths import Lengths
     from grpo_megatron.planner.text import data_text, plan_text, search_text
-    from grpo_megatron.planner.time import Lengths
     from grpo_megatron.planner.traffic import StepData
 
     if options.search and options.data:

@@ -5,6 +5,7 @@ from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.families import read_architecture
+from grpo_megatron.planner.lengths import Lengths
 from grpo_megatron.planner.memory import most_engine_fraction
 from grpo_megatron.planner.plan import Plan, plan
 from grpo_megatron.planner.search import (
@@ -15,7 +16,6 @@ from grpo_megatron.planner.search import (
     with_values,
 )
 from grpo_megatron.planner.text import changes_text, cluster_text
-from grpo_megatron.planner.time import Lengths
 
 # If a model does not fit, clusters with this many times the number of nodes are tried in turn.
 _GROWTHS = (2, 4, 8, 16, 32, 64)

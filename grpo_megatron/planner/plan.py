@@ -4,10 +4,11 @@ from dataclasses import dataclass, replace
 
 from grpo_megatron.config.schema import Config
 from grpo_megatron.model.architecture import Architecture
+from grpo_megatron.planner.lengths import Lengths
 from grpo_megatron.planner.memory import Memory, memory
 from grpo_megatron.planner.resharding import sync_cost
 from grpo_megatron.planner.states import training_states
-from grpo_megatron.planner.time import Lengths, Times, times
+from grpo_megatron.planner.time import Times, times
 from grpo_megatron.weights.sync.cost import Cost
 
 

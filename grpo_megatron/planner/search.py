@@ -14,11 +14,12 @@ from grpo_megatron.config.schema import Config, Placement, Recompute
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.planner.engines import kv_tokens
+from grpo_megatron.planner.lengths import Lengths
 from grpo_megatron.planner.memory import takes_turns
 from grpo_megatron.planner.plan import Plan, plan
 from grpo_megatron.planner.reward_model import scorer
 from grpo_megatron.planner.states import training_states
-from grpo_megatron.planner.time import Lengths, times
+from grpo_megatron.planner.time import times
 from grpo_megatron.preflight.layout import layout_violations, layout_violations_of_model
 from grpo_megatron.preflight.model import architecture_violations, reward_model_violations
 from grpo_megatron.preflight.rules import violations

@@ -3,9 +3,10 @@
 from grpo_megatron.capabilities import GPUS
 from grpo_megatron.config.load import flat
 from grpo_megatron.config.schema import Config, Recompute
+from grpo_megatron.planner.lengths import Lengths
 from grpo_megatron.planner.memory import Memory
 from grpo_megatron.planner.plan import Plan, gb
-from grpo_megatron.planner.time import LINKS, Lengths
+from grpo_megatron.planner.time import LINKS
 from grpo_megatron.planner.traffic import StepTraffic
 
 MODEL_OF_TIME = (
@@ -141,9 +142,18 @@ def times_text(found: Plan, lengths: Lengths) -> str:
         [phase, f"{seconds:.1f}", f"{seconds / taken.step:.0%}"] for phase, seconds in taken.seconds.items()
     ]
     rows.append(["step", f"{taken.step:.1f}", ""])
+    beside = []
+    if taken.beside:
+        engines, trainer = (1 - own / taken.step for own in (taken.of_engines, taken.of_trainer))
+        beside = [
+            "rollout.staleness: generation takes place beside the other phases; the engines are idle for "
+            f"{engines:.0%} of the step, the trainer for {trainer:.0%}. Give GPUs of the one that is idle to "
+            "the other"
+        ]
     return "\n".join(
         [
             _table(["seconds", "", "share"], rows),
+            *beside,
             f"{taken.tokens_per_second_per_gpu:,.0f} tokens/s/GPU with prompts of {lengths.prompt:,.0f} and "
             f"responses of {lengths.response:,.0f} tokens on average; MFU of the training pass "
             f"{taken.mfu:.0%}",

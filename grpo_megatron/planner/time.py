@@ -22,7 +22,6 @@ from math import ceil
 from grpo_megatron.capabilities import GPUS
 from grpo_megatron.config.engine import Quantization
 from grpo_megatron.config.schema import Config, OldLogprobs, Placement, Precision, Recompute
-from grpo_megatron.errors import UserError
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.planner.activations import layers_of, recomputed_modules
@@ -32,6 +31,7 @@ from grpo_megatron.planner.engines import (
     fp32_head_bytes,
     kv_bytes_per_token,
 )
+from grpo_megatron.planner.lengths import Lengths
 from grpo_megatron.planner.memory import takes_turns
 from grpo_megatron.planner.reward_model import scorer
 from grpo_megatron.planner.states import TrainingState, itemsize, stage_elements, training_states
@@ -47,53 +47,37 @@ LAYER_SECONDS, FABRIC_SECONDS, NETWORK_SECONDS = 20e-6, 10e-6, 30e-6
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """Mean number of tokens of a prompt and of a response."""
-
-    prompt: float
-    response: float
-
-    @classmethod
-    def given(cls, config: Config, prompt: float | None = None, response: float | None = None) -> "Lengths":
-        """Check the mean lengths that the user gave. None stands for half of the configured maximum.
-
-        Raises UserError for a mean that is not above 0, or above the configured maximum.
-        """
-        most = {"prompt": config.data.max_prompt_length, "response": config.rollout.max_response_length}
-        means = {"prompt": prompt, "response": response}
-        for name, mean in means.items():
-            if mean is not None and not 0 < mean <= most[name]:
-                raise UserError(
-                    f"the mean {name} length must be above 0 and at most the longest one ({most[name]} "
-                    f"tokens), but is {mean:g}"
-                )
-        return cls(*(most[name] / 2 if mean is None else mean for name, mean in means.items()))
-
-    @property
-    def sequence(self) -> float:
-        return self.prompt + self.response
-
-
-@dataclass(frozen=True)
 class Times:
-    """Estimated times of one training step, by phase.
-
-    seconds: {phase: seconds}, such as {"generation": 60.5}.
-    tokens: tokens of all prompts and responses of the step.
-    gpus: number of GPUs of trainer and engines.
-    mfu: model FLOPs utilisation of the training pass (arXiv:2204.02311 appendix B): its FLOPs without
-        recomputation, divided by the FLOPs that the trainer's GPUs could compute in that time by their data
-        sheet.
-    """
+    """Estimated times of one training step."""
 
     seconds: dict[str, float]
+    """{phase: seconds}, such as {"generation": 60.5}."""
     tokens: float
+    """Tokens of all prompts and responses of the step."""
     gpus: int
+    """Number of GPUs of trainer and engines."""
     mfu: float
+    """Model FLOPs utilisation of the training pass (arXiv:2204.02311 appendix B): its FLOPs without
+    recomputation, divided by the FLOPs that the trainer's GPUs could compute in that time by their data
+    sheet."""
+    beside: bool = False
+    """True if engines generate while the trainer works (rollout.staleness)."""
 
     @property
     def step(self) -> float:
-        return sum(self.seconds.values())
+        if not self.beside:
+            return sum(self.seconds.values())
+        return max(self.of_engines, self.of_trainer)
+
+    @property
+    def of_engines(self) -> float:
+        """Seconds of a step for which the engines are needed. They serve no requests in a weight sync."""
+        return self.seconds["generation"] + self.seconds.get("weight sync", 0.0)
+
+    @property
+    def of_trainer(self) -> float:
+        """Seconds of a step for which the trainer is needed."""
+        return sum(self.seconds.values()) - self.seconds["generation"]
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
@@ -128,7 +112,8 @@ def times(
         held = max(s.parameters + (0 if config.optimizer.offload else s.optimizer) for s in states)
         seconds["sleep, wake"] = 2 * held / (LINKS * passes.speed.host)
     samples = config.data.train_batch_size * config.rollout.n
-    return Times(seconds, samples * lengths.sequence, num_gpus(config), passes.mfu())
+    beside = config.rollout.staleness > 0
+    return Times(seconds, samples * lengths.sequence, num_gpus(config), passes.mfu(), beside)
 
 
 def _scoring_seconds(config: Config, lengths: Lengths) -> dict[str, float]:

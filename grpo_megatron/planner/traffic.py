@@ -30,7 +30,7 @@ from grpo_megatron.megatron.results import Measurement, TrainResult
 from grpo_megatron.metrics import concrete
 from grpo_megatron.model.architecture import Architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from grpo_megatron.planner.time import Lengths
+from grpo_megatron.planner.lengths import Lengths
 from grpo_megatron.rewards.terms import terms_of
 from grpo_megatron.rollout.groups import GroupRequest
 from grpo_megatron.rollout.worker import SampledGroup, StoredValue

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grpo_megatron.model.families import read_architecture
-from grpo_megatron.planner.time import Lengths
+from grpo_megatron.planner.lengths import Lengths
 from grpo_megatron.planner.traffic import StepData, pickled
 from grpo_megatron.rollout.worker import StoredValue
 from tools.plan_recipes import recipe

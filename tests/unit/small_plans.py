@@ -2,8 +2,8 @@
 
 from grpo_megatron.config.load import read_config
 from grpo_megatron.model.families import read_architecture
+from grpo_megatron.planner.lengths import Lengths
 from grpo_megatron.planner.plan import plan
-from grpo_megatron.planner.time import Lengths
 
 # One GPU trains, one generates; a mini-batch is a whole step.
 SMALL = (

@@ -192,6 +192,16 @@ def test_times_follow_what_is_to_be_done(change, what, sign):
     assert sign * (after.times.seconds.get(what, 0) - before.times.seconds.get(what, 0)) > 0
 
 
+def test_a_step_beside_generation_is_as_long_as_the_longer_side():
+    apart = ("cluster.placement=separate", "train.old_logprobs=rollout", "megatron.sleep=false")
+    taken, beside = small(*apart).times, small(*apart, "rollout.staleness=1").times
+    assert beside.seconds == taken.seconds
+    generation, rest = taken.seconds["generation"], taken.step - taken.seconds["generation"]
+    assert (taken.of_engines, taken.of_trainer) == (generation, pytest.approx(rest))
+    assert beside.step == pytest.approx(max(generation, rest))
+    assert beside.tokens_per_second_per_gpu > taken.tokens_per_second_per_gpu
+
+
 @pytest.mark.parametrize(
     ("change", "moment", "item", "sign"),
     [

@@ -8,7 +8,7 @@ import pytest
 from grpo_megatron.config.load import read_config
 from grpo_megatron.errors import UserError
 from grpo_megatron.planner.advice import checked_plan, planned_architecture
-from grpo_megatron.planner.time import Lengths
+from grpo_megatron.planner.lengths import Lengths
 from grpo_megatron.preflight.model import architecture_violations
 from grpo_megatron.preflight.rules import violations
 from tests.unit.published_runs import LIKE_QWEN35_397B, MLPERF, RUNS

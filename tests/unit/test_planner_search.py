@@ -16,11 +16,11 @@ from grpo_megatron.model.families import read_architecture
 from grpo_megatron.planner import reward_model
 from grpo_megatron.planner import search as searching
 from grpo_megatron.planner.advice import checked_plan, searched_plans
+from grpo_megatron.planner.lengths import Lengths
 from grpo_megatron.planner.memory import memory, most_engine_fraction
 from grpo_megatron.planner.plan import plan
 from grpo_megatron.planner.search import search, with_values
 from grpo_megatron.planner.text import changes_text
-from grpo_megatron.planner.time import Lengths
 from grpo_megatron.preflight.model import architecture_violations, reward_model_violations
 from grpo_megatron.preflight.rules import violations
 from tests.unit.reward_models import scored_by

@@ -30,7 +30,7 @@ from grpo_megatron.megatron.results import Measurement, TrainResult
 from grpo_megatron.metrics import Sum, concrete
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.model.parallel_sizes import ParallelSizes
-from grpo_megatron.planner.time import Lengths
+from grpo_megatron.planner.lengths import Lengths
 from grpo_megatron.planner.traffic import SECONDS_PER_CALL, SECONDS_PER_ROW, StepData, pickled
 from grpo_megatron.rollout.groups import GroupRequest
 from grpo_megatron.rollout.trajectory import Episode, Trajectory
