@@ -12,6 +12,7 @@ from pathlib import Path
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.cluster.concurrency import all_ended, together
+from grpo_megatron.cluster.processes import ProcessDied
 from grpo_megatron.cluster.rounds import RoundId
 from grpo_megatron.config.rollout import OnUpdate, RolloutConfig, Strategy
 from grpo_megatron.errors import ProcessLost, UserError
@@ -23,7 +24,7 @@ from grpo_megatron.sglang.client import EngineClient, EngineConnection
 from grpo_megatron.sglang.request import Completion, Request
 
 
-class EngineLost(ProcessLost):
+class EngineLost(ProcessDied):
     """An engine died while it generated a group. Another engine can generate the group."""
 
 

@@ -26,7 +26,7 @@ from grpo_megatron.cluster.rounds import RoundId
 from grpo_megatron.cluster.worker_pool import worker_places
 from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.config.reward import RewardConfig
-from grpo_megatron.config.rollout import BeamConfig, OnUpdate, RolloutConfig, Strategy
+from grpo_megatron.config.rollout import BeamConfig, RolloutConfig, Strategy
 from grpo_megatron.config.schema import Config, ModelConfig
 from grpo_megatron.config.weight_sync import WeightSyncConfig
 from grpo_megatron.data import PromptTokenizer
@@ -272,10 +272,7 @@ def check_update(manager, engines, tokenizer, model, model_path):
     before = manager.generate(asked, sampling)
     assert responses(before) == [greedy(model, prompt, 10) for prompt in asked]
     assert {span.version for s in all_samples(before) for span in s.weight_spans} == {0}
-    other = AutoModelForCausalLM.from_config(model.config).eval()
-    torch.manual_seed(11)
-    for parameter in other.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
+    other = random_model(model.config, 11)
     with sync_from(model_path, other.state_dict(), engines) as sync:
         sync.load_state_dict({"version": 40})
         sync.run()
@@ -321,35 +318,12 @@ def test_two_engines_with_two_tensor_parallel_ranks_each(ray_here, arithmetic, t
         check_update(manager, engines, tokenizer, model, str(arithmetic / "model"))
 
 
-def sampled_over_an_update(engines, on_update, prompt_ids):
-    """Sample long responses, with an empty update in the middle. A request arrives during the update."""
-    engine = engines._engines[0]
-    sampling = {"temperature": 1.0, "max_new_tokens": 400, "ignore_eos": True}
-    round = RoundId(f"over an update with {on_update.value}", 1)
-    ray.get(engine.submit.remote(round, [Request((0, i), prompt_ids, sampling) for i in range(4)]))
-    time.sleep(0.3)
-    engines._config = replace(engines._config, on_update=on_update)
-    engines.begin_update()
-    late = sampling | {"max_new_tokens": 20}
-    ray.get(engine.submit.remote(round, [Request((1, 0), prompt_ids, late)]))
-    time.sleep(0.2)
-    engines.end_update(engines.weight_version + 1)
-    return answered(engine, round, 5)
-
-
-@pytest.mark.parametrize("on_update", [OnUpdate.go_on, OnUpdate.keep])
-def test_requests_that_run_over_an_update_go_on(engines, tokenizer, on_update):
-    done = sampled_over_an_update(engines, on_update, prompts(tokenizer)[0].ids.tolist())
-    for completion in done:
-        assert len(completion.response_ids) == len(completion.logprobs)
-        assert completion.finish_reason == "length"
-        if completion.key == (1, 0):
-            (span,) = completion.weight_spans
-            assert (span.version, span.end) == (engines.weight_version, 20)
-        else:
-            first, second = completion.weight_spans
-            assert (second.version, second.end) == (engines.weight_version, 400)
-            assert 0 < first.end == second.start < 400
+def random_model(config, seed):
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
 
 
 def test_an_engine_that_nobody_admitted_says_so_at_once(engines, tokenizer):
