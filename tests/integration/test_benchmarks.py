@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 BENCHMARKS = {
     "checkpoint": (["--saves", "1", "--tokens", "64", "--layers", "2", "--before"], "blocked_share"),
     "convert": (["--layers", "1", "--processes", "1", "--repeats", "1"], "speed_over_copy"),
+    "engine_death": (["--only", "kill"], "kill_back"),
     "exchange": (["--repeats", "1"], "swap_over_copy"),
     "controller": (
         ["--sequences", "64", "--tokens", "2048", "--replicas", "2", "--steps", "1"],
