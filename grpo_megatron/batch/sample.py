@@ -13,7 +13,7 @@ from grpo_megatron.batch.prompt import Prompt
 _NO_TEXTS = Here(Texts())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class WeightSpan:
     """A span of response tokens that were generated with one version of the weights.
 
@@ -41,7 +41,7 @@ class Conversation:
         return cls(Here(ids), len(ids))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One sequence of a trajectory: a prompt and the response to it. Most trajectories have one sequence.
 
@@ -169,7 +169,15 @@ class Sample:
 
     def for_ranks(self) -> "Sample":
         """Return a copy with only what the trainer's ranks need: without texts and numbers for the logs."""
-        return replace(self, weight_spans=(), texts=_NO_TEXTS, reward_components={}, conversation=None)
+        return replace(
+            self,
+            finish_reason="",
+            weight_spans=(),
+            texts=_NO_TEXTS,
+            reward=None,
+            reward_components={},
+            conversation=None,
+        )
 
     def scored(self, reward: float | None, components: dict[str, float]) -> "Sample":
         return replace(self, reward=reward, reward_components=components)

@@ -4,7 +4,7 @@ import math
 import re
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ class PromptMaker:
         Raises UserError, naming the record, if the record is damaged or invalid.
         """
         prompt = self.whole(index)
-        return Prompt(**{**vars(prompt), "ids": prompt.ids[-self.config.max_prompt_length :]})
+        return replace(prompt, ids=prompt.ids[-self.config.max_prompt_length :])
 
     def whole(self, index: int) -> Prompt:
         """Return the prompt of the record with this index, whatever its length.

@@ -61,7 +61,7 @@ class Round:
         return self.id.caller == Caller.evaluate
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class GroupRequest:
     """A request to sample one group."""
 

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 _CLOSE_SECONDS = 10.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StoredValue:
     """Handle of a value in Ray's object store, on the node of the worker that made it.
 
@@ -86,7 +86,7 @@ def _stored(samples: Sequence[Sample]) -> tuple[Sample, ...]:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SampledGroup:
     """The answer of a rollout worker to a GroupRequest."""
 

@@ -164,7 +164,9 @@ def test_a_part_of_an_hf_datasets_split_with_values_that_are_not_text(tmp_path):
 def test_weighted_sources_keep_their_shares():
     sources = [[Prompt(100 * s + i, np.array([i]), "", "") for i in range(3 + s)] for s in range(2)]
     source = PromptSource(sources, seed=0, shuffle=True, weights=[3, 1])
-    drawn = [prompt.uid // 100 for prompt in source.next(40)]
+    prompts = source.next(40)
+    source.settle(prompts)
+    drawn = [prompt.uid // 100 for prompt in prompts]
     for count in range(1, 41):
         assert abs(drawn[:count].count(0) - 0.75 * count) <= 1
     restored = PromptSource(sources, seed=0, shuffle=True, weights=[3, 1])
@@ -175,7 +177,9 @@ def test_weighted_sources_keep_their_shares():
 def test_other_weights_count_from_where_a_run_goes_on_with_them():
     sources = [[Prompt(1000 * s + i, np.array([i]), "", "") for i in range(500)] for s in range(2)]
     source = PromptSource(sources, seed=0, shuffle=False, weights=[9, 1])
-    before = {prompt.uid for prompt in source.next(400)}
+    prompts = source.next(400)
+    source.settle(prompts)
+    before = {prompt.uid for prompt in prompts}
     restored = PromptSource(sources, seed=0, shuffle=False, weights=[1, 1])
     restored.load_state_dict(json.loads(json.dumps(source.state_dict())))
     after = [prompt.uid for prompt in restored.next(100)]

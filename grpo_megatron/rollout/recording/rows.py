@@ -5,6 +5,7 @@ the same.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,15 @@ def group_row(group: Group, others: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """
     samples = []
     for sample, own in zip(group.samples, others, strict=True):
-        row = {name: value for name, value in vars(sample).items() if name not in _ELSEWHERE}
-        row["weight_spans"] = [dict(vars(span)) for span in sample.weight_spans]
+        row = {name: value for name, value in _values(sample).items() if name not in _ELSEWHERE}
+        row["weight_spans"] = [_values(span) for span in sample.weight_spans]
         samples.append(row | own)
-    prompt = {**vars(group.prompt), "ids": group.prompt.ids.tolist()}
+    prompt = {**_values(group.prompt), "ids": group.prompt.ids.tolist()}
     return {"group_id": group.group_id, "prompt": prompt, "samples": samples, "failed": group.failed}
+
+
+def _values(of: Prompt | Sample | WeightSpan) -> dict[str, Any]:
+    return {spec.name: getattr(of, spec.name) for spec in fields(of)}
 
 
 def group_of(row: dict[str, Any], sample_of: Callable[[Prompt, dict[str, Any]], Sample]) -> Group:
