@@ -66,11 +66,20 @@ class OpenRound:
         """Start a task that ends with the round."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
+        task.add_done_callback(self._forget)
         return task
+
+    def _forget(self, task: asyncio.Task) -> None:
+        """Forget a task that has ended, with its result. A round may last for a whole run.
+
+        Its error is retrieved, so that asyncio does not log it.
+        """
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()
 
     async def _end(self) -> None:
         cancel(self._tasks)
-        # The errors of all tasks are retrieved, so that asyncio does not log them.
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await all_ended(sampler.end(self.id) for sampler in self._samplers)
 

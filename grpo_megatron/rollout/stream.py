@@ -121,7 +121,7 @@ class GroupStream:
             self._loop.call_soon_threadsafe(self._woken.set)
 
     def _run(self) -> None:
-        error = None
+        error: BaseException = asyncio.CancelledError()
         try:
             asyncio.run(self._sample_until_closed())
         except BaseException as raised:  # `take` raises it in the driver's thread

@@ -4,9 +4,11 @@ test_slots.py has simulated runs of many steps, and tests/integration real engin
 """
 
 import asyncio
+import gc
 import random
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -209,6 +211,18 @@ def test_the_end_aborts_what_is_sampled(rollouts, taken):
     if not taken:
         waiting.join(SECONDS)
         assert not waiting.is_alive()
+
+
+def test_groups_that_steps_have_taken_are_not_kept(rollouts):
+    """A round may last for the whole run. Their references would keep all arrays in the object store."""
+    engine = Engine(lambda uid: 0.002 * (uid % 5))
+    sampled = rollouts(engine, "rollout.staleness=3", "rollout.on_update=continue")
+    first = [weakref.ref(group) for group in sampled.take(1).groups]
+    for number in range(2, 12):
+        step(sampled, engine, number)
+    gc.collect()
+    assert len(engine.ended) < 11, "there was a round for each step"
+    assert not [group for group in first if group()]
 
 
 def test_busy_time_is_that_of_sampling_alone(rollouts):
