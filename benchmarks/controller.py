@@ -288,7 +288,7 @@ def steps(options: argparse.Namespace, tokens: int, folder: str) -> dict[str, fl
         return samples
 
     worker.sample = counted
-    engines = SimpleNamespace(weight_version=0, end_ids=frozenset(), admission=Admission(), serving=[0])
+    engines = SimpleNamespace(weight_version=0, end_ids=frozenset(), admission=Admission(), serving={0: 0})
     engines.admission.open(Closed.unsynced)
     Path(folder, str(tokens)).mkdir()
     with StatusFile(f"{folder}/{tokens}", "run", options.steps) as status:

@@ -92,7 +92,7 @@ class Failure:
             time.sleep(0.02)
             if "noticed" not in self.seconds and len(self._pool.serving) == 1:
                 self._note("noticed")
-                (self._lost,) = {0, 1} - set(self._pool.serving)
+                (self._lost,) = {0, 1} - self._pool.serving.keys()
             elif "noticed" in self.seconds and len(self._pool._members.in_updates) == 2:
                 self._note("ready")
 

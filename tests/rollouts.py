@@ -18,19 +18,18 @@ class FakeEngines:
     """Fake engines, without their answers. A subclass defines `generate`, of all clients.
 
     size: number of engines
-    serving: indices of those that are not lost
+    serving: {index: 0} of those that are not lost
     ended: the round of each client that has ended
     """
 
     weight_version, end_ids, size = 0, frozenset(), 1
 
     def __init__(self):
-        self.admission, self.ended, self.serving = Admission(), [], list(range(self.size))
+        self.admission, self.ended, self.serving = Admission(), [], dict.fromkeys(range(self.size), 0)
         self.admission.open(Closed.unsynced)
 
-    def lost(self, index: int, error: ProcessLost) -> None:
-        if index in self.serving:
-            self.serving.remove(index)
+    def lost(self, index: int, starts: int, error: ProcessLost) -> None:
+        self.serving.pop(index, None)
         if not self.serving:
             raise error
 

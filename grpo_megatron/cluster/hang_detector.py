@@ -179,7 +179,8 @@ class HangDetector:
     """Watches the heartbeats of a run's processes in a thread, and kills the processes that hang.
 
     The thread runs while this object is open as a context. When a process is killed, the driver's pending
-    call to this process fails. The context then raises ProcessHangs in place of the error of that call.
+    call to this process fails. The context then raises ProcessHangs in place of the error of that call,
+    unless the run goes on without the process (`outlived`).
     """
 
     def __init__(self, folder: str, timeout: float, take_work: TakeWork | None = None):
@@ -194,6 +195,7 @@ class HangDetector:
         self._watched: dict[str, Watched] = {}
         self._take_span: TakeSpan | None = None
         self._verdict: str | None = None
+        self._killed: list[ray.actor.ActorHandle] = []  # the processes that the verdict is about
         self._stop: threading.Event | None = None
         self._thread: threading.Thread | None = None
 
@@ -215,6 +217,14 @@ class HangDetector:
         with self._lock:
             self._watched.pop(_key(actor), None)
 
+    def outlived(self, actor: ray.actor.ActorHandle) -> None:
+        """Note that the run goes on without a process that has died. Log the reason if it was killed."""
+        if actor in self._killed:
+            self._killed.remove(actor)
+            if not self._killed:
+                logger.warning(self._verdict)
+                self._verdict = None  # the thread goes on
+
     def tell_spans(self, take: TakeSpan) -> None:
         """Set the function that receives the phases of all processes, for example to draw a timeline.
 
@@ -235,7 +245,7 @@ class HangDetector:
             self._read(passed=0.0)
 
     def __enter__(self) -> Self:
-        self._verdict = None
+        self._verdict, self._killed = None, []
         # Each thread has its own event. An earlier thread may still wait for Ray's head. When that thread
         # goes on, its own event must tell it to end.
         self._stop = threading.Event()
@@ -257,6 +267,8 @@ class HangDetector:
     def _run(self, stop: threading.Event) -> None:
         looked = time.monotonic()
         while not stop.wait(BEAT_SECONDS):
+            if self._verdict:
+                continue  # the attempt ends, or the run goes on without what was killed
             now = time.monotonic()
             # More time has passed if this process itself was suspended, such as in a suspended job.
             passed, looked = min(now - looked, 2 * BEAT_SECONDS), now
@@ -277,7 +289,6 @@ class HangDetector:
                 self._take_work(work)
             if hang:
                 self._end(hang)
-                return
 
     def _judge(self) -> Hang | None:
         """Return the hang, or None if no process hangs. Stop watching processes that are dead.
@@ -308,8 +319,9 @@ class HangDetector:
         except TimeoutError:
             self._verdict += f"\nthe Python stacks could not be written within {_STACKS_SECONDS:.0f} s"
         finally:
-            for watched in hang.at_fault:
-                ray.kill(watched.actor)
+            self._killed = [watched.actor for watched in hang.at_fault]
+            for actor in list(self._killed):
+                ray.kill(actor)
 
     def _read(self, passed: float) -> None:
         """Read the heartbeats of all watched processes from Ray's key-value store into `_watched`.

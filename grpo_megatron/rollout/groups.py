@@ -141,8 +141,8 @@ class GroupSampler:
         stops = self._turn_ends.union(rollout.stop_token_ids)
         parameters = sampling_parameters(rollout) | {"stop_token_ids": sorted(stops)}
 
-        # Keys and values of old weights stay in the prefix cache. A group must not find those of weights that
-        # are older than its first token's.
+        # With `keep`, the prefix cache keeps what was computed with old weights. Groups share it only with
+        # others that were started with the same weights.
         keeps = rollout.on_update == OnUpdate.keep
         cache = f"version {request.weight_version}" if keeps else ""
 

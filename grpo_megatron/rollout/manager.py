@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +21,8 @@ from grpo_megatron.sglang.admission import Admission
 
 T = TypeVar("T")
 
-# Maximum number of engines that may die while they sample a group. The group may be the cause.
-_MOST_LOSSES = 3
+# Number of engines that may die while they sample a group. The group may be the cause.
+_MOST_LOSSES = 2
 
 
 class Engines(Protocol):
@@ -31,9 +31,9 @@ class Engines(Protocol):
     admission: Admission
     weight_version: int
     end_ids: frozenset[int]
-    serving: Sequence[int]
+    serving: Mapping[int, int]
 
-    def lost(self, index: int, error: ProcessLost) -> None: ...
+    def lost(self, index: int, starts: int, error: ProcessLost) -> None: ...
 
 
 class GroupRound:
@@ -59,14 +59,16 @@ class GroupRound:
     async def _sample(self, prompt: Prompt, group_id: int) -> Group:
         losses = 0
         while True:
-            engine = min(self._engines.serving, key=self._in_flight.__getitem__)
+            serving = self._engines.serving
+            engine = min(serving, key=self._in_flight.__getitem__)
+            starts = serving[engine]
             try:
                 return await self._sample_on(engine, prompt, group_id)
             except EngineLost as error:
                 losses += 1
-                if losses == _MOST_LOSSES:
+                if losses > _MOST_LOSSES:
                     raise
-                self._engines.lost(engine, error)
+                self._engines.lost(engine, starts, error)
 
     async def _sample_on(self, engine: int, prompt: Prompt, group_id: int) -> Group:
         self._in_flight[engine] += 1
@@ -111,9 +113,10 @@ class RolloutManager:
 
         With reward.on_failure=leave_out, failed samples are left out of their group, which may become empty.
 
-        Raises UserError if an engine dies, or finishes no request for rollout.engine.request_timeout seconds.
-        Raises UserError also if the engines cannot generate now, because their weights are being updated, for
-        example, or if the caller has a round in progress. Raises the errors of rewards and environments.
+        Raises UserError if the last engine dies, or an engine finishes no request for
+        rollout.engine.request_timeout seconds. Raises UserError also if the engines cannot generate now,
+        because their weights are being updated, for example, or if the caller has a round in progress. Raises
+        the errors of rewards and environments.
         """
 
         async def sampled() -> list[Group]:

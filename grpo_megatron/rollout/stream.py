@@ -63,8 +63,9 @@ class GroupStream:
         self._chosen: Taken[Sampled] | None = None  # not handed over before the round has ended
         self._taken: Taken[Sampled] | None = None
         self._error: BaseException | None = None
-        self._pauses, self._is_closed = 0, False
-        self._since: float | None = None  # time at which the round began
+        self._pauses, self._is_opening, self._is_closed = 0, False, False
+        # Time at which the round was opened, or `take_busy` was called last within it; None without a round.
+        self._since: float | None = None
         self._busy = 0.0
 
     def take(self) -> Taken[Sampled]:
@@ -91,6 +92,8 @@ class GroupStream:
             self._pauses += 1
             if self._rollout.on_update == OnUpdate.wait:
                 self._changed.wait_for(lambda: self._since is None or self._error)
+            # The engines refuse to open a round during an update.
+            self._changed.wait_for(lambda: not self._is_opening or self._error)
         try:
             yield
         finally:
@@ -127,7 +130,7 @@ class GroupStream:
         except BaseException as raised:  # `take` raises it in the driver's thread
             error = raised
         with self._changed:
-            self._error, self._since, self._loop, self._main = error, None, None, None
+            self._error, self._since = error, None
             self._changed.notify_all()
 
     async def _sample_until_closed(self) -> None:
@@ -135,13 +138,18 @@ class GroupStream:
         with self.lock:
             self._loop, self._main = asyncio.get_running_loop(), asyncio.current_task()
         over_updates = self._rollout.on_update != OnUpdate.wait
-        while not self._is_closed:
-            if self._begun():
-                async with self._manager.round(Caller.train, self._rollout, over_updates) as round:
-                    await self._sample_in(round)
-                self._ended()
-            else:
-                await self._next_change()
+        try:
+            while not self._is_closed:
+                if self._begun():
+                    async with self._manager.round(Caller.train, self._rollout, over_updates) as round:
+                        self._opened()
+                        await self._sample_in(round)
+                    self._ended()
+                else:
+                    await self._next_change()
+        finally:
+            with self.lock:
+                self._loop = self._main = None
 
     async def _next_change(self) -> None:
         await self._woken.wait()
@@ -154,8 +162,13 @@ class GroupStream:
             self._hand_over()
             is_necessary = self._room() > 0
             if is_necessary:
-                self._since = time.perf_counter()
+                self._since, self._is_opening = time.perf_counter(), True
             return is_necessary
+
+    def _opened(self) -> None:
+        with self._changed:
+            self._is_opening = False
+            self._changed.notify_all()
 
     def _ended(self) -> None:
         with self._changed:

@@ -1,7 +1,7 @@
 """The Ray actors of engines: one for each node of each engine."""
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import ray
 
@@ -82,12 +82,11 @@ class EngineActors:
             self.engines.append(None)
             self._others.append({})
 
-    def start(self, indices: Iterable[int]) -> None:
+    def start(self, indices: Iterable[int], addresses: Mapping[int, str]) -> None:
         """Start the engines with these indices, with one Ray actor on each node of each engine.
 
-        Raises ProcessLost if a node does not report a free port for an engine's rendezvous.
+        addresses: what `addresses` has returned for these engines.
         """
-        addresses = self._addresses(indices)
         for index in indices:
             arguments, options = self._settings[index]
             # With the same seed, a replacement would repeat the random numbers of the engine's first steps.
@@ -110,13 +109,15 @@ class EngineActors:
             self._others[index] = others
             self._hang_detector.add(self.processes[index], self.engines[index])
 
-    def _addresses(self, indices: Iterable[int]) -> dict[int, str]:
+    def addresses(self, indices: Iterable[int]) -> dict[int, str]:
         """Return {engine index: host:port at which the engine's processes find each other (rendezvous)}.
 
         Only engines on several nodes, or with data-parallel attention, need an address. The first node of
         each such engine is asked for a free port, all nodes at the same time.
 
         indices: indices of the engines.
+
+        Raises ProcessLost if a node does not report a free port.
         """
         asked = {}
         for index in indices:

@@ -2,79 +2,88 @@
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-
-from grpo_megatron.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 # Number of times that a lost engine is started, and the seconds between two starts.
 _STARTS, _BETWEEN_SECONDS = 3, 10.0
+# An engine that is lost this often, each time before it has served for two weight updates, stays away.
+_EARLY_LOSSES = 3
 
 
 class _State(Enum):
     serving = "it has the newest weights, and gets requests"
     starting = "it was lost, and is being started again"
     ready = "it has started again, and gets weights with the next update"
-    gone = "it was lost, and could not be started again"
+    gone = "it was lost, and is not started again"
 
 
 class Membership:
     """The engines of a pool. An engine that is lost is started again in a thread, while the others serve.
 
-    It gets requests only after a weight update in which it has taken part.
+    It gets requests only after a weight update in which it has taken part. An engine is identified by its
+    index and by the number of its starts, which tells its process from the one that was there before.
     """
 
     def __init__(self, names: Sequence[str], start_again: Callable[[int], None]):
         """Begin with engines that all serve.
 
         names: names of the engines, for messages.
-        start_again: starts an engine again, and returns when it is ready. It may raise UserError. Its
-            argument is the engine's index.
+        start_again: starts an engine again, and returns when it is ready. Its argument is the engine's index.
         """
         self._names, self._start_again = names, start_again
         self._lock = threading.Lock()
         self._states = [_State.serving] * len(names)
         self._starts = [0] * len(names)
+        self._updates = [2] * len(names)  # number of updates since the engine serves
+        self._early_losses = [0] * len(names)
         self._threads: list[threading.Thread] = []
         self._closed = threading.Event()
 
     @property
-    def serving(self) -> list[int]:
-        """Indices of the engines that get requests."""
+    def serving(self) -> dict[int, int]:
+        """{index: number of starts} of the engines that get requests."""
         return self._with(_State.serving)
 
     @property
-    def in_updates(self) -> list[int]:
-        """Indices of the engines that take part in the next weight update."""
+    def in_updates(self) -> dict[int, int]:
+        """{index: number of starts} of the engines that take part in the next weight update."""
         return self._with(_State.serving, _State.ready)
 
-    def _with(self, *states: _State) -> list[int]:
+    def _with(self, *states: _State) -> dict[int, int]:
         with self._lock:
-            return [index for index, state in enumerate(self._states) if state in states]
+            return {index: self._starts[index] for index, state in enumerate(self._states) if state in states}
 
-    def starts(self, index: int) -> int:
-        """Return how often an engine was started again."""
-        return self._starts[index]
+    def lose(self, index: int, starts: int, error: Exception) -> None:
+        """Remove an engine, and start it again. Do nothing if its process is removed already.
 
-    def lose(self, index: int, error: Exception) -> None:
-        """Remove an engine, and start it again. Do nothing if it is removed already.
-
-        error: the error by which the loss was noticed, for the message.
+        starts: number of starts of the process that was lost.
+        error: the error by which the loss was noticed. It is raised if no other engine serves.
         """
         with self._lock:
-            if self._states[index] not in (_State.serving, _State.ready) or self._closed.is_set():
+            known = self._states[index] in (_State.serving, _State.ready) and self._starts[index] == starts
+            if not known or self._closed.is_set():
                 return
-            self._states[index] = _State.starting
-            left = self._states.count(_State.serving)
+            left = sum(state == _State.serving for other, state in enumerate(self._states) if other != index)
+            if not left:
+                raise error
+            self._early_losses[index] = self._early_losses[index] + 1 if self._updates[index] < 2 else 0
+            stays_away = self._early_losses[index] == _EARLY_LOSSES
+            self._states[index] = _State.gone if stays_away else _State.starting
+            self._updates[index] = 0
+        follows = "is not started again, because it was lost soon after each start"
         logger.warning(
-            f"{error}\n{self._names[index]} is started again; {left} of {len(self._names)} engines serve "
-            "meanwhile, and its groups are sampled anew by them"
+            f"{error}\n{self._names[index]} {follows if stays_away else 'is started again'}; {left} of "
+            f"{len(self._names)} engines serve meanwhile, and its groups are sampled anew by them"
         )
-        thread = threading.Thread(target=self._replace, args=(index,), name="start an engine", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        if not stays_away:
+            thread = threading.Thread(
+                target=self._replace, args=(index,), name="start an engine", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
 
     def _replace(self, index: int) -> None:
         state = _State.gone
@@ -83,7 +92,7 @@ class Membership:
                 self._start_again(index)
                 state = _State.ready
                 break
-            except UserError as error:
+            except Exception as error:
                 if self._closed.is_set():
                     return
                 logger.warning(f"{self._names[index]} could not be started again: {error}")
@@ -94,12 +103,13 @@ class Membership:
         if state == _State.ready:
             logger.info(f"{self._names[index]} has started again, and serves after the next weight sync")
 
-    def updated(self, indices: Sequence[int]) -> None:
-        """Note that engines have the newest weights, so that they get requests."""
+    def updated(self, engines: Mapping[int, int]) -> None:
+        """Note that engines have the newest weights, so that they get requests. engines: as `in_updates`."""
         with self._lock:
-            for index in indices:
-                if self._states[index] == _State.ready:
+            for index, starts in engines.items():
+                if self._starts[index] == starts and self._states[index] in (_State.ready, _State.serving):
                     self._states[index] = _State.serving
+                    self._updates[index] += 1
 
     def stop(self) -> None:
         """Start no engine again from now on."""

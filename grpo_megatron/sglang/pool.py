@@ -1,7 +1,7 @@
 """EnginePool starts, queries, updates and closes all SGLang engines of a run."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import ray
@@ -61,19 +61,21 @@ class EnginePool:
         self._shared, self._starting, self._is_closed = shared, threading.Lock(), False
         self.joined: Callable[[int], None] = lambda index: None
         self.end_ids: frozenset[int] = frozenset()
+        self._hang_detector = hang_detector
         self._nodes = [tuple(slot.node for slot in slots) for slots in cluster.engine_slots]
         self._actors = EngineActors(cluster, config, model, seed, log_dir, hang_detector, routing, shared)
         self._engines, self._processes = self._actors.engines, self._actors.processes
         self._members = self._all_serve()
-        self._updating: list[int] = []  # indices of the engines that take part in the update in progress
-        self._actors.start(range(len(self._engines)))
+        self._updating: dict[int, int] = {}  # the engines of the update in progress, as in `serving`
+        every = range(len(self._engines))
+        self._actors.start(every, self._actors.addresses(every))
 
     def _all_serve(self) -> Membership:
         return Membership([process.name for process in self._processes], self._start_again)
 
     @property
-    def serving(self) -> Sequence[int]:
-        """Indices of the engines that get requests."""
+    def serving(self) -> dict[int, int]:
+        """{index: number of starts} of the engines that get requests."""
         return self._members.serving
 
     @property
@@ -82,9 +84,9 @@ class EnginePool:
 
         Without an update, it is each engine that serves.
         """
-        return tuple((index, self._members.starts(index)) for index in self._in_update())
+        return tuple(self._in_update().items())
 
-    def _in_update(self) -> list[int]:
+    def _in_update(self) -> dict[int, int]:
         return self._updating or self._members.serving
 
     @property
@@ -97,23 +99,26 @@ class EnginePool:
         """The node of each rank of each member."""
         return tuple(node for index in self._in_update() for node in self._nodes[index])
 
-    def lost(self, index: int, error: Exception) -> None:
+    def lost(self, index: int, starts: int, error: Exception) -> None:
         """Replace an engine that has died or has wrong weights. Its requests must be sent to other engines.
 
+        index, starts: the engine, as in `serving` or `members`. Nothing is done if it was replaced already.
         error: the error by which the loss was noticed. It is raised if no engine is left, or if the engines
             share their devices with the trainer. The caller then has to call `recover`.
         """
-        if self._shared or not set(self.serving) - {index}:
+        if self._shared:
             raise error
-        self._members.lose(index, error)
+        self._members.lose(index, starts, error)
 
     def _start_again(self, index: int) -> None:
         """Start an engine again, and wait until it is ready. Raises UserError if it does not start."""
+        self._hang_detector.outlived(self._engines[index])
         self._actors.close([index])
+        addresses = self._actors.addresses([index])  # takes long if a node is gone
         with self._starting:
             if self._is_closed:
                 raise ProcessLost("the engines have been stopped")
-            self._actors.start([index])
+            self._actors.start([index], addresses)
         self._actors.wait_until_ready([index])
 
     def recover(self, anew: bool) -> None:
@@ -126,7 +131,7 @@ class EnginePool:
             it is unknown which memory they have released.
         """
         self._members.stop()
-        resets = {index: self._engines[index].reset.remote() for index in self.serving}
+        resets = {index: self._engines[index].reset.remote() for index in self._members.in_updates}
         ray.wait(list(resets.values()), num_returns=len(resets), timeout=_RESET_SECONDS)
         kept = {index for index, reset in resets.items() if not anew and _answered_yes(reset)}
         lost = [index for index in range(len(self._engines)) if index not in kept]
@@ -134,9 +139,9 @@ class EnginePool:
             self._is_closed = True
         self._actors.close(lost)
         self._members.join()
-        self._actors.start(lost)
+        self._actors.start(lost, self._actors.addresses(lost))
         self._members, self._is_closed = self._all_serve(), False
-        self._updating, self._released = [], set()
+        self._updating, self._released = {}, set()
         self.admission.restart()
 
     def wait_until_ready(self) -> None:
@@ -160,7 +165,7 @@ class EnginePool:
         The result for a sequence of n tokens is float32 [n - 1], because its first token has no log-prob.
         """
         self.admission.must_be_open()
-        first = self.serving[0]
+        first = next(iter(self.serving))
         return fetch(self._engines[first].score.remote(sequences), self._processes[first], "score")
 
     def score_on_all(self, sequences: list[list[int]]) -> list[list[np.ndarray]]:
@@ -197,10 +202,9 @@ class EnginePool:
         self.admission.close(Closed.updating, "begin a weight update")
         self._updating = self._members.in_updates
         for index, error in self._begin_on(self._updating).items():
-            self.lost(index, error)
-            self._updating.remove(index)
+            self.lost(index, self._updating.pop(index), error)
 
-    def _begin_on(self, indices: Sequence[int]) -> dict[int, ProcessLost]:
+    def _begin_on(self, indices: Iterable[int]) -> dict[int, ProcessLost]:
         """Begin an update of engines. Return the errors of those that have died since their last request."""
         begun = {index: self._engines[index].begin_update.remote(self._keeps_cache) for index in indices}
         died = {}
@@ -224,13 +228,14 @@ class EnginePool:
 
     def end_update(self, version: int) -> None:
         """End the weight update and resume serving. Completions then report weight version `version`."""
-        self._updating = [index for index in self._updating if index in self._members.in_updates]
+        # Without engines that were lost meanwhile. Their replacements have not got the weights.
+        self._updating = dict(self._updating.items() & self._members.in_updates.items())
         self._on_all("end_update", version, self._keeps_cache)
         self.weight_version = version
-        for index in sorted(set(self._updating).difference(self.serving)):
+        for index in self._updating.keys() - self.serving.keys():
             self.joined(index)
         self._members.updated(self._updating)
-        self._updating = []
+        self._updating = {}
         self.admission.open(Closed.updating, Closed.unsynced)
 
     def release_memory(self) -> None:
@@ -269,7 +274,7 @@ class EnginePool:
         return max(self._on_all("occupied").values())
 
     def _on_all(self, method: str, *arguments) -> dict:
-        members = self._in_update()
+        members = list(self._in_update())
         calls = {
             number: getattr(self._engines[index], method).remote(*arguments)
             for number, index in enumerate(members)

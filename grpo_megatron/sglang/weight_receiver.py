@@ -108,6 +108,7 @@ def _receiver(command: SyncCommand, me: EngineRank, model: torch.nn.Module) -> W
     if kept is None or kept.setup != command.setup:
         if kept is not None:
             kept.close()
+            kept = model.__dict__[_RECEIVER] = None  # its buffers are freed before others are allocated
         device = next(model.parameters()).device
         kept = model.__dict__[_RECEIVER] = WeightReceiver(command.setup, me, device)
     return kept

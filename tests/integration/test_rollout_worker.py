@@ -66,7 +66,7 @@ def manager(ray_here, tmp_path):
     worker = RolloutWorker(place, build, HangDetector(str(tmp_path), 600))
     ray.get(worker.started)
     engines = FakeEngines()
-    engines.serving = [0, 1]
+    engines.serving = {0: 0, 1: 0}
     yield RolloutManager(engines, [worker, worker])
     worker.close()
 

@@ -55,7 +55,7 @@ def test_groups_of_an_engine_that_dies_are_sampled_by_another():
     assert all(len(group.samples) == 2 for group in groups)
     assert {group.engine for group in groups[2:]} == {0}
     assert {uid for engine, uid in engines.asked if engine == 1} == {1, 3, 5, 7}
-    assert engines.serving == [0]
+    assert engines.serving == {0: 0}
     again = manager.generate(prompts(*range(4)), ROLLOUT)
     assert {group.engine for group in again} == {0}
 
@@ -70,7 +70,7 @@ def test_the_loss_of_all_engines_is_an_error():
 
 def test_a_group_that_kills_engines_is_not_sampled_for_ever():
     engines = Dying(deadly={3}, dies=(0, 1))
-    engines.lost = lambda index, error: engines.dead.clear()  # they come back at once
+    engines.lost = lambda *_: engines.dead.clear()  # they come back at once
     with pytest.raises(EngineLost, match="died in `generate`"):
         manager_of(engines, SingleTurn(Rewards())).generate(prompts(3), ROLLOUT)
     assert len(engines.asked) == 3 * 2

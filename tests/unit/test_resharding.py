@@ -83,7 +83,7 @@ class Target(Processes):
     processes = property(lambda self: list(range(self.plan.layouts.num_engines)))
     members, nodes = ((0, 0), (1, 0)), ()
 
-    def lost(self, index, error):
+    def lost(self, index, starts, error):
         raise error
 
     def receive_weights(self, command):
@@ -245,19 +245,19 @@ def test_a_tensor_whose_digest_differs_is_named(driver):
 @pytest.mark.parametrize("alter", [{"wrong": ("model.norm.weight",)}, {"link_checksums": {}}])
 def test_one_engine_of_two_with_wrong_weights_is_lost_and_the_sync_succeeds(driver, alter):
     lost = []
-    driver.target.lost = lambda index, error: lost.append((index, str(error)))
+    driver.target.lost = lambda index, starts, error: lost.append((index, starts, str(error)))
     driver.target.members = ((4, 0), (7, 2))
     driver.target.alter = lambda me, report: replace(report, **alter) if me.engine else report
     tensors = hf_tensors(DENSE, 1)
     driver.sync(tensors)
     driver.check(tensors)
-    ((index, text),) = lost
-    assert index == 7
-    assert "engine 1" in text
+    ((*engine, text),) = lost
+    assert engine == [7, 2]
+    assert "engine 7" in text
 
 
 def test_all_engines_with_wrong_weights_are_an_error(driver):
-    driver.target.lost = lambda index, error: pytest.fail("lost")
+    driver.target.lost = lambda *_: pytest.fail("lost")
     driver.target.alter = lambda me, report: replace(report, wrong=("model.norm.weight",))
     with pytest.raises(RuntimeError, match=r"rank 0 of engine 0, .* at rank 1 of engine 1"):
         driver.sync(hf_tensors(DENSE, 1))

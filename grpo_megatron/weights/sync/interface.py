@@ -46,10 +46,10 @@ class WeightTarget(Protocol):
         Return one Ray reference per engine, to the list of SyncReports of the engine's ranks.
         """
 
-    def lost(self, index: int, error: Exception) -> None:
+    def lost(self, index: int, starts: int, error: Exception) -> None:
         """Remove an engine, which has wrong weights. Raises the error if the engines cannot go on without it.
 
-        index: the first number of its entry in `members`.
+        index, starts: its entry in `members`.
         """
 
     def end_update(self, version: int) -> None:

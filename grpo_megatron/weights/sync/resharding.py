@@ -121,19 +121,23 @@ class Resharding:
         Raises RuntimeError if all engines are wrong, because the trainer or the transport is then the cause.
         """
         faults = {}
-        for number, (index, _) in enumerate(target.members):
+        for number, member in enumerate(target.members):
             try:
                 self._compare(sent, {me: one for me, one in received.items() if me.engine == number})
             except RuntimeError as error:
-                faults[index] = error
+                faults[member] = error
         if len(faults) == len(target.members):
             self._compare(sent, received)
-        for index, error in faults.items():
-            target.lost(index, error)
+        for (index, starts), error in faults.items():
+            target.lost(index, starts, error)
 
     def _compare(self, sent: list[SyncReport], received: dict[EngineRank, SyncReport]) -> None:
-        _compare_digests(received)
+        self._compare_digests(received)
         self._compare_links(sent, received)
+
+    def _shown(self, me: EngineRank) -> EngineRank:
+        """Return the engine rank with the engine's own index, for messages. The plan numbers the members."""
+        return me._replace(engine=self._members[me.engine][0])
 
     def _command(self, kind: SyncKind, version: int) -> SyncCommand:
         self._sync_id += 1
@@ -171,6 +175,21 @@ class Resharding:
         dtypes = {name: dtype for own in described.values() for name, (_, dtype) in own.items()}
         self._setup = replace(self._setup, dtypes=tuple(sorted(dtypes.items(), key=lambda item: item[0])))
 
+    def _compare_digests(self, received: dict[EngineRank, SyncReport]) -> None:
+        """Raise RuntimeError if the digests (checksums) of some tensors differ between engines and trainer.
+
+        The message names these tensors.
+
+        received: the report of each engine rank.
+        """
+        wrong = [f"{name} at {self._shown(me)}" for me, report in received.items() for name in report.wrong]
+        if wrong:
+            more = f" (and {len(wrong) - _SHOWN} more)" if len(wrong) > _SHOWN else ""
+            raise RuntimeError(
+                "after the weight sync, the engines do not have the trainer's weights: the digests differ "
+                f"for {', '.join(wrong[:_SHOWN])}{more}; try another weight_sync.transport"
+            )
+
     def _compare_links(self, sent: list[SyncReport], received: dict[EngineRank, SyncReport]) -> None:
         """Raise RuntimeError unless each engine rank received all that the trainer ranks sent to it.
 
@@ -187,9 +206,9 @@ class Resharding:
             )
             if different:
                 raise RuntimeError(
-                    f"{me} did not load the weights that the trainer sent: the checksums of these links "
-                    f"differ: {', '.join(different[:_SHOWN])} (each named TRAINER_RANK-ENGINE.RANK); try "
-                    "another weight_sync.transport"
+                    f"{self._shown(me)} did not load the weights that the trainer sent: the checksums of "
+                    f"these links differ: {', '.join(different[:_SHOWN])} (each named "
+                    "TRAINER_RANK-ENGINE.RANK); try another weight_sync.transport"
                 )
 
     @cached_property
@@ -237,22 +256,6 @@ def parameter_differences(
             elif dtype != dtypes.get(name, dtype):
                 found.setdefault(name, f"{me} has {name} in {dtype} instead of {dtypes[name]}")
     return list(found.values())
-
-
-def _compare_digests(received: dict[EngineRank, SyncReport]) -> None:
-    """Raise RuntimeError if the digests (checksums) of some tensors differ between engines and trainer.
-
-    The message names these tensors.
-
-    received: the report of each engine rank.
-    """
-    wrong = [f"{name} at {me}" for me, report in received.items() for name in report.wrong]
-    if wrong:
-        more = f" (and {len(wrong) - _SHOWN} more)" if len(wrong) > _SHOWN else ""
-        raise RuntimeError(
-            "after the weight sync, the engines do not have the trainer's weights: the digests differ for "
-            f"{', '.join(wrong[:_SHOWN])}{more}; try another weight_sync.transport"
-        )
 
 
 def _by_rank(reports) -> dict[EngineRank, SyncReport]:
