@@ -324,8 +324,9 @@ def _sorted(of_bundles: list[list[Slot]]) -> list[Slot]:
     """
     if not of_bundles:
         return []
-    address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    order = {node["NodeID"]: int(node["Labels"].get(NODE_ORDER, 0)) for node in ray.nodes()}
+    alive = [node for node in ray.nodes() if node["Alive"]]  # Ray also lists nodes that have left
+    address = {node["NodeID"]: node["NodeManagerAddress"] for node in alive}
+    order = {node["NodeID"]: int(node["Labels"].get(NODE_ORDER, 0)) for node in alive}
 
     def numeric(ip: str) -> tuple:
         return tuple(int(part) for part in ip.split(".")) if ip.replace(".", "").isdigit() else (ip,)

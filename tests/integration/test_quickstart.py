@@ -130,7 +130,8 @@ def test_sampling_beside_training_learns_it_too(roots):
     ages = [row["staleness/max"] for row in rows if "staleness/max" in row]
     assert ages == [0, *[1] * (len(ages) - 1)]
     books = run("-m", "grpo_megatron.cli", "ledger", folder)
-    assert books[-1].split()[1:] == ["15360", "15360", *["0"] * 4], books[-1]
+    # total, admitted, trained, filtered, failed, lost, waiting
+    assert books[-1].split()[1:7] == ["15360", "15360", *["0"] * 4], books[-1]
 
 
 def test_a_reward_model_of_preferences_takes_the_place_of_the_answers(tmp_path):
