@@ -75,7 +75,7 @@ ROLLOUT = RuleBook(
     ),
     excludes(
         "rollout.staleness",
-        "rollout.dynamic_sampling.over_sampling!=1",
+        "rollout.dynamic_sampling.over_sampling!=1.0",
         "groups that are sampled ahead already take the place of those that filters drop; set "
         "rollout.dynamic_sampling.over_sampling=1",
         _TRAIN,

@@ -16,8 +16,6 @@ from tests.integration.train_runs import arguments, metrics
 
 pytestmark = pytest.mark.slow
 
-STEPS = 120
-
 
 def serving(folder) -> list[float]:
     """Return how many engines served in each step so far."""
@@ -54,13 +52,14 @@ class Killer(threading.Thread):
 
 
 @pytest.mark.parametrize(
-    ("title", "times", "changes"),
+    ("title", "times", "num_steps", "changes"),
     [
-        (SCHEDULER, 2, ()),
-        (ENGINE, 1, ()),
+        (SCHEDULER, 2, 120, ()),
+        (ENGINE, 1, 120, ()),
         (
             SCHEDULER,
             2,
+            420,
             (
                 "rollout.staleness=2",
                 "rollout.on_update=continue",
@@ -72,11 +71,12 @@ class Killer(threading.Thread):
     ids=["scheduler", "actor", "scheduler beside training"],
 )
 def test_the_other_engine_goes_on_and_the_lost_one_comes_back(
-    ray_here, arithmetic, tmp_path, capsys, title, times, changes
+    ray_here, arithmetic, tmp_path, capsys, title, times, num_steps, changes
 ):
+    """num_steps: so many that each engine is started again before the end."""
     killer = Killer(title, tmp_path, times, seed=len(changes))
     killer.start()
-    steps = ["rollout.engine.num_engines=2", f"run.total_steps={STEPS}", "rollout.max_response_length=24"]
+    steps = ["rollout.engine.num_engines=2", f"run.total_steps={num_steps}", "rollout.max_response_length=24"]
     status = main(["train", *arguments(arithmetic, tmp_path, *steps, *changes)])
     killer.stop()
     said = capsys.readouterr().out
@@ -87,10 +87,10 @@ def test_the_other_engine_goes_on_and_the_lost_one_comes_back(
     assert "restart" not in said.replace("started again", "")
     assert len(killer.ranks) == 1, "a rank was started again"
     served = serving(tmp_path)
-    assert len(served) == STEPS
+    assert len(served) == num_steps
     assert {1, 2} == set(served)
     assert served[-1] == 2
     assert main(["ledger", f"{tmp_path}/run"]) == 0
     books = capsys.readouterr().out.splitlines()[-1].split()
-    assert books[1] == books[2] == str(STEPS * 6 * 4), books  # admitted, trained
+    assert books[1] == books[2] == str(num_steps * 6 * 4), books  # admitted, trained
     assert set(books[3:7]) == {"0"}, books  # filtered, failed, lost, waiting

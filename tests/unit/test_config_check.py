@@ -57,7 +57,7 @@ def test_check_lists_every_violation_and_what_it_could_not_look_at(capsys, tmp_p
 
 
 def test_check_passes_a_legal_configuration(capsys):
-    for path in ("configs/quickstart.yaml", "configs/gsm8k_cpu.yaml"):
+    for path in ("configs/quickstart.yaml", "configs/quickstart_async.yaml", "configs/gsm8k_cpu.yaml"):
         text = config(capsys, "check", "--config", path, "model.path=/nowhere", "data.train=/nowhere.jsonl")
         assert "no violations" in text
         assert "checked: schema; rules across keys" in text
