@@ -1,5 +1,6 @@
 """The books: counts of samples by step and state, and the check that every sample ends exactly once."""
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,9 @@ from grpo_megatron.samples.entries import FINAL, SampleState
 # Counts of a step: samples by state, prompts that are used up, and tokens of trained samples.
 COUNTED = ("admitted", "trained", "filtered", "failed", "lost", "prompts", "tokens")
 _COLUMN = {name: column for column, name in enumerate(COUNTED)}
+# Number of steps for which the samples that they admitted are remembered. It is larger than the largest
+# rollout.staleness, so that no group is overtaken for longer.
+_OVERTAKING_STEPS = 128
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ class Books:
         self.faults: list[Fault] = []
         self.waiting = np.zeros(0, np.int64)
         self.highest = -1
+        self._recent: deque[np.ndarray] = deque()  # samples that the last steps have admitted, sorted
+        self._lowest = -1  # no sample up to this id may be admitted any more
         self._before = np.array([summary["totals"][name] for name in COUNTED], np.int64)
         # Counts from step `first` on, with unused rows at the end.
         self._rows = np.zeros((64, len(COUNTED)), np.int64)
@@ -93,9 +99,17 @@ class Books:
 
     def _admit(self, samples: np.ndarray) -> None:
         new, times = np.unique(samples, return_counts=True)
-        # Ids rise from step to step, so that it is enough to remember the highest.
-        self._fault(new[(times > 1) | (new <= self.highest)], "was admitted twice")
+        again = times > 1
+        if new[0] <= self.highest:
+            # Ids rise in the order in which groups are started. Others may overtake a group for a few steps.
+            again |= new <= self._lowest
+            for earlier in self._recent:
+                again |= _are_in(new, earlier)
+        self._fault(new[again], "was admitted twice")
         self.highest = max(self.highest, int(new[-1]))
+        self._recent.append(new)
+        if len(self._recent) > _OVERTAKING_STEPS:
+            self._lowest = max(self._lowest, int(self._recent.popleft()[-1]))
         self.waiting = np.union1d(self.waiting, new)
 
     def _note(self, state: SampleState, samples: np.ndarray) -> None:
@@ -125,6 +139,7 @@ class Books:
         _lose(self._rows[step + 1 - self.first :])
         self.faults = [fault for fault in self.faults if fault.step <= step]
         self.waiting, self.highest, self.step = self.waiting[:0], -1, step
+        self._recent, self._lowest = deque(), -1
 
     def _row(self, step: int) -> np.ndarray:
         place = step - self.first

@@ -114,6 +114,23 @@ def fault_of(call) -> str:
     return str(caught.value).split("balance: ")[1].split(". ")[0]
 
 
+def test_groups_may_overtake_others_but_not_come_twice(tmp_path):
+    """A step with rollout.order=window trains on a group that was started before others of earlier steps."""
+    ledger = Ledger(str(tmp_path))
+    for step, numbers in enumerate(([0, 2], [3, 1], [6, 4], [5, 7]), 1):
+        train(ledger, step, [group(number) for number in numbers])
+    with pytest.raises(UserError, match="step 5: each of the samples 8, 9 was admitted twice"):
+        ledger.taken(5, [group(8), group(4)], ())
+
+
+def test_a_group_that_comes_again_much_later_is_noticed(tmp_path):
+    ledger = Ledger(str(tmp_path))
+    for step in range(1, 140):
+        train(ledger, step, [group(step)])
+    with pytest.raises(UserError, match="step 140: each of the samples 6, 7 was admitted twice"):
+        ledger.taken(140, [group(3), group(140)], ())
+
+
 def test_a_sample_that_is_planted_twice_is_noticed(tmp_path):
     ledger = ledger_of(tmp_path, 1)
     assert (
