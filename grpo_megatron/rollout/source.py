@@ -41,10 +41,7 @@ class Rollout:
 
 
 class EngineRollouts:
-    """Samples each training step's groups from the engines, and records them if rollout.record is set.
-
-    metrics: {name: value} of engines and of sampling ahead, from the last call of `take`
-    """
+    """Samples each training step's groups from the engines, and records them if rollout.record is set."""
 
     def __init__(self, manager: RolloutManager, config: Config, prompts: PromptSource, resumed: int = 0):
         """Prepare sampling, and open the recording if rollout.record is set.
@@ -65,7 +62,7 @@ class EngineRollouts:
             config.run.total_steps - resumed,
         )
         self._stream = GroupStream(manager, self._next_groups, self._judge, rollout, slots)
-        self._slots, self.metrics = slots, {}
+        self._slots = slots
         self._unsettled_ids: list[int] = []  # of groups that an earlier run started, and that come first
         self._recorder = None
         if config.rollout.record:
@@ -92,7 +89,6 @@ class EngineRollouts:
         with self._stream.lock:
             self._prompts.settle([one.group.prompt for one in (*taken.batch, *taken.refused)])
             self._prompts.take_back([group.prompt for group in aborted])
-        self.metrics = self._measured()
         left_out = [one.left_out for one in left]
         left_out.append(LeftOut(rows_of(aborted, self._config.rollout.n), SampleState.lost, ABORTED))
         if self._recorder:
@@ -165,7 +161,12 @@ class EngineRollouts:
         """Return a context in which the engines may get new weights."""
         return self._stream.updating()
 
-    def _measured(self) -> dict[str, float]:
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics {name: value} of engines and of sampling ahead. The loop reads them at the end of a step.
+
+        rollout/sampling_seconds counts from the time at which they were read before.
+        """
         measured = {}
         if self._config.rollout.engine.num_engines > 1:
             measured["rollout/engines"] = float(self._manager.num_serving)
