@@ -121,8 +121,8 @@ def step(sampled, engine, number, seconds=0.0):
     return rollout, ages["staleness/max"], running
 
 
-@pytest.mark.parametrize("on_update", ["wait", "continue", "keep"])
-@pytest.mark.parametrize("ahead", [0, 1, 2, 3])
+@pytest.mark.parametrize("on_update", ["wait", "continue"])
+@pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_every_prompt_is_trained_once_and_no_sample_is_too_old(rollouts, ahead, on_update):
     """Rules R0 and R2: the age is bounded by counting, and computed when a group is trained."""
     rng = random.Random(ahead)
@@ -130,13 +130,13 @@ def test_every_prompt_is_trained_once_and_no_sample_is_too_old(rollouts, ahead, 
     engine = Engine(times.__getitem__)
     sampled = rollouts(engine, f"rollout.staleness={ahead}", f"rollout.on_update={on_update}")
     trained, oldest, interrupted = [], [], 0
-    for number in range(1, 13):
+    for number in range(1, 9):
         rollout, age, running = step(sampled, engine, number, seconds=rng.choice([0.0, 0.02]))
         trained += uids(rollout)
         oldest.append(age)
         interrupted += len(running)
         assert not running or (ahead and on_update != "wait")
-    assert trained == list(range(12 * BATCH))
+    assert trained == list(range(8 * BATCH))
     assert min(ahead, 1) <= max(oldest) <= ahead
     assert interrupted or not ahead or on_update == "wait"
     assert len(engine.started) == len(set(engine.started)) * N, "a group was sampled twice"
