@@ -232,6 +232,7 @@ COMMANDS = {
     "python benchmarks/memory.py": ByTest(BENCHMARK, '"memory": '),
     "python benchmarks/reshard.py": ByTest(BENCHMARK, '"reshard": '),
     "python benchmarks/rewards.py": ByTest(BENCHMARK, '"rewards": '),
+    "python benchmarks/rollout.py": ByTest(BENCHMARK, '"rollout": '),
     "python benchmarks/schedule.py": ByTest(BENCHMARK, '"schedule": '),
     "python benchmarks/train_step.py": ByTest(BENCHMARK, '"train_step": '),
     "python benchmarks/real_model.py": ByTest(
