@@ -227,6 +227,7 @@ COMMANDS = {
     "python benchmarks/convert.py": ByTest(BENCHMARK, '"convert": '),
     "python benchmarks/exchange.py": ByTest(BENCHMARK, '"exchange": '),
     "python benchmarks/controller.py": ByTest(BENCHMARK, '"controller": '),
+    "python benchmarks/engine_death.py": ByTest(BENCHMARK, '"engine_death": '),
     "python benchmarks/ledger.py": ByTest(BENCHMARK, '"ledger": '),
     "python benchmarks/loop.py": ByTest(BENCHMARK, '"loop": '),
     "python benchmarks/memory.py": ByTest(BENCHMARK, '"memory": '),
