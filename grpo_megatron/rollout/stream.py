@@ -86,7 +86,7 @@ class GroupStream:
     def updating(self) -> Iterator[None]:
         """Start no group within the context, in which the engines get new weights.
 
-        With rollout.on_update=wait, the groups that are being sampled are waited for first.
+        With rollout.on_update=wait, the context begins when no group is being sampled any more.
         """
         with self._changed:
             self._pauses += 1

@@ -60,7 +60,6 @@ class EngineActors:
         self._others: list[dict[Process, ray.actor.ActorHandle]] = []
         # For each engine, its SGLang arguments, and the Ray options of the actor on each of its nodes.
         self._settings: list[tuple[dict, list[dict]]] = []
-        self._seeds: list[int] = []  # of the next start of each engine
         moe = read_architecture(model.path).moe
         self._experts = moe if routing else None
         for index, nodes in enumerate(cluster.engine_nodes):
@@ -78,7 +77,6 @@ class EngineActors:
                 for slots in nodes
             ]
             self._settings.append((arguments, options))
-            self._seeds.append(seed + index)
             self.engines.append(None)
             self._others.append({})
 
@@ -89,11 +87,8 @@ class EngineActors:
         """
         for index in indices:
             arguments, options = self._settings[index]
-            # With the same seed, a replacement would repeat the random numbers of the engine's first steps.
-            arguments = arguments | {"random_seed": self._seeds[index]}
-            self._seeds[index] += _NEXT_SEED
             if index in addresses:
-                arguments |= node_arguments(0, len(options), addresses[index])
+                arguments = arguments | node_arguments(0, len(options), addresses[index])
             others = {}
             for node, of_node in enumerate(options[1:], 1):
                 process = Process(
@@ -107,6 +102,8 @@ class EngineActors:
             start = SGLangEngine.options(**options[0], max_concurrency=1000).remote
             self.engines[index] = start(self.processes[index], arguments, self._experts, others)
             self._others[index] = others
+            # With the same seed, a replacement would repeat the random numbers of the engine's first steps.
+            self._settings[index][0]["random_seed"] += _NEXT_SEED
             self._hang_detector.add(self.processes[index], self.engines[index])
 
     def addresses(self, indices: Iterable[int]) -> dict[int, str]:
