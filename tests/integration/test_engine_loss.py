@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from grpo_megatron.cli import main
+from grpo_megatron.sglang.pool import EnginePool
 from tests.integration.test_recovery import ENGINE, RANK, SCHEDULER, find
 from tests.integration.train_runs import arguments, metrics
 
@@ -27,11 +28,15 @@ def serving(folder) -> list[float]:
 class Killer(threading.Thread):
     """Kills a process of an engine at a random moment, several times: when all engines serve again.
 
+    It does not kill during a weight update, after which all ranks would start again (docs/faults.md).
+
+    updating: is held during weight updates
     ranks: ids of the rank processes that it has seen
     """
 
     def __init__(self, title, folder, times, seed):
         super().__init__(daemon=True)
+        self.updating = threading.Lock()
         self._title, self._folder, self._times = title, folder, times
         self._random, self._ended = random.Random(seed), threading.Event()
         self.kills, self.ranks = 0, set()
@@ -43,12 +48,13 @@ class Killer(threading.Thread):
             returns = sum(before < now for before, now in itertools.pairwise(served))
             if served and returns == self.kills < self._times:
                 time.sleep(self._random.uniform(0.0, 1.0))
-                psutil.Process(self._random.choice(sorted(find(self._title)))).kill()
+                with self.updating:
+                    psutil.Process(self._random.choice(sorted(find(self._title)))).kill()
                 self.kills += 1
 
     def stop(self):
         self._ended.set()
-        self.join()
+        self.join(timeout=30)
 
 
 @pytest.mark.parametrize(
@@ -71,10 +77,22 @@ class Killer(threading.Thread):
     ids=["scheduler", "actor", "scheduler beside training"],
 )
 def test_the_other_engine_goes_on_and_the_lost_one_comes_back(
-    ray_here, arithmetic, tmp_path, capsys, title, times, num_steps, changes
+    ray_here, arithmetic, tmp_path, capsys, monkeypatch, title, times, num_steps, changes
 ):
     """num_steps: so many that each engine is started again before the end."""
     killer = Killer(title, tmp_path, times, seed=len(changes))
+    begin, end = EnginePool.begin_update, EnginePool.end_update
+
+    def begin_update(pool):
+        killer.updating.acquire()
+        begin(pool)
+
+    def end_update(pool, version):
+        end(pool, version)
+        killer.updating.release()
+
+    monkeypatch.setattr(EnginePool, "begin_update", begin_update)
+    monkeypatch.setattr(EnginePool, "end_update", end_update)
     killer.start()
     steps = ["rollout.engine.num_engines=2", f"run.total_steps={num_steps}", "rollout.max_response_length=24"]
     status = main(["train", *arguments(arithmetic, tmp_path, *steps, *changes)])
