@@ -86,9 +86,10 @@ quickstart-real: install
 test: install lint
 	$(BIN)/python -m pytest --instafail -n 2
 
-# One after the other: some of these measure times.
+# First the tests that observe the whole machine, with nothing beside them.
 test-all: install lint
-	$(BIN)/python -m pytest --instafail -m "slow or not slow"
+	$(BIN)/python -m pytest --instafail -m alone
+	$(BIN)/python -m pytest --instafail -n 2 -m "(slow or not slow) and not alone"
 
 # On a machine with a GPU, each within nine minutes. Without one the first skips everything, and `make test` runs the same
 # code with the kernels emulated.

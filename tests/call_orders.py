@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -24,6 +24,22 @@ FAILS = "fails"
 N, CONCURRENCY, SHORT, LONG = 2, 4, 4, 40
 # Seconds until an operation is taken for one that waits forever.
 LIMIT = 60.0
+
+
+def all_orders(names: Sequence[str], length: int) -> list[str]:
+    """Return a sequence in which every order of `length` names, repetitions included, occurs exactly once.
+
+    It has len(names) ** length + length - 1 names (a de Bruijn sequence, made by Martin's greedy algorithm:
+    always append the last name that does not repeat an order).
+    """
+    sequence, seen = [names[0]] * (length - 1), set()
+    while True:
+        recent = sequence[len(sequence) - length + 1 :]
+        following = next((name for name in reversed(names) if (*recent, name) not in seen), None)
+        if following is None:
+            return sequence
+        seen.add((*recent, following))
+        sequence.append(following)
 
 
 class Interrupting:
@@ -84,14 +100,14 @@ class Operations:
         self._prompts = [prompt for prompt in candidates if prompt.uid in self._alone][:4]
         assert len(self._prompts) == 4, self._alone
 
-    def run(self, names: Iterable[str]) -> None:
-        """Run operations one after the other, and then one that shows that nothing is left of them."""
+    def run_all_orders(self, length: int) -> None:
+        """Run operations one after the other, so that every order of `length` of them occurs."""
         done = []
-        for name in (*names, "generate"):
+        for name in all_orders(self.NAMES, length):
             done.append(name)
-            with _limited(" → ".join(done)):
+            with _limited(" → ".join(done[-length - 2 :])):
                 getattr(self, name)()
-                assert self._left() == 0, done
+                assert self._left() == 0, done[-length - 2 :]
 
     def _config(self, length: int) -> RolloutConfig:
         return RolloutConfig(n=N, temperature=0.0, max_response_length=length)

@@ -72,12 +72,30 @@ def smollm2(tmp_path_factory):
     return folder
 
 
+# Modules of tests/integration that only start whole programs. They use neither the Ray nor the ranks that the
+# other tests share, so that either worker can run each of them.
+PROGRAMS = {
+    f"tests/integration/test_{name}.py"
+    for name in (
+        "benchmarks",
+        "browser",
+        "ends",
+        "gpu_pack",
+        "gpu_scripts",
+        "kills",
+        "quickstart",
+        "sglang_releases",
+        "slurm",
+    )
+}
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Distribute the tests of `-n 2`: one worker runs those that share Ray, the other those that share ranks.
 
-    Both then run unit tests. A `--dist` other than `load`, which `-n` implies, uses the plugin's own
-    scheduler.
+    Each then takes a module of PROGRAMS at a time, and then unit tests. A `--dist` other than `load`, which
+    `-n` implies, uses the plugin's own scheduler.
     """
     if config.getoption("dist") != "load":
         return None
@@ -87,8 +105,12 @@ def pytest_xdist_make_scheduler(config, log):
         # The plugin's own `--dist loadgroup` groups nothing under pytest 9.2, because node ids cannot be
         # changed there.
         def _split_scope(self, nodeid):
-            kind = nodeid.split("/")[1]
-            return nodeid if kind == "unit" else "Ray" if kind == "integration" else "ranks"
+            module = nodeid.split("::")[0]
+            if module.startswith("tests/unit/"):
+                return nodeid
+            if module in PROGRAMS:
+                return module
+            return "Ray" if module.startswith("tests/integration/") else "ranks"
 
     return Scheduling(config, log)
 

@@ -1,7 +1,5 @@
 """All orders of public calls, in pairs and triples, against a real engine and its rollout worker."""
 
-import itertools
-
 import pytest
 import ray
 import torch
@@ -107,12 +105,5 @@ def check_stopped(manager, engines, prompts):
             call()
 
 
-def test_no_order_of_two_calls_does_harm(operations):
-    for names in itertools.product(Operations.NAMES, repeat=2):
-        operations.run(names)
-
-
-@pytest.mark.parametrize("first", Operations.NAMES)
-def test_no_order_of_three_calls_does_harm(operations, first):
-    for names in itertools.product(Operations.NAMES, repeat=2):
-        operations.run((first, *names))
+def test_no_order_of_two_or_three_calls_does_harm(operations):
+    operations.run_all_orders(3)

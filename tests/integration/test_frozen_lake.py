@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
 def test_grpo_finds_the_way_on_maps_that_it_has_not_seen(tmp_path):

@@ -19,7 +19,7 @@ from grpo_megatron.cluster.store import StoreServer
 from tests.integration.ends import LiveRun, arguments
 from tests.sockets import SocketWatch, listening
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1800)]
 
 # Several runs of this test on one machine do not meet.
 NUMBER = os.getpid() % 256

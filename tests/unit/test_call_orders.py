@@ -21,7 +21,7 @@ from grpo_megatron.rollout.episodes import SingleTurn
 from grpo_megatron.sglang.admission import Admission, Closed
 from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.sglang.request import Completion, Request
-from tests.call_orders import CONCURRENCY, FAILS, Operations
+from tests.call_orders import CONCURRENCY, FAILS, Operations, all_orders
 from tests.rollouts import manager_of
 
 
@@ -148,14 +148,17 @@ def operations():
     )
 
 
-@pytest.mark.parametrize("first", Operations.NAMES)
-def test_no_order_of_two_calls_does_harm(operations, first):
-    for second in Operations.NAMES:
-        operations.run((first, second))
+def test_every_order_occurs_once():
+    for length in (1, 2, 3):
+        sequence = all_orders("abcd", length)
+        orders = [tuple(sequence[i : i + length]) for i in range(len(sequence) - length + 1)]
+        assert sorted(orders) == sorted(itertools.product("abcd", repeat=length))
+
+
+def test_no_order_of_two_calls_does_harm(operations):
+    operations.run_all_orders(2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", Operations.NAMES)
-def test_no_order_of_three_calls_does_harm(operations, first):
-    for others in itertools.product(Operations.NAMES, repeat=2):
-        operations.run((first, *others))
+def test_no_order_of_three_calls_does_harm(operations):
+    operations.run_all_orders(3)
