@@ -80,6 +80,7 @@ PROGRAMS = {
         "benchmarks",
         "browser",
         "ends",
+        "frozen_lake",
         "gpu_pack",
         "gpu_scripts",
         "kills",

@@ -142,7 +142,7 @@ COMMANDS = {
     "grpo-megatron train --config configs/reward_model_grpo.yaml": ByTest(PIPELINE, "reward_model_grpo"),
     "python tools/preference_pipeline.py": ByTest(PIPELINE, "tools/preference_pipeline.py"),
     "grpo-megatron train --config FILE [key=value ...]": ByTest(
-        "tests/integration/test_quickstart.py::test_two_engines_and_two_replicas_learn_it_too",
+        "tests/integration/test_quickstart.py::test_sampling_beside_training_learns_it_too",
         '"train", "--config"',
     ),
     "grpo-megatron train --config configs/gsm8k_cpu.yaml data.train=PATH/train.jsonl": ByTest(
