@@ -115,6 +115,7 @@ class Job:
         ports = ["--min-worker-port=0", "--max-worker-port=0"]
         others = [
             "--include-dashboard=false",
+            "--no-monitor",
             "--disable-usage-stats",
             "--num-cpus=4",
             f"--temp-dir={temporary}",
