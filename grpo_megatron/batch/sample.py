@@ -196,7 +196,7 @@ class Group:
     failed: int = 0
     """Number of trajectories that were left out because their reward or environment failed."""
     engine: int = 0
-    """Index of the engine that generated the samples. Their arrays are on this engine's node."""
+    """Index of the engine that began to generate the samples. Their arrays are on this engine's node."""
 
     @property
     def trajectories(self) -> list[tuple[Sample, ...]]:

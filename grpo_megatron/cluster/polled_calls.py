@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import ray
 
 from grpo_megatron.cluster.processes import Process, fetched
+from grpo_megatron.cluster.rounds import Report
 from grpo_megatron.errors import UserError
 
 # Maximum seconds that one poll waits in the actor. It only determines how soon a deadlock is noticed.
@@ -18,6 +19,13 @@ class Answer(Protocol):
 
     key: Any
     """Key of the call."""
+
+
+class _Waiting(NamedTuple):
+    """A call without an answer: the future of its answer, and the listener to its reports."""
+
+    answer: asyncio.Future
+    listener: Callable[[Any], None] | None
 
 
 class PolledCalls:
@@ -50,13 +58,15 @@ class PolledCalls:
         """
         self._process, self._call, self._timeout, self._timed_out = process, call, timeout, timed_out
         self._submit, self._poll_once = submit, poll
-        self._answers: dict[Any, asyncio.Future] = {}
+        self._waiting: dict[Any, _Waiting] = {}  # by key
         self._unsent: list = []
         self._poller: asyncio.Task | None = None
         self._closed = False
 
-    async def call(self, key: Any, item: Any) -> Answer:
+    async def call(self, key: Any, item: Any, listener: Callable[[Any], None] | None = None) -> Answer:
         """Send an item to the actor, and return the answer with this key.
+
+        listener: called with the value of each Report with this key that comes before the answer.
 
         No two calls that wait for their answers may have the same key. Raises ProcessDied if the actor dies,
         the error of any call that failed, UserError after `timeout` seconds without an answer, and
@@ -65,7 +75,8 @@ class PolledCalls:
         if self._closed:
             raise RuntimeError(f"`{self._call}` was called after the end of its round")
         loop = asyncio.get_running_loop()
-        answer = self._answers[key] = loop.create_future()
+        answer = loop.create_future()
+        self._waiting[key] = _Waiting(answer, listener)
         self._unsent.append(item)
         if len(self._unsent) == 1:
             loop.call_soon(self._send)  # it also sends the items that arrive until then
@@ -74,7 +85,7 @@ class PolledCalls:
     async def close(self) -> None:
         """Drop all calls, and make no further ones. Their callers must have been cancelled before."""
         self._closed = True
-        self._answers.clear()
+        self._waiting.clear()
         self._unsent = []
         if self._poller:
             self._poller.cancel()
@@ -92,25 +103,27 @@ class PolledCalls:
         try:
             await self._answer_all()
         except Exception as error:  # passed on to every waiting caller
-            for answer in self._answers.values():
-                if not answer.done():
-                    answer.set_exception(error)
+            for waiting in self._waiting.values():
+                if not waiting.answer.done():
+                    waiting.answer.set_exception(error)
 
     async def _answer_all(self) -> None:
         clock = asyncio.get_running_loop().time
         last_progress = clock()
-        while self._answers:
+        while self._waiting:
             answers = await fetched(self._poll_once(POLL_SECONDS), self._process, self._call)
             if answers is None:
                 raise RuntimeError(
-                    f"{self._process.name} has ended the round of {len(self._answers)} calls of "
+                    f"{self._process.name} has ended the round of {len(self._waiting)} calls of "
                     f"`{self._call}` that still wait for their answers"
                 )
             for answer in answers:
-                waiting = self._answers.pop(answer.key)
+                if isinstance(answer, Report):
+                    self._waiting[answer.key].listener(answer.value)
+                    continue
+                waiting = self._waiting.pop(answer.key).answer
                 if not waiting.done():  # its caller may have been cancelled
                     waiting.set_result(answer)
-            if answers:
                 last_progress = clock()
-            elif self._timeout is not None and clock() - last_progress > self._timeout:
-                raise UserError(self._timed_out(len(self._answers)))
+            if self._waiting and self._timeout is not None and clock() - last_progress > self._timeout:
+                raise UserError(self._timed_out(len(self._waiting)))

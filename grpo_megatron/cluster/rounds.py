@@ -22,6 +22,17 @@ class RoundId(NamedTuple):
     number: int
 
 
+class Report(NamedTuple):
+    """News of a task that still runs. `poll` returns it among the answers.
+
+    key: key of the task's call
+    value: the news
+    """
+
+    key: Any
+    value: Any
+
+
 @dataclass
 class _Round:
     """The newest round of a caller: its number, its tasks that run, and the answers for `poll`."""
@@ -63,14 +74,19 @@ class RoundTasks:
             opened.tasks.add(task)
             task.add_done_callback(opened.tasks.discard)
 
+    def report(self, round: RoundId, report: Report) -> None:
+        """Let `poll` return news of a task. A round that is not open any more is ignored."""
+        if opened := self._opened(round):
+            opened.answers.put_nowait(report)
+
     async def poll(self, round: RoundId, seconds: float, linger: float = 0.0) -> list[Any] | None:
-        """Return the results of tasks of the round that no poll has returned yet.
+        """Return the results and reports of tasks of the round that no poll has returned yet, in their order.
 
-        The list is empty if there is no result in time. The result is None if the round is not open any more.
-        If a task failed, its error is raised.
+        The list is empty if there is none in time. The result is None if the round is not open any more. If
+        a task failed, its error is raised.
 
-        seconds: maximum time to wait for the first result.
-        linger: seconds to wait for further results after the first one.
+        seconds: maximum time to wait for the first result or report.
+        linger: seconds to wait for further ones after the first one.
         """
         opened = self._opened(round)
         if opened is None:

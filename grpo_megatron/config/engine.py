@@ -81,6 +81,14 @@ class EngineConfig:
         "auto: OMP_NUM_THREADS; if it is not set, the node's cores divided among the engine ranks there, "
         "because trainer ranks wait while engines generate.",
     )
+    log_every: int = option(
+        4,
+        "Number of tokens after which an engine reports what it has sampled of a response, if there are "
+        "several engines. If it is lost, another engine continues the response after these tokens. 0: "
+        "another engine samples the response anew.",
+        "tokens",
+        ge=0,
+    )
     # Long, because an FP8 engine whose kernel caches are empty compiles kernels for many minutes.
     start_timeout: float = option(
         1800.0, "Longest time that an engine may take to start.", "seconds", gt=0, le=LONGEST_WAIT

@@ -18,14 +18,16 @@ from grpo_megatron.config.rollout import OnUpdate, RolloutConfig, Strategy
 from grpo_megatron.errors import ProcessLost, UserError
 from grpo_megatron.rollout.beam import BeamSearch, run_search
 from grpo_megatron.rollout.episodes import MultiTurn, SingleTurn
+from grpo_megatron.rollout.played_group import PlayedGroup
 from grpo_megatron.rollout.recording.arrays import RecordedHandles, write_samples
 from grpo_megatron.rollout.trajectory import Episode
 from grpo_megatron.sglang.client import EngineClient, EngineConnection
 from grpo_megatron.sglang.request import Completion, Request
+from grpo_megatron.sglang.response_log import ResponseLog
 
 
 class EngineLost(ProcessDied):
-    """An engine died while it generated a group. Another engine can generate the group."""
+    """An engine died while it generated a group. The group can go on with another engine."""
 
 
 class StaleWeights(UserError):
@@ -66,11 +68,12 @@ class GroupRequest:
     """A request to sample one group."""
 
     key: int
-    """Index of the group within the round."""
+    """Number of the request within the round."""
     group_id: int
     """Id of the group within the run."""
     engine: int
-    """Index of the engine that generates the group. Its prefix cache then holds the prompt."""
+    """Index of the engine that generates the group, or the rest of it. Its prefix cache then holds the
+    prompt."""
     prompt: Prompt
     """The group's prompt."""
     weight_version: int = 0
@@ -107,37 +110,53 @@ class GroupSampler:
         turn_ends: ids of tokens that end a turn of the model, in addition to Round.end_ids.
         """
         self._connections, self._episodes, self._turn_ends = dict(connections), episodes, turn_ends
-        self._rounds: dict[RoundId, tuple[Round, dict[int, EngineClient]]] = {}
+        self._rounds: dict[RoundId, _OpenRound] = {}
 
     async def begin(self, round: Round) -> None:
         """Begin a round. An older round of the same caller ends, in case that the caller did not end it."""
         older = [other for other in self._rounds if other.caller == round.id.caller]
-        clients = {index: one.client(round.id) for index, one in self._connections.items()}
-        self._rounds[round.id] = round, clients
+        self._rounds[round.id] = _OpenRound(round, self._connections)
         for other in older:
             await self.end(other)
 
     async def end(self, round: RoundId) -> None:
         """End the requests of a round on the engines. The callers of `sample` must have been cancelled."""
         if found := self._rounds.pop(round, None):
-            await all_ended(_end(client) for client in found[1].values())
+            await found.end()
 
     def connect(self, engine: int, connection: EngineConnection) -> None:
         """Send later requests for an engine to the process that has taken its place, in all rounds."""
         self._connections[engine] = connection
-        for round, clients in self._rounds.values():
-            clients[engine] = connection.client(round.id)
+        for opened in self._rounds.values():
+            opened.clients.pop(engine, None)
 
     async def sample(self, round: RoundId, request: GroupRequest) -> tuple[Sample, ...]:
         """Return the scored samples of a prompt. With reward.on_failure=leave_out, failed ones are left out.
+
+        If EngineLost is raised, a second call, with another engine, continues the group: its episodes are
+        where they were, and its responses go on after the tokens that the lost engine has reported.
 
         round: id of the round that the request belongs to.
 
         Raises EngineLost if the engine dies. Raises UserError if it finishes no request for
         rollout.engine.request_timeout seconds. Raises the errors of rewards and environments.
         """
-        this, clients = self._rounds[round]
-        prompt, client, rollout = request.prompt, clients[request.engine], this.rollout
+        opened = self._rounds[round]
+        group = opened.without_engine.pop(request.group_id, None)
+        if group is None:
+            group = PlayedGroup(lambda group: self._play(opened, request, group))
+        try:
+            return await group.run_on(request.engine)
+        except EngineLost:
+            opened.without_engine[request.group_id] = group
+            raise
+
+    async def _play(
+        self, opened: "_OpenRound", request: GroupRequest, group: PlayedGroup
+    ) -> tuple[Sample, ...]:
+        """Play and score the episodes of a group, with requests to the group's engine."""
+        this = opened.round
+        prompt, rollout = request.prompt, this.rollout
         stops = self._turn_ends.union(rollout.stop_token_ids)
         parameters = sampling_parameters(rollout) | {"stop_token_ids": sorted(stops)}
 
@@ -148,12 +167,15 @@ class GroupSampler:
 
         async def ask(member: int, ids: list[int], limit: int, routed: int = 0, top: int = 0) -> Completion:
             sampling = parameters | {"max_new_tokens": limit}
-            try:
-                completion = await client.generate(
-                    Request((request.key, member), ids, sampling, routed=routed, top=top, cache=cache)
-                )
-            except ProcessLost as error:
-                raise EngineLost(str(error)) from error
+            whole = Request((request.key, member), ids, sampling, routed=routed, top=top, cache=cache)
+            log = ResponseLog()
+            while True:
+                moves, client = group.moves, opened.client(group.engine)
+                try:
+                    completion = log.complete(await client.generate(log.rest_of(whole), log.append))
+                    break
+                except ProcessLost as error:
+                    await group.moved(moves, EngineLost(str(error)))
             _check(completion, request, this.over_updates)
             return completion
 
@@ -182,6 +204,29 @@ class GroupSampler:
 
     def close(self) -> None:
         self._episodes.close()
+
+
+class _OpenRound:
+    """A round of a GroupSampler.
+
+    round: the settings of the round
+    clients: {index of an engine: its client} of the engines that have got requests
+    without_engine: {group id: group} of the groups whose engine was lost
+    """
+
+    def __init__(self, round: Round, connections: Mapping[int, EngineConnection]):
+        self.round, self._connections = round, connections
+        self.clients: dict[int, EngineClient] = {}
+        self.without_engine: dict[int, PlayedGroup] = {}
+
+    def client(self, engine: int) -> EngineClient:
+        if engine not in self.clients:
+            self.clients[engine] = self._connections[engine].client(self.round.id)
+        return self.clients[engine]
+
+    async def end(self) -> None:
+        await all_ended(group.end() for group in self.without_engine.values())
+        await all_ended(_end(client) for client in self.clients.values())
 
 
 async def _end(client: EngineClient) -> None:

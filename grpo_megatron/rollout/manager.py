@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from grpo_megatron.batch.prompt import Prompt
-from grpo_megatron.batch.sample import Group
+from grpo_megatron.batch.sample import Group, Sample
 from grpo_megatron.cluster.concurrency import together
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.errors import ProcessLost
@@ -51,34 +51,39 @@ class GroupRound:
     def start(self, prompt: Prompt, group_id: int) -> asyncio.Task[Group]:
         """Start to sample a group, on the engine that has the fewest groups in progress.
 
-        If the engine dies, another one samples the group anew. Samples whose reward failed may be missing in
+        If the engine dies, the group goes on with another one. Samples whose reward failed may be missing in
         the group.
         """
         return self._opened.start(self._sample(prompt, group_id))
 
     async def _sample(self, prompt: Prompt, group_id: int) -> Group:
-        losses = 0
+        losses, first = 0, None
         while True:
             serving = self._engines.serving
             engine = min(serving, key=self._in_flight.__getitem__)
             starts = serving[engine]
+            # The sampler of the first engine has the group's episodes.
+            first = engine if first is None else first
             try:
-                return await self._sample_on(engine, prompt, group_id)
+                samples = await self._sample_on(engine, self._samplers[first], prompt, group_id)
+                break
             except EngineLost as error:
                 losses += 1
                 if losses > _MOST_LOSSES:
                     raise
                 self._engines.lost(engine, starts, error)
+        group = Group(group_id, prompt, samples, engine=first)
+        return replace(group, failed=self._size - len(group.trajectories))
 
-    async def _sample_on(self, engine: int, prompt: Prompt, group_id: int) -> Group:
+    async def _sample_on(
+        self, engine: int, sampler: Sampler, prompt: Prompt, group_id: int
+    ) -> tuple[Sample, ...]:
         self._in_flight[engine] += 1
         request = GroupRequest(next(self._keys), group_id, engine, prompt, self._engines.weight_version)
         try:
-            samples = await self._samplers[engine].sample(self._opened.id, request)
+            return await sampler.sample(self._opened.id, request)
         finally:
             self._in_flight[engine] -= 1
-        group = Group(group_id, prompt, samples, engine=engine)
-        return replace(group, failed=self._size - len(group.trajectories))
 
 
 class RolloutManager:

@@ -107,7 +107,7 @@ class SamplerSpec:
     config: Config
     """Configuration of the run."""
     connections: Mapping[int, EngineConnection]
-    """{index of an engine: its connection} for the engines of the worker's node."""
+    """{index of an engine: its connection} for all engines. If one is lost, those of other nodes help."""
     places: Mapping[str, Sequence[Place]]
     """{role: places} of the processes that the worker starts. The roles are "reward" and "environment"."""
     secrets: Mapping[str, str]
@@ -306,20 +306,26 @@ class RolloutWorkers:
         for number, node in enumerate(own):
             spec = SamplerSpec(
                 config,
-                {index: one for index, one in connections.items() if node_of[index] == node},
+                connections,
                 {role: _share(found, own, number) for role, found in places.items()},
                 secrets,
             )
             process = Process(f"rollout worker {number}", f"{log_dir}/rollout_worker{number}.log")
             self._workers[node] = RolloutWorker(Place(process, node), spec, hang_detector)
         self.samplers = [self._workers[node] for node in node_of]
-        engines.joined = lambda index: self.samplers[index].connect(index, engines.connections()[index])
+        engines.joined = self._connect
+        self._engines = engines
 
     def wait_until_ready(self) -> None:
         """Wait until all workers have started. Raises UserError if one fails or takes too long."""
         workers = list(self._workers.values())
         calls = {index: worker.started for index, worker in enumerate(workers)}
         gather(calls, [worker.process for worker in workers], "start", self._timeout)
+
+    def _connect(self, engine: int) -> None:
+        connection = self._engines.connections()[engine]
+        for worker in self._workers.values():
+            worker.connect(engine, connection)
 
     def close(self) -> None:
         for worker in self._workers.values():

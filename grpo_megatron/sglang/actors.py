@@ -62,6 +62,9 @@ class EngineActors:
         self._settings: list[tuple[dict, list[dict]]] = []
         moe = read_architecture(model.path).moe
         self._experts = moe if routing else None
+        # Only another engine can go on with what an engine has begun.
+        goes_on = len(cluster.engine_nodes) > 1 and not shared
+        self._log_every = config.engine.log_every if goes_on else 0
         for index, nodes in enumerate(cluster.engine_nodes):
             gpu = nodes[0][0].device is not None
             arguments = engine_arguments(
@@ -100,7 +103,9 @@ class EngineActors:
             # The actor runs many calls at a time: `poll` waits in the engine while requests and updates
             # arrive.
             start = SGLangEngine.options(**options[0], max_concurrency=1000).remote
-            self.engines[index] = start(self.processes[index], arguments, self._experts, others)
+            self.engines[index] = start(
+                self.processes[index], arguments, self._experts, others, self._log_every
+            )
             self._others[index] = others
             # With the same seed, a replacement would repeat the random numbers of the engine's first steps.
             self._settings[index][0]["random_seed"] += _NEXT_SEED

@@ -1,6 +1,7 @@
 """EngineClient sends requests to one engine. Each caller awaits the completion of its own request."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import ray
@@ -9,7 +10,7 @@ from grpo_megatron.cluster.polled_calls import PolledCalls
 from grpo_megatron.cluster.processes import Process, fetched
 from grpo_megatron.cluster.rounds import RoundId
 from grpo_megatron.config.rollout import RolloutConfig
-from grpo_megatron.sglang.request import Completion, Request
+from grpo_megatron.sglang.request import Completion, NewTokens, Request
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,12 @@ class EngineClient:
             f"rollout.engine.request_timeout={limit:.0f} s; its log is {process.log}"
         )
 
-    async def generate(self, request: Request) -> Completion:
+    async def generate(
+        self, request: Request, listener: Callable[[NewTokens], None] | None = None
+    ) -> Completion:
         """Send a request and return its completion.
+
+        listener: called with the tokens that the engine reports meanwhile (rollout.engine.log_every).
 
         If rollout.max_concurrency requests of this client are in flight, wait before sending. No two requests
         in flight may have the same key.
@@ -59,7 +64,7 @@ class EngineClient:
         rollout.engine.request_timeout seconds.
         """
         async with self._slots:
-            return await self._calls.call(request.key, request)
+            return await self._calls.call(request.key, request, listener)
 
     async def end(self) -> None:
         """End the requests of the round on the engine. Callers of `generate` must have been cancelled before.

@@ -10,7 +10,7 @@ import itertools
 import os
 import pickle
 from collections.abc import Awaitable, Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,16 +18,19 @@ import ray
 
 from grpo_megatron.cluster.heartbeat import Heartbeat
 from grpo_megatron.cluster.processes import Process, redirect_output
-from grpo_megatron.cluster.rounds import RoundId, RoundTasks
+from grpo_megatron.cluster.rounds import Report, RoundId, RoundTasks
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.architecture import MoE
 from grpo_megatron.sglang.memory import EngineMemory, MemoryPart, engine_bytes
 from grpo_megatron.sglang.node import Children
 from grpo_megatron.sglang.release import Accepted, EngineControl
-from grpo_megatron.sglang.request import Completion, Request, completion_of
+from grpo_megatron.sglang.request import Completion, NewTokens, Request, completion_of
 from grpo_megatron.sglang.start import meeting_file, start_engine
 from grpo_megatron.sglang.weight_receiver import RECEIVE_WEIGHTS, as_named_tensors, report_key
 from grpo_megatron.weights.sync.messages import SyncCommand, SyncReport
+
+# Seconds between two answers of `poll` with new tokens. If the actor dies, the tokens of this time are lost.
+_LOG_SECONDS = 0.005
 
 
 class StartReport(NamedTuple):
@@ -84,6 +87,7 @@ class SGLangEngine:
         arguments: dict[str, Any],
         experts: MoE | None,
         others: dict[Process, ray.actor.ActorHandle],
+        log_every: int = 0,
     ):
         """Start the engine.
 
@@ -91,6 +95,7 @@ class SGLangEngine:
         arguments: {name: value} of the arguments of sglang.Engine.
         experts: the model's experts. None: completions do not report the experts of tokens.
         others: {process: EngineNode actor} for the engine's nodes after the first.
+        log_every: number of tokens after which `poll` reports those of an unfinished response; 0: never.
         """
         redirect_output(process.log)
         self._process, self._experts = process, experts
@@ -105,7 +110,7 @@ class SGLangEngine:
         self._memory = EngineMemory(process.name, self._control, self._while_alive)
         self._tp_size = arguments["tp_size"]
         self._admitted, self._updating, self._paused = False, False, False
-        self._updated = asyncio.Condition()
+        self._updated, self._version, self._log_every = asyncio.Condition(), 0, log_every
         self._rounds, self._request_numbers = RoundTasks(), itertools.count()
         self._heartbeat = Heartbeat(_SchedulerProgress(self._control, self._children))
         self._heartbeat.start()
@@ -162,14 +167,21 @@ class SGLangEngine:
 
     async def submit(self, round: RoundId, requests: list[Request]) -> None:
         """Start to answer requests. `poll` returns the completions. A round that has ended is ignored."""
-        self._rounds.start(round, self._generate, requests)
+        self._rounds.start(round, partial(self._generate, round), requests)
 
-    async def _generate(self, request: Request) -> Completion:
+    async def _generate(self, round: RoundId, request: Request) -> Completion:
         # A turn of an episode may begin while the weights are updated.
         async with self._updated:
             await self._updated.wait_for(lambda: not self._updating)
         self._must_be_admitted()
         routed = request.routed if self._experts else None
+        version = self._version
+
+        def report(ids: list[int], logprobs: list[float]) -> None:
+            nonlocal version
+            self._rounds.report(round, Report(request.key, NewTokens(ids, logprobs, version)))
+            version = self._version
+
         with self._heartbeat.phase("generate", alone=True):
             answer = await self._control.sample(
                 next(self._request_numbers),
@@ -178,17 +190,20 @@ class SGLangEngine:
                 routed,
                 request.top,
                 request.cache,
+                report if self._log_every else None,
+                self._log_every,
             )
         return completion_of(request, answer, self._experts)
 
-    async def poll(self, round: RoundId, seconds: float) -> list[Completion] | None:
+    async def poll(self, round: RoundId, seconds: float) -> list[Completion | Report] | None:
         """Return the completions of a round since the last call. Wait up to `seconds` for the first one.
 
-        The list is empty if no request finishes in time. The result is None if the round has ended. If a
-        request failed, its error is raised.
+        Reports of NewTokens come among them. The list is empty if nothing comes in time. The result is None
+        if the round has ended. If a request failed, its error is raised.
         """
         # Requests that end in the same decoding step arrive together: wait for the others before answering.
-        return await self._while_alive("generate", self._rounds.poll(round, seconds, linger=0.002))
+        linger = _LOG_SECONDS if self._log_every else 0.002
+        return await self._while_alive("generate", self._rounds.poll(round, seconds, linger))
 
     @_phase
     async def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
@@ -259,6 +274,7 @@ class SGLangEngine:
         if not (keep_cache and self._paused):
             await self._accepted("flush_cache", self._control.flush_cache())
         await self._while_alive("update_weight_version", self._control.tag(version))
+        self._version = version
         if self._paused:
             await self._while_alive("continue_generation", self._control.resume())
             self._paused = False

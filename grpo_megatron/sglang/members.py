@@ -76,7 +76,7 @@ class Membership:
         follows = "is not started again, because it was lost soon after each start"
         logger.warning(
             f"{error}\n{self._names[index]} {follows if stays_away else 'is started again'}; {left} of "
-            f"{len(self._names)} engines serve meanwhile, and its groups are sampled anew by them"
+            f"{len(self._names)} engines serve meanwhile, and go on with its groups"
         )
         if not stays_away:
             thread = threading.Thread(

@@ -5,6 +5,7 @@ installed. tests/integration/test_sglang_releases.py makes all these calls in th
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from grpo_megatron.batch.sample import WeightSpan
@@ -49,6 +50,8 @@ class EngineControl:
         routed: int | None,
         top: int,
         cache: str = "",
+        report: Callable[[list[int], list[float]], None] | None = None,
+        report_every: int = 1,
     ) -> dict[str, Any]:
         """Sample one response and return SGLang's answer.
 
@@ -61,6 +64,9 @@ class EngineControl:
         routed: index of the first token whose experts (MoE) are returned; None: no experts are returned.
         top: number of most likely tokens to return for each response token; 0: none.
         cache: name of the prefix cache that the request uses. Requests find only prefixes in their own.
+        report: called with the ids and log-probs of the tokens that were sampled since its last call, until
+            the response is complete. None: only the complete response is returned.
+        report_every: number of tokens after which `report` is called.
 
         SGLang stores the experts of a token along with its keys and values. The experts are therefore known
         for tokens in SGLang's prefix cache too.
@@ -70,15 +76,12 @@ class EngineControl:
             wanted["top_logprobs_num"] = top
         if cache:
             wanted["cache_salt"] = cache
-        call = asyncio.ensure_future(
-            self._engine.async_generate(
-                input_ids=prompt_ids,
-                sampling_params=sampling,
-                return_logprob=True,
-                rid=_request_id(request_number),
-                **wanted,
-            )
-        )
+        wanted |= {"input_ids": prompt_ids, "return_logprob": True, "rid": _request_id(request_number)}
+        if report:
+            answer = self._reported(wanted, sampling | {"stream_interval": report_every}, report)
+        else:
+            answer = self._engine.async_generate(sampling_params=sampling, **wanted)
+        call = asyncio.ensure_future(answer)
         try:
             return await asyncio.shield(call)
         except asyncio.CancelledError:
@@ -86,6 +89,29 @@ class EngineControl:
                 call.cancel()
             await asyncio.wait({call})
             raise
+
+    async def _reported(
+        self,
+        wanted: dict[str, Any],
+        sampling: dict[str, Any],
+        report: Callable[[list[int], list[float]], None],
+    ) -> dict[str, Any]:
+        """Return the answer to a request whose new tokens are reported.
+
+        wanted: further arguments of the request.
+        """
+        answers = await self._engine.async_generate(sampling_params=sampling, stream=True, **wanted)
+        seen = 0
+        async for answer in answers:
+            meta = answer["meta_info"]
+            if meta["finish_reason"] is None:
+                new = meta["output_token_logprobs"][seen:]
+                seen += len(new)
+                report([token for _, token, _ in new], [logprob for logprob, _, _ in new])
+        reason = answer["meta_info"]["finish_reason"]
+        if reason.get("status_code"):  # without a stream, SGLang raises it
+            raise ValueError(reason["message"])
+        return answer
 
     def abort(self, request_number: int) -> bool:
         """End a request that waits or runs in SGLang's scheduler. Its call of `sample` then returns.

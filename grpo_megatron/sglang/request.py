@@ -1,8 +1,9 @@
 """A request to an engine, and the completion that is made of SGLang's answer."""
 
 import base64
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +29,19 @@ class Request:
     """Number of most likely tokens to return for each token of the response; 0: none."""
     cache: str = ""
     """Name of the prefix cache that the request uses."""
+
+
+class NewTokens(NamedTuple):
+    """Tokens of a response that an engine has sampled since its last report.
+
+    ids: their token ids
+    logprobs: their log-probs (after temperature)
+    version: the weight version that sampled them. If the weights changed meanwhile, the version before.
+    """
+
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    version: int
 
 
 @dataclass(frozen=True)

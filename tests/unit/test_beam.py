@@ -103,7 +103,7 @@ class Engine(FakeEngines):
         self.model, self.old, self.slow, self.waiting, self.most = model, old, slow, 0, 0
         self.end_ids = frozenset({43})
 
-    async def generate(self, request):
+    async def generate(self, request, listener=None):
         assert request.sampling["max_new_tokens"] == 1
         self.waiting += 1
         self.most = max(self.most, self.waiting)

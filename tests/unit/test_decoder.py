@@ -132,7 +132,7 @@ class Engine(FakeEngines):
         super().__init__()
         self.parameters = []
 
-    async def generate(self, request):
+    async def generate(self, request, listener=None):
         self.parameters.append(request.sampling)
         return Completion(
             request.key, np.array([1], np.int32), np.zeros(1, np.float32), "stop", (WeightSpan(0, 0, 1),)

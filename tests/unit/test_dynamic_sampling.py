@@ -49,7 +49,7 @@ class Engine(FakeEngines):
             asyncio.get_running_loop().call_later(0.05, self.end_of_all.set_result, None)
         await self.end_of_all
 
-    async def generate(self, request):
+    async def generate(self, request, listener=None):
         uid = request.prompt_ids[0]
         self.asked.append(uid)
         self.running += 1
@@ -220,7 +220,7 @@ def test_dynamic_sampling_asks_with_the_reward_that_is_trained_on():
     """
 
     class Lengths(Engine):
-        async def generate(self, request):
+        async def generate(self, request, listener=None):
             found = await super().generate(request)
             length = 2 if request.prompt_ids[0] % 2 and request.key[1] else 1
             ids, logprobs = np.full(length, request.key[1], np.int32), np.zeros(length, np.float32)

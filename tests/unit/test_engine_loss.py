@@ -2,11 +2,16 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 
+from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.cluster.processes import ProcessDied
+from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.rollout.episodes import SingleTurn
 from grpo_megatron.rollout.groups import EngineLost
+from grpo_megatron.sglang.request import Completion, NewTokens, Request
+from grpo_megatron.sglang.response_log import ResponseLog
 from tests.rollouts import manager_of
 from tests.unit.test_rounds import ROLLOUT, Engines, Rewards, prompts
 
@@ -31,7 +36,7 @@ class One:
     def client(self, round):
         return self
 
-    async def generate(self, request):
+    async def generate(self, request, listener=None):
         engines = self._engines
         engines.asked.append((self._index, request.prompt_ids[0]))
         await asyncio.sleep(0.01)
@@ -46,15 +51,17 @@ class One:
             raise ProcessDied(f"engine {self._index} died in `end`")
 
 
-def test_groups_of_an_engine_that_dies_are_sampled_by_another():
+def test_groups_of_an_engine_that_dies_go_on_with_another():
     engines = Dying(deadly={3})
     manager = manager_of(engines, SingleTurn(Rewards()))
     groups = manager.generate(prompts(*range(8)), ROLLOUT)
     assert [group.prompt.uid for group in groups] == list(range(8))
     assert [group.group_id for group in groups] == list(range(8))
     assert all(len(group.samples) == 2 for group in groups)
-    assert {group.engine for group in groups[2:]} == {0}
+    # Their arrays are on the node of the engine that began them.
+    assert [group.engine for group in groups] == [0, 1] * 4
     assert {uid for engine, uid in engines.asked if engine == 1} == {1, 3, 5, 7}
+    assert {uid for engine, uid in engines.asked if engine == 0} == set(range(8)) - {1}
     assert engines.serving == {0: 0}
     again = manager.generate(prompts(*range(4)), ROLLOUT)
     assert {group.engine for group in again} == {0}
@@ -74,3 +81,103 @@ def test_a_group_that_kills_engines_is_not_sampled_for_ever():
     with pytest.raises(EngineLost, match="died in `generate`"):
         manager_of(engines, SingleTurn(Rewards())).generate(prompts(3), ROLLOUT)
     assert len(engines.asked) == 3 * 2
+
+
+class Counting(Dying):
+    """Three engines. A response goes on with the numbers after its last token, up to 20.
+
+    Each engine reports two tokens at a time. Those in `lengths` die when a response has that many new tokens.
+    """
+
+    size = 3
+
+    def __init__(self, lengths):
+        super().__init__(deadly=())
+        self.lengths, self.sampled, self.parameters = lengths, [], []
+
+    def connections(self):
+        return [CountingOne(self, index) for index in range(self.size)]
+
+
+class CountingOne(One):
+    async def generate(self, request, listener=None):
+        engines, ids, dies = self._engines, [], self._engines.lengths.get(self._index)
+        engines.parameters.append((self._index, list(request.prompt_ids), request.sampling["max_new_tokens"]))
+        while len(ids) < request.sampling["max_new_tokens"] and request.prompt_ids[-1] + len(ids) < 20:
+            if self._index in engines.dead or len(ids) == dies:
+                engines.dead.add(self._index)
+                raise ProcessDied(f"engine {self._index} died in `generate`")
+            ids.append(request.prompt_ids[-1] + len(ids) + 1)
+            engines.sampled.append(ids[-1])
+            if len(ids) % 2 == 0:
+                listener(NewTokens(ids[-2:], [-float(token) for token in ids[-2:]], 0))
+            await asyncio.sleep(0)
+        return Completion(
+            request.key,
+            np.array(ids, np.int32),
+            -np.array(ids, np.float32),
+            "stop",
+            (WeightSpan(0, 0, len(ids)),),
+        )
+
+
+@pytest.mark.parametrize("lengths", [{}, {0: 7}, {0: 1}, {0: 6, 1: 5}], ids=str)
+def test_a_response_goes_on_after_the_tokens_that_were_reported(lengths):
+    """Another stack threw the tokens away, and all long responses of the engine with them."""
+    engines = Counting(lengths)
+    rollout = RolloutConfig(n=1, max_response_length=30)
+    (group,) = manager_of(engines, SingleTurn(Rewards())).generate(prompts(1), rollout)
+    (sample,) = group.samples
+    expected = list(range(2, 21))
+    assert sample.arrays.response_ids.tolist() == expected
+    assert sample.arrays.rollout_logprobs.tolist() == [-float(token) for token in expected]
+    assert sample.weight_spans == (WeightSpan(0, 0, len(expected)),)
+    # Only tokens after the last report are sampled twice.
+    assert len(engines.sampled) - len(expected) == sum(length % 2 for length in lengths.values())
+    assert [len(ids) - 1 + limit for _, ids, limit in engines.parameters] == [30] * (len(lengths) + 1)
+    assert [engine for engine, *_ in engines.parameters] == list(range(len(lengths) + 1))
+
+
+def test_a_turn_goes_on_where_the_episode_is():
+    """The members of a group notice the loss at different times. None goes on with a lost engine."""
+    engines = Counting({0: 3})
+    rollout = RolloutConfig(n=4, max_response_length=30)
+    groups = manager_of(engines, SingleTurn(Rewards())).generate(prompts(1, 5, 9), rollout)
+    for group, start in zip(groups, (2, 6, 10), strict=True):
+        assert [sample.arrays.response_ids.tolist() for sample in group.samples] == [
+            list(range(start, 21))
+        ] * 4
+    assert engines.dead == {0}
+    assert sum(engine == 0 for engine, *_ in engines.parameters) == 4
+
+
+def test_a_round_that_ends_ends_the_groups_that_have_no_engine():
+    engines = Counting({0: 3, 1: 3, 2: 3})
+    rollout = RolloutConfig(n=2, max_response_length=30)
+    before = engines.lost
+    tasks = []
+
+    def lost(*arguments):
+        tasks.append({task for task in asyncio.all_tasks() if "_play" in str(task.get_coro())})
+        before(*arguments)
+
+    engines.lost = lost
+    with pytest.raises(EngineLost):
+        manager_of(engines, SingleTurn(Rewards())).generate(prompts(1), rollout)
+    assert tasks[-1]
+    assert all(task.cancelled() for task in tasks[-1])
+
+
+def test_tokens_of_two_versions_are_in_spans_of_their_own():
+    log, request = ResponseLog(), Request((0, 0), [7], {"max_new_tokens": 9})
+    assert log.rest_of(request) is request
+    log.append(NewTokens([1, 2], [-1.0, -2.0], 3))
+    log.append(NewTokens([3], [-3.0], 4))
+    assert log.rest_of(request) == Request((0, 0), [7, 1, 2, 3], {"max_new_tokens": 6})
+    log.append(NewTokens([4], [-4.0], 4))  # reported by the second engine, and part of its answer
+    spans = (WeightSpan(4, 0, 1), WeightSpan(5, 1, 2))
+    rest = Completion((0, 0), np.array([4, 5], np.int32), np.array([-4.0, -5.0], np.float32), "stop", spans)
+    whole = log.complete(rest)
+    assert whole.response_ids.tolist() == [1, 2, 3, 4, 5]
+    assert whole.logprobs.tolist() == [-1.0, -2.0, -3.0, -4.0, -5.0]
+    assert whole.weight_spans == (WeightSpan(3, 0, 2), WeightSpan(4, 2, 4), WeightSpan(5, 4, 5))

@@ -55,7 +55,7 @@ class Engine(FakeEngines):
         super().__init__()
         self._words = [prompt.text.split() for prompt in prompts]
 
-    async def generate(self, request):
+    async def generate(self, request, listener=None):
         number, member = request.key
         ids = encode(self._words[number][member])
         spans = (WeightSpan(0, 0, len(ids)),)

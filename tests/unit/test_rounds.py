@@ -11,8 +11,6 @@ import pytest
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.cluster.concurrency import all_ended, together
-from grpo_megatron.cluster.polled_calls import PolledCalls
-from grpo_megatron.cluster.processes import Process
 from grpo_megatron.cluster.rounds import RoundId, RoundTasks
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.errors import UserError
@@ -144,43 +142,6 @@ def test_an_error_is_raised_in_its_round():
 # -- in the driver
 
 
-def test_calls_of_a_round_that_the_actor_has_ended_fail():
-    """They would wait for ever otherwise."""
-
-    async def over(seconds):
-        return None
-
-    async def main():
-        calls = PolledCalls(Process("worker", "log"), "sample", lambda items: None, over)
-        with pytest.raises(RuntimeError, match="worker has ended the round of 1 calls of `sample`"):
-            await calls.call(1, "item")
-
-    asyncio.run(main())
-
-
-def test_calls_without_an_answer_fail_with_the_callers_message():
-    async def main():
-        async def never(seconds):
-            await asyncio.sleep(0.001)
-            return []
-
-        calls = PolledCalls(
-            Process("box", "box.log"),
-            "open",
-            lambda items: None,
-            lambda seconds: asyncio.ensure_future(never(seconds)),
-            0.02,
-            lambda waiting: f"{waiting} lids stay shut",
-        )
-        found = await asyncio.gather(*(calls.call(key, key) for key in range(2)), return_exceptions=True)
-        assert [(type(error), str(error)) for error in found] == [(UserError, "2 lids stay shut")] * 2
-        await calls.close()
-        with pytest.raises(RuntimeError, match="`open` was called after the end of its round"):
-            await calls.call(3, 3)
-
-    asyncio.run(main())
-
-
 def test_what_runs_together_has_ended_together():
     ended = []
 
@@ -220,7 +181,7 @@ class Engines(FakeEngines):
         super().__init__()
         self.seconds, self.running = dict(seconds), 0
 
-    async def generate(self, request):
+    async def generate(self, request, listener=None):
         seconds = self.seconds.get(request.prompt_ids[0], 0.0)
         self.running += 1
         try:
@@ -356,7 +317,7 @@ def test_a_round_that_cannot_begin_everywhere_ends_everywhere():
     manager = RolloutManager(engines, [*able._samplers, unable])
     with pytest.raises(UserError, match="planted"):
         manager.generate(prompts(0), ROLLOUT)
-    assert (engines.ended, unable.ended) == ([(Caller.train, 1)] * 2, 1)
+    assert (able._samplers[0]._rounds, unable.ended) == ({}, 1)
     check_usable(able, engines)
 
 

@@ -1,0 +1,63 @@
+"""PlayedGroup: a group that moves to another engine if its engine is lost."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from grpo_megatron.batch.sample import Sample
+from grpo_megatron.cluster.concurrency import cancel
+
+
+class PlayedGroup:
+    """The task that plays the episodes of a group. Its requests go to one engine at a time.
+
+    If the engine is lost, the episodes wait until they can go on with another one.
+
+    engine: index of the engine that gets the requests
+    moves: number of engines before it
+    """
+
+    def __init__(self, play: Callable[["PlayedGroup"], Coroutine[Any, Any, tuple[Sample, ...]]]):
+        """Prepare the task. `run_on` starts it.
+
+        play: plays the episodes. Whoever gets an error of a lost engine in it calls `moved`.
+        """
+        self._play = play
+        self._task: asyncio.Task[tuple[Sample, ...]] | None = None
+        self._changed = asyncio.Event()  # when the engine has changed
+        self._lost: asyncio.Future[None] | None = None
+        self.engine, self.moves = 0, -1
+
+    async def run_on(self, engine: int) -> tuple[Sample, ...]:
+        """Play the episodes on an engine, and return their samples.
+
+        If the engine is lost, raise the error given to `moved`. The episodes then wait for a call with
+        another engine, or for `end`. If this call is cancelled, they end.
+        """
+        self.engine, self.moves = engine, self.moves + 1
+        lost = self._lost = asyncio.get_running_loop().create_future()
+        self._changed.set()
+        self._changed = asyncio.Event()
+        if self._task is None:
+            self._task = asyncio.create_task(self._play(self))
+        try:
+            await asyncio.wait({self._task, lost}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            await self.end()
+            raise
+        return self._task.result() if self._task.done() else lost.result()
+
+    async def moved(self, moves: int, error: Exception) -> None:
+        """Wait until the group has another engine than the one that was lost.
+
+        moves: value of `moves` when the request was sent that failed with the error.
+        """
+        if moves == self.moves:
+            if not self._lost.done():
+                self._lost.set_exception(error)
+            await self._changed.wait()
+
+    async def end(self) -> None:
+        """Cancel the episodes, and wait until they have ended."""
+        cancel([self._task])
+        await asyncio.wait([self._task])

@@ -1,0 +1,74 @@
+"""ResponseLog: the tokens of a response that its engine has reported before the response is complete."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from grpo_megatron.batch.sample import WeightSpan
+from grpo_megatron.sglang.request import Completion, NewTokens, Request
+
+
+class ResponseLog:
+    """The reported tokens of one response. If its engine is lost, another engine continues after them.
+
+    The continued response is a sample of the same distribution: each token was sampled after the tokens
+    before it, and which tokens are lost depends only on the time of the loss.
+    """
+
+    def __init__(self) -> None:
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._spans: list[WeightSpan] = []
+        self._kept = 0  # number of tokens that the newest request continues
+
+    def append(self, tokens: NewTokens) -> None:
+        start = len(self._ids)
+        self._ids += tokens.ids
+        self._logprobs += tokens.logprobs
+        self._spans.append(WeightSpan(tokens.version, start, len(self._ids)))
+
+    def rest_of(self, request: Request) -> Request:
+        """Return the request for the part of a response that has not been reported.
+
+        request: the request for the whole response.
+        """
+        self._kept = len(self._ids)
+        if not self._kept:
+            return request
+        # An engine reports only tokens of responses that have not ended, so that at least one token is left.
+        limit = request.sampling["max_new_tokens"] - self._kept
+        return replace(
+            request,
+            prompt_ids=request.prompt_ids + self._ids,
+            sampling=request.sampling | {"max_new_tokens": limit},
+        )
+
+    def complete(self, completion: Completion) -> Completion:
+        """Return the whole response.
+
+        completion: the answer to the newest `rest_of`. Its routing is that of all tokens.
+        """
+        kept = self._kept
+        if not kept:
+            return completion
+        logged = [span for span in self._spans if span.end <= kept]
+        continued = [
+            WeightSpan(span.version, span.start + kept, span.end + kept) for span in completion.weight_spans
+        ]
+        return replace(
+            completion,
+            response_ids=np.concatenate([np.array(self._ids[:kept], np.int32), completion.response_ids]),
+            logprobs=np.concatenate([np.array(self._logprobs[:kept], np.float32), completion.logprobs]),
+            weight_spans=_joined([*logged, *continued]),
+        )
+
+
+def _joined(spans: list[WeightSpan]) -> tuple[WeightSpan, ...]:
+    """Return spans that follow each other, in which those with the same version are one."""
+    joined = spans[:1]
+    for span in spans[1:]:
+        if span.version == joined[-1].version:
+            joined[-1] = WeightSpan(span.version, joined[-1].start, span.end)
+        else:
+            joined.append(span)
+    return tuple(joined)
