@@ -93,6 +93,14 @@ class EngineConfig:
     start_timeout: float = option(
         1800.0, "Longest time that an engine may take to start.", "seconds", gt=0, le=LONGEST_WAIT
     )
+    patience: float = option(
+        1800.0,
+        "Longest time in which no engine serves, while lost ones are started again. After that, all ranks "
+        "start again too; with 0, at once.",
+        "seconds",
+        ge=0,
+        le=LONGEST_WAIT,
+    )
     request_timeout: float = option(
         1800.0,
         "Longest time in which no sample is finished. After that the run gives up on the engines.",

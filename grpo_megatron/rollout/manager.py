@@ -35,16 +35,27 @@ class Engines(Protocol):
 
     def lost(self, index: int, starts: int, error: ProcessLost) -> None: ...
 
+    async def next_serving(self) -> Mapping[int, int]: ...
+
 
 class GroupRound:
     """A round in progress, in which groups can be started at any time."""
 
-    def __init__(self, opened: OpenRound, engines: Engines, samplers: Sequence[Sampler], size: int):
+    def __init__(
+        self,
+        opened: OpenRound,
+        engines: Engines,
+        samplers: Sequence[Sampler],
+        size: int,
+        outlives_engines: bool = False,
+    ):
         """Begin without groups. RolloutManager.round opens the round.
 
         samplers: for each engine, its sampler.
         size: number of samples of a group.
+        outlives_engines: as in RolloutManager.round.
         """
+        self._outlives_engines = outlives_engines
         self._opened, self._engines, self._samplers, self._size = opened, engines, samplers, size
         self._keys, self._in_flight = itertools.count(), [0] * len(samplers)
 
@@ -59,7 +70,7 @@ class GroupRound:
     async def _sample(self, prompt: Prompt, group_id: int) -> Group:
         losses, first = 0, None
         while True:
-            serving = self._engines.serving
+            serving = await self._serving()
             engine = min(serving, key=self._in_flight.__getitem__)
             starts = serving[engine]
             # The sampler of the first engine has the group's episodes.
@@ -74,6 +85,13 @@ class GroupRound:
                 self._engines.lost(engine, starts, error)
         group = Group(group_id, prompt, samples, engine=first)
         return replace(group, failed=self._size - len(group.trajectories))
+
+    async def _serving(self) -> Mapping[int, int]:
+        """Return Engines.serving, with at least one engine."""
+        serving = self._engines.serving
+        if not serving and not self._outlives_engines:
+            raise ProcessLost("all engines have been lost, and none of them serves again yet")
+        return serving or await self._engines.next_serving()
 
     async def _sample_on(
         self, engine: int, sampler: Sampler, prompt: Prompt, group_id: int
@@ -133,11 +151,17 @@ class RolloutManager:
 
     @asynccontextmanager
     async def round(
-        self, caller: Caller, rollout: RolloutConfig, over_updates: bool = False
+        self,
+        caller: Caller,
+        rollout: RolloutConfig,
+        over_updates: bool = False,
+        outlives_engines: bool = False,
     ) -> AsyncIterator[GroupRound]:
         """Open a round. When the context ends, none of its groups is sampled any more.
 
         over_updates: True to allow weight updates during the round.
+        outlives_engines: True if groups wait until an engine serves again after all have been lost. Another
+            thread has to sync the weights meanwhile. False: the loss of all is an error.
 
         Raises the same errors as `generate`.
         """
@@ -145,7 +169,7 @@ class RolloutManager:
         with engines.admission.round(caller.value, over_updates) as id:
             round = Round(id, rollout, engines.end_ids, over_updates)
             async with OpenRound(round, set(self._samplers)) as opened:
-                yield GroupRound(opened, engines, self._samplers, rollout.n)
+                yield GroupRound(opened, engines, self._samplers, rollout.n, outlives_engines)
 
     def write_samples(self, groups: list[Group], path_of: Callable[[int], Path]) -> list[Group]:
         """Have the samplers write the arrays and texts of groups to files of a recording.

@@ -67,13 +67,18 @@ class RolloutPipeline:
         """
         self.handover.to_engines()
         with self._phases("generate"):
-            rollout = self.source.take(step)
+            rollout = self.source.take(step, self._revive)
         self.handover.to_ranks()
         self._sampled()
         if self._score is None:
             return rollout
         with self._phases("score"):
             return replace(rollout, groups=self._score(rollout.groups))
+
+    def _revive(self) -> None:
+        """Copy the weights into engines that have been started again, if no other engine serves."""
+        if self.handover.weight_sync.is_waited_for:
+            self.handover.publish(changed=False)
 
     def weights_changed(self) -> None:
         """Copy the trainer's weights into the engines, after a training step has changed them."""

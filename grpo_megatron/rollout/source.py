@@ -1,6 +1,7 @@
 """Sources of a step's groups: the engines, or a recording."""
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
@@ -68,7 +69,7 @@ class EngineRollouts:
         if config.rollout.record:
             self._recorder = Recorder(config.rollout.record, manager, resumed)
 
-    def take(self, step: int) -> Rollout:
+    def take(self, step: int, revive: Callable[[], None] = lambda: None) -> Rollout:
         """Return the groups of a training step, which are sampled now or ahead of the step.
 
         They are of data.train_batch_size prompts. Dynamic sampling, if enabled, uses further prompts until
@@ -76,11 +77,12 @@ class EngineRollouts:
         rollout.dynamic_sampling.max_batches is reached.
 
         step: index of the step, from 1, for the recording and for messages.
+        revive: called while this method waits and no engine serves. It makes those serve that have come back.
 
         Raises UserError if no group is left. Raises UserError if dynamic sampling does not fill the batch and
         rollout.dynamic_sampling.shortage=error. Raises the errors of RolloutManager.generate.
         """
-        taken = self._stream.take()
+        taken = self._stream.take(revive)
         groups = [one.group for one in taken.batch if one.left_out is None]
         left = [one for one in (*taken.batch, *taken.refused) if one.left_out is not None]
         failed = [one.group for one in left if one.left_out.state == SampleState.failed]

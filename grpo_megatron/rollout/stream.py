@@ -25,6 +25,9 @@ class Sampled:
     """Its samples and the reason, if the group is not trained on."""
 
 
+# Seconds between two looks at whether engines have come back that need the weights.
+_REVIVE_SECONDS = 1.0
+
 # Function that decides whether a finished group is trained on, and sets Sampled.left_out. It returns False
 # if another group takes the place of this one in the batch.
 Judge = Callable[[Sampled], bool]
@@ -68,39 +71,57 @@ class GroupStream:
         self._since: float | None = None
         self._busy = 0.0
 
-    def take(self) -> Taken[Sampled]:
-        """Wait for the batch of the next step, and return it. Raises the error that ended the sampling."""
+    def take(self, revive: Callable[[], None] = lambda: None) -> Taken[Sampled]:
+        """Wait for the batch of the next step, and return it. Raises the error that ended the sampling.
+
+        revive: called every second while this method waits and no engine serves.
+        """
         with self._changed:
             self._slots.ask(time.perf_counter())
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="sampling", daemon=True)
                 self._thread.start()
             self._wake_up()
-            self._changed.wait_for(lambda: self._taken or self._error)
-            if self._taken is None:
-                raise self._error
-            taken, self._taken = self._taken, None
-            return taken
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._taken or self._error, _REVIVE_SECONDS)
+                taken, self._taken = self._taken, None
+                if taken is None and self._error:
+                    raise self._error
+            if taken:
+                return taken
+            if not self._manager.num_serving:
+                with self.updating(changed=False):
+                    revive()
 
     @contextmanager
-    def updating(self) -> Iterator[None]:
-        """Start no group within the context, in which the engines get new weights.
+    def updating(self, changed: bool = True) -> Iterator[None]:
+        """Start no group within the context, in which the engines get weights.
 
-        With rollout.on_update=wait, the context begins when no group is being sampled any more.
+        changed: False if they are those of the last update.
+
+        With rollout.on_update=wait, the context begins when no group is being sampled any more, or when no
+        engine is left that samples.
         """
         with self._changed:
             self._pauses += 1
             if self._rollout.on_update == OnUpdate.wait:
-                self._changed.wait_for(lambda: self._since is None or self._error)
+                self._wait_for_the_end()
             # The engines refuse to open a round during an update.
             self._changed.wait_for(lambda: not self._is_opening or self._error)
         try:
             yield
         finally:
             with self._changed:
-                self._slots.updated()
+                if changed:
+                    self._slots.updated()
                 self._pauses -= 1
                 self._wake_up()
+
+    def _wait_for_the_end(self) -> None:
+        while not self._changed.wait_for(lambda: self._since is None or self._error, _REVIVE_SECONDS):
+            if not self._manager.num_serving:
+                return  # they serve again after the update
 
     def take_busy(self) -> float:
         """Return the seconds since the last call in which groups were sampled."""
@@ -141,7 +162,9 @@ class GroupStream:
         try:
             while not self._is_closed:
                 if self._begun():
-                    async with self._manager.round(Caller.train, self._rollout, over_updates) as round:
+                    async with self._manager.round(
+                        Caller.train, self._rollout, over_updates, outlives_engines=True
+                    ) as round:
                         self._opened()
                         await self._sample_in(round)
                     self._ended()

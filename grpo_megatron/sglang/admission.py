@@ -78,16 +78,18 @@ class Admission:
             if reason in self._closed:
                 raise UserError(f"the engines cannot {action}: {reason.value}")
 
-    def close(self, reason: Closed, action: str) -> None:
+    def close(self, reason: Closed, action: str, within_rounds: bool = False) -> None:
         """Close the engines before an action that no round may see.
 
         action: what the caller wants to do, such as `release memory`, for messages.
+        within_rounds: True if the action may take place during any round, because no engine has requests.
 
         Raises UserError if a round is in progress, or if the engines are stopped or closed by an update.
         """
         with self._lock:
             go_on = self._over_updates if reason == Closed.updating else set()
-            if blocking := [caller for caller in self._rounds if caller not in go_on]:
+            blocking = [caller for caller in self._rounds if caller not in go_on]
+            if blocking and not within_rounds:
                 callers = " and ".join(f"`{caller}`" for caller in blocking)
                 raise UserError(
                     f"the engines cannot {action} during a round of {callers}; wait until it has ended"

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
@@ -27,14 +28,16 @@ class Membership:
     index and by the number of its starts, which tells its process from the one that was there before.
     """
 
-    def __init__(self, names: Sequence[str], start_again: Callable[[int], None]):
+    def __init__(self, names: Sequence[str], start_again: Callable[[int], None], patience: float = 0.0):
         """Begin with engines that all serve.
 
         names: names of the engines, for messages.
         start_again: starts an engine again, and returns when it is ready. Its argument is the engine's index.
+        patience: seconds in which no engine has to serve while lost ones are started again.
         """
-        self._names, self._start_again = names, start_again
+        self._names, self._start_again, self._patience = names, start_again, patience
         self._lock = threading.Lock()
+        self._last_loss: tuple[float, Exception] | None = None  # when it was noticed, and its error
         self._states = [_State.serving] * len(names)
         self._starts = [0] * len(names)
         self._updates = [2] * len(names)  # number of updates since the engine serves
@@ -60,23 +63,26 @@ class Membership:
         """Remove an engine, and start it again. Do nothing if its process is removed already.
 
         starts: number of starts of the process that was lost.
-        error: the error by which the loss was noticed. It is raised if no other engine serves.
+        error: the error by which the loss was noticed. It is raised if no other engine serves or comes back.
         """
         with self._lock:
             known = self._states[index] in (_State.serving, _State.ready) and self._starts[index] == starts
             if not known or self._closed.is_set():
                 return
-            left = sum(state == _State.serving for other, state in enumerate(self._states) if other != index)
-            if not left:
+            others = [state for other, state in enumerate(self._states) if other != index]
+            left = others.count(_State.serving)
+            early = self._early_losses[index] + 1 if self._updates[index] < 2 else 0
+            stays_away = early == _EARLY_LOSSES
+            if not left and (not self._patience or (stays_away and set(others) <= {_State.gone})):
                 raise error
-            self._early_losses[index] = self._early_losses[index] + 1 if self._updates[index] < 2 else 0
-            stays_away = self._early_losses[index] == _EARLY_LOSSES
+            self._last_loss = time.monotonic(), error
+            self._early_losses[index], self._updates[index] = early, 0
             self._states[index] = _State.gone if stays_away else _State.starting
-            self._updates[index] = 0
         follows = "is not started again, because it was lost soon after each start"
+        meanwhile = f"{left} of {len(self._names)} engines serve meanwhile, and go on with its groups"
         logger.warning(
-            f"{error}\n{self._names[index]} {follows if stays_away else 'is started again'}; {left} of "
-            f"{len(self._names)} engines serve meanwhile, and go on with its groups"
+            f"{error}\n{self._names[index]} {follows if stays_away else 'is started again'}; "
+            f"{meanwhile if left else 'no engine serves meanwhile, and its groups wait'}"
         )
         if not stays_away:
             thread = threading.Thread(
@@ -84,6 +90,15 @@ class Membership:
             )
             self._threads.append(thread)
             thread.start()
+
+    def must_come_back(self) -> None:
+        """Raise the error of the last loss if no engine serves, and none is expected to serve any more."""
+        with self._lock:
+            if _State.serving in self._states:
+                return
+            since, error = self._last_loss
+            if set(self._states) <= {_State.gone} or time.monotonic() - since > self._patience:
+                raise error
 
     def _replace(self, index: int) -> None:
         state = _State.gone

@@ -1,6 +1,8 @@
 """EnginePool starts, queries, updates and closes all SGLang engines of a run."""
 
+import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -21,6 +23,8 @@ from grpo_megatron.weights.sync.messages import SyncCommand
 
 # Maximum seconds in which a healthy engine drops its requests.
 _RESET_SECONDS = 20.0
+# Seconds between two looks at whether an engine has come back.
+_PAUSE_SECONDS = 0.2
 
 
 class EnginePool:
@@ -71,12 +75,28 @@ class EnginePool:
         self._actors.start(every, self._actors.addresses(every))
 
     def _all_serve(self) -> Membership:
-        return Membership([process.name for process in self._processes], self._start_again)
+        names = [process.name for process in self._processes]
+        return Membership(names, self._start_again, self._config.engine.patience)
 
     @property
     def serving(self) -> dict[int, int]:
         """{index: number of starts} of the engines that get requests."""
         return self._members.serving
+
+    @property
+    def waits_for_weights(self) -> bool:
+        """True if no engine serves, but one has been started again."""
+        return not self.serving and bool(self._members.in_updates)
+
+    async def next_serving(self) -> dict[int, int]:
+        """Return `serving` when there is an engine in it.
+
+        Raises the error of the last loss if no engine serves for rollout.engine.patience seconds.
+        """
+        while not (serving := self.serving):
+            self._members.must_come_back()
+            await asyncio.sleep(_PAUSE_SECONDS)
+        return serving
 
     @property
     def members(self) -> tuple[tuple[int, int], ...]:
@@ -103,8 +123,8 @@ class EnginePool:
         """Replace an engine that has died or has wrong weights. Its requests must be sent to other engines.
 
         index, starts: the engine, as in `serving` or `members`. Nothing is done if it was replaced already.
-        error: the error by which the loss was noticed. It is raised if no engine is left, or if the engines
-            share their devices with the trainer. The caller then has to call `recover`.
+        error: the error by which the loss was noticed. It is raised if no engine is left or comes back, or if
+            the engines share their devices with the trainer. The caller then has to call `recover`.
         """
         if self._shared:
             raise error
@@ -165,7 +185,7 @@ class EnginePool:
         The result for a sequence of n tokens is float32 [n - 1], because its first token has no log-prob.
         """
         self.admission.must_be_open()
-        first = next(iter(self.serving))
+        first = min(self.serving, default=0)
         return fetch(self._engines[first].score.remote(sequences), self._processes[first], "score")
 
     def score_on_all(self, sequences: list[list[int]]) -> list[list[np.ndarray]]:
@@ -192,17 +212,23 @@ class EnginePool:
     def begin_update(self) -> None:
         """Pause every engine and prepare it for new weights. No engine serves requests until `end_update`.
 
-        Raises UserError during another update, during a round that does not allow updates, and while the
-        memory of weights is released.
+        If no engine is alive, wait until one has been started again. Raises the error of the last loss after
+        rollout.engine.patience seconds. Raises UserError during another update, during a round that does not
+        allow updates, unless no engine serves, and while the memory of weights is released.
         """
         if MemoryPart.weights in self._released:
             raise UserError(
                 "the engines have released the memory of their weights; call resume_weights first"
             )
-        self.admission.close(Closed.updating, "begin a weight update")
-        self._updating = self._members.in_updates
-        for index, error in self._begin_on(self._updating).items():
-            self.lost(index, self._updating.pop(index), error)
+        self.admission.close(Closed.updating, "begin a weight update", within_rounds=not self.serving)
+        while True:
+            self._updating = self._members.in_updates
+            for index, error in self._begin_on(self._updating).items():
+                self.lost(index, self._updating.pop(index), error)
+            if self._updating:
+                return
+            self._members.must_come_back()
+            time.sleep(_PAUSE_SECONDS)
 
     def _begin_on(self, indices: Iterable[int]) -> dict[int, ProcessLost]:
         """Begin an update of engines. Return the errors of those that have died since their last request."""

@@ -40,7 +40,7 @@ def check_message(run: LiveRun, pattern: str) -> None:
 @pytest.mark.parametrize("role", ROLES)
 def test_a_signal_at_any_moment(arithmetic, tmp_path, role, number, repeat):
     moment = random.Random(f"{SEED} {role} {number} {repeat}")
-    changes = ["run.max_restarts=0", "checkpoint.every=5"]
+    changes = ["run.max_restarts=0", "rollout.engine.patience=0", "checkpoint.every=5"]
     with LiveRun("train", arguments(arithmetic, tmp_path, *changes), tmp_path) as run:
         if moment.random() < 0.7:
             run.wait_for(run.steps)

@@ -1,6 +1,7 @@
 """Engines that are lost and come back: when they get requests, and when weights."""
 
 import threading
+import time
 
 import pytest
 
@@ -89,6 +90,54 @@ def test_the_loss_of_the_last_engine_is_raised(starts):
         pool.lose(2, 0, DIED)
     assert pool.serving == {2: 0}
     starts.may_end.set()
+
+
+def test_the_only_engine_is_waited_for(starts):
+    pool = Membership(NAMES[:1], starts, patience=60)
+    pool.lose(0, 0, DIED)
+    assert pool.serving == pool.in_updates == {}
+    pool.must_come_back()
+    starts.may_end.set()
+    pool.join()
+    assert (pool.serving, pool.in_updates) == ({}, {0: 1})
+    pool.must_come_back()
+    pool.updated(pool.in_updates)
+    assert pool.serving == {0: 1}
+
+
+def test_patience_has_an_end(starts):
+    pool = Membership(NAMES[:1], starts, patience=0.05)
+    pool.lose(0, 0, DIED)
+    time.sleep(0.1)
+    with pytest.raises(ProcessDied):
+        pool.must_come_back()
+    starts.may_end.set()
+    pool.join()
+    pool.updated(pool.in_updates)
+    pool.must_come_back()  # it serves again
+
+
+def test_the_only_engine_is_not_waited_for_if_it_stays_away(starts):
+    starts.may_end.set()
+    pool = Membership(NAMES[:1], starts, patience=60)
+    pool.lose(0, 0, DIED)
+    for number in (1, 2):
+        pool.join()
+        pool.lose(0, number, DIED)
+    pool.join()
+    with pytest.raises(ProcessDied):
+        pool.lose(0, 3, DIED)
+
+
+def test_an_engine_that_cannot_be_started_again_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(members, "_BETWEEN_SECONDS", 0.01)
+    starts = Starts(failures=3, error=UserError("planted"))
+    starts.may_end.set()
+    pool = Membership(NAMES[:1], starts, patience=60)
+    pool.lose(0, 0, DIED)
+    pool.join()
+    with pytest.raises(ProcessDied):
+        pool.must_come_back()
 
 
 def test_an_engine_that_dies_again_is_started_again(starts):

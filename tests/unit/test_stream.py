@@ -16,10 +16,12 @@ import pytest
 
 from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import WeightSpan
+from grpo_megatron.cluster.processes import ProcessDied
 from grpo_megatron.config.load import read_config
 from grpo_megatron.data.order import PromptSource
 from grpo_megatron.errors import UserError
 from grpo_megatron.monitoring.phases import Phases
+from grpo_megatron.rollout import stream
 from grpo_megatron.rollout.episodes import SingleTurn
 from grpo_megatron.rollout.groups import StaleWeights
 from grpo_megatron.rollout.pipeline import RolloutPipeline
@@ -63,7 +65,7 @@ class Engine(FakeEngines):
 
     def publish(self):
         """Update the weights, as EnginePool does."""
-        self.admission.close(Closed.updating, "begin a weight update")
+        self.admission.close(Closed.updating, "begin a weight update", within_rounds=not self.serving)
         running = list(self.running)
         time.sleep(0.01)
         self.weight_version += 1
@@ -185,6 +187,57 @@ def test_an_error_reaches_the_step_that_needs_the_batch(rollouts, ahead):
         sampled.take(99)
     with sampled.updating():  # waits for nothing
         pass
+
+
+class Mortal(Engine):
+    """An engine that dies at the requests with these numbers. It serves again after `publish` or `revive`."""
+
+    def __init__(self, deaths):
+        super().__init__(lambda uid: 0.01)
+        self.deaths, self.revived = deaths, 0
+
+    async def generate(self, request, listener=None):
+        number = len(self.started) + 1
+        completion = await super().generate(request, listener)
+        if number in self.deaths or not self.serving:
+            raise ProcessDied("engine 0 died in `generate`")
+        return completion
+
+    def lost(self, index, starts, error):
+        self.serving = {}
+
+    async def next_serving(self):
+        while not self.serving:
+            await asyncio.sleep(0.001)
+        return self.serving
+
+    def publish(self):
+        running = super().publish()
+        self.serving = {0: 1}
+        return running
+
+    def revive(self):
+        self.revived += 1
+        self.serving = {0: 1}
+
+
+@pytest.mark.parametrize("on_update", ["wait", "continue"])
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_groups_outlive_the_only_engine(rollouts, ahead, on_update, monkeypatch):
+    """Who waits for a batch makes the engine serve again, and so does the next update."""
+    monkeypatch.setattr(stream, "_REVIVE_SECONDS", 0.02)
+    engine = Mortal(deaths={3, 30, 60})
+    sampled = rollouts(engine, f"rollout.staleness={ahead}", f"rollout.on_update={on_update}")
+    seen = []
+    for number in range(1, 11):
+        rollout = sampled.take(number, engine.revive)
+        assert all(len(group.samples) == N for group in rollout.groups)
+        seen += uids(rollout)
+        with sampled.updating():
+            engine.publish()
+    assert sorted(seen) == list(range(10 * BATCH))
+    assert engine.revived >= 1
+    assert not engine.deaths - set(range(len(engine.started) + 1))
 
 
 @pytest.mark.parametrize("taken", [0, 1])

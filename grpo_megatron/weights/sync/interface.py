@@ -32,11 +32,13 @@ class WeightTarget(Protocol):
     processes: one process per engine.
     members: for each engine, an identifier that is another one after the engine was started again
     nodes: the node of each rank of each engine
+    waits_for_weights: True if no engine serves, but one has been started again
     """
 
     processes: list[Process]
     members: tuple[tuple[int, int], ...]
     nodes: tuple[str, ...]
+    waits_for_weights: bool
 
     def begin_update(self) -> None: ...
 

@@ -32,6 +32,11 @@ class WeightSync:
         self.version = 0
         self.metrics: dict[str, float] = {}
 
+    @property
+    def is_waited_for(self) -> bool:
+        """True if no engine serves, but one that has been started again needs the weights."""
+        return self._target.waits_for_weights
+
     def run(self, changed: bool = True) -> None:
         """Copy the trainer's current weights into the engines.
 
