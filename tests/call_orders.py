@@ -185,7 +185,7 @@ class Operations:
         assert len({group.group_id for group in (*groups, *others)}) == len(groups) + len(others)
 
     def _is_refused(self, because: str) -> None:
-        for call in (self.generate, lambda: self._engines.score([[1, 2]])):
+        for call in (self.generate, lambda: self._engines.score_on_all([[1, 2]])):
             with pytest.raises(UserError, match=f"^the engines cannot generate: {because}"):
                 call()
 

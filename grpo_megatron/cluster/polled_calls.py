@@ -8,7 +8,7 @@ import ray
 
 from grpo_megatron.cluster.processes import Process, fetched
 from grpo_megatron.cluster.rounds import Report
-from grpo_megatron.errors import UserError
+from grpo_megatron.errors import ProcessLost, UserError
 
 # Maximum seconds that one poll waits in the actor. It only determines how soon a deadlock is noticed.
 POLL_SECONDS = 5.0
@@ -62,16 +62,19 @@ class PolledCalls:
         self._unsent: list = []
         self._poller: asyncio.Task | None = None
         self._closed = False
+        self._lost: ProcessLost | None = None
 
     async def call(self, key: Any, item: Any, listener: Callable[[Any], None] | None = None) -> Answer:
         """Send an item to the actor, and return the answer with this key.
 
         listener: called with the value of each Report with this key that comes before the answer.
 
-        No two calls that wait for their answers may have the same key. Raises ProcessDied if the actor dies,
-        the error of any call that failed, UserError after `timeout` seconds without an answer, and
-        RuntimeError after `close`, or if the actor has ended the round.
+        No two calls that wait for their answers may have the same key. Raises ProcessLost if the actor dies,
+        now or in an earlier call, the error of any call that failed, UserError after `timeout` seconds
+        without an answer, and RuntimeError after `close`, or if the actor has ended the round.
         """
+        if self._lost:
+            raise self._lost
         if self._closed:
             raise RuntimeError(f"`{self._call}` was called after the end of its round")
         loop = asyncio.get_running_loop()
@@ -80,7 +83,11 @@ class PolledCalls:
         self._unsent.append(item)
         if len(self._unsent) == 1:
             loop.call_soon(self._send)  # it also sends the items that arrive until then
-        return await answer
+        try:
+            return await answer
+        finally:
+            # After an error, further answers and reports may come. They belong to nobody.
+            self._waiting.pop(key, None)
 
     async def close(self) -> None:
         """Drop all calls, and make no further ones. Their callers must have been cancelled before."""
@@ -103,6 +110,7 @@ class PolledCalls:
         try:
             await self._answer_all()
         except Exception as error:  # passed on to every waiting caller
+            self._lost = error if isinstance(error, ProcessLost) else None
             for waiting in self._waiting.values():
                 if not waiting.answer.done():
                     waiting.answer.set_exception(error)
@@ -118,12 +126,14 @@ class PolledCalls:
                     f"`{self._call}` that still wait for their answers"
                 )
             for answer in answers:
+                waiting = self._waiting.get(answer.key)
                 if isinstance(answer, Report):
-                    self._waiting[answer.key].listener(answer.value)
+                    if waiting:
+                        waiting.listener(answer.value)
                     continue
-                waiting = self._waiting.pop(answer.key).answer
-                if not waiting.done():  # its caller may have been cancelled
-                    waiting.set_result(answer)
                 last_progress = clock()
+                if waiting and not waiting.answer.done():  # its caller may have been cancelled
+                    waiting.answer.set_result(answer)
+                    del self._waiting[answer.key]
             if self._waiting and self._timeout is not None and clock() - last_progress > self._timeout:
                 raise UserError(self._timed_out(len(self._waiting)))

@@ -162,7 +162,7 @@ class Investigation:
         for batch in tokens.batches:
             pairs = zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)
             ids = [batch.tokens[start:end].tolist() for start, end in pairs]
-            parts = self.engines.score(ids)
+            parts = self.engines.score_on_all(ids)[0]
             scored.append(np.concatenate([np.append(part, 0.0) for part in parts])[batch.loss_mask])
         return self._probe(tokens, 1.0)[0], np.concatenate(scored)
 

@@ -25,7 +25,8 @@ class PlayedGroup:
         self._play = play
         self._task: asyncio.Task[tuple[Sample, ...]] | None = None
         self._changed = asyncio.Event()  # when the engine has changed
-        self._lost: asyncio.Future[None] | None = None
+        self._noted = asyncio.Event()  # when the engine is lost, or the episodes have ended
+        self._error: Exception | None = None
         self.engine, self.moves = 0, -1
 
     async def run_on(self, engine: int) -> tuple[Sample, ...]:
@@ -35,17 +36,21 @@ class PlayedGroup:
         another engine, or for `end`. If this call is cancelled, they end.
         """
         self.engine, self.moves = engine, self.moves + 1
-        lost = self._lost = asyncio.get_running_loop().create_future()
+        self._noted.clear()
         self._changed.set()
         self._changed = asyncio.Event()
         if self._task is None:
             self._task = asyncio.create_task(self._play(self))
+            self._task.add_done_callback(lambda _: self._noted.set())
         try:
-            await asyncio.wait({self._task, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if not self._task.done():
+                await self._noted.wait()
         except asyncio.CancelledError:
             await self.end()
             raise
-        return self._task.result() if self._task.done() else lost.result()
+        if self._task.done():
+            return self._task.result()
+        raise self._error
 
     async def moved(self, moves: int, error: Exception) -> None:
         """Wait until the group has another engine than the one that was lost.
@@ -53,11 +58,11 @@ class PlayedGroup:
         moves: value of `moves` when the request was sent that failed with the error.
         """
         if moves == self.moves:
-            if not self._lost.done():
-                self._lost.set_exception(error)
+            self._error = error
+            self._noted.set()
             await self._changed.wait()
 
     async def end(self) -> None:
         """Cancel the episodes, and wait until they have ended."""
         cancel([self._task])
-        await asyncio.wait([self._task])
+        await asyncio.gather(self._task, return_exceptions=True)

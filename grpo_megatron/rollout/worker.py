@@ -24,7 +24,7 @@ from grpo_megatron.cluster.heartbeat import Heartbeat
 from grpo_megatron.cluster.placement import Cluster
 from grpo_megatron.cluster.polled_calls import PolledCalls
 from grpo_megatron.cluster.pool_worker import Place
-from grpo_megatron.cluster.processes import Process, fetch, fetched, gather, redirect_output, use_folder
+from grpo_megatron.cluster.processes import Process, fetched, gather, redirect_output, use_folder
 from grpo_megatron.cluster.rounds import RoundId, RoundTasks
 from grpo_megatron.cluster.worker_pool import worker_places
 from grpo_megatron.config.schema import Config
@@ -255,9 +255,9 @@ class RolloutWorker:
     async def write_samples(self, path: Path, handles: Sequence[RecordedHandles]) -> OSError | None:
         return await fetched(self._actor.write_samples.remote(path, handles), self.process, "write_samples")
 
-    def connect(self, engine: int, connection: EngineConnection) -> None:
-        """Send later requests for an engine to the process that has taken its place."""
-        fetch(self._actor.connect.remote(engine, connection), self.process, "connect")
+    def connect(self, engine: int, connection: EngineConnection) -> ray.ObjectRef:
+        """Send later requests for an engine to the process that has taken its place. Return the Ray call."""
+        return self._actor.connect.remote(engine, connection)
 
     def close(self) -> None:
         """End the process, and the processes that it has started."""
@@ -324,8 +324,9 @@ class RolloutWorkers:
 
     def _connect(self, engine: int) -> None:
         connection = self._engines.connections()[engine]
-        for worker in self._workers.values():
-            worker.connect(engine, connection)
+        workers = list(self._workers.values())
+        calls = {index: worker.connect(engine, connection) for index, worker in enumerate(workers)}
+        gather(calls, [worker.process for worker in workers], "connect")
 
     def close(self) -> None:
         for worker in self._workers.values():

@@ -179,15 +179,6 @@ class EnginePool:
             for engine, process in zip(self._engines, self._processes, strict=True)
         ]
 
-    def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
-        """Return one engine's log-probs of given token sequences at temperature 1.
-
-        The result for a sequence of n tokens is float32 [n - 1], because its first token has no log-prob.
-        """
-        self.admission.must_be_open()
-        first = min(self.serving, default=0)
-        return fetch(self._engines[first].score.remote(sequences), self._processes[first], "score")
-
     def score_on_all(self, sequences: list[list[int]]) -> list[list[np.ndarray]]:
         """Return every engine's log-probs of the same token sequences, to compare them with the trainer's.
 

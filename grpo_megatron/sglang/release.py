@@ -104,8 +104,8 @@ class EngineControl:
         seen = 0
         async for answer in answers:
             meta = answer["meta_info"]
-            if meta["finish_reason"] is None:
-                new = meta["output_token_logprobs"][seen:]
+            new = meta["output_token_logprobs"][seen:]
+            if meta["finish_reason"] is None and new:
                 seen += len(new)
                 report([token for _, token, _ in new], [logprob for logprob, _, _ in new])
         reason = answer["meta_info"]["finish_reason"]

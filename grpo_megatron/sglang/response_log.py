@@ -7,12 +7,15 @@ import numpy as np
 from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.sglang.request import Completion, NewTokens, Request
 
+# SGLang refuses prompts that leave fewer tokens up to the model's context length (6 in both releases).
+_LEAST_REST = 8
+
 
 class ResponseLog:
     """The reported tokens of one response. If its engine is lost, another engine continues after them.
 
-    The continued response is a sample of the same distribution: each token was sampled after the tokens
-    before it, and which tokens are lost depends only on the time of the loss.
+    Tokens that were not reported are sampled again. This makes a response shorter by at most as many tokens
+    on average, because each of them could have been the last one already.
     """
 
     def __init__(self) -> None:
@@ -32,16 +35,25 @@ class ResponseLog:
 
         request: the request for the whole response.
         """
-        self._kept = len(self._ids)
+        limit = request.sampling["max_new_tokens"]
+        self._keep(min(len(self._ids), max(limit - _LEAST_REST, 0)))
         if not self._kept:
             return request
-        # An engine reports only tokens of responses that have not ended, so that at least one token is left.
-        limit = request.sampling["max_new_tokens"] - self._kept
         return replace(
             request,
             prompt_ids=request.prompt_ids + self._ids,
-            sampling=request.sampling | {"max_new_tokens": limit},
+            sampling=request.sampling | {"max_new_tokens": limit - self._kept},
         )
+
+    def _keep(self, length: int) -> None:
+        """Forget the tokens after the first `length` ones."""
+        self._kept = length
+        del self._ids[length:], self._logprobs[length:]
+        self._spans = [
+            WeightSpan(span.version, span.start, min(span.end, length))
+            for span in self._spans
+            if span.start < length
+        ]
 
     def complete(self, completion: Completion) -> Completion:
         """Return the whole response.
@@ -51,7 +63,7 @@ class ResponseLog:
         kept = self._kept
         if not kept:
             return completion
-        logged = [span for span in self._spans if span.end <= kept]
+        logged = [span for span in self._spans if span.end <= kept]  # without those after `rest_of`
         continued = [
             WeightSpan(span.version, span.start + kept, span.end + kept) for span in completion.weight_spans
         ]

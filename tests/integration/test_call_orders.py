@@ -96,7 +96,7 @@ def check_stopped(manager, engines, prompts):
     for call in (
         lambda: manager.generate(prompts, RolloutConfig(n=1)),
         lambda: manager.generate(prompts, RolloutConfig(n=1), Caller.evaluate),
-        lambda: engines.score([[1, 2, 3]]),
+        lambda: engines.score_on_all([[1, 2, 3]]),
         engines.begin_update,
         engines.release_memory,
         engines.resume_kv_cache,

@@ -69,7 +69,7 @@ def test_an_engine_gives_back_its_memory_and_then_answers_as_before(engines, wid
     model = AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval()
     random = np.random.default_rng(0)
     sequences = [random.integers(7, 30, 1000).tolist() for _ in range(4)]  # fill the KV cache
-    before = engines.score(sequences)
+    before = engines.score_on_all(sequences)[0]
     full = engines.occupied()
     engines.release_memory()
     released = engines.occupied()
@@ -83,7 +83,7 @@ def test_an_engine_gives_back_its_memory_and_then_answers_as_before(engines, wid
     # Nothing may use what is not there; SGLang's own scheduler would die of it.
     asleep = r"^the engines cannot generate: they have released memory; resume it and sync the weights first$"
     with pytest.raises(UserError, match=asleep):
-        engines.score(sequences)
+        engines.score_on_all(sequences)
     with pytest.raises(UserError, match="the engines have released the memory of their weights; call"):
         engines.begin_update()
     engine = engines._engines[0]
@@ -98,13 +98,13 @@ def test_an_engine_gives_back_its_memory_and_then_answers_as_before(engines, wid
     without_cache = engines.occupied()
     assert weights * 0.95 < without_cache - released < weights + kv_cache
     with pytest.raises(UserError, match=asleep):
-        engines.score(sequences)
+        engines.score_on_all(sequences)
     with pytest.raises(
         RuntimeError, match=r"engine 0 has released the memory of its kv_cache; call resume_memory first"
     ):
         ray.get(engine.score.remote(sequences))
     engines.resume_kv_cache()
-    for found, expected in zip(engines.score(sequences), before, strict=True):
+    for found, expected in zip(engines.score_on_all(sequences)[0], before, strict=True):
         np.testing.assert_array_equal(found, expected)
 
 
@@ -219,7 +219,7 @@ def test_a_wrong_order_is_refused_by_each_side(run):
     parts.sharing.resume_weights()
     parts.sharing.sync(controller.rollouts.handover.weight_sync.run)
     with pytest.raises(UserError, match=r"^the engines cannot generate: they have released memory"):
-        parts.engines.score(sequences)
+        parts.engines.score_on_all(sequences)
     parts.sharing.sleep()
     parts.sharing.resume_kv_cache()
     with pytest.raises(
@@ -231,7 +231,7 @@ def test_a_wrong_order_is_refused_by_each_side(run):
         parts.sharing.resume_weights()
     controller.rollouts.weights_changed()  # takes turns by itself
     assert parts.sharing.state == DeviceUse.serving
-    assert len(parts.engines.score(sequences)[0]) == 2
+    assert len(parts.engines.score_on_all(sequences)[0][0]) == 2
     parts.to_ranks()
     with pytest.raises(UserError, match=r"^the engines cannot generate: they have released memory"):
         controller.rollouts.source.take(4)

@@ -335,7 +335,7 @@ def test_an_engine_that_nobody_admitted_says_so_at_once(engines, tokenizer):
         ray.get(engine.poll.remote(round, 5.0))
     engines.begin_update()
     engines.end_update(engines.weight_version + 1)
-    assert len(engines.score([[1, 2, 3]])[0]) == 2
+    assert len(engines.score_on_all([[1, 2, 3]])[0][0]) == 2
 
 
 def test_an_update_the_engine_refuses_is_an_error(engines):

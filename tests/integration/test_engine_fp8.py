@@ -23,8 +23,9 @@ from grpo_megatron.model.families import read_architecture, weight_map
 from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.model.pieces import box
 from grpo_megatron.preflight.check import load_config
-from grpo_megatron.sglang import pool
+from grpo_megatron.sglang import actors
 from grpo_megatron.sglang.arguments import engine_environment
+from grpo_megatron.sglang.pool import EnginePool
 from grpo_megatron.sglang.weight_receiver import KV_SCALES, as_named_tensors
 from grpo_megatron.weights.fp8_blocks import quantise
 from grpo_megatron.weights.hf_checkpoint import HFCheckpoint
@@ -108,7 +109,7 @@ class Synced:
     """The engine's layout."""
     controller: Controller
     """The run's controller."""
-    engines: pool.EnginePool
+    engines: EnginePool
     """The pool with the engine."""
     probe: dict[str, float]
     """Scalars of the weight probe."""
@@ -142,14 +143,14 @@ CASES = {
 def synced(ray_here, blocks, experts, request, tmp_path_factory):
     """An engine after its first weight sync, whose parameters the tests can read."""
     family, *layouts = request.param
-    root, made = experts(family) if family else blocks, pool.engine_arguments
+    root, made = experts(family) if family else blocks, actors.engine_arguments
 
     def with_loaders(*args):
         found = made(*args)
         return found | {"custom_weight_loader": [*found["custom_weight_loader"], LOOK, SWAP]}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool, "engine_arguments", with_loaders)
+        patch.setattr(actors, "engine_arguments", with_loaders)
         with loop(root, tmp_path_factory.mktemp("runs"), *layouts) as (controller, run):
             controller.rollouts.start()
             probe = controller.rollouts.handover.weight_sync.metrics
@@ -238,9 +239,9 @@ def test_the_probe_sees_a_layer_that_computes_something_else(synced):
 
 @pytest.mark.slow
 def test_an_engine_that_is_not_in_fp8_is_refused(ray_here, blocks, tmp_path, monkeypatch):
-    made = pool.engine_arguments
+    made = actors.engine_arguments
     monkeypatch.setattr(
-        pool, "engine_arguments", lambda *args: made(*args) | {"json_model_override_args": "{}"}
+        actors, "engine_arguments", lambda *args: made(*args) | {"json_model_override_args": "{}"}
     )
     with (
         loop(blocks, tmp_path) as (controller, _),

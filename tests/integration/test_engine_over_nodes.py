@@ -51,4 +51,4 @@ def test_a_node_that_dies_ends_the_engine(two_nodes, experts, tmp_path):
         scheduler = next(child.pid for child in children if "scheduler" in " ".join(child.cmdline()))
         os.kill(scheduler, signal.SIGKILL)
         with pytest.raises(ProcessDied, match="engine 0 died in `score`"):
-            run.engines.score([[1, 2, 3, 4]])
+            run.engines.score_on_all([[1, 2, 3, 4]])

@@ -8,7 +8,7 @@ import pytest
 from grpo_megatron.cluster.polled_calls import PolledCalls
 from grpo_megatron.cluster.processes import Process
 from grpo_megatron.cluster.rounds import Report, RoundId, RoundTasks
-from grpo_megatron.errors import UserError
+from grpo_megatron.errors import ProcessLost, UserError
 
 ONE, OTHER = RoundId("train", 1), RoundId("evaluate", 1)
 
@@ -24,21 +24,92 @@ def test_reports_come_before_the_answer_of_their_call():
             tasks.report(OTHER, Report(item.key, "of another round"))
             return item
 
-        def calls(*timeout):
+        def calls():
             return PolledCalls(
                 Process("worker", "log"),
                 "sample",
                 lambda items: tasks.start(ONE, work, items),
                 lambda seconds: asyncio.ensure_future(tasks.poll(ONE, 0.1)),
-                *timeout,
             )
 
         item = SimpleNamespace(key="a")
         assert await calls().call("a", item, heard.append) is item
         assert heard == [0, 1, 2]
-        with pytest.raises(UserError, match="1 without an answer"):  # a report is none
-            await calls(0.0, lambda waiting: f"{waiting} without an answer").call("a", item, heard.append)
-        assert heard == [0, 1, 2, 0]
+
+    asyncio.run(main())
+
+
+def test_a_report_is_no_answer():
+    async def main():
+        heard = []
+
+        async def poll():
+            await asyncio.sleep(0.002)
+            return [Report("a", 0)]
+
+        calls = PolledCalls(
+            Process("worker", "log"),
+            "sample",
+            lambda items: None,
+            lambda seconds: asyncio.ensure_future(poll()),
+            0.05,
+            lambda waiting: f"{waiting} without an answer",
+        )
+        with pytest.raises(UserError, match="1 without an answer"):
+            await calls.call("a", "item", heard.append)
+        assert len(heard) > 2
+
+    asyncio.run(main())
+
+
+def test_nothing_of_a_lost_actor_is_heard_later():
+    """A poll failed, but the actor lived. Its reports would get into a response that goes on elsewhere."""
+
+    async def main():
+        heard, answers = [], [ProcessLost("planted"), [Report("a", 0)]]
+
+        async def poll():
+            await asyncio.sleep(0.001)
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        calls = PolledCalls(
+            Process("worker", "log"),
+            "sample",
+            lambda items: None,
+            lambda seconds: asyncio.ensure_future(poll()),
+        )
+        for key in "ab":
+            with pytest.raises(ProcessLost, match="planted"):
+                await calls.call(key, "item", heard.append)
+        assert (heard, len(answers)) == ([], 1)
+
+    asyncio.run(main())
+
+
+def test_reports_and_answers_of_cancelled_calls_are_dropped():
+    async def main():
+        heard, b = [], SimpleNamespace(key="b")
+        answers = [[], [Report("a", 0), SimpleNamespace(key="a"), Report("b", 1), b]]
+
+        async def poll():
+            await asyncio.sleep(0.005)
+            return answers.pop(0)
+
+        calls = PolledCalls(
+            Process("worker", "log"),
+            "sample",
+            lambda items: None,
+            lambda seconds: asyncio.ensure_future(poll()),
+        )
+        first = asyncio.create_task(calls.call("a", "item", heard.append))
+        second = asyncio.create_task(calls.call("b", "item", heard.append))
+        await asyncio.sleep(0.001)
+        first.cancel()
+        assert await second is b
+        assert heard == [1]
 
     asyncio.run(main())
 

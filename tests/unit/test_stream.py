@@ -224,7 +224,7 @@ class Mortal(Engine):
 @pytest.mark.parametrize("on_update", ["wait", "continue"])
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_groups_outlive_the_only_engine(rollouts, ahead, on_update, monkeypatch):
-    """Who waits for a batch makes the engine serve again, and so does the next update."""
+    """The engine serves again when a step waits for its batch, or after the next update."""
     monkeypatch.setattr(stream, "_REVIVE_SECONDS", 0.02)
     engine = Mortal(deaths={3, 30, 60})
     sampled = rollouts(engine, f"rollout.staleness={ahead}", f"rollout.on_update={on_update}")
