@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import ray
 
 from grpo_megatron.cluster.processes import Process, fetched
-from grpo_megatron.cluster.rounds import Report
+from grpo_megatron.cluster.rounds import TaskReport
 from grpo_megatron.errors import ProcessLost, UserError
 
 # Maximum seconds that one poll waits in the actor. It only determines how soon a deadlock is noticed.
@@ -67,7 +67,7 @@ class PolledCalls:
     async def call(self, key: Any, item: Any, listener: Callable[[Any], None] | None = None) -> Answer:
         """Send an item to the actor, and return the answer with this key.
 
-        listener: called with the value of each Report with this key that comes before the answer.
+        listener: called with the value of each TaskReport with this key that comes before the answer.
 
         No two calls that wait for their answers may have the same key. Raises ProcessLost if the actor dies,
         now or in an earlier call, the error of any call that failed, UserError after `timeout` seconds
@@ -127,7 +127,7 @@ class PolledCalls:
                 )
             for answer in answers:
                 waiting = self._waiting.get(answer.key)
-                if isinstance(answer, Report):
+                if isinstance(answer, TaskReport):
                     if waiting:
                         waiting.listener(answer.value)
                     continue

@@ -22,7 +22,7 @@ class RoundId(NamedTuple):
     number: int
 
 
-class Report(NamedTuple):
+class TaskReport(NamedTuple):
     """News of a task that still runs. `poll` returns it among the answers.
 
     key: key of the task's call
@@ -74,7 +74,7 @@ class RoundTasks:
             opened.tasks.add(task)
             task.add_done_callback(opened.tasks.discard)
 
-    def report(self, round: RoundId, report: Report) -> None:
+    def report(self, round: RoundId, report: TaskReport) -> None:
         """Let `poll` return news of a task. A round that is not open any more is ignored."""
         if opened := self._opened(round):
             opened.answers.put_nowait(report)

@@ -18,7 +18,7 @@ import ray
 
 from grpo_megatron.cluster.heartbeat import Heartbeat
 from grpo_megatron.cluster.processes import Process, redirect_output
-from grpo_megatron.cluster.rounds import Report, RoundId, RoundTasks
+from grpo_megatron.cluster.rounds import RoundId, RoundTasks, TaskReport
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.architecture import MoE
 from grpo_megatron.sglang.memory import EngineMemory, MemoryPart, engine_bytes
@@ -179,7 +179,7 @@ class SGLangEngine:
 
         def report(ids: list[int], logprobs: list[float]) -> None:
             nonlocal version
-            self._rounds.report(round, Report(request.key, NewTokens(ids, logprobs, version)))
+            self._rounds.report(round, TaskReport(request.key, NewTokens(ids, logprobs, version)))
             version = self._version
 
         with self._heartbeat.phase("generate", alone=True):
@@ -195,7 +195,7 @@ class SGLangEngine:
             )
         return completion_of(request, answer, self._experts)
 
-    async def poll(self, round: RoundId, seconds: float) -> list[Completion | Report] | None:
+    async def poll(self, round: RoundId, seconds: float) -> list[Completion | TaskReport] | None:
         """Return the completions of a round since the last call. Wait up to `seconds` for the first one.
 
         Reports of NewTokens come among them. The list is empty if nothing comes in time. The result is None

@@ -74,7 +74,9 @@ class EngineControl:
         wanted = {} if routed is None else {"return_routed_experts": True, "routed_experts_start_len": routed}
         if top:
             wanted["top_logprobs_num"] = top
-        if cache:
+        # Releases before 0.5.20 have no such argument. They refuse updates while requests run, and drop their
+        # cache at each update, so that all prefixes in it are of one version.
+        if cache and self.knows_spans:
             wanted["cache_salt"] = cache
         wanted |= {"input_ids": prompt_ids, "return_logprob": True, "rid": _request_id(request_number)}
         if report:

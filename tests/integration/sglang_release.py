@@ -162,13 +162,24 @@ async def made_calls() -> tuple[list[str], bool]:
         tokenizer_manager.TokenizerManager, instance=True
     )
     manager.flush_cache.return_value = io_struct.FlushCacheReqOutput(success=True, message="")
-    control = EngineControl(engine)
+    control, reported = EngineControl(engine), []
+
+    async def chunks():
+        """Yield a response of two tokens as SGLang streams it: with all tokens so far."""
+        for length, reason in ((1, None), (2, None), (2, {"type": "stop"})):
+            logprobs = [(-1.0, token, None) for token in range(length)]
+            yield {"meta_info": {"output_token_logprobs": logprobs, "finish_reason": reason}}
+
+    async def generated(*_, stream=False, **__):
+        return chunks() if stream else mock.MagicMock()
+
+    engine.async_generate.side_effect = generated
     # A request that has reached the scheduler, and whose state has what `abort` reads.
     state = tokenizer_manager.ReqState.__new__(tokenizer_manager.ReqState)
     state.dispatched = True
     manager.rid_to_state = {f"{8:032d}": state}
     arguments = {
-        "sample": (7, [1, 2], {"temperature": 1.0}, 1, 4),
+        "sample": (7, [1, 2], {"temperature": 1.0}, 1, 4, "salt", lambda *new: reported.append(new), 4),
         "abort": (8,),
         "score": ([[1, 2], [3]],),
         "pause": (True,),
@@ -183,6 +194,7 @@ async def made_calls() -> tuple[list[str], bool]:
             if inspect.isawaitable(answer):
                 await answer
     assert not arguments, f"no such methods: {list(arguments)}"
+    assert reported == [([0], [-1.0]), ([1], [-1.0])]
     calls = {name.removeprefix("tokenizer_manager.") for name, *_ in engine.method_calls}
     return sorted(calls), control.knows_spans
 
@@ -195,7 +207,7 @@ def main() -> None:
         problems += quantization_problems(arguments) if "json_model_override_args" in arguments else []
     for mode in PAUSES:
         msgspec.convert(mode, typing.get_type_hints(io_struct.PauseGenerationReqInput)["mode"])
-    SamplingParams(**given["sampling"])
+    SamplingParams(**given["sampling"], stream_interval=4)
     source = inspect.getsource(tokenizer_manager)
     problems += [f"no {key} in meta_info" for key in META if f'"{key}"' not in source]
     problems += (

@@ -7,7 +7,7 @@ import pytest
 
 from grpo_megatron.cluster.polled_calls import PolledCalls
 from grpo_megatron.cluster.processes import Process
-from grpo_megatron.cluster.rounds import Report, RoundId, RoundTasks
+from grpo_megatron.cluster.rounds import RoundId, RoundTasks, TaskReport
 from grpo_megatron.errors import ProcessLost, UserError
 
 ONE, OTHER = RoundId("train", 1), RoundId("evaluate", 1)
@@ -20,8 +20,8 @@ def test_reports_come_before_the_answer_of_their_call():
         async def work(item):
             for number in range(3):
                 await asyncio.sleep(0.002)
-                tasks.report(ONE, Report(item.key, number))
-            tasks.report(OTHER, Report(item.key, "of another round"))
+                tasks.report(ONE, TaskReport(item.key, number))
+            tasks.report(OTHER, TaskReport(item.key, "of another round"))
             return item
 
         def calls():
@@ -45,7 +45,7 @@ def test_a_report_is_no_answer():
 
         async def poll():
             await asyncio.sleep(0.002)
-            return [Report("a", 0)]
+            return [TaskReport("a", 0)]
 
         calls = PolledCalls(
             Process("worker", "log"),
@@ -66,7 +66,7 @@ def test_nothing_of_a_lost_actor_is_heard_later():
     """A poll failed, but the actor lived. Its reports would get into a response that goes on elsewhere."""
 
     async def main():
-        heard, answers = [], [ProcessLost("planted"), [Report("a", 0)]]
+        heard, answers = [], [ProcessLost("planted"), [TaskReport("a", 0)]]
 
         async def poll():
             await asyncio.sleep(0.001)
@@ -92,7 +92,7 @@ def test_nothing_of_a_lost_actor_is_heard_later():
 def test_reports_and_answers_of_cancelled_calls_are_dropped():
     async def main():
         heard, b = [], SimpleNamespace(key="b")
-        answers = [[], [Report("a", 0), SimpleNamespace(key="a"), Report("b", 1), b]]
+        answers = [[], [TaskReport("a", 0), SimpleNamespace(key="a"), TaskReport("b", 1), b]]
 
         async def poll():
             await asyncio.sleep(0.005)
