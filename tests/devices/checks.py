@@ -54,12 +54,20 @@ def colocated(engines: int = 1, **sizes) -> Layouts:
     return Layouts(DENSE, sizes, EngineLayout(2), engines, multicast=True, within_nodes=True)
 
 
-def sync(transport: Transport, folder: str, use_delta: bool = False, layouts: Layouts | None = None) -> None:
+def sync(
+    transport: Transport,
+    folder: str,
+    use_delta: bool = False,
+    layouts: Layouts | None = None,
+    timeout: float = 10.0,
+) -> None:
     """Transfer weights twice and verify them.
 
     Every parameter must arrive on its rank's device with the right digest.
+
+    timeout: seconds in which a rank waits for another one.
     """
-    with closing(Node(layouts or colocated(), transport, folder, delta=use_delta)) as node:
+    with closing(Node(layouts or colocated(), transport, folder, timeout=timeout, delta=use_delta)) as node:
         for seed in (1, 2):
             tensors = hf_tensors(DENSE, seed)
             reports = node.sync(tensors, full=seed == 1)
@@ -186,4 +194,5 @@ def with_fault(tmp_path: str, name: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(target, attribute, fault(getattr(target, attribute)))
         with pytest.raises(RuntimeError, match=r"fake:[01].* fake:[01]"):
-            sync(Transport.shared_memory, tmp_path, use_delta)
+            # The others wait for the rank that has failed.
+            sync(Transport.shared_memory, tmp_path, use_delta, timeout=2.0)

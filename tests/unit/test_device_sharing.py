@@ -221,7 +221,7 @@ class Source:
     def __init__(self, sharing, calls):
         self._sharing, self._calls = sharing, calls
 
-    def take(self, step):
+    def take(self, step, revive):
         return self._sampled("take")
 
     def updating(self):
