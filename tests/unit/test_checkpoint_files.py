@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 # One of two ranks. Each writes 2 of a tensor's 8 elements, so rank 0 finds that half of them are missing.
 RANK = """
 import datetime, sys, time
@@ -24,6 +26,7 @@ dist.barrier()
 """
 
 
+@pytest.mark.slow
 def test_an_error_in_rank_0s_metadata_reaches_every_rank(tmp_path):
     """The other ranks waited for rank 0 until the collective's timeout."""
     ranks = [

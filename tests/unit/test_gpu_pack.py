@@ -180,6 +180,7 @@ def test_nothing_runs_after_a_required_step_that_fails(tmp_path, monkeypatch):
     assert summary["steps"]["tests"]["status"] == "not run"
 
 
+@pytest.mark.slow
 def test_tests_that_run_out_of_time_leave_their_results(tmp_path, monkeypatch):
     (tmp_path / "test_two.py").write_text(
         "import time\n\ndef test_one(): pass\n\ndef test_two(): time.sleep(60)\n"

@@ -29,6 +29,7 @@ def test_what_is_wrong_is_said_at_once(tmp_path, tool, argument, message):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_without_the_package_of_the_real_model_one_message_says_so(tmp_path, capfd):
     """Users without a package index would otherwise see a traceback, or a run that fails later."""
     err = run_tool(

@@ -231,7 +231,7 @@ def test_a_bucket_that_is_corrupted_on_its_way_names_its_tensor(cluster, monkeyp
     assert wrong == dict.fromkeys(parcel.link.receivers, (parcel.tensor_spans[0][0],))
 
 
-@pytest.mark.slow_when(lambda transport: transport != Transport.groups)
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", [Transport.shared_memory, Transport.groups, Transport.disk])
 def test_a_sender_that_is_gone_ends_the_wait_of_the_engines(cluster, transport):
     # The processes have to find each other within the same number of seconds. 3 were once too few on a slow

@@ -188,6 +188,7 @@ def test_numbers_and_components():
     assert scored("record", record={"bonus": 2}) == [Scored("record", {"reward": 2.0})]
 
 
+@pytest.mark.slow_when(lambda response: response == "late")
 @pytest.mark.parametrize(
     ("response", "complaint"),
     [
@@ -214,6 +215,7 @@ def test_async_rewards_are_computed_at_once():
     assert time.monotonic() - start < 200 * 0.1
 
 
+@pytest.mark.slow
 def test_what_cannot_be_begun_in_time_is_left():
     assert len(scored("sleep", "fine", "fine", seconds=2.0)) == 1
     assert len(scored("fine", "sleep", "fine", seconds=2.0)) == 2
