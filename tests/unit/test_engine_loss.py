@@ -3,6 +3,7 @@
 import asyncio
 import random
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,13 +12,14 @@ from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.cluster.processes import ProcessDied
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.rollout import manager
-from grpo_megatron.rollout.episodes import SingleTurn
+from grpo_megatron.rollout.episodes import MultiTurn, SingleTurn
 from grpo_megatron.rollout.groups import Caller, EngineLost
 from grpo_megatron.rollout.played_group import PlayedGroup
 from grpo_megatron.sglang.request import Completion, NewTokens, Request
 from grpo_megatron.sglang.response_log import ResponseLog
 from tests.rollouts import manager_of
 from tests.unit.test_rounds import ROLLOUT, Engines, Rewards, prompts
+from tests.unit.toy_environments import encode
 
 
 class Dying(Engines):
@@ -155,6 +157,59 @@ def test_all_members_of_a_group_go_on():
         ] * 4
     assert engines.dead == {0}
     assert sum(engine == 0 for engine, *_ in engines.parameters) == 4
+
+
+class World:
+    """An environment of three turns. After the first turn of any episode, engine 0 is about to die."""
+
+    def __init__(self, engines):
+        self.engines, self.resets, self.steps = engines, 0, 0
+
+    def episode(self, prompt):
+        return Played(self)
+
+
+class Played:
+    def __init__(self, world):
+        self._world, self._turns = world, 0
+
+    async def reset(self, seed):
+        self._world.resets += 1
+        return ""
+
+    async def step(self, ids):
+        self._turns += 1
+        self._world.steps += 1
+        self._world.engines.lengths[0] = 7
+        done = self._turns == 3
+        return await self.text(ids), SimpleNamespace(observation="\x01", reward=1.0, done=done, components={})
+
+    async def text(self, ids):
+        return Letters.decode(ids)
+
+    async def close(self):
+        pass
+
+
+class Letters:
+    encode = staticmethod(encode)
+    decode = staticmethod(lambda ids: "".join(map(chr, ids)))
+
+
+def test_an_episode_goes_on_in_the_turn_in_which_its_engine_is_lost():
+    """Its environment is neither reset nor asked twice."""
+    engines = Counting({})
+    world = World(engines)
+    rollout = RolloutConfig(n=2, max_response_length=100)
+    (group,) = manager_of(engines, MultiTurn(world, Letters, 8, 0)).generate(prompts(1), rollout)
+    turn = list(range(2, 21))
+    for sample in group.samples:
+        assert sample.arrays.response_ids.tolist() == [*turn, 1, *turn, 1, *turn]
+        assert sample.arrays.loss_mask.tolist() == ([True] * 19 + [False]) * 2 + [True] * 19
+        assert sample.reward == 3.0
+    assert (world.resets, world.steps) == (2, 6)
+    assert engines.dead == {0}
+    assert len(engines.sampled) > 2 * 3 * len(turn)
 
 
 class Random(Dying):
