@@ -178,6 +178,13 @@ class RolloutConfig:
     max_turns: int = option(
         8, "Largest number of turns of the model in one episode, with rollout.environment.", "turns", gt=0
     )
+    episode_timeout: float | None = option(
+        None,
+        "Longest time of one episode, with rollout.environment. A longer one fails, see reward.on_failure. "
+        "null: no limit.",
+        "seconds",
+        gt=0,
+    )
     stop: list[FilledText] = option([], "Strings that end a response, besides the model's end token.")
     stop_token_ids: list[NonNegativeInt] = option(
         [],

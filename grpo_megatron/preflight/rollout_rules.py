@@ -83,6 +83,7 @@ ROLLOUT = RuleBook(
     only_with("rollout.order", "rollout.staleness", commands=_TRAIN),
     only_with("rollout.on_update", "rollout.staleness", commands=_TRAIN),
     only_with("rollout.max_turns", "rollout.environment", commands=ENGINE_COMMANDS),
+    only_with("rollout.episode_timeout", "rollout.environment", commands=ENGINE_COMMANDS),
     only_with("rollout.tools", "rollout.environment=tools", commands=ENGINE_COMMANDS),
     only_with("rollout.gymnasium", "rollout.environment=gymnasium", commands=ENGINE_COMMANDS),
     only_with("rollout.history", "rollout.environment", commands=ENGINE_COMMANDS),

@@ -1,9 +1,11 @@
 """Episodes: a prompt, the model's turns, and the answers to them, turned into Samples to train on."""
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +24,7 @@ from grpo_megatron.rewards import RewardWorkers, resolve_rewards
 from grpo_megatron.rewards.base import check_record
 from grpo_megatron.rollout.environments import (
     FAILURES,
+    EnvironmentFailed,
     Environments,
     RemoteEnvironment,
     StepResult,
@@ -107,6 +110,7 @@ class MultiTurn:
         rewards: RewardWorkers | None = None,
         on_failure: OnFailure = OnFailure.error,
         failure_value: float = 0.0,
+        timeout: float | None = None,
     ):
         """Set what is common to all episodes of a run.
 
@@ -118,7 +122,9 @@ class MultiTurn:
             rewards. None if the environment does not ask for this score.
         on_failure: what happens to an episode whose environment fails.
         failure_value: reward of an episode whose environment fails, if `on_failure` is OnFailure.value.
+        timeout: maximum seconds of an episode. A longer one fails. None: no limit.
         """
+        self._timeout = timeout
         self._environments, self._tokenizer, self._max_turns, self._seed = (
             environments,
             tokenizer,
@@ -145,7 +151,7 @@ class MultiTurn:
         history, trajectory = self._history(episode.prompt, self._tokenizer), Trajectory(episode)
         world = self._environments.episode(episode.prompt)
         try:
-            return await self._play(episode, trajectory, respond, world, history)
+            return await self._in_time(episode, self._play(episode, trajectory, respond, world, history))
         except FAILURES as error:
             if self._on_failure == OnFailure.error:
                 raise
@@ -164,6 +170,22 @@ class MultiTurn:
             ).with_texts(self._tokenizer.decode(sample.arrays.response_ids))
             for sample in trajectory.samples("stop")
         )
+
+    async def _in_time(
+        self, episode: Episode, played: Coroutine[Any, Any, tuple[Sample, ...]]
+    ) -> tuple[Sample, ...]:
+        """Return the samples of an episode. Raises EnvironmentFailed if it takes longer than the limit."""
+        limit = asyncio.timeout(self._timeout)
+        try:
+            async with limit:
+                return await played
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise EnvironmentFailed(
+                f"an episode of record {episode.prompt.uid} took longer than "
+                f"rollout.episode_timeout={self._timeout:g} s"
+            ) from error
 
     async def _play(
         self,
@@ -295,4 +317,5 @@ def make_episodes(
         rewards,
         on_failure,
         config.reward.failure_value,
+        rollout.episode_timeout,
     )

@@ -1,5 +1,6 @@
 """reward.on_failure=leave_out removes a response or an episode that fails from its group."""
 
+import asyncio
 from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
@@ -146,6 +147,33 @@ def test_an_episode_that_fails_is_not_in_its_group(capsys):
     assert "planted; this episode is left out (reward.on_failure=leave_out)" in capsys.readouterr().out
     with pytest.raises(UserError, match="planted"):
         generated(MultiTurn(world, Tokenizer, 3, 0), "1 x 3")
+
+
+class Straggler(World):
+    """Takes a minute in a step for a turn `x`."""
+
+    async def step(self, ids):
+        if await self.text(ids) == "x":
+            await asyncio.sleep(60)
+        return await super().step(ids)
+
+
+@pytest.mark.parametrize(("on_failure", "rewards"), [("leave_out", [1, 3]), ("value", [1, -1, 3])])
+def test_an_episode_that_takes_too_long_fails(on_failure, rewards, capsys):
+    """Rule R7: an episode has a time limit. In another stack, a straggler blocked the step again and again.
+
+    The group is normalised with the number of samples that it has.
+    """
+    how = {"on_failure": OnFailure(on_failure), "failure_value": -1.0, "timeout": 0.2}
+    (group,) = generated(MultiTurn(Straggler(None), Tokenizer, 3, 0, **how), "1 x 3")
+    assert group.rewards == rewards
+    assert group.failed == 3 - len(rewards)
+    assert "took longer than rollout.episode_timeout=0.2 s" in capsys.readouterr().out
+
+
+def test_a_time_limit_of_the_environment_is_not_taken_for_the_episodes():
+    with pytest.raises(TimeoutError, match="its own"):
+        generated(MultiTurn(World(TimeoutError("its own")), Tokenizer, 3, 0, timeout=60), "x")
 
 
 def test_an_episode_whose_last_turn_cannot_be_scored_is_not_in_its_group():

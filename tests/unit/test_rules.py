@@ -114,6 +114,7 @@ BROKEN = [
     ["rollout.order=window"],
     ["rollout.on_update=continue"],
     ["rollout.max_turns=3"],
+    ["rollout.episode_timeout=60"],
     ["rollout.strategy=beam", "rollout.stop=[a]"],
     ["rollout.beam.length_penalty=0"],
     ["rollout.environment=frozen_lake"],
