@@ -83,6 +83,8 @@ class GroupRound:
                 if losses > _MOST_LOSSES:
                     raise
                 self._engines.lost(engine, starts, error)
+                if not (self._engines.serving or self._outlives_engines):
+                    raise
         group = Group(group_id, prompt, samples, engine=first)
         return replace(group, failed=self._size - len(group.trajectories))
 

@@ -80,6 +80,13 @@ def test_the_loss_of_all_engines_is_an_error():
     assert not engines.admission._rounds
 
 
+def test_a_round_that_cannot_wait_names_the_engine_that_died():
+    engines = Dying(deadly={3}, dies=(0, 1))
+    engines.lost = lambda index, *_: engines.serving.pop(index, None)  # they come back later
+    with pytest.raises(EngineLost, match=r"engine \d died in `generate`"):
+        manager_of(engines, SingleTurn(Rewards())).generate(prompts(*range(8)), ROLLOUT)
+
+
 def test_a_group_that_kills_engines_is_not_sampled_for_ever():
     engines = Dying(deadly={3}, dies=(0, 1))
     engines.lost = lambda *_: engines.dead.clear()  # they come back at once
