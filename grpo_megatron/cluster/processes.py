@@ -151,6 +151,35 @@ def gather(
     return dict(sorted(calls.results.items()))
 
 
+def outcomes(
+    references: dict[int, ray.ObjectRef],
+    processes: list[Process],
+    call: str,
+    timeout: float,
+    forwarded: Sequence[ForwardedCall] = (),
+) -> dict[int, Any]:
+    """Wait until the same call to many processes has ended everywhere. The parameters are those of `gather`.
+
+    Return {process index: result, or the error that `gather` would raise}. Raises ProcessLost if a process
+    has not answered after `timeout`, or if a forwarder has died.
+    """
+    calls, found = _Pending(references, forwarded, processes, call), {}
+    deadline = time.monotonic() + timeout
+    while calls.pending:
+        ready = calls.ready(deadline - time.monotonic())
+        if not ready:
+            raise ProcessLost(f"{len(calls.pending)} processes did not end `{call}` within {timeout:.0f} s")
+        for reference in ready:
+            asked = calls.pending[reference]
+            try:
+                calls.take(reference)
+            except Exception as error:
+                if isinstance(asked, ForwardedCall):
+                    raise
+                found[asked] = error
+    return calls.results | found
+
+
 class _Pending:
     """The calls of one `gather`.
 

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 import ray
@@ -200,37 +200,48 @@ class EnginePool:
     def _keeps_cache(self) -> bool:
         return self._config.on_update == OnUpdate.keep
 
-    def begin_update(self) -> None:
+    def begin_update(self, again: bool = False) -> None:
         """Pause every engine and prepare it for new weights. No engine serves requests until `end_update`.
 
         If no engine is alive, wait until one has been started again. Raises the error of the last loss after
         rollout.engine.patience seconds. Raises UserError during another update, during a round that does not
         allow updates, unless no engine serves, and while the memory of weights is released.
+
+        again: True to go on with the update in progress, without engines that have been lost since it began,
+            and with engines that have been started again.
         """
         if MemoryPart.weights in self._released:
             raise UserError(
                 "the engines have released the memory of their weights; call resume_weights first"
             )
-        self.admission.close(Closed.updating, "begin a weight update", within_rounds=not self.serving)
+        if not again:
+            self.admission.close(Closed.updating, "begin a weight update", within_rounds=not self.serving)
+        begun = self._not_lost(self._updating)
         while True:
-            self._updating = self._members.in_updates
-            for index, error in self._begin_on(self._updating).items():
-                self.lost(index, self._updating.pop(index), error)
-            if self._updating:
+            alive = self._members.in_updates
+            new = {index: starts for index, starts in alive.items() if index not in begun}
+            begun = dict(sorted((begun | self._call(new, "begin_update", self._keeps_cache)).items()))
+            if begun:
+                self._updating = begun
                 return
             self._members.must_come_back()
             time.sleep(_PAUSE_SECONDS)
 
-    def _begin_on(self, indices: Iterable[int]) -> dict[int, ProcessLost]:
-        """Begin an update of engines. Return the errors of those that have died since their last request."""
-        begun = {index: self._engines[index].begin_update.remote(self._keeps_cache) for index in indices}
-        died = {}
-        for index, reference in begun.items():
+    def _not_lost(self, engines: dict[int, int]) -> dict[int, int]:
+        """Return those engines that have not been lost."""
+        return dict(engines.items() & self._members.in_updates.items())
+
+    def _call(self, engines: dict[int, int], method: str, *arguments) -> dict[int, int]:
+        """Call a method of engines. Return those that are alive. The others are lost, and are replaced."""
+        calls = {index: getattr(self._engines[index], method).remote(*arguments) for index in engines}
+        alive = {}
+        for index, reference in calls.items():
             try:
-                fetch(reference, self._processes[index], "begin_update")
+                fetch(reference, self._processes[index], method)
+                alive[index] = engines[index]
             except ProcessLost as error:
-                died[index] = error
-        return died
+                self.lost(index, engines[index], error)
+        return alive
 
     def receive_weights(self, command: SyncCommand) -> list[ray.ObjectRef]:
         """Make every member carry out a weight-sync command, between `begin_update` and `end_update`.
@@ -246,8 +257,7 @@ class EnginePool:
     def end_update(self, version: int) -> None:
         """End the weight update and resume serving. Completions then report weight version `version`."""
         # Without engines that were lost meanwhile. Their replacements have not got the weights.
-        self._updating = dict(self._updating.items() & self._members.in_updates.items())
-        self._on_all("end_update", version, self._keeps_cache)
+        self._updating = self._call(self._not_lost(self._updating), "end_update", version, self._keeps_cache)
         self.weight_version = version
         for index in self._updating.keys() - self.serving.keys():
             self.joined(index)

@@ -114,27 +114,46 @@ def one_sync_takes_seconds(controller):
     resharding._setup = replace(resharding._setup, bucket_bytes=100)
 
 
+def kill_in_the_next_sync(controller, run, victim):
+    """Kill rank 1 of the trainer, or engine 1, in the midst of the next sync."""
+    one_sync_takes_seconds(controller)
+    controller.rollouts.weights_changed()  # connects everything
+    started = time.monotonic()
+    controller.rollouts.weights_changed()
+    seconds = time.monotonic() - started
+    assert seconds > 0.5
+    process = {
+        "trainer": run.trainer.ranks.group.ranks[1].pid,
+        "engine": scheduler_of(run.engines._engines[1]),
+    }[victim]
+    threading.Timer(seconds / 3, os.kill, (process, signal.SIGKILL)).start()
+
+
+TWO_ENGINES = ("megatron.pipeline_parallel=2", "rollout.engine.num_engines=2")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["trainer", "engine"])
-@pytest.mark.parametrize("transport", ["shared_memory", "groups"])
-def test_a_death_in_mid_sync_leaves_no_engine_serving(ray_here, arithmetic, tmp_path, transport, victim):
-    changes = [
-        f"weight_sync.transport={transport}",
-        "megatron.pipeline_parallel=2",
-        "rollout.engine.num_engines=2",
-    ]
+@pytest.mark.parametrize("transport", ["shared_memory", "disk"])
+def test_an_engine_that_dies_in_mid_sync_is_lost_alone(ray_here, arithmetic, tmp_path, transport):
+    changes = [f"weight_sync.transport={transport}", *TWO_ENGINES]
+    changes += [f"weight_sync.folder={tmp_path}/weights"] if transport == "disk" else []
     with loop(arithmetic, tmp_path, *changes) as (controller, run):
-        one_sync_takes_seconds(controller)
-        controller.rollouts.weights_changed()  # connects everything
-        started = time.monotonic()
+        kill_in_the_next_sync(controller, run, "engine")
+        version = run.engines.weight_version
+        run.trainer.weights.scale(2.0)
         controller.rollouts.weights_changed()
-        seconds = time.monotonic() - started
-        assert seconds > 0.5
-        process = {
-            "trainer": run.trainer.ranks.group.ranks[1].pid,
-            "engine": scheduler_of(run.engines._engines[1]),
-        }[victim]
-        threading.Timer(seconds / 3, os.kill, (process, signal.SIGKILL)).start()
+        assert run.engines.weight_version == version + 1
+        assert run.engines.serving == {0: 0}
+        assert largest_mismatch(controller) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("transport", "victim"), [("shared_memory", "trainer"), ("groups", "trainer"), ("groups", "engine")]
+)
+def test_a_death_in_mid_sync_leaves_no_engine_serving(ray_here, arithmetic, tmp_path, transport, victim):
+    with loop(arithmetic, tmp_path, f"weight_sync.transport={transport}", *TWO_ENGINES) as (controller, run):
+        kill_in_the_next_sync(controller, run, victim)
         version = run.engines.weight_version
         with pytest.raises((ProcessDied, RuntimeError)) as caught:
             controller.rollouts.weights_changed()

@@ -101,9 +101,9 @@ class Pool(EnginePool):
         self.admission, self._released, self.weight_version, self.end_ids = Admission(), set(), 0, frozenset()
         self.admission.open(Closed.unsynced)
 
-    def _begin_on(self, indices):
-        self._on_all("begin_update", False)
-        return {}
+    def _call(self, engines, method, *arguments):
+        self._on_all(method, *arguments)
+        return engines
 
     def _on_all(self, method, *arguments):
         return {i: getattr(engine, method)(*arguments) for i, engine in enumerate(self.engines)}

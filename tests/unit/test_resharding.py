@@ -1,16 +1,18 @@
 """The driver's side of a weight sync: which syncs are full, and which reports and parameters it refuses."""
 
-from concurrent.futures import ThreadPoolExecutor, wait
+import time
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import replace
 
 import pytest
 import torch
 
-from grpo_megatron.cluster.processes import Calls
-from grpo_megatron.config.weight_sync import WeightSyncConfig
-from grpo_megatron.errors import UserError
+from grpo_megatron.cluster.processes import Calls, ProcessDied
+from grpo_megatron.config.weight_sync import Transport, WeightSyncConfig
+from grpo_megatron.errors import ProcessLost, UserError
 from grpo_megatron.weights.sync import resharding
+from grpo_megatron.weights.sync.interface import EnginesLost
 from grpo_megatron.weights.sync.messages import SyncKind, SyncReport
 from grpo_megatron.weights.sync.plan import EngineRank, ReshardPlan
 from grpo_megatron.weights.sync.receiver import WeightReceiver
@@ -30,8 +32,18 @@ CPU = torch.device("cpu")
 
 def gather_futures(references, processes, call, timeout, forwarded):
     """Stand in for `cluster.processes.gather`, with futures of threads instead of Ray's references."""
-    wait(references.values())
+    done, _ = wait(references.values(), return_when=FIRST_EXCEPTION)
+    for future in done:
+        future.result()
     return {number: future.result() for number, future in references.items()}
+
+
+def outcomes_of_futures(references, processes, call, timeout, forwarded):
+    """Stand in for `cluster.processes.outcomes`."""
+    _, others = wait(references.values(), timeout)
+    if others:
+        raise ProcessLost("some do not end their call")
+    return {number: future.exception() or future.result() for number, future in references.items()}
 
 
 class Processes:
@@ -120,6 +132,10 @@ class Driver:
         self._version += 1
         return measured
 
+    def use(self, transport, folder):
+        config = WeightSyncConfig(bucket_bytes=700, timeout=30, delta=True, transport=transport)
+        self._resharding = Resharding(self.target.plan.layouts, config, str(folder), call_timeout=60)
+
     def check(self, tensors):
         expected = engine_parameters(self.target.plan, tensors)
         for me, parameters in self.target.parameters.items():
@@ -141,6 +157,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch):
     monkeypatch.setattr(resharding, "gather", gather_futures)
+    monkeypatch.setattr(resharding, "outcomes", outcomes_of_futures)
     with closing(Driver(delta=True)) as one:
         yield one
 
@@ -175,6 +192,62 @@ def test_engines_may_go_and_come_between_syncs(driver):
         driver.check(tensors)
     assert driver.was_full() == [True, True, False, True]
     alone.close()
+
+
+@pytest.mark.parametrize("transport", [Transport.shared_memory, Transport.disk])
+def test_an_engine_that_dies_in_a_sync_is_lost_and_the_others_get_the_weights(
+    driver, monkeypatch, tmp_path, transport
+):
+    """Its partners wait for it no longer than the driver needs to tell them. Then the sync is repeated."""
+    driver.use(transport, tmp_path)
+    lost, receive, tensors = [], WeightReceiver._load, hf_tensors(DENSE, 1)
+    driver.target.lost = lambda index, starts, error: lost.append((index, starts, str(error)))
+    driver.sync(tensors)
+    dying = [side for (_, me), side in driver.target._sides.items() if me.engine == 1]
+
+    def die(receiver, *arguments):
+        if receiver in dying:
+            raise ProcessDied("engine 1 died in `receive_weights`")
+        return receive(receiver, *arguments)
+
+    monkeypatch.setattr(WeightReceiver, "_load", die)
+    tensors, started = changed(tensors, 0.05, seed=2), time.monotonic()
+    with pytest.raises(EnginesLost):
+        driver.sync(tensors)
+    assert time.monotonic() - started < 15
+    assert lost == [(1, 0, "engine 1 died in `receive_weights`")]
+    both, alone = driver.target, Target(replace_engines(driver.target.plan, 1))
+    alone.members, driver.source.plan, driver.target = ((0, 0),), alone.plan, alone
+    driver.sync(tensors)
+    driver.check(tensors)
+    assert driver.was_full() == [True, False, True]
+    alone.close()
+    driver.target = both
+
+
+@pytest.mark.parametrize("culprit", ["rank", "nobody"])
+def test_a_rank_that_dies_in_a_sync_ends_the_run(driver, monkeypatch, culprit):
+    """So does a process that does not end the sync when it is told to."""
+    driver.target.lost = lambda *_: pytest.fail("no engine is lost")
+    send = WeightSender.send
+    monkeypatch.setattr(resharding, "_ABANDON_SECONDS", 0.5)
+
+    def die(sender, *arguments):
+        if culprit == "rank" and sender._rank == 1:
+            raise ProcessDied("trainer rank 1 died")
+        time.sleep(2 * (culprit == "nobody"))
+        return send(sender, *arguments)
+
+    monkeypatch.setattr(WeightSender, "send", die)
+    if culprit == "nobody":
+        driver.target.alter = lambda me, report: report
+
+        def dead(receiver, *arguments):
+            raise ProcessDied("engine 1 died")
+
+        monkeypatch.setattr(WeightReceiver, "receive", dead)
+    with pytest.raises(ProcessDied, match="rank 1 died" if culprit == "rank" else "engine 1 died"):
+        driver.sync(hf_tensors(DENSE, 1))
 
 
 def replace_engines(plan, count):

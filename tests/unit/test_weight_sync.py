@@ -2,6 +2,7 @@
 
 import pytest
 
+from grpo_megatron.weights.sync.interface import EnginesLost
 from grpo_megatron.weights.sync.sync import WeightSync
 
 
@@ -11,8 +12,8 @@ class Engines:
     def __init__(self):
         self.calls = []
 
-    def begin_update(self):
-        self.calls.append("begin")
+    def begin_update(self, again=False):
+        self.calls.append("begin again" if again else "begin")
 
     def end_update(self, version):
         self.calls.append(version)
@@ -37,6 +38,22 @@ def test_versions_rise_and_every_sync_is_a_session():
     again = WeightSync(None, engines, Transfer())
     again.load_state_dict(sync.state_dict())
     assert again.version == 2
+
+
+def test_a_sync_in_which_engines_are_lost_is_repeated_with_the_others():
+    class Losing(Transfer):
+        losses = 2
+
+        def transfer(self, source, target, version):
+            taken = super().transfer(source, target, version)
+            self.losses -= 1
+            if self.losses >= 0:
+                raise EnginesLost
+            return taken
+
+    engines = Engines()
+    WeightSync(None, engines, Losing()).run()
+    assert engines.calls == ["begin", *["transfer 1", "begin again"] * 2, "transfer 1", 1]
 
 
 class Probe:

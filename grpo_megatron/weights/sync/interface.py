@@ -8,6 +8,10 @@ from grpo_megatron.cluster.processes import Calls, Process
 from grpo_megatron.weights.sync.messages import SyncCommand
 
 
+class EnginesLost(Exception):
+    """Engines have died during a sync, and were reported to WeightTarget.lost. The sync can be repeated."""
+
+
 class WeightSource(Protocol):
     """Interface of the trainer in a weight sync. trainer.weights.TrainerWeights implements it.
 
@@ -40,7 +44,11 @@ class WeightTarget(Protocol):
     nodes: tuple[str, ...]
     waits_for_weights: bool
 
-    def begin_update(self) -> None: ...
+    def begin_update(self, again: bool = False) -> None:
+        """Begin an update.
+
+        again: go on with the update in progress, without engines that have been lost since it began.
+        """
 
     def receive_weights(self, command: SyncCommand) -> list[ray.ObjectRef]:
         """Make every engine carry out its side of a weight-sync command.

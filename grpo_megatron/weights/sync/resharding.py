@@ -7,22 +7,26 @@ import shutil
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import ray
 import torch
 
-from grpo_megatron.cluster.processes import Calls, Process, gather
+from grpo_megatron.cluster.processes import Calls, Process, ProcessDied, gather, outcomes
 from grpo_megatron.cluster.store import StoreServer
 from grpo_megatron.config.weight_sync import Transport, WeightSyncConfig
-from grpo_megatron.errors import UserError
+from grpo_megatron.errors import ProcessLost, UserError
 from grpo_megatron.weights.sync.cost import broadcast_is_cheaper
-from grpo_megatron.weights.sync.interface import WeightSource, WeightTarget
+from grpo_megatron.weights.sync.interface import EnginesLost, WeightSource, WeightTarget
 from grpo_megatron.weights.sync.messages import SyncCommand, SyncKind, SyncReport, SyncSetup
 from grpo_megatron.weights.sync.plan import EngineRank, Layouts, ReshardPlan
+from grpo_megatron.weights.sync.transports.base import ABANDONED
 
 logger = logging.getLogger(__name__)
 
 _SHOWN = 5
+# Maximum seconds until all processes have ended a sync in which one has died.
+_ABANDON_SECONDS = 60.0
 
 
 class Resharding:
@@ -82,7 +86,8 @@ class Resharding:
         version: version number of the trainer's weights, see WeightSync.version.
         Raises UserError if the engines' parameters differ from the plan in name, shape or dtype. Raises
         RuntimeError if the weights of all engines differ from the trainer's after the transfer. The messages
-        name the parameters or tensors. Single engines with wrong weights are reported to `target.lost`.
+        name the parameters or tensors. Single engines with wrong weights are reported to `target.lost`. So
+        are engines that die. EnginesLost is then raised, and no engine has the weights.
         """
         return self._run(SyncKind.transfer, source, target, version)
 
@@ -103,11 +108,7 @@ class Resharding:
             self._check_parameters(target)
         command = self._command(kind, version)
         self._delivered = None  # if the transfer fails, it is unknown which engine has which weights
-        reports = self._reports(
-            source.send_weights(command),
-            target.receive_weights(command),
-            [*source.processes, *target.processes],
-        )
+        reports = self._reports(source.send_weights(command), source.processes, command, target)
         sent, received = reports[: len(source.processes)], _by_rank(reports[len(source.processes) :])
         self._check(sent, received, target)
         self._delivered = version
@@ -143,17 +144,53 @@ class Resharding:
         self._sync_id += 1
         return SyncCommand(kind, self._sync_id, self._setup, full=self._delivered != version - 1)
 
-    def _reports(self, sent: Calls, received: list[ray.ObjectRef], processes: list[Process]) -> list:
-        """Wait for calls to all processes, and return their results in the order of the processes.
+    def _reports(
+        self, sent: Calls, senders: list[Process], command: SyncCommand, target: WeightTarget
+    ) -> list:
+        """Send a command to the engines. Return the reports of the trainer's ranks and then of the engines.
 
-        sent: the calls to the trainer ranks, which are the first processes.
-        received: Ray's references to the results of the other processes.
+        sent: the calls to the trainer's ranks, whose processes are `senders`.
 
-        Raises the error of a process whose call failed.
+        Raises the error of a process whose call failed. Raises EnginesLost if only engines have died.
         """
-        first = len(processes) - len(received)
-        references = sent.references | dict(enumerate(received, first))
-        return list(gather(references, processes, "weight sync", self._call_timeout, sent.forwarded).values())
+        processes, first = [*senders, *target.processes], len(senders)
+        references = sent.references | dict(enumerate(target.receive_weights(command), first))
+        try:
+            found = gather(references, processes, "weight sync", self._call_timeout, sent.forwarded)
+        except ProcessDied as error:
+            ended = self._abandon(references, processes, sent, error)
+            died = {index: one for index, one in ended.items() if isinstance(one, ProcessDied)}
+            if not died or min(died) < first:
+                raise
+            members = target.members
+            for index, one in died.items():
+                target.lost(*members[index - first], one)
+            raise EnginesLost from error
+        return list(found.values())
+
+    def _abandon(
+        self,
+        references: dict[int, ray.ObjectRef],
+        processes: list[Process],
+        sent: Calls,
+        error: ProcessDied,
+    ) -> dict[int, Any]:
+        """End a sync in which a process has died. Return the results and errors of its calls, by process.
+
+        references, processes, sent: see `_reports`.
+
+        Raises `error` if a process does not end its call soon, or if the processes of the transport cannot be
+        told to.
+        """
+        # Collective calls wait until their own time limit, or end the process.
+        if self._setup.transport == Transport.groups:
+            raise error
+        self._members = ()  # the next sync has a new plan and a new store, without this key
+        self._store.store.set(ABANDONED, "")
+        try:
+            return outcomes(references, processes, "weight sync", _ABANDON_SECONDS, sent.forwarded)
+        except ProcessLost:
+            raise error from None
 
     def _check_parameters(self, target: WeightTarget) -> None:
         """Check that the engines have the parameters of the plan, and store their dtypes for later commands.
@@ -161,8 +198,7 @@ class Resharding:
         Raises a UserError that names the parameters which differ from the plan.
         """
         command = self._command(SyncKind.describe, version=0)
-        received = target.receive_weights(command)
-        reports = _by_rank(self._reports(Calls({}), received, target.processes))
+        reports = _by_rank(self._reports(Calls({}), [], command, target))
         described = {me: report.parameters for me, report in reports.items()}
         different = parameter_differences(self._plan, described)
         if different:

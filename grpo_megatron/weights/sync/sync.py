@@ -2,7 +2,7 @@
 
 import time
 
-from grpo_megatron.weights.sync.interface import Probe, WeightSource, WeightTarget
+from grpo_megatron.weights.sync.interface import EnginesLost, Probe, WeightSource, WeightTarget
 from grpo_megatron.weights.sync.resharding import Resharding
 
 
@@ -44,13 +44,20 @@ class WeightSync:
         once the engines can answer requests.
 
         changed: whether the weights differ from those of the last sync. If so, the version increases by one.
-        Raises an error if a rank or an engine fails, if an engine refuses some weights, or if a checksum
-        differs. The engines cannot be used after such an error.
+        If engines die, the others get the weights, and so do engines that have come back meanwhile.
+
+        Raises an error if a rank fails, if no engine is left, if an engine refuses some weights, or if a
+        checksum differs. The engines cannot be used after such an error.
         """
         started = time.perf_counter()
         version = self.version + changed
         self._target.begin_update()
-        taken = self._resharding.transfer(self._source, self._target, version)
+        while True:
+            try:
+                taken = self._resharding.transfer(self._source, self._target, version)
+                break
+            except EnginesLost:
+                self._target.begin_update(again=True)
         self._target.end_update(version)
         self.version = version
         self._probing = (

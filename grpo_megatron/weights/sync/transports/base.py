@@ -1,5 +1,6 @@
 """Protocols of the two sides of a transport. Every transport implements each side by one class."""
 
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Protocol
@@ -7,10 +8,20 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from grpo_megatron.errors import UserError
 from grpo_megatron.weights.sync.parcels import Parcel
+
+# Key that the driver sets in its store to end a sync in which a process has died.
+ABANDONED = "abandoned"
+# Seconds between two looks of a waiting process at this key.
+_LOOK_SECONDS = 2.0
 
 # A function that returns the maximum bytes that a parcel takes in a sync.
 PayloadBytes = Callable[[Parcel], int]
+
+
+class SyncAbandoned(UserError):
+    """The driver has ended the weight sync in which this process takes part."""
 
 
 class ParcelSender(Protocol):
@@ -83,12 +94,24 @@ def parcel_key(sync_id: int, parcel: Parcel, state: str) -> str:
     return f"{sync_id}/{parcel.link.name}/{parcel.index}/{state}"
 
 
-def wait_for(store: dist.Store, key: str, timeout: float) -> None:
-    """Wait until another process has set a key in the store. Raises TimeoutError after `timeout` seconds."""
-    try:
-        store.wait([key], timedelta(seconds=timeout))
-    except dist.DistStoreError as error:
-        raise TimeoutError(
-            f"no process reported {key} within {timeout:.0f} s (weight_sync.timeout); the other side of the "
-            "weight sync has failed or is too slow"
-        ) from error
+def wait_for(store: dist.Store, key: str, timeout: float, driver: dist.Store) -> None:
+    """Wait until another process has set a key in the store.
+
+    driver: the driver's store, in which the driver sets ABANDONED to end a sync.
+
+    Raises SyncAbandoned if the driver ends the sync, and TimeoutError after `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        left = max(0.0, deadline - time.monotonic())
+        try:
+            store.wait([key], timedelta(seconds=min(left, _LOOK_SECONDS)))
+            return
+        except dist.DistStoreError as error:
+            if driver.check([ABANDONED]):
+                raise SyncAbandoned("the weight sync was ended, because an engine has died") from error
+            if left <= _LOOK_SECONDS:
+                raise TimeoutError(
+                    f"no process reported {key} within {timeout:.0f} s (weight_sync.timeout); the other side "
+                    "of the weight sync has failed or is too slow"
+                ) from error

@@ -95,7 +95,7 @@ class DiskReceiver:
         self, sync_id: int, parcels: list[Parcel], payload_bytes: PayloadBytes
     ) -> Iterator[tuple[Parcel, torch.Tensor]]:
         for parcel in parcels:
-            wait_for(self._store, parcel_key(sync_id, parcel, "written"), self._timeout)
+            wait_for(self._store, parcel_key(sync_id, parcel, "written"), self._timeout, self._store)
             payload = self._read(_folder(self._root, sync_id) / _name(parcel))
             yield parcel, torch.from_numpy(payload).to(self._device)
 

@@ -83,7 +83,7 @@ class SharedMemorySender:
     """
 
     def __init__(self, store: dist.Store, rank: int, slot_bytes: int, device: torch.device, timeout: float):
-        self._timeout = timeout
+        self._timeout, self._driver = timeout, store
         self._memory, handle, self._file = _make(_SLOTS * slot_bytes, device)
         self._slot_bytes = slot_bytes
         self._taken: list[str] = []  # for each parcel, the key that its receivers set to confirm it
@@ -117,7 +117,7 @@ class SharedMemorySender:
 
     def _wait(self, index: int) -> None:
         key = self._taken[index]
-        wait_for(self._store, key, self._timeout)
+        wait_for(self._store, key, self._timeout, self._driver)
         self._store.delete_key(key)
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class SharedMemoryReceiver:
         return self._opened[rank]
 
     def _value(self, store: dist.Store, key: str) -> bytes:
-        wait_for(store, key, self._timeout)
+        wait_for(store, key, self._timeout, self._store)
         return store.get(key)
 
     def close(self) -> None:
