@@ -28,8 +28,8 @@ class RunConfig:
     )
     max_restarts: int = option(
         3,
-        "Number of times that the run continues from its newest checkpoint after a rank or an engine has "
-        "died or hung. After that the run ends.",
+        "Number of times that the run continues from its newest checkpoint after a rank has died or hung, or "
+        "all engines for longer than rollout.engine.patience. After that the run ends.",
         ge=0,
     )
     grace: float = option(
