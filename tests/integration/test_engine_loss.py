@@ -98,8 +98,5 @@ def test_the_other_engine_goes_on_and_the_lost_one_comes_back(
     assert served[-1] == 2
     assert main(["ledger", f"{tmp_path}/run"]) == 0
     books = capsys.readouterr().out.splitlines()[-1].split()
-    admitted, trained, filtered, failed, lost, waiting = map(int, books[1:7])
-    assert trained == len(served) * 6 * 4, books
-    assert admitted == trained + waiting, books
-    assert (filtered, failed, lost) == (0, 0, 0), books
-    assert (waiting == 0) == (not changes), books
+    assert books[1] == books[2] == str(len(served) * 6 * 4), books  # admitted, trained
+    assert set(books[3:7]) == {"0"}, books  # filtered, failed, lost, waiting
