@@ -164,8 +164,8 @@ def measure(folder: str, case: str, changes: list[str]) -> dict[str, float]:
         ranks, failure = processes(RANK), Failure(controller, case, seed=CASES.index(case))
         take, taken = controller.rollouts.source.take, []
 
-        def noted(step):
-            rollout = take(step)
+        def noted(step, revive):
+            rollout = take(step, revive)
             taken[:] = rollout.groups
             return rollout
 

@@ -213,8 +213,8 @@ def noted_lengths(controller: Controller) -> list[int]:
     lengths, source = [], controller.rollouts.source
     taken = source.take
 
-    def take(step: int) -> Rollout:
-        rollout = taken(step)
+    def take(step: int, revive) -> Rollout:
+        rollout = taken(step, revive)
         for group in rollout.groups:
             lengths.extend(sum(sample.num_written for sample in own) for own in group.trajectories)
         return rollout

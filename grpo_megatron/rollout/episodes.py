@@ -93,6 +93,10 @@ class SingleTurn:
             self._rewards.close()
 
 
+class EpisodeTooLong(EnvironmentFailed):
+    """An episode took longer than rollout.episode_timeout."""
+
+
 class MultiTurn:
     """Plays episodes in which an environment answers each turn of the model.
 
@@ -158,6 +162,10 @@ class MultiTurn:
             if self._on_failure == OnFailure.leave_out:
                 self._warn(f"{error}; this episode is left out (reward.on_failure=leave_out)")
                 return ()
+            if isinstance(error, EpisodeTooLong) and not trajectory.turns:
+                # An engine may still sample its first turn, and takes no other request with the same key.
+                self._warn(f"{error}; this episode is left out, because it has no turn")
+                return ()
             self._warn(f"{error}; the reward of this episode is reward.failure_value={self._failure_value}")
         finally:
             await world.close()
@@ -174,7 +182,7 @@ class MultiTurn:
     async def _in_time(
         self, episode: Episode, played: Coroutine[Any, Any, tuple[Sample, ...]]
     ) -> tuple[Sample, ...]:
-        """Return the samples of an episode. Raises EnvironmentFailed if it takes longer than the limit."""
+        """Return the samples of an episode. Raises EpisodeTooLong if it takes longer than the limit."""
         limit = asyncio.timeout(self._timeout)
         try:
             async with limit:
@@ -182,7 +190,7 @@ class MultiTurn:
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise EnvironmentFailed(
+            raise EpisodeTooLong(
                 f"an episode of record {episode.prompt.uid} took longer than "
                 f"rollout.episode_timeout={self._timeout:g} s"
             ) from error

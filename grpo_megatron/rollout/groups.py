@@ -176,7 +176,7 @@ class GroupSampler:
                     break
                 except ProcessLost as error:
                     await group.moved(moves, EngineLost(str(error)))
-            _check(completion, request, this.over_updates or group.moves > 0)
+            _check(completion, request, this.over_updates)
             return completion
 
         if rollout.strategy == Strategy.beam:
@@ -238,9 +238,7 @@ async def _end(client: EngineClient) -> None:
 def _check(completion: Completion, request: GroupRequest, over_updates: bool) -> None:
     """Check that an engine finished a request, and that it used the trainer's newest weights.
 
-    over_updates: True if the tokens may also be of newer weights than those of the start. This is so with
-        Round.over_updates, and after the loss of an engine, because there may have been no other one until
-        the next update.
+    over_updates: Round.over_updates. The tokens may then also be of newer weights than those of the start.
 
     Raises UserError if the engine aborted the request, or StaleWeights if it used other weights.
     """

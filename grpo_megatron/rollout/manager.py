@@ -169,7 +169,8 @@ class RolloutManager:
         """
         engines = self._engines
         with engines.admission.round(caller.value, over_updates) as id:
-            round = Round(id, rollout, engines.end_ids, over_updates)
+            # After the loss of all engines, the update that makes one serve again is within the round.
+            round = Round(id, rollout, engines.end_ids, over_updates or outlives_engines)
             async with OpenRound(round, set(self._samplers)) as opened:
                 yield GroupRound(opened, engines, self._samplers, rollout.n, outlives_engines)
 

@@ -62,7 +62,7 @@ class EngineActors:
         self._settings: list[tuple[dict, list[dict]]] = []
         moe = read_architecture(model.path).moe
         self._experts = moe if routing else None
-        # Only another engine can go on with what an engine has begun.
+        # With one engine, responses begin anew after its loss. That is rare, and reports always cost time.
         goes_on = len(cluster.engine_nodes) > 1 and not shared
         self._log_every = config.engine.log_every if goes_on else 0
         for index, nodes in enumerate(cluster.engine_nodes):

@@ -28,14 +28,22 @@ class Membership:
     index and by the number of its starts, which tells its process from the one that was there before.
     """
 
-    def __init__(self, names: Sequence[str], start_again: Callable[[int], None], patience: float = 0.0):
+    def __init__(
+        self,
+        names: Sequence[str],
+        start_again: Callable[[int], None],
+        give_up: Callable[[int], None] = lambda index: None,
+        patience: float = 0.0,
+    ):
         """Begin with engines that all serve.
 
         names: names of the engines, for messages.
         start_again: starts an engine again, and returns when it is ready. Its argument is the engine's index.
+        give_up: ends an engine that is not started again.
         patience: seconds in which no engine has to serve while lost ones are started again.
         """
-        self._names, self._start_again, self._patience = names, start_again, patience
+        self._names, self._patience = names, patience
+        self._start_again, self._give_up = start_again, give_up
         self._lock = threading.Lock()
         self._last_loss: tuple[float, Exception] | None = None  # when it was noticed, and its error
         self._states = [_State.serving] * len(names)
@@ -84,17 +92,17 @@ class Membership:
             f"{error}\n{self._names[index]} {follows if stays_away else 'is started again'}; "
             f"{meanwhile if left else 'no engine serves meanwhile, and its groups wait'}"
         )
-        if not stays_away:
-            thread = threading.Thread(
-                target=self._replace, args=(index,), name="start an engine", daemon=True
-            )
-            self._threads.append(thread)
-            thread.start()
+        follow = self._give_up if stays_away else self._replace
+        thread = threading.Thread(
+            target=follow, args=(index,), name="after the loss of an engine", daemon=True
+        )
+        self._threads.append(thread)
+        thread.start()
 
     def must_come_back(self) -> None:
         """Raise the error of the last loss if no engine serves, and none is expected to serve any more."""
         with self._lock:
-            if _State.serving in self._states:
+            if {_State.serving, _State.ready} & set(self._states):
                 return
             since, error = self._last_loss
             if set(self._states) <= {_State.gone} or time.monotonic() - since > self._patience:

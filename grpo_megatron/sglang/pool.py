@@ -71,12 +71,13 @@ class EnginePool:
         self._engines, self._processes = self._actors.engines, self._actors.processes
         self._members = self._all_serve()
         self._updating: dict[int, int] = {}  # the engines of the update in progress, as in `serving`
+        self._updated_actors: dict[int, ray.actor.ActorHandle] = {}  # of these engines
         every = range(len(self._engines))
         self._actors.start(every, self._actors.addresses(every))
 
     def _all_serve(self) -> Membership:
         names = [process.name for process in self._processes]
-        return Membership(names, self._start_again, self._config.engine.patience)
+        return Membership(names, self._start_again, self._give_up, self._config.engine.patience)
 
     @property
     def serving(self) -> dict[int, int]:
@@ -141,6 +142,11 @@ class EnginePool:
             self._actors.start([index], addresses)
         self._actors.wait_until_ready([index])
 
+    def _give_up(self, index: int) -> None:
+        """End the processes of an engine that is not started again."""
+        self._hang_detector.outlived(self._engines[index])
+        self._actors.close([index])
+
     def recover(self, anew: bool) -> None:
         """Bring the engines into a usable state after a failure anywhere in the run.
 
@@ -161,7 +167,7 @@ class EnginePool:
         self._members.join()
         self._actors.start(lost, self._actors.addresses(lost))
         self._members, self._is_closed = self._all_serve(), False
-        self._updating, self._released = {}, set()
+        self._updating, self._updated_actors, self._released = {}, {}, set()
         self.admission.restart()
 
     def wait_until_ready(self) -> None:
@@ -220,6 +226,9 @@ class EnginePool:
         while True:
             alive = self._members.in_updates
             new = {index: starts for index, starts in alive.items() if index not in begun}
+            # From now on, calls are for these actors, and not for those that may take their place.
+            self._updated_actors |= {index: self._engines[index] for index in new}
+            new = self._not_lost(new)
             begun = dict(sorted((begun | self._call(new, "begin_update", self._keeps_cache)).items()))
             if begun:
                 self._updating = begun
@@ -232,8 +241,9 @@ class EnginePool:
         return dict(engines.items() & self._members.in_updates.items())
 
     def _call(self, engines: dict[int, int], method: str, *arguments) -> dict[int, int]:
-        """Call a method of engines. Return those that are alive. The others are lost, and are replaced."""
-        calls = {index: getattr(self._engines[index], method).remote(*arguments) for index in engines}
+        """Call a method of engines in an update. Return those that are alive. The others are lost."""
+        actors = self._updated_actors
+        calls = {index: getattr(actors[index], method).remote(*arguments) for index in engines}
         alive = {}
         for index, reference in calls.items():
             try:
@@ -250,7 +260,7 @@ class EnginePool:
         SyncReports of the engine's ranks.
         """
         return [
-            self._engines[index].receive_weights.remote(command.to_engine(number))
+            self._updated_actors[index].receive_weights.remote(command.to_engine(number))
             for number, index in enumerate(self._in_update())
         ]
 
@@ -262,7 +272,7 @@ class EnginePool:
         for index in self._updating.keys() - self.serving.keys():
             self.joined(index)
         self._members.updated(self._updating)
-        self._updating = {}
+        self._updating, self._updated_actors = {}, {}
         self.admission.open(Closed.updating, Closed.unsynced)
 
     def release_memory(self) -> None:

@@ -93,6 +93,8 @@ class WeightProbe:
             float(np.abs(np.concatenate(scores) - expected).mean())
             for scores in self._engines.score_on_all([ids.tolist() for ids in self._sequences])
         ]
+        if not found:  # all engines have been lost since the sync
+            return {}
         worst = int(np.argmax(found))
         if not found[worst] <= limit:
             raise RuntimeError(

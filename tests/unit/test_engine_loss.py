@@ -105,7 +105,7 @@ class Counting(Dying):
 
     def __init__(self, lengths):
         super().__init__(deadly=())
-        self.lengths, self.sampled, self.parameters = lengths, [], []
+        self.lengths, self.sampled, self.parameters, self.version = lengths, [], [], 0
 
     def connections(self):
         return [CountingOne(self, index) for index in range(self.size)]
@@ -129,7 +129,7 @@ class CountingOne(One):
             np.array(ids, np.int32),
             -np.array(ids, np.float32),
             "stop",
-            (WeightSpan(0, 0, len(ids)),),
+            (WeightSpan(engines.version, 0, len(ids)),),
         )
 
 
@@ -217,6 +217,36 @@ def test_an_episode_goes_on_in_the_turn_in_which_its_engine_is_lost():
     assert (world.resets, world.steps) == (2, 6)
     assert engines.dead == {0}
     assert len(engines.sampled) > 2 * 3 * len(turn)
+
+
+def test_an_episode_outlives_an_engine_that_is_lost_and_back_within_an_environments_step():
+    """None of its requests failed, so that it has not moved. Its next turn is of newer weights."""
+    engines, stepping, may_go_on = Counting({}), asyncio.Event(), asyncio.Event()
+    world = World(engines)
+
+    class Slow(Played):
+        async def step(self, ids):
+            stepping.set()
+            await may_go_on.wait()
+            answer = await super().step(ids)
+            engines.lengths.clear()  # it has died already
+            return answer
+
+    world.episode = lambda prompt: Slow(world)
+
+    async def main():
+        sampling = manager_of(engines, MultiTurn(world, Letters, 8, 0))
+        rollout = RolloutConfig(n=1, max_response_length=100)
+        async with sampling.round(Caller.train, rollout, outlives_engines=True) as round:
+            task = round.start(*prompts(1), 0)
+            await stepping.wait()
+            engines.version = 1
+            sampling._samplers[0].connect(0, engines.connections()[0])
+            may_go_on.set()
+            return await task
+
+    (sample,) = asyncio.run(main()).samples
+    assert [span.version for span in sample.weight_spans] == [0, 1, 1]
 
 
 class Random(Dying):

@@ -171,9 +171,22 @@ def test_an_episode_that_takes_too_long_fails(on_failure, rewards, capsys):
     assert "took longer than rollout.episode_timeout=0.2 s" in capsys.readouterr().out
 
 
+def test_an_episode_that_takes_too_long_before_its_first_turn_is_left_out(capsys):
+    """Its engine may be lost. There is nothing to train on."""
+
+    class Slow(World):
+        async def reset(self, seed):
+            await asyncio.sleep(60)
+
+    how = {"on_failure": OnFailure.value, "timeout": 0.1}
+    (group,) = generated(MultiTurn(Slow(None), Tokenizer, 3, 0, **how), "1 2 3")
+    assert (group.samples, group.failed) == ((), 3)
+    assert "this episode is left out, because it has no turn" in capsys.readouterr().out
+
+
 def test_a_time_limit_of_the_environment_is_not_taken_for_the_episodes():
     with pytest.raises(TimeoutError, match="its own"):
-        generated(MultiTurn(World(TimeoutError("its own")), Tokenizer, 3, 0, timeout=60), "x")
+        generated(MultiTurn(World(TimeoutError("its own")), Tokenizer, 3, 0, timeout=60), "x", n=1)
 
 
 def test_an_episode_whose_last_turn_cannot_be_scored_is_not_in_its_group():

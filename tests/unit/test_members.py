@@ -113,8 +113,9 @@ def test_patience_has_an_end(starts):
         pool.must_come_back()
     starts.may_end.set()
     pool.join()
+    pool.must_come_back()  # it waits for the weights
     pool.updated(pool.in_updates)
-    pool.must_come_back()  # it serves again
+    pool.must_come_back()
 
 
 def test_the_only_engine_is_not_waited_for_if_it_stays_away(starts):
@@ -153,15 +154,18 @@ def test_an_engine_that_dies_again_is_started_again(starts):
 def test_an_engine_that_dies_soon_after_each_start_stays_away(starts, caplog):
     """Otherwise a broken device would cost a whole transfer of the weights at every sync."""
     starts.may_end.set()
-    pool = Membership(NAMES, starts)
+    given_up = []
+    pool = Membership(NAMES, starts, given_up.append)
     for number in range(3):
         pool.lose(1, number, DIED)
         back(pool, number + 1)
     assert "stays" not in caplog.text
+    assert given_up == []
     pool.lose(1, 3, DIED)
     assert "engine 1 is not started again, because it was lost soon after each start" in caplog.text
     pool.join()
     assert len(starts.started) == 3
+    assert given_up == [1]
     assert pool.in_updates == {0: 0, 2: 0}
 
 

@@ -182,8 +182,8 @@ class Resharding:
         Raises `error` if a process does not end its call soon, or if the processes of the transport cannot be
         told to.
         """
-        # Collective calls wait until their own time limit, or end the process.
-        if self._setup.transport == Transport.groups:
+        # Collective calls wait until their own time limit, or end the process. Relays use them too.
+        if self._setup.transport == Transport.groups or self._plan.has_relays:
             raise error
         self._members = ()  # the next sync has a new plan and a new store, without this key
         self._store.store.set(ABANDONED, "")
