@@ -23,10 +23,10 @@ class RoundId(NamedTuple):
 
 
 class TaskReport(NamedTuple):
-    """News of a task that still runs. `poll` returns it among the answers.
+    """A message from a task that has not finished. `poll` returns it among the answers.
 
-    key: key of the task's call
-    value: the news
+    key: key of the call that started the task
+    value: content of the message
     """
 
     key: Any
@@ -75,7 +75,7 @@ class RoundTasks:
             task.add_done_callback(opened.tasks.discard)
 
     def report(self, round: RoundId, report: TaskReport) -> None:
-        """Let `poll` return news of a task. A round that is not open any more is ignored."""
+        """Let `poll` return a message from a task. Nothing is done if the round is not open any more."""
         if opened := self._opened(round):
             opened.answers.put_nowait(report)
 

@@ -20,7 +20,8 @@ class PlayedGroup:
     def __init__(self, play: Callable[["PlayedGroup"], Coroutine[Any, Any, tuple[Sample, ...]]]):
         """Prepare the task. `run_on` starts it.
 
-        play: plays the episodes. Whoever gets an error of a lost engine in it calls `moved`.
+        play: function that plays the episodes. If a request in it fails because the engine is lost, it must
+            await `moved` and then repeat the request.
         """
         self._play = play
         self._task: asyncio.Task[tuple[Sample, ...]] | None = None

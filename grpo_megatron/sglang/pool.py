@@ -241,7 +241,10 @@ class EnginePool:
         return dict(engines.items() & self._members.in_updates.items())
 
     def _call(self, engines: dict[int, int], method: str, *arguments) -> dict[int, int]:
-        """Call a method of engines in an update. Return those that are alive. The others are lost."""
+        """Call a method of engines that take part in the update.
+
+        Return the engines that have answered. Those that have died are reported to `lost`.
+        """
         actors = self._updated_actors
         calls = {index: getattr(actors[index], method).remote(*arguments) for index in engines}
         alive = {}

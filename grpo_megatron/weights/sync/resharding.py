@@ -177,10 +177,11 @@ class Resharding:
     ) -> dict[int, Any]:
         """End a sync in which a process has died. Return the results and errors of its calls, by process.
 
-        references, processes, sent: see `_reports`.
-
-        Raises `error` if a process does not end its call soon, or if the processes of the transport cannot be
-        told to.
+        references: Ray's references to the results of the direct calls, by process.
+        processes: name and log of each process.
+        sent: the calls to the trainer's ranks, with those that forwarders pass on.
+        error: the death that was noticed. It is raised if a process does not end its call within a minute,
+            or if the transport uses collective calls, which cannot be ended.
         """
         # Collective calls wait until their own time limit, or end the process. Relays use them too.
         if self._setup.transport == Transport.groups or self._plan.has_relays:
