@@ -21,13 +21,18 @@ from tests.unit.sync_cluster import DENSE, Cluster, hf_tensors, tp2_pp2_to_two_e
 
 
 class CountedStore:
-    """The driver's store, as a rank reaches it. `asked` counts the operations of all ranks."""
+    """The driver's store, as a rank reaches it. `asked` counts the operations of all ranks.
+
+    It leaves out `check`: a process that has waited 2 s looks whether the driver has ended the sync, and on
+    a busy machine some do.
+    """
 
     def __init__(self, store, asked):
         self._store, self._asked = store, asked
 
     def __getattr__(self, name):
-        self._asked[name] += 1
+        if name != "check":
+            self._asked[name] += 1
         return getattr(self._store, name)
 
 
