@@ -93,7 +93,7 @@ class Failure:
             if "noticed" not in self.seconds and len(self._pool.serving) == 1:
                 self._note("noticed")
                 (self._lost,) = {0, 1} - self._pool.serving.keys()
-            elif "noticed" in self.seconds and len(self._pool._members.in_updates) == 2:
+            elif "noticed" in self.seconds and len(self._pool.membership.in_updates) == 2:
                 self._note("ready")
 
     def _plant(self) -> None:

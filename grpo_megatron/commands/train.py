@@ -22,6 +22,7 @@ from grpo_megatron.preflight.check import check_start
 from grpo_megatron.rollout.environments import offered_tools
 from grpo_megatron.rollout.episodes import record_check
 from grpo_megatron.rollout.evaluation import Evaluation
+from grpo_megatron.rollout.evaluation_beside import EvaluationBeside
 from grpo_megatron.rollout.handover import Handover
 from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.pipeline import RolloutPipeline
@@ -33,6 +34,7 @@ from grpo_megatron.run.folder import open_ledger
 from grpo_megatron.run.guard import Guard
 from grpo_megatron.run.resume import Checkpoint, finished_result
 from grpo_megatron.run.stop import StopRequest
+from grpo_megatron.sglang.held import HeldEngines
 from grpo_megatron.trainer.scoring import ModelRewards
 from grpo_megatron.trainer.step import StepTrainer
 from grpo_megatron.trainer.weight_probe import WeightProbe
@@ -128,15 +130,19 @@ def _rollouts(run: Run, data: _Data, workers: RolloutWorkers, prompts: PromptSou
         trainer.weights, engines, _resharding(run), probe, config.weight_sync.probe_every
     )
     handover = Handover(weight_sync, trainer.ranks, run.monitor, run.sharing, config.megatron.sleep)
-    score = evaluation = None
+    score = evaluation = beside = None
     if scores_on_ranks(config):
         score = ModelRewards(config, trainer, run.to_ranks)
     if data.held_out:
         evaluation = Evaluation(manager, data.held_out, config, run.directory, run.monitor.text, score)
+        if config.eval.beside:
+            held = HeldEngines(engines, config.eval.engines)
+            steps = config.run.total_steps
+            beside = EvaluationBeside(evaluation, held, workers.samplers, run.monitor, steps)
     # A checkpoint that is complete when generation ends gets its final name now. Otherwise it would have none
     # if the run is stopped within the step, without time to finish it.
     sampled = run.saver.complete_written
-    return RolloutPipeline(source, handover, run.monitor, evaluation, score, sampled)
+    return RolloutPipeline(source, handover, run.monitor, evaluation, beside, score, sampled)
 
 
 @contextmanager

@@ -333,6 +333,13 @@ class EvalConfig:
         "steps",
         ge=0,
     )
+    beside: bool = option(
+        False,
+        "true: evaluations between the first and the last step do not interrupt training. As many engines as "
+        "eval.engines says keep the evaluated weights, and generate no training samples, until the "
+        "evaluation ends. The others go on with training.",
+    )
+    engines: int = option(1, "Number of engines that evaluate beside training (eval.beside).", gt=0)
     n: int = option(4, "Number of samples per held-out prompt. Their mean is reported as mean@n.", gt=0)
     temperature: float = option(1.0, "Temperature of sampling in the evaluation.", ge=0)
     top_p: float = option(1.0, "Probability mass of nucleus sampling in the evaluation.", gt=0, le=1)

@@ -80,6 +80,14 @@ ROLLOUT = RuleBook(
         "rollout.dynamic_sampling.over_sampling=1",
         _TRAIN,
     ),
+    needs(
+        "eval.beside=true",
+        "rollout.staleness",
+        "without staleness, training waits for its samples, and all engines generate them; set "
+        "eval.beside=false",
+        _TRAIN,
+    ),
+    only_with("eval.engines", "eval.beside=true", commands=_TRAIN),
     only_with("rollout.order", "rollout.staleness", commands=_TRAIN),
     only_with("rollout.on_update", "rollout.staleness", commands=_TRAIN),
     only_with("rollout.max_turns", "rollout.environment", commands=ENGINE_COMMANDS),
@@ -160,6 +168,19 @@ def weights_match_the_sources(config: Config) -> Iterator[str]:
 def there_are_prompts(config: Config) -> Iterator[str]:
     if not config.rollout.replay and not config.data.train:
         yield shown(config, "data.train")
+
+
+@ROLLOUT.rule(
+    "With eval.beside, eval.engines must be less than rollout.engine.num_engines, because the others go on "
+    "with training.",
+    "eval.beside",
+    "eval.engines",
+    "rollout.engine.num_engines",
+    commands=_TRAIN,
+)
+def engines_are_left_for_training(config: Config) -> Iterator[str]:
+    if config.eval.beside and config.eval.engines >= config.rollout.engine.num_engines:
+        yield shown(config, "eval.engines", "rollout.engine.num_engines")
 
 
 @ROLLOUT.rule(

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,11 +28,13 @@ logger = logging.getLogger(__name__)
 # {data set: {metric: score}}. The entry AVERAGE is the mean over several data sets.
 Scores = dict[str, dict[str, float]]
 AVERAGE = "average"
+# Function that generates scored responses to prompts, as RolloutManager.generate does.
+Generate = Callable[[list[Prompt], RolloutConfig], list[Group]]
 
 
 @dataclass
-class _Drawn:
-    """The responses to the prompts of one data set."""
+class Drawn:
+    """The responses to the held-out prompts of one data set."""
 
     sampled: list[Group]
     """A group with eval.n sampled responses for each prompt."""
@@ -96,7 +99,16 @@ class Evaluation:
 
         step: number of training steps done so far, for the names of saved samples.
         """
-        scores = {name: self._dataset(step, name, drawn) for name, drawn in self._drawn().items()}
+        return self.scored(step, self.draw(partial(self._manager.generate, caller=Caller.evaluate)))
+
+    def scored(self, step: int, drawn: dict[str, Drawn]) -> Scores:
+        """Return the scores of responses. Save and show the responses as configured.
+
+        step: number of training steps of the weights that have generated the responses.
+        drawn: what `draw` has returned.
+        """
+        drawn = self._with_model_scores(drawn)
+        scores = {name: self._dataset(step, name, of_set) for name, of_set in drawn.items()}
         if len(scores) > 1:
             # If samples are left out, a data set may have no prompt with enough samples for pass@k.
             metrics = dict.fromkeys(metric for values in scores.values() for metric in values)
@@ -106,7 +118,7 @@ class Evaluation:
             }
         return scores
 
-    def _dataset(self, step: int, name: str, drawn: _Drawn) -> dict[str, float]:
+    def _dataset(self, step: int, name: str, drawn: Drawn) -> dict[str, float]:
         """Compute the metrics of one data set, and save and show its samples as configured.
 
         name: name of the data set.
@@ -129,33 +141,37 @@ class Evaluation:
                 self._show(step, f"eval/{name}/{index}", group_text(group, self._shown.sample_characters))
         return scores
 
-    def _drawn(self) -> dict[str, _Drawn]:
-        """Generate and score the responses to all data sets. Return {name of a data set: its responses}."""
-        drawn = {name: self._draw(name, prompts) for name, prompts in self.datasets.items()}
+    def draw(self, generate: Generate) -> dict[str, Drawn]:
+        """Generate the responses to all data sets, without the scores of a reward model.
+
+        generate: generates the responses. It may be used in another thread than the other methods.
+
+        Returns {name of a data set: its responses}.
+        """
+        return {name: self._draw(name, prompts, generate) for name, prompts in self.datasets.items()}
+
+    def _with_model_scores(self, drawn: dict[str, Drawn]) -> dict[str, Drawn]:
+        """Add the scores of the reward model, if there is one."""
         if self._score is None:
             return drawn
         scored = iter(
             self._score([group for both in drawn.values() for group in [*both.sampled, *both.greedy]])
         )
         return {
-            name: _Drawn(
+            name: Drawn(
                 [next(scored) for _ in both.sampled], [next(scored) for _ in both.greedy], both.failed
             )
             for name, both in drawn.items()
         }
 
-    def _draw(self, name: str, prompts: list[Prompt]) -> _Drawn:
+    def _draw(self, name: str, prompts: list[Prompt], generate: Generate) -> Drawn:
         """Generate the responses to the prompts of one data set, without the scores of a reward model.
 
         With reward.on_failure=leave_out, groups whose samples all failed are removed. Raises UserError if no
         group is left.
         """
-
-        def generated(rollout: RolloutConfig) -> list[Group]:
-            return self._manager.generate(prompts, rollout, Caller.evaluate)
-
-        every = generated(self._sampled)
-        greedy = generated(self._greedy) if self._config.greedy else []
+        every = generate(prompts, self._sampled)
+        greedy = generate(prompts, self._greedy) if self._config.greedy else []
         failed = sum(group.failed for group in [*every, *greedy])
         failed += sum(
             sequences[0].reward_failed for group in [*every, *greedy] for sequences in group.trajectories
@@ -167,7 +183,7 @@ class Evaluation:
                 f"all samples of its {len(prompts)} prompts and reward.on_failure=leave_out removes them; "
                 "see the messages above for the cause"
             )
-        return _Drawn(sampled, [group for group in greedy if group.samples], failed)
+        return Drawn(sampled, [group for group in greedy if group.samples], failed)
 
     def _scores(self, groups: list[Group]) -> dict[str, float]:
         n = self._sampled.n

@@ -39,6 +39,7 @@ class Caller(str, Enum):
 
     train = "train"
     evaluate = "evaluate"
+    evaluate_beside = "evaluate beside training"
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Round:
 
         Evaluations at different steps are then comparable.
         """
-        return self.id.caller == Caller.evaluate
+        return self.id.caller in (Caller.evaluate, Caller.evaluate_beside)
 
 
 @dataclass(frozen=True, slots=True)

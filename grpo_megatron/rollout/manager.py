@@ -121,6 +121,9 @@ class RolloutManager:
         """
         self._engines, self._samplers = engines, samplers
         self._next_group, self._lock = 0, threading.Lock()
+        # The calls of `generate` in progress.
+        self._calls: dict[asyncio.Task, asyncio.AbstractEventLoop] = {}
+        self._is_aborted = False
 
     @property
     def num_serving(self) -> int:
@@ -145,11 +148,27 @@ class RolloutManager:
         """
 
         async def sampled() -> list[Group]:
-            async with self.round(caller, rollout) as round:
-                ids = self.take_ids(len(prompts))
-                return await together(map(round.start, prompts, ids))
+            task = asyncio.current_task()
+            with self._lock:
+                if self._is_aborted:
+                    raise asyncio.CancelledError
+                self._calls[task] = asyncio.get_running_loop()
+            try:
+                async with self.round(caller, rollout) as round:
+                    ids = self.take_ids(len(prompts))
+                    return await together(map(round.start, prompts, ids))
+            finally:
+                with self._lock:
+                    del self._calls[task]
 
         return _run(sampled())
+
+    def abort(self) -> None:
+        """Let all calls of `generate`, in progress in other threads and later ones, raise CancelledError."""
+        with self._lock:
+            self._is_aborted = True
+            for task, loop in self._calls.items():
+                loop.call_soon_threadsafe(task.cancel)
 
     @asynccontextmanager
     async def round(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from grpo_megatron.batch.sample import Group
 from grpo_megatron.monitoring.monitor import Monitor
 from grpo_megatron.rollout.evaluation import Evaluation
+from grpo_megatron.rollout.evaluation_beside import EvaluationBeside
 from grpo_megatron.rollout.handover import Handover
 from grpo_megatron.rollout.source import EngineRollouts, Rollout
 
@@ -27,6 +28,7 @@ class RolloutPipeline:
         handover: Handover,
         monitor: Monitor,
         evaluation: Evaluation | None = None,
+        beside: EvaluationBeside | None = None,
         score: Callable[[list[Group]], list[Group]] | None = None,
         sampled: Callable[[], None] = lambda: None,
     ):
@@ -35,6 +37,7 @@ class RolloutPipeline:
         source: samples the groups of a step.
         handover: prepares the engines for generation, and the ranks for training.
         evaluation: scores held-out prompts. None if there are none.
+        beside: runs evaluations beside training. None to interrupt training.
         score: function that adds the rewards of a reward model, which runs on the trainer's ranks, to groups.
             None if there is no reward model.
         sampled: function that is called after each generation, when the ranks have the memory of shared
@@ -42,6 +45,7 @@ class RolloutPipeline:
         """
         self.source, self.handover = source, handover
         self._phases, self._evaluation, self._score = monitor.phases, evaluation, score
+        self._beside, self._resumed = beside, (0, {})  # resumed: step of the checkpoint, state of `beside`
         self._sampled = sampled
 
     @property
@@ -59,12 +63,16 @@ class RolloutPipeline:
     def start(self) -> None:
         """Copy the trainer's weights into the engines for the first time."""
         self.handover.publish()
+        if self._beside:
+            self._beside.resume(*self._resumed)
 
     def take(self, step: int) -> Rollout:
         """Sample the groups of a training step and return them with rewards. The ranks can train afterwards.
 
         step: index of the step, from 1.
         """
+        if self._beside:
+            self._beside.report(step - 1)
         self.handover.to_engines()
         with self._phases("generate"):
             rollout = self.source.take(step, self._revive)
@@ -90,16 +98,27 @@ class RolloutPipeline:
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate the engines' weights on the held-out prompts. Return {metric: score}; {} without prompts.
 
+        With eval.beside, the evaluation may only begin here. The result is then {}, and the monitor gets the
+        scores when they are known. An earlier evaluation must have ended first.
+
         step: number of training steps done so far.
         """
         if self._evaluation is None:
             return {}
+        if self._beside:
+            with self._phases("evaluate"):
+                self._beside.report(step, wait=True)
+            if self._beside.begin(step):
+                return {}
         self.handover.to_engines()
         with self._phases("evaluate"):
             return self._evaluation.run(step)
 
     def state_dict(self) -> dict:
-        return self.source.state_dict() | {"weight_sync": self.handover.weight_sync.state_dict()}
+        state = {"weight_sync": self.handover.weight_sync.state_dict()}
+        if self._beside:
+            state["evaluation_beside"] = self._beside.state_dict()
+        return self.source.state_dict() | state
 
     def load_state_dict(self, state: dict) -> None:
         """Restore the state of prompts, groups and weight syncs from a checkpoint.
@@ -110,7 +129,11 @@ class RolloutPipeline:
         self.source.load_state_dict(state)
         if state["weight_sync"]:
             self.handover.weight_sync.load_state_dict(state["weight_sync"])
+        if self._beside:
+            self._resumed = state["step"], state.get("evaluation_beside", {})
 
     def close(self) -> None:
+        if self._beside:
+            self._beside.close()
         self.source.close()
         self.handover.weight_sync.close()

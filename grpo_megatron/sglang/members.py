@@ -18,6 +18,7 @@ class _State(Enum):
     serving = "it has the newest weights, and gets requests"
     starting = "it was lost, and is being started again"
     ready = "it has started again, and gets weights with the next update"
+    held = "it keeps its weights for an evaluation, and gets requests of the evaluation only"
     gone = "it was lost, and is not started again"
 
 
@@ -63,6 +64,15 @@ class Membership:
         """{index: number of starts} of the engines that take part in the next weight update."""
         return self._with(_State.serving, _State.ready)
 
+    @property
+    def alive(self) -> dict[int, int]:
+        """{index: number of starts} of the engines that have started and have not been lost."""
+        return self._with(_State.serving, _State.ready, _State.held)
+
+    def not_lost(self, engines: Mapping[int, int]) -> dict[int, int]:
+        """Return those engines that are alive. engines: as in `serving`."""
+        return dict(engines.items() & self.alive.items())
+
     def _with(self, *states: _State) -> dict[int, int]:
         with self._lock:
             return {index: self._starts[index] for index, state in enumerate(self._states) if state in states}
@@ -74,8 +84,8 @@ class Membership:
         error: the error by which the loss was noticed. It is raised if no other engine serves or comes back.
         """
         with self._lock:
-            known = self._states[index] in (_State.serving, _State.ready) and self._starts[index] == starts
-            if not known or self._closed.is_set():
+            is_alive = self._states[index] in (_State.serving, _State.ready, _State.held)
+            if not is_alive or self._starts[index] != starts or self._closed.is_set():
                 return
             others = [state for other, state in enumerate(self._states) if other != index]
             left = others.count(_State.serving)
@@ -102,7 +112,7 @@ class Membership:
     def must_come_back(self) -> None:
         """Raise the error of the last loss if no engine serves, and none is expected to serve any more."""
         with self._lock:
-            if {_State.serving, _State.ready} & set(self._states):
+            if {_State.serving, _State.ready, _State.held} & set(self._states):
                 return
             since, error = self._last_loss
             if set(self._states) <= {_State.gone} or time.monotonic() - since > self._patience:
@@ -133,6 +143,29 @@ class Membership:
                 if self._starts[index] == starts and self._states[index] in (_State.ready, _State.serving):
                     self._states[index] = _State.serving
                     self._updates[index] += 1
+
+    def hold(self, most: int) -> dict[int, int]:
+        """Let engines that serve keep their weights until `release`. They get no requests for training.
+
+        At least one engine goes on serving.
+
+        most: maximum number of engines to hold.
+
+        Returns {index: number of starts} of the engines that are held now.
+        """
+        with self._lock:
+            serving = [index for index, state in enumerate(self._states) if state == _State.serving]
+            held = serving[1:][-most:]
+            for index in held:
+                self._states[index] = _State.held
+            return {index: self._starts[index] for index in held}
+
+    def release(self, engines: Mapping[int, int]) -> None:
+        """Let engines take part in the next update, and serve after it. engines: what `hold` has returned."""
+        with self._lock:
+            for index, starts in engines.items():
+                if self._states[index] == _State.held and self._starts[index] == starts:
+                    self._states[index] = _State.ready
 
     def stop(self) -> None:
         """Start no engine again from now on."""

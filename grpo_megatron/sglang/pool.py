@@ -34,6 +34,7 @@ class EnginePool:
 
     admission: admits rounds of requests, unless weights are updated or memory is released.
     weight_version: version of the weights that the last sync sent; 0 before the first sync.
+    membership: tells which engines serve requests, and which ones take part in weight updates.
     end_ids: ids of the tokens that end a response. Empty before `wait_until_ready`.
     joined: called with the index of an engine that has been started again and has the newest weights, before
         it gets requests.
@@ -69,9 +70,10 @@ class EnginePool:
         self._nodes = [tuple(slot.node for slot in slots) for slots in cluster.engine_slots]
         self._actors = EngineActors(cluster, config, model, seed, log_dir, hang_detector, routing, shared)
         self._engines, self._processes = self._actors.engines, self._actors.processes
-        self._members = self._all_serve()
+        self.membership = self._all_serve()
         self._updating: dict[int, int] = {}  # the engines of the update in progress, as in `serving`
         self._updated_actors: dict[int, ray.actor.ActorHandle] = {}  # of these engines
+        self._announced: dict[int, int] = {}  # those for which `joined` was called last, as in `serving`
         every = range(len(self._engines))
         self._actors.start(every, self._actors.addresses(every))
 
@@ -82,12 +84,12 @@ class EnginePool:
     @property
     def serving(self) -> dict[int, int]:
         """{index: number of starts} of the engines that get requests."""
-        return self._members.serving
+        return self.membership.serving
 
     @property
     def waits_for_weights(self) -> bool:
         """True if no engine serves, but one has been started again."""
-        return not self.serving and bool(self._members.in_updates)
+        return not self.serving and bool(self.membership.in_updates)
 
     async def next_serving(self) -> dict[int, int]:
         """Return `serving` when there is an engine in it.
@@ -95,7 +97,7 @@ class EnginePool:
         Raises the error of the last loss if no engine serves for rollout.engine.patience seconds.
         """
         while not (serving := self.serving):
-            self._members.must_come_back()
+            self.membership.must_come_back()
             await asyncio.sleep(_PAUSE_SECONDS)
         return serving
 
@@ -108,7 +110,7 @@ class EnginePool:
         return tuple(self._in_update().items())
 
     def _in_update(self) -> dict[int, int]:
-        return self._updating or self._members.serving
+        return self._updating or self.membership.serving
 
     @property
     def processes(self) -> list[Process]:
@@ -129,7 +131,7 @@ class EnginePool:
         """
         if self._shared:
             raise error
-        self._members.lose(index, starts, error)
+        self.membership.lose(index, starts, error)
 
     def _start_again(self, index: int) -> None:
         """Start an engine again, and wait until it is ready. Raises UserError if it does not start."""
@@ -156,18 +158,18 @@ class EnginePool:
         anew: True to restart all engines. This is necessary if they share devices with the trainer, because
             it is unknown which memory they have released.
         """
-        self._members.stop()
-        resets = {index: self._engines[index].reset.remote() for index in self._members.in_updates}
+        self.membership.stop()
+        resets = {index: self._engines[index].reset.remote() for index in self.membership.alive}
         ray.wait(list(resets.values()), num_returns=len(resets), timeout=_RESET_SECONDS)
         kept = {index for index, reset in resets.items() if not anew and _answered_yes(reset)}
         lost = [index for index in range(len(self._engines)) if index not in kept]
         with self._starting:
             self._is_closed = True
         self._actors.close(lost)
-        self._members.join()
+        self.membership.join()
         self._actors.start(lost, self._actors.addresses(lost))
-        self._members, self._is_closed = self._all_serve(), False
-        self._updating, self._updated_actors, self._released = {}, {}, set()
+        self.membership, self._is_closed = self._all_serve(), False
+        self._updating, self._updated_actors, self._announced, self._released = {}, {}, {}, set()
         self.admission.restart()
 
     def wait_until_ready(self) -> None:
@@ -222,23 +224,19 @@ class EnginePool:
             )
         if not again:
             self.admission.close(Closed.updating, "begin a weight update", within_rounds=not self.serving)
-        begun = self._not_lost(self._updating)
+        begun = self.membership.not_lost(self._updating)
         while True:
-            alive = self._members.in_updates
+            alive = self.membership.in_updates
             new = {index: starts for index, starts in alive.items() if index not in begun}
             # From now on, calls are for these actors, and not for those that may take their place.
             self._updated_actors |= {index: self._engines[index] for index in new}
-            new = self._not_lost(new)
+            new = self.membership.not_lost(new)
             begun = dict(sorted((begun | self._call(new, "begin_update", self._keeps_cache)).items()))
             if begun:
                 self._updating = begun
                 return
-            self._members.must_come_back()
+            self.membership.must_come_back()
             time.sleep(_PAUSE_SECONDS)
-
-    def _not_lost(self, engines: dict[int, int]) -> dict[int, int]:
-        """Return those engines that have not been lost."""
-        return dict(engines.items() & self._members.in_updates.items())
 
     def _call(self, engines: dict[int, int], method: str, *arguments) -> dict[int, int]:
         """Call a method of engines that take part in the update.
@@ -270,11 +268,14 @@ class EnginePool:
     def end_update(self, version: int) -> None:
         """End the weight update and resume serving. Completions then report weight version `version`."""
         # Without engines that were lost meanwhile. Their replacements have not got the weights.
-        self._updating = self._call(self._not_lost(self._updating), "end_update", version, self._keeps_cache)
+        updated = self.membership.not_lost(self._updating)
+        self._updating = self._call(updated, "end_update", version, self._keeps_cache)
         self.weight_version = version
-        for index in self._updating.keys() - self.serving.keys():
-            self.joined(index)
-        self._members.updated(self._updating)
+        for index, starts in self._updating.items():
+            if starts != self._announced.get(index, 0):
+                self.joined(index)
+                self._announced[index] = starts
+        self.membership.updated(self._updating)
         self._updating, self._updated_actors = {}, {}
         self.admission.open(Closed.updating, Closed.unsynced)
 
@@ -324,11 +325,11 @@ class EnginePool:
     def close(self) -> None:
         """End all engines. Rounds that are in progress fail, and no further ones are admitted."""
         self.admission.stop()
-        self._members.stop()
+        self.membership.stop()
         with self._starting:
             self._is_closed = True
         self._actors.close(range(len(self._engines)))
-        self._members.join()
+        self.membership.join()
 
 
 def _answered_yes(reference: ray.ObjectRef) -> bool:

@@ -97,14 +97,14 @@ def test_fp8_learns_it_too(root):
 def test_sampling_beside_training_learns_it_too(root):
     """Every batch after the first is one weight version old, and none is sampled twice or discarded.
 
-    With two engines and two replicas.
+    With two engines and two replicas, and with evaluations on one of the engines while training goes on.
     """
     paths = [
         f"model.path={root}/quickstart_sft/hf",
         *(f"data.{name}={root}/quickstart_data/{name}.jsonl" for name in ("train", "eval")),
     ]
     config = "configs/quickstart_async.yaml"
-    paths += ["rollout.engine.num_engines=2", "megatron.data_parallel=2"]
+    paths += ["rollout.engine.num_engines=2", "megatron.data_parallel=2", "eval.beside=true", "eval.every=20"]
     run("-m", "grpo_megatron.cli", "train", "--config", config, f"run.root={root}", *paths)
     folder = root / "quickstart_async"
     result = json.loads((folder / "result.json").read_text())
@@ -114,6 +114,11 @@ def test_sampling_beside_training_learns_it_too(root):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     ages = [row["staleness/max"] for row in rows if "staleness/max" in row]
     assert ages == [0, *[1] * (len(ages) - 1)]
+    beside = {row["step"]: row for row in rows if "eval/steps_late" in row}
+    print([(step, row["eval/mean@4"], row["eval/steps_late"]) for step, row in beside.items()])
+    assert beside.keys() == {20, 40}
+    assert all(row["eval/weight_version"] == step + 1 for step, row in beside.items())
+    assert result["before"]["eval/mean@4"] < beside[20]["eval/mean@4"] <= beside[40]["eval/mean@4"] + 0.1
     books = run("-m", "grpo_megatron.cli", "ledger", folder)
     # total, admitted, trained, filtered, failed, lost, waiting
     assert books[-1].split()[1:7] == ["15360", "15360", *["0"] * 4], books[-1]

@@ -97,7 +97,7 @@ class Pool(EnginePool):
         self._engines = [Remote(engine) for engine in self.engines]
         self._processes = [Process(f"engine {index}", "") for index in range(size)]
         self._config = RolloutConfig(max_concurrency=CONCURRENCY)
-        self._members, self._updating, self._updated_actors = self._all_serve(), {}, {}
+        self.membership, self._updating, self._updated_actors, self._announced = self._all_serve(), {}, {}, {}
         self.admission, self._released, self.weight_version, self.end_ids = Admission(), set(), 0, frozenset()
         self.admission.open(Closed.unsynced)
 

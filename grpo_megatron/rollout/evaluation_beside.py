@@ -1,0 +1,131 @@
+"""EvaluationBeside: evaluates weights on engines that keep them, while training goes on with the others."""
+
+import logging
+import threading
+from collections.abc import Sequence
+from functools import partial
+
+from grpo_megatron.errors import ProcessLost
+from grpo_megatron.monitoring.monitor import Monitor
+from grpo_megatron.rollout.evaluation import Drawn, Evaluation, scalars
+from grpo_megatron.rollout.groups import Caller
+from grpo_megatron.rollout.manager import RolloutManager
+from grpo_megatron.rollout.open_round import Sampler
+from grpo_megatron.sglang.held import HeldEngines
+
+logger = logging.getLogger(__name__)
+
+
+class EvaluationBeside:
+    """Runs one evaluation at a time in a thread, on engines that do not change their weights meanwhile.
+
+    All methods are for one thread, which also updates the weights of the engines. Rewards of a reward model
+    and the scores are computed in that thread, by `report`.
+    """
+
+    def __init__(
+        self,
+        evaluation: Evaluation,
+        engines: HeldEngines,
+        samplers: Sequence[Sampler],
+        monitor: Monitor,
+        last_step: int,
+    ):
+        """Begin without an evaluation.
+
+        engines: the engines that are held for an evaluation.
+        samplers: for each engine of the pool, the sampler that sends requests to it.
+        monitor: gets the scores.
+        last_step: number of training steps of the run.
+        """
+        self._evaluation, self._engines = evaluation, engines
+        self._manager = RolloutManager(engines, samplers)
+        self._monitor, self._last_step = monitor, last_step
+        self._step: int | None = None  # of the evaluation in progress
+        self._drawn: dict[str, Drawn] = {}
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def begin(self, step: int) -> bool:
+        """Begin to evaluate the engines' current weights. There must be no evaluation in progress.
+
+        step: number of training steps done so far.
+
+        Returns False if the caller has to evaluate on all engines instead: before the first step and after
+        the last one, and if only one engine serves.
+        """
+        if not 0 < step < self._last_step:
+            return False
+        if not self._engines.hold():
+            logger.warning(
+                f"the evaluation after {step} steps is not beside training, because only one engine serves"
+            )
+            return False
+        self._step, self._drawn, self._error = step, {}, None
+        self._thread = threading.Thread(target=self._draw, name="evaluation beside training", daemon=True)
+        self._thread.start()
+        return True
+
+    def _draw(self) -> None:
+        generate = partial(self._manager.generate, caller=Caller.evaluate_beside)
+        try:
+            self._drawn = self._evaluation.draw(generate)
+        except BaseException as error:  # `report` raises it in the caller's thread
+            self._error = error
+
+    def report(self, now: int, wait: bool = False) -> None:
+        """Pass the scores of an evaluation that has ended to the monitor, and release its engines.
+
+        The scores are logged under the step whose weights were evaluated. "eval/steps_late" is the number of
+        steps that were trained since.
+
+        now: number of training steps done so far.
+        wait: True to wait until the evaluation in progress has ended.
+
+        Raises the error of the evaluation. If all its engines have been lost, a warning is logged instead.
+        """
+        if self._thread is None or (self._thread.is_alive() and not wait):
+            return
+        self._thread.join()
+        step, self._step, self._thread = self._step, None, None
+        is_lost = isinstance(self._error, ProcessLost) and not self._engines.serving
+        version = self._engines.weight_version
+        self._engines.release()
+        if is_lost:
+            logger.warning(
+                f"the evaluation after {step} steps has no scores, because all engines with the weights of "
+                f"that step have been lost: {self._error}"
+            )
+            return
+        if self._error:
+            raise self._error
+        scores = scalars(self._evaluation.scored(step, self._drawn))
+        about = {"eval/weight_version": float(version), "eval/steps_late": float(now - step)}
+        self._monitor.evaluated(step, scores | about)
+
+    def close(self) -> None:
+        """Abort the evaluation in progress. Its scores are missing."""
+        if self._thread:
+            self._manager.abort()
+            self._thread.join()
+            self._thread = None
+            logger.warning(f"the evaluation after {self._step} steps had not ended, so it has no scores")
+
+    def state_dict(self) -> dict:
+        """Return {"step": number of steps before the evaluation in progress, or None}."""
+        return {"step": self._step}
+
+    def resume(self, step: int, state: dict) -> None:
+        """Begin the evaluation again that was in progress at a checkpoint. The engines have its weights now.
+
+        step: step of the checkpoint.
+        state: what `state_dict` has returned.
+        """
+        evaluated = state.get("step")
+        if evaluated == step:
+            self.begin(step)
+        elif evaluated is not None:
+            logger.warning(
+                f"the evaluation after {evaluated} steps had not ended at the checkpoint of step {step}, and "
+                "its weights are gone, so it has no scores"
+            )

@@ -1,0 +1,52 @@
+"""HeldEngines: engines of a pool that keep their weights while the others get newer ones."""
+
+from collections.abc import Mapping
+
+from grpo_megatron.errors import ProcessLost
+from grpo_megatron.sglang.admission import Admission, Closed
+from grpo_megatron.sglang.pool import EnginePool
+
+
+class HeldEngines:
+    """Some engines of a pool, for an evaluation beside training. RolloutManager uses it like the pool.
+
+    admission: admits the rounds of the evaluation. Weight updates of the other engines do not close it.
+    weight_version: version of the weights that the engines keep.
+    """
+
+    def __init__(self, pool: EnginePool, most: int):
+        """Hold no engines yet. most: maximum number of engines to hold."""
+        self._pool, self._most = pool, most
+        self._held: Mapping[int, int] = {}
+        self.admission, self.weight_version = Admission(), 0
+        self.admission.open(Closed.unsynced)
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        return self._pool.end_ids
+
+    @property
+    def serving(self) -> Mapping[int, int]:
+        """{index: number of starts} of the engines that are held and have not been lost."""
+        return self._pool.membership.not_lost(self._held)
+
+    def hold(self) -> bool:
+        """Let engines keep their weights until `release`. Return False if only one engine serves.
+
+        Raises UserError during a weight update.
+        """
+        self._pool.admission.must_be_open()
+        self._held, self.weight_version = self._pool.membership.hold(self._most), self._pool.weight_version
+        return bool(self._held)
+
+    def release(self) -> None:
+        """Let the engines take part in the next weight update."""
+        self._pool.membership.release(self._held)
+        self._held = {}
+
+    def lost(self, index: int, starts: int, error: Exception) -> None:
+        self._pool.lost(index, starts, error)
+
+    async def next_serving(self) -> Mapping[int, int]:
+        """Raise ProcessLost, because no other engine has the weights that are evaluated."""
+        raise ProcessLost("all engines that had the evaluated weights have been lost")
