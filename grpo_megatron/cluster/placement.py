@@ -12,7 +12,7 @@ import os
 import shutil
 import socket
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 from itertools import chain, groupby
 from math import lcm
@@ -49,11 +49,37 @@ class Slot:
     bundle: index of the bundle in Ray's placement group that contains the device
     node: id of the device's Ray node
     device: index of the GPU on its node; None if the run computes on CPUs
+    group: Ray's placement group; None for the one that Cluster.group has
     """
 
     bundle: int
     node: str
     device: int | None
+    group: PlacementGroup | None = field(default=None, compare=False)
+
+
+class RequestedEngine:
+    """A request to Ray for the devices of one engine, which may not be free yet."""
+
+    def __init__(self, group: PlacementGroup, gpus: bool):
+        self._group, self._gpus = group, gpus
+
+    def slots(self) -> list[Slot] | None:
+        """Return the slots if Ray has reserved them, otherwise None.
+
+        Raises ProcessLost if a node does not answer.
+        """
+        if not self._group.wait(timeout_seconds=0):
+            return None
+        return [replace(slot, group=self._group) for slot in _sorted(_slots(self._group, self._gpus))]
+
+    def release(self) -> None:
+        remove_placement_group(self._group)
+
+
+def by_node(slots: list[Slot]) -> list[list[Slot]]:
+    """Return the slots of an engine, grouped by node. The slots of a node must be neighbours."""
+    return [list(own) for _, own in groupby(slots, key=lambda slot: slot.node)]
 
 
 @dataclass
@@ -72,6 +98,8 @@ class Cluster:
     """{id of a node: number of intra-op threads of each trainer rank there}; empty if the run uses GPUs."""
     engine_threads: dict[str, int] = field(default_factory=dict)
     """{id of a node: number of intra-op threads of each engine rank there}; empty if the run uses GPUs."""
+    _requested: list[RequestedEngine] = field(default_factory=list, repr=False)
+    """Requests for engines after the start of the run."""
     _guard: RayGuard | None = field(default=None, repr=False)
     """Guard that watches the Ray cluster that this run has started; None if the run has joined a cluster."""
     _folder: Path | None = field(default=None, repr=False)
@@ -95,7 +123,7 @@ class Cluster:
             "num_gpus": self.gpu_share if slot.device is not None else 0,
             "runtime_env": {"env_vars": env},
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self.group, placement_group_bundle_index=slot.bundle
+                slot.group or self.group, placement_group_bundle_index=slot.bundle
             ),
         }
 
@@ -108,11 +136,17 @@ class Cluster:
     @property
     def engine_nodes(self) -> list[list[list[Slot]]]:
         """Slots of each engine, grouped by node: engine_nodes[i][j] has engine i's slots on its j-th node."""
-        return [
-            # The slots of a node are neighbours.
-            [list(slots) for _, slots in groupby(engine, key=lambda slot: slot.node)]
-            for engine in self.engine_slots
-        ]
+        return [by_node(slots) for slots in self.engine_slots]
+
+    def request_engine(self) -> RequestedEngine:
+        """Ask Ray for the devices of one more engine, of the same size as the others. Return immediately."""
+        nodes = self.engine_nodes[0]
+        gpus = nodes[0][0].device is not None
+        kind = "GPU" if gpus else "CPU"
+        bundles = [{"CPU": len(slots)} | {kind: len(slots)} for slots in nodes]
+        requested = RequestedEngine(placement_group(bundles, strategy="PACK"), gpus)
+        self._requested.append(requested)
+        return requested
 
     def divide_cores(self, config: Config) -> None:
         """Set rank_threads and engine_threads, so that processes on CPUs share the cores of their nodes.
@@ -158,6 +192,8 @@ class Cluster:
 
         failed: True if the run has failed. The logs of its own Ray cluster are then kept.
         """
+        for requested in self._requested:
+            requested.release()
         remove_placement_group(self.group)
         if self._guard:
             end_ray(self._guard)

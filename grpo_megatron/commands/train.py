@@ -52,7 +52,7 @@ def _resharding(run: Run) -> Resharding:
         arch=read_architecture(config.model.path),
         sizes=run.trainer.sizes,
         engine=EngineLayout.from_config(config.rollout.engine),
-        num_engines=config.rollout.engine.num_engines,
+        num_engines=len(run.engines.members),
         rank_nodes=run.trainer.nodes,
         engine_nodes=run.engines.nodes,
     )

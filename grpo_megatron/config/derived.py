@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from grpo_megatron.config.command import Command
+from grpo_megatron.config.engine import EngineConfig
 from grpo_megatron.config.lora import LoraConfig
 from grpo_megatron.config.reward import MODEL, functions_of
 from grpo_megatron.config.rollout import RolloutConfig, Strategy
@@ -51,6 +52,11 @@ def lr_decay_steps(config: Config, command: Command) -> int:
 def pack_limit(config: Config) -> int:
     """Return the maximum number of tokens of a micro-batch, summed over all context-parallel ranks."""
     return config.train.max_tokens_per_micro_batch * config.megatron.context_parallel
+
+
+def most_engines(engine: EngineConfig) -> int:
+    """Return the number of engines that a run may have."""
+    return engine.max_engines or engine.num_engines
 
 
 def evaluation_rollout(config: Config) -> RolloutConfig:

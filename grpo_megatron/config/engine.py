@@ -25,6 +25,13 @@ class KVCacheDtype(str, Enum):
 @dataclass
 class EngineConfig:
     num_engines: int = option(1, "Number of SGLang engines.", gt=0)
+    max_engines: int | None = option(
+        None,
+        "Maximum number of SGLang engines. If it is more than num_engines, further engines are started "
+        "during the run on free devices of the Ray cluster, for example on nodes that have joined. null: the "
+        "number does not grow.",
+        gt=0,
+    )
     tensor_parallel: int = option(
         1,
         "Number of tensor-parallel ranks of an engine. An engine with more ranks than a node has GPUs takes "

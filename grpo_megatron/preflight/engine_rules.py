@@ -3,7 +3,15 @@
 from collections.abc import Iterator
 
 from grpo_megatron.config.schema import Config
-from grpo_megatron.preflight.rule import ENGINE_COMMANDS, RuleBook, divides, excludes, refuses, shown
+from grpo_megatron.preflight.rule import (
+    ENGINE_COMMANDS,
+    RuleBook,
+    at_most,
+    divides,
+    excludes,
+    refuses,
+    shown,
+)
 
 # SGLang 0.5.17 and 0.5.23 cut a response so that prompt and response are _SPARE tokens shorter than the KV
 # cache. They refuse a prompt that is not at least _PROMPT_SPARE tokens shorter than the cache.
@@ -13,6 +21,20 @@ _SPARE, _PROMPT_SPARE = 2, 7
 ENGINE = RuleBook(
     divides("rollout.engine.expert_parallel", "rollout.engine.tensor_parallel", ENGINE_COMMANDS),
     divides("rollout.engine.data_parallel_attention", "rollout.engine.tensor_parallel", ENGINE_COMMANDS),
+    at_most("rollout.engine.num_engines", "rollout.engine.max_engines", ("train",)),
+    excludes(
+        "rollout.engine.max_engines",
+        "cluster.placement=colocated",
+        "further engines need devices of their own; set cluster.placement=separate or "
+        "rollout.engine.max_engines=null",
+        ("train",),
+    ),
+    excludes(
+        "rollout.engine.max_engines",
+        "weight_sync.transport=shared_memory",
+        "a node that joins has no trainer rank; set weight_sync.transport=auto",
+        ("train",),
+    ),
     refuses(
         "rollout.engine.load_format=dummy",
         "random weights would be evaluated; set rollout.engine.load_format=auto",

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -57,7 +58,8 @@ class GroupRound:
         """
         self._outlives_engines = outlives_engines
         self._opened, self._engines, self._samplers, self._size = opened, engines, samplers, size
-        self._keys, self._in_flight = itertools.count(), [0] * len(samplers)
+        self._keys = itertools.count()
+        self._in_flight: Counter[int] = Counter()  # number of groups in progress of each engine
 
     def start(self, prompt: Prompt, group_id: int) -> asyncio.Task[Group]:
         """Start to sample a group, on the engine that has the fewest groups in progress.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from grpo_megatron.algorithm.advantages import smallest_group
 from grpo_megatron.algorithm.filters import filtered
 from grpo_megatron.batch.sample import Group
+from grpo_megatron.config.derived import most_engines
 from grpo_megatron.config.rollout import Shortage
 from grpo_megatron.config.schema import Config
 from grpo_megatron.data import PromptSource
@@ -170,7 +171,7 @@ class EngineRollouts:
         rollout/sampling_seconds counts from the time at which they were read before.
         """
         measured = {}
-        if self._config.rollout.engine.num_engines > 1:
+        if most_engines(self._config.rollout.engine) > 1:
             measured["rollout/engines"] = float(self._manager.num_serving)
         if not self._config.rollout.staleness:
             return measured

@@ -313,8 +313,18 @@ class RolloutWorkers:
             process = Process(f"rollout worker {number}", f"{log_dir}/rollout_worker{number}.log")
             self._workers[node] = RolloutWorker(Place(process, node), spec, hang_detector)
         self.samplers = [self._workers[node] for node in node_of]
+        self._have_samplers(len(connections))
         engines.joined = self._connect
         self._engines = engines
+
+    def _have_samplers(self, count: int) -> None:
+        """Let the workers share the engines that have joined the run after its start.
+
+        count: number of all engines.
+        """
+        workers = list(self._workers.values())
+        for engine in range(len(self.samplers), count):
+            self.samplers.append(workers[engine % len(workers)])
 
     def wait_until_ready(self) -> None:
         """Wait until all workers have started. Raises UserError if one fails or takes too long."""
@@ -323,6 +333,7 @@ class RolloutWorkers:
         gather(calls, [worker.process for worker in workers], "start", self._timeout)
 
     def _connect(self, engine: int) -> None:
+        self._have_samplers(engine + 1)
         connection = self._engines.connections()[engine]
         workers = list(self._workers.values())
         calls = {index: worker.connect(engine, connection) for index, worker in enumerate(workers)}

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import ray
 
 from grpo_megatron.cluster.hang_detector import HangDetector
-from grpo_megatron.cluster.placement import Cluster
+from grpo_megatron.cluster.placement import Cluster, Slot
 from grpo_megatron.cluster.ports import free_address
 from grpo_megatron.cluster.processes import Process, gather, process_error
+from grpo_megatron.config.derived import most_engines
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.config.schema import ModelConfig
 from grpo_megatron.errors import ProcessLost
@@ -49,12 +50,10 @@ class EngineActors:
         shared: bool,
     ):
         """Prepare the engines' settings, without starting them. The arguments are those of EnginePool."""
-        self._config = config
+        self._cluster, self._config, self._model, self._seed = cluster, config, model, seed
+        self._shared = shared
         self._log_dir, self._hang_detector = log_dir, hang_detector
-        self.processes = [
-            Process(f"engine {index}", f"{log_dir}/engine{index}.log")
-            for index in range(len(cluster.engine_nodes))
-        ]
+        self.processes: list[Process] = []
         self.engines: list = []
         # For each engine, the processes on its further nodes.
         self._others: list[dict[Process, ray.actor.ActorHandle]] = []
@@ -63,25 +62,36 @@ class EngineActors:
         moe = read_architecture(model.path).moe
         self._experts = moe if routing else None
         # With one engine, responses begin anew after its loss. That is rare, and reports always cost time.
-        goes_on = len(cluster.engine_nodes) > 1 and not shared
+        goes_on = most_engines(config.engine) > 1 and not shared
         self._log_every = config.engine.log_every if goes_on else 0
-        for index, nodes in enumerate(cluster.engine_nodes):
-            gpu = nodes[0][0].device is not None
-            arguments = engine_arguments(
-                config.engine, model, seed + index, bool(config.stop), gpu, bool(self._experts)
+        for nodes in cluster.engine_nodes:
+            self.add(nodes)
+
+    def add(self, nodes: Sequence[Sequence[Slot]]) -> None:
+        """Prepare the settings of one more engine, which gets the next index.
+
+        nodes: the engine's slots on each of its nodes.
+        """
+        index, config, threads = len(self.engines), self._config, self._cluster.engine_threads
+        gpu = nodes[0][0].device is not None
+        arguments = engine_arguments(
+            config.engine, self._model, self._seed + index, bool(config.stop), gpu, bool(self._experts)
+        )
+        arguments["enable_memory_saver"] = self._shared
+        # A node that has joined the cluster since the start has no number of threads of its own.
+        usual = min(threads.values(), default=1)
+        options = [
+            self._cluster.options(
+                slots[0],
+                engine_environment(config.engine, gpu, threads.get(slots[0].node, usual)),
+                [slot.device for slot in slots],
             )
-            arguments["enable_memory_saver"] = shared
-            options = [
-                cluster.options(
-                    slots[0],
-                    engine_environment(config.engine, gpu, cluster.engine_threads.get(slots[0].node, 1)),
-                    [slot.device for slot in slots],
-                )
-                for slots in nodes
-            ]
-            self._settings.append((arguments, options))
-            self.engines.append(None)
-            self._others.append({})
+            for slots in nodes
+        ]
+        self.processes.append(Process(f"engine {index}", f"{self._log_dir}/engine{index}.log"))
+        self._settings.append((arguments, options))
+        self.engines.append(None)
+        self._others.append({})
 
     def start(self, indices: Iterable[int], addresses: Mapping[int, str]) -> None:
         """Start the engines with these indices, with one Ray actor on each node of each engine.
@@ -158,10 +168,14 @@ class EngineActors:
 
     def close(self, indices: Iterable[int]) -> None:
         actors = [
-            actor for index in indices for actor in (self.engines[index], *self._others[index].values())
+            actor
+            for index in indices
+            for actor in (self.engines[index], *self._others[index].values())
+            if actor is not None
         ]
         for index in indices:
-            self._hang_detector.remove(self.engines[index])
+            if self.engines[index] is not None:
+                self._hang_detector.remove(self.engines[index])
         if not actors:
             return
         # Ask first, so that SGLang ends its child processes. A dead actor has no children left.

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 
 logger = logging.getLogger(__name__)
@@ -16,8 +16,8 @@ _EARLY_LOSSES = 3
 
 class _State(Enum):
     serving = "it has the newest weights, and gets requests"
-    starting = "it was lost, and is being started again"
-    ready = "it has started again, and gets weights with the next update"
+    starting = "it is new or was lost, and is being started"
+    ready = "it has started, and gets weights with the next update"
     held = "it keeps its weights for an evaluation, and gets requests of the evaluation only"
     gone = "it was lost, and is not started again"
 
@@ -35,15 +35,17 @@ class Membership:
         start_again: Callable[[int], None],
         give_up: Callable[[int], None] = lambda index: None,
         patience: float = 0.0,
+        missing: Collection[int] = (),
     ):
-        """Begin with engines that all serve.
+        """Begin with engines that serve, except for those that are missing. These are started now.
 
         names: names of the engines, for messages.
         start_again: starts an engine again, and returns when it is ready. Its argument is the engine's index.
         give_up: ends an engine that is not started again.
         patience: seconds in which no engine has to serve while lost ones are started again.
+        missing: indices of the missing ones.
         """
-        self._names, self._patience = names, patience
+        self._names, self._patience = list(names), patience
         self._start_again, self._give_up = start_again, give_up
         self._lock = threading.Lock()
         self._last_loss: tuple[float, Exception] | None = None  # when it was noticed, and its error
@@ -53,6 +55,10 @@ class Membership:
         self._early_losses = [0] * len(names)
         self._threads: list[threading.Thread] = []
         self._closed = threading.Event()
+        for index in missing:
+            self._states[index] = _State.starting
+        for index in missing:
+            self._begin(self._replace, index)
 
     @property
     def serving(self) -> dict[int, int]:
@@ -102,12 +108,23 @@ class Membership:
             f"{error}\n{self._names[index]} {follows if stays_away else 'is started again'}; "
             f"{meanwhile if left else 'no engine serves meanwhile, and its groups wait'}"
         )
-        follow = self._give_up if stays_away else self._replace
-        thread = threading.Thread(
-            target=follow, args=(index,), name="after the loss of an engine", daemon=True
-        )
+        self._begin(self._give_up if stays_away else self._replace, index)
+
+    def _begin(self, work: Callable[[int], None], index: int) -> None:
+        thread = threading.Thread(target=work, args=(index,), name=f"start of engine {index}", daemon=True)
         self._threads.append(thread)
         thread.start()
+
+    def add(self, name: str) -> None:
+        """Start one more engine, which gets the next index. name: its name, for messages."""
+        with self._lock:
+            index = len(self._names)
+            self._names.append(name)
+            self._states.append(_State.starting)
+            self._starts.append(0)
+            self._updates.append(0)
+            self._early_losses.append(0)
+        self._begin(self._replace, index)
 
     def must_come_back(self) -> None:
         """Raise the error of the last loss if no engine serves, and none is expected to serve any more."""
@@ -128,13 +145,13 @@ class Membership:
             except Exception as error:
                 if self._closed.is_set():
                     return
-                logger.warning(f"{self._names[index]} could not be started again: {error}")
+                logger.warning(f"{self._names[index]} could not be started: {error}")
                 self._closed.wait(_BETWEEN_SECONDS)
         with self._lock:
             self._states[index] = state
             self._starts[index] += 1
         if state == _State.ready:
-            logger.info(f"{self._names[index]} has started again, and serves after the next weight sync")
+            logger.info(f"{self._names[index]} has started, and serves after the next weight sync")
 
     def updated(self, engines: Mapping[int, int]) -> None:
         """Note that engines have the newest weights, so that they get requests. engines: as `in_updates`."""

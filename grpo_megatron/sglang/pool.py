@@ -1,25 +1,30 @@
 """EnginePool starts, queries, updates and closes all SGLang engines of a run."""
 
 import asyncio
+import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 import ray
 
 from grpo_megatron.cluster.hang_detector import HangDetector
-from grpo_megatron.cluster.placement import Cluster
+from grpo_megatron.cluster.placement import Cluster, Slot, by_node
 from grpo_megatron.cluster.processes import Process, fetch, gather
+from grpo_megatron.config.derived import most_engines
 from grpo_megatron.config.rollout import OnUpdate, RolloutConfig
 from grpo_megatron.config.schema import ModelConfig
 from grpo_megatron.errors import ProcessLost, UserError
 from grpo_megatron.sglang.actors import EngineActors
 from grpo_megatron.sglang.admission import Admission, Closed
 from grpo_megatron.sglang.client import EngineConnection
+from grpo_megatron.sglang.further import FurtherEngines
 from grpo_megatron.sglang.members import Membership
 from grpo_megatron.sglang.memory import MemoryPart
 from grpo_megatron.weights.sync.messages import SyncCommand
+
+logger = logging.getLogger(__name__)
 
 # Maximum seconds in which a healthy engine drops its requests.
 _RESET_SECONDS = 20.0
@@ -68,18 +73,34 @@ class EnginePool:
         self.end_ids: frozenset[int] = frozenset()
         self._hang_detector = hang_detector
         self._nodes = [tuple(slot.node for slot in slots) for slots in cluster.engine_slots]
+        self._num_first = len(self._nodes)  # number of engines at the start of the run
         self._actors = EngineActors(cluster, config, model, seed, log_dir, hang_detector, routing, shared)
         self._engines, self._processes = self._actors.engines, self._actors.processes
         self.membership = self._all_serve()
         self._updating: dict[int, int] = {}  # the engines of the update in progress, as in `serving`
         self._updated_actors: dict[int, ray.actor.ActorHandle] = {}  # of these engines
         self._announced: dict[int, int] = {}  # those for which `joined` was called last, as in `serving`
-        every = range(len(self._engines))
+        every = range(self._num_first)
         self._actors.start(every, self._actors.addresses(every))
+        further = most_engines(config.engine) - self._num_first
+        self._further = FurtherEngines(cluster, further, self._add) if further else None
 
-    def _all_serve(self) -> Membership:
+    def _all_serve(self, missing: Collection[int] = ()) -> Membership:
         names = [process.name for process in self._processes]
-        return Membership(names, self._start_again, self._give_up, self._config.engine.patience)
+        patience = self._config.engine.patience
+        return Membership(names, self._start_again, self._give_up, patience, missing)
+
+    def _add(self, slots: list[Slot]) -> bool:
+        """Start one more engine. Return False if that is not possible while the run recovers or ends."""
+        with self._starting:
+            if self._is_closed:
+                return False
+            self._actors.add(by_node(slots))
+            self._nodes.append(tuple(slot.node for slot in slots))
+            name = self._processes[-1].name
+            logger.info(f"there are free devices for one more engine; {name} is started on them")
+            self.membership.add(name)
+            return True
 
     @property
     def serving(self) -> dict[int, int]:
@@ -135,7 +156,8 @@ class EnginePool:
 
     def _start_again(self, index: int) -> None:
         """Start an engine again, and wait until it is ready. Raises UserError if it does not start."""
-        self._hang_detector.outlived(self._engines[index])
+        if self._engines[index] is not None:
+            self._hang_detector.outlived(self._engines[index])
         self._actors.close([index])
         addresses = self._actors.addresses([index])  # takes long if a node is gone
         with self._starting:
@@ -153,22 +175,25 @@ class EnginePool:
         """Bring the engines into a usable state after a failure anywhere in the run.
 
         Engines that are dead or whose weight update was interrupted are restarted. The other engines drop
-        their requests. The caller must call `wait_until_ready` next, and then sync the weights.
+        their requests. The caller must call `wait_until_ready` next, and then sync the weights. Engines that
+        have joined since the start, and that are dead, are restarted meanwhile.
 
         anew: True to restart all engines. This is necessary if they share devices with the trainer, because
             it is unknown which memory they have released.
         """
+        with self._starting:
+            self._is_closed = True
         self.membership.stop()
         resets = {index: self._engines[index].reset.remote() for index in self.membership.alive}
         ray.wait(list(resets.values()), num_returns=len(resets), timeout=_RESET_SECONDS)
         kept = {index for index, reset in resets.items() if not anew and _answered_yes(reset)}
         lost = [index for index in range(len(self._engines)) if index not in kept]
-        with self._starting:
-            self._is_closed = True
         self._actors.close(lost)
         self.membership.join()
-        self._actors.start(lost, self._actors.addresses(lost))
-        self.membership, self._is_closed = self._all_serve(), False
+        first = [index for index in lost if index < self._num_first]
+        self._actors.start(first, self._actors.addresses(first))
+        self._is_closed = False
+        self.membership = self._all_serve(missing=[index for index in lost if index >= self._num_first])
         self._updating, self._updated_actors, self._announced, self._released = {}, {}, {}, set()
         self.admission.restart()
 
@@ -178,7 +203,7 @@ class EnginePool:
         Raises UserError if an engine dies. Raises UserError also if an engine does not start within
         rollout.engine.start_timeout seconds.
         """
-        self.end_ids = self._actors.wait_until_ready(range(len(self._engines)))
+        self.end_ids = self._actors.wait_until_ready(range(self._num_first))
 
     def connections(self) -> list[EngineConnection]:
         """Return what another process needs to send requests to each engine, until it is started again."""
@@ -328,6 +353,8 @@ class EnginePool:
         self.membership.stop()
         with self._starting:
             self._is_closed = True
+        if self._further:
+            self._further.close()
         self._actors.close(range(len(self._engines)))
         self.membership.join()
 

@@ -90,7 +90,7 @@ def test_the_other_engine_goes_on_and_the_lost_one_comes_back(
     assert status == 75, said
     assert killer.kills == times, said
     assert len(re.findall(r"engine \d is started again; 1 of 2 engines serve meanwhile", said)) == times
-    assert len(re.findall(r"engine \d has started again", said)) == times, "the run was too short"
+    assert len(re.findall(r"engine \d has started, and serves", said)) == times, "the run was too short"
     assert "restart" not in said.replace("started again", "")
     assert len(killer.ranks) == 1, "a rank was started again"
     served = serving(tmp_path)
@@ -100,3 +100,36 @@ def test_the_other_engine_goes_on_and_the_lost_one_comes_back(
     books = capsys.readouterr().out.splitlines()[-1].split()
     assert books[1] == books[2] == str(len(served) * 6 * 4), books  # admitted, trained
     assert set(books[3:7]) == {"0"}, books  # filtered, failed, lost, waiting
+
+
+@pytest.mark.parametrize("two_nodes", [(1, 0)], indirect=True)
+def test_a_node_that_joins_gets_an_engine_and_keeps_it_when_ranks_restart(
+    two_nodes, arithmetic, tmp_path, capsys, monkeypatch
+):
+    """The run begins with one engine. Then a node joins, and later the rank is killed."""
+    killed = []
+
+    def is_made(request):
+        served = serving(tmp_path)
+        if len(served) == 1 and len(two_nodes.list_all_nodes()) == 2:
+            two_nodes.add_node(num_cpus=1, object_store_memory=80 * 2**20)
+        elif not killed and served[-1:] == [2]:
+            killed.append(find(RANK)[0])
+            psutil.Process(killed[0]).kill()
+        elif killed and served[-1:] == [2] and set(find(RANK)) - set(killed):
+            request.signal = signal.SIGTERM
+        return request.signal is not None
+
+    monkeypatch.setattr(StopRequest, "is_made", property(is_made))
+    changes = ["rollout.engine.max_engines=2", "run.total_steps=10000", "checkpoint.every=1"]
+    status = main(["train", *arguments(arithmetic, tmp_path, *changes, *BESIDE_TRAINING)])
+    said = capsys.readouterr().out
+    assert status == 75, said
+    assert "engine 1 is started on them" in said
+    assert said.count("engine 1 has started, and serves after the next weight sync") == 1, said
+    served = serving(tmp_path)
+    assert served[0] == 1
+    assert served[-2:] == [2, 2]
+    assert main(["ledger", f"{tmp_path}/run"]) == 0
+    books = capsys.readouterr().out.splitlines()[-1].split()
+    assert books[2] == str(len(served) * 6 * 4), books  # trained

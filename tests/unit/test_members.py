@@ -180,7 +180,7 @@ def test_a_start_that_fails_is_repeated_a_few_times(failures, comes_back, error,
     pool.join()
     assert pool.in_updates == ({0: 0, 1: 1, 2: 0} if comes_back else {0: 0, 2: 0})
     assert len(starts.started) == min(failures + 1, 3)
-    assert caplog.text.count("could not be started again: planted") == failures
+    assert caplog.text.count("could not be started: planted") == failures
 
 
 def test_nothing_is_started_after_the_stop(starts):
@@ -191,3 +191,41 @@ def test_nothing_is_started_after_the_stop(starts):
     starts.may_end.set()
     pool.join()
     assert starts.started == [1]
+
+
+def test_an_engine_that_joins_serves_after_an_update(starts):
+    pool = Membership(NAMES[:1], starts)
+    pool.add("engine 1")
+    assert pool.serving == pool.in_updates == {0: 0}
+    starts.may_end.set()
+    back(pool, 1)
+    assert pool.serving == {0: 0}
+    pool.updated(pool.in_updates)
+    assert pool.serving == {0: 0, 1: 1}
+    pool.lose(1, 1, DIED)
+    back(pool, 2)
+
+
+def test_missing_engines_are_started_while_the_others_serve(starts):
+    pool = Membership(NAMES, starts, missing=[1])
+    assert pool.serving == {0: 0, 2: 0}
+    starts.may_end.set()
+    back(pool, 1)
+    assert starts.started == [1]
+    pool.updated(pool.in_updates)
+    assert pool.serving == {0: 0, 1: 1, 2: 0}
+
+
+def test_an_engine_that_is_held_is_in_no_update_until_it_is_released(starts):
+    pool = Membership(NAMES, starts)
+    assert pool.hold(5) == {1: 0, 2: 0}  # one is left that serves
+    assert pool.hold(1) == {}
+    assert pool.serving == pool.in_updates == {0: 0}
+    assert pool.alive == EVERY
+    pool.release({1: 0})
+    assert pool.serving == {0: 0}
+    assert pool.in_updates == {0: 0, 1: 0}
+    pool.lose(2, 0, DIED)
+    assert pool.not_lost(EVERY) == {0: 0, 1: 0}
+    pool.release({2: 0})  # its replacement has not started
+    assert pool.in_updates == {0: 0, 1: 0}
