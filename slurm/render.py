@@ -48,6 +48,8 @@ class Job:
     """Tasks of a job array as sbatch takes them, such as "0-7". None: no array."""
     stop_before: int | None = None
     """Seconds before the time limit at which Slurm tells the run to save and stop. None: never."""
+    grows: bool = False
+    """Let other jobs add nodes to the run: the job writes the file `join` into the folder of its output."""
     requeue: bool = False
     """Queue the job again if it was stopped before the run was done."""
     sbatch_arguments: list[str] = field(default_factory=list)
@@ -112,6 +114,8 @@ def render(job: Job) -> str:
         "GRPO_SRUN": shlex.join(job.step_options),
         "GRPO_LOGS": _pattern(job.logs),
         "GRPO_REQUEUE": "1" if job.requeue else "",
+        "GRPO_JOIN": f"{job.logs}/join" if job.grows else "",
+        "GRPO_JOINS": "",
         **job.variables,
     }
     body = [

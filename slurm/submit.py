@@ -20,6 +20,7 @@ from sbatch_options import conflicts
 from submit_arguments import parse
 
 from grpo_megatron.capabilities import GPUS
+from grpo_megatron.config.derived import most_engines
 from grpo_megatron.config.load import read_config, read_sources
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
@@ -186,6 +187,7 @@ def _job(options: argparse.Namespace, config: Config, overrides: list[str]) -> J
         time=options.time,
         array=options.array,
         stop_before=_stop_before(options),
+        grows=most_engines(config.rollout.engine) > config.rollout.engine.num_engines,
         requeue=options.requeue,
         sbatch_arguments=options.sbatch_arg,
         launcher=apptainer(_image(options.apptainer), mounts, bool(gpus)) if options.apptainer else [],

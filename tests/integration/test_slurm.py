@@ -280,6 +280,37 @@ def test_a_run_that_slurm_stops_goes_on_after_its_restart(slurm, arithmetic, tmp
     assert [row["step"] for row in rows if "throughput/tokens_per_second" in row] == list(range(1, 13))
 
 
+def test_a_second_job_brings_an_engine(slurm, arithmetic, tmp_path):
+    """It ends with the first job."""
+    changes = ("run.name=grows", "rollout.engine.max_engines=2", "cluster.placement=separate")
+    endless = ("run.total_steps=10000", "data.eval=null")
+    (job,) = submit(slurm, tmp_path, "--nodes", 1, *run_arguments(arithmetic, tmp_path, *changes, *endless))
+    run = tmp_path / "grows"
+
+    def engines():
+        rows = map(json.loads, _text(run / "metrics.jsonl").splitlines()[:-1])
+        return {row.get("rollout/engines") for row in rows}
+
+    wait_in(slurm, job, lambda: engines() == {1})
+    join = run / "slurm" / "join"
+    assert join.stat().st_mode & 0o777 == 0o600
+    variables = f"--export=ALL,GRPO_JOINS={join},GRPO_BIN={BIN}"
+    queued = subprocess.run(
+        ["sbatch", "--parsable", "--nodes=1", "--cpus-per-task=1", variables, ROOT / "slurm/train.sbatch"],
+        env=slurm,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    wait_in(slurm, job, lambda: engines() == {1, 2})
+    asked(slurm, "scancel", "--batch", "--signal=USR1", job)
+    assert ended(slurm, job)["ExitCode"] == "75:0"
+    second = ended(slurm, queued.stdout.strip())
+    assert second["JobState"] == "COMPLETED", Path(second["StdOut"]).read_text()
+    assert not join.exists()
+
+
 def sbatch(env, log, *arguments, **variables):
     """Submit slurm/train.sbatch by hand and return (exit status, output)."""
     command = [

@@ -252,6 +252,10 @@ COMMANDS = {
     "--config configs/llama3_70b_16node.yaml": ByTest(
         f"{SLURM}::test_a_run_that_fails_is_a_job_that_failed", '"slurm/train.sbatch"'
     ),
+    "sbatch --nodes=2 --gpus-per-node=8 --exclusive "
+    "--export=ALL,GRPO_JOINS=runs/llama3_70b/slurm/join slurm/train.sbatch": ByTest(
+        f"{SLURM}::test_a_second_job_brings_an_engine", "GRPO_JOINS="
+    ),
     "mkdir -p RUN/slurm": ByTest(BY_HAND, ".mkdir("),
     "mkdir -p runs/NAME/slurm": ByTest(BY_HAND, ".mkdir("),
     "sbatch job.sbatch": ByTest(BY_HAND, '"sbatch"'),

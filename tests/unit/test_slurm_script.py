@@ -183,3 +183,25 @@ def test_shellcheck_finds_nothing(name, tmp_path):
     script.write_text(Path("slurm/train.sbatch").read_text() if name == "as it is" else render(JOB))
     done = subprocess.run(["shellcheck", "--severity=warning", str(script)], capture_output=True, text=True)
     assert done.stdout == ""
+
+
+def test_a_job_that_joins_starts_ray_with_the_other_jobs_address_and_token(tmp_path):
+    """And no run. It ends when Ray has ended on its nodes."""
+    (tmp_path / "join").write_text("10.0.0.7:20030\nsecret\n")
+    (tmp_path / "ray").write_text('#!/bin/sh\necho "$RAY_AUTH_TOKEN $@"\n')
+    (tmp_path / "ray").chmod(0o755)
+    slurm = (
+        "srun() { while [[ $1 != */ray && $1 != bash ]]; do shift; done\n"
+        'if [[ $1 == bash ]]; then echo "node-order n1 n1"; echo "node-order n2 n2"; else "$@"; fi; }\n'
+        "scontrol() { :; }"
+    )
+    _, task, rest = TEMPLATE.read_text().partition("\ntask=")
+    env = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURMD_NODENAME": "n1", "SLURM_JOB_NUM_NODES": "2"}
+    done = part_of_script(
+        slurm, task + rest, **env, GRPO_BIN=str(tmp_path), GRPO_JOINS=f"{tmp_path}/join", GRPO_COMMAND="none"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    started = [line for line in done.stdout.splitlines() if line.startswith("secret start --address=")]
+    assert len(started) == 2
+    assert all(line.startswith("secret start --address=10.0.0.7:20030 ") for line in started)
+    assert "n1 n2 join the Ray at 10.0.0.7:20030" in done.stdout
