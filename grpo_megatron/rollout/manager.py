@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import threading
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -15,6 +14,7 @@ from grpo_megatron.batch.sample import Group, Sample
 from grpo_megatron.cluster.concurrency import together
 from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.errors import ProcessLost
+from grpo_megatron.rollout.engine_loads import EngineLoads
 from grpo_megatron.rollout.groups import Caller, EngineLost, GroupRequest, Round
 from grpo_megatron.rollout.open_round import OpenRound, Sampler
 from grpo_megatron.rollout.recording.arrays import RecordedArrays, RecordedHandles
@@ -58,8 +58,7 @@ class GroupRound:
         """
         self._outlives_engines = outlives_engines
         self._opened, self._engines, self._samplers, self._size = opened, engines, samplers, size
-        self._keys = itertools.count()
-        self._in_flight: Counter[int] = Counter()  # number of groups in progress of each engine
+        self._keys, self._loads = itertools.count(), EngineLoads()
 
     def start(self, prompt: Prompt, group_id: int) -> asyncio.Task[Group]:
         """Start to sample a group, on the engine that has the fewest groups in progress.
@@ -73,7 +72,7 @@ class GroupRound:
         losses, first = 0, None
         while True:
             serving = await self._serving()
-            engine = min(serving, key=self._in_flight.__getitem__)
+            engine = self._loads.least(serving)
             starts = serving[engine]
             # The sampler of the first engine has the group's episodes.
             first = engine if first is None else first
@@ -100,12 +99,12 @@ class GroupRound:
     async def _sample_on(
         self, engine: int, sampler: Sampler, prompt: Prompt, group_id: int
     ) -> tuple[Sample, ...]:
-        self._in_flight[engine] += 1
+        self._loads.add(engine, 1)
         request = GroupRequest(next(self._keys), group_id, engine, prompt, self._engines.weight_version)
         try:
             return await sampler.sample(self._opened.id, request)
         finally:
-            self._in_flight[engine] -= 1
+            self._loads.add(engine, -1)
 
 
 class RolloutManager:

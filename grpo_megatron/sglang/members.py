@@ -51,6 +51,7 @@ class Membership:
         self._last_loss: tuple[float, Exception] | None = None  # when it was noticed, and its error
         self._states = [_State.serving] * len(names)
         self._starts = [0] * len(names)
+        self._found: dict[tuple[_State, ...], Mapping[int, int]] = {}  # what `_with` has returned
         self._updates = [2] * len(names)  # number of updates since the engine serves
         self._early_losses = [0] * len(names)
         self._threads: list[threading.Thread] = []
@@ -61,17 +62,17 @@ class Membership:
             self._begin(self._replace, index)
 
     @property
-    def serving(self) -> dict[int, int]:
+    def serving(self) -> Mapping[int, int]:
         """{index: number of starts} of the engines that get requests."""
         return self._with(_State.serving)
 
     @property
-    def in_updates(self) -> dict[int, int]:
+    def in_updates(self) -> Mapping[int, int]:
         """{index: number of starts} of the engines that take part in the next weight update."""
         return self._with(_State.serving, _State.ready)
 
     @property
-    def alive(self) -> dict[int, int]:
+    def alive(self) -> Mapping[int, int]:
         """{index: number of starts} of the engines that have started and have not been lost."""
         return self._with(_State.serving, _State.ready, _State.held)
 
@@ -79,9 +80,19 @@ class Membership:
         """Return those engines that are alive. engines: as in `serving`."""
         return dict(engines.items() & self.alive.items())
 
-    def _with(self, *states: _State) -> dict[int, int]:
+    def _with(self, *states: _State) -> Mapping[int, int]:
         with self._lock:
-            return {index: self._starts[index] for index, state in enumerate(self._states) if state in states}
+            # This is asked for each group, and a large run has a thousand engines.
+            if states not in self._found:
+                self._found[states] = {
+                    index: self._starts[index] for index, state in enumerate(self._states) if state in states
+                }
+            return self._found[states]
+
+    def _set(self, index: int, state: _State) -> None:
+        """Change the state of an engine. The caller must have the lock."""
+        self._states[index] = state
+        self._found = {}
 
     def lose(self, index: int, starts: int, error: Exception) -> None:
         """Remove an engine, and start it again. Do nothing if its process is removed already.
@@ -101,7 +112,7 @@ class Membership:
                 raise error
             self._last_loss = time.monotonic(), error
             self._early_losses[index], self._updates[index] = early, 0
-            self._states[index] = _State.gone if stays_away else _State.starting
+            self._set(index, _State.gone if stays_away else _State.starting)
         follows = "is not started again, because it was lost soon after each start"
         meanwhile = f"{left} of {len(self._names)} engines serve meanwhile, and go on with its groups"
         logger.warning(
@@ -124,6 +135,7 @@ class Membership:
             self._starts.append(0)
             self._updates.append(0)
             self._early_losses.append(0)
+            self._found = {}
         self._begin(self._replace, index)
 
     def must_come_back(self) -> None:
@@ -148,8 +160,8 @@ class Membership:
                 logger.warning(f"{self._names[index]} could not be started: {error}")
                 self._closed.wait(_BETWEEN_SECONDS)
         with self._lock:
-            self._states[index] = state
             self._starts[index] += 1
+            self._set(index, state)
         if state == _State.ready:
             logger.info(f"{self._names[index]} has started, and serves after the next weight sync")
 
@@ -158,8 +170,9 @@ class Membership:
         with self._lock:
             for index, starts in engines.items():
                 if self._starts[index] == starts and self._states[index] in (_State.ready, _State.serving):
-                    self._states[index] = _State.serving
                     self._updates[index] += 1
+                    if self._states[index] == _State.ready:
+                        self._set(index, _State.serving)
 
     def hold(self, most: int) -> dict[int, int]:
         """Let engines that serve keep their weights until `release`. They get no requests for training.
@@ -174,7 +187,7 @@ class Membership:
             serving = [index for index, state in enumerate(self._states) if state == _State.serving]
             held = serving[1:][-most:]
             for index in held:
-                self._states[index] = _State.held
+                self._set(index, _State.held)
             return {index: self._starts[index] for index in held}
 
     def release(self, engines: Mapping[int, int]) -> None:
@@ -182,7 +195,7 @@ class Membership:
         with self._lock:
             for index, starts in engines.items():
                 if self._states[index] == _State.held and self._starts[index] == starts:
-                    self._states[index] = _State.ready
+                    self._set(index, _State.ready)
 
     def stop(self) -> None:
         """Start no engine again from now on."""

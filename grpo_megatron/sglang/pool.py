@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 import ray
@@ -103,7 +103,7 @@ class EnginePool:
             return True
 
     @property
-    def serving(self) -> dict[int, int]:
+    def serving(self) -> Mapping[int, int]:
         """{index: number of starts} of the engines that get requests."""
         return self.membership.serving
 
@@ -112,7 +112,7 @@ class EnginePool:
         """True if no engine serves, but one has been started again."""
         return not self.serving and bool(self.membership.in_updates)
 
-    async def next_serving(self) -> dict[int, int]:
+    async def next_serving(self) -> Mapping[int, int]:
         """Return `serving` when there is an engine in it.
 
         Raises the error of the last loss if no engine serves for rollout.engine.patience seconds.
@@ -130,7 +130,7 @@ class EnginePool:
         """
         return tuple(self._in_update().items())
 
-    def _in_update(self) -> dict[int, int]:
+    def _in_update(self) -> Mapping[int, int]:
         return self._updating or self.membership.serving
 
     @property

@@ -1,0 +1,253 @@
+"""Measure what the driver does for a thousand engines that sample beside training.
+
+    python benchmarks/many_engines.py [--engines N] [--requests N] [--groups N] [--steps N]
+
+The controller, stream of groups, rollout manager, trainer, monitor and ledger are the real ones. So are the
+driver's handles of the rollout workers, one for each node of eight engines. Engines are simulated: a group of
+eight samples waits for a random time and is then done. rollout.staleness is so large that each engine has
+`--requests` samples in progress. Ranks answer at once, as in benchmarks/controller.py.
+
+Prints a table and, as its last line, one JSON object:
+
+    step_seconds            CPU seconds of the driver for a step, median; target 3
+    admission_microseconds  time of one decision: whether a group may start, and on which engine; target 50
+    in_progress             largest number of samples in progress at a time
+    max_age                 largest age of a sample that was trained on, in weight versions
+    bound                   rollout.staleness, which max_age must not exceed
+    discarded               groups that were sampled and not trained on, except those that wait at the end
+"""
+
+import argparse
+import asyncio
+import importlib
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import ray
+
+sys.path.insert(0, "")
+from benchmarks.controller import GROUP, PROCESSES, PROMPT, InstantSampler, Prompts, Ranks, Traffic, Trainer
+from grpo_megatron.algorithm.algorithm import Algorithm
+from grpo_megatron.batch.sample import Sample, WeightSpan
+from grpo_megatron.batch.schedule import CostModel
+from grpo_megatron.cluster.processes import Process
+from grpo_megatron.cluster.ray_connection import connect
+from grpo_megatron.cluster.rounds import RoundId, RoundTasks
+from grpo_megatron.config.load import read_config
+from grpo_megatron.config.schema import Config
+from grpo_megatron.controller import Controller
+from grpo_megatron.monitoring.monitor import Monitor
+from grpo_megatron.monitoring.status import StatusFile
+from grpo_megatron.monitoring.throughput import Throughput
+from grpo_megatron.rollout.engine_loads import EngineLoads
+from grpo_megatron.rollout.groups import GroupRequest
+from grpo_megatron.rollout.manager import RolloutManager
+from grpo_megatron.rollout.slots import GroupSlots
+from grpo_megatron.rollout.source import EngineRollouts, Rollout
+from grpo_megatron.rollout.statistics import staleness
+from grpo_megatron.rollout.worker import RolloutWorker, WorkerProcess
+from grpo_megatron.run.loop import StepLoop
+from grpo_megatron.samples.ledger import Ledger
+from grpo_megatron.sglang.admission import Admission, Closed
+from grpo_megatron.trainer.step import StepTrainer
+
+ENGINES_OF_NODE, TOKENS, SECONDS = 8, 512, 4.0
+
+
+class SlowSampler(InstantSampler):
+    """An InstantSampler whose groups take a random time. They are of the weights of their start."""
+
+    async def sample(self, round: RoundId, request: GroupRequest) -> tuple[Sample, ...]:
+        await asyncio.sleep(np.random.default_rng(request.group_id).exponential(SECONDS))
+        samples = await super().sample(round, request)
+        span = WeightSpan(request.weight_version, 0, TOKENS - PROMPT)
+        return tuple(replace(sample, weight_spans=(span,)) for sample in samples)
+
+
+@ray.remote
+class Workers:
+    """The processes of many rollout workers in one process, each with simulated engines."""
+
+    def __init__(self, count: int):
+        # Other processes must find this class under the name of its module, not in __main__.
+        sampler = importlib.import_module("benchmarks.many_engines").SlowSampler(TOKENS)
+        self._workers = [self._worker(sampler) for _ in range(count)]
+
+    def _worker(self, sampler: InstantSampler) -> Any:
+        kind = WorkerProcess.__ray_metadata__.modified_class
+        worker = kind.__new__(kind)
+        worker._rounds, worker._sampler = RoundTasks(), sampler
+        worker._warnings = SimpleNamespace(take=tuple)
+        return worker
+
+    async def call(self, worker: int, method: str, *arguments: Any) -> Any:
+        return await getattr(self._workers[worker], method)(*arguments)
+
+
+class ActorOfWorker:
+    """The Ray actor of one rollout worker. Its calls go to the process that has the worker."""
+
+    def __init__(self, workers: ray.actor.ActorHandle, index: int):
+        self._workers, self._index = workers, index
+
+    def __getattr__(self, method: str) -> Any:
+        call = self._workers.call
+        return SimpleNamespace(remote=lambda *given: call.remote(self._index, method, *given))
+
+
+class WorkerOfNode(RolloutWorker):
+    """The driver's handle of the rollout worker of one node."""
+
+    def __init__(self, number: int, actor: ActorOfWorker):
+        self.process, self._calls, self._actor = Process(f"rollout worker {number}", ""), {}, actor
+
+
+class Rollouts:
+    """Stands in for RolloutPipeline: weights change at once."""
+
+    def __init__(self, source: EngineRollouts, engines: SimpleNamespace):
+        self.metrics, self._source, self._engines = {}, source, engines
+        self.ages: list[float] = []  # largest age of a sample of each step
+
+    @property
+    def version(self) -> int:
+        return self._engines.weight_version
+
+    def take(self, step: int) -> Rollout:
+        rollout = self._source.take(step)
+        self.ages.append(staleness(rollout.groups, self.version)["staleness/max"])
+        return rollout
+
+    def weights_changed(self) -> None:
+        with self._source.updating():
+            self._engines.weight_version += 1
+
+
+class Stopwatch:
+    """Measures the time of admission: whether a group may start, and on which engine.
+
+    most: largest number of groups in progress
+    """
+
+    def __init__(self, slots: GroupSlots):
+        self.seconds, self.started, self.most, self._slots = 0.0, 0, 0, slots
+        for owner, names in ((slots, ("room", "start", "finish", "take")), (EngineLoads, ("least", "add"))):
+            for name in names:
+                setattr(owner, name, self._timed(getattr(owner, name), name))
+
+    def _timed(self, method: Callable, name: str) -> Callable:
+        def call(*arguments):
+            begun = time.perf_counter()
+            try:
+                return method(*arguments)
+            finally:
+                self.seconds += time.perf_counter() - begun
+                if name == "start":
+                    self.started += 1
+                    self.most = max(self.most, self._slots.in_progress)
+
+        return call
+
+
+def configured(options: argparse.Namespace) -> tuple[Config, int]:
+    """Return the configuration and the staleness with which all engines have their requests."""
+    bound = max(1, options.engines * options.requests // GROUP // options.groups)
+    config = read_config(
+        None,
+        [
+            "model.path=m",
+            "data.train=d",
+            f"rollout.n={GROUP}",
+            f"rollout.staleness={bound}",
+            "rollout.on_update=continue",
+            "rollout.order=window",
+            "cluster.placement=separate",
+            f"data.train_batch_size={options.groups}",
+            f"rollout.max_response_length={TOKENS}",
+            f"data.max_prompt_length={PROMPT}",
+            f"train.max_tokens_per_micro_batch={TOKENS}",
+            "train.old_logprobs=rollout",
+            f"train.ppo_mini_batch_size={options.groups}",
+            "megatron.data_parallel=32",
+            "megatron.tensor_parallel=8",
+            "megatron.pipeline_parallel=4",
+            f"run.total_steps={10**6}",
+        ],
+    )
+    return replace(config, monitor=replace(config.monitor, samples_every=0)), bound
+
+
+def measure(options: argparse.Namespace, folder: str) -> dict[str, float]:
+    config, bound = configured(options)
+    processes = [Workers.remote(math.ceil(options.engines / ENGINES_OF_NODE)) for _ in range(PROCESSES)]
+    workers = [
+        WorkerOfNode(number, ActorOfWorker(processes[number % PROCESSES], number))
+        for number in range(math.ceil(options.engines / ENGINES_OF_NODE))
+    ]
+    samplers = [workers[engine // ENGINES_OF_NODE] for engine in range(options.engines)]
+    engines = SimpleNamespace(
+        weight_version=0,
+        end_ids=frozenset(),
+        admission=Admission(),
+        serving=dict.fromkeys(range(options.engines), 0),
+    )
+    engines.admission.open(Closed.unsynced)
+    with StatusFile(folder, "run", options.steps) as status:
+        throughput = Throughput(CostModel(), config.megatron.data_parallel, engine_devices=1)
+        monitor = Monitor(folder, config, status, throughput=throughput)
+        trainer = StepTrainer(Trainer(config, Ranks(32, 8, Traffic())), config, monitor.phases)
+        source = EngineRollouts(RolloutManager(engines, samplers), config, Prompts())
+        watch = Stopwatch(source._slots)
+        loop, ledger = StepLoop(config, SimpleNamespace(), monitor), Ledger(folder)
+        rollouts = Rollouts(source, engines)
+        controller = Controller(config, rollouts, trainer, Algorithm(config), monitor, loop, ledger)
+        source._slots._ahead = bound * options.groups  # it would grow to that within some steps
+        seconds = []
+        # After as many steps as batches fit into the slots, the engines have all their requests.
+        for step in range(1, bound + options.steps + 1):
+            if step == bound + 1:
+                watch.seconds, before = 0.0, watch.started
+            start = time.process_time()
+            controller.train_step(controller.loop.begin_step())
+            seconds.append(time.process_time() - start)
+        waiting = len(source._slots.items)
+        source.close()
+        monitor.close()
+    return {
+        "step_seconds": statistics.median(seconds[bound:]),
+        "admission_microseconds": 1e6 * watch.seconds / (watch.started - before),
+        "in_progress": watch.most * GROUP,
+        "max_age": max(rollouts.ages),
+        "bound": bound,
+        "discarded": watch.started - waiting - len(seconds) * options.groups,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--engines", type=int, default=1024, help="simulated engines, eight on each node")
+    parser.add_argument("--requests", type=int, default=64, help="samples in progress on each engine")
+    parser.add_argument("--groups", type=int, default=1024, help="groups of a step")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps")
+    options = parser.parse_args()
+    connect(None, PROCESSES + 2)
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(options, folder)
+    for name, value in found.items():
+        print(f"{name:<24}{value:>12.4g}")
+    print(json.dumps({name: round(value, 4) for name, value in found.items()}))
+
+
+if __name__ == "__main__":
+    main()

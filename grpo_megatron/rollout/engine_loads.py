@@ -1,0 +1,40 @@
+"""EngineLoads: chooses the engine for each group."""
+
+import heapq
+from collections import Counter
+from collections.abc import Mapping
+
+
+class EngineLoads:
+    """The number of groups that each engine has in progress.
+
+    To compare all of a thousand engines for each group would take longer than all other work for the group
+    in the driver. So the engines are in a heap, which may also have outdated entries.
+    """
+
+    def __init__(self) -> None:
+        self._loads: Counter[int] = Counter()
+        self._heap: list[tuple[int, int]] = []  # (number of groups, index of the engine)
+        self._engines: Mapping[int, int] = {}  # those that the heap has
+        self._size = 0
+
+    def least(self, engines: Mapping[int, int]) -> int:
+        """Return the engine with the fewest groups in progress; the first one if several have as few.
+
+        engines: {index: number of starts} of the engines to choose from. There must be one.
+        """
+        too_large = len(self._heap) > 4 * len(engines) + 64
+        if too_large or engines is not self._engines or len(engines) != self._size:
+            self._engines, self._size = engines, len(engines)
+            self._heap = [(self._loads[index], index) for index in engines]
+            heapq.heapify(self._heap)
+        while True:
+            load, index = self._heap[0]
+            if load == self._loads[index] and index in engines:
+                return index
+            heapq.heappop(self._heap)
+
+    def add(self, engine: int, groups: int) -> None:
+        """Note that an engine has more groups in progress, or fewer if `groups` is negative."""
+        self._loads[engine] += groups
+        heapq.heappush(self._heap, (self._loads[engine], engine))
