@@ -193,7 +193,7 @@ class Ranks(RankGroup):
         for arguments, result in zip(args_of_replica, results, strict=True):
             self._traffic.count((arguments, result))
         if self._traffic.is_on and method == "mini_batches.measure":
-            parts = [part for (own,) in args_of_replica for parts in own.values() for part in parts]
+            parts = [part for own, _ in args_of_replica for parts in own.values() for part in parts]
             self._traffic.shipped_tokens += sum(sample.num_tokens for part in parts for sample in part)
         return results
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from grpo_megatron.algorithm.algorithm import Algorithm
 from grpo_megatron.algorithm.filters import apply_filters
-from grpo_megatron.algorithm.mismatch import as_policy_change
+from grpo_megatron.algorithm.mismatch import with_tokens
 from grpo_megatron.batch.arrays import reading_forbidden
 from grpo_megatron.config.schema import Config
 from grpo_megatron.errors import UserError
@@ -24,6 +24,9 @@ from grpo_megatron.trainer.mini_batch import MiniBatch, make_mini_batches
 from grpo_megatron.trainer.step import StepTrainer
 
 logger = logging.getLogger(__name__)
+
+# Beginnings of the names of metrics that compare the log-probs of engine and trainer.
+_MISMATCH = ("mismatch/", "staleness/")
 
 
 class Controller:
@@ -61,8 +64,8 @@ class Controller:
         "before", "after": scores {name: value} of the evaluations before and after training.
         "tokens": number of tokens of all batches.
         "seconds": duration of all steps.
-        "mismatch_max": largest mismatch between the log-probs of engine and trainer, of steps whose samples
-            are of the newest weights.
+        "mismatch_max": largest mismatch between the log-probs of engine and trainer, of tokens that were
+            sampled with the newest weights.
         """
         self.rollouts.start()
         with reading_forbidden():
@@ -85,18 +88,18 @@ class Controller:
             self.ledger.filtered(step, filtered.removed)
             groups = filtered.groups
             sampled = step_statistics(groups, rollout, config.eval.pass_reward, self.rollouts.version)
-            mini_batches = make_mini_batches(groups, config, self.trainer.cost_model, step)
+            version = self.rollouts.version if sampled.get("staleness/max") else None
+            mini_batches = make_mini_batches(groups, config, self.trainer.cost_model, step, version)
             tables = [mini.table for mini in mini_batches]
-        stale = sampled.get("staleness/max", 0.0) > 0
         sums, mismatch = self.trainer.measure(mini_batches)
         with phases("prepare"):
-            mismatch = self.checked_mismatch(step, mismatch, stale)
+            mismatch = self.checked_mismatch(step, mismatch)
             coefficients, measured = self.algorithm.coefficients(tables, sums)
         trained = self.trainer.train(step, mini_batches, coefficients, self.algorithm.loss)
         if not mismatch:
             # Only the first optimizer step sees the weights the engine sampled with.
-            mismatch = {name: value for name, value in trained[0].items() if name.startswith("mismatch/")}
-            mismatch = self.checked_mismatch(step, mismatch, stale)
+            mismatch = {name: value for name, value in trained[0].items() if name.startswith(_MISMATCH)}
+            mismatch = self.checked_mismatch(step, mismatch)
         metrics = merge(trained)
         self.algorithm.note_trained(metrics)
         dropped = [own["actor/dropped_steps"].result() > 0 for own in trained]
@@ -104,7 +107,7 @@ class Controller:
         self.ledger.balance()
         if not all(dropped):
             self.rollouts.weights_changed()
-        metrics = {name: value for name, value in metrics.items() if not name.startswith("mismatch/")}
+        metrics = {name: value for name, value in metrics.items() if not name.startswith(_MISMATCH)}
         advantages = [own.credit.of_sequences(of) for own, of in zip(coefficients, sums, strict=True)]
         lengths = [table.num_tokens for table in tables]
         trained_on = TrainedOn(
@@ -113,21 +116,19 @@ class Controller:
         self.report(step, trained_on, {**metrics, **mismatch, **measured}, sampled)
         return mini_batches
 
-    def checked_mismatch(self, step: int, mismatch: Metrics, stale: bool) -> Metrics:
+    def checked_mismatch(self, step: int, mismatch: Metrics) -> Metrics:
         """Check the mismatch (difference between the log-probs of engine and trainer) against its limit.
 
         Depending on mismatch.action, a mismatch beyond the limit shows a warning or raises UserError. The
-        tokens with the largest mismatch are logged. Does nothing if `mismatch` is empty.
+        tokens with the largest mismatch are logged. Does nothing if no token is of the newest weights: for
+        other tokens, the log-probs also differ because of training.
 
         mismatch: metrics of the mismatch.
-        stale: True if samples are of older weights than the trainer's. The difference then comes from
-            training, so it is not checked.
 
         Returns the metrics to log.
         """
-        if stale:
-            return as_policy_change(mismatch)
-        if not mismatch:
+        mismatch = with_tokens(mismatch)
+        if "mismatch/max" not in mismatch:
             return mismatch
         report = self.algorithm.mismatch_report(mismatch)
         self.monitor.text(step, "mismatch/worst", report.worst)

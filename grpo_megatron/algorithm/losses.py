@@ -51,6 +51,8 @@ class LossInputs(TokenInputs):
     those on other context-parallel ranks."""
     policy_factor: torch.Tensor | None = None
     """float32. Factor that multiplies only the policy term of the loss. None: 1."""
+    age: torch.Tensor | None = None
+    """int32. Number of changes of the weights since the token was sampled. None: 0."""
     token_index: torch.Tensor | None = None
     """int64. Index by which the metric mismatch/worst names each token. None: this metric is not computed."""
 
@@ -145,7 +147,7 @@ class PolicyLoss:
             "actor/ratio": Mean(_masked_sum(terms.ratio, mask), count),
             "actor/ppo_kl": Mean(_masked_sum(-log_ratio, mask), count),
             "actor/entropy": Mean(_masked_sum(entropy, mask), count),
-            **mismatch_metrics(inputs.rollout_logp, logp, mask, inputs.token_index),
+            **mismatch_metrics(inputs.rollout_logp, logp, mask, inputs.token_index, inputs.age),
         }
         if self.correction:
             metrics["mismatch/masked"] = Mean(_masked_sum(~kept, mask), count)

@@ -15,6 +15,8 @@ from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.algorithm import MismatchAction, MismatchConfig
 from grpo_megatron.metrics import Max, Mean, Metrics, RatioQuantiles, Top, merge
 
+# Tokens of this age and older ones share a metric.
+_OLDEST = 4
 # Token ids int [n] -> text.
 Decode = Callable[[np.ndarray], str]
 # How many tokens to show before one with a large mismatch. Half as many are shown after it.
@@ -26,10 +28,11 @@ def mismatch_metrics(
     logp: torch.Tensor,
     mask: torch.Tensor,
     token_index: torch.Tensor | None = None,
+    age: torch.Tensor | None = None,
 ) -> Metrics:
     """Return metrics of how far the engine's log-probs are from the trainer's.
 
-    With delta = logp - rollout_logp and ratio = exp(delta), the metrics over trained tokens are:
+    With delta = logp - rollout_logp and ratio = exp(delta), the metrics over trained tokens of age 0 are:
 
     - mismatch/max and mismatch/mean: maximum and mean of |delta|, in nats.
     - mismatch/k3: mean of ratio - 1 - delta, an estimate of KL(engine || trainer) in nats.
@@ -40,36 +43,51 @@ def mismatch_metrics(
     rollout_logp, logp: float [t], log-probs of the same t tokens in the engine and in the trainer.
     mask: bool [t], True for trained tokens.
     token_index: int64 [t], the index by which `in_context` finds each token again.
+    age: int32 [t], number of changes of the weights since each token was sampled. If it is given, the
+        log-probs of older tokens differ because the policy has changed. Their metrics are named
+        staleness/logprob_max and so on. staleness/ratio_change_age_K is the mean of |ratio - 1| over tokens
+        of age K; the largest K stands for all older tokens, too.
     """
     logp = logp.detach()
-    delta = torch.where(mask, logp - rollout_logp, 0)
-    difference = delta.abs()
-    clamped = delta.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    count = mask.sum()
-    metrics: Metrics = {
-        "mismatch/max": Max(difference.max()),
-        "mismatch/mean": Mean(difference.sum(), count),
-        "mismatch/k3": Mean((clamped.expm1() - clamped).sum(), count),
-        "mismatch/ratio": RatioQuantiles.of(delta, mask),
-    }
+    delta = logp - rollout_logp
+    current = mask if age is None else mask & (age == 0)
+    difference, metrics = _differences(delta, current, "mismatch/")
+    if age is not None:
+        metrics |= _differences(delta, mask & (age > 0), "staleness/logprob_")[1]
+        for old in range(1, _OLDEST + 1):
+            of_age = mask & (age == old if old < _OLDEST else age >= old)
+            change = torch.where(of_age, delta, 0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1().abs()
+            metrics[f"staleness/ratio_change_age_{old}"] = Mean(change.sum(), of_age.sum())
     if token_index is not None:
         # float64 represents every index exactly.
         columns = (difference, token_index, rollout_logp, logp)
         rows = torch.stack([column.double() for column in columns], dim=1)
-        metrics["mismatch/worst"] = Top.of(rows, mask)
+        metrics["mismatch/worst"] = Top.of(rows, current)
     return metrics
 
 
-def as_policy_change(metrics: Metrics) -> Metrics:
-    """Return the metrics of samples that older weights made, under names that do not call them a mismatch.
+def _differences(delta: torch.Tensor, mask: torch.Tensor, prefix: str) -> tuple[torch.Tensor, Metrics]:
+    """Return |delta| where the mask is True and 0 elsewhere, and metrics of it. prefix: of their names."""
+    delta = torch.where(mask, delta, 0)
+    difference = delta.abs()
+    clamped = delta.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    count = mask.sum()
+    return difference, {
+        f"{prefix}max": Max(difference.max()),
+        f"{prefix}mean": Mean(difference.sum(), count),
+        f"{prefix}k3": Mean((clamped.expm1() - clamped).sum(), count),
+        f"{prefix}ratio": RatioQuantiles.of(delta, mask),
+    }
 
-    The log-probs of engine and trainer then differ because the policy has changed. For example,
-    `mismatch/max` becomes `staleness/logprob_max`. mismatch/worst is left out.
 
-    metrics: result of `mismatch_metrics`, and others, which are returned as they are.
-    """
-    measured = {f"mismatch/{name}": f"staleness/logprob_{name}" for name in ("max", "mean", "k3", "ratio")}
-    return {measured.get(name, name): metric for name, metric in metrics.items() if name != "mismatch/worst"}
+def with_tokens(metrics: Metrics) -> Metrics:
+    """Return metrics without those of `mismatch_metrics` for an age that no token has."""
+    absent = [name for name, metric in metrics.items() if isinstance(metric, Mean) and not metric.count]
+    left_out = {name for name in absent if name.startswith("staleness/ratio_change_age_")}
+    for prefix in ("mismatch/", "staleness/logprob_"):
+        if f"{prefix}mean" in absent:
+            left_out |= {f"{prefix}{name}" for name in ("max", "mean", "k3", "ratio", "worst")}
+    return {name: metric for name, metric in metrics.items() if name not in left_out}
 
 
 def measure_mismatch(batches: list[TrainBatch]) -> Metrics:
@@ -82,7 +100,8 @@ def measure_mismatch(batches: list[TrainBatch]) -> Metrics:
     for batch in batches:
         index = np.arange(first, first + batch.num_tokens)
         arrays = (batch.rollout_logp, batch.old_logp, batch.loss_mask, index)
-        found.append(mismatch_metrics(*map(torch.from_numpy, arrays)))
+        age = None if batch.age is None else torch.from_numpy(batch.age)
+        found.append(mismatch_metrics(*map(torch.from_numpy, arrays), age))
         first += batch.num_tokens
     return in_context(merge(found), batches)
 

@@ -167,12 +167,15 @@ class Sample:
         """True if computing the reward failed and reward.on_failure=leave_out removes the trajectory."""
         return self.reward_failed and self.reward is None
 
-    def for_ranks(self) -> "Sample":
-        """Return a copy with only what the trainer's ranks need: without texts and numbers for the logs."""
+    def for_ranks(self, with_spans: bool = False) -> "Sample":
+        """Return a copy with only what the trainer's ranks need: without texts and numbers for the logs.
+
+        with_spans: True to keep weight_spans, with which the ranks compute the age of each token.
+        """
         return replace(
             self,
             finish_reason="",
-            weight_spans=(),
+            weight_spans=self.weight_spans if with_spans else (),
             texts=_NO_TEXTS,
             reward=None,
             reward_components={},

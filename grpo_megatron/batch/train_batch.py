@@ -50,6 +50,8 @@ class TrainBatch(TokenStream):
     """float32 [T]. Log-prob of `target` under the reference policy."""
     policy_factor: np.ndarray | None = None
     """float32 [T]. Multiplies the policy term of the loss, not KL and entropy. None: 1 everywhere."""
+    age: np.ndarray | None = None
+    """int32 [T]. Number of changes of the weights since the token was sampled. None: 0 everywhere."""
 
     def __post_init__(self):
         for name in ("group_id", "trajectory_id", "reward"):
@@ -64,20 +66,25 @@ class TrainBatch(TokenStream):
                 )
 
     @classmethod
-    def from_samples(cls, samples: list[Sample]) -> "TrainBatch":
+    def from_samples(cls, samples: list[Sample], version: int | None = None) -> "TrainBatch":
         """Return a batch with one sequence per sample, in the order of `samples`.
 
         Weights, advantages, and the log-probs of old and reference policy are 0, to be computed later.
+
+        version: version of the trainer's weights. `age` is set if it is given.
         """
         table = SampleTable.of(samples)
         given = read([sample.handle for sample in samples])
         arrays = {name: np.zeros(table.num_tokens.sum(), dtype) for name, dtype in _TOKEN_ARRAYS.items()}
+        age = None if version is None else np.zeros(table.num_tokens.sum(), np.int32)
         ends = np.cumsum(table.num_tokens)
         for sample, own, end in zip(samples, given, ends, strict=True):
             # The first response token is predicted at the last prompt position.
             predicts = slice(end - sample.num_response - 1, end - 1)
             arrays["loss_mask"][predicts] = own.loss_mask if sample.num_trained else False
             arrays["rollout_logp"][predicts] = own.rollout_logprobs
+            for span in () if age is None else sample.weight_spans:
+                age[predicts][span.start : span.end] = version - span.version
         routed = [own.routing for own in given if own.routing is not None]
         if routed and len(routed) != len(samples):
             raise ValueError(
@@ -90,6 +97,7 @@ class TrainBatch(TokenStream):
             group_id=table.group_id,
             trajectory_id=table.trajectory_id,
             reward=table.reward,
+            age=age,
             **arrays,
         )
 
@@ -109,9 +117,12 @@ class TrainBatch(TokenStream):
         return SampleTable(self.group_id, self.trajectory_id, self.reward, self.lengths)
 
 
-def fetched_batches(parts: Sequence[Sequence[Sample]]) -> list[TrainBatch]:
-    """Return a batch for each part of some samples. The arrays of all parts are fetched at once."""
+def fetched_batches(parts: Sequence[Sequence[Sample]], version: int | None = None) -> list[TrainBatch]:
+    """Return a batch for each part of some samples. The arrays of all parts are fetched at once.
+
+    version: as in TrainBatch.from_samples.
+    """
     every = [sample for part in parts for sample in part]
     fetched = zip(every, read([sample.handle for sample in every]), strict=True)
     here = (replace(sample, handle=Here(arrays)) for sample, arrays in fetched)
-    return [TrainBatch.from_samples(list(islice(here, len(part)))) for part in parts]
+    return [TrainBatch.from_samples(list(islice(here, len(part))), version) for part in parts]

@@ -145,6 +145,7 @@ def set_loss_inputs(micro_batch: MicroBatch, batch: TrainBatch, current_is_old: 
         old_logp=None if current_is_old else local(batch.old_logp),
         sequence_sum=lambda values: pack.sequence_sum(values, group)[sequence_id],
         policy_factor=None if batch.policy_factor is None else local(batch.policy_factor),
+        age=None if batch.age is None else local(batch.age),
         token_index=micro_batch.first_token + pack.tensor("index", device),
     )
 

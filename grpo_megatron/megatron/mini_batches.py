@@ -16,6 +16,7 @@ from grpo_megatron.algorithm.mismatch import in_context, measure_mismatch
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.table import concatenated
 from grpo_megatron.batch.train_batch import TrainBatch, fetched_batches
+from grpo_megatron.config.rollout import OnUpdate
 from grpo_megatron.config.schema import Config, OldLogprobs
 from grpo_megatron.megatron.passes import Passes
 from grpo_megatron.megatron.results import Measurement, TrainResult
@@ -58,16 +59,25 @@ class MiniBatches:
         self._is_last_stage, self._reports = is_last_stage, reports
         self._kept: dict[Key, _MiniBatch] = {}
 
-    def measure(self, samples: dict[Key, list[list[Sample]]]) -> dict[Key, Measurement] | None:
+    def measure(
+        self, samples: dict[Key, list[list[Sample]]], version: int | None = None
+    ) -> dict[Key, Measurement] | None:
         """Receive the mini-batches of a step, compute their log-probs, and return sums over each sequence.
 
         The log-probs of the old policy are computed for all mini-batches before those of the reference, so
         that the weights are exchanged only twice. The mini-batches of the step before are forgotten.
 
         samples: for each mini-batch, the samples of each micro-batch of this rank's replica.
+        version: version of the weights, if samples are of older ones. None: none is.
         """
-        batches = iter(fetched_batches([part for parts in samples.values() for part in parts]))
+        batches = iter(fetched_batches([part for parts in samples.values() for part in parts], version))
         self._kept = {key: _MiniBatch([next(batches) for _ in samples[key]], [], []) for key in samples}
+        if version is not None and self._config.rollout.on_update == OnUpdate.keep:
+            # The engine computed the log-probs of newer tokens with keys and values of older weights.
+            for kept in self._kept.values():
+                for batch in kept.samples:
+                    oldest = np.maximum.reduceat(batch.age, batch.cu_seqlens[:-1])
+                    batch.age = np.repeat(oldest, batch.lengths)
         self._compute_old()
         self._compute_reference()
         if self._is_last_stage:

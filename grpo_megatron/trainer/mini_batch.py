@@ -26,22 +26,23 @@ class MiniBatch:
 
     All passes over the samples (old log-probs, reference log-probs, training) use the same partition, so that
     ranks can reuse inputs and results of an earlier pass over the same micro-batch.
-
-    samples: the samples, whose arrays are sent to the ranks once.
-    table: one row for each sample.
-    plan: the sequences of each micro-batch, for each data-parallel replica.
-    key: (index of the training step, index of the mini-batch within the step). Ranks store results of earlier
-        passes under this key.
     """
 
     samples: list[Sample]
+    """The samples, whose arrays are sent to the ranks once."""
     table: SampleTable
+    """One row for each sample."""
     plan: Schedule
+    """The sequences of each micro-batch, for each data-parallel replica."""
     key: tuple[int, int]
+    """(index of the training step, index of the mini-batch within the step). Ranks store results of earlier
+    passes under this key."""
+    version: int | None = None
+    """Version of the weights that are trained, if samples are of older ones. None: none is."""
 
     def for_ranks(self, part: Sequence[int]) -> list[Sample]:
         """Return the samples of a micro-batch, without what ranks do not need. part: their indices."""
-        return [self.samples[i].for_ranks() for i in part]
+        return [self.samples[i].for_ranks(with_spans=self.version is not None) for i in part]
 
     def stream(self, part: Sequence[int]) -> TrainBatch:
         """Return the token stream of a micro-batch, for diagnosis. part: indices of its samples."""
@@ -85,12 +86,16 @@ def enough(items: Sequence[Item], config: Config) -> list[Item]:
     return [items[i % len(items)] for i in range(count)]
 
 
-def make_mini_batches(groups: list[Group], config: Config, cost: CostModel, step: int) -> list[MiniBatch]:
+def make_mini_batches(
+    groups: list[Group], config: Config, cost: CostModel, step: int, version: int | None = None
+) -> list[MiniBatch]:
     """Divide the samples of a training step into mini-batches of train.ppo_mini_batch_size groups each.
 
     groups: groups of samples. A group has all samples of one prompt.
     cost: estimates the compute time of a sequence, so that all replicas take about equally long.
     step: index of the training step, for the keys of the mini-batches.
+    version: as in MiniBatch.
+
     Raises UserError if train.old_logprobs=current and there would be more than one optimizer step. After the
     first optimizer step, the current policy is no longer the one that generated the samples.
     """
@@ -107,5 +112,5 @@ def make_mini_batches(groups: list[Group], config: Config, cost: CostModel, step
         samples = [sample for group in part for sample in group.samples]
         table = SampleTable.of(samples)
         plan = partition(config, table.num_tokens, cost)
-        mini_batches.append(MiniBatch(samples, table, plan, (step, index)))
+        mini_batches.append(MiniBatch(samples, table, plan, (step, index), version))
     return mini_batches

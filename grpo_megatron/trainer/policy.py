@@ -92,9 +92,10 @@ class PolicyTrainer:
         training pass.
         """
         divided = {mini.key: mini.plan.divided(mini.for_ranks) for mini in mini_batches}
+        version = mini_batches[0].version if mini_batches else None
         results = self.ranks.call(
             "mini_batches.measure",
-            [({key: of[dp] for key, of in divided.items()},) for dp in range(self.sizes.dp)],
+            [({key: of[dp] for key, of in divided.items()}, version) for dp in range(self.sizes.dp)],
         )
         found = [measurement for result in results for measurement in result.values()]
         if any(measurement.has_nan for measurement in found):

@@ -1,12 +1,16 @@
 """Batches of flat tokens, and a weight for each of them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from grpo_megatron.batch.arrays import reading_forbidden
-from grpo_megatron.batch.sample import Sample
+from grpo_megatron.batch.sample import Sample, WeightSpan
 from grpo_megatron.batch.sequence_weights import sequence_weights
 from grpo_megatron.batch.train_batch import TrainBatch
+from grpo_megatron.config.load import read_config
+from grpo_megatron.megatron.mini_batches import MiniBatches
 from tests.coefficients import token_weights
 from tests.models import random_batch, random_samples
 from tests.streams import selected
@@ -145,3 +149,30 @@ def test_the_driver_of_a_run_reads_no_arrays():
     assert len(sample.arrays.response_ids) == sample.num_response
     with pytest.raises(AttributeError, match=r"`arrays\.response_ids` reads them, except in the driver"):
         sample.response_ids  # noqa: B018
+
+
+def aged(*spans):
+    return replace(sample([7, 8], [9, 10, 5, 2]), weight_spans=tuple(WeightSpan(*span) for span in spans))
+
+
+def test_each_token_has_the_age_of_the_weights_that_sampled_it():
+    """A token that the environment wrote is of no version; it is not trained on."""
+    samples = [aged((3, 0, 1), (5, 2, 4)), aged((6, 0, 4))]
+    assert TrainBatch.from_samples(samples, version=6).age.tolist() == [0, 3, 0, 1, 1, 0] + [0] * 6
+    assert TrainBatch.from_samples(samples).age is None
+
+
+@pytest.mark.parametrize(
+    ("on_update", "ages"), [("continue", [3, 3, 1, 1]), ("keep", [3, 3, 3, 3])], ids=["continue", "keep"]
+)
+def test_ranks_know_the_age_of_tokens(on_update, ages):
+    """An engine that keeps its cache computes log-probs with keys and values of the oldest weights."""
+    changes = ["model.path=m", "data.train=d", "train.old_logprobs=rollout", f"rollout.on_update={on_update}"]
+    kept = MiniBatches(None, read_config(None, changes), is_last_stage=False, reports=False)
+    shipped = [sample.for_ranks(with_spans=True) for sample in (aged((3, 0, 2), (5, 2, 4)), aged((6, 0, 4)))]
+    kept.measure({(1, 0): [shipped]}, 6)
+    (batch,) = kept._kept[1, 0].samples
+    assert batch.age[1:5].tolist() == ages
+    assert batch.age[7:11].tolist() == [0] * 4
+    kept.measure({(1, 0): [[sample.for_ranks() for sample in shipped]]})
+    assert kept._kept[1, 0].samples[0].age is None

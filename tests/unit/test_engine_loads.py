@@ -7,7 +7,7 @@ from grpo_megatron.rollout.engine_loads import EngineLoads
 
 
 def test_it_is_the_first_of_those_with_the_fewest_groups():
-    """While groups begin and end, and engines go and come. Compared with a look at all engines."""
+    """Groups begin and end, and engines go and come. Each choice is compared with a look at all engines."""
     rng, loads, expected, groups = random.Random(3), EngineLoads(), Counter(), []
     engines = dict.fromkeys(range(12), 0)
     for _ in range(5000):

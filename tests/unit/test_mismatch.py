@@ -13,11 +13,12 @@ from grpo_megatron.algorithm.mismatch import (
     measure_mismatch,
     mismatch_metrics,
     mismatch_report,
+    with_tokens,
 )
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.train_batch import TrainBatch
 from grpo_megatron.config.schema import Config
-from grpo_megatron.metrics import Max, Top, concrete, merge, to_floats
+from grpo_megatron.metrics import Max, Mean, Top, concrete, merge, to_floats
 from tests.unit.ragged import ragged
 
 
@@ -48,6 +49,31 @@ def test_it_is_the_trainers_log_prob_less_the_engines():
     assert scalars["mismatch/k3"] == pytest.approx((math.exp(-0.5) + 0.5 - 1) / 2)
     assert math.log(scalars["mismatch/ratio_p01"]) == pytest.approx(-0.5, rel=0.08)
     assert metrics["mismatch/worst"].result()[0] == (0.5, 4, -1.0, -1.5)
+
+
+def test_tokens_of_older_weights_have_metrics_of_their_own():
+    """A change of the policy is no mismatch. The worst tokens of a mismatch are current ones."""
+    engine, trainer = torch.zeros(6).double(), torch.tensor([0.1, -0.2, 3.0, 0.5, 2.0, -1.0]).double()
+    mask, age = torch.tensor([True, True, False, True, True, True]), torch.tensor([0, 1, 0, 1, 4, 7])
+    metrics = mismatch_metrics(engine, trainer, mask, torch.arange(6), age)
+    scalars = to_floats(with_tokens(*concrete([metrics])))
+    assert scalars["mismatch/max"] == scalars["mismatch/mean"] == pytest.approx(0.1)
+    assert [row[1] for row in metrics["mismatch/worst"].result()] == [0]
+    assert scalars["staleness/logprob_max"] == 2
+    assert scalars["staleness/logprob_mean"] == pytest.approx((0.2 + 0.5 + 2 + 1) / 4)
+    first = (1 - math.exp(-0.2) + math.exp(0.5) - 1) / 2
+    assert scalars["staleness/ratio_change_age_1"] == pytest.approx(first)
+    oldest = (math.exp(2) - 1 + 1 - math.exp(-1)) / 2
+    assert scalars["staleness/ratio_change_age_4"] == pytest.approx(oldest)
+    assert not {"staleness/ratio_change_age_2", "staleness/ratio_change_age_3"} & scalars.keys()
+
+
+def test_without_current_tokens_there_is_no_mismatch():
+    trainer, mask = torch.tensor([0.5]).double(), torch.tensor([True])
+    metrics = mismatch_metrics(torch.zeros(1), trainer, mask, torch.arange(1), torch.tensor([2]))
+    found = with_tokens(*concrete([metrics]))
+    assert {name.partition("/")[0] for name in found} == {"staleness"}
+    assert with_tokens({"other": Mean(0.0, 0.0)}).keys() == {"other"}
 
 
 @pytest.mark.parametrize("delta", [21.0, 1000.0])

@@ -154,7 +154,7 @@ class Step:
         self.returned[method] += results
         return results
 
-    def measure(self, samples):
+    def measure(self, samples, version=None):
         return {key: self.measured(list(itertools.chain(*parts))) for key, parts in samples.items()}
 
     def measured(self, samples):

@@ -240,7 +240,7 @@ def test_the_ledger_says_which_optimizer_steps_were_dropped(tmp_path):
     """There are two epochs over three mini-batches, and the very first optimizer step is beyond the limit."""
     changes = ["train.old_logprobs=rollout", "train.ppo_epochs=2", "mismatch.action=stop"]
     step = controller(tmp_path, Trainer(9.0, *[0.0] * 5), GROUPS, *changes, "mismatch.threshold=0.5")
-    step.checked_mismatch = lambda step, mismatch, stale: mismatch
+    step.checked_mismatch = lambda step, mismatch: mismatch
     step.train_step(1)
     trained = entries_of(tmp_path, SampleState.trained)
     assert trained["optimizer_step"].tolist() == [1, 1, 2, 2, 3, 3]
