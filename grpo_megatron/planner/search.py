@@ -119,9 +119,9 @@ def broken_in_any_layout(config: Config, arch: Architecture) -> list[str]:
     To find these rules, the configuration is checked with a layout of one trainer rank and one engine.
     """
     one = {"num_engines": 1, "tensor_parallel": 1, "expert_parallel": 1, "data_parallel_attention": 1}
-    alone = with_values(
-        with_values(config, "rollout.engine", **one), "cluster", placement=Placement.colocated
-    )
+    # With staleness, all other layouts have separate devices, too.
+    placement = Placement.separate if config.rollout.staleness else Placement.colocated
+    alone = with_values(with_values(config, "rollout.engine", **one), "cluster", placement=placement)
     return broken_rules(_with_layout(alone, ParallelSizes()), arch)
 
 
@@ -186,7 +186,9 @@ def _placements(config: Config) -> Iterator[tuple[Placement, int, int]]:
     gpus = nodes * per_node
     yield Placement.colocated, gpus, gpus
     unit = per_node if nodes > 1 else 1
-    shares = dict.fromkeys(gpus * quarter // 4 // unit * unit for quarter in (1, 2, 3))
+    # Trainer and engines work at the same time if there is staleness, so that the best division matters more.
+    parts = 8 if config.rollout.staleness else 4
+    shares = dict.fromkeys(gpus * part // parts // unit * unit for part in range(1, parts))
     yield from ((Placement.separate, share, gpus - share) for share in shares if share)
 
 

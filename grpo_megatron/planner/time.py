@@ -132,12 +132,21 @@ def generation_seconds(config: Config, arch: Architecture, kv_tokens: int, lengt
     The engine decodes as many responses at once as request slots and KV cache (`kv_tokens`) allow. A decoding
     step adds a token to each of them. One response is assumed to have the maximum length. So there are at
     least as many decoding steps as its tokens, and towards the end fewer responses are decoded at once.
+
+    With rollout.staleness=S, the engine also decodes responses of the S batches that follow. The longest
+    response may take S + 1 steps.
     """
     engine, prompts = config.rollout.engine, config.data.train_batch_size
     responses = ceil(prompts * config.rollout.n / engine.num_engines)
     context = lengths.prompt + lengths.response / 2
-    slots = min(responses, engine.max_running_requests, config.rollout.max_concurrency, kv_tokens / context)
-    steps = max(responses * lengths.response / slots, config.rollout.max_response_length)
+    batches = config.rollout.staleness + 1
+    slots = min(
+        batches * responses,
+        engine.max_running_requests,
+        config.rollout.max_concurrency,
+        kv_tokens / context,
+    )
+    steps = max(responses * lengths.response / slots, config.rollout.max_response_length / batches)
     prefill = (prompts if engine.prefix_cache else prompts * config.rollout.n) / engine.num_engines
     flops = prefill * float(arch.cost_model.flops([lengths.prompt])[0])
     rate = _engine_rate(config) * engine.tensor_parallel

@@ -195,11 +195,26 @@ def test_times_follow_what_is_to_be_done(change, what, sign):
 def test_a_step_beside_generation_is_as_long_as_the_longer_side():
     apart = ("cluster.placement=separate", "train.old_logprobs=rollout", "megatron.sleep=false")
     taken, beside = small(*apart).times, small(*apart, "rollout.staleness=1").times
-    assert beside.seconds == taken.seconds
     generation, rest = taken.seconds["generation"], taken.step - taken.seconds["generation"]
     assert (taken.of_engines, taken.of_trainer) == (generation, pytest.approx(rest))
-    assert beside.step == pytest.approx(max(generation, rest))
+    assert beside.of_trainer == pytest.approx(rest)
+    assert beside.step == pytest.approx(max(beside.of_engines, rest))
     assert beside.tokens_per_second_per_gpu > taken.tokens_per_second_per_gpu
+
+
+def test_further_batches_fill_the_slots_of_engines_that_wait_for_the_longest_response():
+    """The gain is larger for responses of very different lengths. It has a limit: the engine's speed."""
+
+    def seconds(staleness, response):
+        changes = ["cluster.placement=separate", "train.old_logprobs=rollout", "megatron.sleep=false"]
+        config = read_config(None, [*SMALL, *changes, f"rollout.staleness={staleness}"])
+        return planned(config, prompt=256, response=response).times.of_engines
+
+    for response in (50, 200):
+        of_staleness = [seconds(staleness, response) for staleness in (0, 1, 2, 8)]
+        assert of_staleness == sorted(of_staleness, reverse=True)
+        assert of_staleness[0] < 9 * of_staleness[-1]
+    assert seconds(0, 50) / seconds(2, 50) > seconds(0, 200) / seconds(2, 200) > 1
 
 
 @pytest.mark.parametrize(

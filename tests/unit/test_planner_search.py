@@ -11,6 +11,7 @@ import pytest
 from grpo_megatron.capabilities import GPUS
 from grpo_megatron.cli import main
 from grpo_megatron.config.load import read_config
+from grpo_megatron.config.schema import OldLogprobs, Placement
 from grpo_megatron.errors import UserError
 from grpo_megatron.model.families import read_architecture
 from grpo_megatron.planner import reward_model
@@ -41,6 +42,23 @@ def test_a_layout_that_is_not_legal_as_configured_does_not_stop_the_search():
     config = with_values(recipe("qwen3_8b_1node"), "megatron", tensor_parallel=3)
     assert violations(config)
     assert len(searched_plans(config, model_of(config), Lengths.given(config))) == 5
+
+
+def test_long_responses_get_more_gpus_for_engines():
+    """Trainer and engines work at the same time. The search used to refuse every staleness."""
+    config = with_values(recipe("qwen3_8b_1node"), "rollout", staleness=2)
+    config = with_values(config, "train", old_logprobs=OldLogprobs.rollout)
+    config = with_values(
+        with_values(config, "megatron", sleep=False), "cluster", placement=Placement.separate
+    )
+
+    def of_engines(response):
+        best = searched_plans(config, model_of(config), Lengths(512, response))[0].config
+        assert best.cluster.placement == Placement.separate
+        return best.rollout.engine.num_engines * best.rollout.engine.tensor_parallel
+
+    longest = config.rollout.max_response_length
+    assert 1 <= of_engines(longest / 100) < of_engines(longest) <= 7
 
 
 @pytest.mark.slow_when(lambda name: name != "qwen3_8b_1node")
