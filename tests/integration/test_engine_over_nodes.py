@@ -46,7 +46,7 @@ def test_weights_reach_both_nodes_and_samples_come_back(two_nodes, experts, tmp_
 def test_a_node_that_dies_ends_the_engine(two_nodes, experts, tmp_path):
     with loop(experts, tmp_path, *LAYOUT) as (controller, run):
         controller.rollouts.start()
-        ((_, node),) = run.engines._others[0].items()
+        ((_, node),) = run.engines._actors._others[0].items()
         children = psutil.Process(ray.get(node.ready.remote())).children(recursive=True)
         scheduler = next(child.pid for child in children if "scheduler" in " ".join(child.cmdline()))
         os.kill(scheduler, signal.SIGKILL)
