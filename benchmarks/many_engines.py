@@ -1,17 +1,18 @@
 """Measure what the driver does for a thousand engines that sample beside training.
 
-    python benchmarks/many_engines.py [--engines N] [--requests N] [--groups N] [--steps N]
+    python benchmarks/many_engines.py [--engines N] [--requests N] [--groups N] [--steps N] [--seconds S]
 
 The controller, stream of groups, rollout manager, trainer, monitor and ledger are the real ones. So are the
-driver's handles of the rollout workers, one for each node of eight engines. Engines are simulated: a group of
-eight samples waits for a random time and is then done. rollout.staleness is so large that each engine has
-`--requests` samples in progress. Ranks answer at once, as in benchmarks/controller.py.
+driver's handles of the rollout workers, one for each node of eight engines, and the list of engines that
+serve. Engines are simulated: a group of eight samples waits for a random time and is then done.
+rollout.staleness is so large that each engine has `--requests` samples in progress. Ranks answer at once, as
+in benchmarks/controller.py.
 
 Prints a table and, as its last line, one JSON object:
 
     step_seconds            CPU seconds of the driver for a step, median; target 3
-    admission_microseconds  time of one decision: whether a group may start, and on which engine; target 50
-    in_progress             largest number of samples in progress at a time
+    admission_microseconds  CPU time of one decision, whether and on which engine a group may start; target 50
+    in_progress             samples in progress at the end of a timed step, median
     max_age                 largest age of a sample that was trained on, in weight versions
     bound                   rollout.staleness, which max_age must not exceed
     discarded               groups that were sampled and not trained on, except those that wait at the end
@@ -26,7 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -58,16 +59,21 @@ from grpo_megatron.rollout.worker import RolloutWorker, WorkerProcess
 from grpo_megatron.run.loop import StepLoop
 from grpo_megatron.samples.ledger import Ledger
 from grpo_megatron.sglang.admission import Admission, Closed
+from grpo_megatron.sglang.members import Membership
 from grpo_megatron.trainer.step import StepTrainer
 
-ENGINES_OF_NODE, TOKENS, SECONDS = 8, 512, 4.0
+ENGINES_OF_NODE, TOKENS = 8, 512
 
 
 class SlowSampler(InstantSampler):
     """An InstantSampler whose groups take a random time. They are of the weights of their start."""
 
+    def __init__(self, seconds: float):
+        super().__init__(TOKENS)
+        self._seconds = seconds
+
     async def sample(self, round: RoundId, request: GroupRequest) -> tuple[Sample, ...]:
-        await asyncio.sleep(np.random.default_rng(request.group_id).exponential(SECONDS))
+        await asyncio.sleep(np.random.default_rng(request.group_id).exponential(self._seconds))
         samples = await super().sample(round, request)
         span = WeightSpan(request.weight_version, 0, TOKENS - PROMPT)
         return tuple(replace(sample, weight_spans=(span,)) for sample in samples)
@@ -77,9 +83,9 @@ class SlowSampler(InstantSampler):
 class Workers:
     """The processes of many rollout workers in one process, each with simulated engines."""
 
-    def __init__(self, count: int):
+    def __init__(self, count: int, seconds: float):
         # Other processes must find this class under the name of its module, not in __main__.
-        sampler = importlib.import_module("benchmarks.many_engines").SlowSampler(TOKENS)
+        sampler = importlib.import_module("benchmarks.many_engines").SlowSampler(seconds)
         self._workers = [self._worker(sampler) for _ in range(count)]
 
     def _worker(self, sampler: InstantSampler) -> Any:
@@ -111,10 +117,23 @@ class WorkerOfNode(RolloutWorker):
         self.process, self._calls, self._actor = Process(f"rollout worker {number}", ""), {}, actor
 
 
+class Engines:
+    """Stands in for EnginePool. The list of engines that serve is the real one."""
+
+    def __init__(self, count: int):
+        self.weight_version, self.end_ids, self.admission = 0, frozenset(), Admission()
+        self._membership = Membership([f"engine {index}" for index in range(count)], lambda index: None)
+        self.admission.open(Closed.unsynced)
+
+    @property
+    def serving(self) -> Mapping[int, int]:
+        return self._membership.serving
+
+
 class Rollouts:
     """Stands in for RolloutPipeline: weights change at once."""
 
-    def __init__(self, source: EngineRollouts, engines: SimpleNamespace):
+    def __init__(self, source: EngineRollouts, engines: Engines):
         self.metrics, self._source, self._engines = {}, source, engines
         self.ages: list[float] = []  # largest age of a sample of each step
 
@@ -133,27 +152,22 @@ class Rollouts:
 
 
 class Stopwatch:
-    """Measures the time of admission: whether a group may start, and on which engine.
-
-    most: largest number of groups in progress
-    """
+    """Measures the CPU time of admission: whether a group may start, and on which engine."""
 
     def __init__(self, slots: GroupSlots):
-        self.seconds, self.started, self.most, self._slots = 0.0, 0, 0, slots
+        self.seconds, self.started = 0.0, 0
         for owner, names in ((slots, ("room", "start", "finish", "take")), (EngineLoads, ("least", "add"))):
             for name in names:
                 setattr(owner, name, self._timed(getattr(owner, name), name))
 
     def _timed(self, method: Callable, name: str) -> Callable:
         def call(*arguments):
-            begun = time.perf_counter()
+            begun = time.thread_time()
             try:
                 return method(*arguments)
             finally:
-                self.seconds += time.perf_counter() - begun
-                if name == "start":
-                    self.started += 1
-                    self.most = max(self.most, self._slots.in_progress)
+                self.seconds += time.thread_time() - begun
+                self.started += name == "start"
 
         return call
 
@@ -188,19 +202,13 @@ def configured(options: argparse.Namespace) -> tuple[Config, int]:
 
 def measure(options: argparse.Namespace, folder: str) -> dict[str, float]:
     config, bound = configured(options)
-    processes = [Workers.remote(math.ceil(options.engines / ENGINES_OF_NODE)) for _ in range(PROCESSES)]
+    nodes = math.ceil(options.engines / ENGINES_OF_NODE)
+    processes = [Workers.remote(nodes, options.seconds) for _ in range(PROCESSES)]
     workers = [
-        WorkerOfNode(number, ActorOfWorker(processes[number % PROCESSES], number))
-        for number in range(math.ceil(options.engines / ENGINES_OF_NODE))
+        WorkerOfNode(number, ActorOfWorker(processes[number % PROCESSES], number)) for number in range(nodes)
     ]
     samplers = [workers[engine // ENGINES_OF_NODE] for engine in range(options.engines)]
-    engines = SimpleNamespace(
-        weight_version=0,
-        end_ids=frozenset(),
-        admission=Admission(),
-        serving=dict.fromkeys(range(options.engines), 0),
-    )
-    engines.admission.open(Closed.unsynced)
+    engines = Engines(options.engines)
     with StatusFile(folder, "run", options.steps) as status:
         throughput = Throughput(CostModel(), config.megatron.data_parallel, engine_devices=1)
         monitor = Monitor(folder, config, status, throughput=throughput)
@@ -210,8 +218,9 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, float]:
         loop, ledger = StepLoop(config, SimpleNamespace(), monitor), Ledger(folder)
         rollouts = Rollouts(source, engines)
         controller = Controller(config, rollouts, trainer, Algorithm(config), monitor, loop, ledger)
-        source._slots._ahead = bound * options.groups  # it would grow to that within some steps
-        seconds = []
+        # The slots would adapt to the trainer, which takes no time here.
+        source._slots._ahead, source._slots._pace = bound * options.groups, lambda now: None
+        seconds, in_progress = [], []
         # After as many steps as batches fit into the slots, the engines have all their requests.
         for step in range(1, bound + options.steps + 1):
             if step == bound + 1:
@@ -219,13 +228,14 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, float]:
             start = time.process_time()
             controller.train_step(controller.loop.begin_step())
             seconds.append(time.process_time() - start)
-        waiting = len(source._slots.items)
+            in_progress.append(source._slots.in_progress * GROUP)
         source.close()
+        waiting = len(source._slots.items)
         monitor.close()
     return {
         "step_seconds": statistics.median(seconds[bound:]),
         "admission_microseconds": 1e6 * watch.seconds / (watch.started - before),
-        "in_progress": watch.most * GROUP,
+        "in_progress": statistics.median(in_progress[bound:]),
         "max_age": max(rollouts.ages),
         "bound": bound,
         "discarded": watch.started - waiting - len(seconds) * options.groups,
@@ -240,6 +250,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64, help="samples in progress on each engine")
     parser.add_argument("--groups", type=int, default=1024, help="groups of a step")
     parser.add_argument("--steps", type=int, default=3, help="timed steps")
+    parser.add_argument("--seconds", type=float, default=60.0, help="mean time of a group")
     options = parser.parse_args()
     connect(None, PROCESSES + 2)
     with tempfile.TemporaryDirectory() as folder:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from grpo_megatron.capabilities import peak_flops
 from grpo_megatron.cluster.hang_detector import HangDetector
+from grpo_megatron.cluster.invitation import invitation
 from grpo_megatron.cluster.placement import Cluster, allocate
 from grpo_megatron.config.command import Command
 from grpo_megatron.config.schema import Config, Placement, RoutingReplay
@@ -234,6 +235,7 @@ def open_run(
             logger.info(note)
         listeners = cleanup.enter_context(listening(config, directory, resumed=checkpoint is not None))
         cluster = cleanup.enter_context(allocate(config, num_ranks, num_engines, guard=guard))
+        cleanup.enter_context(invitation())
         hang_detector = HangDetector(
             f"{directory}/logs", config.cluster.hang_timeout, lambda work: status.note(processes=work)
         )

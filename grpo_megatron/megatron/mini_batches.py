@@ -73,11 +73,11 @@ class MiniBatches:
         batches = iter(fetched_batches([part for parts in samples.values() for part in parts], version))
         self._kept = {key: _MiniBatch([next(batches) for _ in samples[key]], [], []) for key in samples}
         if version is not None and self._config.rollout.on_update == OnUpdate.keep:
-            # The engine computed the log-probs of newer tokens with keys and values of older weights.
+            # The engine may have computed the log-probs of new tokens with keys and values of older weights,
+            # also those of other sequences with the same prefix.
             for kept in self._kept.values():
                 for batch in kept.samples:
-                    oldest = np.maximum.reduceat(batch.age, batch.cu_seqlens[:-1])
-                    batch.age = np.repeat(oldest, batch.lengths)
+                    batch.age = np.maximum(batch.age, 1)
         self._compute_old()
         self._compute_reference()
         if self._is_last_stage:

@@ -23,7 +23,10 @@ BENCHMARKS = {
     ),
     "ledger": (["--entries", "65536"], "balance_seconds"),
     "loop": (["--steps", "1"], "overhead_share"),
-    "many_engines": (["--engines", "16", "--requests", "8", "--groups", "8", "--steps", "1"], "discarded"),
+    "many_engines": (
+        ["--engines", "16", "--requests", "8", "--groups", "8", "--steps", "1", "--seconds", "1"],
+        "discarded",
+    ),
     "memory": (["--tokens", "256"], "activations_full"),
     "reshard": (["--engine-tp", "1", "--repeat", "1"], "bytes_over_bound"),
     "rewards": (["--repeats", "1", "--samples", "64"], "rewards_over_pool"),

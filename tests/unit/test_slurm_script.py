@@ -83,8 +83,9 @@ PROGRAMS = {
     "srun": 'while [ "${1#-}" != "$1" ]; do shift; done\nexec "$@"',
     "scontrol": "echo NodeAddr=node1",
     "python": 'case "$*" in *.address*) echo 10.0.0.1;; *.ports*) echo 20000;; esac',
-    "ray": 'echo "ray $PATH $CUDA_HOME"\nexec sleep 60',
-    "grpo-megatron": 'echo "run $*"\necho "driver $PATH $CUDA_HOME"\nexit 3',
+    "ray": 'echo "ray $PATH $CUDA_HOME"\ntouch ray_is_up\nexec sleep 60',
+    "grpo-megatron": "while [ ! -e ray_is_up ]; do sleep 0.01; done\n"
+    'echo "run $*"\necho "driver $PATH $CUDA_HOME"\nexit 3',
 }
 
 
@@ -185,23 +186,35 @@ def test_shellcheck_finds_nothing(name, tmp_path):
     assert done.stdout == ""
 
 
-def test_a_job_that_joins_starts_ray_with_the_other_jobs_address_and_token(tmp_path):
-    """And no run. It ends when Ray has ended on its nodes."""
+@pytest.mark.parametrize(("ends", "status"), [("rm -f join", 0), (":", 1)], ids=["run ended", "run goes on"])
+def test_a_job_that_joins_starts_ray_with_the_other_jobs_address_and_token(tmp_path, ends, status):
+    """And no run. Its Ray must not end before the run, which then removes the file."""
+    programs = {
+        "ray": f'echo "$RAY_AUTH_TOKEN $@"; {ends}',
+        "srun": "while [[ $1 != */ray && $1 != bash && $1 != rm ]]; do shift; done\n"
+        'if [[ $1 == bash ]]; then echo "node-order n1 n1"; echo "node-order n2 n2"; else "$@"; fi',
+        "scontrol": ":",
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
     (tmp_path / "join").write_text("10.0.0.7:20030\nsecret\n")
-    (tmp_path / "ray").write_text('#!/bin/sh\necho "$RAY_AUTH_TOKEN $@"\n')
-    (tmp_path / "ray").chmod(0o755)
-    slurm = (
-        "srun() { while [[ $1 != */ray && $1 != bash ]]; do shift; done\n"
-        'if [[ $1 == bash ]]; then echo "node-order n1 n1"; echo "node-order n2 n2"; else "$@"; fi; }\n'
-        "scontrol() { :; }"
-    )
     _, task, rest = TEMPLATE.read_text().partition("\ntask=")
     env = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURMD_NODENAME": "n1", "SLURM_JOB_NUM_NODES": "2"}
-    done = part_of_script(
-        slurm, task + rest, **env, GRPO_BIN=str(tmp_path), GRPO_JOINS=f"{tmp_path}/join", GRPO_COMMAND="none"
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    paths = {"GRPO_BIN": str(tmp_path), "GRPO_JOINS": "join", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = part_of_script("", task + rest, **env, **paths, TMPDIR=f"{tmp_path}/tmp", GRPO_COMMAND="none")
+    assert done.returncode == status, done.stderr
+    assert bool(done.stderr) == bool(status)
     started = [line for line in done.stdout.splitlines() if line.startswith("secret start --address=")]
     assert len(started) == 2
     assert all(line.startswith("secret start --address=10.0.0.7:20030 ") for line in started)
     assert "n1 n2 join the Ray at 10.0.0.7:20030" in done.stdout
+
+
+@pytest.mark.parametrize("content", ["", "10.0.0.7:20030\n"])
+def test_a_file_without_address_and_token_ends_the_job(tmp_path, content):
+    (tmp_path / "join").write_text(content)
+    line = re.search(r"^    \{ read -r address.*?^    \}$", TEMPLATE.read_text(), re.MULTILINE | re.DOTALL)[0]
+    done = part_of_script("", line, GRPO_JOINS=str(tmp_path / "join"))
+    assert done.returncode == 1
+    assert "join has no address and no token of a run" in done.stderr
