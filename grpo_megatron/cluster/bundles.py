@@ -6,6 +6,7 @@ The processes of a tensor-parallel group exchange data in every layer, so a grou
 from dataclasses import dataclass
 from math import lcm
 
+from grpo_megatron.config.schema import MegatronConfig
 from grpo_megatron.errors import UserError
 
 
@@ -69,3 +70,29 @@ def _cut(total: int, size: int) -> tuple[int, ...]:
     If `total` is not a multiple of `size`, the last bundle is smaller.
     """
     return (size,) * (total // size) + ((total % size,) if total % size else ())
+
+
+def neighbouring_stages(slots: list, layout: MegatronConfig, per_node: int) -> list:
+    """Reorder the ranks' slots so that the pipeline stages of each replica are on neighbouring nodes.
+
+    Megatron numbers the ranks stage by stage. If ranks took the slots in the order of nodes, the first stages
+    of all replicas would come before any second stage, and the stages of one replica would be far apart.
+
+    Slots are moved only in blocks. A block consists of whole nodes, and of whole groups of ranks that share
+    experts, because the ranks within these exchange more data than stages do.
+
+    slots: a slot for each rank, sorted by node.
+    layout: the parallel sizes of the trainer.
+    per_node: number of devices of the largest node.
+
+    Returns the slots in rank order. They are unchanged if a stage cannot be divided into whole blocks.
+    """
+    of_replica = layout.tensor_parallel * layout.context_parallel
+    of_stage = of_replica * layout.data_parallel
+    block = lcm(of_replica, layout.expert_parallel * layout.expert_tensor_parallel, per_node)
+    num_stages = layout.pipeline_parallel
+    if len(slots) != of_stage * num_stages or of_stage % block:
+        return slots
+    stages, replicas = range(num_stages), range(of_stage // block)
+    firsts = [(replica * num_stages + stage) * block for stage in stages for replica in replicas]
+    return [slot for first in firsts for slot in slots[first : first + block]]

@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 from itertools import chain, groupby
-from math import lcm
 from pathlib import Path
 
 import ray
@@ -28,18 +27,22 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo_megatron.cluster.address import loopback_interface
-from grpo_megatron.cluster.bundles import bundles
+from grpo_megatron.cluster.bundles import bundles, neighbouring_stages
 from grpo_megatron.cluster.cpu_threads import cores_of, cores_text, threads_by_node, threads_text
 from grpo_megatron.cluster.gpu_environment import conflicts, gpu_environment
 from grpo_megatron.cluster.ray_connection import NoGuard, RayGuard, connect, daemons, end_ray
 from grpo_megatron.cluster.ray_errors import LOST, plain
-from grpo_megatron.config.schema import Config, MegatronConfig, Placement
+from grpo_megatron.config.schema import Config, Placement
 from grpo_megatron.errors import ProcessLost, Stopped, UserError, shortened
 
 logger = logging.getLogger(__name__)
 
 # A label of Ray's nodes: the position of the node in the network, as an index. slurm/train.sbatch sets it.
 NODE_ORDER = "node-order"
+
+
+# Longest time in which a node starts a process that tells which GPUs it has.
+_PROBE_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,19 @@ class RequestedEngine:
     def slots(self) -> list[Slot] | None:
         """Return the slots if Ray has reserved them, otherwise None.
 
-        Raises ProcessLost if a node does not answer.
+        Raises ProcessLost if a node does not answer or has just left.
         """
         if not self._group.wait(timeout_seconds=0):
             return None
+        if not self.is_whole:
+            raise ProcessLost("the node of the reserved devices has left the Ray cluster")
         return [replace(slot, group=self._group) for slot in _sorted(_slots(self._group, self._gpus))]
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the nodes of the reserved devices are in the Ray cluster."""
+        nodes = set(placement_group_table(self._group)["bundles_to_node_id"].values())
+        return nodes <= {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
     def release(self) -> None:
         remove_placement_group(self._group)
@@ -312,7 +323,7 @@ def _slots(group: PlacementGroup, gpus: bool) -> list[list[Slot]]:
             for i, size in enumerate(sizes)
         ]
         try:
-            devices = ray.get(probes)
+            devices = ray.get(probes, timeout=_PROBE_SECONDS)
         except ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, UserError) else error from None
         except LOST as error:
@@ -321,32 +332,6 @@ def _slots(group: PlacementGroup, gpus: bool) -> list[list[Slot]]:
                 f"{shortened(plain(error), 300)}"
             ) from error
     return [[Slot(i, nodes[i], device) for device in own] for i, own in enumerate(devices)]
-
-
-def neighbouring_stages(slots: list, layout: MegatronConfig, per_node: int) -> list:
-    """Reorder the ranks' slots so that the pipeline stages of each replica are on neighbouring nodes.
-
-    Megatron numbers the ranks stage by stage. If ranks took the slots in the order of nodes, the first stages
-    of all replicas would come before any second stage, and the stages of one replica would be far apart.
-
-    Slots are moved only in blocks. A block consists of whole nodes, and of whole groups of ranks that share
-    experts, because the ranks within these exchange more data than stages do.
-
-    slots: a slot for each rank, sorted by node.
-    layout: the parallel sizes of the trainer.
-    per_node: number of devices of the largest node.
-
-    Returns the slots in rank order. They are unchanged if a stage cannot be divided into whole blocks.
-    """
-    of_replica = layout.tensor_parallel * layout.context_parallel
-    of_stage = of_replica * layout.data_parallel
-    block = lcm(of_replica, layout.expert_parallel * layout.expert_tensor_parallel, per_node)
-    num_stages = layout.pipeline_parallel
-    if len(slots) != of_stage * num_stages or of_stage % block:
-        return slots
-    stages, replicas = range(num_stages), range(of_stage // block)
-    firsts = [(replica * num_stages + stage) * block for stage in stages for replica in replicas]
-    return [slot for first in firsts for slot in slots[first : first + block]]
 
 
 def _sorted(of_bundles: list[list[Slot]]) -> list[Slot]:

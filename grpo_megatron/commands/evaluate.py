@@ -46,6 +46,7 @@ def evaluation_config(config: Config) -> Config:
         config,
         run=replace(config.run, name=f"{config.run.name}_eval", total_steps=1, resume="none"),
         cluster=replace(config.cluster, placement=Placement.separate),
+        rollout=replace(config.rollout, engine=replace(config.rollout.engine, max_engines=None)),
     )
 
 

@@ -40,7 +40,7 @@ def selftest_config(config: Config, steps: int) -> Config:
             "selftest compares an engine with the trainer, but rollout.replay runs no engine; leave "
             "rollout.replay out"
         )
-    engine = replace(config.rollout.engine, load_format=LoadFormat.dummy)
+    engine = replace(config.rollout.engine, load_format=LoadFormat.dummy, max_engines=None)
     optimizer = replace(config.optimizer, lr_min=0.0, lr_schedule=LrSchedule.constant, lr_warmup_steps=0)
     optimizer.lr = 0.0  # set here, because the schema refuses a user's 0
     return replace(

@@ -24,7 +24,7 @@ from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import Sample, WeightSpan
 from grpo_megatron.batch.sums import SequenceSums
 from grpo_megatron.batch.train_batch import TrainBatch
-from grpo_megatron.cluster.placement import neighbouring_stages
+from grpo_megatron.cluster.bundles import neighbouring_stages
 from grpo_megatron.config.schema import Config, Placement, RoutingReplay
 from grpo_megatron.megatron.results import Measurement, TrainResult
 from grpo_megatron.metrics import concrete

@@ -73,7 +73,7 @@ class EvaluationBeside:
         except BaseException as error:  # `report` raises it in the caller's thread
             self._error = error
 
-    def report(self, now: int, wait: bool = False) -> None:
+    def report(self, now: int, wait: bool = False) -> bool:
         """Pass the scores of an evaluation that has ended to the monitor, and release its engines.
 
         The scores are logged under the step whose weights were evaluated. "eval/steps_late" is the number of
@@ -82,12 +82,14 @@ class EvaluationBeside:
         now: number of training steps done so far.
         wait: True to wait until the evaluation in progress has ended.
 
-        Raises the error of the evaluation. If all its engines have been lost, a warning is logged instead.
+        Returns True if engines were released, which need the newest weights. Raises the error of the
+        evaluation. If all its engines have been lost, a warning is logged instead.
         """
         if self._thread is None or (self._thread.is_alive() and not wait):
-            return
+            return False
         self._thread.join()
         step, self._step, self._thread = self._step, None, None
+        drawn, self._drawn = self._drawn, {}
         is_lost = isinstance(self._error, ProcessLost) and not self._engines.serving
         version = self._engines.weight_version
         self._engines.release()
@@ -96,12 +98,13 @@ class EvaluationBeside:
                 f"the evaluation after {step} steps has no scores, because all engines with the weights of "
                 f"that step have been lost: {self._error}"
             )
-            return
+            return True
         if self._error:
             raise self._error
-        scores = scalars(self._evaluation.scored(step, self._drawn))
+        scores = scalars(self._evaluation.scored(step, drawn))
         about = {"eval/weight_version": float(version), "eval/steps_late": float(now - step)}
         self._monitor.evaluated(step, scores | about)
+        return True
 
     def close(self) -> None:
         """Abort the evaluation in progress. Its scores are missing."""
@@ -111,21 +114,7 @@ class EvaluationBeside:
             self._thread = None
             logger.warning(f"the evaluation after {self._step} steps had not ended, so it has no scores")
 
-    def state_dict(self) -> dict:
-        """Return {"step": number of steps before the evaluation in progress, or None}."""
-        return {"step": self._step}
-
-    def resume(self, step: int, state: dict) -> None:
-        """Begin the evaluation again that was in progress at a checkpoint. The engines have its weights now.
-
-        step: step of the checkpoint.
-        state: what `state_dict` has returned.
-        """
-        evaluated = state.get("step")
-        if evaluated == step:
-            self.begin(step)
-        elif evaluated is not None:
-            logger.warning(
-                f"the evaluation after {evaluated} steps had not ended at the checkpoint of step {step}, and "
-                "its weights are gone, so it has no scores"
-            )
+    @property
+    def step(self) -> int | None:
+        """Number of training steps of the weights that are being evaluated. None: there is no evaluation."""
+        return self._step

@@ -1,5 +1,6 @@
 """Rollouts for the training loop: sampled in turn with training, or ahead of it while it goes on."""
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -10,6 +11,8 @@ from grpo_megatron.rollout.evaluation import Evaluation
 from grpo_megatron.rollout.evaluation_beside import EvaluationBeside
 from grpo_megatron.rollout.handover import Handover
 from grpo_megatron.rollout.source import EngineRollouts, Rollout
+
+logger = logging.getLogger(__name__)
 
 
 class RolloutPipeline:
@@ -45,7 +48,9 @@ class RolloutPipeline:
         """
         self.source, self.handover = source, handover
         self._phases, self._evaluation, self._score = monitor.phases, evaluation, score
-        self._beside, self._resumed = beside, (0, {})  # resumed: step of the checkpoint, state of `beside`
+        self._beside, self._monitor = beside, monitor
+        self._step = 0  # number of training steps done so far
+        self._unfinished: int | None = None  # `EvaluationBeside.step` at the checkpoint
         self._sampled = sampled
 
     @property
@@ -63,19 +68,27 @@ class RolloutPipeline:
     def start(self) -> None:
         """Copy the trainer's weights into the engines for the first time."""
         self.handover.publish()
-        if self._beside:
-            self._beside.resume(*self._resumed)
+        if self._evaluation is None or self._unfinished is None:
+            return
+        if self._unfinished != self._step:
+            logger.warning(
+                f"the evaluation after {self._unfinished} steps had not ended at the checkpoint of step "
+                f"{self._step}. It is not made again, because its weights are gone"
+            )
+        elif not (self._beside and self._beside.begin(self._step)):
+            self._monitor.evaluated(self._step, self._evaluate_now(self._step))
 
     def take(self, step: int) -> Rollout:
         """Sample the groups of a training step and return them with rewards. The ranks can train afterwards.
 
         step: index of the step, from 1.
         """
-        if self._beside:
-            self._beside.report(step - 1)
+        self._step = step - 1
+        self._report()
         self.handover.to_engines()
         with self._phases("generate"):
             rollout = self.source.take(step, self._revive)
+        self._step = step
         self.handover.to_ranks()
         self._sampled()
         if self._score is None:
@@ -83,17 +96,26 @@ class RolloutPipeline:
         with self._phases("score"):
             return replace(rollout, groups=self._score(rollout.groups))
 
+    def _report(self, wait: bool = False) -> bool:
+        return self._beside is not None and self._beside.report(self._step, wait)
+
     def _revive(self) -> None:
-        """Copy the weights into engines that have been started again, if no other engine serves."""
+        """Copy the weights into engines that have come back or were held, if no other engine serves."""
+        self._report()
         if self.handover.weight_sync.is_waited_for:
             self.handover.publish(changed=False)
 
     def weights_changed(self) -> None:
         """Copy the trainer's weights into the engines, after a training step has changed them."""
+        self._publish()
+
+    def _publish(self, changed: bool = True) -> None:
+        """Copy the trainer's weights into the engines. changed: as for Handover.publish."""
         with ExitStack() as updating:
             with self._phases("generate"):  # the driver may have to wait for groups that are being sampled
-                updating.enter_context(self.source.updating())
-            self.handover.publish()
+                updating.enter_context(self.source.updating(changed))
+            self._report()  # engines that an evaluation no longer needs get the weights, too
+            self.handover.publish(changed)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate the engines' weights on the held-out prompts. Return {metric: score}; {} without prompts.
@@ -105,11 +127,15 @@ class RolloutPipeline:
         """
         if self._evaluation is None:
             return {}
-        if self._beside:
-            with self._phases("evaluate"):
-                self._beside.report(step, wait=True)
-            if self._beside.begin(step):
-                return {}
+        with self._phases("evaluate"):
+            has_released = self._report(wait=True)
+        if has_released:
+            self._publish(changed=False)
+        if self._beside and self._beside.begin(step):
+            return {}
+        return self._evaluate_now(step)
+
+    def _evaluate_now(self, step: int) -> dict[str, float]:
         self.handover.to_engines()
         with self._phases("evaluate"):
             return self._evaluation.run(step)
@@ -117,7 +143,7 @@ class RolloutPipeline:
     def state_dict(self) -> dict:
         state = {"weight_sync": self.handover.weight_sync.state_dict()}
         if self._beside:
-            state["evaluation_beside"] = self._beside.state_dict()
+            state["evaluation_beside"] = {"step": self._beside.step}
         return self.source.state_dict() | state
 
     def load_state_dict(self, state: dict) -> None:
@@ -129,8 +155,8 @@ class RolloutPipeline:
         self.source.load_state_dict(state)
         if state["weight_sync"]:
             self.handover.weight_sync.load_state_dict(state["weight_sync"])
-        if self._beside:
-            self._resumed = state["step"], state.get("evaluation_beside", {})
+        self._step = state.get("step", 0)
+        self._unfinished = state.get("evaluation_beside", {}).get("step")
 
     def close(self) -> None:
         if self._beside:

@@ -160,9 +160,9 @@ class EngineRollouts:
             None if found.groups else next(name for name, samples in reversed(found.removed) if len(samples))
         )
 
-    def updating(self) -> AbstractContextManager[None]:
-        """Return a context in which the engines may get new weights."""
-        return self._stream.updating()
+    def updating(self, changed: bool = True) -> AbstractContextManager[None]:
+        """Return a context in which the engines may get weights. changed: False if they are not new."""
+        return self._stream.updating(changed)
 
     @property
     def metrics(self) -> dict[str, float]:

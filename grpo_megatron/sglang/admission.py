@@ -1,5 +1,6 @@
 """Admission: keeps rounds of requests, weight updates and released memory of the engines apart."""
 
+import itertools
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -26,12 +27,17 @@ class Admission:
     that all engines are always in the same state.
     """
 
-    def __init__(self) -> None:
-        """Begin with engines that have just started: they are closed until their weights are synced."""
+    def __init__(self, numbers: Iterator[int] | None = None):
+        """Begin with engines that have just started: they are closed until their weights are synced.
+
+        numbers: numbers for the rounds, which must increase. Another object for the same engines may use them
+            too. None: from 1.
+        """
+        self.numbers = numbers or itertools.count(1)
         self._lock = threading.Lock()
         self._rounds: dict[str, RoundId] = {}  # in progress, by caller
         self._over_updates: set[str] = set()  # callers whose rounds go on while weights are updated
-        self._closed, self._number = {Closed.unsynced}, 0
+        self._closed = {Closed.unsynced}
 
     @contextmanager
     def round(self, caller: str, over_updates: bool = False) -> Iterator[RoundId]:
@@ -48,8 +54,7 @@ class Admission:
                     f"a round of `{caller}` is in progress, and one caller cannot have two at a time; wait "
                     "until it has ended"
                 )
-            self._number += 1
-            admitted = self._rounds[caller] = RoundId(caller, self._number)
+            admitted = self._rounds[caller] = RoundId(caller, next(self.numbers))
             if over_updates:
                 self._over_updates.add(caller)
         try:

@@ -4,13 +4,15 @@ import logging
 import threading
 from collections.abc import Callable
 
-from grpo_megatron.cluster.placement import Cluster, Slot
-from grpo_megatron.errors import ProcessLost
+from grpo_megatron.cluster.placement import Cluster, RequestedEngine, Slot
+from grpo_megatron.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 # Seconds between two looks at whether Ray has reserved the devices of the next engine.
 _LOOK_SECONDS = 2.0
+# Longest time to wait for the thread at the end of the run. It may be waiting for a node that has left.
+_END_SECONDS = 5.0
 
 
 class FurtherEngines:
@@ -19,37 +21,43 @@ class FurtherEngines:
     Ray reserves devices that are free: those that no run uses, and those of nodes that join the cluster.
     """
 
-    def __init__(self, cluster: Cluster, most: int, add: Callable[[list[Slot]], bool]):
+    def __init__(self, cluster: Cluster, most: int, add: Callable[[list[Slot], RequestedEngine], bool]):
         """Start to ask, in a thread.
 
         most: number of further engines.
         add: adds an engine with these slots to the run. It returns False if that is not possible now.
         """
-        self._cluster, self._most, self._add = cluster, most, add
-        self._closed = threading.Event()
+        self._cluster, self._add = cluster, add
+        self._closed, self._missing = threading.Event(), threading.Semaphore(most)
         self._thread = threading.Thread(target=self._run, name="further engines", daemon=True)
         self._thread.start()
 
-    def _run(self) -> None:
-        for _ in range(self._most):
-            if not self._add_one():
-                return
+    def replace_one(self) -> None:
+        """Ask for one more engine, in place of one that is not started again."""
+        self._missing.release()
 
-    def _add_one(self) -> bool:
-        """Add an engine as soon as there are devices for it. Return False if `close` comes first."""
-        asked = self._cluster.request_engine()
-        while not self._closed.wait(_LOOK_SECONDS):
+    def _run(self) -> None:
+        while self._missing.acquire() and not self._closed.is_set():
             try:
-                slots = asked.slots()
-            except ProcessLost as error:
-                logger.warning(f"a node that joined has left before an engine was started there: {error}")
-                asked.release()
-                asked = self._cluster.request_engine()
-                continue
-            if slots and self._add(slots):
-                return True
-        return False
+                self._add_one()
+            except UserError as error:
+                logger.warning(f"a node has left before an engine was started there: {error}")
+                self._missing.release()
+                self._closed.wait(_LOOK_SECONDS)
+
+    def _add_one(self) -> None:
+        """Add an engine as soon as there are devices for it. Return without one if the run ends before."""
+        requested = self._cluster.request_engine()
+        try:
+            while not self._closed.wait(_LOOK_SECONDS):
+                slots = requested.slots()
+                if slots and self._add(slots, requested):
+                    return
+        except BaseException:
+            requested.release()
+            raise
 
     def close(self) -> None:
         self._closed.set()
-        self._thread.join()
+        self._missing.release()
+        self._thread.join(_END_SECONDS)

@@ -18,7 +18,8 @@ class HeldEngines:
         """Hold no engines yet. most: maximum number of engines to hold."""
         self._pool, self._most = pool, most
         self._held: Mapping[int, int] = {}
-        self.admission, self.weight_version = Admission(), 0
+        # Engines outlive this object if ranks restart. They ignore rounds with numbers that they know.
+        self.admission, self.weight_version = Admission(pool.admission.numbers), 0
         self.admission.open(Closed.unsynced)
 
     @property

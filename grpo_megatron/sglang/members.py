@@ -36,14 +36,16 @@ class Membership:
         give_up: Callable[[int], None] = lambda index: None,
         patience: float = 0.0,
         missing: Collection[int] = (),
+        gone: Collection[int] = (),
     ):
-        """Begin with engines that serve, except for those that are missing. These are started now.
+        """Begin with engines that serve, except for those that are missing or gone.
 
         names: names of the engines, for messages.
         start_again: starts an engine again, and returns when it is ready. Its argument is the engine's index.
         give_up: ends an engine that is not started again.
         patience: seconds in which no engine has to serve while lost ones are started again.
-        missing: indices of the missing ones.
+        missing: indices of engines to start now.
+        gone: indices of engines that are not started again.
         """
         self._names, self._patience = list(names), patience
         self._start_again, self._give_up = start_again, give_up
@@ -56,6 +58,8 @@ class Membership:
         self._early_losses = [0] * len(names)
         self._threads: list[threading.Thread] = []
         self._closed = threading.Event()
+        for index in gone:
+            self._states[index] = _State.gone
         for index in missing:
             self._states[index] = _State.starting
         for index in missing:
@@ -141,10 +145,10 @@ class Membership:
     def must_come_back(self) -> None:
         """Raise the error of the last loss if no engine serves, and none is expected to serve any more."""
         with self._lock:
-            if {_State.serving, _State.ready, _State.held} & set(self._states):
+            if {_State.serving, _State.ready} & set(self._states):
                 return
             since, error = self._last_loss
-            if set(self._states) <= {_State.gone} or time.monotonic() - since > self._patience:
+            if set(self._states) <= {_State.gone, _State.held} or time.monotonic() - since > self._patience:
                 raise error
 
     def _replace(self, index: int) -> None:
@@ -162,7 +166,9 @@ class Membership:
         with self._lock:
             self._starts[index] += 1
             self._set(index, state)
-        if state == _State.ready:
+        if state == _State.gone:
+            self._give_up(index)
+        else:
             logger.info(f"{self._names[index]} has started, and serves after the next weight sync")
 
     def updated(self, engines: Mapping[int, int]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import ray
 
 from grpo_megatron.cluster.hang_detector import HangDetector
-from grpo_megatron.cluster.placement import Cluster, Slot, by_node
+from grpo_megatron.cluster.placement import Cluster, RequestedEngine, Slot, by_node
 from grpo_megatron.cluster.processes import Process, fetch, gather
 from grpo_megatron.config.derived import most_engines
 from grpo_megatron.config.rollout import OnUpdate, RolloutConfig
@@ -82,21 +82,28 @@ class EnginePool:
         self._announced: dict[int, int] = {}  # those for which `joined` was called last, as in `serving`
         every = range(self._num_first)
         self._actors.start(every, self._actors.addresses(every))
+        # {index: reservation of its devices} of the engines that have joined and have not been given up.
+        self._reserved: dict[int, RequestedEngine] = {}
         further = most_engines(config.engine) - self._num_first
         self._further = FurtherEngines(cluster, further, self._add) if further else None
 
-    def _all_serve(self, missing: Collection[int] = ()) -> Membership:
+    def _all_serve(self, missing: Collection[int] = (), gone: Collection[int] = ()) -> Membership:
         names = [process.name for process in self._processes]
         patience = self._config.engine.patience
-        return Membership(names, self._start_again, self._give_up, patience, missing)
+        return Membership(names, self._start_again, self._give_up, patience, missing, gone)
 
-    def _add(self, slots: list[Slot]) -> bool:
-        """Start one more engine. Return False if that is not possible while the run recovers or ends."""
+    def _add(self, slots: list[Slot], requested: RequestedEngine) -> bool:
+        """Start one more engine. Return False if that is not possible while the run recovers or ends.
+
+        slots: its devices.
+        requested: the reservation of the devices.
+        """
         with self._starting:
             if self._is_closed:
                 return False
             self._actors.add(by_node(slots))
             self._nodes.append(tuple(slot.node for slot in slots))
+            self._reserved[len(self._nodes) - 1] = requested
             name = self._processes[-1].name
             logger.info(f"there are free devices for one more engine; {name} is started on them")
             self.membership.add(name)
@@ -159,6 +166,8 @@ class EnginePool:
         if self._engines[index] is not None:
             self._hang_detector.outlived(self._engines[index])
         self._actors.close([index])
+        if index in self._reserved and not self._reserved[index].is_whole:
+            raise ProcessLost("its node has left the Ray cluster")
         addresses = self._actors.addresses([index])  # takes long if a node is gone
         with self._starting:
             if self._is_closed:
@@ -168,8 +177,12 @@ class EnginePool:
 
     def _give_up(self, index: int) -> None:
         """End the processes of an engine that is not started again."""
-        self._hang_detector.outlived(self._engines[index])
+        if self._engines[index] is not None:
+            self._hang_detector.outlived(self._engines[index])
         self._actors.close([index])
+        if requested := self._reserved.pop(index, None):
+            requested.release()
+            self._further.replace_one()
 
     def recover(self, anew: bool) -> None:
         """Bring the engines into a usable state after a failure anywhere in the run.
@@ -192,8 +205,10 @@ class EnginePool:
         self.membership.join()
         first = [index for index in lost if index < self._num_first]
         self._actors.start(first, self._actors.addresses(first))
-        self._is_closed = False
-        self.membership = self._all_serve(missing=[index for index in lost if index >= self._num_first])
+        with self._starting:
+            self._is_closed = False
+            gone = set(range(self._num_first, len(self._engines))) - self._reserved.keys()
+            self.membership = self._all_serve(set(lost) - set(first) - gone, gone)
         self._updating, self._updated_actors, self._announced, self._released = {}, {}, {}, set()
         self.admission.restart()
 
@@ -207,10 +222,11 @@ class EnginePool:
 
     def connections(self) -> list[EngineConnection]:
         """Return what another process needs to send requests to each engine, until it is started again."""
-        return [
-            EngineConnection(engine, process, self._config)
-            for engine, process in zip(self._engines, self._processes, strict=True)
-        ]
+        with self._starting:  # an engine may be joining
+            return [
+                EngineConnection(engine, process, self._config)
+                for engine, process in zip(self._engines, self._processes, strict=True)
+            ]
 
     def score_on_all(self, sequences: list[list[int]]) -> list[list[np.ndarray]]:
         """Return every engine's log-probs of the same token sequences, to compare them with the trainer's.

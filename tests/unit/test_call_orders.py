@@ -6,6 +6,7 @@ tests/integration/test_call_orders.py has a real engine.
 import asyncio
 import itertools
 import random
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -96,7 +97,7 @@ class Pool(EnginePool):
         self.engines = [Engine() for _ in range(size)]
         self._engines = [Remote(engine) for engine in self.engines]
         self._processes = [Process(f"engine {index}", "") for index in range(size)]
-        self._config = RolloutConfig(max_concurrency=CONCURRENCY)
+        self._config, self._starting = RolloutConfig(max_concurrency=CONCURRENCY), threading.Lock()
         self.membership, self._updating, self._updated_actors, self._announced = self._all_serve(), {}, {}, {}
         self.admission, self._released, self.weight_version, self.end_ids = Admission(), set(), 0, frozenset()
         self.admission.open(Closed.unsynced)

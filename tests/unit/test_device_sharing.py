@@ -224,7 +224,7 @@ class Source:
     def take(self, step, revive):
         return self._sampled("take")
 
-    def updating(self):
+    def updating(self, changed=True):
         return contextlib.nullcontext()
 
     def close(self):

@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import threading
+import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,10 +14,13 @@ from grpo_megatron.batch.prompt import Prompt
 from grpo_megatron.batch.sample import WeightSpan
 from grpo_megatron.cluster.processes import ProcessDied
 from grpo_megatron.config.load import read_config
+from grpo_megatron.monitoring.phases import Phases
 from grpo_megatron.rollout.episodes import SingleTurn
 from grpo_megatron.rollout.evaluation import Evaluation
 from grpo_megatron.rollout.evaluation_beside import EvaluationBeside
 from grpo_megatron.rollout.groups import GroupSampler, StaleWeights
+from grpo_megatron.rollout.pipeline import RolloutPipeline
+from grpo_megatron.rollout.source import Rollout
 from grpo_megatron.sglang.held import HeldEngines
 from grpo_megatron.sglang.members import Membership
 from grpo_megatron.sglang.request import Completion
@@ -114,7 +119,7 @@ def test_an_evaluation_is_of_one_version_while_the_others_get_new_weights(beside
     for _ in range(2):
         pool.publish()
     assert pool.versions == {0: 3, 1: 1}
-    assert evaluation.state_dict() == {"step": 1}
+    assert evaluation.step == 1
     pool.may_answer.set()
     evaluation.report(now=3, wait=True)
     ((step, found),) = scores
@@ -122,7 +127,7 @@ def test_an_evaluation_is_of_one_version_while_the_others_get_new_weights(beside
     assert found["eval/mean@2"] == found["eval/greedy"] == 0.5
     assert (found["eval/weight_version"], found["eval/steps_late"]) == (1, 2)
     assert set(pool.asked) == {1}
-    assert evaluation.state_dict() == {"step": None}
+    assert evaluation.step is None
     assert pool.serving == {0: 0}  # not before it has the newest weights
     pool.publish()
     assert pool.serving == {0: 0, 1: 0}
@@ -193,14 +198,108 @@ def test_the_end_of_the_run_aborts_an_evaluation(beside, caplog):
     assert "the evaluation after 1 steps had not ended" in caplog.text
 
 
-def test_a_resumed_run_evaluates_again_what_its_checkpoint_has(beside, caplog):
+def pipeline_of(pool, evaluation, tmp_path):
+    """Return a RolloutPipeline, and the steps in which an evaluation interrupted training."""
+    now = []
+    between = SimpleNamespace(run=lambda step: now.append(step) or {"eval/mean@2": 0.25})
+    source = SimpleNamespace(
+        updating=lambda changed: nullcontext(),
+        take=lambda *_: Rollout([]),
+        state_dict=dict,
+        load_state_dict=lambda state: None,
+        close=lambda: None,
+    )
+    sync = SimpleNamespace(state_dict=dict, is_waited_for=False, close=lambda: None)
+    handover = SimpleNamespace(
+        publish=lambda changed=True: pool.publish(),
+        to_engines=lambda: None,
+        to_ranks=lambda: None,
+        weight_sync=sync,
+    )
+    monitor = evaluation._monitor
+    monitor.phases = Phases()
+    return RolloutPipeline(source, handover, monitor, between, evaluation), now
+
+
+def test_engines_get_the_weights_of_the_step_in_which_their_evaluation_ended(beside, tmp_path):
     pool = Pool()
-    evaluation, _ = beside(pool)
-    evaluation.resume(4, {})
-    evaluation.resume(4, {"step": None})
-    assert evaluation.state_dict() == {"step": None}
+    evaluation, scores = beside(pool)
+    pipeline, now = pipeline_of(pool, evaluation, tmp_path)
+    pipeline.start()
+    pipeline.take(1)
+    pipeline.weights_changed()
+    assert pipeline.evaluate(1) == {}
+    pipeline.take(2)
+    asked(pool)
+    pool.may_answer.set()
+    evaluation._thread.join(10)
+    pipeline.weights_changed()
+    assert [step for step, _ in scores] == [1]
+    assert pool.serving == {0: 0, 1: 0}
+    assert set(pool.versions.values()) == {3}
+    assert now == []
+
+
+def test_an_evaluation_that_is_waited_for_makes_room_for_the_next_one(beside, tmp_path):
+    """Its engine gets the weights at once. Otherwise, one engine would serve, and could not be held."""
+    pool = Pool()
+    evaluation, scores = beside(pool)
+    pipeline, now = pipeline_of(pool, evaluation, tmp_path)
+    pipeline.start()
+    pipeline.take(1)
+    assert pipeline.evaluate(1) == {}
+    pipeline.take(2)
+    pipeline.weights_changed()
+    pool.may_answer.set()
+    assert pipeline.evaluate(2) == {}
+    evaluation._thread.join(10)
+    pipeline.take(10)
+    pipeline.weights_changed()
+    assert pipeline.evaluate(10) == {"eval/mean@2": 0.25}
+    assert [step for step, _ in scores] == [1, 2]
+    assert now == [10]
+    assert pool.serving == {0: 0, 1: 0}  # the last one used all engines
+
+
+@pytest.mark.parametrize(
+    ("unfinished", "engines", "made_now"), [(4, 2, []), (4, 1, [4]), (3, 2, []), (None, 2, [])]
+)
+def test_a_resumed_run_evaluates_again_what_its_checkpoint_has(
+    beside, tmp_path, caplog, unfinished, engines, made_now
+):
+    pool = Pool()
+    if engines == 1:
+        pool.lost(0, 0, ProcessDied("planted"))
+    evaluation, scores = beside(pool)
+    pipeline, now = pipeline_of(pool, evaluation, tmp_path)
+    pipeline.load_state_dict({"step": 4, "weight_sync": None, "evaluation_beside": {"step": unfinished}})
+    pool.publish = lambda: None
     with caplog.at_level(logging.WARNING, "grpo_megatron"):
-        evaluation.resume(4, {"step": 3})
-    assert "the evaluation after 3 steps" in caplog.text
-    evaluation.resume(4, {"step": 4})
-    assert evaluation.state_dict() == {"step": 4}
+        pipeline.start()
+    assert now == made_now
+    assert len(scores) == len(made_now)
+    assert evaluation.step == (4 if unfinished == 4 and not made_now else None)
+    assert pipeline.state_dict()["evaluation_beside"] == {"step": evaluation.step}
+    assert ("its weights are gone" in caplog.text) == (unfinished == 3)
+
+
+def test_rounds_of_engines_that_outlive_a_restart_have_new_numbers():
+    """Engines remember the numbers of rounds, and ignored the first evaluation after ranks had restarted."""
+    pool, numbers = Pool(), []
+    for _ in range(2):  # an attempt of the run
+        held = HeldEngines(pool, most=1)
+        with held.admission.round("evaluate"), pool.admission.round("train") as trained:
+            pass
+        with held.admission.round("evaluate") as evaluated:
+            numbers += [trained.number, evaluated.number]
+    assert numbers == sorted(set(numbers))
+
+
+def test_engines_that_are_held_do_not_keep_a_run_waiting_for_ever():
+    membership = Membership(["engine 0", "engine 1"], lambda index: time.sleep(60), patience=100)
+    assert membership.hold(1) == {1: 0}
+    membership.lose(0, 0, ProcessDied("planted"))
+    membership.must_come_back()
+    membership._patience = 0.0
+    with pytest.raises(ProcessDied):
+        membership.must_come_back()

@@ -43,15 +43,17 @@ def cluster(monkeypatch):
 
 def test_one_engine_at_a_time_is_asked_for(cluster):
     added = []
-    engines = FurtherEngines(cluster, 2, lambda slots: added.append(slots) or True)
+    engines = FurtherEngines(cluster, 2, lambda slots, _: added.append(slots) or True)
     wait_until(lambda: cluster.asked, "nothing is asked for")
     cluster.answers = [None, ["first"]]
     wait_until(lambda: cluster.asked == 2, "the second engine is not asked for")
     assert added == [["first"]]
     cluster.answers = [["second"]]
     wait_until(lambda: len(added) == 2, "the second engine is not added")
-    engines._thread.join(10)
     assert cluster.asked == 2
+    engines.replace_one()
+    cluster.answers = [["third"]]
+    wait_until(lambda: len(added) == 3, "the engine is not replaced")
     engines.close()
 
 
@@ -59,19 +61,18 @@ def test_devices_are_offered_again_until_the_run_takes_them(cluster):
     """A run that recovers from a failure takes none."""
     takes, offered = threading.Event(), []
     cluster.slots = lambda: ["slot"]
-    engines = FurtherEngines(cluster, 1, lambda slots: offered.append(slots) or takes.is_set())
+    engines = FurtherEngines(cluster, 1, lambda slots, _: offered.append(slots) or takes.is_set())
     wait_until(lambda: len(offered) > 2, "they are not offered again")
     takes.set()
-    engines._thread.join(10)
-    assert cluster.asked == 1
     engines.close()
+    assert cluster.asked == 1
 
 
 def test_a_node_that_leaves_at_once_is_not_waited_for(cluster, caplog):
     cluster.answers = [ProcessLost("planted"), ["slot"]]
     added = []
-    engines = FurtherEngines(cluster, 1, lambda slots: added.append(slots) or True)
-    engines._thread.join(10)
+    engines = FurtherEngines(cluster, 1, lambda slots, _: added.append(slots) or True)
+    wait_until(lambda: added, "no engine is added")
     assert added == [["slot"]]
     assert (cluster.asked, cluster.released) == (2, 1)
     assert "has left before an engine was started there: planted" in caplog.text
@@ -79,6 +80,6 @@ def test_a_node_that_leaves_at_once_is_not_waited_for(cluster, caplog):
 
 
 def test_the_end_of_a_run_ends_the_asking(cluster):
-    engines = FurtherEngines(cluster, 1, lambda slots: True)
+    engines = FurtherEngines(cluster, 1, lambda *_: True)
     engines.close()
     assert not engines._thread.is_alive()

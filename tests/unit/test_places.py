@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from grpo_megatron.cluster import ray_connection, ray_patches, wait
-from grpo_megatron.cluster.placement import neighbouring_stages
+from grpo_megatron.cluster.bundles import neighbouring_stages
 from grpo_megatron.cluster.ports import free_ports
 from grpo_megatron.config.load import read_config
 from grpo_megatron.config.schema import MegatronConfig

@@ -346,7 +346,7 @@ def test_the_pipeline_updates_the_engines_while_nothing_is_started(rollouts):
     sampled = rollouts(engine, "rollout.staleness=2", "rollout.on_update=continue")
     started = []
 
-    def publish():
+    def publish(changed):
         before = sampled._slots.items
         time.sleep(0.05)
         started.append(len(sampled._slots.items) - len(before))

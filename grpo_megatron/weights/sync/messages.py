@@ -47,6 +47,8 @@ class SyncSetup:
     """Folder in which parcels are written as files. Used only by Transport.disk."""
     delta: bool = False
     """True to send only the elements that changed since the last sync, compressed."""
+    plan: int = 0
+    """Number of the reshard plan. In the store, the keys of a plan begin with it."""
 
     def payload_bytes(self, parcel: Parcel, kind: SyncKind = SyncKind.transfer) -> int:
         """Return the maximum number of bytes that are sent for a parcel in a sync of this kind.
@@ -58,8 +60,13 @@ class SyncSetup:
             return 8 * len(parcel.tensor_spans)
         return max_payload(parcel) if self.delta else parcel.total_bytes
 
-    def connect(self) -> dist.TCPStore:
-        return self.store.connect(self.timeout)
+    def connect(self) -> dist.Store:
+        """Return a new client of the driver's store, for the keys of this plan."""
+        return self.of_plan(self.store.connect(self.timeout))
+
+    def of_plan(self, store: dist.Store) -> dist.Store:
+        """Return the part of a store that has the keys of this plan."""
+        return dist.PrefixStore(f"plan {self.plan}", store)
 
 
 @dataclass(frozen=True)

@@ -49,14 +49,15 @@ class Resharding:
         self._sync_id, self._layouts = 0, layouts
         # Engines of the plan, as in WeightTarget.members.
         self._members = tuple((index, 0) for index in range(layouts.num_engines))
+        self._store, self._num_plans = StoreServer(ray.util.get_node_ip_address(), timeout=60), 0
         self._plan_for(layouts)
         self._clear_folder()  # a killed run of the same name may have left files
 
     def _plan_for(self, layouts: Layouts) -> None:
-        """Compute the reshard plan, and settings with a new store. All ranks then connect anew."""
+        """Compute the reshard plan, and settings with its number. All ranks then connect anew."""
         transport, layouts = choose_transport(self._config, layouts)
         self._plan = ReshardPlan(layouts)
-        self._store = StoreServer(ray.util.get_node_ip_address(), timeout=60)
+        self._num_plans += 1
         self._setup = SyncSetup(
             layouts,
             transport,
@@ -65,6 +66,7 @@ class Resharding:
             self._config.timeout,
             folder=self._folder,
             delta=self._config.delta,
+            plan=self._num_plans,
         )
         self._delivered = None
         self.__dict__.pop("_links_to", None)
@@ -186,8 +188,8 @@ class Resharding:
         # Collective calls wait until their own time limit, or end the process. Relays use them too.
         if self._setup.transport == Transport.groups or self._plan.has_relays:
             raise error
-        self._members = ()  # the next sync has a new plan and a new store, without this key
-        self._store.store.set(ABANDONED, "")
+        self._members = ()  # the next sync has a new plan, without this key
+        self._setup.of_plan(self._store.store).set(ABANDONED, "")
         try:
             return outcomes(references, processes, "weight sync", _ABANDON_SECONDS, sent.forwarded)
         except ProcessLost:
