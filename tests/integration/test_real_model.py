@@ -27,7 +27,7 @@ def test_conversion_there_and_back_is_bit_identical(smollm2, tmp_path):
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory):
     folder = tmp_path_factory.mktemp("problems")
-    run_tool("make_word_problems", folder, "--train", 64, "--held-out", 16)
+    run_tool("make_word_problems", folder, "--train", 64, "--held-out", 8)
     return folder
 
 
@@ -50,14 +50,18 @@ def test_engine_and_trainer_agree(ray_here, smollm2, problems, tmp_path, capsys)
 
 
 def test_one_step_trains_it_in_bf16(ray_here, smollm2, problems, tmp_path):
-    """The configuration of `make quickstart-real`, which takes too long for a test: a step, an evaluation
-    and a report.
+    """The configuration of `make quickstart-real`, which takes too long for a test: a small step, two
+    evaluations and a report. Most processors are slow in bf16.
     """
     small = [
         "run.total_steps=1",
         "data.train_batch_size=2",
         "train.ppo_mini_batch_size=2",
         "optimizer.lr_warmup_steps=0",
+        "rollout.n=4",
+        "rollout.max_response_length=16",
+        "rollout.dynamic_sampling.enabled=false",
+        "algorithm.filters=[]",
     ]
     bf16 = ["megatron.precision=bf16", "rollout.engine.dtype=bfloat16"]
     assert main(["train", *arguments(smollm2, problems, tmp_path, *small, *bf16)]) == 0
@@ -76,7 +80,7 @@ def test_one_step_trains_it_in_bf16(ray_here, smollm2, problems, tmp_path):
 
 @pytest.mark.skipif(not GSM8K.is_file(), reason=f"{GSM8K} is not here")
 def test_gsm8k_is_as_hard_as_expected(ray_here, smollm2, tmp_path, capsys):
-    """The command of docs/recipes.md solves about 2 of the first 100 problems."""
+    """The command of docs/recipes.md solves about 2 of the first 100 problems greedily."""
     lines = GSM8K.read_text(encoding="utf-8").splitlines(keepends=True)
     (tmp_path / "first100.jsonl").write_text("".join(lines[:100]), encoding="utf-8")
     changes = [f"run.root={tmp_path}", f"model.path={smollm2}", f"data.eval={tmp_path}/first100.jsonl"]
@@ -89,6 +93,8 @@ def test_gsm8k_is_as_hard_as_expected(ray_here, smollm2, tmp_path, capsys):
                 *changes,
                 "rollout.max_response_length=192",
                 "eval.n=1",
+                "eval.temperature=0",
+                "eval.greedy=false",
             ]
         )
         == 0
@@ -96,17 +102,16 @@ def test_gsm8k_is_as_hard_as_expected(ray_here, smollm2, tmp_path, capsys):
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     print(result["scores"])
     (scores,) = result["scores"].values()
-    assert (
-        0.01 <= scores["greedy"] <= 0.04
-    )  # 0.02 in float32; other processors' rounding may exchange a token
+    # 0.02 in float32. The rounding of other processors may exchange a token.
+    assert 0.01 <= scores["mean@1"] <= 0.04
 
 
 def test_the_benchmark_runs_small(smollm2):
-    arguments = ["--model", smollm2, "--steps", "1", "--length", "4", "--precision", "bf16"]
+    arguments = ["--model", smollm2, "--steps", "1", "--length", "4", "--precision", "fp32"]
     done = subprocess.run(
         [sys.executable, "benchmarks/real_model.py", *arguments], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])["bf16"]
+    found = json.loads(done.stdout.splitlines()[-1])["fp32"]
     assert 0 < found["train_share"] < 1
     assert 0 < found["generate_share"] < 1
