@@ -20,6 +20,13 @@ from tests.integration.ends import ROLES, LiveRun, arguments
 SEED = int(os.environ.get("GRPO_MEGATRON_ENDS_SEED", "0"))
 REPEATS = int(os.environ.get("GRPO_MEGATRON_ENDS", "1"))
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
+# Ctrl-C at a single process other than the driver is rare, so it is left out where each is tried once.
+CASES = [
+    (role, number)
+    for role in ROLES
+    for number in SIGNALS
+    if role == "driver" or number != signal.SIGINT or REPEATS > 1
+]
 SECONDS_UNTIL_GONE = 10.0
 
 
@@ -36,8 +43,9 @@ def check_message(run: LiveRun, pattern: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("repeat", range(REPEATS))
-@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize(
+    ("role", "number"), CASES, ids=lambda value: value if isinstance(value, str) else value.name
+)
 def test_a_signal_at_any_moment(arithmetic, tmp_path, role, number, repeat):
     moment = random.Random(f"{SEED} {role} {number} {repeat}")
     changes = ["run.max_restarts=0", "rollout.engine.patience=0", "checkpoint.every=5"]
