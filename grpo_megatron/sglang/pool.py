@@ -85,7 +85,7 @@ class EnginePool:
         # {index: reservation of its devices} of the engines that have joined and have not been given up.
         self._reserved: dict[int, RequestedEngine] = {}
         further = most_engines(config.engine) - self._num_first
-        self._further = FurtherEngines(cluster, further, self._add) if further else None
+        self._further = FurtherEngines(cluster, further, self._add) if further > 0 else None
 
     def _all_serve(self, missing: Collection[int] = (), gone: Collection[int] = ()) -> Membership:
         names = [process.name for process in self._processes]

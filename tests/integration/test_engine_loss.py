@@ -41,11 +41,11 @@ class Killer(threading.Thread):
 
     def run(self):
         while not self._ended.wait(0.1):
-            if (
-                not self.is_done
-            ):  # a process that writes the last checkpoint looks like the rank that forked it
-                self.ranks |= set(find(RANK))
             served = serving(self._folder)
+            # Before the first step, ranks of another run may be ending. Later, a process that writes the last
+            # checkpoint looks like the rank that forked it.
+            if served and not self.is_done:
+                self.ranks |= set(find(RANK))
             returns = sum(before < now for before, now in itertools.pairwise(served))
             self.is_done = returns == self._times
             if served and returns == self.kills < self._times:
@@ -129,7 +129,7 @@ def test_a_node_that_joins_gets_an_engine_and_keeps_it_when_ranks_restart(
     assert said.count("engine 1 has started, and serves after the next weight sync") == 1, said
     served = serving(tmp_path)
     assert served[0] == 1
-    assert served[-2:] == [2, 2]
+    assert served[-1] == 2
     assert main(["ledger", f"{tmp_path}/run"]) == 0
     books = capsys.readouterr().out.splitlines()[-1].split()
     assert books[2] == str(len(served) * 6 * 4), books  # trained
