@@ -6,7 +6,8 @@ The controller, stream of groups, rollout manager, trainer, monitor and ledger a
 driver's handles of the rollout workers, one for each node of eight engines, and the list of engines that
 serve. Engines are simulated: a group of eight samples waits for a random time and is then done.
 rollout.staleness is so large that each engine has `--requests` samples in progress. Ranks answer at once, as
-in benchmarks/controller.py.
+in benchmarks/controller.py. `--requests 64 --groups 1024 --seconds 60` has 65,536 samples in progress, and
+takes long where two processes stand in for all workers.
 
 Prints a table and, as its last line, one JSON object:
 
@@ -73,7 +74,7 @@ class SlowSampler(InstantSampler):
         self._seconds = seconds
 
     async def sample(self, round: RoundId, request: GroupRequest) -> tuple[Sample, ...]:
-        await asyncio.sleep(np.random.default_rng(request.group_id).exponential(self._seconds))
+        await asyncio.sleep(self._seconds * np.random.default_rng(request.group_id).uniform(0.5, 1.5))
         samples = await super().sample(round, request)
         span = WeightSpan(request.weight_version, 0, TOKENS - PROMPT)
         return tuple(replace(sample, weight_spans=(span,)) for sample in samples)
@@ -247,10 +248,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--engines", type=int, default=1024, help="simulated engines, eight on each node")
-    parser.add_argument("--requests", type=int, default=64, help="samples in progress on each engine")
-    parser.add_argument("--groups", type=int, default=1024, help="groups of a step")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps")
-    parser.add_argument("--seconds", type=float, default=60.0, help="mean time of a group")
+    parser.add_argument("--requests", type=int, default=8, help="samples in progress on each engine")
+    parser.add_argument("--groups", type=int, default=512, help="groups of a step")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps")
+    parser.add_argument("--seconds", type=float, default=10.0, help="mean time of a group")
     options = parser.parse_args()
     connect(None, PROCESSES + 2)
     with tempfile.TemporaryDirectory() as folder:

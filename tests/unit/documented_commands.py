@@ -227,6 +227,7 @@ COMMANDS = {
     "python benchmarks/convert.py": ByTest(BENCHMARK, '"convert": '),
     "python benchmarks/exchange.py": ByTest(BENCHMARK, '"exchange": '),
     "python benchmarks/controller.py": ByTest(BENCHMARK, '"controller": '),
+    "python benchmarks/many_engines.py": ByTest(BENCHMARK, '"many_engines": '),
     "python benchmarks/engine_death.py": ByTest(BENCHMARK, '"engine_death": '),
     "python benchmarks/ledger.py": ByTest(BENCHMARK, '"ledger": '),
     "python benchmarks/loop.py": ByTest(BENCHMARK, '"loop": '),
