@@ -12,7 +12,7 @@ takes long where two processes stand in for all workers.
 Prints a table and, as its last line, one JSON object:
 
     step_seconds            CPU seconds of the driver for a step, median; target 3
-    admission_microseconds  CPU time of one decision, whether and on which engine a group may start; target 50
+    admission_microseconds  CPU time of all decisions about a group: when it starts, and where; target 50
     in_progress             samples in progress at the end of a timed step, median
     max_age                 largest age of a sample that was trained on, in weight versions
     bound                   rollout.staleness, which max_age must not exceed
@@ -24,11 +24,12 @@ import asyncio
 import importlib
 import json
 import math
+import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +46,7 @@ from grpo_megatron.cluster.processes import Process
 from grpo_megatron.cluster.ray_connection import connect
 from grpo_megatron.cluster.rounds import RoundId, RoundTasks
 from grpo_megatron.config.load import read_config
+from grpo_megatron.config.rollout import Order
 from grpo_megatron.config.schema import Config
 from grpo_megatron.controller import Controller
 from grpo_megatron.monitoring.monitor import Monitor
@@ -152,25 +154,29 @@ class Rollouts:
             self._engines.weight_version += 1
 
 
-class Stopwatch:
-    """Measures the CPU time of admission: whether a group may start, and on which engine."""
+def admission_seconds(engines: int, groups: int, bound: int) -> float:
+    """Return the CPU seconds for each group of all decisions about it, in as many steps as `bound` and two.
 
-    def __init__(self, slots: GroupSlots):
-        self.seconds, self.started = 0.0, 0
-        for owner, names in ((slots, ("room", "start", "finish", "take")), (EngineLoads, ("least", "add"))):
-            for name in names:
-                setattr(owner, name, self._timed(getattr(owner, name), name))
-
-    def _timed(self, method: Callable, name: str) -> Callable:
-        def call(*arguments):
-            begun = time.thread_time()
-            try:
-                return method(*arguments)
-            finally:
-                self.seconds += time.thread_time() - begun
-                self.started += name == "start"
-
-        return call
+    They are measured apart from a run, because reading the clock for each would take longer than they do.
+    """
+    slots = GroupSlots(groups, bound, Order.window)
+    slots._ahead, slots._pace = bound * groups, lambda now: None
+    loads, serving, draw = EngineLoads(), Engines(engines), random.Random(0)
+    running, started, begun = [], 0, time.process_time()
+    for step in range(bound + 2):
+        slots.ask(step)
+        while slots.take(step) is None:
+            for _ in range(slots.room()):
+                running.append((slots.start(started), loads.least(serving.serving)))
+                loads.add(running[-1][1], 1)
+                started += 1
+            index = draw.randrange(len(running))
+            running[index], running[-1] = running[-1], running[index]
+            slot, engine = running.pop()
+            slots.finish(slot)
+            loads.add(engine, -1)
+        slots.updated()
+    return (time.process_time() - begun) / started
 
 
 def configured(options: argparse.Namespace) -> tuple[Config, int]:
@@ -215,7 +221,6 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, float]:
         monitor = Monitor(folder, config, status, throughput=throughput)
         trainer = StepTrainer(Trainer(config, Ranks(32, 8, Traffic())), config, monitor.phases)
         source = EngineRollouts(RolloutManager(engines, samplers), config, Prompts())
-        watch = Stopwatch(source._slots)
         loop, ledger = StepLoop(config, SimpleNamespace(), monitor), Ledger(folder)
         rollouts = Rollouts(source, engines)
         controller = Controller(config, rollouts, trainer, Algorithm(config), monitor, loop, ledger)
@@ -223,9 +228,7 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, float]:
         source._slots._ahead, source._slots._pace = bound * options.groups, lambda now: None
         seconds, in_progress = [], []
         # After as many steps as batches fit into the slots, the engines have all their requests.
-        for step in range(1, bound + options.steps + 1):
-            if step == bound + 1:
-                watch.seconds, before = 0.0, watch.started
+        for _ in range(bound + options.steps):
             start = time.process_time()
             controller.train_step(controller.loop.begin_step())
             seconds.append(time.process_time() - start)
@@ -235,11 +238,11 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, float]:
         monitor.close()
     return {
         "step_seconds": statistics.median(seconds[bound:]),
-        "admission_microseconds": 1e6 * watch.seconds / (watch.started - before),
+        "admission_microseconds": 1e6 * admission_seconds(options.engines, options.groups, bound),
         "in_progress": statistics.median(in_progress[bound:]),
         "max_age": max(rollouts.ages),
         "bound": bound,
-        "discarded": watch.started - waiting - len(seconds) * options.groups,
+        "discarded": source._manager.take_ids(0).start - waiting - len(seconds) * options.groups,
     }
 
 
