@@ -67,7 +67,10 @@ def mismatch_metrics(
 
 
 def _differences(delta: torch.Tensor, mask: torch.Tensor, prefix: str) -> tuple[torch.Tensor, Metrics]:
-    """Return |delta| where the mask is True and 0 elsewhere, and metrics of it. prefix: of their names."""
+    """Return (|delta|, its metrics) over the tokens whose mask is True. |delta| is 0 for the others.
+
+    prefix: beginning of the names of the metrics.
+    """
     delta = torch.where(mask, delta, 0)
     difference = delta.abs()
     clamped = delta.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -81,7 +84,10 @@ def _differences(delta: torch.Tensor, mask: torch.Tensor, prefix: str) -> tuple[
 
 
 def with_tokens(metrics: Metrics) -> Metrics:
-    """Return metrics without those of `mismatch_metrics` for an age that no token has."""
+    """Return the metrics without those that are about no token.
+
+    `mismatch_metrics` has metrics for each age, also for ages that no token of the step has.
+    """
     absent = [name for name, metric in metrics.items() if isinstance(metric, Mean) and not metric.count]
     left_out = {name for name in absent if name.startswith("staleness/ratio_change_age_")}
     for prefix in ("mismatch/", "staleness/logprob_"):

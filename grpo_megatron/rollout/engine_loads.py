@@ -19,9 +19,11 @@ class EngineLoads:
         self._size = 0
 
     def least(self, engines: Mapping[int, int]) -> int:
-        """Return the engine with the fewest groups in progress; the first one if several have as few.
+        """Return the index of the engine with the fewest groups in progress.
 
-        engines: {index: number of starts} of the engines to choose from. There must be one.
+        If several have equally few, it is the first of them.
+
+        engines: {index: number of starts} of the engines to choose from; at least one.
         """
         too_large = len(self._heap) > 4 * len(engines) + 64
         if too_large or engines is not self._engines or len(engines) != self._size:

@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 class EvaluationBeside:
     """Runs one evaluation at a time in a thread, on engines that do not change their weights meanwhile.
 
-    All methods are for one thread, which also updates the weights of the engines. Rewards of a reward model
-    and the scores are computed in that thread, by `report`.
+    The caller's thread calls all public methods, and updates the weights of the engines. `report` computes
+    the scores in it, and the rewards of a reward model.
     """
 
     def __init__(

@@ -198,7 +198,7 @@ def test_the_end_of_the_run_aborts_an_evaluation(beside, caplog):
     assert "the evaluation after 1 steps had not ended" in caplog.text
 
 
-def pipeline_of(pool, evaluation, tmp_path):
+def pipeline_of(pool, evaluation):
     """Return a RolloutPipeline, and the steps in which an evaluation interrupted training."""
     now = []
     between = SimpleNamespace(run=lambda step: now.append(step) or {"eval/mean@2": 0.25})
@@ -221,10 +221,10 @@ def pipeline_of(pool, evaluation, tmp_path):
     return RolloutPipeline(source, handover, monitor, between, evaluation), now
 
 
-def test_engines_get_the_weights_of_the_step_in_which_their_evaluation_ended(beside, tmp_path):
+def test_engines_get_the_weights_of_the_step_in_which_their_evaluation_ended(beside):
     pool = Pool()
     evaluation, scores = beside(pool)
-    pipeline, now = pipeline_of(pool, evaluation, tmp_path)
+    pipeline, now = pipeline_of(pool, evaluation)
     pipeline.start()
     pipeline.take(1)
     pipeline.weights_changed()
@@ -240,11 +240,11 @@ def test_engines_get_the_weights_of_the_step_in_which_their_evaluation_ended(bes
     assert now == []
 
 
-def test_an_evaluation_that_is_waited_for_makes_room_for_the_next_one(beside, tmp_path):
+def test_an_evaluation_that_is_waited_for_makes_room_for_the_next_one(beside):
     """Its engine gets the weights at once. Otherwise, one engine would serve, and could not be held."""
     pool = Pool()
     evaluation, scores = beside(pool)
-    pipeline, now = pipeline_of(pool, evaluation, tmp_path)
+    pipeline, now = pipeline_of(pool, evaluation)
     pipeline.start()
     pipeline.take(1)
     assert pipeline.evaluate(1) == {}
@@ -264,14 +264,12 @@ def test_an_evaluation_that_is_waited_for_makes_room_for_the_next_one(beside, tm
 @pytest.mark.parametrize(
     ("unfinished", "engines", "made_now"), [(4, 2, []), (4, 1, [4]), (3, 2, []), (None, 2, [])]
 )
-def test_a_resumed_run_evaluates_again_what_its_checkpoint_has(
-    beside, tmp_path, caplog, unfinished, engines, made_now
-):
+def test_a_resumed_run_evaluates_again_what_its_checkpoint_has(beside, caplog, unfinished, engines, made_now):
     pool = Pool()
     if engines == 1:
         pool.lost(0, 0, ProcessDied("planted"))
     evaluation, scores = beside(pool)
-    pipeline, now = pipeline_of(pool, evaluation, tmp_path)
+    pipeline, now = pipeline_of(pool, evaluation)
     pipeline.load_state_dict({"step": 4, "weight_sync": None, "evaluation_beside": {"step": unfinished}})
     pool.publish = lambda: None
     with caplog.at_level(logging.WARNING, "grpo_megatron"):
