@@ -91,7 +91,9 @@ def test_a_file_is_looked_for_once_it_is_announced_and_may_then_be_late(tmp_path
     store.set(parcel_key(7, parcel, "written"), "")
     with pytest.raises(TimeoutError, match=f"{path} did not appear on this node within 0 s"):
         receive(timeout=0.2)
-    threading.Timer(0.3, path.write_bytes, [b"new"]).start()
+    complete = tmp_path / "complete"
+    complete.write_bytes(b"new")  # renamed, as the sender does: no receiver sees a partial file
+    threading.Timer(0.3, complete.rename, [path]).start()
     assert receive(timeout=20) == list(b"new")
 
 
