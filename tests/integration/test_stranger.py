@@ -304,7 +304,9 @@ def test_a_stranger_gets_nothing(job, arithmetic, tmp_path):
         must_open_with_the_token(told, guarded)
         assert told[stores[1]]["store"] == ["value"]
         token = {name: value for name, value in job.environment.items() if name.startswith("RAY_AUTH_")}
-        assert "ran 42" in asked("-c", CLIENT, job.client_address, timeout=240, **token)
+        # Ray gives up a client for which it has not started a process within 30 s. The run takes all cores.
+        tries = (asked("-c", CLIENT, job.client_address, timeout=240, **token) for _ in range(3))
+        assert any("ran 42" in printed for printed in tries)
 
         assert not trap.exists()
         steps = run.steps()
