@@ -6,10 +6,28 @@ fetch them.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
+
+
+class Handle(Protocol):
+    """Interface of an object that knows where a value is, such as the arrays or the texts of a sample."""
+
+    @classmethod
+    def get(cls, handles: Sequence["Handle"]) -> list[Any]:
+        """Return the values of handles of this class. Fetch those that are elsewhere, all at once."""
+
+
+@dataclass(frozen=True)
+class RoutingParts:
+    """The routing of one sequence, divided by layers, so that a rank fetches only those of its stage."""
+
+    layers: tuple[tuple[int, ...], ...]
+    """The layers of each pipeline stage, as indices among the L layers with experts."""
+    parts: tuple[Handle, ...]
+    """For each stage, the handle of its layers' part of the routing, int [P + R, layers of the stage, k]."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +42,9 @@ class SampleArrays:
     """bool [R]. False for tokens that are not trained on, such as text that the model did not write."""
     rollout_logprobs: np.ndarray
     """float32 [R]. Natural log of the probability with which each token was sampled, after temperature."""
-    routing: np.ndarray | None = None
-    """int [P + R, L, k] or None. The k experts that the engine chose for each token in each of L layers."""
+    routing: np.ndarray | RoutingParts | None = None
+    """int [P + R, L, k]. The k experts that the engine chose for each token in each of the L layers with
+    experts. None: not recorded."""
 
     def __post_init__(self):
         length, tokens = len(self.response_ids), len(self.prompt_ids) + len(self.response_ids)
@@ -36,7 +55,7 @@ class SampleArrays:
                 f"{length} response tokens, but {len(self.loss_mask)} mask values and "
                 f"{len(self.rollout_logprobs)} log-probs"
             )
-        if self.routing is not None and len(self.routing) != tokens:
+        if isinstance(self.routing, np.ndarray) and len(self.routing) != tokens:
             raise ValueError(f"{tokens} tokens, but routing for {len(self.routing)}")
 
 
@@ -50,14 +69,6 @@ class Texts:
 
     response: str = ""
     scored: str | None = None
-
-
-class Handle(Protocol):
-    """Interface of an object that knows where a value is, such as the arrays or the texts of a sample."""
-
-    @classmethod
-    def get(cls, handles: Sequence["Handle"]) -> list[Any]:
-        """Return the values of handles of this class. Fetch those that are elsewhere, all at once."""
 
 
 @dataclass(frozen=True)
@@ -103,3 +114,33 @@ def read(handles: Sequence[Handle]) -> list[SampleArrays]:
     if not _reading_is_allowed:
         raise RuntimeError("the driver must not read the arrays of a sample while the run trains")
     return values_of(handles)
+
+
+def with_routing_here(samples: Sequence[SampleArrays], stage: int | None = None) -> list[SampleArrays]:
+    """Return copies of samples whose routing is an array. All parts of divided routing are fetched at once.
+
+    Routing that is not divided keeps all its layers.
+
+    stage: pipeline stage whose layers to fetch, of divided routing. None: all layers, in their order.
+    """
+    stages = slice(stage, None if stage is None else stage + 1)
+    divided = [own.routing for own in samples if isinstance(own.routing, RoutingParts)]
+    parts = iter(values_of([part for routing in divided for part in routing.parts[stages]]))
+    return [
+        replace(own, routing=_joined(own.routing.layers[stages], parts))
+        if isinstance(own.routing, RoutingParts)
+        else own
+        for own in samples
+    ]
+
+
+def _joined(layers: Sequence[tuple[int, ...]], parts: Iterator[np.ndarray]) -> np.ndarray:
+    """Return routing whose layers are in increasing order.
+
+    layers: the layers of each part.
+    parts: the parts, of which the first ones are taken.
+    """
+    own = [next(parts) for _ in layers]
+    if len(own) == 1:
+        return own[0]
+    return np.concatenate(own, axis=1)[:, np.argsort(np.concatenate(layers).astype(int))]

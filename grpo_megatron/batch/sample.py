@@ -1,7 +1,7 @@
 """Results of generation: samples, and groups of samples that share a prompt."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from itertools import groupby
 from typing import Any
 
@@ -115,6 +115,13 @@ class Sample:
         texts = Here(Texts(response_text, scored_text))
         return cls(group_id, trajectory_id, Here(arrays), *counts, finish_reason, texts=texts, **others)
 
+    def __reduce__(self):
+        # The driver receives and sends each sample once. The values that ranks do not need are the last ones.
+        values = [getattr(self, name) for name in self.__slots__]
+        while len(values) > _NUM_REQUIRED and values[-1] == _DEFAULTS[len(values) - _NUM_REQUIRED - 1]:
+            values.pop()
+        return Sample, tuple(values)
+
     @property
     def arrays(self) -> SampleArrays:
         """The arrays. Raises RuntimeError in a driver whose run trains (batch.arrays.reading_forbidden)."""
@@ -184,6 +191,14 @@ class Sample:
 
     def scored(self, reward: float | None, components: dict[str, float]) -> "Sample":
         return replace(self, reward=reward, reward_components=components)
+
+
+_DEFAULTS = [
+    one.default_factory() if one.default is MISSING else one.default
+    for one in fields(Sample)
+    if one.default is not MISSING or one.default_factory is not MISSING
+]
+_NUM_REQUIRED = len(fields(Sample)) - len(_DEFAULTS)
 
 
 @dataclass(frozen=True)

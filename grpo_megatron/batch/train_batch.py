@@ -6,7 +6,7 @@ from itertools import islice
 
 import numpy as np
 
-from grpo_megatron.batch.arrays import Here, read
+from grpo_megatron.batch.arrays import Here, read, with_routing_here
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.batch.table import SampleTable
 from grpo_megatron.batch.token_stream import TokenStream
@@ -74,7 +74,7 @@ class TrainBatch(TokenStream):
         version: version of the trainer's weights. `age` is set if it is given.
         """
         table = SampleTable.of(samples)
-        given = read([sample.handle for sample in samples])
+        given = with_routing_here(read([sample.handle for sample in samples]))
         arrays = {name: np.zeros(table.num_tokens.sum(), dtype) for name, dtype in _TOKEN_ARRAYS.items()}
         age = None if version is None else np.zeros(table.num_tokens.sum(), np.int32)
         ends = np.cumsum(table.num_tokens)
@@ -117,12 +117,15 @@ class TrainBatch(TokenStream):
         return SampleTable(self.group_id, self.trajectory_id, self.reward, self.lengths)
 
 
-def fetched_batches(parts: Sequence[Sequence[Sample]], version: int | None = None) -> list[TrainBatch]:
+def fetched_batches(
+    parts: Sequence[Sequence[Sample]], stage: int, version: int | None = None
+) -> list[TrainBatch]:
     """Return a batch for each part of some samples. The arrays of all parts are fetched at once.
 
+    stage: pipeline stage of this rank. The routing of other stages is not fetched.
     version: as in TrainBatch.from_samples.
     """
     every = [sample for part in parts for sample in part]
-    fetched = zip(every, read([sample.handle for sample in every]), strict=True)
-    here = (replace(sample, handle=Here(arrays)) for sample, arrays in fetched)
+    fetched = with_routing_here(read([sample.handle for sample in every]), stage)
+    here = (replace(sample, handle=Here(arrays)) for sample, arrays in zip(every, fetched, strict=True))
     return [TrainBatch.from_samples(list(islice(here, len(part))), version) for part in parts]

@@ -52,9 +52,8 @@ class Actor:
         reward_model = RewardModel(config, heartbeat.tick) if scores else None
         self.model = build(config, command, heartbeat)
         self.passes = Passes(self.model, reward_model)
-        rank = self.model.rank
-        self.mini_batches = MiniBatches(self.passes, config, rank.last_stage, rank.reports)
+        self.mini_batches = MiniBatches(self.passes, config, self.model.rank)
         self.checkpoints = RankCheckpoints(self.model)
         self.weights = RankWeights(self.model)
         self.memory = RankMemory(self.model, self.passes.prepared)
-        self.config, self.rank = config, rank
+        self.config, self.rank = config, self.model.rank

@@ -179,12 +179,13 @@ def set_pair_inputs(micro_batch: MicroBatch, batch: PairBatch) -> None:
     )
 
 
-def set_routing_from(micro_batch: MicroBatch, stream: TokenStream, layers: tuple[bool, ...]) -> None:
+def set_routing_from(micro_batch: MicroBatch, stream: TokenStream, moe: MoE, layers: Sequence[int]) -> None:
     """Set the field `routing` of a micro-batch to the experts that the rollout engine chose for its tokens.
 
     The trainer then uses the same experts as the engine (rollout routing replay, R3).
     stream: the token stream of the micro-batch, with the engine's choice of experts.
-    layers: for each layer of the model, True if it has experts.
+    moe: description of the model's experts.
+    layers: this rank's layers with experts, as indices among all layers, in increasing order.
     Raises ValueError if the stream has no routing, or routing for another number of layers.
     """
     given = stream.routing
@@ -193,17 +194,18 @@ def set_routing_from(micro_batch: MicroBatch, stream: TokenStream, layers: tuple
             "moe.routing_replay=engine needs the engine's routing of every sample, but the samples have "
             "none; set moe.routing_replay=old_policy or moe.routing_replay=off"
         )
-    if given.shape[1] != sum(layers):
+    if given.shape[1] == sum(moe.layers):
+        given = given[:, list(moe.routed(layers))]
+    elif given.shape[1] != len(layers):
         raise ValueError(
-            f"the samples have routing for {given.shape[1]} layers, but {sum(layers)} layers of the model "
-            "have experts"
+            f"the samples have routing for {given.shape[1]} layers, but {sum(moe.layers)} layers of the "
+            "model have experts"
         )
     # Padding needs k different experts too. Their results are not used.
     anything = np.arange(given.shape[2], dtype=given.dtype)
     local = on_device(micro_batch.pack.scatter(given, fill=anything), micro_batch.target.device).long()
     local = micro_batch.pack.layout.tensor_parallel_share(local, mpu.get_tensor_model_parallel_rank())
-    with_experts = [layer for layer, has_experts in enumerate(layers) if has_experts]
-    micro_batch.routing = {layer: local[:, i].contiguous() for i, layer in enumerate(with_experts)}
+    micro_batch.routing = {layer: local[:, i].contiguous() for i, layer in enumerate(layers)}
 
 
 @dataclass
@@ -279,6 +281,7 @@ class PreparedStore:
 def choose_routing(
     replay: RoutingReplay,
     moe: MoE | None,
+    layers: Sequence[int],
     prepared: list[MicroBatch],
     streams: Sequence[TokenStream],
     recording: bool,
@@ -288,6 +291,7 @@ def choose_routing(
     With moe.routing_replay=engine, also store the engine's choice in the micro-batches that have none yet.
     replay: value of moe.routing_replay.
     moe: description of the model's experts. None: the model has none.
+    layers: this rank's layers with experts, as indices among all layers, in increasing order.
     prepared: micro-batches as model inputs, which `lay_out` made from `streams`.
     streams: the token stream of each micro-batch.
     recording: True in the pass for the old log-probs. With moe.routing_replay=old_policy, that pass records
@@ -304,5 +308,5 @@ def choose_routing(
         return Routing.record if recording else Routing.given
     for kept, stream in zip(prepared, streams, strict=True):
         if kept.routing is None:
-            set_routing_from(kept, stream, moe.layers)
+            set_routing_from(kept, stream, moe, layers)
     return Routing.given

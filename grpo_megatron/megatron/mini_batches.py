@@ -19,6 +19,7 @@ from grpo_megatron.batch.train_batch import TrainBatch, fetched_batches
 from grpo_megatron.config.rollout import OnUpdate
 from grpo_megatron.config.schema import Config, OldLogprobs
 from grpo_megatron.megatron.passes import Passes
+from grpo_megatron.megatron.process_groups import RankInfo
 from grpo_megatron.megatron.results import Measurement, TrainResult
 from grpo_megatron.metrics import concrete, merge
 
@@ -49,14 +50,10 @@ class MiniBatches:
     replica (RankInfo.reports); the other ranks return None.
     """
 
-    def __init__(self, passes: Passes, config: Config, is_last_stage: bool, reports: bool):
-        """Prepare the object without samples.
-
-        is_last_stage: True on ranks of the last pipeline stage.
-        reports: True on the rank that returns the results of its replica.
-        """
-        self._passes, self._config = passes, config
-        self._is_last_stage, self._reports = is_last_stage, reports
+    def __init__(self, passes: Passes, config: Config, rank: RankInfo):
+        """Prepare the object without samples."""
+        self._passes, self._config, self._stage = passes, config, rank.pp_rank
+        self._is_last_stage, self._reports = rank.last_stage, rank.reports
         self._kept: dict[Key, _MiniBatch] = {}
 
     def measure(
@@ -70,7 +67,8 @@ class MiniBatches:
         samples: for each mini-batch, the samples of each micro-batch of this rank's replica.
         version: version of the weights, if samples are of older ones. None: none is.
         """
-        batches = iter(fetched_batches([part for parts in samples.values() for part in parts], version))
+        parts = [part for parts in samples.values() for part in parts]
+        batches = iter(fetched_batches(parts, self._stage, version))
         self._kept = {key: _MiniBatch([next(batches) for _ in samples[key]], [], []) for key in samples}
         if version is not None and self._config.rollout.on_update == OnUpdate.keep:
             # The engine may have computed the log-probs of new tokens with keys and values of older weights,

@@ -23,7 +23,7 @@ from grpo_megatron.megatron.forward_backward import (
 from grpo_megatron.megatron.head.objectives import make_head, make_objective
 from grpo_megatron.megatron.layers.build import output_weight
 from grpo_megatron.megatron.layers.rounding import rounding_noise
-from grpo_megatron.megatron.layers.router import Routing
+from grpo_megatron.megatron.layers.router import Routing, routers
 from grpo_megatron.megatron.micro_batch import (
     MicroBatch,
     PreparedStore,
@@ -155,7 +155,8 @@ class Passes:
 
     def _route(self, prepared: list[MicroBatch], micro_batches: MicroBatches, recording: bool) -> Routing:
         replay, moe = self._config.moe.routing_replay, self._model.arch.moe
-        return choose_routing(replay, moe, prepared, micro_batches, recording)
+        layers = [layer for chunk in self._model.chunks for layer, _ in routers(chunk)]
+        return choose_routing(replay, moe, layers, prepared, micro_batches, recording)
 
     def train_step(
         self,

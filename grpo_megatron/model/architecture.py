@@ -1,6 +1,7 @@
 """The architecture of a model: the dimensions in its config.json, and values computed from them."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -107,6 +108,14 @@ class MoE:
     def index_dtype(self) -> np.dtype:
         """The smallest integer dtype that holds an expert's index, and that torch can compute with."""
         return np.dtype(np.uint8 if self.num_experts <= 256 else np.int16)
+
+    def routed(self, layers: Iterable[int]) -> tuple[int, ...]:
+        """Return which of the layers with experts are among the given layers.
+
+        layers: indices among all layers of the model. Those in the result count only layers with experts.
+        """
+        numbers = np.cumsum(self.layers) - 1
+        return tuple(int(numbers[layer]) for layer in layers if self.layers[layer])
 
 
 @dataclass(frozen=True)

@@ -198,17 +198,11 @@ def head_bytes(arch: Architecture, config: Config) -> int:
     return tiles + block + inputs + 4 * tokens * arch.hidden_size + weight
 
 
+@cache
 def layers_of(arch: Architecture, sizes: ParallelSizes) -> tuple[tuple[int, int], ...]:
     """Return, for each pipeline stage, (number of layers without experts, number of layers with experts)."""
-    return _layers_of(arch, sizes.chunk_layers(arch.num_layers), sizes.pp)
-
-
-@cache
-def _layers_of(arch: Architecture, chunks: tuple[int, ...], pp: int) -> tuple[tuple[int, int], ...]:
-    experts = arch.moe.layers if arch.moe else (False,) * arch.num_layers
-    found, first = [[0, 0] for _ in range(pp)], 0
-    for chunk, layers in enumerate(chunks):
-        for has_experts in experts[first : first + layers]:
-            found[chunk % pp][has_experts] += 1
-        first += layers
-    return tuple((dense, with_experts) for dense, with_experts in found)
+    found = [
+        (len(layers), len(arch.moe.routed(layers)) if arch.moe else 0)
+        for layers in sizes.stage_layers(arch.num_layers)
+    ]
+    return tuple((layers - with_experts, with_experts) for layers, with_experts in found)

@@ -33,7 +33,8 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.planner.lengths import Lengths
 from grpo_megatron.rewards.terms import terms_of
 from grpo_megatron.rollout.groups import GroupRequest
-from grpo_megatron.rollout.worker import SampledGroup, StoredValue
+from grpo_megatron.rollout.sample_store import StoredValue
+from grpo_megatron.rollout.worker import SampledGroup
 
 # The driver's CPU seconds, as `python benchmarks/controller.py` measured them on 2026-11-27 in a step of
 # 8,192 sequences (docs/performance.md). With one call for each of 128 nodes, the trainer's part took 0.469 s
@@ -99,7 +100,7 @@ def pickled(message: Any) -> int:
 class StepData:
     """The messages and arrays of a training step. The messages have no texts.
 
-    array_bytes: bytes of the arrays of one sequence
+    array_bytes: bytes of the arrays of one sequence, with its routing
     """
 
     def __init__(self, config: Config, arch: Architecture, lengths: Lengths):
@@ -121,39 +122,44 @@ class StepData:
             # As far from the trainer's log-probs as in bf16, so that the histogram of ratios has a real size.
             "rollout_logprobs": np.random.default_rng(0).normal(0, 0.01, self._response).astype(np.float32),
         }
-        self.array_bytes = sum(values.nbytes for values in self._arrays.values())
+        stages = ParallelSizes.from_config(config.megatron).stage_layers(arch.num_layers)
+        of_layer = 0  # bytes of the routing of one sequence in one layer
         if arch.moe and config.moe.routing_replay == RoutingReplay.engine:
-            experts = sum(arch.moe.layers) * arch.moe.top_k
-            self.array_bytes += (self._prompt + self._response) * experts * arch.moe.index_dtype.itemsize
+            of_layer = (self._prompt + self._response) * arch.moe.top_k * arch.moe.index_dtype.itemsize
+        self._routing = [of_layer and of_layer * len(arch.moe.routed(layers)) for layers in stages]
+        self._without_routing = sum(values.nbytes for values in self._arrays.values())
+        self.array_bytes = self._without_routing + sum(self._routing)
 
     def traffic(self) -> StepTraffic:
         """Compute what the step moves."""
         steps = self._config.train.ppo_epochs * self._mini_batches
-        replicas = _replicas_of_nodes(self._config)
-        received, sent = self._between_nodes(replicas)
+        places = _stages_of_nodes(self._config)
+        replicas = sum(len({replica for replica, _ in own}) for own in places.values())
+        received, sent = self._between_nodes(places)
         requests = [self.request(index) for index in range(self._groups)]
         (measure, train), (measured, trained) = self.to_replica(), self.from_replica()
         to_replica = pickled(measure) + steps * pickled(train)
         from_replica = self._mini_batches * pickled(measured) + steps * pickled(trained)
         sequences = self._groups * self._members
         stored = sequences * self.array_bytes
-        ranks_of_replica = ParallelSizes.from_config(self._config.megatron).world_size // self._dp
+        sizes = ParallelSizes.from_config(self._config.megatron)
+        to_stages = sizes.pp * self._without_routing + sum(self._routing)
         links = {
             "driver to rollout workers: requests, prompt ids": pickled(requests),
             # A chat is sent as text and as messages.
             "driver to rollout workers: texts of prompts": 2 * self._groups * self._prompt * TEXT_BYTES,
             "rollout workers to driver: rows of finished groups": self._groups * pickled([self.answer(0)]),
             "rollout workers to driver: texts of shown samples": self._shown() * self._response * TEXT_BYTES,
-            "driver to trainer nodes: handles, coefficients": to_replica * sum(map(len, replicas.values())),
+            "driver to trainer nodes: handles, coefficients": to_replica * replicas,
             "trainer nodes to driver: sums, metrics": from_replica * self._dp,
             "rollout workers to the store of their node: arrays": stored,
             "rollout workers to the store of their node: texts": sequences * self._response * TEXT_BYTES,
             "store to other nodes: arrays": sum(received.values()),
-            "store to all ranks of its node: arrays": stored * ranks_of_replica,
+            "store to all ranks of its node: arrays": sequences * sizes.tp * sizes.cp * to_stages,
             "log-probs of old policy and reference: stay on ranks": 0,
         }
         busiest = (max(found.values(), default=0.0) for found in (received, sent))
-        return StepTraffic(links, *busiest, sequences, (1 + steps) * len(replicas))
+        return StepTraffic(links, *busiest, sequences, (1 + steps) * len(places))
 
     def request(self, index: int) -> GroupRequest:
         """Return the driver's request for a group."""
@@ -213,16 +219,18 @@ class StepData:
         """
         return ceil(self._groups * (1 - (1 - 1 / self._dp) ** self._members))
 
-    def _between_nodes(self, replicas: Mapping[int, set[int]]) -> tuple[Counter, Counter]:
+    def _between_nodes(self, places: Mapping[int, set[tuple[int, int]]]) -> tuple[Counter, Counter]:
         """Return (received, sent): {node: bytes of arrays that its store receives or sends}.
 
-        A node fetches the sequences of its replicas, once for all its ranks.
+        A node fetches the sequences of its replicas once for all its ranks, with the routing of their stages.
 
-        replicas: result of `_replicas_of_nodes`.
+        places: result of `_stages_of_nodes`.
         """
         received, sent = Counter(), Counter()
-        for node, own in replicas.items():
-            size = len(own) * self._groups * self._members / self._dp * self.array_bytes
+        for node, own in places.items():
+            replicas, stages = {replica for replica, _ in own}, [stage for _, stage in own]
+            of_sequence = len(replicas) * self._without_routing + sum(self._routing[one] for one in stages)
+            size = self._groups * self._members / self._dp * of_sequence
             for source, share in _sources(self._config).items():
                 if source != node:
                     received[node] += share * size
@@ -230,13 +238,14 @@ class StepData:
         return received, sent
 
 
-def _replicas_of_nodes(config: Config) -> dict[int, set[int]]:
-    """Return {trainer node: the data-parallel replicas that have ranks on it}."""
+def _stages_of_nodes(config: Config) -> dict[int, set[tuple[int, int]]]:
+    """Return {trainer node: the (data-parallel replica, pipeline stage) that have ranks on it}."""
     sizes, per_node = ParallelSizes.from_config(config.megatron), config.cluster.gpus_per_node
     slots = neighbouring_stages(list(range(sizes.world_size)), config.megatron, per_node)
     found = defaultdict(set)
     for rank, slot in enumerate(slots):
-        found[slot // per_node].add(rank // (sizes.tp * sizes.cp) % sizes.dp)
+        stage, replica = divmod(rank // (sizes.tp * sizes.cp), sizes.dp)
+        found[slot // per_node].add((replica, stage))
     return found
 
 

@@ -9,15 +9,13 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from grpo_megatron.batch.arrays import values_of
 from grpo_megatron.batch.sample import Sample
 from grpo_megatron.cluster.hang_detector import HangDetector
 from grpo_megatron.cluster.heartbeat import Heartbeat
@@ -29,12 +27,12 @@ from grpo_megatron.cluster.rounds import RoundId, RoundTasks
 from grpo_megatron.cluster.worker_pool import worker_places
 from grpo_megatron.config.schema import Config
 from grpo_megatron.data import PromptTokenizer
-from grpo_megatron.errors import ProcessLost
 from grpo_megatron.rewards.base import read_secrets, resolve_rewards
 from grpo_megatron.rollout.environments import asks_reward_function, offered_tools
 from grpo_megatron.rollout.episodes import make_episodes
 from grpo_megatron.rollout.groups import EngineLost, GroupRequest, GroupSampler, Round
 from grpo_megatron.rollout.recording.arrays import RecordedHandles, write_samples
+from grpo_megatron.rollout.sample_store import RoutedLayers, routed_layers, store_samples
 from grpo_megatron.sglang.client import EngineConnection
 from grpo_megatron.sglang.pool import EnginePool
 
@@ -42,48 +40,6 @@ logger = logging.getLogger(__name__)
 
 # Maximum seconds in which a healthy worker closes its reward and environment workers.
 _CLOSE_SECONDS = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class StoredValue:
-    """Handle of a value in Ray's object store, on the node of the worker that made it.
-
-    Each value is an object of its own, because Ray moves whole objects, and the samples of a group may be for
-    different replicas. The driver has only one reference for each group.
-    """
-
-    group: ray.ObjectRef
-    """Ray's reference to a list with a reference to each value of a group of samples."""
-    index: int
-    """Index in this list."""
-
-    @classmethod
-    def get(cls, handles: Sequence["StoredValue"]) -> list[Any]:
-        groups = list(dict.fromkeys(handle.group for handle in handles))
-        try:
-            members = dict(zip(groups, ray.get(groups), strict=True))
-            return ray.get([members[handle.group][handle.index] for handle in handles])
-        except ray.exceptions.ObjectLostError as error:
-            raise ProcessLost(
-                "the arrays of some samples are lost, because the rollout worker that held them has ended, "
-                f"or its node is gone: {error}"
-            ) from error
-
-
-def _stored(samples: Sequence[Sample]) -> tuple[Sample, ...]:
-    """Put the arrays, texts and conversations of a group into the store. Return its samples without them."""
-    values = values_of([handle for sample in samples for handle in (sample.handle, sample.texts)])
-    given = [sample.conversation for sample in samples if sample.conversation]
-    values += values_of([conversation.handle for conversation in given])
-    group = ray.put([ray.put(value) for value in values])
-    handles = (StoredValue(group, index) for index in range(len(values)))
-    stored = [replace(sample, handle=next(handles), texts=next(handles)) for sample in samples]
-    return tuple(
-        replace(sample, conversation=replace(sample.conversation, handle=next(handles)))
-        if sample.conversation
-        else sample
-        for sample in stored
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +97,13 @@ class _Collected(logging.Handler):
 class WorkerProcess:
     """The Ray actor of a rollout worker. RolloutWorker is the driver's handle of it."""
 
-    def __init__(self, process: Process):
+    def __init__(self, process: Process, layers: RoutedLayers = ()):
+        """Prepare the process, which `start` completes.
+
+        layers: as returned by sample_store.routed_layers.
+        """
         redirect_output(process.log)
+        self._layers = layers
         self._heartbeat = Heartbeat()
         self._heartbeat.role = process.name
         self._heartbeat.start()
@@ -172,7 +133,7 @@ class WorkerProcess:
         except EngineLost as error:
             # An answer, because an error would end the round of all engines of this node.
             return SampledGroup(request.key, (), self._warnings.take(), str(error))
-        return SampledGroup(request.key, _stored(samples), self._warnings.take())
+        return SampledGroup(request.key, store_samples(samples, self._layers), self._warnings.take())
 
     async def poll(self, round: RoundId, seconds: float) -> list[SampledGroup] | None:
         """Return the groups of a round that are done since the last call. Wait up to `seconds` for the first.
@@ -212,17 +173,22 @@ class RolloutWorker:
     It has the interface open_round.Sampler.
     """
 
-    def __init__(self, place: Place, spec: SamplerSpec, hang_detector: HangDetector):
+    def __init__(
+        self, place: Place, spec: SamplerSpec, hang_detector: HangDetector, layers: RoutedLayers = ()
+    ):
         """Start the process. The caller waits for `started`.
 
         place: node, name and log of the process.
         spec: builds the sampler in the process.
         hang_detector: notices if the process sends no heartbeats.
+        layers: as returned by sample_store.routed_layers.
         """
         self.process = place.process
         self._calls: dict[RoundId, PolledCalls] = {}
         where = NodeAffinitySchedulingStrategy(place.node, soft=False)
-        self._actor = WorkerProcess.options(num_cpus=0, scheduling_strategy=where).remote(place.process)
+        self._actor = WorkerProcess.options(num_cpus=0, scheduling_strategy=where).remote(
+            place.process, layers
+        )
         self._hang_detector = hang_detector
         hang_detector.add(place.process, self._actor)
         self.started = self._actor.start.remote(spec, os.getcwd())
@@ -301,7 +267,7 @@ class RolloutWorkers:
             role: worker_places(cluster.nodes, config.reward.workers, log_dir, role)
             for role in ("reward", "environment")
         }
-        connections = dict(enumerate(engines.connections()))
+        connections, layers = dict(enumerate(engines.connections())), routed_layers(config)
         self._workers = {}
         for number, node in enumerate(own):
             spec = SamplerSpec(
@@ -311,7 +277,7 @@ class RolloutWorkers:
                 secrets,
             )
             process = Process(f"rollout worker {number}", f"{log_dir}/rollout_worker{number}.log")
-            self._workers[node] = RolloutWorker(Place(process, node), spec, hang_detector)
+            self._workers[node] = RolloutWorker(Place(process, node), spec, hang_detector, layers)
         self.samplers = [self._workers[node] for node in node_of]
         self._have_samplers(len(connections))
         engines.joined = self._connect

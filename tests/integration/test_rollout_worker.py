@@ -17,7 +17,8 @@ from grpo_megatron.config.rollout import RolloutConfig
 from grpo_megatron.rollout.manager import RolloutManager
 from grpo_megatron.rollout.recording.record import Recorder
 from grpo_megatron.rollout.recording.replay import Replay
-from grpo_megatron.rollout.worker import RolloutWorker, StoredValue
+from grpo_megatron.rollout.sample_store import StoredValue
+from grpo_megatron.rollout.worker import RolloutWorker
 from tests.rollouts import FakeEngines
 
 MOST_BYTES = 2**20  # that the worker can write to a file

@@ -33,8 +33,9 @@ from grpo_megatron.model.parallel_sizes import ParallelSizes
 from grpo_megatron.planner.lengths import Lengths
 from grpo_megatron.planner.traffic import SECONDS_PER_CALL, SECONDS_PER_ROW, StepData, pickled
 from grpo_megatron.rollout.groups import GroupRequest
+from grpo_megatron.rollout.sample_store import StoredValue
 from grpo_megatron.rollout.trajectory import Episode, Trajectory
-from grpo_megatron.rollout.worker import SampledGroup, StoredValue
+from grpo_megatron.rollout.worker import SampledGroup
 from grpo_megatron.sglang.request import Completion
 from grpo_megatron.trainer.dropped_steps import DroppedSteps
 from grpo_megatron.trainer.mini_batch import make_mini_batches

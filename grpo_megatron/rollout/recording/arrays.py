@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from grpo_megatron.batch.arrays import Handle, SampleArrays, Texts, read, values_of
+from grpo_megatron.batch.arrays import Handle, SampleArrays, Texts, read, values_of, with_routing_here
 from grpo_megatron.errors import UserError
 from grpo_megatron.files import json_text, new_file, write_buffer
 from grpo_megatron.weights.safetensors_file import Header
@@ -85,7 +85,7 @@ def write_samples(path: Path, handles: Sequence[RecordedHandles]) -> OSError | N
     Return the error if the file cannot be written, for example because the disk is full. The file then does
     not exist.
     """
-    samples = read([arrays for arrays, _ in handles])
+    samples = with_routing_here(read([arrays for arrays, _ in handles]))
     texts = [
         np.frombuffer(json_text([own.response, own.scored]).encode(), np.uint8)
         for own in values_of([texts for _, texts in handles])
