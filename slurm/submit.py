@@ -12,6 +12,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 from job_checks import check_run, cpu_slots, of_command, several_jobs
@@ -76,19 +77,22 @@ def task_numbers(spec: str) -> list[int]:
 
     Raises UserError for a text that sbatch would not accept, or for more than 1000 tasks.
     """
-    listed, _, _ = spec.partition("%")
-    found: list[int] = []
+    listed, percent, at_once = spec.partition("%")
+    if percent and not re.fullmatch(r"[1-9]\d*", at_once, flags=re.ASCII):
+        raise UserError(f"--array {spec}: after % must come a positive number, as in 0-7%2")
+    ranges: list[range] = []
     for part in listed.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+)(?::([1-9]\d*))?)?", part, flags=re.ASCII)
-        if not match or not re.fullmatch(r"[^%]+(%[1-9]\d*)?", spec, flags=re.ASCII):
+        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9})(?::([1-9]\d*))?)?", part, flags=re.ASCII)
+        if not match:
             raise UserError(
-                f"--array {spec}: {part or 'nothing'} is not a number or range such as 3, 0-7, 0-6:2 or 0-7%2"
+                f"--array {spec}: {part or 'an empty part'} is not a number or range such as 3, 0-7 or 0-6:2"
             )
         first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
-        found += range(first, last + 1, step)
-    if not found or len(found) > 1000:
-        raise UserError(f"--array {spec} has {len(found)} tasks; it must have 1 to 1000")
-    return found
+        ranges.append(range(first, last + 1, step))
+    count = sum(map(len, ranges))
+    if not 1 <= count <= 1000:
+        raise UserError(f"--array {spec} has {count} tasks; it must have 1 to 1000")
+    return list(chain(*ranges))
 
 
 def time_limit(text: str) -> float:

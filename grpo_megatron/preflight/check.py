@@ -104,8 +104,11 @@ def check_start(config: Config, command: Command) -> None:
     from grpo_megatron.monitoring.optional import check_listeners
     from grpo_megatron.preflight.cluster import check_cluster
     from grpo_megatron.preflight.model import check_model
+    from grpo_megatron.sglang.release import check_release
 
     check_listeners(config)
+    if command == Command.train:
+        check_release(config.rollout)
     check_model(config, command)
     check_output_folders(config, command)
     check_cluster(config, command)

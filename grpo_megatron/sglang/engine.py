@@ -239,8 +239,7 @@ class SGLangEngine:
             if not self._control.knows_spans:
                 raise UserError(
                     f"{self._process.name} has requests in flight, and this SGLang release does not report "
-                    "which tokens were generated with the old weights; set rollout.on_update=wait, or "
-                    "install SGLang 0.5.20 or later"
+                    "which tokens were generated with the old weights; set rollout.on_update=wait"
                 )
             await self._while_alive("pause_generation", self._control.pause(keep_cache))
             self._paused = True

@@ -6,9 +6,14 @@ installed. tests/integration/test_sglang_releases.py makes all these calls in th
 
 import asyncio
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
+from packaging.version import Version
+
 from grpo_megatron.batch.sample import WeightSpan
+from grpo_megatron.config.rollout import OnUpdate, RolloutConfig
+from grpo_megatron.errors import UserError
 
 # Arguments of GPU engines that differ from SGLang's defaults.
 #
@@ -24,6 +29,22 @@ PAUSES = ("retract", "in_place")
 
 # SGLang's answer to a call that it can refuse: (whether it was successful, message).
 Accepted = tuple[bool, str]
+
+
+_FIRST_WITH_SPANS = "0.5.20"
+
+
+def check_release(rollout: RolloutConfig) -> None:
+    """Raise UserError if the installed release of SGLang cannot do what rollout.on_update asks for."""
+    if rollout.on_update == OnUpdate.wait:
+        return
+    installed = version("sglang")
+    if Version("0.5") < Version(installed) < Version(_FIRST_WITH_SPANS):
+        raise UserError(
+            f"rollout.on_update={rollout.on_update.value} needs SGLang {_FIRST_WITH_SPANS} or later, which "
+            f"reports the weight version of each token, but SGLang {installed} is installed; set "
+            "rollout.on_update=wait"
+        )
 
 
 class EngineControl:
