@@ -49,7 +49,7 @@ class SampleArrays:
     def __post_init__(self):
         length, tokens = len(self.response_ids), len(self.prompt_ids) + len(self.response_ids)
         if length == 0:
-            raise ValueError("the response has no token")
+            raise ValueError("the response has no tokens")
         if len(self.loss_mask) != length or len(self.rollout_logprobs) != length:
             raise ValueError(
                 f"{length} response tokens, but {len(self.loss_mask)} mask values and "

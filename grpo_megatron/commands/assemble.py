@@ -330,7 +330,7 @@ def assemble(context: RunContext, checkpoint: Checkpoint | None) -> Iterator[Run
         quarantine_later_checkpoints(context.directory, checkpoint)
         trim_logs(context.directory, checkpoint)
         context.begun = True
-        logger.info(f"everything is up after {time.perf_counter() - context.started:.1f} s")
+        logger.info(f"startup took {time.perf_counter() - context.started:.1f} s")
         about, folder = {"config": as_saved(config)}, f"{context.directory}/{CHECKPOINTS}"
         saver = Checkpoints(folder, config.checkpoint, trainer.checkpoints, resumed, about)
         state = checkpoint.state if checkpoint else None

@@ -75,7 +75,7 @@ def evaluate(config: Config, guard: Guard | None = None) -> dict[str, Any]:
             context.engines.wait_until_ready()
             context.engines.admit()
             workers.wait_until_ready()
-            logger.info(f"everything is up after {time.perf_counter() - context.started:.1f} s")
+            logger.info(f"startup took {time.perf_counter() - context.started:.1f} s")
             manager = RolloutManager(context.engines, workers.samplers)
             evaluation = Evaluation(manager, held_out, config, context.directory, monitor.text)
             with monitor.phases("evaluate"):

@@ -32,7 +32,7 @@ class WeightSyncConfig:
     )
     timeout: float = option(
         1800.0,
-        "Longest time that a rank waits for the next bucket. A sync that makes progress may take longer.",
+        "Maximum time that a rank waits for the next bucket. A sync that makes progress may take longer.",
         "seconds",
         gt=0,
         le=LONGEST_WAIT,

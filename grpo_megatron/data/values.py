@@ -34,7 +34,7 @@ def plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, str):
         return _text(value)
     if depth == DEEPEST:
-        raise ValueError(f"is nested more than {DEEPEST} levels deep")
+        raise ValueError(f"is nested more than {DEEPEST} levels deep; flatten or remove it")
     if isinstance(value, dict):
         return {_text(str(key)): plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -122,8 +122,8 @@ def required(record: dict[str, Any], key: str, where: str) -> Any:
         )
         fault = "null" if key in record else "missing"
         raise UserError(
-            f"{where}: field {key!r} is {fault}; the record has {has}; set the keys data.*_key to the names "
-            "of your fields"
+            f"{where}: field {key!r} is {fault}; the record has {has or 'no fields'}; set the keys "
+            "data.*_key to the names of your fields"
         )
     return value
 

@@ -58,7 +58,7 @@ class EvaluationBeside:
             return False
         if not self._engines.hold():
             logger.warning(
-                f"the evaluation after {step} steps is not beside training, because only one engine serves"
+                f"the evaluation after {step} steps interrupts training, because only one engine serves"
             )
             return False
         self._step, self._drawn, self._error = step, {}, None

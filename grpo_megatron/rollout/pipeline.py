@@ -73,7 +73,7 @@ class RolloutPipeline:
         if self._unfinished != self._step:
             logger.warning(
                 f"the evaluation after {self._unfinished} steps had not ended at the checkpoint of step "
-                f"{self._step}. It is not made again, because its weights are gone"
+                f"{self._step}. It will not be repeated, because its weights are gone"
             )
         elif not (self._beside and self._beside.begin(self._step)):
             self._monitor.evaluated(self._step, self._evaluate_now(self._step))

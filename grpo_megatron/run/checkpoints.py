@@ -182,8 +182,8 @@ class Checkpoints:
         else:
             self._failure = None
             logger.info(
-                f"checkpoint {final.name}: {report.bytes / 1e9:.2f} GB in {report.seconds:.1f} s, "
-                f"of which training waited {report.waited:.1f} s"
+                f"wrote checkpoint {final.name}: {report.bytes / 1e9:.2f} GB in {report.seconds:.1f} s; "
+                f"training waited {report.waited:.1f} s of these"
             )
             self._remove_old()
 
@@ -242,7 +242,7 @@ def discard(folder: Path) -> None:
     if folder.exists():
         logger.warning(
             f"{folder} could not be deleted completely, probably because another process has a file in it "
-            "open; the run tries again when it starts next"
+            "open; the run will try again the next time it starts"
         )
 
 

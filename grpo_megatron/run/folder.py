@@ -172,7 +172,10 @@ def quarantine_later_checkpoints(directory: str, checkpoint: Checkpoint | None) 
             left = path.with_name(f"{path.name}.aside")
             with writing(path):
                 left = path.rename(numbered(left) if left.exists() else left)
-            logger.info(f"{path} was renamed to {left.name}; no run deletes this folder")
+            logger.info(
+                f"renamed {path} to {left.name}, because this run does not use it; delete it if you do not "
+                "need it"
+            )
 
 
 def kept_rows(path: Path, step: int, quiet: bool = False) -> list[str] | None:

@@ -216,8 +216,8 @@ def read_books(path: Path, summary: dict[str, Any] | None = None) -> tuple[Books
         if not summary:
             raise
         logger.warning(
-            f"{path} is damaged at byte {error.offset}. All entries from there on are removed; they are of "
-            "steps that the run makes anew"
+            f"{path} is damaged at byte {error.offset}. All entries from there on are removed. They belong "
+            "to steps that the run will repeat"
         )
     return books, last, end
 

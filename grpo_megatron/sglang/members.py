@@ -118,7 +118,7 @@ class Membership:
             self._early_losses[index], self._updates[index] = early, 0
             self._set(index, _State.gone if stays_away else _State.starting)
         follows = "is not started again, because it was lost soon after each start"
-        meanwhile = f"{left} of {len(self._names)} engines serve meanwhile, and go on with its groups"
+        meanwhile = f"{left} of {len(self._names)} engines serve meanwhile, and continue its groups"
         logger.warning(
             f"{error}\n{self._names[index]} {follows if stays_away else 'is started again'}; "
             f"{meanwhile if left else 'no engine serves meanwhile, and its groups wait'}"
@@ -169,7 +169,7 @@ class Membership:
         if state == _State.gone:
             self._give_up(index)
         else:
-            logger.info(f"{self._names[index]} has started, and serves after the next weight sync")
+            logger.info(f"{self._names[index]} has started, and will get requests after the next weight sync")
 
     def updated(self, engines: Mapping[int, int]) -> None:
         """Note that engines have the newest weights, so that they get requests. engines: as `in_updates`."""

@@ -105,7 +105,7 @@ class EnginePool:
             self._nodes.append(tuple(slot.node for slot in slots))
             self._reserved[len(self._nodes) - 1] = requested
             name = self._processes[-1].name
-            logger.info(f"there are free devices for one more engine; {name} is started on them")
+            logger.info(f"starting {name} on free devices")
             self.membership.add(name)
             return True
 

@@ -130,4 +130,8 @@ def _refuse_second_set(folder: Path, found: dict[str, Path]) -> None:
 def _without_weights(folder: Path) -> str:
     if shards := sorted(path.name for path in folder.glob("model-*-of-*.safetensors")):
         return f"contains {some(shards)} but not {INDEX}, which lists their tensors; copy or download {INDEX}"
-    return pickled_weights(folder) or gguf_advice(folder) or f"contains neither {INDEX} nor {SINGLE}"
+    return (
+        pickled_weights(folder)
+        or gguf_advice(folder)
+        or f"contains neither {INDEX} nor {SINGLE}; give the folder of a complete HF checkpoint"
+    )
