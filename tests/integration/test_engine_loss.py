@@ -90,7 +90,9 @@ def test_the_other_engine_goes_on_and_the_lost_one_comes_back(
     assert status == 75, said
     assert killer.kills == times, said
     assert len(re.findall(r"engine \d is started again; 1 of 2 engines serve meanwhile", said)) == times
-    assert len(re.findall(r"engine \d has started, and will get requests", said)) == times, "the run was too short"
+    assert len(re.findall(r"engine \d has started, and will get requests", said)) == times, (
+        "the run was too short"
+    )
     assert "restart" not in said.replace("started again", "")
     assert len(killer.ranks) == 1, "a rank was started again"
     served = serving(tmp_path)
